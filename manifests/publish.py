@@ -16,7 +16,7 @@ from manifests.owned import FindOwned, check_room, keep_others, remove_replaced,
 from manifests.probe import check_writable
 from manifests.store import sync_folder, write_file
 
-__all__ = ["check_not_mounted", "check_target", "exchange", "partial_of", "publishing", "sharing"]
+__all__ = ["check_not_mounted", "check_target", "exchange", "partial_of", "publishing"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -73,30 +73,6 @@ def publishing(
         if isinstance(error, OSError):
             raise _unwritable(str(error.filename or out), error, hint) from error
         raise
-    finally:
-        os.close(lock)
-
-
-@contextmanager
-def sharing(out: Path, *, force: bool, find_owned: FindOwned) -> Iterator[Path]:
-    """Yield the folder that will become `out` to one of several writers: it is kept when the block ends or fails.
-
-    Raises:
-        OutputError: `out` exists and may not be replaced, or another process has locked it (see `publishing`).
-    """
-    if out.name in ("", ".."):
-        out = out.resolve()
-    check_target(out, force, find_owned)
-    partial = _make_partial(out)
-    lock = _lock(partial, out, fcntl.LOCK_SH)
-    try:
-        if any(path.is_symlink() for path in partial.rglob("*")):
-            problem = "unexpected symbolic link in a partial output"
-            raise OutputError(str(partial), problem, "remove the link", code="output.link-in-partial")
-        yield partial
-    except OSError as error:
-        hint = _space_hint(error, out.parent)
-        raise _unwritable(str(error.filename or out), error, hint) from error
     finally:
         os.close(lock)
 
@@ -169,12 +145,12 @@ def _make_partial(out: Path) -> Path:
     return partial
 
 
-def _lock(folder: Path, out: Path, how: int = fcntl.LOCK_EX) -> int:
-    """Lock a folder, exclusively or shared, until the descriptor is closed."""
+def _lock(folder: Path, out: Path) -> int:
+    """Lock a folder until the descriptor is closed."""
     descriptor = -1
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.stat(folder).st_ino != os.fstat(descriptor).st_ino:
             raise BlockingIOError  # the holder published or removed it meanwhile
     except OSError as error:

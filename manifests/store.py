@@ -191,20 +191,15 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_file(folder / MANIFEST_NAME, encode_manifest(manifest))
 
 
-def write_file(
-    path: Path, data: bytes | Iterable[bytes | memoryview], *, is_durable: bool = True, is_shared: bool = False
-) -> None:
+def write_file(path: Path, data: bytes | Iterable[bytes | memoryview], *, is_durable: bool = True) -> None:
     """Write a file whole or not at all from bytes or blocks, replacing an old one: beside it first, then by a rename.
 
-    Unless `is_durable`, the file may be lost with the power. If it `is_shared`, other machines may be writing it, too.
+    Unless `is_durable`, the file may be lost with the power.
 
     Raises:
         OSError: it cannot be written; the old file is unchanged, and no partial file is left.
     """
-    if is_shared:
-        partial = path.with_name(f".{os.urandom(16).hex()}.partial")
-    else:
-        partial = path.with_name(f".{path.name}.partial" if is_durable else f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.partial" if is_durable else f".{path.name}.{os.getpid()}.partial")
     try:
         with open(partial, "wb") as file:
             file.writelines((data,) if isinstance(data, bytes) else data)

@@ -221,11 +221,12 @@ class ObjectTarget:
         return writer
 
     def written(self) -> dict[str, ObjectEntry]:
-        """Return the current entries of the completed objects.
+        """Return the current entries of the completed objects, once small files are sent.
 
         Raises:
             InputError: another process took the prefix over, or it cannot be listed.
         """
+        self._wait_for_small()
         self.check_lock()
         return {name: entry for name, entry in list_objects(self._client).items() if name in self._nbytes}
 

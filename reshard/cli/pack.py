@@ -70,10 +70,9 @@ def pack(
     With --out hf://org/name[@branch], the model is packed below HF_HOME, pushed in one commit, and removed there; see
     reshard push.
 
-    Machines that share a file system or a bucket can each pack a --part, which reshard commit merges; --parts N
-    --scheduler slurm submits all of it. In a folder, the output is the same, byte for byte; in a bucket, parts write
-    whole shards, which stay below parts-KEY. With --take-over, parts that are done take over those that were killed or
-    lost their machine.
+    Machines that share a file system or a bucket can each pack a --part, some of the shards, and reshard commit merges
+    them; --parts N --scheduler slurm submits all of it. In a folder, the output is the same, byte for byte; in a
+    bucket, shards stay below parts-KEY.
 
     \b
     Example:
@@ -107,10 +106,9 @@ def pack(
         click.echo(f"{what}, and the Hugging Face hub reads up to 25 MB: use a smaller --max-shard-size", err=True)
     with options.progress("pack", quiet) as progress, options.upload_bars(out, quiet):
         if division.part is not None:
-            part, nbytes, more = division.part, prepared.nbytes, prepared.run_part(progress)
-            options.print_result(
-                quiet, as_json, lambda: part_json(part, nbytes, more), lambda: part_text(part, nbytes, more, out)
-            )
+            part, nbytes = division.part, prepared.nbytes
+            prepared.run_part(progress)
+            options.print_result(quiet, as_json, lambda: part_json(part, nbytes), lambda: part_text(part, nbytes, out))
             return
         done = prepared.run(progress)
     for line in () if quiet else hub_lines(done.hub):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from manifests.errors import UsageError
 from reshard.cli import options
 
 if TYPE_CHECKING:
@@ -23,13 +24,9 @@ __all__ = ["command_line", "commit", "flags", "submit"]
 _FLAGS = (
     click.option("--part", metavar="I/N", help="Pack only part I of N; reshard commit merges the parts."),
     click.option(
-        "--take-over",
-        "take_over_s",
-        type=click.IntRange(1, 86400),
-        metavar="SECONDS",
-        help="Then take over parts that no process has worked on for so long, until all are done.",
+        "--take-over", hidden=True, expose_value=False, callback=lambda _, __, value: _refuse_take_over(value)
     ),
-    click.option("--parts", "num_parts", type=click.IntRange(1, 512), metavar="N", help="Submit N parts and a commit."),
+    click.option("--parts", "num_parts", type=click.IntRange(1), metavar="N", help="Submit N parts and a commit."),
     click.option(
         "--scheduler", type=click.Choice(["slurm", "job"]), help="Submit them to Slurm, or as a Job of Kubernetes."
     ),
@@ -65,7 +62,7 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def gathered(
-        *, part: str | None, take_over_s: int | None, num_parts: int | None, scheduler: str | None,
+        *, part: str | None, num_parts: int | None, scheduler: str | None,
         image: str | None, mounts: tuple[str, ...], partition: str | None, account: str | None, time: str | None,
         sbatch_arg: tuple[str, ...], **others: Any,
     ) -> Any:  # fmt: skip
@@ -77,7 +74,6 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
         arguments = command_line()
         division = Division(
             part=None if part is None else parse_part(part, ("reshard", *arguments)),
-            take_over_s=take_over_s,
             num_parts=num_parts,
             scheduler=scheduler,
             sbatch=(*named, *sbatch_arg),
@@ -90,6 +86,12 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
     for flag in reversed(_FLAGS):
         gathered = flag(gathered)
     return gathered
+
+
+def _refuse_take_over(value: str | None) -> None:
+    if value is not None:
+        problem, hint = "is no longer an option: the scheduler runs lost parts again", "use --parts N --scheduler slurm"
+        raise UsageError("--take-over", problem, hint, code="options.removed")
 
 
 def command_line() -> tuple[str, ...]:
@@ -155,10 +157,11 @@ def _submit_pods(pods: PackPods, *, dry_run: bool, as_json: bool) -> None:
 
 @click.command()
 @click.argument("out", type=click.Path(), callback=lambda _, __, text: options.address(text, "OUT"))
+@click.option("--wait", is_flag=True, help="Wait until all parts are written.")
 @options.force
 @options.as_json
 @options.quiet
-def commit(out: Address, force: bool, as_json: bool, quiet: bool) -> None:
+def commit(out: Address, wait: bool, force: bool, as_json: bool, quiet: bool) -> None:
     """Merge the parts that reshard pack --part has written to OUT into a checkpoint.
 
     OUT is a folder or s3://BUCKET/PREFIX, and all that is required. No tensors are copied. If it is killed, run it
@@ -170,15 +173,9 @@ def commit(out: Address, force: bool, as_json: bool, quiet: bool) -> None:
       reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2 --part 2/2
       reshard commit ./Llama-3.2-1B-pp2
     """
-    from reshard.operations.pack_distributed import commit as run
     from reshard.operations.pack_result import PackResult
+    from reshard.operations.parts import commit as run
     from reshard.report.done import pack_json, pack_text
-    from stores.manifest_file import find_manifest_file
 
-    manifest = run(out, force=force)
-    if manifest is None:
-        manifest = find_manifest_file(out).read()[0]
-        if not quiet:
-            click.echo(f"{out} is committed already; there are no parts to merge", err=True)
-    done = PackResult(manifest=manifest, out=out)
+    done = PackResult(manifest=run(out, force=force, wait=wait), out=out)
     options.print_result(quiet, as_json, lambda: pack_json(done), lambda: pack_text(done))

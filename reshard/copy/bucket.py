@@ -74,6 +74,10 @@ class BucketTarget:
         options.parallelism.add(prefetcher)
         return tuple(job.result() for job in jobs)
 
+    def written(self, names: Collection[str]) -> dict[str, tuple[int, str]]:
+        written = self.objects.written()
+        return {name: (written[name].nbytes, written[name].etag or "") for name in names}
+
     def commit(self, name: str, data: bytes) -> None:
         self.objects.commit(data, name)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -57,6 +57,10 @@ class Target(Protocol):
         """
         ...
 
+    def written(self, names: Collection[str]) -> dict[str, tuple[int, str]]:
+        """Return the size of each of these files, which are complete, and its ETag, "" in a folder."""
+        ...
+
     def commit(self, name: str, data: bytes) -> None:
         """Write the file that makes the output valid."""
         ...
@@ -107,14 +111,10 @@ def _locations(checkpoint: Checkpoint) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class FolderTarget:
-    """A folder that appears when its `publishing` block ends; with a journal, an interrupted run can be resumed.
-
-    If it `is_shared`, other processes may copy the same files at the same time.
-    """
+    """A folder that appears when its `publishing` block ends; with a journal, an interrupted run can be resumed."""
 
     folder: Path
     journal: Journal | None = None
-    is_shared: bool = False
 
     def place(self, path: str) -> str:
         return path
@@ -127,7 +127,7 @@ class FolderTarget:
     def copy(self, name: str, file: InputFile, digest: str | None = None) -> AuxiliaryFile:
         path, blocks = self.folder / name, Blocks(file, digest)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, blocks, is_shared=self.is_shared)
+        write_file(path, blocks)
         return AuxiliaryFile(path=name, nbytes=blocks.nbytes, digest=blocks.digest)
 
     def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:
@@ -136,6 +136,9 @@ class FolderTarget:
         free = shutil.disk_usage(self.folder).free + reused
         check_space(sum(shard.nbytes for shard in shards), free, self.folder)
         return write_shards(shards, self.folder, replace(options, journal=self.journal))
+
+    def written(self, names: Collection[str]) -> dict[str, tuple[int, str]]:
+        return {name: ((self.folder / name).stat().st_size, "") for name in names}
 
     def commit(self, name: str, data: bytes) -> None:
         self.put(name, data)  # the folder loses its journal later, as it gets its name

@@ -7,7 +7,7 @@ tensors of a run, and what `Parallelism` allows to requests if the source is rem
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,6 @@ __all__ = [
     "hash_tensors",
     "is_remote",
     "write_shards",
-    "write_tensors",
 ]
 
 _MAX_OPEN = 128  # output files open at a time
@@ -79,29 +78,6 @@ def write_shards(
     for first in range(0, len(shards), _MAX_OPEN):
         written += _write_together(shards[first : first + _MAX_OPEN], folder, options)
     return tuple(written)
-
-
-def write_tensors(shard: OutputShard, names: Collection[str], folder: Path, options: WriteOptions) -> dict[str, str]:
-    """Write some of a shard's tensors below `folder`, and nothing else of it; return their hex digests by name.
-
-    Other processes may write the other tensors at the same time, unless two share a sector.
-
-    Raises:
-        InputError: as `write_shards`.
-    """
-    path = folder / shard.path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    placed = ((tensor, position) for tensor, position in shard.placed if tensor.name in names)
-    tensors, positions = zip(*placed, strict=True) if names else ((), (0,))
-    file = OutputFile(path, shard.nbytes, options.io, is_synced=options.sync)
-    try:
-        runs = split_run(Run(tensors, 0, file, positions[0]))
-        digests = _execute(tuple(runs), len(tensors), options)
-        if options.sync:
-            file.sync()
-    finally:
-        file.close()
-    return dict(zip((tensor.name for tensor in tensors), digests, strict=True))
 
 
 def is_remote(tensors: Iterable[TensorAt]) -> bool:

@@ -40,15 +40,13 @@ def open_target(
     find_owned_objects: FindOwnedObjects | None = None,  # None: those of a manifest
     wanted: Collection[str] = (),
     last: str = MANIFEST_NAME,
-    check_free: Callable[[Path], None] = lambda out: None,
 ) -> Iterator[Target]:
     """Yield a target to write `shards` to, which becomes the output when the block succeeds.
 
     If it fails, verified data is kept for the next run of the same plan, unless the error is one after which the plan
     cannot be resumed. With `force`, an existing output is replaced: in a folder the files that `find_owned`
     returns, in one step; in a bucket the objects that `find_owned_objects` returns (see `stores.object_output`). Other
-    files that would be overwritten by the `wanted` ones are refused. `check_free` raises if the folder under
-    construction is in use otherwise.
+    files that would be overwritten by the `wanted` ones are refused.
 
     Raises:
         OutputError: `out` exists and may not be replaced, is being written by another process, or cannot be written.
@@ -70,7 +68,6 @@ def open_target(
         return
 
     def is_resumable(folder: Path) -> bool:
-        check_free(Path(out))  # when the folder is locked, and before anything in it is removed
         return Journal(folder, key).has_work
 
     try:

@@ -1,200 +1,131 @@
-"""A pack in parts to a bucket: each part writes whole shards to a folder of its own, and a commit lists them all.
-
-# Note [Parts in a bucket]
-An object is written by one process, and cannot be renamed. So each attempt at a part is an output by itself, below the
-prefix in `parts-KEY/part-I-of-N.K/`, where KEY is of the plan and K counts the attempts. It is locked and resumed like
-any other output (see `stores.object_output`), and its last object is a record of its shards. Its shards stay there: the
-manifest names them. Part 1 writes the auxiliary files, too, which the commit copies to the prefix.
-
-No process ever writes to or removes an attempt that another may be at: who takes a part over begins the next one. All
-that are complete have the same bytes. The first commit chooses one of each part, in an object that is created only
-where none is, as the manifest is. What is not chosen is removed once there is a manifest; before, readers see no model.
-
-An attempt is lost once its claim was not renewed for a while: see `reshard.operations.object_claims`.
-"""
+"""The parts of a pack to a bucket: below the prefix, where their shards stay; the manifest names them."""
 
 from __future__ import annotations
 
-import json
 import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
-from manifests.codec import encode_manifest
-from manifests.digest import PREFIX
-from manifests.errors import InputError, OutputError, UnreachableError, UserError
+from manifests.codec import decode_manifest, encode_manifest
+from manifests.errors import InputError, OutputError, UsageError
 from manifests.index import INDEX_NAME
-from manifests.invariants import SOURCE_NAME
-from reshard.copy.bucket import BucketTarget
-from reshard.copy.resumable import open_target
-from reshard.copy.unchanged import check_unchanged
-from reshard.operations.object_claims import ObjectClaims
-from reshard.operations.pack import PackOptions, check_stored_ties, copy_auxiliary_files
-from reshard.operations.part_objects import (
-    OF_PART,
-    PackedShard,
-    check_creates,
-    complete_attempts,
-    folders_in,
-    folders_of,
-    manifest_in,
-    other_plan,
-)
-from reshard.operations.parts_plan import PartsPlan
-from reshard.plans.partition import Part, shards_of_part
-from stores.base import PART_NAME
+from manifests.invariants import MANIFEST_NAME, check_manifest
+from manifests.owned import files_in
+from manifests.schema import Manifest, Shard
+from reshard.operations.parts_place import OF_PART, FileFacts, Merged
+from stores.base import Blocks
 from stores.object_client import ObjectEntry
-from stores.objects import list_objects
-from stores.writable import open_writable
-
-__all__ = ["pack_part_to_bucket"]
+from stores.object_output import SMALL_NBYTES
+from stores.object_writer import ObjectWriter
+from stores.objects import ObjectFile, list_objects, open_objects
+from stores.writable import open_writable, remove_objects
 
 logger = logging.getLogger(__name__)
 
-_LOST_S = 60.0  # without --take-over
 
+class BucketParts:
+    """The parts of one prefix."""
 
-def pack_part_to_bucket(plan: PartsPlan, part: Part, take_over_s: float | None) -> tuple[Part, ...]:
-    """Write one part of the bundles; return the other parts that were written. See `pack_distributed.pack_part`."""
-    parts = _Parts(plan, part, take_over_s)
-    parts.check()
-    parts.write_own()
-    return () if take_over_s is None else tuple(parts.take_over())
+    def __init__(self, out: str, *, force: bool) -> None:
+        if force:
+            problem, hint = "is not supported for parts in a bucket", "remove the old output first"
+            raise UsageError("--force", problem, hint, code="options.conflict")
+        self._client = open_writable(out).settled()
+        self.where = self._client.url
 
-
-class _Parts:
-    """The parts of a plan in a bucket, of which this process was asked for one."""
-
-    def __init__(self, plan: PartsPlan, own: Part, take_over_s: float | None) -> None:
-        self._plan, self._own, self._waits = plan, own, take_over_s is not None
-        self._client = open_writable(str(plan.options.out))
-        self._folder = f"parts-{plan.key.removeprefix(PREFIX)[:12]}"
-        self._lost_after_s = take_over_s or _LOST_S
-
-    def check(self) -> None:
-        """Refuse a prefix where something else is, unless this part is done, and perhaps just being committed.
-
-        Raises:
-            OutputError: there is an output, or others' objects or parts.
-        """
-        quick, self._client = self._client, self._client.settled()
-        listed = list_objects(self._client if self._waits else quick)
-        self._claims = ObjectClaims(self._client, quick, self._folder, self._lost_after_s)
-        if not self._unfinished([self._own], listed):
-            return
-        folders = folders_in(listed)
-        ours = {item.path for item in self._plan.checkpoint.auxiliary} | {SOURCE_NAME, INDEX_NAME}
-        committing = ours if self._folder in folders else set()  # a commit that was killed has written some of these
+    def check_free(self, folder: str, small: Collection[str]) -> bool:
+        listed = list_objects(self._client)
+        if (manifest := self._manifest_in(listed)) is not None and folder in _folders_of(manifest):
+            return False
+        is_begun = any(name.startswith(f"{folder}/") for name in listed)
+        committing = {*small, INDEX_NAME} if is_begun else set()  # a commit that was killed has written some of these
         if any(OF_PART.fullmatch(name) is None and name not in committing for name in listed):
-            raise OutputError(self._client.url, "already exists", "choose another --out", code="output.exists")
-        if others := folders - {self._folder}:
-            raise other_plan(self._client, others)
-        check_creates(self._client, self._folder)
-
-    def write_own(self) -> None:
-        """Write the part that was asked for, unless it is done, or another process is at it that may be waited for.
-
-        Raises:
-            OutputError: another process is writing it.
-        """
-        own, listed = self._own, list_objects(self._client)
-        if not self._unfinished([own], listed):
-            return
-        try:  # an attempt whose writer is known to have ended is resumed
-            self._write(own, self._claims.first(own, listed), self._plan.options)
-            return
-        except UserError as error:
-            if not self._can_wait(error):
-                raise
-        while not self._waits:
-            listed = list_objects(self._client)
-            if not self._unfinished([own], listed) or self._write_lost(own, listed):
-                return
-            if self._claims.is_renewed(own):
-                problem, hint = f"another process is writing part {own.number}/{own.of}", "wait for it, or stop it"
-                raise OutputError(self._client.url, problem, hint, code="output.in-use")
-            time.sleep(self._claims.every_s)
-
-    def take_over(self) -> Iterator[Part]:
-        """Write parts that are lost until all are done, and yield them; the own one is the last to look at."""
-        own = self._own
-        parts = [replace(own, number=(own.number + step) % own.of + 1) for step in range(own.of)]
-        while left := self._unfinished(parts, listed := list_objects(self._client)):
-            taken = next((part for part in left if self._write_lost(part, listed)), None)
-            if taken is None:
-                time.sleep(self._claims.every_s)
-            elif taken != own:
-                yield taken
-
-    def _write_lost(self, part: Part, listed: Mapping[str, ObjectEntry]) -> bool:
-        """Write a part if the last attempt at it is lost; return whether it was written."""
-        attempt = self._claims.next(part, listed)
-        if attempt is None or not self._unfinished([part], list_objects(self._client)):
-            return False
-        logger.warning(
-            "%s: taking over part %d of %d, which no process is writing", self._client.url, part.number, part.of
-        )
-        options = self._plan.options
-        if part != self._own:
-            options = replace(options, write=replace(options.write, progress=lambda nbytes: None))
-        try:
-            self._write(part, attempt, options)
-        except UserError as error:
-            if not self._can_wait(error):
-                raise
-            return False
+            raise OutputError(self.where, "already exists", "choose another --out", code="output.exists")
         return True
 
-    def _can_wait(self, error: UserError) -> bool:
-        """Whether an error says that another process is at a part, or that to try again later may help."""
-        if self._waits and isinstance(error, UnreachableError):
-            logger.warning("%s", error)
-            return True
-        return error.code in ("output.unfinished", "output.contended")
+    def address(self, name: str) -> str:
+        return f"{self.where}/{name}"
 
-    def _write(self, part: Part, attempt: int, options: PackOptions) -> None:
-        """Write an attempt at a part, unless another one is complete first."""
+    def files(self) -> Mapping[str, FileFacts]:
+        listed = list_objects(self._client)
+        return {name: (entry.nbytes, entry.etag or "") for name, entry in listed.items() if OF_PART.fullmatch(name)}
+
+    def load(self, name: str) -> bytes:
+        return self._client.load(name)
+
+    def remove(self, where: str) -> None:
+        remove_objects(self._client, [name for name in list_objects(self._client) if name.startswith(f"{where}/")])
+
+    def committed(self, folders: Collection[str]) -> Manifest | None:
+        manifest = self._manifest_in(list_objects(self._client))
+        if manifest is None:
+            return None
+        if set(folders) - _folders_of(manifest):
+            hint = "remove it, or pack to another --out"
+            raise OutputError(self.where, "already exists", hint, code="output.exists")
+        self._clear_away(manifest)
+        return manifest
+
+    def publish(self, merged: Merged) -> Manifest:
+        """Write the auxiliary files, the index and, last, the manifest; a commit that was killed is run again."""
+        path_of = {path: f"{place}/{path}" for path, place in merged.folder_of.items()}
+
+        def placed(shard: Shard) -> Shard:
+            return replace(shard, path=path_of[shard.path])
+
+        stages = (replace(stage, shards=tuple(map(placed, stage.shards))) for stage in merged.manifest.stages)
+        manifest = replace(merged.manifest, stages=tuple(stages))
+        check_manifest(manifest)
+        parts = open_objects(self.where)
+        files = {item.path: Blocks(parts.file(path_of[item.path]), item.digest) for item in manifest.files}
+        if merged.indexed:
+            files[INDEX_NAME] = Blocks(merged.index(path_of))
+        listed = list_objects(self._client)
+        if any(OF_PART.fullmatch(name) is None and name not in files for name in listed):
+            raise OutputError(self.where, "already exists", "choose another --out", code="output.exists")
+        for name, blocks in files.items():
+            self._put(name, blocks, listed)
+        # Commit point: readers ignore a prefix without manifest.json.
+        if not self._client.create(MANIFEST_NAME, encode_manifest(manifest)):
+            problem, hint = "another process has finished here", "run reshard commit again"
+            raise OutputError(self.where, problem, hint, code="output.contended")
+        self._clear_away(manifest)
+        return manifest
+
+    def _put(self, name: str, blocks: Blocks, listed: Mapping[str, ObjectEntry]) -> None:
+        """Write a file of any length; one that a killed commit has written is the same, any other is refused."""
+        where = f"{self.where}/{name}"
+        if name in listed:
+            for _ in blocks:  # hashed
+                pass
+            present = Blocks(ObjectFile(url=where, entry=listed[name], client=self._client))
+            for _ in present:
+                pass
+            if present.digest != blocks.digest:
+                hint = "move it elsewhere, or choose another --out"
+                raise OutputError(where, "was not written by this command", hint, code="output.foreign-file")
+        elif blocks.nbytes <= SMALL_NBYTES:
+            self._client.put(name, b"".join(map(bytes, blocks)))
+        else:
+            upload = self._client.upload(name, blocks.nbytes)
+            ObjectWriter(where, upload, blocks.nbytes, lambda: None).write_all(blocks)
+
+    def _clear_away(self, manifest: Manifest) -> None:
+        """Remove what only the parts of a manifest needed."""
+        named, folders = set(files_in(manifest)), _folders_of(manifest)
+        removed = [
+            name for name in list_objects(self._client) if name not in named and name.partition("/")[0] in folders
+        ]
         try:
-            self._write_all(part, attempt, options)
-        except InputError as error:
-            if self._unfinished([part], list_objects(self._client)):
-                raise
-            logger.info("part %d was written by another process: %s", part.number, error)
+            remove_objects(self._client, removed)
+        except InputError as error:  # not allowed to, perhaps
+            logger.warning("%s is complete, but more than that stays there: %s", self.where, error.problem)
 
-    def _write_all(self, part: Part, attempt: int, options: PackOptions) -> None:
-        plan, shards = self._plan, shards_of_part(self._plan.shards, part)
-        auxiliary = plan.checkpoint.auxiliary if part.number == 1 else ()
-        wanted = {PART_NAME, *(shard.path for shard in shards), *(item.path for item in auxiliary)}
-        wanted |= {SOURCE_NAME} if part.number == 1 else set()
-        place = f"{self._client.url}/{self._folder}/{part.name}.{attempt}"
-        with (
-            open_target(place, shards, force=False, wanted=wanted, last=PART_NAME) as target,
-            self._claims.renewed(part, attempt),
-        ):
-            assert isinstance(target, BucketTarget)
-            record: dict[str, Any] = {"plan": plan.key, "command": list(part.command)}
-            if part.number == 1:
-                check_stored_ties(plan.checkpoint)
-                files = copy_auxiliary_files(plan.checkpoint, target)
-                record["manifest"] = encode_manifest(replace(plan.draft, files=files)).decode()
-            done = target.write_shards(shards, options.write)
-            check_unchanged(plan.shards, plan.checkpoint.auxiliary)
-            written = target.objects.written()
-            record["objects"] = {name: (entry.nbytes, entry.etag) for name, entry in written.items()}
-            record["shards"] = {
-                shard.path: PackedShard(
-                    digest=each.digest,
-                    names=[origin.name for origin in shard.origins] if shard.is_indexed else None,
-                    data_nbytes=sum(origin.nbytes for origin in shard.origins),
-                )
-                for shard, each in zip(shards, done, strict=True)
-            }
-            target.commit(PART_NAME, json.dumps(record).encode())
+    def _manifest_in(self, listed: Collection[str]) -> Manifest | None:
+        if MANIFEST_NAME not in listed:
+            return None
+        return decode_manifest(self._client.load(MANIFEST_NAME), f"{self.where}/{MANIFEST_NAME}")
 
-    def _unfinished(self, parts: Sequence[Part], listed: Mapping[str, ObjectEntry]) -> list[Part]:
-        """Return the parts that are not done; none if they are committed."""
-        done = complete_attempts(listed, self._folder)
-        left = [part for part in parts if part.number not in done]
-        return [] if left and self._folder in folders_of(manifest_in(self._client, listed)) else left
+
+def _folders_of(manifest: Manifest) -> set[str]:
+    return {match["folder"] for shard in manifest.shards if (match := OF_PART.fullmatch(shard.path))}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manifests.errors import UsageError
-from reshard.plans.partition import Part
+from reshard.plans.pack_plan import OutputShard
+from reshard.plans.partition import Part, check_num_parts
 from stores.address import OBJECT_SCHEMES, is_url, split_url
 from stores.manifest_file import Address
 
@@ -24,13 +26,11 @@ NAMED_OPTIONS = ("--partition", "--account", "--time")  # of sbatch, which are f
 class Division:
     """One `part` is packed here, or `num_parts` are submitted to a `scheduler`; or neither.
 
-    Slurm gets options of `sbatch`, a Job of Kubernetes an `image` and `mounts`. Parts that are done take over those
-    that no process has worked on for `take_over_s`. `command` has the arguments of reshard without those that divide
-    the pack.
+    Slurm gets options of `sbatch`, a Job of Kubernetes an `image` and `mounts`. `command` has the arguments of reshard
+    without those that divide the pack.
     """
 
     part: Part | None = None
-    take_over_s: float | None = None
     num_parts: int | None = None
     scheduler: str | None = None
     sbatch: tuple[str, ...] = ()
@@ -64,9 +64,6 @@ class Division:
             flag = flag if flag in NAMED_OPTIONS else "--sbatch-arg"
             raise UsageError(flag, "requires --scheduler slurm", "leave it out", code="options.needs-scheduler")
         if self.part is None and self.num_parts is None:
-            if self.take_over_s is not None:
-                problem, hint = "requires --part", "use --part 1/8, or leave it out"
-                raise UsageError("--take-over", problem, hint, code="options.needs-part")
             return
         if verify_source:
             problem = f"conflicts with {flag}: a part does not read whole files"
@@ -82,6 +79,12 @@ class Division:
         if virtual:
             problem = "conflicts with --virtual: a virtual pack has no bytes to divide"
             raise UsageError(flag, problem, "leave one of the two out", code="options.conflict")
+
+    def check_shards(self, shards: Sequence[OutputShard]) -> None:
+        """Refuse more parts than there are shards; raises as `check_num_parts`."""
+        num_parts = self.part.of if self.part is not None else self.num_parts
+        if num_parts is not None:
+            check_num_parts("--part" if self.part is not None else "--parts", num_parts, shards)
 
     def pods(self, source: str, out: Address, *, force: bool) -> PackPods:
         """Return the Job of all parts, the first of which commits.

@@ -1,7 +1,8 @@
 """A pack in parts on Kubernetes: an indexed Job, each of whose pods packs a part, and the first of which commits.
 
-Pods wait for each other with `--take-over`: a pod that ends well says that all parts are done. Source: batch/v1 Job,
-"Job completion mode" and "Pod failure policy" in Kubernetes' documentation.
+The first pod waits for the records of all parts. A pod that is lost is started again, at most `_NUM_RETRIES` times for
+each part. Source: batch/v1 Job, "Job completion mode", "Backoff limit per index" (1.33) and "Pod failure policy" in
+Kubernetes' documentation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from stores.manifest_file import Address
 
 __all__ = ["PackPods", "render", "submit"]
 
-_TAKE_OVER = ("--take-over", "60")
 _CONTAINER = "reshard"
 _NUM_RETRIES = 3  # of each part
 _MISTAKES = [1, 2, 3, 4]  # exit codes that another attempt would end with, too
@@ -112,18 +112,14 @@ def submit(pods: PackPods) -> str:
 
 def _script(pods: PackPods) -> str:
     """Return what a pod runs; it may be started again at any time, also once all is done."""
-    waiting = () if "--take-over" in pods.pack else _TAKE_OVER
     out, part = shlex.quote(str(pods.out)), f'--part "$((JOB_COMPLETION_INDEX + 1))/{pods.num_parts}"'
     return "\n".join(
         [
             _RUN,
             *([] if is_url(pods.out) else [f"[ ! -e {out}/manifest.json ] || exit 0"]),
-            f"run {_reshard((*pods.pack, *waiting))} {part} || exit",
+            f"run {_reshard(pods.pack)} {part} || exit",
             '[ "$JOB_COMPLETION_INDEX" = 0 ] || exit 0',
-            "for seconds in 0 5 10 30 60; do  # other pods may have their last part locked",
-            f"  run sleep $seconds; run {_reshard(('commit', str(pods.out)))}; code=$?; [ $code = 3 ] || break",
-            "done",
-            "exit $code",
+            f"run {_reshard(('commit', str(pods.out), '--wait'))}",
         ]
     )
 

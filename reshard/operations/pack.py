@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 
 from manifests.codec import encode_manifest
-from manifests.errors import OutputError, SourceError
+from manifests.errors import SourceError
 from manifests.index import INDEX_NAME, index_blocks
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
-from manifests.publish import partial_of
 from manifests.schema import AuxiliaryFile, Layout, Manifest, Model, Shard, Stage
 from reshard.copy.destination import FolderTarget, Target
 from reshard.copy.engine import WriteOptions, WrittenShard, hash_tensors
@@ -30,20 +27,15 @@ from reshard.tensors.read_together import read_together
 from reshard.tensors.source_index import record_blocks
 from stores.manifest_file import Address
 
-PLAN_NAME = "plan.json"  # in the folder of the parts' records
-
 __all__ = [
-    "PLAN_NAME",
     "PackOptions",
     "Written",
     "build_manifest",
-    "check_no_parts",
     "check_stored_ties",
     "copy_auxiliary_files",
     "copy_files",
     "index_file",
     "pack",
-    "records_folder",
 ]
 
 
@@ -75,9 +67,7 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
     names = {MANIFEST_NAME, SOURCE_NAME, *(item.path for item in checkpoint.auxiliary), *(each.path for each in shards)}
     names |= {INDEX_NAME} if any(shard.is_indexed for shard in shards) else set()
     with ExitStack() as stack:
-        target = stack.enter_context(
-            open_target(options.out, shards, force=options.force, wanted=names, check_free=check_no_parts)
-        )
+        target = stack.enter_context(open_target(options.out, shards, force=options.force, wanted=names))
         files = copy_auxiliary_files(checkpoint, target)
         if INDEX_NAME in names:
             target.copy(INDEX_NAME, _index_of(shards, target))
@@ -126,21 +116,6 @@ def _index_of(shards: Sequence[OutputShard], target: Target) -> MadeFile:
     indexed = {target.place(shard.path): shard for shard in shards if shard.is_indexed}
     weights = {path: [origin.name for origin in shard.origins] for path, shard in indexed.items()}
     return index_file(weights, sum(origin.nbytes for shard in indexed.values() for origin in shard.origins))
-
-
-def records_folder(out: Path) -> Path:
-    """Return the folder of the parts' records (see `reshard.operations.pack_distributed`)."""
-    return partial_of(out).with_suffix(".parts")
-
-
-def check_no_parts(out: Path) -> None:
-    """Refuse to remove packed parts that are not committed. Records without a plan belong to no part."""
-    records = records_folder(out)
-    if (records / PLAN_NAME).exists():
-        hint = f"merge them with reshard commit {out}, or remove {partial_of(out)} and {records}"
-        problem = "parts of a pack (--part) are waiting to be committed"
-        raise OutputError(str(out), problem, hint, code="output.parts-waiting")
-    shutil.rmtree(records, ignore_errors=True)
 
 
 def check_stored_ties(checkpoint: Checkpoint) -> None:

@@ -20,12 +20,12 @@ from reshard.estimate.assumptions import Assumptions, check_assumptions
 from reshard.operations.divide import Division
 from reshard.operations.hub_check import HubReport
 from reshard.operations.pack import PackOptions, pack
-from reshard.operations.pack_distributed import pack_part
 from reshard.operations.pack_result import PackResult
+from reshard.operations.parts import pack_part
 from reshard.operations.progress import Progress, counting
 from reshard.operations.resolve import LaidOut, LayoutRequest, PlanResult, estimate_step, lay_out, model_name
 from reshard.plans.pack_plan import OutputShard, Sharding, Traffic, plan_pack, traffic_of
-from reshard.plans.partition import Part, part_nbytes, part_traffic, shards_of_part
+from reshard.plans.partition import shards_of_part
 from reshard.plans.references import choose_stages
 from reshard.sources.open import open_described
 from reshard.tensors.checkpoint import TensorAt
@@ -94,9 +94,9 @@ class PreparedPack:
 
     @cached_property
     def written(self) -> tuple[OutputShard, ...]:
-        """The shards to write: all, or in a bucket those of the part; in a folder, a part has pieces of all."""
+        """The shards to write: all, or those of the part."""
         part = self.request.division.part
-        return shards_of_part(self.shards, part) if part and is_url(self.request.out) else self.shards
+        return self.shards if part is None else shards_of_part(self.shards, part)
 
     @cached_property
     def read_twice(self) -> list[TensorAt]:
@@ -111,20 +111,13 @@ class PreparedPack:
     @property
     def traffic(self) -> Traffic:
         """The bytes that this pack, or its part, reads and writes."""
-        part = self._part_in_folder
-        return part_traffic(self.shards, part) if part else traffic_of(self.written, self.read_twice)
+        return traffic_of(self.written, self.read_twice)
 
     @cached_property
     def nbytes(self) -> int:
         """The bytes that progress counts."""
-        if (part := self._part_in_folder) is not None:
-            return part_nbytes(self.shards, part)
         origins = (origin for shard in self.written for origin in shard.origins)
         return sum(tensor.nbytes for tensor in (*self.read_twice, *origins))
-
-    @property
-    def _part_in_folder(self) -> Part | None:
-        return None if is_url(self.request.out) else self.request.division.part
 
     @property
     def links(self) -> tuple[tuple[str, str], ...]:
@@ -165,12 +158,11 @@ class PreparedPack:
             push_folder(folder, address, options)
         return replace(done, out=self.request.out)
 
-    def run_part(self, progress: Progress | None = None) -> tuple[Part, ...]:
-        """Write the request's part of the bundles, and return the parts that were taken over; raises as `pack_part`."""
-        division = self.request.division
-        assert division.part is not None, "requested by --part"
-        options = self._options(progress, report=[])
-        return pack_part(self.laid.checkpoint, self.laid.plan, division.part, options, division.take_over_s)
+    def run_part(self, progress: Progress | None = None) -> None:
+        """Write the request's part of the shards; raises as `pack_part`."""
+        part = self.request.division.part
+        assert part is not None, "requested by --part"
+        pack_part(self.laid.checkpoint, self.laid.plan, part, self._options(progress, report=[]))
 
     def _options(self, progress: Progress | None, report: list[HubReport]) -> PackOptions:
         request = self.request
@@ -194,7 +186,7 @@ def prepare_pack(request: PackRequest) -> PreparedPack:
     """Open the source, convert it, lay it out and check the output's location, without writing anything.
 
     Raises:
-        UsageError: options conflict, or there is no such stage.
+        UsageError: options conflict, there is no such stage, or there are more parts than shards.
         SourceError, ModelError, ShardError, ManifestError: the source is incomplete, damaged or unsupported.
         LayoutError: the layout is invalid, or does not cover the model.
         OutputError: `out` would overwrite what is read.
@@ -209,4 +201,6 @@ def prepare_pack(request: PackRequest) -> PreparedPack:
     if stages and len(stages) < len(laid.stages):  # others could take the root's shards for the whole model
         plan = plan_pack(checkpoint, laid.layout, replace(sharding, in_stage_folders=True))
         laid = replace(laid, plan=plan)
-    return PreparedPack(request=request, laid=laid, stages=stages)
+    prepared = PreparedPack(request=request, laid=laid, stages=stages)
+    request.division.check_shards(prepared.shards)
+    return prepared

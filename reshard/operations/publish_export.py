@@ -15,7 +15,7 @@ from reshard.copy.resumable import open_target
 from reshard.copy.unchanged import check_unchanged
 from reshard.operations.exported import files_of_export, record_export
 from reshard.operations.exported_objects import objects_of_export, record_exported_objects
-from reshard.operations.pack import check_no_parts, copy_files
+from reshard.operations.pack import copy_files
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import MadeFile
@@ -71,7 +71,6 @@ def publish_export(out: Address, plan: ExportPlan, options: WriteOptions, *, for
         find_owned_objects=objects_of_export,
         wanted=plan.names,
         last=plan.last,
-        check_free=check_no_parts,
     ) as target:
         copy_files(plan.copied, target)
         target.write_shards(plan.shards, options)

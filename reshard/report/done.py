@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from manifests.errors import printable
@@ -78,14 +77,12 @@ def pack_text(done: PackResult) -> str:
     return "\n".join(lines)
 
 
-def part_json(part: Part, nbytes: int, taken_over: Sequence[Part] = ()) -> dict[str, Any]:
-    numbers = [other.number for other in taken_over]
-    return {"version": 1, "part": part.number, "of": part.of, "nbytes": nbytes, "taken_over": numbers}
+def part_json(part: Part, nbytes: int) -> dict[str, Any]:
+    return {"version": 1, "part": part.number, "of": part.of, "nbytes": nbytes}
 
 
-def part_text(part: Part, nbytes: int, taken_over: Sequence[Part], out: Address) -> str:
-    more = f" and took over {', '.join(str(other.number) for other in taken_over)}" if taken_over else ""
-    packed = f"packed part {part.number} of {part.of}: {show_bytes(nbytes)}{more}"
+def part_text(part: Part, nbytes: int, out: Address) -> str:
+    packed = f"packed part {part.number} of {part.of}: {show_bytes(nbytes)}"
     return f"{packed}\nnext, after all parts: reshard commit {out}"
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import manifests.publish
 from reshard import cli
-from reshard.operations import export, pack, pack_distributed  # noqa: F401 - once, not in each fork
+from reshard.operations import export, folder_parts, pack, parts  # noqa: F401 - once, not in each fork
 from reshard.sources import open as sources  # noqa: F401
 
 KIND = sys.argv[1] if sys.argv[1:] else ""

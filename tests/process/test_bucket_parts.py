@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from stores.base import PROGRESS_NAME
 from tests.builders import Ended, files_in, llama_config, random_tensors, reshard, weights_path, write_model
 from tests.process.buckets import BUCKET, url_of
 from tests.servers.s3 import Fault, MotoServer
@@ -106,7 +107,7 @@ def test_parts_in_a_bucket_are_the_pack_in_a_folder(
     check(moto, "parts", source, packed)
     before = objects_in(moto, "parts")
     assert reshard("commit", url_of("parts")).code == 0
-    assert pack(source, "parts", "2/3", "--take-over", "1").code == 0  # as a pod that is started again
+    assert pack(source, "parts", "2/3").code == 0  # as a pod that is started again
     assert objects_in(moto, "parts") == before
     assert reshard("pack", url_of("parts"), "--layout", "pp=4", "--out", tmp_path / "here").code == 0
     here, expected = files_in(tmp_path / "here"), files_in(packed)
@@ -116,45 +117,42 @@ def test_parts_in_a_bucket_are_the_pack_in_a_folder(
     assert here["model.safetensors.index.json"] == expected["model.safetensors.index.json"]
 
 
-def test_more_parts_than_shards_leave_some_empty(moto: MotoServer, source: Path, packed: Path) -> None:
-    for number in range(1, 8):
-        assert pack(source, "many", f"{number}/7").code == 0
-    assert reshard("commit", url_of("many")).code == 0
-    check(moto, "many", source, packed)
-
-
-def test_part_that_was_killed_is_resumed_on_its_machine(moto: MotoServer, source: Path, packed: Path) -> None:
+def test_part_that_was_killed_keeps_the_shards_that_it_had_written(
+    moto: MotoServer, source: Path, packed: Path
+) -> None:
     last = weights_path(3, 4)
     moto.fail(Fault(method="PUT", address=last, what="status", status=503, times=10_000))
     worker = begin(source, "killed", "2/2")
     wait_for(moto, "killed", weights_path(2, 4), worker)
-    assert error_of(pack(source, "killed", "2/2", "--json")) == (3, "output.in-use")  # it is alive
+    wait_for(moto, "killed", PROGRESS_NAME, worker)
+    time.sleep(1)
     worker.kill()
     worker.communicate(timeout=10)
     moto.fail()
+    before = len(moto.requests("PUT", weights_path(2, 4)))
     assert [pack(source, "killed", part).code for part in ("2/2", "1/2")] == [0, 0]
+    assert len(moto.requests("PUT", weights_path(2, 4))) == before
     assert reshard("commit", url_of("killed")).code == 0
-    check(moto, "killed", source, packed)
+    check(moto, "killed", source, packed, was_killed=True)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_lost_part_is_taken_over(moto: MotoServer, source: Path, packed: Path, how: signal.Signals) -> None:
-    name, last = f"lost-{how.name.lower()}", weights_path(3, 4)
+def test_part_that_is_run_again_while_its_first_owner_hangs_is_whole(
+    moto: MotoServer, source: Path, packed: Path
+) -> None:
+    """A scheduler took the machine for lost. Whatever its process does when it continues, the bytes are the same."""
+    last = weights_path(3, 4)
     moto.fail(Fault(method="PUT", address=last, what="status", status=503, times=10_000))
-    worker = begin(source, name, "2/2")
+    worker = begin(source, "hung", "2/2")
     try:
-        wait_for(moto, name, weights_path(2, 4), worker)
-        worker.send_signal(how)
+        wait_for(moto, "hung", weights_path(2, 4), worker)
+        worker.send_signal(signal.SIGSTOP)
         moto.fail()
-        ended = pack(source, name, "1/2", "--take-over", "1", "--json")
-        assert (ended.code, ended.json["taken_over"]) == (0, [2])
-        assert reshard("commit", url_of(name)).code == 0
-        check(moto, name, source, packed)
-        worker.send_signal(signal.SIGCONT)  # it goes on, and finds that its part is done
+        assert [pack(source, "hung", part).code for part in ("2/2", "1/2")] == [0, 0]
+        worker.send_signal(signal.SIGCONT)
         worker.communicate(timeout=60)
-        assert worker.returncode == (-9 if how == signal.SIGKILL else 0)
-        assert reshard("commit", url_of(name)).code == 0  # removes what it was just sending
-        check(moto, name, source, packed)
+        assert worker.returncode == 3
+        assert reshard("commit", url_of("hung")).code == 0
+        check(moto, "hung", source, packed, was_killed=True)
     finally:
         worker.kill()
         worker.communicate(timeout=10)
@@ -202,15 +200,17 @@ def test_commit_that_was_cut_short_is_run_again(
     for key in [f"cut/{path}" for path in objects_in(moto, "cut")]:
         moto.client().delete_object(Bucket=BUCKET, Key=key)
     assert [pack(source, "cut", part).code for part in ("1/2", "2/2")] == [0, 0]
-    before = len(moto.requests(method, address.removeprefix("?delete")))
+    last = (method, address) if method == "PUT" else ("PUT", "cut/manifest.json")  # the removals come after it
+    before = len(moto.requests(*last))
     moto.fail(Fault(method=method, address=address, what="status", status=503, times=10_000))
     command = (sys.executable, "-m", "reshard", "commit", url_of("cut"))
     worker = subprocess.Popen(command, cwd=ROOT, env={**os.environ}, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
-    while len(moto.requests(method, address.removeprefix("?delete"))) == before:
+    while len(moto.requests(*last)) == before:
         assert worker.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    time.sleep(0.3)
     worker.kill()
     worker.wait(10)
     moto.fail()
@@ -220,18 +220,19 @@ def test_commit_that_was_cut_short_is_run_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
-def test_parts_killed_at_random_are_finished_by_the_others(
+def test_parts_killed_at_random_and_run_again_are_committed(
     moto: MotoServer, source: Path, packed: Path, seed: int
 ) -> None:
-    chosen, name = random.Random(seed), f"random-{seed}"
-    workers = [begin(source, name, f"{number}/3", "--take-over", "1") for number in (1, 2, 3)]
+    chance, name = random.Random(seed), f"random-{seed}"
+    workers = [begin(source, name, f"{number}/3") for number in (1, 2, 3)]
     try:
-        time.sleep(chosen.uniform(0.2, 2.5))
-        for worker in chosen.sample(workers, 2):
+        time.sleep(chance.uniform(0.2, 2.5))
+        for worker in chance.sample(workers, 2):
             worker.kill()
         for worker in workers:
             worker.communicate(timeout=120)
-        assert sorted(worker.returncode for worker in workers) in ([-9, -9, 0], [-9, 0, 0], [0, 0, 0])
+        assert {worker.returncode for worker in workers} <= {-9, 0}
+        assert [pack(source, name, f"{number}/3").code for number in (1, 2, 3)] == [0, 0, 0]
         assert reshard("commit", url_of(name)).code == 0
         check(moto, name, source, packed, was_killed=True)
     finally:
@@ -244,7 +245,7 @@ def test_what_a_pod_runs_packs_into_a_bucket_and_may_run_again(
     moto: MotoServer, source: Path, packed: Path, tmp_path: Path
 ) -> None:
     command, environment = pod(source, "pods", tmp_path)
-    for index in ("0", "0", "1"):  # the first pod runs alone: it packs what the second did not begin
+    for index in ("1", "1", "0", "0"):
         done = subprocess.run(
             command, env={**environment, "JOB_COMPLETION_INDEX": index}, cwd=tmp_path, capture_output=True, text=True,
             timeout=60,
@@ -275,47 +276,10 @@ def test_pod_that_is_evicted_tells_what_it_runs(moto: MotoServer, source: Path, 
 
 def pod(source: Path, name: str, folder: Path) -> tuple[list[str], dict[str, str]]:
     """Return what each of two pods runs, and its environment but for its index."""
-    asked = ("--parts", "2", "--scheduler", "job", "--image", "i", "--mount", f"c:{source.parent}", "--take-over", "1")
+    asked = ("--parts", "2", "--scheduler", "job", "--image", "i", "--mount", f"c:{source.parent}")
     job = yaml.safe_load(reshard("pack", source, "--layout", "pp=4", "--out", url_of(name), *asked, "--dry-run").out)
     command = [word.replace("$$", "$") for word in job["spec"]["template"]["spec"]["containers"][0]["command"]]
     python = folder / "python3"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     return command, {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-
-
-def test_store_that_writes_over_what_it_should_only_create_is_refused(
-    moto: MotoServer, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
-    assert error_of(pack(source, "disabled", "1/2", "--json")) == (2, "options.parts-store")
-    assert objects_in(moto, "disabled") == {}
-
-
-def test_commit_keeps_to_the_attempts_that_one_before_it_has_chosen(
-    moto: MotoServer, source: Path, packed: Path
-) -> None:
-    """A part that was taken over is completed by its first owner, too, after a commit that was cut short."""
-    name, last = "chosen", weights_path(3, 4)
-    moto.fail(Fault(method="PUT", address=last, what="status", status=503, times=10_000))
-    owner = begin(source, name, "2/2")
-    try:
-        wait_for(moto, name, weights_path(2, 4), owner)
-        owner.send_signal(signal.SIGSTOP)
-        moto.fail()
-        assert pack(source, name, "1/2", "--take-over", "1").code == 0
-        moto.fail(Fault(method="PUT", address=f"{name}/manifest.json", what="status", status=403, times=99))
-        assert reshard("commit", url_of(name)).code == 3
-        moto.fail()
-        owner.send_signal(signal.SIGCONT)
-        owner.communicate(timeout=60)
-        assert owner.returncode == 0
-        assert {path.split("/")[1] for path in objects_in(moto, name) if path.endswith(".reshard-part")} == {
-            "part-00001-of-00002.1", "part-00002-of-00002.1", "part-00002-of-00002.2"
-        }  # fmt: skip
-        assert reshard("commit", url_of(name)).code == 0
-        assert any("part-00002-of-00002.2" in path for path in objects_in(moto, name))
-        check(moto, name, source, packed)
-    finally:
-        owner.kill()
-        owner.communicate(timeout=10)

@@ -85,12 +85,12 @@ def ours_in(out: Path) -> dict[str, bytes]:
 def journaled(folder: Path) -> set[tuple[str, int]]:
     """Return the runs of tensors that journals say are on disk: the file's path, and the run's first byte."""
     found = set()
-    for path in (folder / ".out.partial/.journal", *folder.glob(".out.parts/*")):
+    for path in (folder / ".out.partial/.journal", *folder.glob(".out.parts/*/*/.journal")):
         lines = path.read_text().splitlines() if path.is_file() else []
         for line in lines[1:] if lines and lines[0].startswith('{"plan"') else ():
             with suppress(ValueError):  # cut short
                 run = json.loads(line)
-                found.add((str(folder / ".out.partial" / run["output"]), run["position"]))
+                found.add((str(path.parent / run["output"]), run["position"]))
     return found
 
 

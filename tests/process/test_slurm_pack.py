@@ -30,7 +30,7 @@ CONFIG = llama_config(hidden_size=512, num_attention_heads=16, num_key_value_hea
 def test_array_packs_what_one_process_packs_though_a_task_is_killed(tmp_path: Path) -> None:
     source, whole, out = tmp_path / "source", tmp_path / "whole", tmp_path / "out"
     write_model(source, CONFIG, random_tensors(CONFIG, dtypes=["F32"]), num_shards=2)
-    command = [sys.executable, "-m", "reshard", "pack", str(source), "--layout", "pp=2"]
+    command = [sys.executable, "-m", "reshard", "pack", str(source), "--layout", "pp=4"]
     subprocess.run([*command, "--out", str(whole)], cwd=ROOT, check=True, capture_output=True, timeout=60)
     (tmp_path / "slurm").mkdir()
     with start_slurm(tmp_path / "slurm", ("n1", "n2")) as slurm:

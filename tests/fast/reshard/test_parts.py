@@ -6,31 +6,26 @@ import fcntl
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from reshard.copy.destination import FolderTarget
-from reshard.operations.pack import records_folder
 from reshard.plans.pack_plan import OutputShard, lay_out_shard
-from reshard.plans.partition import partition
-from reshard.tensors.lazy import MadeFile, MemoryFile
+from reshard.plans.partition import Part, shards_of_part
+from reshard.tensors.lazy import MemoryFile
 from stores.bundles import TensorAt
-from stores.local import LocalFile
 from tests.builders import Ended, files_in, leftovers, llama_config, random_tensors, refusal, reshard, run, write_model
-from tests.steps import steps_of
 
 ROOT = Path(__file__).resolve().parents[3]
-# Most tensors end where a sector does: shards can be cut.
 CONFIG = llama_config(
     hidden_size=512,
     num_attention_heads=16,
@@ -39,6 +34,7 @@ CONFIG = llama_config(
     num_hidden_layers=4,
     vocab_size=64,
 )
+SPEC = "pp=4"  # one shard for each of four stages
 
 
 @pytest.fixture(scope="module")
@@ -51,25 +47,26 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(source: Path) -> dict[str, bytes]:
     out = source.parent / "whole"
-    assert reshard("pack", source, "--layout", "pp=2", "--out", out).code == 0
+    assert reshard("pack", source, "--layout", SPEC, "--out", out).code == 0
     return files_in(out)
 
 
 def part_of(source: Path, out: Path, part: str, *flags: str) -> tuple[str | Path, ...]:
-    return ("pack", source, "--layout", "pp=2", "--out", out, "--part", part, *flags)
+    return ("pack", source, "--layout", SPEC, "--out", out, "--part", part, *flags)
 
 
 def pack_part(*args: Any) -> Ended:
     return reshard(*part_of(*args))
 
 
-def records_of(out: Path) -> Path:
-    """Return the folder of the parts' records, once the first part has begun."""
-    return records_folder(out) / str(json.loads((records_folder(out) / "plan.json").read_text())["id"])
+def place_of(out: Path, part: str) -> Path:
+    """Return the folder of a part that is complete."""
+    (folder,) = out.with_name(f".{out.name}.parts").glob(f"parts-*/part-{part}")
+    return folder
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 5, 40])
-def test_parts_in_any_order_give_the_bytes_of_one_pack(
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 4])
+def test_parts_in_any_order_have_the_bytes_of_one_pack(
     num_parts: int, source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -81,52 +78,43 @@ def test_parts_in_any_order_give_the_bytes_of_one_pack(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_tensors_that_share_sectors_go_to_one_part(tmp_path: Path) -> None:
-    write_model(tmp_path / "source", llama_config(), num_shards=2)
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "whole").code == 0
-    for number in (3, 1, 2):
-        assert pack_part(tmp_path / "source", tmp_path / "out", f"{number}/3").code == 0
+def test_parts_of_chosen_stages_have_the_bytes_of_one_pack(source: Path, tmp_path: Path) -> None:
+    assert reshard("pack", source, "--layout", SPEC, "--out", tmp_path / "whole", "--stages", "1-3").code == 0
+    for part in ("1/2", "2/2"):
+        assert pack_part(source, tmp_path / "out", part, "--stages", "1-3").code == 0
     assert reshard("commit", tmp_path / "out").code == 0
     assert files_in(tmp_path / "out") == files_in(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("flag", ["--part", "--parts"])
+def test_more_parts_than_shards_are_refused_naming_the_most(flag: str, source: Path, tmp_path: Path) -> None:
+    asked = ("--part", "1/5") if flag == "--part" else ("--parts", "5", "--scheduler", "slurm", "--dry-run")
+    refused = refusal("pack", source, "--layout", SPEC, "--out", tmp_path / "out", *asked)
+    assert refused.found == (2, "options.too-many-parts", flag)
+    assert "at most 4 parts" in refused.text
+    assert reshard("pack", source, "--layout", SPEC, "--out", tmp_path / "out", *asked[2:],
+                   flag, asked[1].replace("5", "4")).code == 0  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [100, 1, 1, 1], [1, 1, 1, 100], [7, 3, 50, 2, 9, 1, 30]], ids=str)
+def test_each_shard_is_of_one_part_and_no_part_is_empty(sizes: list[int]) -> None:
+    shards = [_shard_of(number, size << 12) for number, size in enumerate(sizes)]
+    for num_parts in range(1, len(shards) + 1):
+        parts = [shards_of_part(shards, Part(number=number, of=num_parts)) for number in range(1, num_parts + 1)]
+        assert all(parts)
+        assert [shard for part in parts for shard in part] == shards
+
+
 def test_parts_are_of_similar_size() -> None:
-    file = LocalFile(Path("somewhere"))
-    shards = [
-        lay_out_shard(
-            f"{stage}.safetensors",
-            [
-                TensorAt(name=f"{stage}.{number}", dtype="U8", shape=(nbytes,), file=file, begin=0, nbytes=nbytes)
-                for number, nbytes in enumerate([8192, 100, 3996, 4096, 12288, 4096] * 5)
-            ],
-        )
-        for stage in range(4)
-    ]
-    parts = partition(shards, 8)
-    sizes = [sum(piece.nbytes for piece in part) for part in parts]
-    assert max(sizes) - min(sizes) <= 2 * 12288
-    pieces = [piece for part in parts for piece in part]
-    assert sorted(name for piece in pieces for name in piece.names) == sorted(
-        entry.name for shard in shards for entry in shard.entries
+    shards = [_shard_of(number, (number % 5 + 1) << 12) for number in range(200)]
+    sizes = [sum(shard.nbytes for shard in shards_of_part(shards, Part(number=n, of=8))) for n in range(1, 9)]
+    assert max(sizes) - min(sizes) <= 2 * max(shard.nbytes for shard in shards)
+
+
+def _shard_of(number: int, nbytes: int) -> OutputShard:
+    return lay_out_shard(
+        f"{number}.safetensors", [TensorAt("a", "U8", (nbytes,), MemoryFile("source", b""), 0, nbytes)]
     )
-    for stage in range(4):  # these two share a sector
-        assert any({f"{stage}.1", f"{stage}.2"} <= piece.names for piece in pieces)
-    assert sum(piece.has_start for piece in pieces) == 4
-
-
-def test_steps_of_partition_grow_with_the_tensors_and_not_with_their_square() -> None:
-    few, many = (_shard_of_sectors(num_tensors) for num_tensors in (4000, 16000))
-    for shard in (few, many):
-        (piece,) = partition([shard], 1)[0]
-        assert len(piece.names) == len(shard.entries)
-    assert steps_of(lambda: partition([many], 1)) < 4.5 * steps_of(lambda: partition([few], 1))
-
-
-def _shard_of_sectors(num_tensors: int) -> OutputShard:
-    """Return a shard of tensors that each fill sectors of their own, as a quantized layer's experts do."""
-    file = MemoryFile("source", b"")
-    names = (f"model.layers.0.mlp.experts.{number}.w1" for number in range(num_tensors))
-    return lay_out_shard("a", [TensorAt(name, "BF16", (64, 64), file, 0, 8192) for name in names])
 
 
 def test_missing_parts_are_named_with_the_command_that_packs_one(
@@ -141,13 +129,13 @@ def test_missing_parts_are_named_with_the_command_that_packs_one(
     refused = refusal("commit", out)
     assert refused.found == (3, "output.missing-parts", str(out))
     wording(refused.text.replace(str(source), "SOURCE"))
-    assert f"reshard pack {source} --layout pp=2 --out {out} --part 2/4" in refused.text
+    assert f"reshard pack {source} --layout {SPEC} --out {out} --part 2/4" in refused.text
     for number in (2, 3):
         assert pack_part(source, out, f"{number}/4").code == 0
     assert reshard("commit", out).code == 0
 
 
-@pytest.mark.parametrize("flags", [("--layout", "pp=4"), ("--dtype", "bf16"), ("--part", "2/3")], ids=" ".join)
+@pytest.mark.parametrize("flags", [("--layout", "pp=3"), ("--dtype", "bf16"), ("--part", "2/3")], ids=" ".join)
 def test_part_of_another_plan_is_refused(
     flags: tuple[str, ...], source: Path, tmp_path: Path, wording: Callable[[str], None]
 ) -> None:
@@ -155,142 +143,137 @@ def test_part_of_another_plan_is_refused(
     refused = refusal(*part_of(source, tmp_path / "out", "2/2", *flags))
     assert refused.found == (3, "output.other-plan", str(tmp_path / "out"))
     if "--dtype" in flags:
-        wording(refused.text)
+        wording(re.sub("parts-[0-9a-f]{12}", "parts-KEY", refused.text))
 
 
-def test_same_part_twice_at_once_is_refused_and_others_are_not(
-    source: Path, tmp_path: Path, wording: Callable[[str], None]
+@pytest.mark.parametrize("name", ["config.json", "notes.txt"])
+def test_part_of_a_source_whose_small_files_changed_since_the_first_part_is_refused(name: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "source", CONFIG)
+    (tmp_path / "source" / "notes.txt").write_text("one")
+    assert pack_part(tmp_path / "source", tmp_path / "out", "1/2").code == 0
+    with open(tmp_path / "source" / name, "a") as file:
+        file.write("\n")
+    refused = refusal(*part_of(tmp_path / "source", tmp_path / "out", "2/2"))
+    assert refused.found == (3, "output.other-plan", str(tmp_path / "out"))
+
+
+def test_same_part_twice_at_once_is_refused_and_others_are_not(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert pack_part(source, out, "2/2").code == 0
+    partial = place_of(out, "00002-of-00002").with_name(".part-00001-of-00002.partial")
+    partial.mkdir()
+    folder = os.open(partial, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    assert refusal(*part_of(source, out, "1/2")).found[:2] == (3, "output.in-use")
+    assert pack_part(source, out, "2/2").code == 0
+    os.close(folder)
+    assert pack_part(source, out, "1/2").code == 0
+    assert reshard("commit", out).code == 0
+
+
+def test_whole_pack_and_parts_leave_each_others_work_alone(
+    source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     assert pack_part(source, out, "1/2").code == 0
-    with open(records_of(out) / "part-00001-of-00002.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        refused = refusal(*part_of(source, out, "1/2"))
-        assert refused.found == (3, "output.in-use", str(out))
-        wording(refused.text)
-        assert pack_part(source, out, "2/2").code == 0
-        assert refusal("commit", out) == refused
-    assert reshard("commit", out).code == 0
-
-
-def test_whole_pack_and_parts_keep_out_of_each_others_way(
-    source: Path, tmp_path: Path, wording: Callable[[str], None]
-) -> None:
-    out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    assert pack_part(source, out, "1/2").code == 0
-    refused = refusal("pack", source, "--layout", "pp=2", "--out", out)
-    assert refused.found == (3, "output.parts-waiting", str(out))
-    wording(refused.text)
-    folder = os.open(partial, os.O_RDONLY)
-    fcntl.flock(folder, fcntl.LOCK_EX)
-    assert refusal(*part_of(source, out, "2/2")).found[:2] == (3, "output.in-use")
-    os.close(folder)
-    assert pack_part(source, out, "2/2").code == 0
-    assert reshard("commit", out).code == 0
+    assert reshard("pack", source, "--layout", "pp=2", "--out", out).code == 0
     assert refusal(*part_of(source, out, "2/2")).found == (3, "output.exists", str(out))
+    assert pack_part(source, out, "2/2", "--force").code == 0
+    assert refusal("commit", out).found == (3, "output.exists", str(out))
+    assert reshard("commit", out, "--force").code == 0
+    assert files_in(out) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_damaged_parts_are_not_committed_and_not_lost(
-    source: Path, whole: dict[str, bytes], tmp_path: Path, wording: Callable[[str], None]
+@pytest.mark.parametrize("damage", ["cut", "removed"])
+def test_damaged_part_is_not_committed_and_is_packed_again_alone(
+    damage: str, source: Path, whole: dict[str, bytes], tmp_path: Path, wording: Callable[[str], None]
 ) -> None:
-    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    out = tmp_path / "out"
     for part in ("1/2", "2/2"):
         assert pack_part(source, out, part).code == 0
-    shard = next(path for path in sorted(partial.rglob("*.safetensors")))
-    os.truncate(shard, shard.stat().st_size - 1)
+    shard = next(iter(sorted(place_of(out, "00002-of-00002").rglob("*.safetensors"))))
+    first = next(iter(sorted(place_of(out, "00001-of-00002").rglob("*.safetensors")))).stat()
+    os.truncate(shard, shard.stat().st_size - 1) if damage == "cut" else shard.unlink()
     refused = refusal("commit", out)
     assert refused.found == (3, "output.damaged-parts", str(shard))
-    wording(refused.text)
+    if damage == "cut":
+        wording(refused.text.replace(shard.parts[-3], "parts-KEY"))
     assert not out.exists()
     for part in ("1/2", "2/2"):
         assert pack_part(source, out, part).code == 0
+    again = next(iter(sorted(place_of(out, "00001-of-00002").rglob("*.safetensors")))).stat()
+    assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
+    assert reshard("commit", out).code == 0
+    assert files_in(out) == whole
+
+
+def test_shards_of_another_pack_are_not_committed(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write_model(tmp_path / "old", CONFIG, random_tensors(CONFIG, dtypes=["F32"], seed=1), num_shards=3)
+    assert reshard("pack", tmp_path / "old", "--layout", SPEC, "--out", tmp_path / "other").code == 0
+    assert pack_part(source, out, "1/1").code == 0
+    place = place_of(out, "00001-of-00001")
+    for shard in place.rglob("*.safetensors"):
+        shutil.copy(tmp_path / "other" / shard.relative_to(place), shard)
+    assert refusal("commit", out).found[:2] == (3, "output.damaged-parts")
+    assert not out.exists()
+
+
+def test_parts_whose_folder_was_removed_are_missing(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for part in ("1/2", "2/2"):
+        assert pack_part(source, out, part).code == 0
+    shutil.rmtree(place_of(out, "00002-of-00002"))
+    assert refusal("commit", out).found == (3, "output.missing-parts", str(out))
+    assert pack_part(source, out, "2/2").code == 0
     assert reshard("commit", out).code == 0
     assert files_in(out) == whole
 
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["new", "replaced"])
-@pytest.mark.parametrize("num_removed", [0, 1, 3])
-def test_commit_that_was_killed_before_it_cleared_up_ends(
-    num_removed: int, is_there: bool, source: Path, whole: dict[str, bytes], tmp_path: Path
+@pytest.mark.parametrize("call", ["rename", "unlink", "rmdir"])
+def test_commit_that_was_killed_at_any_change_is_finished_by_a_commit(
+    call: str, is_there: bool, source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """The folder has its name. What it replaced has the name of the parts' work, and is as large as that."""
-    out, flags = tmp_path / "out", ("--force",) if is_there else ()
-    if is_there:
-        write_model(tmp_path / "old", CONFIG, random_tensors(CONFIG, dtypes=["F32"], seed=1), num_shards=3)
-        assert reshard("pack", tmp_path / "old", "--layout", "pp=2", "--out", out).code == 0
-    for part in ("1/2", "2/2"):
-        assert pack_part(source, out, part, *flags).code == 0
-    _end_in(lambda: reshard("commit", out, *flags), num_removed)
-    assert sorted(path.name for path in tmp_path.glob(".*")) == [*[".out.partial"] * is_there, ".out.parts"]
-    assert files_in(out) == whole
-    assert reshard("commit", out, *flags).code == 0
-    assert files_in(out) == whole
-    assert list(tmp_path.glob(".*")) == []
-
-
-def test_commit_without_what_the_parts_wrote_leaves_what_is_there(
-    source: Path, tmp_path: Path, wording: Callable[[str], None]
-) -> None:
-    out = tmp_path / "out"
-    assert reshard("pack", source, "--layout", "pp=2", "--out", out).code == 0
-    old = files_in(out)
-    assert pack_part(source, out, "1/1", "--force").code == 0
-    shutil.rmtree(tmp_path / ".out.partial")
-    refused = refusal("commit", out, "--force")
-    assert refused.found == (3, "output.damaged-parts", f"{tmp_path}/.out.partial")
-    wording(refused.text)
-    assert files_in(out) == old
-
-
-def test_shards_of_another_pack_are_not_given_the_digests_of_this_one(
-    source: Path, tmp_path: Path, wording: Callable[[str], None]
-) -> None:
-    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    """With what it replaces, the folder of that has the name of the partial one when the commit is killed."""
+    flags = ("--force",) if is_there else ()
     write_model(tmp_path / "old", CONFIG, random_tensors(CONFIG, dtypes=["F32"], seed=1), num_shards=3)
-    assert reshard("pack", tmp_path / "old", "--layout", "pp=2", "--out", tmp_path / "other").code == 0
-    assert pack_part(source, out, "1/1").code == 0
-    for file in files_in(tmp_path / "other"):
-        shutil.copy(tmp_path / "other" / file, partial / file)
-    refused = refusal("commit", out)
-    assert refused.found == (3, "output.damaged-parts", f"{partial}/model-00001-of-00002.safetensors")
-    wording(refused.text)
-    assert not out.exists()
+    assert reshard("pack", tmp_path / "old", "--layout", SPEC, "--out", tmp_path / "older").code == 0
+    for number in range(40):
+        place = tmp_path / str(number)
+        place.mkdir()
+        out = place / "out"
+        if is_there:
+            shutil.copytree(tmp_path / "older", out)
+        for part in ("1/2", "2/2"):
+            assert pack_part(source, out, part, *flags).code == 0
+        is_killed = _end_at(lambda: reshard("commit", out, *flags), call, lambda path: True, number)  # noqa: B023
+        assert not out.exists() or files_in(out) in (whole, files_in(tmp_path / "older"))
+        assert reshard("commit", out, *flags).code == 0
+        assert files_in(out) == whole
+        assert [path.name for path in place.iterdir()] == ["out"]
+        if not is_killed:
+            break
+    assert not is_killed
+    assert number > 0
 
 
-def test_parts_wait_until_a_commit_that_was_killed_has_cleared_up(
-    source: Path, tmp_path: Path, wording: Callable[[str], None]
+def test_part_that_is_run_again_after_a_killed_commit_does_no_harm(
+    source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    assert pack_part(source, out, "1/1").code == 0
-    _end_in(lambda: reshard("commit", out), 1)
-    old = files_in(out)
-    again = ("pack", source, "--layout", "pp=1", "--out", out, "--force", "--part", "1/1")
-    refused = refusal(*again)
-    assert refused.found == (3, "output.unfinished-commit", str(out))
-    wording(refused.text)
-    assert reshard("commit", out).code == 0
-    assert files_in(out) == old
-    assert reshard(*again).code == 0
-    assert reshard("commit", out, "--force").code == 0
-    assert len(list(out.glob("model-*"))) == 1
-
-
-@pytest.mark.parametrize("count", [0, 1, 400])
-def test_header_whose_digests_were_cut_off_by_a_kill_is_written_again(
-    count: int, source: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    out, shard = tmp_path / "out", "model-00001-of-00002.safetensors"
-    assert pack_part(source, out, "1/1").code == 0
-    with open(tmp_path / ".out.partial" / shard, "r+b") as file:
-        zeros = file.read(1 << 14).index(b"0" * 64)
-        file.seek(zeros)
-        file.write(whole[shard][zeros : zeros + count])
+    for part in ("1/2", "2/2"):
+        assert pack_part(source, out, part).code == 0
+    assert _end_at(lambda: reshard("commit", out), "rename", lambda path: path.endswith("tensors"), 2)
+    assert pack_part(source, out, "1/2").code == 0
     assert reshard("commit", out).code == 0
     assert files_in(out) == whole
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_parts_and_commit_killed_at_any_time_and_run_again_give_the_same_bytes(
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
+def test_parts_and_commit_killed_at_any_time_and_run_again_have_the_same_bytes(
     seed: int, source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     """A copy of this process packs, and is killed; it has everything imported, so that the kill hits the work."""
@@ -304,102 +287,18 @@ def test_parts_and_commit_killed_at_any_time_and_run_again_give_the_same_bytes(
     assert files_in(out) == whole
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 50))])
-def test_parts_finish_what_a_killed_part_left(
-    seed: int, num_calls: int, source: Path, whole: dict[str, bytes], tmp_path: Path
+def test_commit_waits_for_parts_that_are_not_there_yet(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, dice = tmp_path / "out", random.Random(seed)
-    killed, after = 1 + seed % 3, int((seed * 7 % 50 + dice.random()) / 50 * num_calls * 0.9)  # in turn, spread evenly
-    pids = {}
-    for number in (1, 2, 3):
-        work = partial(pack_part, source, out, f"{number}/3", "--take-over", "1")
-        pids[number] = _begin(work, _claim(killed, 3), signal.SIGKILL, after) if number == killed else _begin(work)
-    assert os.waitpid(pids.pop(killed), 0)[1] in (signal.SIGKILL, 0)  # 0: on a busy machine, others may be faster
-    assert [os.waitpid(pid, 0)[1] for pid in pids.values()] == [0, 0]
-    run("commit", out)
+    out, parts = tmp_path / "out", ["1/2", "2/2"]
+
+    def sleep(seconds: float) -> None:
+        assert pack_part(source, out, parts.pop(0)).code == 0
+
+    monkeypatch.setattr("reshard.operations.parts.time.sleep", sleep)
+    assert reshard("commit", out, "--wait").code == 0
     assert files_in(out) == whole
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.fixture(scope="module")
-def num_calls(source: Path) -> int:
-    """Return how many functions are called to write a part, once it is claimed."""
-    out, found = source.parent / "counted", source.parent / "calls"
-    pid = _begin(partial(pack_part, source, out, "3/3"), _claim(3, 3), counted=found)
-    assert os.waitpid(pid, 0)[1] == 0
-    return int(found.read_text())
-
-
-def test_part_that_hangs_is_taken_over_and_does_no_harm_when_it_goes_on(
-    source: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    hangs = _begin(partial(pack_part, source, out, "1/2"), _claim(1, 2), signal.SIGSTOP, after=200)
-    assert os.WIFSTOPPED(os.waitpid(hangs, os.WUNTRACED)[1])
-    ended = pack_part(source, out, "2/2", "--take-over", "1", "--json")
-    assert (ended.code, ended.json["taken_over"]) == (0, [1])
-    assert sorted(path.name for path in records_of(out).glob("*.claim-*") if "00001" in path.name) == [
-        "part-00001-of-00002.claim-1",
-        "part-00001-of-00002.claim-2",
-    ]
-    assert refusal("commit", out).found == (3, "output.in-use", str(out))
-    os.kill(hangs, signal.SIGCONT)
-    assert os.waitpid(hangs, 0)[1] == 0
-    assert reshard("commit", out).code == 0
-    assert files_in(out) == whole
-
-
-def test_parts_that_nobody_began_are_packed_by_those_that_are_done(
-    source: Path, whole: dict[str, bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ended = pack_part(source, tmp_path / "out", "2/3", "--take-over", "1")
-    assert ended.code == 0
-    assert "took over 3, 1" in ended.out
-    assert [record.funcName for record in caplog.records if record.funcName != "_take_over"] == ["_write_lost"] * 2
-    assert pack_part(source, tmp_path / "out", "3/3", "--take-over", "1", "--json").json["taken_over"] == []
-    assert reshard("commit", tmp_path / "out").code == 0
-    assert files_in(tmp_path / "out") == whole
-
-
-def _claim(number: int, num_parts: int) -> str:
-    """Return the name of a part's first claim."""
-    return f"part-{number:05}-of-{num_parts:05}.claim-1"
-
-
-def _begin(
-    work: Callable[[], Ended], claim: str = "", sends: int = 0, after: int = 0, counted: Path | None = None
-) -> int:
-    """Do this in a copy of this process, which sends itself a signal so many calls of functions after this claim."""
-    pid = os.fork()
-    if pid == 0:
-        code, num_calls = 1, 0
-
-        def call(frame: object, event: str, argument: object) -> None:
-            nonlocal num_calls, sends
-            num_calls += 1
-            if sends and num_calls > after:
-                now, sends = sends, 0
-                os.kill(os.getpid(), now)
-
-        def begin(event: str, arguments: tuple[Any, ...]) -> None:
-            if event == "open" and claim and str(arguments[0]).endswith(claim):
-                threading.setprofile(call)
-                sys.setprofile(call)
-
-        try:
-            sys.addaudithook(begin)
-            code = work().code
-        finally:
-            sys.setprofile(None)
-            if counted is not None:
-                counted.write_text(str(num_calls))
-            os._exit(code)
-    return pid
-
-
-def _end_in(work: Callable[[], object], num_removed: int) -> None:
-    """Do this in a copy of this process, which ends when it has removed so many files of a folder."""
-    assert _end_at(work, "unlink", lambda path: path.endswith((".safetensors", ".json", ".lock")), num_removed)
+    assert parts == []
 
 
 def _end_at(work: Callable[[], object], name: str, counts: Callable[[str], bool], number: int) -> bool:
@@ -463,13 +362,13 @@ SLURM = ("--parts", "4", "--scheduler", "slurm")
         ((*SLURM, "--partition", "a\nb"), "options.sbatch-argument", "--sbatch-arg"),
         (("--part", "1/4", "--out", "hf://org/name"), "options.parts-store", "--part"),
         (("--part", "1/4", "--out", "s3://b/p", "--force"), "options.conflict", "--force"),
-        (("--take-over", "60"), "options.needs-part", "--take-over"),
+        (("--part", "1/4", "--take-over", "60"), "options.removed", "--take-over"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(
     flags: tuple[str, ...], code: str, where: str, source: Path, tmp_path: Path, wording: Callable[[str], None]
 ) -> None:
-    refused = refusal("pack", source, "--layout", "pp=2", "--out", tmp_path / "out", *flags)
+    refused = refusal("pack", source, "--layout", SPEC, "--out", tmp_path / "out", *flags)
     assert refused.found == (2, code, where)
     wording(refused.text)
     assert leftovers(tmp_path / "out") == []
@@ -479,8 +378,8 @@ def test_requests_that_make_no_sense_are_refused(
     ("flags", "found"),
     [
         (("--layout", "pp=99"), (2, "layout.uneven-split", "layout")),
-        (("--layout", "pp=2", "--out", "{place}/taken"), (3, "output.exists", "{place}/taken")),
-        (("--layout", "pp=2", "--out", "{place}/file/out"), (3, "output.unwritable", "{place}/file/out")),
+        (("--layout", SPEC, "--out", "{place}/taken"), (3, "output.exists", "{place}/taken")),
+        (("--layout", SPEC, "--out", "{place}/file/out"), (3, "output.unwritable", "{place}/file/out")),
     ],
 )
 def test_pack_that_would_fail_is_not_submitted(
@@ -501,15 +400,15 @@ def test_source_that_is_not_there_is_not_submitted(tmp_path: Path) -> None:
 
 def test_dry_run_prints_an_array_and_the_commit_that_waits_for_it(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "the out"
-    asked = ("--parts", "8", "--scheduler", "slurm", "--account", "us", "--time", "1:00:00", "--sbatch-arg", "--mem=8G")
-    said = reshard("pack", source, "--layout", "pp=2", "--out", out, "--no-sync", *asked, "--dry-run").out
+    asked = ("--parts", "4", "--scheduler", "slurm", "--account", "us", "--time", "1:00:00", "--sbatch-arg", "--mem=8G")
+    said = reshard("pack", source, "--layout", SPEC, "--out", out, "--no-sync", *asked, "--dry-run").out
     sbatch = "$ sbatch --parsable --account=us --time=1:00:00 --mem=8G"
     assert said.splitlines()[0] == sbatch
     assert f"{sbatch} --dependency=afterok:ARRAY_JOB_ID" in said.splitlines()
     assert said.count("#SBATCH --account=us\n#SBATCH --time=1:00:00\n#SBATCH --mem=8G\n") == 2
-    assert "#SBATCH --array=1-8\n" in said
-    again = f"-P -m reshard pack {source} --layout pp=2 --out '{out}' --no-sync"
-    assert f'  {sys.executable} {again} --part "$SLURM_ARRAY_TASK_ID/8"\n' in said
+    assert "#SBATCH --array=1-4\n" in said
+    again = f"-P -m reshard pack {source} --layout {SPEC} --out '{out}' --no-sync"
+    assert f'  {sys.executable} {again} --part "$SLURM_ARRAY_TASK_ID/4"\n' in said
     assert f"exec {sys.executable} -P -m reshard commit '{out}'\n" in said
     assert not out.parent.joinpath(".the out.partial").exists()
 
@@ -535,142 +434,3 @@ def test_commit_that_has_ended_says_so_when_it_is_run_again(tmp_path: Path) -> N
     assert files_in(out) == before
     nothing = reshard("commit", tmp_path / "nothing", "--json")
     assert (nothing.code, nothing.json["error"]["code"]) == (3, "output.no-parts")
-
-
-def test_parts_whose_folder_was_removed_are_not_committed(source: Path, tmp_path: Path) -> None:
-    """The rest of the parts would make a folder of the right names and lengths, with zeros."""
-    out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    assert pack_part(source, out, "2/2").code == 0
-    shutil.rmtree(partial)
-    for flags in ((), ("--take-over", "1")):
-        assert refusal(*part_of(source, out, "1/2", *flags)).found == (3, "output.damaged-parts", str(partial))
-    assert refusal("commit", out).found == (3, "output.damaged-parts", str(partial))
-    assert not out.exists()
-
-
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_parts_that_wrote_to_a_shard_that_was_removed_or_cut_are_packed_again(
-    is_cut: bool, source: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    for part in ("1/3", "2/3", "3/3"):
-        assert pack_part(source, out, part).code == 0
-    shard = tmp_path / ".out.partial" / "model-00001-of-00002.safetensors"
-    if is_cut:
-        os.truncate(shard, shard.stat().st_size // 2)
-    else:
-        shard.unlink()
-    assert pack_part(source, out, "1/3").code == 0
-    assert refusal("commit", out).found == (3, "output.missing-parts", str(out))
-    assert pack_part(source, out, "2/3", "--take-over", "1").code == 0
-    assert reshard("commit", out).code == 0
-    assert files_in(out) == whole
-
-
-@pytest.mark.parametrize("num_removed", [0, 1, 3])
-def test_records_that_a_killed_commit_left_are_not_taken_for_those_of_new_parts(
-    num_removed: int, source: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    for part in ("1/2", "2/2"):
-        assert pack_part(source, out, part).code == 0
-    _end_in(lambda: reshard("commit", out), num_removed)  # the plan is the first to go
-    out.rename(tmp_path / "moved")
-    if num_removed == 0:
-        assert refusal(*part_of(source, out, "1/2")).found == (3, "output.damaged-parts", str(partial))
-        return
-    assert pack_part(source, out, "1/2").code == 0
-    assert refusal("commit", out).found == (3, "output.missing-parts", str(out))
-    assert pack_part(source, out, "2/2").code == 0
-    assert reshard("commit", out).code == 0
-    assert files_in(out) == whole
-
-
-def test_export_does_not_remove_parts_that_wait(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    out, other = tmp_path / "out", tmp_path / "other"
-    assert reshard("pack", source, "--layout", "pp=2", "--out", other).code == 0
-    assert pack_part(source, out, "2/2").code == 0
-    refused = refusal("export", other, "--to", "hf", "--out", out)
-    assert refused.found == (3, "output.parts-waiting", str(out))
-    assert pack_part(source, out, "1/2").code == 0
-    assert reshard("commit", out).code == 0
-    assert files_in(out) == whole
-
-
-@pytest.mark.parametrize("num_removed", range(4))
-@pytest.mark.parametrize("again", [0, 1, 2])
-def test_commit_that_was_killed_twice_ends(
-    num_removed: int, again: int, source: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    for part in ("1/2", "2/2"):
-        assert pack_part(source, out, part).code == 0
-    assert _end_at(lambda: reshard("commit", out), "unlink", lambda path: True, num_removed)
-    assert _end_at(lambda: reshard("commit", out), "unlink", lambda path: True, again)
-    assert reshard("commit", out).code == 0
-    assert files_in(out) == whole
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_claims_with_a_gap_do_not_keep_a_part_from_being_claimed(
-    source: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    assert pack_part(source, out, "1/2").code == 0
-    (records_of(out) / "part-00002-of-00002.claim-2").touch()
-    assert pack_part(source, out, "2/2").code == 0
-    assert (records_of(out) / "part-00002-of-00002.claim-3").exists()
-    assert reshard("commit", out).code == 0
-    assert files_in(out) == whole
-
-
-def test_small_file_that_two_processes_copy_at_the_same_time_is_whole(tmp_path: Path) -> None:
-    """A process that writes part 1 is paused in the file; another one takes the part over; the first continues."""
-    target, data = FolderTarget(tmp_path, is_shared=True), b"{}" * 1000
-
-    def make() -> Iterator[bytes]:
-        target.copy("config.json", MemoryFile("config.json", data))
-        yield data
-
-    copied = target.copy("config.json", MadeFile("config.json", len(data), make))
-    assert copied == target.copy("config.json", MemoryFile("config.json", data))
-    assert files_in(tmp_path) == {"config.json": data}
-
-
-@pytest.mark.parametrize("left", [(), ("part-1-of-2.lock", ".0123abcd"), ("commit.json",)], ids=len)
-def test_records_of_parts_without_a_plan_do_not_keep_a_pack_out(left: tuple[str, ...], tmp_path: Path) -> None:
-    write_model(tmp_path / "source")
-    out = tmp_path / "out"
-    for _ in range(2):
-        assert records_folder(out).parent == tmp_path
-        records_folder(out).mkdir()
-        for name in left:
-            (records_folder(out) / name).touch()
-        run("pack", tmp_path / "source", "--layout", "pp=2", "--out", out, "--force")
-        assert leftovers(out) == ["out"]
-
-
-def test_parts_that_wait_are_left_alone_by_a_pack(tmp_path: Path) -> None:
-    write_model(tmp_path / "source")
-    out = tmp_path / "out"
-    command = ("pack", tmp_path / "source", "--layout", "pp=2", "--out", out)
-    assert reshard(*command, "--part", "1/2").code == 0
-    before = files_in(tmp_path)
-    for flags in ((), ("--force",)):
-        refused = reshard(*command, "--json", *flags)
-        assert (refused.code, refused.json["error"]["code"]) == (3, "output.parts-waiting")
-    assert files_in(tmp_path) == before
-    assert reshard(*command, "--part", "2/2").code == 0
-    assert reshard("commit", out).code == 0
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
-def test_part_of_a_source_whose_small_files_changed_since_the_first_part_is_refused(name: str, tmp_path: Path) -> None:
-    source, out = tmp_path / "source", tmp_path / "out"
-    write_model(source)
-    command = ("pack", source, "--layout", "pp=2", "--out", out)
-    assert reshard(*command, "--part", "1/2").code == 0
-    (source / name).write_text((source / name).read_text() + "\n")
-    refused = reshard(*command, "--part", "2/2", "--json")
-    assert (refused.code, refused.json["error"]["code"]) == (3, "output.other-plan")
-    assert reshard("commit", out).code == 3

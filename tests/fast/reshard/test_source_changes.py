@@ -14,7 +14,7 @@ from reshard.copy.engine import WriteOptions
 from reshard.estimate.assumptions import Assumptions
 from reshard.operations.export import export_huggingface
 from reshard.operations.pack import PackOptions, pack
-from reshard.operations.pack_distributed import pack_part
+from reshard.operations.parts import pack_part
 from reshard.operations.resolve import LayoutRequest, lay_out
 from reshard.plans.pack_plan import PackPlan
 from reshard.plans.partition import parse_part

@@ -16,7 +16,7 @@ import yaml
 from tests.builders import files_in, refusal, reshard, write_model
 
 ROOT = Path(__file__).resolve().parents[3]
-ASKED = ("--layout", "pp=2", "--parts", "3", "--scheduler", "slurm", "--account", "us", "--time", "1:00:00")
+ASKED = ("--layout", "pp=2", "--parts", "2", "--scheduler", "slurm", "--account", "us", "--time", "1:00:00")
 OPTIONS = ("--account=us", "--time=1:00:00")
 
 
@@ -30,7 +30,7 @@ def test_dry_run_gives_commands_and_scripts_as_one_object(source: Path, tmp_path
     pack = ("pack", source, "--out", tmp_path / "out", *ASKED, "--dry-run")
     text, told = reshard(*pack).out, reshard(*pack, "--json").json
     assert set(told) == {"version", "num_parts", "parts", "commit"}
-    assert (told["version"], told["num_parts"]) == (1, 3)
+    assert (told["version"], told["num_parts"]) == (1, 2)
     # On the command line, too: over the script's own options the environment's would win.
     assert told["parts"]["command"] == ["sbatch", "--parsable", *OPTIONS]
     assert told["commit"]["command"] == ["sbatch", "--parsable", *OPTIONS, "--dependency=afterok:ARRAY_JOB_ID"]
@@ -50,8 +50,8 @@ def test_submission_gives_the_numbers_of_both_jobs_as_one_object(source: Path, t
     done = subprocess.run(
         [*command, "--json"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=60
     )
-    assert json.loads(done.stdout) == {"version": 1, "num_parts": 3, "parts": {"job": "13"}, "commit": {"job": "14"}}
-    assert "#SBATCH --array=1-3\n" in (tmp_path / "3.sh").read_text()
+    assert json.loads(done.stdout) == {"version": 1, "num_parts": 2, "parts": {"job": "13"}, "commit": {"job": "14"}}
+    assert "#SBATCH --array=1-2\n" in (tmp_path / "3.sh").read_text()
     assert "-P -m reshard commit" in (tmp_path / "4.sh").read_text()
 
 
@@ -77,14 +77,13 @@ def test_job_of_kubernetes_has_a_pod_for_each_part(source: Path) -> None:
         {"name": "mount-0", "persistentVolumeClaim": {"claimName": "checkpoints"}},
         {"name": "mount-1", "hostPath": {"path": "/scratch"}},
     ]
-    assert "--take-over 60 --part" in container["command"][-1]
+    assert "--wait" in container["command"][-1]
     told = reshard(*pods(source, "--image", "registry/reshard:1", *mounts, "--dry-run", "--json")).json
     assert (told["num_parts"], told["script"].replace(" --json", "")) == (2, text)
 
 
 def test_what_a_pod_runs_packs_and_commits_and_may_run_again(source: Path, tmp_path: Path) -> None:
-    """The first pod runs alone: it packs what the second did not begin."""
-    mount = ("--image", "i", "--mount", f"c:{tmp_path}", "--take-over", "1", "--dry-run")
+    mount = ("--image", "i", "--mount", f"c:{tmp_path}", "--dry-run")
     job = yaml.safe_load(reshard(*pods(source, *mount)).out)
     command = [word.replace("$$", "$") for word in job["spec"]["template"]["spec"]["containers"][0]["command"]]
     python = tmp_path / "bin" / "python3"
@@ -92,13 +91,12 @@ def test_what_a_pod_runs_packs_and_commits_and_may_run_again(source: Path, tmp_p
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
     environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    for index in ("0", "0", "1"):
+    for index in ("1", "1", "0", "0"):
         done = subprocess.run(
             command, env={**environment, "JOB_COMPLETION_INDEX": index}, cwd=tmp_path, capture_output=True, text=True,
             timeout=60,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-    assert "took over 2" not in done.stdout
     assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "whole").code == 0
     assert files_in(tmp_path / "out") == files_in(tmp_path / "whole")
 
