@@ -10,12 +10,10 @@ import click
 
 from manifests.collector import collector_paused
 from reshard.cli import options
-from reshard.cli.io_flags import io_flags
 
 if TYPE_CHECKING:
     from reshard.estimate.assumptions import Assumptions
     from reshard.operations.resolve import LayoutRequest
-    from reshard.operations.simulate_io import Links
 
 __all__ = ["layout", "plan"]
 
@@ -24,7 +22,6 @@ __all__ = ["layout", "plan"]
 @click.argument("source", type=click.Path(), metavar="SOURCE")
 @options.layout_flags
 @options.training_flags
-@io_flags
 @options.drop
 @options.model
 @options.as_spelling
@@ -41,7 +38,7 @@ __all__ = ["layout", "plan"]
 @options.quiet
 @collector_paused()  # a step has up to half a million actions, which it would visit whenever it resumes
 def plan(
-    source: str, asked: LayoutRequest, assumed: Assumptions, links: Links | None, drop: tuple[str, ...],
+    source: str, asked: LayoutRequest, assumed: Assumptions, drop: tuple[str, ...],
     model: Path | None, spelling: str | None, draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Show a layout before a byte moves: its stages, bytes, FLOPs, memory and pipeline bubble.
@@ -71,12 +68,7 @@ def plan(
         text = print_layout(spelling, planned.layout, planned.inventory, planned.costs)
         click.echo(json.dumps(spelling_json(spelling, text)) if as_json else text.rstrip("\n"))
     else:
-        simulated = None
-        if links is not None:
-            from reshard.operations.simulate_io import simulate_io
-
-            simulated = simulate_io(planned.plan, links)
-        click.echo(json.dumps(plan_json(planned, io=simulated)) if as_json else plan_text(planned, io=simulated))
+        click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
     if draw:
         from reshard.draw import draw_plan
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from manifests.memory import Memory
 from manifests.schedules import Timeline
@@ -19,22 +19,13 @@ from reshard.report.layout import placement_json, placement_line
 from reshard.report.text import group_stages, modules_shown, shorten_rows, table, tie_lines
 from reshard.sources.config import CONFIG_ONLY
 
-if TYPE_CHECKING:
-    from reshard.operations.simulate_io import IoSimulation
-
 __all__ = ["bottleneck", "dtypes_assumed", "memory_line", "plan_json", "plan_text", "schedule_line"]
 
-_IO_LIMITS = {
-    "requests": "the number of requests, their latency and the speed of a connection",
-    "link": "the link of a node",
-    "disk": "the disk of a node",
-    "store": "the store",
-}
 _USUAL = (1, "none", None)  # values that a plan does not show
 _HEAD = ("stage", "rank", "virtual", "modules", "params", "bytes", "fwd FLOP/token", "memory", "share")
 
 
-def plan_text(planned: PlanResult, traffic: Traffic | None = None, io: IoSimulation | None = None) -> str:
+def plan_text(planned: PlanResult, traffic: Traffic | None = None) -> str:
     """Return the plan as text; `traffic` is what a pack reads and writes, if that is not the whole plan."""
     plan, shape = planned.plan, planned.shape
     traffic = traffic or traffic_of(plan.shards_on())
@@ -58,12 +49,10 @@ def plan_text(planned: PlanResult, traffic: Traffic | None = None, io: IoSimulat
     again = traffic.again_nbytes
     twice = f" ({show_bytes(again)} of it twice, once for digests)" if again else ""
     lines.append(f"to read {show_bytes(traffic.once_nbytes)}{twice}, to write {show_bytes(traffic.write_nbytes)}")
-    if io is not None:
-        lines += io_lines(io)
     return "\n".join(lines)
 
 
-def plan_json(planned: PlanResult, traffic: Traffic | None = None, io: IoSimulation | None = None) -> dict[str, Any]:
+def plan_json(planned: PlanResult, traffic: Traffic | None = None) -> dict[str, Any]:
     """Return the object that `--json` prints; values of a step too long to simulate are null."""
     plan, forecast = planned.plan, planned.forecast
     traffic, step = traffic or traffic_of(plan.shards_on()), forecast.step
@@ -118,32 +107,6 @@ def plan_json(planned: PlanResult, traffic: Traffic | None = None, io: IoSimulat
         "ties": [_tie_json(tie) for tie in plan.ties],
         "read_nbytes": traffic.read_nbytes,
         "write_nbytes": traffic.write_nbytes,
-        "io": None if io is None else _io_json(io),
-    }
-
-
-def io_lines(io: IoSimulation) -> list[str]:
-    """Return when the stages are read, what limits that, and how many requests are enough."""
-    links, ready = io.links, ", ".join(f"{stage}: {ready_s:.3g}" for stage, ready_s in enumerate(io.ready_s))
-    nodes = "1 node reads" if io.num_nodes == 1 else f"{io.num_nodes} nodes read"
-    return [
-        f"simulated: {nodes} {show_bytes(io.nbytes)} in {io.total_s:.3g} s, {links.num_streams} requests of a node at "
-        f"a time; stages are there after (s) {ready}",
-        f"bottleneck of reading: {_IO_LIMITS[io.bottleneck]}; the last node reads {show_bytes(round(io.node_rate))}/s; "
-        f"{io.enough_streams} requests at a time are enough",
-    ]
-
-
-def _io_json(io: IoSimulation) -> dict[str, Any]:
-    return {
-        "num_nodes": io.num_nodes,
-        "num_streams": io.links.num_streams,
-        "nbytes": io.nbytes,
-        "total_s": io.total_s,
-        "ready_s": list(io.ready_s),
-        "node_bytes_per_s": io.node_rate,
-        "bottleneck": io.bottleneck,
-        "enough_streams": io.enough_streams,
     }
 
 
