@@ -24,7 +24,7 @@ __all__ = ["MOVED", "STDOUT", "check_open", "open_streams", "run_cli", "run_comm
 STDOUT = "standard output"
 # What was removed, as it was typed, and what to use instead.
 MOVED = {
-    "reshard plan --simulate-io": "the plan's first lines and --draw show what a layout costs; reading is not simulated",
+    "reshard plan --simulate-io": "the plan's first lines say what a layout takes; reading is not simulated",
     "runner generate": "a packed folder opens in transformers: AutoModelForCausalLM.from_pretrained(DIR).generate(...)",
 }
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, as in shells

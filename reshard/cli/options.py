@@ -29,7 +29,6 @@ __all__ = [
     "MAX_LAYERS",
     "POLICIES",
     "SCHEDULES",
-    "SPELLINGS",
     "Command",
     "WholeNumber",
     "allow_remote",
@@ -81,7 +80,6 @@ class WholeNumber(click.IntRange):
 
 # Repeated here, since --help imports nothing that a command needs; a test compares them.
 MAX_LAYERS = 10_000
-SPELLINGS = ("megatron", "torchtitan", "toml", "deepspeed")
 DTYPES = ("source", "fp32", "bf16", "fp16")
 POLICIES = ("fp32", "bf16", "mixed")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -136,8 +134,8 @@ strict_megatron = click.option("--strict-megatron", is_flag=True, help="Refuse s
 as_spelling = click.option(
     "--as",
     "spelling",
-    type=click.Choice(SPELLINGS),
-    help="Print only the layout, in this spelling.",
+    type=click.Choice(["toml"]),
+    help="Print only the layout, as a file of module lists that --layout reads.",
 )
 cost = click.option(
     "--cost", type=click.Path(path_type=Path), metavar="FILE",

@@ -51,8 +51,7 @@ def plan(
     """
     from reshard.api.arguments import names_flags
     from reshard.api.plan import plan as run
-    from reshard.layout.printing import print_layout
-    from reshard.report.layout import spelling_json
+    from reshard.layout.files import to_toml
     from reshard.report.plan_summary import plan_json, plan_text
 
     if draw:
@@ -65,8 +64,7 @@ def plan(
     )  # fmt: skip
     options.name_links(planned.links, quiet)
     if spelling:
-        text = print_layout(spelling, planned.layout, planned.inventory, planned.costs)
-        click.echo(json.dumps(spelling_json(spelling, text)) if as_json else text.rstrip("\n"))
+        _print_toml(to_toml(planned.layout), as_json)
     else:
         click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
     if draw:
@@ -110,16 +108,19 @@ def layout(
       reshard layout 'Et*3|(tt|)*29,m|L' --layers 61 --mtp 1 --pp 16 --as toml
     """
     from reshard.estimate.costs import read_times
+    from reshard.layout.files import to_toml
     from reshard.layout.inventory import inventory_of_layers
-    from reshard.layout.printing import print_layout
     from reshard.operations.resolve import LayoutRequest, lay_out_layers
-    from reshard.report.layout import layout_json, layout_text, spelling_json
+    from reshard.report.layout import layout_json, layout_text
 
     inventory, times = inventory_of_layers(layers, mtp), read_times(cost) if cost else None
     asked = LayoutRequest(spec=spec, num_ranks=num_ranks, strict_megatron=strict_megatron)
-    found, costs = lay_out_layers(asked, inventory, times)
+    found = lay_out_layers(asked, inventory, times)
     if spelling:
-        text = print_layout(spelling, found, inventory, costs)
-        click.echo(json.dumps(spelling_json(spelling, text)) if as_json else text.rstrip("\n"))
+        _print_toml(to_toml(found), as_json)
     else:
         click.echo(json.dumps(layout_json(found)) if as_json else layout_text(found))
+
+
+def _print_toml(text: str, as_json: bool) -> None:
+    click.echo(json.dumps({"version": 1, "as": "toml", "layout": text}) if as_json else text.rstrip("\n"))

@@ -1,4 +1,4 @@
-"""Explicit layouts: a TOML or JSON file of module lists, and `cut=`."""
+"""Explicit layouts: a TOML or JSON file of module lists, read and written, and `cut=`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from manifests.errors import InputError, LayoutError
 from manifests.jsontext import kind_of, parse_json_object
 from reshard.layout.degrees import DEGREES, Degrees, Options, agreed_ranks, layout_of, read_words
 from reshard.layout.inventory import Inventory
-from reshard.layout.model import MAX_STAGES, SCHEDULES, Request, StageLayout, compress_modules
+from reshard.layout.model import MAX_STAGES, SCHEDULES, Request, StageLayout, compress_modules, module_ranges
 from reshard.layout.names import NameProblem, Names
 from reshard.layout.wording import error_at, in_one_line, list_words, nearest_word
 
-__all__ = ["read_cuts", "read_file"]
+__all__ = ["read_cuts", "read_file", "to_toml"]
 
 FILE_KEYS = ("stages", "num_ranks", "style", "schedule")
 MOST_BYTES = 4 << 20
@@ -43,6 +43,15 @@ def read_file(request: Request) -> StageLayout:
     if degrees.schedule and SCHEDULES[degrees.schedule] == "v" and "style" not in document:
         degrees = Degrees(num_ranks=degrees.num_ranks, style="v", schedule=degrees.schedule)
     return layout_of(request, _bounds(stages, request.inventory, path), degrees)
+
+
+def to_toml(layout: StageLayout) -> str:
+    """Return the TOML file of module lists, which can express every layout."""
+    lines = [f"num_ranks = {layout.placement.num_ranks}", f'style = "{layout.placement.style}"']
+    if layout.schedule:
+        lines.append(f'schedule = "{layout.schedule}"')
+    stages = [f"    {json.dumps(module_ranges(stage))}," for stage in layout.stages]
+    return "\n".join([*lines, "stages = [", *stages, "]", ""])
 
 
 def read_cuts(request: Request) -> StageLayout:

@@ -21,7 +21,7 @@ from reshard.layout import StageLayout, parse_layout
 from reshard.layout.balance import balances_memory, balances_time, unsolved
 from reshard.layout.degrees import read_words
 from reshard.layout.inventory import Inventory, inventory_of_modules
-from reshard.layout.model import InFlight, ModuleCosts, Request
+from reshard.layout.model import InFlight, Request
 from reshard.layout.wording import shorten
 from reshard.plans.pack_plan import PackPlan, Sharding, StagePlan, plan_pack
 from reshard.sources.config import find_config, open_config
@@ -63,7 +63,6 @@ class LaidOut:
     name: str  # of the model's folder or config
     checkpoint: Checkpoint
     inventory: Inventory
-    costs: Mapping[str, Mapping[str, float]]
     assumed: Assumptions
     plan: PackPlan
 
@@ -186,7 +185,6 @@ def lay_out(
         name=name,
         checkpoint=checkpoint,
         inventory=inventory,
-        costs=costs,
         assumed=assumed,
         plan=plan_pack(checkpoint, layout, sharding),
     )
@@ -194,8 +192,8 @@ def lay_out(
 
 def lay_out_layers(
     asked: LayoutRequest, inventory: Inventory, measured: Mapping[str, ModuleTime] | None = None
-) -> tuple[StageLayout, Mapping[str, ModuleCosts]]:
-    """Read or solve for the layout of modules alone, without a model; return the one cost that is known, too.
+) -> StageLayout:
+    """Read or solve for the layout of modules alone, without a model.
 
     Raises:
         LayoutError, UsageError: see `parse_layout`; or there are measured times, and nothing to balance by time.
@@ -206,7 +204,7 @@ def lay_out_layers(
     if measured and not balances_time(asked.spec):
         problem, hint = f"{shorten(asked.spec)} does not balance by time", "leave it out, or use balance:time"
         raise UsageError("--cost", problem, hint, code="options.conflict")
-    return layout, costs
+    return layout
 
 
 def _agree_on_limit(asked: LayoutRequest, assumed: Assumptions) -> tuple[LayoutRequest, Assumptions]:

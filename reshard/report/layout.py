@@ -9,7 +9,7 @@ from reshard.layout import StageLayout
 from reshard.layout.wording import counted
 from reshard.report.text import group_stages, modules_shown, shorten_rows, table
 
-__all__ = ["layout_json", "layout_text", "placement_json", "placement_line", "spelling_json"]
+__all__ = ["layout_json", "layout_text", "placement_json", "placement_line"]
 
 
 def layout_json(layout: StageLayout) -> dict[str, Any]:
@@ -64,7 +64,3 @@ def placement_line(layout: StageLayout) -> str:
     placement = layout.placement
     stages, ranks = counted(placement.num_stages, "stage"), counted(placement.num_ranks, "pipeline rank")
     return f"{stages} on {ranks}, style {placement.style}"
-
-
-def spelling_json(spelling: str, text: str) -> dict[str, Any]:
-    return {"version": 1, "as": spelling, "layout": text}

@@ -10,9 +10,10 @@ from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model
 from manifests.errors import LayoutError, UsageError
 from reshard.layout.inventory import inventory_of_layers
 from reshard.layout.model import StageLayout, compress_modules
-from reshard.layout.printing import to_torchtitan
 from reshard.layout.spelling import parse_layout
 from reshard.layout.split import split_layers
+
+_THEIRS = {"model.embed_tokens": "tok_embeddings"}
 
 
 def read(spec: str, num_layers: int, num_mtp: int = 0, num_ranks: int | None = None) -> StageLayout:
@@ -37,7 +38,8 @@ def test_split_is_torchtitans_wherever_torchtitan_splits_and_refused_where_it_re
                 read(spec, num_layers)
         else:
             layout = read(spec, num_layers)
-            assert to_torchtitan(layout, inventory_of_layers(num_layers)) == str(expected).replace("'", '"')
+            names = [[_THEIRS.get(name, name.removeprefix("model.")) for name in stage] for stage in layout.stages]
+            assert names == expected
     assert refused > 500
 
 

@@ -16,7 +16,6 @@ from manifests.memory import POLICIES
 from manifests.models import model_shape
 from manifests.models.config import MAX_LAYERS
 from reshard.cli import options
-from reshard.layout.printing import SPELLINGS
 from tests.builders import EMBEDDING, HEAD, llama_config, reshard, write_model
 from tests.fast.reshard.configs import modules_of, write_config, write_times
 
@@ -237,7 +236,6 @@ def test_even_ranks_have_no_bottleneck_and_wait_only_for_the_pipeline(
 def test_choices_on_the_command_line_are_those_of_the_packages() -> None:
     from manifests.schedules import SCHEDULES
 
-    assert tuple(SPELLINGS) == options.SPELLINGS
     assert MAX_LAYERS == options.MAX_LAYERS
     assert tuple(POLICIES) == options.POLICIES
     assert SCHEDULES == options.SCHEDULES
