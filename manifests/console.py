@@ -25,6 +25,7 @@ STDOUT = "standard output"
 # What was removed, as it was typed, and what to use instead.
 MOVED = {
     "reshard plan --simulate-io": "the plan's first lines say what a layout takes; reading is not simulated",
+    "reshard pack --take-over": "schedulers run lost parts again: --parts N --scheduler slurm, or job",
     "runner generate": "a packed folder opens in transformers: AutoModelForCausalLM.from_pretrained(DIR).generate(...)",
 }
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, as in shells

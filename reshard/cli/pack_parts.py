@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from manifests.errors import UsageError
 from reshard.cli import options
 
 if TYPE_CHECKING:
@@ -23,9 +22,6 @@ __all__ = ["command_line", "commit", "flags", "submit"]
 
 _FLAGS = (
     click.option("--part", metavar="I/N", help="Pack only part I of N; reshard commit merges the parts."),
-    click.option(
-        "--take-over", hidden=True, expose_value=False, callback=lambda _, __, value: _refuse_take_over(value)
-    ),
     click.option("--parts", "num_parts", type=click.IntRange(1), metavar="N", help="Submit N parts and a commit."),
     click.option(
         "--scheduler", type=click.Choice(["slurm", "job"]), help="Submit them to Slurm, or as a Job of Kubernetes."
@@ -86,12 +82,6 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
     for flag in reversed(_FLAGS):
         gathered = flag(gathered)
     return gathered
-
-
-def _refuse_take_over(value: str | None) -> None:
-    if value is not None:
-        problem, hint = "is no longer an option: the scheduler runs lost parts again", "use --parts N --scheduler slurm"
-        raise UsageError("--take-over", problem, hint, code="options.removed")
 
 
 def command_line() -> tuple[str, ...]:

@@ -362,7 +362,6 @@ SLURM = ("--parts", "4", "--scheduler", "slurm")
         ((*SLURM, "--partition", "a\nb"), "options.sbatch-argument", "--sbatch-arg"),
         (("--part", "1/4", "--out", "hf://org/name"), "options.parts-store", "--part"),
         (("--part", "1/4", "--out", "s3://b/p", "--force"), "options.conflict", "--force"),
-        (("--part", "1/4", "--take-over", "60"), "options.removed", "--take-over"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(
