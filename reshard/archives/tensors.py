@@ -15,6 +15,7 @@ from reshard.archives.pickled import BadPickleError, Record, Reference, check_re
 from reshard.archives.strides import gathered, is_contiguous
 from reshard.archives.zipped import Archive, ZipEntry, archives_in, bad_archive, read_entries, read_entry
 from reshard.tensors.checkpoint import TensorAt
+from reshard.tensors.checksums import RecordedFile, with_records
 from stores.base import InputFile, Range
 
 __all__ = [
@@ -119,10 +120,11 @@ def read_archive(file: InputFile) -> list[TensorAt]:
         SourceError: not such a file, damaged, with objects other than tensors, or of a format that is not read.
         InputError: it cannot be read.
     """
+    recorded = with_records(file)
     return _read(
-        file,
+        recorded,
         (0, file.nbytes),
-        lambda value, entries: [_tensor(file, name, view, entries) for name, view in _items(value)],
+        lambda value, entries: [_tensor(recorded, name, view, entries) for name, view in _items(value)],
     )
 
 
@@ -147,7 +149,7 @@ def read_value(file: InputFile, part: Range) -> object:
         check_repeats(value)
         return value
 
-    return _read(file, part, checked)
+    return _read(with_records(file), part, checked)
 
 
 def read_object(file: InputFile, name: str, nesting: int = 1) -> object:
@@ -162,9 +164,10 @@ def read_object(file: InputFile, name: str, nesting: int = 1) -> object:
 
     def find(value: object, entries: Mapping[str, ZipEntry]) -> object:
         check_repeats(value)
-        return _located(value, name, nesting, lambda view, key: _tensor(file, key, view, entries), {})
+        return _located(value, name, nesting, lambda view, key: _tensor(recorded, key, view, entries), {})
 
-    return _read(file, (0, file.nbytes), find, Record)
+    recorded = with_records(file)
+    return _read(recorded, (0, file.nbytes), find, Record)
 
 
 def _located(
@@ -188,7 +191,7 @@ def _located(
 
 
 def _read(
-    file: InputFile,
+    file: RecordedFile,
     part: Range,
     tensors_of: Callable[[object, Mapping[str, ZipEntry]], T],
     unknown: type[Record] | None = None,
@@ -210,6 +213,9 @@ def _read_from(
         raise bad_archive(file, f"expected little-endian bytes, found {order.decode(errors='replace')!r}")
     try:
         raw = read_entry(archive, entries[_PICKLE], _MAX_PICKLE_NBYTES)
+        for entry in entries.values():
+            if entry.crc is not None and entry.name.startswith(_STORAGES):
+                file.add(entry.name, entry.begin, entry.end, entry.crc)
         value = read_pickle(raw, _KNOWN, unknown)
         return tensors_of(value, entries)
     except BadPickleError as error:

@@ -6,11 +6,13 @@ import io
 import struct
 import zipfile
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from zlib import crc32
 
 from manifests.errors import SourceError
+from reshard.tensors.checksums import RecordedFile, bad_checksum
 from stores.base import InputFile, Range, merge_ranges, read_range
 
 __all__ = ["Archive", "ZipEntry", "archives_in", "bad_archive", "read_entries", "read_entry"]
@@ -26,11 +28,13 @@ _AGAIN = "the file is damaged or truncated; copy or download it again"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZipEntry:
-    """An entry's bytes: `nbytes` from `begin` on, from the start of the file."""
+    """An entry's bytes: `nbytes` from `begin` on, from the start of the file, and their CRC-32 if there is one."""
 
     name: str
     begin: int
     nbytes: int
+    crc: int | None
+    crc_at: Range  # where the directory has it, from the start of the archive
 
     @property
     def end(self) -> int:
@@ -49,7 +53,7 @@ def read_entries(archive: Archive) -> dict[str, ZipEntry]:
         with zipfile.ZipFile(archive) as opened:
             infos = sorted(opened.infolist(), key=lambda info: info.header_offset)
             directory_begin = opened.start_dir
-            archive.checksums = list(_checksums(archive, directory_begin, infos))
+            crcs_at = _checksums(archive, directory_begin, opened.infolist())
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, OverflowError) as error:
         raise bad_archive(file, f"expected a zip file as torch.save writes it: {error}") from error
     for info in infos:
@@ -57,7 +61,7 @@ def read_entries(archive: Archive) -> dict[str, ZipEntry]:
             raise bad_archive(file, f"entry {info.filename[:80]!r} is compressed, which torch.save never does")
         if info.flag_bits & _ENCRYPTED or not 0 <= info.header_offset <= directory_begin - _LOCAL_NBYTES:
             raise bad_archive(file, f"entry {info.filename[:80]!r} is encrypted, or outside of the file")
-    found = _entries(archive, infos)
+    found = _entries(archive, infos, crcs_at)
     ends = [archive.begin + end for end in (*(info.header_offset for info in infos), directory_begin)][1:]
     for one, end in zip(found, ends, strict=True):
         if one.end > end:
@@ -65,6 +69,7 @@ def read_entries(archive: Archive) -> dict[str, ZipEntry]:
     by_name = {entry.name: entry for entry in found}
     if len(by_name) < len(found):
         raise bad_archive(file, "two entries have one name")
+    archive.entries = by_name
     return by_name
 
 
@@ -72,13 +77,17 @@ def read_entry(archive: Archive, entry: ZipEntry, most_nbytes: int) -> bytes:
     """Return an entry's bytes.
 
     Raises:
-        SourceError: there are more than `most_nbytes`.
+        SourceError: there are more than `most_nbytes`, or they have another CRC-32.
         InputError: it cannot be read.
     """
     if entry.nbytes > most_nbytes:
         problem = f"expected at most {most_nbytes} bytes in {entry.name!r}, found {entry.nbytes}"
         raise bad_archive(archive.file, problem)
-    return archive.read_range(entry.begin, entry.end)
+    data = archive.read_range(entry.begin, entry.end)
+    if entry.crc is not None and (crc := crc32(data)) != entry.crc:
+        raise bad_checksum(archive.file, entry.name, entry.begin, entry.crc, crc)
+    archive.checksums.remove(entry.crc_at)
+    return data
 
 
 def bad_archive(file: InputFile, problem: str) -> SourceError:
@@ -86,8 +95,12 @@ def bad_archive(file: InputFile, problem: str) -> SourceError:
     return SourceError(str(file), problem, _AGAIN, code="source.bad-archive")
 
 
-def _entries(archive: Archive, infos: Sequence[zipfile.ZipInfo]) -> list[ZipEntry]:
-    """Return where the entries' bytes begin: after local headers, whose lengths only they say."""
+def _entries(archive: Archive, infos: Sequence[zipfile.ZipInfo], crcs_at: Mapping[str, Range]) -> list[ZipEntry]:
+    """Return where the entries' bytes begin: after local headers, whose lengths only they say.
+
+    There are no CRCs if all of them are 0: torch.serialization.set_crc32_options(False) writes that.
+    """
+    has_crcs = any(info.CRC for info in infos)
     found = []
     begins = [archive.begin + info.header_offset for info in infos]
     locals_ = archive.read_ranges([(begin, begin + _LOCAL_NBYTES) for begin in begins])
@@ -96,21 +109,32 @@ def _entries(archive: Archive, infos: Sequence[zipfile.ZipInfo]) -> list[ZipEntr
             raise bad_archive(archive.file, f"entry {info.filename[:80]!r} has no local header")
         name_nbytes, extra_nbytes = (int.from_bytes(local[at : at + 2], "little") for at in (26, 28))
         begin = header_begin + _LOCAL_NBYTES + name_nbytes + extra_nbytes
-        found.append(ZipEntry(name=info.filename.partition("/")[2], begin=begin, nbytes=info.file_size))
+        found.append(
+            ZipEntry(
+                name=info.filename.partition("/")[2],
+                begin=begin,
+                nbytes=info.file_size,
+                crc=info.CRC if has_crcs else None,
+                crc_at=crcs_at[info.filename],
+            )
+        )
     return found
 
 
-def _checksums(archive: Archive, directory_begin: int, infos: Sequence[zipfile.ZipInfo]) -> Iterator[Range]:
-    """Yield where the CRCs are that nothing here looks at: in local headers, and in the directory."""
+def _checksums(archive: Archive, directory_begin: int, infos: Sequence[zipfile.ZipInfo]) -> dict[str, Range]:
+    """Return where the directory has the CRC of each entry; those in local headers are copies."""
+    found = {}
     at = directory_begin
     for info in infos:
-        yield info.header_offset + 14, info.header_offset + 18
-        yield at + 16, at + 20
+        archive.checksums.append((info.header_offset + 14, info.header_offset + 18))
+        archive.checksums.append((at + 16, at + 20))
+        found[info.filename] = at + 16, at + 20
         lengths = archive.read_range(archive.begin + at + 28, archive.begin + at + 34)  # of name, extra, comment
         at += _LISTED_NBYTES + sum(struct.unpack("<3H", lengths))
+    return found
 
 
-def archives_in(file: InputFile, parts: Sequence[Range]) -> Iterator[Archive]:
+def archives_in(file: RecordedFile, parts: Sequence[Range]) -> Iterator[Archive]:
     """Yield the zip files that are parts of a file, in their order there. The ends of many are read at once.
 
     Raises:
@@ -145,15 +169,16 @@ def _read_ranges(file: InputFile, ranges: Sequence[Range]) -> list[tuple[int, by
 class Archive(io.RawIOBase):
     """A zip file: all of `file`, or a part of it. What `zipfile` needs to read its directory.
 
-    `kept` are its first and its last bytes, each with where they begin. It remembers which bytes were `used`, and where
-    `checksums` are, in bytes from its own beginning.
+    `kept` are its first and its last bytes, each with where they begin. It remembers its `entries`, which bytes were
+    `used`, and where `checksums` are that were not compared, in bytes from its own beginning.
     """
 
-    def __init__(self, file: InputFile, part: Range, kept: Sequence[tuple[int, bytes]]) -> None:
+    def __init__(self, file: RecordedFile, part: Range, kept: Sequence[tuple[int, bytes]]) -> None:
         self.file, (self.begin, self.end), self._at = file, part, 0
         self._kept = kept
         self.used: list[Range] = []
         self.checksums: list[Range] = []
+        self.entries: dict[str, ZipEntry] = {}
 
     def read_range(self, begin: int, end: int) -> bytes:
         """Return bytes `begin` to `end` of the file."""

@@ -11,6 +11,7 @@ from manifests.digest import Hasher
 from reshard.copy.direct_io import BLOCK_NBYTES, aligned_buffer
 from reshard.copy.runs import ByteCounter, Chunk, Run, Sources, blocks_of, merged_reads
 from reshard.tensors.checkpoint import TensorAt, check_digest
+from reshard.tensors.checksums import stored_file
 from reshard.tensors.slices import pieces_of
 from stores.local import LocalFile
 
@@ -117,4 +118,4 @@ def with_teams(runs: Sequence[Run], num_threads: int) -> list[Run]:
 
 def _is_stored(tensor: TensorAt) -> bool:
     """Return whether a tensor's bytes can be read in any order: computed ones are made from front to back."""
-    return all(isinstance(piece.file, LocalFile) for piece in pieces_of(tensor))
+    return all(isinstance(stored_file(piece.file), LocalFile) for piece in pieces_of(tensor))

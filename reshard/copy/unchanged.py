@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt
+from reshard.tensors.checksums import stored_file
 from reshard.tensors.lazy import DerivedFile
 from stores.base import InputFile
 from stores.local import LocalFile
@@ -23,7 +24,7 @@ def check_unchanged(shards: Iterable[OutputShard], auxiliary: Iterable[Auxiliary
     """
     files = dict.fromkeys(origin.file for shard in shards for origin in shard.origins)
     for file in dict.fromkeys(_all_of((*files, *(item.file for item in auxiliary)))):
-        if isinstance(file, LocalFile):
+        if isinstance(file := stored_file(file), LocalFile):
             file.check_unchanged()
 
 

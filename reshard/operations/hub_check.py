@@ -16,6 +16,7 @@ from reshard.copy.direct_io import OutputFile
 from reshard.copy.runs import Run
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import Checkpoint
+from reshard.tensors.checksums import stored_file
 from stores.base import HUB_MISMATCH, InputFile, Listed, Range, merge_ranges
 from stores.cores import threads_for_ranks
 from stores.local import LocalFile
@@ -70,7 +71,7 @@ class HubCheck:
         path, end = run.output.path, run.position + sum(tensor.nbytes for tensor in run.tensors)
         with self._lock:
             self._done[path] = merge_ranges((*self._done.get(path, ()), (run.position, end)))
-        for file in {tensor.file for tensor in run.tensors} & self._ready.keys():
+        for file in {stored_file(tensor.file) for tensor in run.tensors} & self._ready.keys():
             self._pool.submit(self._ready[file].follow, self._written_until)
 
     def finish(self) -> HubReport:
@@ -181,7 +182,7 @@ def _written(shards: Sequence[OutputShard], folder: Path) -> dict[InputFile, lis
         for origin, position in shard.placed:
             if not origin.nbytes:
                 continue
-            pieces = found.setdefault(origin.file, [])
+            pieces = found.setdefault(stored_file(origin.file), [])
             last = pieces[-1] if pieces else None
             if last and (last.file, last.end, last.begin + last.nbytes) == (file, position, origin.begin):
                 pieces[-1] = replace(last, nbytes=last.nbytes + origin.nbytes)

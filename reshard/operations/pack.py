@@ -22,6 +22,7 @@ from reshard.operations.hub_check import HubCheck, HubReport
 from reshard.plans.pack_plan import OutputShard, PackPlan, StagePlan
 from reshard.plans.references import References, refer_to_originals
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
+from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MadeFile
 from reshard.tensors.read_together import read_together
 from reshard.tensors.source_index import record_blocks
@@ -78,6 +79,7 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
         manifest = build_manifest(checkpoint, plan, Written(written, references, files))
         check_manifest(manifest)
         options.report(hub.finish())
+        verify_records(origin for shard in shards for origin in shard.origins)
         check_unchanged(plan.shards_on(), checkpoint.auxiliary)
         # Commit point: readers ignore an output without manifest.json.
         target.commit(MANIFEST_NAME, encode_manifest(manifest))

@@ -40,6 +40,7 @@ from reshard.plans.pack_plan import OutputShard, PackPlan
 from reshard.plans.partition import Part, shards_of_part
 from reshard.plans.references import refer_to_originals
 from reshard.tensors.checkpoint import Checkpoint
+from reshard.tensors.checksums import verify_records
 from stores.address import is_url
 from stores.base import PART_NAME
 from stores.manifest_file import Address
@@ -98,6 +99,7 @@ def _write(work: _Plan, part: Part, where: Address, options: WriteOptions) -> No
             files = copy_auxiliary_files(checkpoint, target)
             record["manifest"] = encode_manifest(replace(work.draft, files=files)).decode()
         done = target.write_shards(shards, options)
+        verify_records(origin for shard in shards for origin in shard.origins)
         check_unchanged(work.shards, checkpoint.auxiliary)
         record["files"] = target.written(names)
         record["shards"] = {

@@ -18,6 +18,7 @@ from reshard.operations.exported_objects import objects_of_export, record_export
 from reshard.operations.pack import copy_files
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
+from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MadeFile
 from stores.address import is_inside, is_url, place_of
 from stores.manifest_file import Address
@@ -76,6 +77,7 @@ def publish_export(out: Address, plan: ExportPlan, options: WriteOptions, *, for
         target.write_shards(plan.shards, options)
         for file in plan.made:
             target.copy(file.name, file)
+        verify_records(origin for shard in plan.shards for origin in shard.origins)
         check_unchanged(plan.shards, plan.copied)
         if isinstance(target, BucketTarget):
             record_exported_objects(target.objects, plan.names)
