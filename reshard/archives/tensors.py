@@ -57,23 +57,28 @@ class ArchiveDtype(NamedTuple):  # a pickle can set the attributes of other obje
 
 
 class _View(NamedTuple):
-    """What a pickle says of a tensor: a storage, and which of its elements the tensor has."""
+    """What a pickle says of a tensor: a storage, and which of its elements the tensor has.
+
+    `bits` are those that change the elements when they are read: `neg` and `conj`.
+    """
 
     storage: Reference
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: ArchiveDtype | None = None
+    bits: tuple[str, ...] = ()
 
 
 class _Dict(dict[Any, Any]):
-    """An OrderedDict; attributes that a pickle sets, such as the `_metadata` of state dicts, are left out."""
+    """An OrderedDict, without the `_metadata` of state dicts: versions of modules, which transformers does not use."""
 
     def __init__(self) -> None:
         super().__init__()
 
     def __setstate__(self, state: object) -> None:
-        pass
+        if not isinstance(state, dict) or state.keys() - {"_metadata"}:
+            raise BadPickleError(f"a dict with attributes: {str(state)[:80]}")
 
 
 def _size(counts: object) -> tuple[object, ...]:
@@ -82,17 +87,34 @@ def _size(counts: object) -> tuple[object, ...]:
     return counts
 
 
-def _view(storage: Reference, offset: int, shape: Any, strides: Any, *_: object) -> _View:
-    return _View(storage, offset, shape, strides)
+def _view(storage: Reference, offset: int, shape: Any, strides: Any, requires_grad: object, hooks: object,
+          metadata: object = None) -> _View:  # fmt: skip
+    _check_flags(requires_grad, hooks)
+    return _View(storage, offset, shape, strides, bits=_bits(metadata))
 
 
-def _view_of_bytes(storage: Reference, offset: int, shape: Any, strides: Any, grad: object, hooks: object,
-                   dtype: ArchiveDtype, *_: object) -> _View:  # fmt: skip
-    return _View(storage, offset, shape, strides, dtype)
+def _view_of_bytes(storage: Reference, offset: int, shape: Any, strides: Any, requires_grad: object, hooks: object,
+                   dtype: ArchiveDtype, metadata: object = None) -> _View:  # fmt: skip
+    _check_flags(requires_grad, hooks)
+    return _View(storage, offset, shape, strides, dtype, _bits(metadata))
 
 
-def _parameter(data: object, *_: object) -> _View:
+def _parameter(data: object, requires_grad: object, hooks: object) -> _View:
+    _check_flags(requires_grad, hooks)
     return _as_view(data, "a parameter")
+
+
+def _check_flags(requires_grad: object, hooks: object) -> None:
+    """Refuse what torch.save never writes. Which parameters are trained is an option of a run."""
+    if type(requires_grad) is not bool or not isinstance(hooks, dict) or hooks:
+        raise BadPickleError("a tensor with hooks, or whose requires_grad is not a bool")
+
+
+def _bits(metadata: object) -> tuple[str, ...]:
+    """Return the bits that are set, now: a pickle may change what it has passed."""
+    if metadata is not None and (not isinstance(metadata, dict) or not all(type(name) is str for name in metadata)):
+        raise BadPickleError("a tensor with metadata that are not a dict")
+    return tuple(name for name, value in (metadata or {}).items() if value is not False)
 
 
 VALUES: Mapping[str, object] = {
@@ -257,6 +279,10 @@ def _kind(value: object) -> str:
 
 
 def _tensor(file: InputFile, name: str, view: _View, entries: Mapping[str, ZipEntry]) -> TensorAt:
+    if view.bits:
+        problem = f"is stored with torch's bits {', '.join(view.bits)[:80]}, which change its values when they are read"
+        hint = "save its .resolve_conj().resolve_neg() instead"
+        raise SourceError(f"{file}: {name!r}", problem, hint, code="source.unresolved-tensor")
     dtype, entry = _storage(view, name, entries)
     are_short = all(isinstance(each, tuple) and len(each) <= MAX_RANK for each in (view.shape, view.strides))
     counts = (view.offset, *view.shape, *view.strides) if are_short else ()
@@ -281,13 +307,16 @@ def _storage(view: _View, name: str, entries: Mapping[str, ZipEntry]) -> tuple[s
     """Return the dtype of a tensor, and the entry that has its bytes."""
     key = view.storage.key if isinstance(view.storage, Reference) else None
     match key:
-        case ("storage", ArchiveDtype(stored), str(number), *_):
+        case ("storage", ArchiveDtype(stored), str(number), str(), int(count)):  # wherever it was
             dtype = stored or (view.dtype.name if isinstance(view.dtype, ArchiveDtype) else None)
         case _:
             raise BadPickleError(f"{name[:80]!r} has no storage")
     if dtype is None:
         raise BadPickleError(f"{name[:80]!r} has no dtype")
+    nbytes = count * (DTYPE_BITS[stored] // 8 if stored else 1)
     entry = entries.get(f"{_STORAGES}{number}")
     if entry is None:
         raise BadPickleError(f"the storage of {name[:80]!r}, {number[:80]!r}, is not in the file")
+    if entry.nbytes != nbytes:
+        raise BadPickleError(f"the storage of {name[:80]!r} is of {nbytes} bytes, its record of {entry.nbytes}")
     return dtype, entry

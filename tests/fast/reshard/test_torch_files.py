@@ -320,3 +320,59 @@ def test_other_formats_of_torch_are_named(archive: Path) -> None:
     assert code_of(archive) == "source.bad-pickle"
     torch.save([torch.ones(4)], archive)
     assert code_of(archive) == "source.bad-pickle"
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an equal tensor, whose storage has the opposite values and the negative bit."""
+    return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+
+
+def test_weights_with_the_negative_bit_are_refused(tmp_path: Path) -> None:
+    state = {name: tensor.float() for name, tensor in state_of(llama_config()).items()}
+    changed = {**state, "lm_head.weight": negated(state["lm_head.weight"])}
+    source = write_folder(tmp_path / "source", changed)
+    assert torch.equal(torch.load(source / NAME)["lm_head.weight"], state["lm_head.weight"])
+    assert refused(source) == ("source.unresolved-tensor", f"SOURCE/{NAME}: 'lm_head.weight'")
+    packed = write_folder(tmp_path / "resolved", {name: tensor.resolve_neg() for name, tensor in changed.items()})
+    assert torch.equal(
+        load_file(packed_and_exported(packed) / "model.safetensors")["lm_head.weight"], state["lm_head.weight"]
+    )
+
+
+@pytest.mark.parametrize("parameter", [False, True])
+def test_tensors_with_bits_that_change_them_are_refused(parameter: bool, archive: Path) -> None:
+    values = torch.complex(torch.ones(3), torch.ones(3))
+    for tensor in (values.conj(), negated(torch.ones(3)), values.conj().imag):
+        torch.save({"w": torch.nn.Parameter(tensor) if parameter else tensor}, archive)
+        assert code_of(archive) == "source.unresolved-tensor"
+    torch.save({"w": values.conj().conj()}, archive)
+    assert [tensor.dtype for tensor in read_archive(LocalFile(archive))] == ["C64"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b"\x85q\t\x89", b"\x85q\tK\x00"),  # requires_grad of 0
+        (b")Rq\x0btq\x0c", b")Rq\x0bK\x01K\x01stq\x0c"),  # a hook
+        (b")Rq\x0btq\x0c", b")Rq\x0bK\x01tq\x0c"),  # metadata of 1
+        (b"K\x04tq\x07", b"K\x05tq\x07"),  # a storage longer than its record
+        (b"K\x04tq\x07", b"K\x04Ntq\x07"),  # a view of another storage, as the old format has
+    ],
+)
+def test_what_torch_save_never_writes_of_a_tensor_is_refused(before: bytes, after: bytes, archive: Path) -> None:
+    torch.save({"w": torch.ones(4)}, archive)
+    with zipfile.ZipFile(archive) as found:
+        data = found.read("x/data.pkl")
+    assert data.count(before) == 1
+    rewrite(archive, data_pkl=data.replace(before, after))
+    assert code_of(archive) == "source.bad-pickle"
+
+
+def test_attributes_of_a_state_dict_are_its_metadata_alone(archive: Path) -> None:
+    state = OrderedDict(torch.nn.Linear(2, 3).state_dict())
+    state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    torch.save(state, archive)
+    assert [tensor.name for tensor in read_archive(LocalFile(archive))] == ["weight", "bias"]
+    state.scales = {"weight": 0.5}  # type: ignore[attr-defined]
+    torch.save(state, archive)
+    assert code_of(archive) == "source.bad-pickle"
