@@ -18,6 +18,7 @@ from reshard.checks.model import check_model
 from reshard.checks.values import check_values
 from reshard.checks.weights import read_weights
 from reshard.operations.verify import VerifyOptions, verify_manifest
+from reshard.sources.bundles import open_manifest
 from reshard.sources.dcp import read_dcp_tensors, read_dcp_weights
 from reshard.sources.deepspeed import open_deepspeed
 from reshard.sources.megatron_folder import read_megatron_weights
@@ -25,7 +26,7 @@ from reshard.sources.megatron_tracker import find_iteration
 from reshard.sources.open import open_source
 from reshard.tensors.checkpoint import Checkpoint, TensorAt
 from stores.base import Folder
-from stores.manifest_file import find_manifest_file, read_manifest_file
+from stores.manifest_file import ManifestFile, ReadManifest, find_manifest_file
 from stores.open import open_store
 
 __all__ = ["CheckOptions", "CheckResult", "check_checkpoint"]
@@ -155,7 +156,8 @@ def _open(address: str) -> Folder:
 
 def _check_manifest(folder: Folder, findings: Findings, *, reads_tensors: bool) -> Contents:
     """Check a packed folder by its manifest: sizes, headers, names, and digests of its auxiliary files."""
-    read = read_manifest_file(str(folder))
+    file = ManifestFile(folder)
+    read = ReadManifest(file, *file.read())
     done = verify_manifest(read, VerifyOptions(quick=True))
     for where, problem in done.differences:
         hint = "copy the files that differ once more, or pack again; reshard verify reads every byte"
@@ -164,7 +166,7 @@ def _check_manifest(folder: Folder, findings: Findings, *, reads_tensors: bool) 
         num_tensors=done.num_tensors,
         num_files=sum(len(stage.shards) for stage in read.manifest.stages),
         nbytes=done.nbytes,
-        tensors=open_source(str(folder)).tensors if reads_tensors and not done.differences else {},
+        tensors=open_manifest(file).tensors if reads_tensors and not done.differences else {},
     )
 
 

@@ -14,7 +14,6 @@ from reshard.sources.huggingface import CONFIG_NAME
 from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder, InputFile, read_whole
 from stores.local import LocalFolder
-from stores.open import open_store
 
 __all__ = ["Saved", "Step", "find_step"]
 
@@ -71,7 +70,7 @@ def find_step(folder: Folder, *, needs_config: bool = True) -> Step:
         step = Step(root=folder, tag="")
         if needs_config and CONFIG_NAME not in names and isinstance(folder, LocalFolder):
             path = Path(folder.location)
-            step = Step(root=open_store(str(path.parent)), tag=path.name)
+            step = Step(root=LocalFolder(path.parent), tag=path.name)
     else:
         step = Step(root=folder, tag=_latest(folder, names))
     if needs_config and CONFIG_NAME not in step.root.names():

@@ -7,7 +7,7 @@ import re
 from manifests.errors import SourceError
 from reshard.archives.names import METADATA_NAME
 from stores.base import Folder, read_range
-from stores.open import open_store
+from stores.open import open_below
 
 __all__ = ["RELEASE", "TRACKER_NAME", "find_iteration"]
 
@@ -30,4 +30,4 @@ def find_iteration(address: str, folder: Folder) -> Folder:
     if text != RELEASE and not re.fullmatch(r"[0-9]{1,12}", text):
         problem = f"expected a number or {RELEASE!r}, found {text!r}"
         raise SourceError(str(file), problem, "name the folder of the iteration", code="source.bad-tracker")
-    return open_store(f"{address.rstrip('/')}/{RELEASE if text == RELEASE else f'iter_{int(text):07d}'}")
+    return open_below(address, folder, RELEASE if text == RELEASE else f"iter_{int(text):07d}")
