@@ -45,7 +45,10 @@ def run_command(act: Callable[[], int], *, is_json: bool) -> None:
         print("\nhint: ".join(("interrupted", *getattr(error, "__notes__", ()))), file=sys.stderr)
         code = INTERRUPTED
     except OSError as error:
-        if error.filename is not None:
+        if _is_working_folder_gone():
+            problem, hint = "the working folder was deleted or replaced", 'enter one that exists: cd "$PWD", or cd ..'
+            code = _say(InputError(".", problem, hint, code="system.no-working-folder"), is_json=is_json)
+        elif error.filename is not None:
             problem = f"cannot be used: {error.strerror}"
             code = _say(InputError(str(error.filename), problem, code="system.refused"), is_json=is_json)
         elif _unwritable() is None:
@@ -91,6 +94,14 @@ def _moved(error: Any) -> UsageError | None:
     word = getattr(error, "option_name", None) or sys.argv[1]
     where = f"{context.command_path if context else ''} {word}"
     return UsageError(where, "was removed", MOVED[where], code="usage.moved") if where in MOVED else None
+
+
+def _is_working_folder_gone() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return True
+    return False
 
 
 def _parameter(error: Any) -> str:

@@ -81,10 +81,14 @@ def check_target(out: Path, force: bool, find_owned: FindOwned, wanted: Collecti
     """Check that `out` can be written: it does not exist, is empty, or may be replaced.
 
     Raises:
-        OutputError: it is a mount point, exists and may not be replaced, or has others' files at the paths of `wanted`
-            ones.
+        OutputError: it is a mount point, has the working folder, exists and may not be replaced, or has files of others
+            at the paths of `wanted` ones.
     """
     check_not_mounted(out)
+    if _has_working_folder(out):
+        problem = "is or has the working folder, which would be replaced: the shell would stay in a deleted one"
+        hint = f"run the command beside it, with {out.resolve().name or 'the folder'} as the output"
+        raise OutputError(str(out), problem, hint, code="output.working-folder")
     if _is_free(out):
         return
     files = find_owned(out) if out.is_dir() and not out.is_symlink() else None
@@ -115,6 +119,13 @@ def check_not_mounted(out: Path) -> None:
 def _is_free(out: Path) -> bool:
     """Return whether `out` does not exist or is an empty folder."""
     return not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
+
+
+def _has_working_folder(out: Path) -> bool:
+    try:
+        return Path(os.getcwd()).is_relative_to(out.resolve())
+    except OSError:  # deleted already; or a link that leads nowhere
+        return False
 
 
 def _is_mounted(folder: Path) -> bool:

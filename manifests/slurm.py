@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
 
-from manifests.errors import InputError, LaunchError
+from manifests.errors import InputError, LaunchError, UsageError
 from manifests.interpreter import safe_environment
 
-__all__ = ["run_slurm"]
+__all__ = ["run_slurm", "working_folder"]
 
 _LIMIT_S = 60
+
+
+def working_folder() -> str:
+    """Return the folder where a job starts, for a line of its script.
+
+    Raises:
+        UsageError: its name would end that line, or is not text.
+    """
+    folder = os.getcwd()
+    if not folder.isprintable():
+        problem = f"the working folder has a name that a batch script cannot contain: {folder!r}"
+        raise UsageError("sbatch --chdir", problem, "rename it, or submit from another", code="launch.scheduler-value")
+    return folder
 
 
 def run_slurm(command: Sequence[str], standard_input: str = "", *, limit_s: float = _LIMIT_S) -> str:

@@ -13,7 +13,7 @@ from manifests.errors import OutputError, UsageError, UserError
 from manifests.interpreter import module_command
 from manifests.owned import files_of_manifest
 from manifests.publish import check_target
-from manifests.slurm import run_slurm
+from manifests.slurm import run_slurm, working_folder
 
 __all__ = ["PackJob", "check_options", "check_out", "render_commit", "render_parts", "show", "show_json", "submit"]
 
@@ -124,7 +124,7 @@ def _sbatch(job: PackJob, after: str | None = None) -> list[str]:
 
 
 def _script(name: str, options: Sequence[str], command: str, job: PackJob) -> str:
-    ours = [f"--job-name={name}", *options, "--open-mode=append", f"--chdir={shlex.quote(str(Path.cwd()))}"]
+    ours = [f"--job-name={name}", *options, "--open-mode=append", f"--chdir={shlex.quote(working_folder())}"]
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in (*ours, *job.options)), "", command, ""]
     return "\n".join(lines)
 

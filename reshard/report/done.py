@@ -83,7 +83,7 @@ def part_json(part: Part, nbytes: int) -> dict[str, Any]:
 
 def part_text(part: Part, nbytes: int, out: Address) -> str:
     packed = f"packed part {part.number} of {part.of}: {show_bytes(nbytes)}"
-    return f"{packed}\nnext, after all parts: reshard commit {out}"
+    return f"{packed}\nnext, after all parts: reshard commit {shlex.quote(str(out))}"
 
 
 def export_json(done: ExportResult, form: str, out: Address) -> dict[str, Any]:

@@ -60,8 +60,10 @@ def launch_here(
 
     Raises:
         UserError: torch is not installed or too old, or another job uses the log folder.
+        OSError: the working folder was deleted.
     """
     check_torch()
+    os.getcwd()  # where ranks start: a deleted folder is refused before anything is written
     command = [
         *module_command("runner.launch.agent"), "--standalone", "--nproc-per-node", str(nproc_per_node),
         *(stopping(job.shutdown_s) if job else ()), "-m", worker, *arguments,

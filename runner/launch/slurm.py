@@ -7,11 +7,10 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from manifests.errors import UsageError, UserError
 from manifests.interpreter import module_command
-from manifests.slurm import run_slurm
+from manifests.slurm import run_slurm, working_folder
 from runner.launch.job import Job
 from runner.launch.scheduler_checks import check_mounts, check_sbatch_args, parse_signal, parse_time
 from runner.rundir.job_record import JobRecord
@@ -157,7 +156,7 @@ def _options(job: Job) -> list[str]:
         "--job-name": job.name,
         "--nodes": job.nnodes,
         "--ntasks-per-node": 1,
-        "--chdir": str(Path.cwd()),
+        "--chdir": working_folder(),
         "--output": _output(job),
         "--open-mode": "append",
         "--partition": job.partition,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from manifests.errors import LaunchError, refused_by_system
+from manifests.errors import LaunchError, UsageError, refused_by_system
+from manifests.invariants import MANIFEST_NAME
 from manifests.probe import check_writable
 from manifests.store import write_file
 
@@ -41,9 +43,13 @@ def make_log_dir(log_dir: Path) -> None:
     """Create the log folder if it is missing, and check that it can be written; on failure, no folder is left.
 
     Raises:
+        UsageError: it is a packed folder or a checkpoint.
         OutputError: it cannot be created or written.
     """
     where, hint = f"--log-dir {log_dir}", "choose a folder that every node can write"
+    if os.path.lexists(log_dir / MANIFEST_NAME):
+        problem = "is a packed folder or a checkpoint, which has only the files of its manifest"
+        raise UsageError(where, problem, "choose a folder beside it", code="output.inside-input")
     check_writable(log_dir, where, hint)
     try:
         log_dir.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ import pytest
 
 from reshard.cli.command import cli as reshard_cli
 from runner.commands import cli as runner_cli
+from tests.builders import files_in
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -124,3 +125,39 @@ def test_no_verb_of_runner_and_no_rank_runs_code_of_the_place(packed_alone: Path
     codes = {verb: place.run("runner", *arguments).returncode for verb, arguments in RUNNER.items()}
     assert {verb for verb, code in codes.items() if code} <= {"eval"}, codes  # the model has no tokenizer
     assert json.loads((tmp_path / "log" / "state.json").read_text())["ended"] == "done"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("runner", "launch", "{packed}", "--", "--log-dir", "{log}", "--data", "synthetic", "--steps", "1"),
+        ("runner", "status"),
+        ("reshard", "pack", "{packed}", *SPEC, "--out", "out"),
+        ("reshard", "export", "{packed}", "--to", "hf", "--out", "out"),
+        ("reshard", "check", "."),
+    ],
+)
+def test_deleted_working_folder_is_refused_in_a_sentence(
+    packed_alone: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    words = [word.format(packed=packed_alone, log=tmp_path / "log") for word in command]
+    script = 'cd gone && rmdir ../gone && exec "$@"'
+    ended = subprocess.run(
+        ["bash", "-c", script, "bash", BIN / words[0], *words[1:]], cwd=tmp_path, capture_output=True, text=True,
+        timeout=100,
+    )  # fmt: skip
+    assert ended.returncode in (2, 3), ended.stderr
+    assert "Traceback" not in ended.stderr
+    if command[:2] == ("runner", "launch"):
+        assert "[system.no-working-folder]" in ended.stderr
+
+
+def test_packed_folder_is_no_log_folder(packed_alone: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    shutil.copytree(packed_alone, packed)
+    before = files_in(packed)
+    command = ("launch", packed, "--log-dir", packed, "--", "--data", "synthetic", "--steps", "1")
+    ended = subprocess.run([BIN / "runner", *command], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, "[output.inside-input]" in ended.stderr) == (2, True), ended.stderr
+    assert files_in(packed) == before

@@ -62,12 +62,26 @@ def test_empty_folder_is_filled(tmp_path: Path) -> None:
     assert names_in(tmp_path / "out") == ["below", "ours"]
 
 
-def test_working_folder_is_filled_by_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("out", [".", "../out", "../link", "{tmp}/out"])
+@pytest.mark.parametrize("force", [False, True])
+def test_working_folder_is_refused_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, force: bool
+) -> None:
     (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to("out")
     monkeypatch.chdir(tmp_path / "out")
-    publish(Path("."))
-    assert names_in(tmp_path) == ["out"]
-    assert names_in(tmp_path / "out") == ["below", "ours"]
+    if force:
+        (tmp_path / "out" / "ours").write_text("old")
+    error = refusal(lambda: publish(Path(out.format(tmp=tmp_path)), force=force))
+    assert (error.code, Path.cwd()) == ("output.working-folder", tmp_path / "out")
+    assert names_in(tmp_path) == ["link", "out"]
+
+
+def test_folder_around_the_working_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "out" / "below")
+    assert refusal(lambda: publish(Path(".."), force=True)).code == "output.working-folder"
+    assert Path.cwd() == tmp_path / "out" / "below"
 
 
 def test_folder_that_exists_is_refused_and_kept(tmp_path: Path, wording: Callable[[str], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -122,3 +123,39 @@ def test_job_that_pods_could_not_run_is_refused(
 def test_image_is_for_pods_alone(source: Path) -> None:
     asked = ("--layout", "pp=2", "--out", source.parent / "out", "--image", "i")
     assert refusal("pack", source, *asked).found == (2, "options.needs-scheduler", "--image")
+
+
+NAMES = ["it's here", 'a "b" $(touch x) `c`', "a#b", "a\\b"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_working_folder_is_quoted_in_both_scripts(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    told = reshard("pack", source, "--out", "out", *ASKED, "--dry-run", "--json").json
+    for job in ("parts", "commit"):
+        (line,) = [line for line in told[job]["script"].splitlines() if line.startswith("#SBATCH --chdir=")]
+        assert shlex.split(line.removeprefix("#SBATCH ")) == [f"--chdir={tmp_path / name}"]
+
+
+@pytest.mark.parametrize("name", ["a\n#SBATCH --wrap=x", "a\rb", "a\x1b[2Jb"])
+def test_working_folder_that_would_write_another_line_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    found = refusal("pack", source, "--out", "out", *ASKED, "--dry-run").found
+    assert found == (2, "launch.scheduler-value", "sbatch --chdir")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "a\n- name: x"])
+def test_working_folder_of_pods_is_one_value(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    done = reshard(*pods(source, "--image", "i", "--mount", f"claim:{tmp_path}", "--dry-run"))
+    (container,) = yaml.safe_load(done.out)["spec"]["template"]["spec"]["containers"]
+    assert container["workingDir"] == str(tmp_path / name)

@@ -21,7 +21,7 @@ from runner.commands import cli
 from runner.config.flags import parse_training
 from runner.rundir.job_record import JobRecord, read_record, write_record
 from runner.rundir.state import RunState, clear_state, read_state, write_state
-from tests.builders import llama_config, reshard, write_model
+from tests.builders import files_in, llama_config, reshard, write_model
 
 SAVING = ("--checkpoint", "ck", "--checkpoint-every", "5", "--resume", "auto")
 TRAINING = ("--data", "synthetic", "--steps", "4")
@@ -369,3 +369,20 @@ def test_folder_of_no_job_is_refused(tmp_path: Path) -> None:
     error = CliRunner().invoke(cli, ["status", str(tmp_path)]).exception
     assert isinstance(error, UserError)
     assert (error.code, error.where) == ("launch.no-record", f"{tmp_path}/job.json")
+
+
+@pytest.mark.parametrize("name", ["a\n#SBATCH --wrap=x", "a\rb"])
+def test_working_folder_that_would_write_another_line_is_refused(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    error = refusal(packed, "--scheduler", "slurm", "--dry-run", "--log-dir", str(tmp_path / "log"))
+    assert (error.code, error.where) == ("launch.scheduler-value", "sbatch --chdir")
+
+
+def test_packed_folder_is_no_log_folder(packed: Path) -> None:
+    before = files_in(packed)
+    error = refusal(packed, "--scheduler", "slurm", "--log-dir", str(packed), "--nproc-per-node", "4")
+    assert (error.code, error.where) == ("output.inside-input", f"--log-dir {packed}")
+    assert files_in(packed) == before
