@@ -44,7 +44,6 @@ LAUNCH = ("launch", ".", "--log-dir", LOG, "--", "--data", "synthetic", "--steps
 RUNNER = {
     "launch": (*LAUNCH, "--global-batch", "1", "--no-self-check"),
     "eval": ("eval", ".", "--data", "text.txt", "--seq-len", "16", "--no-self-check"),
-    "generate": ("generate", ".", "--tokens", "1,2", "--max-new-tokens", "1", "--no-self-check"),
     "measure": ("measure", ".", "--out", "../times.json", "--repeats", "1", "--seq-len", "16"),
     "status": ("status", LOG),
     "logs": ("logs", LOG),
