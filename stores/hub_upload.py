@@ -1,15 +1,15 @@
-"""Uploads to a model repository on the Hugging Face hub: many files, one commit.
+"""Uploads to a model repository on the Hugging Face hub: many files, one commit, by `huggingface_hub`.
 
-Files that are already there, or that an interrupted upload has sent, are not sent again: the hub knows large files by
-their SHA-256 (and, with hf_xet, their chunks), and asks for those alone that it does not have.
+It sends no file again that is already there or that an interrupted upload has sent, and makes no commit that changes
+nothing. `create_commit` is what its `upload_folder` calls; here it gets the files that are listed, not those that match
+patterns, and a model card that is in no folder.
 """
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -25,9 +25,9 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 )
 
 from manifests.errors import OutputError, StoreError
-from manifests.index import split_by_size
 from manifests.schema import MODEL_CARD_NAME
 from stores.address import HubAddress
+from stores.base import read_whole
 from stores.hub import HubFolder, open_hub
 from stores.hub_calls import AGENT, LOG_IN, asking, check_endpoint, configured_token, without_token
 from stores.hub_client import uploading
@@ -36,8 +36,6 @@ from stores.retries import PassingError, Retries, keep_trying
 __all__ = ["Commit", "HubUpload", "open_upload", "showing_bars", "staging_folder"]
 
 _MAIN = "main"
-_BATCH_NBYTES = 50 << 30  # sent between two reports of progress
-_BATCH_FILES = 256  # of one request of the hub's interface
 
 Answer = TypeVar("Answer")
 
@@ -74,10 +72,10 @@ class HubUpload:
         may_replace: bool,
         message: str,
         before_commit: Callable[[], object],
-        progress: Callable[[int], object] = lambda nbytes: None,
     ) -> Commit:
         """Send files, then add them to the branch and remove those `without` which it should be, in one commit.
 
+        The last of `files` vouches for the others, as a manifest does: where it is, the same files are.
         `before_commit` is called when all files are sent, and may raise.
 
         Raises:
@@ -86,18 +84,34 @@ class HubUpload:
                 be); or another commit was made meanwhile.
             UnreachableError: the hub cannot be reached; what was sent is not sent again.
         """
+        is_there = self._has_last(self.head, files)
+        replaced = [] if is_there else [path for path in files if path in self.head.files and path != MODEL_CARD_NAME]
+        self.check_free([*without, *replaced], may_replace=may_replace)
         added = [CommitOperationAdd(path, data) for path, data in files.items()]
-        if not without and self._has(self.head, added):
-            progress(sum(each.upload_info.size for each in added))
-            return Commit(revision=self.head.revision, is_new=False)
-        lost = [*without, *(path for path in files if path in self.head.files and path != MODEL_CARD_NAME)]
-        self.check_free(lost, may_replace=may_replace)
-        for batch in _batches(added):
-            self._keep_asking(lambda api, batch=batch: self._send(api, batch))  # type: ignore[misc]
-            progress(sum(each.upload_info.size for each in batch))
+        self._keep_asking(lambda api: self._send(api, added))
         before_commit()
         removed = [CommitOperationDelete(path, is_folder=False) for path in without]
-        return self._keep_asking(lambda api: self._commit(api, [*removed, *added], added, message))
+
+        def commit_once(api: HfApi) -> Commit:
+            try:
+                done = api.create_commit(
+                    self.address.repo,
+                    [*removed, *added],
+                    commit_message=message,
+                    revision=self.branch,
+                    parent_commit=self.head.revision,
+                )
+            except HfHubHTTPError as error:
+                if error.response.status_code not in (HTTPStatus.CONFLICT, HTTPStatus.PRECONDITION_FAILED):
+                    raise
+                return self._made_before(files, error)
+            except ValueError as error:  # of the card's front matter, which the hub reads first
+                problem, hint = str(error), "correct README.md, in the repository if it has one, or in the folder"
+                where = f"{self.address}/{MODEL_CARD_NAME}"
+                raise StoreError(where, problem, hint, code="store.invalid-card") from error
+            return Commit(revision=done.oid, is_new=done.oid != self.head.revision)
+
+        return self._keep_asking(commit_once)
 
     def check_free(self, lost: Collection[str], *, may_replace: bool) -> None:
         """Refuse to replace or remove files, unless that is allowed or the main branch keeps them.
@@ -112,53 +126,27 @@ class HubUpload:
                 str(self.address), f"has other files, which would be replaced: {shown}", hint, code="output.exists"
             )
 
-    def _send(self, api: HfApi, batch: Sequence[CommitOperationAdd]) -> None:
+    def _send(self, api: HfApi, files: list[CommitOperationAdd]) -> None:
         repo, branch = self.address.repo, self.branch
         try:  # the repository's .gitignore would leave files out of the commit, without an error
-            api.preupload_lfs_files(repo, batch, revision=branch, free_memory=False, gitignore_content="\n")
+            api.preupload_lfs_files(repo, files, revision=branch, free_memory=False, gitignore_content="\n")
         except (RuntimeError, ConnectionError, TimeoutError) as error:  # names the file; those of hf_xet have no cause
             raise error.__cause__ or _unsent(error) from error
 
-    def _commit(
-        self,
-        api: HfApi,
-        operations: Sequence[CommitOperationAdd | CommitOperationDelete],
-        added: Sequence[CommitOperationAdd],
-        message: str,
-    ) -> Commit:
-        try:
-            done = api.create_commit(
-                self.address.repo,
-                operations,
-                commit_message=message,
-                revision=self.branch,
-                parent_commit=self.head.revision,
-            )
-        except HfHubHTTPError as error:
-            if error.response.status_code not in (HTTPStatus.CONFLICT, HTTPStatus.PRECONDITION_FAILED):
-                raise
-            return self._made_before(added, error)
-        except ValueError as error:  # of the card's front matter, which the hub reads first
-            problem, hint = str(error), "correct README.md, in the repository if it has one, or in the folder"
-            raise StoreError(f"{self.address}/{MODEL_CARD_NAME}", problem, hint, code="store.invalid-card") from error
-        return Commit(revision=done.oid, is_new=done.oid != self.head.revision)
-
-    def _made_before(self, added: Sequence[CommitOperationAdd], error: HfHubHTTPError) -> Commit:
+    def _made_before(self, files: Mapping[str, Path | bytes], error: HfHubHTTPError) -> Commit:
         """Return the branch's newest commit if it is ours, whose answer was lost."""
         head = open_hub(self.address, self.retries)
-        if head.revision != self.head.revision and self._has(head, added):
+        if head.revision != self.head.revision and self._has_last(head, files):
             return Commit(revision=head.revision, is_new=True)
         problem = "another commit was made to this branch meanwhile"
         hint = "run again: files that were sent are not sent again"
         raise OutputError(str(self.address), problem, hint, code="output.contended") from error
 
-    def _has(self, folder: HubFolder, files: Sequence[CommitOperationAdd]) -> bool:
-        """Return whether a commit has all these files; hashes them, small ones first, until one differs."""
-        sized = sorted(files, key=lambda each: each.upload_info.size)
-        listed = folder.files
-        return all(
-            each.path_in_repo in listed and listed[each.path_in_repo].nbytes == each.upload_info.size for each in sized
-        ) and all(listed[each.path_in_repo].etag == _etag(each, listed[each.path_in_repo].etag) for each in sized)
+    def _has_last(self, folder: HubFolder, files: Mapping[str, Path | bytes]) -> bool:
+        """Return whether a commit has the last of the files, which vouches for the others."""
+        path, content = list(files.items())[-1]
+        data = content if isinstance(content, bytes) else content.read_bytes()
+        return path in folder.files and folder.files[path].nbytes == len(data) and read_whole(folder.file(path)) == data
 
     def _keep_asking(self, call: Callable[[HfApi], Answer]) -> Answer:
         return _keep_asking(self.address, call, self.retries)
@@ -233,17 +221,3 @@ def _keep_asking(address: HubAddress, call: Callable[[HfApi], Answer], retries: 
 def _unsent(error: Exception) -> PassingError:
     hint = "check the network and HF_ENDPOINT; HF_HUB_DISABLE_XET=1 uploads without hf_xet"
     return PassingError(f"sending to {constants.ENDPOINT} failed: {without_token(str(error))}", hint)
-
-
-def _batches(files: Sequence[CommitOperationAdd]) -> list[list[CommitOperationAdd]]:
-    by_size = split_by_size(files, lambda each: each.upload_info.size, _BATCH_NBYTES)
-    return [run[i : i + _BATCH_FILES] for run in by_size for i in range(0, len(run), _BATCH_FILES)]
-
-
-def _etag(file: CommitOperationAdd, like: str) -> str:
-    """Return the digest under which the hub lists a file: SHA-256 of a large one, git's SHA-1 of a small one."""
-    if len(like) == 64:
-        return file.upload_info.sha256.hex()
-    with file.as_file() as content:
-        data = content.read()
-    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()

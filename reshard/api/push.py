@@ -6,7 +6,6 @@ from pathlib import Path
 
 from manifests.errors import StoreError, UsageError
 from reshard.api.arguments import names_parameters
-from reshard.operations.progress import Progress
 from reshard.operations.push import PushOptions, PushResult, push_folder
 from stores.address import SCHEME, HubAddress, is_url, parse_hub_address
 
@@ -22,7 +21,6 @@ def push(
     public: bool = False,
     message: str | None = None,
     force: bool = False,
-    progress: Progress | None = None,
 ) -> PushResult:
     """Upload a packed folder or a training checkpoint to a model repository on the Hugging Face hub, in one commit.
 
@@ -34,7 +32,7 @@ def push(
 
     The token is that of `HF_TOKEN` or `hf auth login`.
 
-    Units: bytes; progress is called with bytes sent and bytes in total, after every 50 GiB or 256 files.
+    Units: bytes.
     Raises:
         ManifestError: there is no manifest, it is damaged or of a virtual pack, or files are damaged or missing.
         ShardError: a file is larger than the hub takes (50 GB).
@@ -60,4 +58,4 @@ def push(
         raise UsageError("--revision", problem, "name the branch once", code="options.conflict")
     target = HubAddress(repo=address.repo, revision=revision or address.revision)
     options = PushOptions(is_public=public, force=force, message=message)
-    return push_folder(Path(folder), target, options, progress)
+    return push_folder(Path(folder), target, options)

@@ -8,8 +8,6 @@ from stores.address import SCHEME, parse_hub_address
 
 __all__ = ["base_model_of", "card_section"]
 
-_MOST_SHARDS = 32  # listed one by one; the manifest has the digests of all
-
 
 def card_section(manifest: Manifest, digest: str, place: str) -> str:
     """Return the text on a checkpoint that is at `place` on the hub: source, revision, layout and digests."""
@@ -33,13 +31,6 @@ def card_section(manifest: Manifest, digest: str, place: str) -> str:
         f"reshard pack {place} --out ./{name}  # to train it; --layout reshards it",
         "```",
     ]
-    if len(shards) <= _MOST_SHARDS:
-        lines += ["", "| stage | shard | size | digest of its header |", "|---|---|---|---|"]
-        lines += [
-            f"| {stage.index} | {_code(shard.path)} | {show_bytes(shard.nbytes)} | {_code(shard.digest)} |"
-            for stage in manifest.stages
-            for shard in stage.shards
-        ]
     return "\n".join(lines)
 
 

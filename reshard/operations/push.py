@@ -16,7 +16,6 @@ from manifests.owned import files_in
 from manifests.paths import is_in_stage_folder
 from manifests.schema import MODEL_CARD_NAME, Manifest
 from reshard.operations.card_text import base_model_of, card_section
-from reshard.operations.progress import Progress, counting
 from reshard.operations.signature import SIGNATURE_NAME
 from reshard.operations.verify import VerifyOptions, verify_manifest
 from reshard.sources.huggingface import is_beside
@@ -62,9 +61,7 @@ class PushResult:
     large_headers: tuple[str, ...]
 
 
-def push_folder(
-    folder: Path, address: HubAddress, options: PushOptions, progress: Progress | None = None
-) -> PushResult:
+def push_folder(folder: Path, address: HubAddress, options: PushOptions) -> PushResult:
     """Upload what a folder's manifest lists, with its signature and a model card, in one commit.
 
     The repository has the whole checkpoint or nothing of it. Files of the repository that belong to another model
@@ -81,8 +78,8 @@ def push_folder(
     local = _check_whole(read)
     files = _files_of(local, manifest)
     upload = open_upload(address, is_public=options.is_public)
-    content: dict[str, Path | bytes] = dict(files)
-    content[MODEL_CARD_NAME] = _card(local, upload.head, card_section(manifest, digest, str(upload.address)), manifest)
+    card = _card(local, upload.head, card_section(manifest, digest, str(upload.address)), manifest)
+    content: dict[str, Path | bytes] = {MODEL_CARD_NAME: card, **files}  # the manifest last
     stale = _stale(upload.head, set(content))
     nbytes = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in content.values())
     done = upload.commit(
@@ -91,7 +88,6 @@ def push_folder(
         may_replace=options.force,
         message=options.message or _message(manifest),
         before_commit=lambda: _check_same(folder, digest),
-        progress=counting(progress, nbytes),
     )
     return PushResult(
         repository=f"hf://{upload.address.repo}",

@@ -63,6 +63,7 @@ class Fault:
     body: bytes | None = None  # of the answer, whatever was asked
     cut: int | None = None  # bytes of the body after which the connection breaks
     drop: bool = False  # the connection breaks before any answer
+    act: Callable[[], object] = lambda: None  # as the request comes
     after_work: bool = False  # with `drop`: once the request was carried out
     take: int | None = None  # bytes of the request's body after which the connection breaks
     ignore_range: bool = False
@@ -240,6 +241,7 @@ class Handler(WritingRoutes, BaseHTTPRequestHandler):
         """Read the request; return whether there is anything left to do, after a fault."""
         self.fault = self.hub.take_fault(self.command, self.path)
         time.sleep(self.fault.delay_s)
+        self.fault.act()
         self.url = urlsplit(self.path)
         self.query = {key: values[0] for key, values in parse_qs(self.url.query).items()}
         nbytes = int(self.headers.get("Content-Length", "0"))

@@ -83,19 +83,15 @@ class WritingRoutes(Base):
             return
         here = repo.commits[repo.refs[branch]]
         ignored = [line for line in self.document.get("gitIgnore", self.hub.gitignore).split() if line]
-        self.answer_json(
-            {
-                "files": [
-                    {
-                        "path": file["path"],
-                        "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
-                        "shouldIgnore": any(file["path"].endswith(line.lstrip("*")) for line in ignored),
-                        "oid": (here[file["path"]].sha256 or here[file["path"]].git) if file["path"] in here else None,
-                    }
-                    for file in self.document["files"]
-                ]
-            }
-        )
+        files = []
+        for file in self.document["files"]:
+            path, stored = file["path"], here.get(file["path"])
+            is_large = path.endswith(".safetensors")
+            digest = None if stored is None else hashlib.sha256(stored.data).hexdigest() if is_large else stored.git
+            should_ignore = any(path.endswith(line.lstrip("*")) for line in ignored)
+            mode = "lfs" if is_large else "regular"
+            files.append({"path": path, "uploadMode": mode, "shouldIgnore": should_ignore, "oid": digest})
+        self.answer_json({"files": files})
 
     def batch(self, name: str) -> None:
         if self.writable(name) is None:
