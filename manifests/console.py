@@ -24,6 +24,8 @@ __all__ = ["MOVED", "STDOUT", "check_open", "open_streams", "run_cli", "run_comm
 STDOUT = "standard output"
 # What was removed, as it was typed, and what to use instead.
 MOVED = {
+    "reshard sign --out": "the signature is manifest.sig beside the manifest",
+    "reshard verify --signature": "the signature is manifest.sig beside the manifest; copy it there",
     "reshard plan --simulate-io": "the plan's first lines say what a layout takes; reading is not simulated",
     "reshard pack --take-over": "schedulers run lost parts again: --parts N --scheduler slurm, or job",
     "runner generate": "a packed folder opens in transformers: AutoModelForCausalLM.from_pretrained(DIR).generate(...)",

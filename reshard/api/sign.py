@@ -12,19 +12,12 @@ __all__ = ["sign"]
 
 
 @names_parameters
-def sign(
-    manifest: str | Path,
-    *,
-    key: str | Path,
-    out: str | Path | None = None,
-    password: str | None = None,
-    force: bool = False,
-) -> Path:
+def sign(manifest: str | Path, *, key: str | Path, password: str | None = None, force: bool = False) -> Path:
     """Sign a manifest, which has digests of all bytes of its checkpoint; return the file of the signature.
 
     `key` is a PEM file: a private key on the curve P-256, P-384 or P-521, encrypted with `password` or not. The
-    signature is a Sigstore bundle, `manifest.sig` beside the manifest unless `out` names another file. Shards are not
-    read; `verify` does that. Needs `reshard[sign]`.
+    signature is a Sigstore bundle, `manifest.sig` beside the manifest. Shards are not read; `verify` does
+    that. Needs `reshard[sign]`.
 
     Raises:
         ManifestError: the manifest is damaged, or is of a virtual pack, without digests of the bytes it references.
@@ -37,5 +30,4 @@ def sign(
         >>> reshard.verify("model-pp2", public_key="key.pub").equal
         True
     """
-    file = find_manifest_file(manifest)
-    return sign_manifest(file, Path(key), None if out is None else Path(out), password=password, force=force)
+    return sign_manifest(find_manifest_file(manifest), Path(key), password=password, force=force)

@@ -8,7 +8,6 @@ from pathlib import Path
 from manifests.errors import UsageError
 from reshard.api.arguments import names_parameters
 from reshard.operations.progress import Progress, counting
-from reshard.operations.signature import Signature
 from reshard.operations.verify import VerifyOptions, VerifyResult, nbytes_to_read, verify_manifest
 from reshard.sources.open import open_source
 from stores.manifest_file import read_manifest_file
@@ -24,23 +23,20 @@ def verify(
     quick: bool = False,
     stages: Iterable[int] | None = None,
     public_key: str | Path | None = None,
-    signature: str | Path | None = None,
     progress: Progress | None = None,
 ) -> VerifyResult:
     """Read every byte that a manifest names and compare digests; with `against`, also with every tensor of a source.
 
     Damage is reported in `differences`, not raised: one run lists all of it. `quick` reads no tensors and compares
     sizes and headers. `stages` are the indices to verify; None: all. Virtual bundles have no digests. With
-    `public_key`, a PEM file, the manifest's signature is verified first: `manifest.sig` beside it, or the file
-    `signature`.
+    `public_key`, a PEM file, the manifest's signature is verified first: `manifest.sig` beside it.
 
     Units: `nbytes` in bytes; progress is called with bytes done and bytes in total.
     Raises:
         ManifestError: the manifest is damaged.
         InputError: there is no manifest or no source, or it cannot be read.
         SignatureError: the signature is missing or damaged, or of another key or manifest.
-        UsageError: there is no such stage, `quick` and `against` are combined, or there is a `signature` and no
-            `public_key` (`options.conflict`).
+        UsageError: there is no such stage, or `quick` and `against` are combined (`options.conflict`).
 
     Example:
         >>> result = reshard.verify("model-pp2", against="model")
@@ -50,13 +46,9 @@ def verify(
     if quick and against is not None:
         problem = "conflicts with --against, which reads all tensors"
         raise UsageError("--quick", problem, "leave one of the two out", code="options.conflict")
-    if signature is not None and public_key is None:
-        problem, hint = "is verified with a public key", "name its file with --public-key"
-        raise UsageError("--signature", problem, hint, code="options.conflict")
-    path = None if signature is None else Path(signature)
     read = read_manifest_file(manifest)
     options = VerifyOptions(
-        signature=None if public_key is None else Signature(public_key=Path(public_key), path=path),
+        public_key=None if public_key is None else Path(public_key),
         quick=quick,
         against=None if against is None else open_source(str(against), description=read.manifest.model.description),
         stages=None if stages is None else frozenset(stages),

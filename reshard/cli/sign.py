@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
 
@@ -17,14 +16,10 @@ __all__ = ["sign"]
 @click.option("--key", type=click.Path(), required=True, metavar="FILE",
               help="Private key to sign with (PEM; P-256, P-384 or P-521).")  # fmt: skip
 @click.option("--ask-password", is_flag=True, help="Ask for the password of an encrypted key.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", show_default="manifest.sig beside MANIFEST",
-              help="File to write the signature to.")  # fmt: skip
 @options.force
 @options.as_json
 @options.quiet
-def sign(
-    manifest: str, key: str, ask_password: bool, out: Path | None, force: bool, as_json: bool, quiet: bool
-) -> None:  # fmt: skip
+def sign(manifest: str, key: str, ask_password: bool, force: bool, as_json: bool, quiet: bool) -> None:
     """Sign MANIFEST, which has digests of all bytes of its checkpoint; reshard verify --public-key verifies both.
 
     The signature is a Sigstore bundle of model-signing, made with a key and without a network. Shards are not read: run
@@ -40,7 +35,7 @@ def sign(
     from reshard.api.sign import sign as run
 
     password = click.prompt("password of the key", hide_input=True, err=True) if ask_password else None
-    written = names_flags(run)(manifest, key=key, out=out, password=password, force=force)
+    written = names_flags(run)(manifest, key=key, password=password, force=force)
     if as_json:
         click.echo(json.dumps({"version": 1, "signature": str(written)}))
     elif not quiet:

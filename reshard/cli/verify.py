@@ -26,14 +26,12 @@ __all__ = ["diff", "inspect", "verify"]
               help="Verify only this stage; may be repeated.")  # fmt: skip
 @click.option("--public-key", type=click.Path(), metavar="FILE",
               help="First verify the manifest's signature with this public key (PEM).")  # fmt: skip
-@click.option("--signature", type=click.Path(), metavar="FILE", show_default="manifest.sig beside MANIFEST",
-              help="The signature to verify with --public-key.")  # fmt: skip
 @options.allow_remote
 @options.as_json
 @options.quiet
 def verify(
     manifest: str, quick: bool, against: str | None, stages: tuple[int, ...], public_key: str | None,
-    signature: str | None, as_json: bool, quiet: bool,
+    as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Read every byte that MANIFEST names, and compare digests. Exits with code 4 if something differs.
 
@@ -49,8 +47,7 @@ def verify(
 
     with options.progress("verify", quiet, is_report=True) as progress:
         done = names_flags(run)(
-            manifest, quick=quick, against=against, stages=stages or None, public_key=public_key, signature=signature,
-            progress=progress,
+            manifest, quick=quick, against=against, stages=stages or None, public_key=public_key, progress=progress,
         )  # fmt: skip
     if as_json or not (quiet and done.equal):
         click.echo(json.dumps(verify_json(done)) if as_json else verify_text(done, manifest))

@@ -11,13 +11,12 @@ from __future__ import annotations
 import importlib
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, ManifestError, OutputError, SignatureError, SourceError, refused_by_system
+from manifests.errors import InputError, ManifestError, OutputError, SignatureError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
 from manifests.probe import check_new_file
 from manifests.store import write_file
@@ -25,53 +24,39 @@ from stores.base import read_whole
 from stores.local import LocalFolder
 from stores.manifest_file import ManifestFile
 
-__all__ = ["SIGNATURE_NAME", "Signature", "check_signature", "sign_manifest"]
+__all__ = ["SIGNATURE_NAME", "check_signature", "sign_manifest"]
 
 SIGNATURE_NAME = "manifest.sig"
-_MOST_NBYTES = 1 << 20  # of a signature or a key; common ones take a few KB
-_AGAIN = "sign the manifest with reshard sign, or copy the signature again"
+_MOST_NBYTES = 1 << 20  # of a signature; common ones take a few KB
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Signature:
-    """A signature to verify: the file of the public key (PEM), and that of the signature; None: beside the manifest."""
-
-    public_key: Path
-    path: Path | None = None
-
-
-def sign_manifest(
-    file: ManifestFile, key: Path, out: Path | None = None, *, password: str | None = None, force: bool = False
-) -> Path:
-    """Sign a manifest with an elliptic-curve key (PEM) and write the signature, beside it unless `out` is given.
+def sign_manifest(file: ManifestFile, key: Path, *, password: str | None = None, force: bool = False) -> Path:
+    """Sign a manifest with an elliptic-curve key (PEM) and write the signature beside it.
 
     Raises:
         ManifestError: the manifest is damaged, or references bytes whose digests it does not have (a virtual pack).
-        OutputError: the signature exists and `force` is not set, or it cannot be written.
+        OutputError: the signature exists and `force` is not set, or it cannot be written, as in a bucket.
         InputError: the key cannot be read, or model-signing is not installed.
     """
     signing = _module("signing")
-    if out is None:
-        if not isinstance(file.folder, LocalFolder):
-            hint = "name a file on this machine with --out, and upload it"
-            raise OutputError(str(file), "signatures are written to files only", hint, code="output.unwritable")
-        out = Path(file.folder.location) / SIGNATURE_NAME
-    check_new_file(out, "--out", force=force)
+    if not isinstance(file.folder, LocalFolder):
+        hint = "sign the folder on this machine before it is uploaded, or upload its manifest.sig"
+        raise OutputError(str(file), "signatures are written to files only", hint, code="output.unwritable")
+    out = file.folder.path / SIGNATURE_NAME
+    check_new_file(out, "signature", force=force)
     manifest, _ = file.read()
     if manifest.virtual is not None:
         problem = f"references bytes in {manifest.virtual.location} whose digests it does not have"
         hint = "a signature would not cover them; pack without --virtual first"
         raise ManifestError(str(file), problem, hint, code="manifest.unrooted-bytes")
-    _read(key, "--key", code="options.unreadable-key")
     try:
         secret = None if password is None else password.encode()
         signer = signing.Config().use_elliptic_key_signer(private_key=key, password=secret)
     except Exception as error:  # whatever the reader of keys meets
         raise _bad_key("--key", key, error, "private", "; --ask-password for an encrypted one") from error
     with TemporaryDirectory() as folder:
-        data, signature = Path(folder) / MANIFEST_NAME, Path(folder) / SIGNATURE_NAME
-        data.write_bytes(read_whole(file.folder.file(file.name)))
-        signer.sign(data, signature)
+        signature = Path(folder) / SIGNATURE_NAME
+        signer.sign(file.folder.path / file.name, signature)
         try:
             write_file(out, signature.read_bytes())
         except OSError as error:
@@ -79,7 +64,7 @@ def sign_manifest(
     return out
 
 
-def check_signature(file: ManifestFile, digest: str, signature: Signature) -> str:
+def check_signature(file: ManifestFile, digest: str, public_key: Path) -> str:
     """Check that a key signed the manifest with this digest; return where its signature is.
 
     Raises:
@@ -87,21 +72,24 @@ def check_signature(file: ManifestFile, digest: str, signature: Signature) -> st
         InputError: the key or the signature cannot be read, or model-signing is not installed.
     """
     verifying = _module("verifying")
-    where, raw = _read_signature(file, signature)
+    if SIGNATURE_NAME not in file.folder.names():
+        where = f"{file.folder}/{SIGNATURE_NAME}"
+        raise SignatureError(where, "no such file", "sign with reshard sign", code="signature.missing")
+    stored = file.folder.file(SIGNATURE_NAME)
+    where, signature = str(stored), read_whole(stored, most_nbytes=_MOST_NBYTES)
     data = read_whole(file.folder.file(file.name))
-    _read(signature.public_key, "--public-key", code="options.unreadable-key")
     try:
-        verifier = verifying.Config().use_elliptic_key_verifier(public_key=signature.public_key)
+        verifier = verifying.Config().use_elliptic_key_verifier(public_key=public_key)
     except Exception as error:  # whatever the reader of keys meets
-        raise _bad_key("--public-key", signature.public_key, error, "public") from error
+        raise _bad_key("--public-key", public_key, error, "public") from error
     with TemporaryDirectory() as folder:
         (Path(folder) / MANIFEST_NAME).write_bytes(data)
-        (Path(folder) / SIGNATURE_NAME).write_bytes(raw)
+        (Path(folder) / SIGNATURE_NAME).write_bytes(signature)
         try:
             with redirect_stdout(sys.stderr):  # it warns of old signatures there
                 verifier.verify(Path(folder) / MANIFEST_NAME, Path(folder) / SIGNATURE_NAME)
         except Exception as error:  # whatever a signature by anybody makes it raise
-            raise _refused(where, str(file), signature.public_key, error) from error
+            raise _refused(where, str(file), public_key, error) from error
     if digest_bytes(data) != digest:
         problem = f"{file} changed while it was verified"
         raise SignatureError(where, problem, "verify it again", code="signature.other-manifest")
@@ -117,29 +105,8 @@ def _refused(where: str, manifest: str, key: Path, error: Exception) -> Signatur
         hint = "the manifest was changed or replaced after it was signed; copy the signed checkpoint again"
         return SignatureError(where, f"is of another manifest than {manifest}", hint, code="signature.other-manifest")
     problem = f"is damaged, or was not made with {key}: {type(error).__name__}"
-    return SignatureError(where, problem, _AGAIN, code="signature.invalid")
-
-
-def _read_signature(file: ManifestFile, signature: Signature) -> tuple[str, bytes]:
-    if signature.path is not None:
-        return str(signature.path), _read(signature.path, "--signature", code="signature.missing")
-    if SIGNATURE_NAME not in file.folder.names():
-        where, hint = f"{file.folder}/{SIGNATURE_NAME}", "name its file with --signature, or sign with reshard sign"
-        raise SignatureError(where, "no such file", hint, code="signature.missing")
-    found = file.folder.file(SIGNATURE_NAME)
-    return str(found), read_whole(found, most_nbytes=_MOST_NBYTES)
-
-
-def _read(path: Path, flag: str, *, code: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MOST_NBYTES + 1)
-    except OSError as error:
-        raise refused_by_system(f"{flag} {path}", error, code=code) from error
-    if len(data) > _MOST_NBYTES:
-        problem = f"expected at most {_MOST_NBYTES} bytes, found more"
-        raise SourceError(f"{flag} {path}", problem, code="source.file-too-large")
-    return data
+    hint = "sign the manifest with reshard sign, or copy the signature again"
+    return SignatureError(where, problem, hint, code="signature.invalid")
 
 
 def _bad_key(flag: str, path: Path, error: Exception, kind: str, more: str = "") -> InputError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from manifests.digest import PREFIX
 from manifests.errors import InputError, UsageError
@@ -15,7 +16,7 @@ from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage, TieGroup
 from reshard.copy.runs import ByteCounter
 from reshard.operations.compare import Difference, differences_from, hash_each, in_batches, missing_from
 from reshard.operations.index_check import index_differences, read_own_index
-from reshard.operations.signature import Signature, check_signature
+from reshard.operations.signature import check_signature
 from reshard.sources.bundles import describe, open_described
 from reshard.sources.weight_map import ShardIndex
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
@@ -36,7 +37,7 @@ class VerifyOptions:
     quick: bool = False
     against: Checkpoint | None = None
     stages: frozenset[int] | None = None  # None: all
-    signature: Signature | None = None  # of the manifest, checked before anything else
+    public_key: Path | None = None  # of the manifest's signature, which is checked before anything else
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +81,7 @@ def verify_manifest(
     """
     options = options or VerifyOptions()
     file, manifest, digest = read.file, read.manifest, read.digest
-    signature = None if options.signature is None else check_signature(file, digest, options.signature)
+    signature = None if options.public_key is None else check_signature(file, digest, options.public_key)
     stages, described = _choose(manifest, options.stages), None
     with suppress(InputError):  # reported at the end, if nothing else is
         described = describe(file, manifest, digest, options.against.shape if options.against else None)

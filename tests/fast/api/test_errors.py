@@ -35,7 +35,6 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
         lambda at: reshard.pack(at / "model", at / "new", "pp=2", virtual=True, conversion=C(dtype="bf16")),
     ),
     ("quick", "options.conflict"): (lambda at: reshard.verify(at / "packed", quick=True, against=at / "model"),),
-    ("signature", "options.conflict"): (lambda at: reshard.verify(at / "packed", signature=at / "manifest.sig"),),
     ("reads_bytes", "options.conflict"): (lambda at: reshard.check(at / "model", reads_bytes=True),),
     ("model='AT/none.toml'", "model.no-file"): (lambda at: reshard.plan(at / "model", model=at / "none.toml"),),
     ("drop", "options.drop-from-manifest"): (lambda at: reshard.plan(at / "packed", drop=["model.norm"]),),
