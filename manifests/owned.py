@@ -6,12 +6,19 @@ checkpoint inside) must be in the folder both before and after the exchange, so 
 happens: regular files, links, pipes and sockets as hard links, folders as folders of the same mode, owner and times.
 If something cannot be linked (another file system is mounted there, or links are not supported), `--force` refuses
 and changes nothing.
+
+# Note [Whose a folder under construction is]
+Its name, `.NAME.partial`, proves nothing. A record in it, written before any other file and removed last, names the
+files that are written there; a complete output, or one that was replaced and is being removed, is proven by its
+manifest or the record of an export. A file that neither names belongs to somebody else, and the folder is refused.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -20,18 +27,23 @@ from pathlib import Path
 from manifests.errors import InputError, OutputError, UnreachableError, refused_by_system
 from manifests.index import INDEX_NAME, has_index
 from manifests.invariants import MANIFEST_NAME
+from manifests.jsontext import parse_json_object
 from manifests.schema import Manifest
-from manifests.store import read_manifest
+from manifests.store import read_manifest, read_small_file, write_file
 
 __all__ = [
+    "RECORD_NAME",
     "FindOwned",
+    "check_ours",
     "check_room",
+    "empty",
     "files_in",
     "files_of_manifest",
     "foreign_files",
     "keep_others",
     "remove_replaced",
     "remove_tree",
+    "write_record",
 ]
 
 # Returns the paths below a folder that may be removed; None: the folder was not written by this command.
@@ -39,6 +51,9 @@ FindOwned = Callable[[Path], Collection[str] | None]
 
 logger = logging.getLogger(__name__)
 
+RECORD_NAME = ".journal"
+_NUM_SHOWN = 5
+_RANDOM = re.compile(r"[0-9a-f]{32}")
 _HINT = "move it out of the folder, or choose another folder"
 
 
@@ -69,6 +84,72 @@ def files_in(manifest: Manifest) -> Iterator[str]:
 def foreign_files(folder: Path, owned: Collection[str]) -> list[str]:
     """Return what is in a folder besides the `owned` files: files, links, and folders without `owned` files."""
     return [path for path, _ in _others(folder, owned)]
+
+
+def write_record(folder: Path, names: Collection[str]) -> None:
+    """Record the files that are written in a folder under construction, or removed from one, as ours."""
+    write_file(folder / RECORD_NAME, (json.dumps({"names": sorted(names)}) + "\n").encode())
+
+
+def check_ours(
+    folder: Path,
+    find_owned: FindOwned = files_of_manifest,
+    *,
+    record: str = RECORD_NAME,
+    wanted: Collection[str] = (),
+    linked: Path | None = None,
+) -> None:
+    """Refuse files that we did not write: see Note [Whose a folder under construction is].
+
+    A `record` without names, such as a mark, is about the `wanted` files. Links to files at the same path in `linked`
+    are not looked at: they were about to be kept in its successor. Folders without files belong to nobody.
+
+    Raises:
+        OutputError: naming the first few of those files.
+    """
+    names = _recorded(folder / record, wanted)
+    written = () if names is None else (record, *names)
+    owned = {f".{record}.partial", *written, *(find_owned(folder) or ())}  # the record itself is written first
+    others = [path for path, is_folder in _walk(folder) if not is_folder and path not in owned]
+    bases = {path.rpartition("/")[2] for path in owned}
+    foreign = [path for path in others if not (names is not None and _is_temporary(path, bases))]
+    foreign = [path for path in foreign if linked is None or not _is_same(folder / path, linked / path)]
+    if foreign:
+        more = f" and {len(foreign) - _NUM_SHOWN} more" if len(foreign) > _NUM_SHOWN else ""
+        problem = "has the name of a folder under construction, and files that this command did not write: "
+        problem += ", ".join(foreign[:_NUM_SHOWN]) + more
+        hint = "move them elsewhere, or remove the folder"
+        raise OutputError(str(folder), problem, hint, code="output.foreign-partial")
+
+
+def _recorded(path: Path, wanted: Collection[str]) -> Collection[str] | None:
+    """Return the names in a record, None if there is none."""
+    if path.is_symlink() or not path.is_file():
+        return None
+    if path.name != RECORD_NAME:
+        return wanted
+    try:
+        line = read_small_file(path).partition(b"\n")[0]
+        names = parse_json_object(line, str(path)).get("names")
+    except UnreachableError:
+        raise
+    except InputError:
+        return None
+    return {*wanted, *map(str, names)} if isinstance(names, list) else None
+
+
+def _is_temporary(path: str, names: Collection[str]) -> bool:
+    """Whether a file is one that `write_file` renames to one of these names, from whichever process."""
+    name = path.rpartition("/")[2]
+    inner = name.removeprefix(".").removesuffix(".partial")
+    return name == f".{inner}.partial" and (inner in names or bool(_RANDOM.fullmatch(inner)))
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.lstat(other))
+    except OSError:
+        return False
 
 
 def check_room(out: Path, owned: Collection[str], wanted: Collection[str]) -> None:
@@ -127,7 +208,7 @@ def remove_replaced(old: Path, owned: Collection[str], new: Path) -> None:
 
 
 def _remove_replaced(old: Path, owned: Collection[str], new: Path) -> None:
-    for path, is_folder in _walk(old):
+    for path, is_folder in sorted(_walk(old), key=lambda found: found[0] == RECORD_NAME):  # last: until then it is ours
         entry, kept = old / path, new / path
         with suppress(OSError):
             if is_folder:
@@ -145,14 +226,22 @@ def _remove_replaced(old: Path, owned: Collection[str], new: Path) -> None:
 
 
 def remove_tree(entry: Path) -> None:
-    """Remove a file, a link or a whole folder, including read-only folders."""
+    """Remove a file, a link or a whole folder, including read-only folders, its record last."""
     if not entry.is_dir() or entry.is_symlink():
         entry.unlink(missing_ok=True)
         return
     for parent, _, _ in os.walk(entry):
         with suppress(OSError):
             os.chmod(parent, 0o700)
+    empty(entry)
     shutil.rmtree(entry)
+
+
+def empty(folder: Path) -> None:
+    """Remove everything in a folder but its record."""
+    for path in folder.iterdir():
+        if path.name != RECORD_NAME:
+            remove_tree(path)
 
 
 def _others(out: Path, owned: Collection[str]) -> Iterator[tuple[str, bool]]:

@@ -12,11 +12,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from manifests.errors import InputError, OutputError, refused_by_system
-from manifests.owned import FindOwned, check_room, keep_others, remove_replaced, remove_tree
+from manifests.owned import (
+    RECORD_NAME,
+    FindOwned,
+    check_ours,
+    check_room,
+    empty,
+    keep_others,
+    remove_replaced,
+    remove_tree,
+    write_record,
+)
 from manifests.probe import check_writable
 from manifests.store import sync_folder, write_file
 
-__all__ = ["check_not_mounted", "check_target", "exchange", "partial_of", "publishing"]
+__all__ = ["check_not_mounted", "check_partial", "check_target", "exchange", "partial_of", "publishing"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -32,15 +42,16 @@ def publishing(
     wanted: Collection[str] = (),
     is_resumable: Callable[[Path], bool] = lambda partial: False,
     outlives_errors: bool = False,
-    journal: str = "",
+    journal: str = RECORD_NAME,
 ) -> Iterator[Path]:
     """Yield a folder to write in: it becomes `out` when the block succeeds and is removed when it fails.
 
     A kill leaves `.NAME.partial` beside an unchanged `out`. The next run removes it, or resumes it if `is_resumable`
-    allows; such a folder also survives an interrupt, and any error if it `outlives_errors`. With `force`, a folder
-    for which `find_owned` returns files is replaced atomically: these files are removed, all others are kept (see
-    Note [Files of others in an output]). If a `wanted` file would replace somebody else's, nothing is written. The file
-    `journal`, from which a run resumes, is removed right before the folder becomes `out`.
+    allows; such a folder also survives an interrupt, and any error if it `outlives_errors`. One with files that are not
+    recorded as ours is refused: see Note [Whose a folder under construction is]. With `force`, a folder for which
+    `find_owned` returns files is replaced atomically: these files are removed, all others are kept (see Note [Files of
+    others in an output]). If a `wanted` file would replace somebody else's, nothing is written. The record `journal`,
+    from which a run may resume, is removed right before the folder becomes `out`.
 
     Raises:
         OutputError: `out` exists and may not be replaced, or another process is writing it.
@@ -52,14 +63,15 @@ def publishing(
     lock = _lock(partial, out)
     try:
         is_resumed = is_resumable(partial)
-    except BaseException:  # the folder belongs to another command
+        check_ours(partial, find_owned, record=journal, wanted=wanted, linked=out)
+    except BaseException:  # the folder belongs to another command, or to nobody whom we know
         os.close(lock)
         raise
     try:
         _drop_links(partial)
         if not is_resumed:
-            for entry in partial.iterdir():
-                remove_tree(entry)
+            empty(partial)
+            write_record(partial, wanted)
         if not _is_free(out):  # to be replaced: check it now rather than after writing everything
             check_writable(out.parent, str(out), exchange=exchange)
         yield partial
@@ -140,6 +152,16 @@ def _is_mounted(folder: Path) -> bool:
     return any(line.split(b" ")[4] == escaped for line in lines)
 
 
+def check_partial(out: Path, find_owned: FindOwned) -> None:
+    """Refuse, before there is anything to write, what `publishing` refuses in the folder under construction.
+
+    Raises:
+        OutputError: it has files that we did not write.
+    """
+    if (partial := partial_of(out)).is_dir():
+        check_ours(partial, find_owned, linked=out)
+
+
 def partial_of(out: Path) -> Path:
     """Return the folder in which `out` is written before it is renamed."""
     out = out.resolve() if out.name in ("", "..") else out
@@ -207,7 +229,9 @@ def _swap_in(partial: Path, out: Path, find_owned: FindOwned, journal: str) -> N
         _sync_tree(partial)
         with _removed(partial, "" if is_taken else journal):
             _rename_for_good(lambda: exchange(partial, out), lambda: exchange(partial, out), out.parent)
-        remove_replaced(partial, files, out)
+        with suppress(OSError):  # as in `remove_replaced`
+            write_record(partial, files)
+        remove_replaced(partial, {*files, RECORD_NAME}, out)
     finally:
         os.close(old)
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from manifests.digest import DigestTable, Hasher
+from manifests.owned import RECORD_NAME
+from manifests.store import write_file
 from reshard.plans.pack_plan import OutputShard
 from stores.base import LOCK_NAME, PART_NAME, PROGRESS_NAME
 
 __all__ = ["JOURNAL_NAME", "Journal", "is_working_name", "plan_key"]
 
-JOURNAL_NAME = ".journal"
+JOURNAL_NAME = RECORD_NAME
 _ITEMS_IN_BLOCK = 4096
 
 
@@ -74,10 +76,14 @@ class Journal:
         """Whether that run can be resumed: its journal has at least one line."""
         return bool(self._done)
 
-    def begin(self) -> None:
-        """Start the journal, keeping the lines of an interrupted run of the same plan."""
+    def begin(self, names: Collection[str] = ()) -> None:
+        """Start the journal, keeping the lines of an interrupted run of the same plan.
+
+        In the folder itself, it is also the record of the `names` that are written there, see `manifests.owned`.
+        """
         if self._done is None:
-            self.path.write_text(json.dumps({"plan": self._key}) + "\n")
+            header = {"plan": self._key, "names": sorted(names)}
+            write_file(self.path, (json.dumps(header) + "\n").encode())
             self._done = {}
 
     def digests(self, output: str, position: int) -> bytes | None:

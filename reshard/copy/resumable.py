@@ -82,7 +82,7 @@ def open_target(
         ) as folder:
             journal, begun = Journal(folder, key), True
             keep_only(folder, {JOURNAL_NAME, *(shard.path for shard in shards)})
-            journal.begin()
+            journal.begin({*wanted, *(shard.path for shard in shards)})
             with _discarded_if_fatal(journal.forget):
                 yield FolderTarget(folder, journal)
     except BaseException as error:

@@ -40,7 +40,10 @@ def record_export(out: Path, folder: Path, names: Iterable[str], *, is_published
 
 def _record_path(out: Path) -> Path:
     out = out.resolve() if out.name in ("", "..") else out
-    return out.parent / f".{out.name}.exported.json"
+    name = out.name
+    if name.startswith(".") and name.endswith(".partial"):  # what `out` was a moment ago, or is about to be
+        name = name[1:].removesuffix(".partial")
+    return out.parent / f".{name}.exported.json"
 
 
 def _recorded(out: Path) -> list[_Files]:

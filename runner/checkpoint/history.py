@@ -18,7 +18,7 @@ from pathlib import Path
 from manifests.errors import InputError, UnreachableError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
 from manifests.lockfile import locking
-from manifests.owned import files_of_manifest, foreign_files, remove_tree
+from manifests.owned import check_ours, files_of_manifest, foreign_files, remove_tree, write_record
 from manifests.store import open_shard, read_manifest, sync_folder
 
 __all__ = [
@@ -110,12 +110,14 @@ def claim_history(history: Path) -> Iterator[None]:
 
     Raises:
         InputError: another run saves here, or the folder cannot be created.
+        OutputError: a folder with the name of what killed runs leave has files that none has written.
     """
     where = f"--checkpoint {history}"
     _make(history, where)
     with locking(history / _CLAIM, where, "saves checkpoints there"):
         for path in history.iterdir():
             if _LEFT.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                check_ours(path)
                 try:
                     remove_tree(path)
                 except OSError as error:
@@ -173,10 +175,12 @@ def prune(
         # Renamed first: a checkpoint disappears as a whole.
         removed = path.with_name(f".{path.name}.removed")
         if removed.exists():
+            check_ours(removed)
             _remove(removed)
         try:
             os.rename(path, removed)
             sync_folder(history)
+            write_record(removed, files_of_manifest(removed) or ())
         except OSError as error:
             raise refused_by_system(str(path), error, "cannot be removed", code="checkpoint.not-pruned") from error
         _remove(removed)

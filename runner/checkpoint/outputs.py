@@ -9,7 +9,7 @@ from pathlib import Path
 from manifests.errors import refused_by_system
 from manifests.owned import files_of_manifest
 from manifests.probe import check_room, check_writable, folder_of
-from manifests.publish import check_target, exchange, partial_of
+from manifests.publish import check_partial, check_target, exchange, partial_of
 from runner.config.flags import TrainOptions
 
 __all__ = ["check_outputs", "check_space"]
@@ -27,6 +27,7 @@ def check_outputs(options: TrainOptions) -> None:
         check_writable(folder, where, _HINT)
     if options.save is not None:
         check_target(options.save, options.force, files_of_manifest)
+        check_partial(options.save, files_of_manifest)
         is_replaced = options.save.is_dir() and any(options.save.iterdir())
         where = f"--save {options.save}"
         check_writable(folder_of(options.save), where, _HINT, exchange=exchange if is_replaced else None)

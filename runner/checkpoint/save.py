@@ -17,6 +17,7 @@ import torch.distributed as dist
 from manifests.digest import Hasher, digest_bytes
 from manifests.errors import CheckpointError, refused_by_system
 from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES, index_blocks, is_indexed
+from manifests.invariants import MANIFEST_NAME
 from manifests.owned import files_of_manifest
 from manifests.publish import publishing
 from manifests.safetensors import header_template, layout_tensors
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _SYNC_NBYTES = 1 << 30  # fsync after so many bytes, so that the last fsync takes no longer than the others
-_Indexed = dict[str, tuple[list[str], int]]  # FQNs and bytes of shards, by path
+_Planned = dict[str, tuple[list[str], int] | None]  # FQNs and bytes of the shards that the index lists, by path
 _PART_NBYTES = 64 << 20  # written at a time: a tensor may have many GiB, and a disk may be slow
 
 
@@ -86,22 +87,25 @@ def save(
         UserError: the same on every rank, whichever rank failed.
     """
     timer, is_rank_0 = timer or StallTimer(), dist.get_rank() == 0
+    shards = _shards_of(held, context, group)
+    planned = _gather_planned(shards, group)
     with ExitStack() as stack:
 
         def begin(stop: threading.Event) -> list[str]:
             if not is_rank_0:
                 return []
             with timer.working():
-                return [str(stack.enter_context(publishing(out, force=force, find_owned=files_of_manifest)))]
+                names = {path for of_rank in planned for path in of_rank}
+                names |= {*(file.path for file in context.manifest.files), SKIPPED_NAME, INDEX_NAME, MANIFEST_NAME}
+                target = publishing(out, force=force, find_owned=files_of_manifest, wanted=names)
+                return [str(stack.enter_context(target))]
 
         shared: list[list[str]] = [in_rounds("save", begin, group)]
         dist.broadcast_object_list(shared, src=0, group=group)
         target = Path(shared[0][0])
-        shards = _shards_of(held, context, group)
         written = in_rounds("save", partial(_write_own, held, context, target, shards, timer), group)
         gathered: list[tuple[list[Stage], tuple[RandomState, ...]]] = [([], ())] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (written, training.random), group=group)
-        indexed = _gather_indexed(shards, group)
 
         def finish(stop: threading.Event) -> None:
             if not is_rank_0:
@@ -109,7 +113,7 @@ def save(
             stages = _join_stages(stage for part, _ in gathered for stage in part)
             random = tuple(state for _, states in gathered for state in states)
             with timer.working():
-                _commit(context, stages, target, replace(training, random=random), num_skipped, indexed, timer)
+                _commit(context, stages, target, replace(training, random=random), num_skipped, planned, timer)
                 stack.close()
 
         in_rounds("save", finish, group)
@@ -177,15 +181,16 @@ def _shards_of(held: Held, context: SaveContext, group: dist.ProcessGroup | None
     return whole_in_root(held, context.manifest.ties, group)
 
 
-def _gather_indexed(shards: Mapping[int, Sequence[ShardToWrite]], group: dist.ProcessGroup | None) -> list[_Indexed]:
-    """Return the FQNs and bytes of each shard that the index lists, by path, as every rank writes them, on rank 0."""
-    own = {
+def _gather_planned(shards: Mapping[int, Sequence[ShardToWrite]], group: dist.ProcessGroup | None) -> list[_Planned]:
+    """Return the shards that each rank will write, on rank 0."""
+    own: _Planned = {
         shard.path: ([piece.fqn for piece in shard.pieces], sum(piece.memory.nbytes for piece in shard.pieces))
+        if shard.is_indexed
+        else None
         for of_stage in shards.values()
         for shard in of_stage
-        if shard.is_indexed
     }
-    gathered: list[_Indexed] | None = [{}] * dist.get_world_size(group) if dist.get_rank() == 0 else None
+    gathered: list[_Planned] | None = [{}] * dist.get_world_size(group) if dist.get_rank() == 0 else None
     dist.gather_object(own, gathered, dst=0, group=group)
     return gathered or []
 
@@ -250,7 +255,7 @@ def _commit(
     folder: Path,
     training: TrainingState,
     num_skipped: int,
-    indexed: Sequence[_Indexed],
+    planned: Sequence[_Planned],
     timer: StallTimer,
 ) -> None:
     check_shards(folder, [shard for stage in stages.values() for shard in stage.shards])
@@ -263,7 +268,7 @@ def _commit(
             write_file(target, encode_skipped(num_skipped))
         else:
             write_file(target, Blocks(LocalFile(context.root / auxiliary.path), auxiliary.compared_digest))
-    weights = {path: found for of_rank in indexed for path, found in of_rank.items()}
+    weights = {path: listed for of_rank in planned for path, listed in of_rank.items() if listed is not None}
     if weights:
         names = {path: weights[path][0] for path in sorted(weights)}
         write_file(folder / INDEX_NAME, index_blocks(names, sum(nbytes for _, nbytes in weights.values())))

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UnreachableError, UserError
+from manifests.owned import write_record
 from manifests.publish import publishing
+from tests.builders import files_in
 from tests.refusals import refusal
 
 ROOT = Path(__file__).parents[3]
@@ -171,11 +173,31 @@ def test_failure_leaves_the_old_folder(tmp_path: Path) -> None:
 def test_what_a_kill_left_is_cleared_away(tmp_path: Path) -> None:
     partial = tmp_path / ".out.partial"
     (partial / "stage-000").mkdir(parents=True)
+    write_record(partial, ["stage-000/model.safetensors", "link"])
     (partial / "stage-000" / "model.safetensors").write_bytes(b"half")
+    (partial / "stage-000" / ".model.safetensors.partial").write_bytes(b"quarter")
     (partial / "link").symlink_to(tmp_path)
     publish(tmp_path / "out")
     assert names_in(tmp_path) == ["out"]
     assert names_in(tmp_path / "out") == ["below", "ours"]
+
+
+@pytest.mark.parametrize("record", [None, b"", b"{}\n", b'{"names": ["ours"]}\n', b"mine"])
+def test_partial_folder_of_others_is_refused_and_kept(
+    record: bytes | None, tmp_path: Path, wording: Callable[[str], None]
+) -> None:
+    partial = tmp_path / ".out.partial"
+    for name in ("thesis.tex", ".config.json.partial", "below/deep/notes"):
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        (partial / name).write_text("years of work")
+    if record is not None:
+        (partial / ".journal").write_bytes(record)
+    before = files_in(tmp_path)
+    error = refusal(lambda: publish(tmp_path / "out"))
+    assert (error.code, error.where) == ("output.foreign-partial", str(partial))
+    assert files_in(tmp_path) == before
+    if record is None:
+        wording(str(error).replace(str(tmp_path), "TMP"))
 
 
 def test_a_partial_folder_that_is_a_link_is_not_followed(tmp_path: Path, wording: Callable[[str], None]) -> None:

@@ -109,6 +109,23 @@ def test_what_kills_left_is_cleared_away_and_nothing_else(trained: Path, tmp_pat
     assert names_in(tmp_path) == [".step-000009.partial", ".step-mine", "step-000003"]
 
 
+@pytest.mark.parametrize("name", [".step-000006.partial", ".step-000001.removed"])
+def test_folder_of_others_with_the_name_of_what_kills_leave_is_refused_and_kept(
+    name: str, trained: Path, tmp_path: Path
+) -> None:
+    fill(tmp_path, trained, 3)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "notes.txt").write_text("mine")
+    shutil.copytree(trained, tmp_path / ".step-000002.removed")  # of a kill before anything was removed
+    with pytest.raises(InputError) as error, claim_history(tmp_path):
+        pass
+    assert (error.value.code, error.value.where) == ("output.foreign-partial", str(tmp_path / name))
+    assert (tmp_path / name / "notes.txt").read_text() == "mine"
+    (tmp_path / name / "notes.txt").unlink()
+    with claim_history(tmp_path):
+        assert names_in(tmp_path) == [".lock", "step-000003"]
+
+
 def test_folder_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
     history = tmp_path / "deep" / "history"
     with claim_history(history), pytest.raises(InputError) as error, claim_history(history):
