@@ -24,9 +24,17 @@ from manifests.owned import (
     write_record,
 )
 from manifests.probe import check_writable
-from manifests.store import sync_folder, write_file
+from manifests.store import read_manifest, sync_folder, write_file
 
-__all__ = ["check_not_mounted", "check_partial", "check_target", "exchange", "partial_of", "publishing"]
+__all__ = [
+    "check_not_a_step",
+    "check_not_mounted",
+    "check_partial",
+    "check_target",
+    "exchange",
+    "partial_of",
+    "publishing",
+]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -71,6 +79,7 @@ def publishing(
         _drop_links(partial)
         if not is_resumed:
             empty(partial)
+        if not is_resumed or not (partial / journal).is_file():
             write_record(partial, wanted)
         if not _is_free(out):  # to be replaced: check it now rather than after writing everything
             check_writable(out.parent, str(out), exchange=exchange)
@@ -115,6 +124,23 @@ def check_target(out: Path, force: bool, find_owned: FindOwned, wanted: Collecti
             code="output.not-ours",
         )
     check_room(out, files, wanted)
+
+
+def check_not_a_step(out: Path) -> None:
+    """Refuse to replace a checkpoint of a training run, under the name that the run has given it.
+
+    Raises:
+        OutputError: naming what would be lost.
+    """
+    training = None
+    with suppress(InputError):
+        manifest = read_manifest(out)
+        training = manifest.training if manifest.created_by.startswith("runner ") else None
+    if training is not None and Path(os.path.abspath(out)).name == f"step-{training.step:06d}":
+        state = " with optimizer state" if training.optimizer is not None else ""
+        problem = f"is a run's checkpoint of step {training.step}{state}, which --force does not replace"
+        hint = "choose another folder, or remove the checkpoint yourself"
+        raise OutputError(str(out), problem, hint, code="output.is-a-step")
 
 
 def check_not_mounted(out: Path) -> None:

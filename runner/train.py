@@ -22,7 +22,7 @@ from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import Saver
 from runner.checkpoint.data_position import check_same_files, digests_of
 from runner.checkpoint.history import claim_history, claim_output, find_misnamed
-from runner.checkpoint.outputs import check_outputs, check_space
+from runner.checkpoint.outputs import check_outputs, check_space, replaced_note
 from runner.checkpoint.resume import Origin, find_origins
 from runner.checkpoint.save import save
 from runner.checkpoint.save_paths import check_apart
@@ -91,6 +91,8 @@ def run(launched: Packed, options: TrainOptions, world: World, device: torch.dev
         if world.rank == 0:
             check_sinks(options)
             check_apart(options, launched.root)
+            if options.save is not None and (note := replaced_note(options.save)):
+                logger.warning("note: %s", note)
     check_evaluation(launched, options)
     with claim_outputs(options, world):
         ready = begin(launched, find_start(launched, options, world), options, world, device)

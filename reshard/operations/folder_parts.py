@@ -21,8 +21,8 @@ from manifests.errors import InputError, OutputError, refused_by_system
 from manifests.index import INDEX_NAME, has_index
 from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
-from manifests.owned import files_in, files_of_manifest
-from manifests.publish import check_target, partial_of, publishing
+from manifests.owned import RECORD_NAME, files_in, files_of_manifest
+from manifests.publish import check_not_a_step, check_target, partial_of, publishing
 from manifests.schema import Manifest
 from manifests.store import open_shard, read_manifest, read_small_file, write_file, write_manifest
 from reshard.copy.destination import FolderTarget
@@ -88,6 +88,8 @@ class FolderParts:
     def _publish(self, merged: Merged) -> Manifest:
         manifest = merged.manifest
         names = set(files_in(manifest))
+        if self._force:
+            check_not_a_step(self._out)
         with publishing(
             self._out,
             force=self._force,
@@ -96,7 +98,7 @@ class FolderParts:
             is_resumable=lambda _: True,
             outlives_errors=True,
         ) as folder:
-            keep_only(folder, names)
+            keep_only(folder, {*names, RECORD_NAME})
             self._move(merged, folder)
             self._check(merged, folder)
             if has_index(manifest):

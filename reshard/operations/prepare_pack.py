@@ -11,7 +11,7 @@ from typing import get_args
 from manifests.arguments import check_choice
 from manifests.errors import UsageError
 from manifests.index import MAX_SHARD_NBYTES, MOST_READ_HEADER_NBYTES
-from manifests.publish import check_not_mounted
+from manifests.publish import check_not_a_step, check_not_mounted
 from reshard.copy.destination import check_apart, read_twice
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
@@ -30,7 +30,7 @@ from reshard.plans.references import choose_stages
 from reshard.sources.open import open_described
 from reshard.tensors.checkpoint import TensorAt
 from reshard.transforms.conversion import Conversion, convert
-from stores.address import HubAddress, hub_output, is_url
+from stores.address import HubAddress, hub_output, is_url, place_of
 from stores.manifest_file import Address
 
 __all__ = ["PackRequest", "PreparedPack", "prepare_pack"]
@@ -194,6 +194,8 @@ def prepare_pack(request: PackRequest) -> PreparedPack:
     request.check()
     opened = open_described(request.source, frozenset(request.drop), request.model)
     check_apart(request.out, opened, may_replace=not request.conversion.changes_bytes)
+    if request.force and isinstance(request.out, Path) and place_of(request.out) != place_of(opened.location):
+        check_not_a_step(request.out)
     checkpoint = convert(opened, request.conversion)
     sharding = Sharding(max_nbytes=request.max_shard_nbytes)
     laid = lay_out(model_name(request.source), checkpoint, request.asked, request.assumed, sharding)

@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from manifests.errors import refused_by_system
+from manifests.errors import InputError, refused_by_system
 from manifests.owned import files_of_manifest
 from manifests.probe import check_room, check_writable, folder_of
-from manifests.publish import check_partial, check_target, exchange, partial_of
+from manifests.publish import check_not_a_step, check_partial, check_target, exchange, partial_of
+from manifests.store import read_manifest
 from runner.config.flags import TrainOptions
 
-__all__ = ["check_outputs", "check_space"]
+__all__ = ["check_outputs", "check_space", "replaced_note"]
 
 _HINT = "choose a folder that this user can write to on every node"
 
@@ -26,6 +27,8 @@ def check_outputs(options: TrainOptions) -> None:
     for where, folder in _folders(options):
         check_writable(folder, where, _HINT)
     if options.save is not None:
+        if options.force:
+            check_not_a_step(options.save)
         check_target(options.save, options.force, files_of_manifest)
         check_partial(options.save, files_of_manifest)
         is_replaced = options.save.is_dir() and any(options.save.iterdir())
@@ -37,6 +40,18 @@ def check_outputs(options: TrainOptions) -> None:
             open(metrics, "ab").close()
         except OSError as error:
             raise refused_by_system(str(metrics), error, "cannot be written", code="output.unwritable") from error
+
+
+def replaced_note(save: Path) -> str | None:
+    """Return what is lost when `--save` replaces a checkpoint that was trained; None if there is none."""
+    try:
+        training = read_manifest(save).training
+    except InputError:
+        return None
+    if training is None:
+        return None
+    state = ", and its optimizer state" if training.optimizer is not None else ""
+    return f"--save {save} will replace the weights of step {training.step}{state}"
 
 
 def check_space(options: TrainOptions, *, checkpoint_nbytes: int, weights_nbytes: int) -> None:

@@ -17,10 +17,10 @@ from manifests.digest import digest_bytes
 from manifests.errors import InputError, UsageError, UserError
 from runner.checkpoint.history import checkpoint_path
 from runner.commands import cli
-from tests.builders import llama_config, reshard, write_model
+from tests.builders import files_in, llama_config, reshard, write_model
 from tests.fast.models.built import build, read_config
 from tests.fast.models.catalogued import save_tiny
-from tests.fast.reshard.forged import change_file
+from tests.fast.reshard.forged import change_file, change_manifest
 from tests.fast.trained import write_trained
 
 Words = tuple[str, ...]
@@ -136,6 +136,21 @@ def test_run_whose_checkpoints_lie_inside_its_bundles_goes_on(place: Path, tmp_p
     inside = CliRunner().invoke(cli, [*words, "--save", f"{history}/final"]).exception
     assert isinstance(inside, UsageError)
     assert (inside.code, inside.where) == ("output.inside-input", f"--save {history}/final")
+
+
+def test_force_does_not_replace_a_checkpoint_of_another_run(place: Path, tmp_path: Path) -> None:
+    step, log = shutil.copytree(place / "trained", checkpoint_path(tmp_path / "other", 60)), tmp_path / "log"
+    change_manifest(step, lambda document: document.update(created_by="runner 1"))
+    before = files_in(step)
+    training = ["--data", "synthetic", "--log-dir", str(log), "--save", str(step), "--force"]
+    error = CliRunner().invoke(cli, ["launch", f"{place}/pp2", "--", *training]).exception
+    assert isinstance(error, UserError)
+    assert (error.code, error.where) == ("output.is-a-step", str(step))
+    packed = reshard("pack", place / "source", "--layout", "pp=2", "--out", step, "--force")
+    assert (packed.code, "[output.is-a-step]" in packed.err) == (3, True)
+    assert files_in(step) == before
+    in_place = reshard("pack", step, "--layout", "pp=1", "--out", step, "--force")
+    assert in_place.code == 0, in_place.err  # loses nothing
 
 
 def test_save_under_the_name_of_a_checkpoint_is_refused(place: Path) -> None:
