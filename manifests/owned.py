@@ -95,21 +95,20 @@ def check_ours(
     folder: Path,
     find_owned: FindOwned = files_of_manifest,
     *,
-    record: str = RECORD_NAME,
     wanted: Collection[str] = (),
     linked: Path | None = None,
 ) -> None:
     """Refuse files that we did not write: see Note [Whose a folder under construction is].
 
-    A `record` without names, such as a mark, is about the `wanted` files. Links to files at the same path in `linked`
-    are not looked at: they were about to be kept in its successor. Folders without files belong to nobody.
+    Where there is a record, the `wanted` files are ours, too. Links to files at the same path in `linked` are not
+    looked at: they were about to be kept in its successor. Folders without files belong to nobody.
 
     Raises:
         OutputError: naming the first few of those files.
     """
-    names = _recorded(folder / record, wanted)
-    written = () if names is None else (record, *names)
-    owned = {f".{record}.partial", *written, *(find_owned(folder) or ())}  # the record itself is written first
+    names = _recorded(folder / RECORD_NAME)
+    written = () if names is None else (RECORD_NAME, *names, *wanted)
+    owned = {f".{RECORD_NAME}.partial", *written, *(find_owned(folder) or ())}  # the record itself is written first
     others = [path for path, is_folder in _walk(folder) if not is_folder and path not in owned]
     bases = {path.rpartition("/")[2] for path in owned}
     foreign = [path for path in others if not (names is not None and _is_temporary(path, bases))]
@@ -122,12 +121,10 @@ def check_ours(
         raise OutputError(str(folder), problem, hint, code="output.foreign-partial")
 
 
-def _recorded(path: Path, wanted: Collection[str]) -> Collection[str] | None:
+def _recorded(path: Path) -> Collection[str] | None:
     """Return the names in a record, None if there is none."""
     if path.is_symlink() or not path.is_file():
         return None
-    if path.name != RECORD_NAME:
-        return wanted
     try:
         line = read_small_file(path).partition(b"\n")[0]
         names = parse_json_object(line, str(path)).get("names")
@@ -135,7 +132,7 @@ def _recorded(path: Path, wanted: Collection[str]) -> Collection[str] | None:
         raise
     except InputError:
         return None
-    return {*wanted, *map(str, names)} if isinstance(names, list) else None
+    return [str(name) for name in names] if isinstance(names, list) else None
 
 
 def _is_temporary(path: str, names: Collection[str]) -> bool:

@@ -8,7 +8,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from manifests.errors import InputError, OutputError, refused_by_system
@@ -50,7 +50,6 @@ def publishing(
     wanted: Collection[str] = (),
     is_resumable: Callable[[Path], bool] = lambda partial: False,
     outlives_errors: bool = False,
-    journal: str = RECORD_NAME,
 ) -> Iterator[Path]:
     """Yield a folder to write in: it becomes `out` when the block succeeds and is removed when it fails.
 
@@ -58,8 +57,8 @@ def publishing(
     allows; such a folder also survives an interrupt, and any error if it `outlives_errors`. One with files that are not
     recorded as ours is refused: see Note [Whose a folder under construction is]. With `force`, a folder for which
     `find_owned` returns files is replaced atomically: these files are removed, all others are kept (see Note [Files of
-    others in an output]). If a `wanted` file would replace somebody else's, nothing is written. The record `journal`,
-    from which a run may resume, is removed right before the folder becomes `out`.
+    others in an output]). If a `wanted` file would replace somebody else's, nothing is written. The record, from which
+    a run may resume, is removed right before the folder becomes `out`.
 
     Raises:
         OutputError: `out` exists and may not be replaced, or another process is writing it.
@@ -71,7 +70,7 @@ def publishing(
     lock = _lock(partial, out)
     try:
         is_resumed = is_resumable(partial)
-        check_ours(partial, find_owned, record=journal, wanted=wanted, linked=out)
+        check_ours(partial, find_owned, wanted=wanted, linked=out)
     except BaseException:  # the folder belongs to another command, or to nobody whom we know
         os.close(lock)
         raise
@@ -79,13 +78,13 @@ def publishing(
         _drop_links(partial)
         if not is_resumed:
             empty(partial)
-        if not is_resumed or not (partial / journal).is_file():
+        if not is_resumed or not (partial / RECORD_NAME).is_file():
             write_record(partial, wanted)
         if not _is_free(out):  # to be replaced: check it now rather than after writing everything
             check_writable(out.parent, str(out), exchange=exchange)
         yield partial
         check_target(out, force, find_owned)  # it may have appeared since
-        _swap_in(partial, out, find_owned, journal)
+        _swap_in(partial, out, find_owned)
     except BaseException as error:
         hint = _space_hint(error, out.parent)
         if not ((outlives_errors or isinstance(error, KeyboardInterrupt)) and is_resumable(partial)):
@@ -237,23 +236,23 @@ def _sync_tree(folder: Path) -> None:
         sync_folder(Path(parent))
 
 
-def _swap_in(partial: Path, out: Path, find_owned: FindOwned, journal: str) -> None:
+def _swap_in(partial: Path, out: Path, find_owned: FindOwned) -> None:
     # Commit point: one rename, so that readers see either the old folder or the new one.
     if out.exists():
         _take_after(out, partial)
     if _is_free(out):
         _sync_tree(partial)
-        with _removed(partial, journal):
+        with _removed(partial / RECORD_NAME):
             _rename_for_good(lambda: os.rename(partial, out), lambda: os.rename(out, partial), out.parent)
         return
     old = _lock(out, out)  # it gets the name of the partial folder, in which nobody may write
     try:
         files = find_owned(out) or ()
-        if is_taken := bool(journal) and os.path.lexists(out / journal):  # by a file of others, which stays
-            (partial / journal).unlink(missing_ok=True)
+        if is_taken := os.path.lexists(out / RECORD_NAME):  # by a file of others, which stays
+            (partial / RECORD_NAME).unlink(missing_ok=True)
         keep_others(out, files, partial)
         _sync_tree(partial)
-        with _removed(partial, "" if is_taken else journal):
+        with nullcontext() if is_taken else _removed(partial / RECORD_NAME):
             _rename_for_good(lambda: exchange(partial, out), lambda: exchange(partial, out), out.parent)
         with suppress(OSError):  # as in `remove_replaced`
             write_record(partial, files)
@@ -263,16 +262,12 @@ def _swap_in(partial: Path, out: Path, find_owned: FindOwned, journal: str) -> N
 
 
 @contextmanager
-def _removed(folder: Path, name: str) -> Iterator[None]:
+def _removed(path: Path) -> Iterator[None]:
     """Remove a file while the block runs, and for good when it ends well: a power failure does not bring it back."""
-    path = folder / name
-    if not name or not path.is_file():
-        yield
-        return
     with open(path, "rb") as removed:
         path.unlink()
         try:
-            sync_folder(folder)
+            sync_folder(path.parent)
             yield
         except BaseException:
             with suppress(OSError):

@@ -78,7 +78,6 @@ def open_target(
             wanted=wanted,
             outlives_errors=True,
             is_resumable=is_resumable,
-            journal=JOURNAL_NAME,
         ) as folder:
             journal, begun = Journal(folder, key), True
             keep_only(folder, {JOURNAL_NAME, *(shard.path for shard in shards)})

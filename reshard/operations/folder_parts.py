@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -32,6 +33,7 @@ from stores.base import check_whole
 from stores.local import LocalFile
 
 _COMMIT_NAME = "commit.json"  # identifies the folder that is about to get the output's name
+_OURS = re.compile(r"parts-[0-9a-f]{12}/\.?part-[0-9]{5}-of-[0-9]{5}(\.partial)?/.+|moved\.json")
 _MOVED_NAME = "moved.json"  # what a commit may have moved: the parts' files, with their sizes
 
 
@@ -145,11 +147,16 @@ class FolderParts:
                     yield relative, (path.lstat().st_size, "")
 
     def _clear_away(self) -> None:
-        """Remove the parts; the record of the commit last: a commit that is run again needs it."""
-        for path in self._base.iterdir():
-            if path.name != _COMMIT_NAME:
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-        shutil.rmtree(self._base, ignore_errors=True)
+        """Remove the parts, and no files of others; the record of the commit last: one that is run again needs it."""
+        for parent, _, names in os.walk(self._base, topdown=False):
+            for path in (Path(parent, name) for name in names):
+                if _OURS.fullmatch(path.relative_to(self._base).as_posix()):
+                    path.unlink(missing_ok=True)
+            with suppress(OSError):  # files of others, or the record
+                os.rmdir(parent)
+        (self._base / _COMMIT_NAME).unlink(missing_ok=True)
+        with suppress(OSError):
+            self._base.rmdir()
 
 
 def _identify(folder: Path) -> dict[str, Any]:

@@ -139,20 +139,20 @@ def test_the_journal_goes_with_the_rename_and_comes_back_when_that_fails(
 
     def publish_from_journal() -> None:
         with publishing(
-            out, force=True, find_owned=find_owned, journal="log", outlives_errors=True, is_resumable=lambda _: True
+            out, force=True, find_owned=find_owned, wanted=["ours"], outlives_errors=True, is_resumable=lambda _: True
         ) as folder:
             (folder / "ours").write_text("new")
-            (folder / "log").write_text("done")
+            (folder / ".journal").write_text('{"names": []}')
 
     with monkeypatch.context() as failing:
         failing.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
         assert refusal(publish_from_journal).code == "output.unwritable"
-    assert (partial / "log").read_text() == "done"
+    assert (partial / ".journal").read_text() == '{"names": []}'
     publish_from_journal()
     assert names_in(out) == ["ours"]
-    (out / "log").write_text("theirs")
+    (out / ".journal").write_text("theirs")
     publish_from_journal()
-    assert {path.name: path.read_text() for path in out.iterdir()} == {"ours": "new", "log": "theirs"}
+    assert {path.name: path.read_text() for path in out.iterdir()} == {"ours": "new", ".journal": "theirs"}
     assert names_in(tmp_path) == ["out"]
 
 
@@ -321,10 +321,8 @@ def test_interrupted_commit_is_undone_and_what_is_kept_is_the_new_folder(
     monkeypatch.setattr(os, "fsync", interrupted_above)
     with (
         pytest.raises(KeyboardInterrupt),
-        publishing(
-            out, force=True, find_owned=lambda folder: {"old"}, journal="journal", is_resumable=lambda folder: True
-        ) as folder,
+        publishing(out, force=True, find_owned=lambda folder: {"old"}, is_resumable=lambda folder: True) as folder,
     ):
-        (folder / "journal").write_text("new")
+        (folder / ".journal").write_text("new")
     assert names_in(out) == ["old"]
-    assert names_in(tmp_path / ".out.partial") == ["journal"]
+    assert names_in(tmp_path / ".out.partial") == [".journal"]

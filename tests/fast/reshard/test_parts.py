@@ -287,6 +287,54 @@ def test_parts_and_commit_killed_at_any_time_and_run_again_have_the_same_bytes(
     assert files_in(out) == whole
 
 
+def test_commits_at_once_publish_the_parts_once(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    """Copies of this process: a commit finds the parts, those that another one has moved, or the output."""
+    for number in range(12):
+        out = tmp_path / str(number) / "out"
+        for part in ("1/2", "2/2"):
+            assert pack_part(source, out, part).code == 0
+        codes = _run_at_once([lambda: reshard("commit", out)] * 3)  # noqa: B023
+        assert set(codes) <= {0, 3}, codes
+        assert 0 in codes
+        assert files_in(out) == whole
+        assert reshard("commit", out).code == 0
+        assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_files_of_others_beside_the_parts_stay_when_they_are_committed(
+    source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for part in ("1/2", "2/2"):
+        assert pack_part(source, out, part).code == 0
+    (tmp_path / ".out.parts" / "notes").mkdir()
+    (tmp_path / ".out.parts" / "notes" / "mine.txt").write_text("mine")
+    assert reshard("commit", out).code == 0
+    assert files_in(out) == whole
+    assert files_in(tmp_path / ".out.parts") == {"notes/mine.txt": b"mine"}
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "mine.txt").write_text("mine")
+    for part in ("1/2", "2/2"):
+        assert pack_part(source, out, part, "--force").code == 0
+    assert refusal("commit", out, "--force").found == (3, "output.foreign-partial", str(tmp_path / ".out.partial"))
+    assert files_in(out) == whole
+    assert files_in(tmp_path / ".out.partial") == {"mine.txt": b"mine"}
+
+
+def _run_at_once(acts: list[Callable[[], Ended]]) -> list[int]:
+    """Run these in copies of this process, and return their exit codes."""
+    children = []
+    for act in acts:
+        if not (child := os.fork()):
+            code = 1
+            try:
+                code = act().code
+            finally:
+                os._exit(code)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
 def test_commit_waits_for_parts_that_are_not_there_yet(
     source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
