@@ -8,8 +8,8 @@ If something cannot be linked (another file system is mounted there, or links ar
 and changes nothing.
 
 # Note [Whose a folder under construction is]
-Its name, `.NAME.partial`, proves nothing. A record in it, written before any other file and removed last, names the
-files that are written there; a complete output, or one that was replaced and is being removed, is proven by its
+Its name, `.NAME.partial`, does not show it. A record in it, written before any other file and removed last, names the
+files that are written there; a complete output, or one that was replaced and is being removed, is known by its
 manifest or the record of an export. A file that neither names belongs to somebody else, and the folder is refused.
 """
 
