@@ -17,7 +17,7 @@ from manifests.slices import Slice
 from runner.bundle.verified_read import check_digest
 from runner.load.fill import fill
 from runner.load.verify_parts import PartRead, share_parts, verify_parts
-from runner.tensors.dtypes import STORED_DTYPES
+from runner.tensors.dtypes import STORED_DTYPES, readable_as
 from runner.tensors.local_shard import Piece
 from runner.tensors.pinned import PinnedBlocks
 from runner.tensors.regions import intersect, ranges_of
@@ -253,10 +253,9 @@ def _check_kind(at: TensorAt, piece: Piece) -> None:
             "weights and config disagree; use both from one revision",
             code="shard.wrong-shape",
         )
-    if at.dtype not in STORED_DTYPES:
-        raise ShardError(
-            f"{where}.dtype", f"expected one of {', '.join(STORED_DTYPES)}, found {at.dtype}", code="shard.wrong-dtype"
-        )
+    if at.dtype not in (names := readable_as(piece.memory.dtype)):
+        problem = f"expected one of {', '.join(names)}, found {at.dtype}"
+        raise ShardError(f"{where}.dtype", problem, code="shard.wrong-dtype")
 
 
 def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:

@@ -53,6 +53,9 @@ class WholeModel(nn.Module):
         with torch.no_grad():
             for parameter in model.parameters():  # no norm at 1, no bias at 0
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
+            for buffer in model.buffers():
+                if buffer.dtype == torch.int64 and buffer.dim() > 1:  # a table of experts by token: no token as another
+                    buffer.copy_(torch.randint_like(buffer, 2))
 
     @property
     def body(self) -> nn.Module:

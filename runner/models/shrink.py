@@ -41,19 +41,20 @@ SIZES: Mapping[str, int] = {
         ("head_dim", "swa_head_dim", "kv_channels", "linear_key_head_dim", "linear_value_head_dim",
          "linear_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_d_state", "state_size", "ssm_state_size",
          "kv_lora_rank", "q_lora_rank", "qk_head_dim", "v_head_dim", "hidden_size_per_layer_input", "index_head_dim",
-         "d_rel", "global_head_dim"),
+         "d_rel", "global_head_dim", "o_lora_rank"),
         16,
     ),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 8),
     **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "linear_num_value_heads", "linear_num_heads"), 4),
-    **dict.fromkeys(("linear_num_key_heads", "n_mamba_heads", "index_n_heads", "n_groups", "mamba_n_groups"), 2),
+    **dict.fromkeys(("linear_num_key_heads", "n_mamba_heads", "index_n_heads", "n_groups", "mamba_n_groups",
+                     "o_groups"), 2),
     "mamba_d_ssm": 128,
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
     # What a few tokens must be longer than.
     **dict.fromkeys(
         ("sliding_window", "sliding_window_size", "attention_chunk_size", "attention_window_size", "window_size",
          "local_attention", "keep_window_size", "index_topk", "chunk_size", "mamba_chunk_size", "block_size",
-         "index_block_size"),
+         "index_block_size", "heavily_compressed_attention"),
         8,
     ),
 }  # fmt: skip
@@ -104,7 +105,7 @@ def _keep_latent(found: dict[str, Any], config: Mapping[str, Any]) -> None:
     rotating = config.get("qk_rope_head_dim")
     for name in ("head_dim", "qk_head_dim"):
         if isinstance(rotating, int) and isinstance(config.get(name), int):
-            plain = 0 if config[name] == rotating else found["qk_nope_head_dim"]
+            plain = 0 if config[name] == rotating else found.get("qk_nope_head_dim", SIZES["qk_nope_head_dim"])
             found[name] = found["qk_rope_head_dim"] + plain
 
 

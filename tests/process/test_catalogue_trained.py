@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from tests.builders import reshard
-from tests.fast.models.catalogued import quiet, save_tiny
-from tests.process.training_jobs import job, losses_of, run_jobs, said
+from tests.fast.models.catalogued import config_of, quiet, save_tiny
+from tests.process.training_jobs import job, lines_of, losses_of, run_jobs, said
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -75,6 +76,39 @@ def test_tensor_parallel_ranks_that_would_draw_other_numbers_end_before_the_firs
 
 
 @pytest.mark.slow
+def test_deepseek_v4_trains_with_wide_heads_and_its_table_of_experts(tmp_path: Path) -> None:
+    place = tmp_path / "DeepseekV4ForCausalLM"
+    with quiet():
+        torch.manual_seed(0)
+        config = config_of(place.name, head_dim=32, partial_rotary_factor=8 / 32)  # 512 and 64 of the real one
+        model = transformers.DeepseekV4ForCausalLM(config)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):
+                buffer.copy_(torch.randint_like(buffer, config.n_routed_experts))
+        model.save_pretrained(place / "source", max_shard_size="200KB")
+    assert config.head_dim != config.qk_rope_head_dim
+    for layout in ("pp=1", "pp=2"):
+        packed = reshard("pack", place / "source", "--layout", layout, "--out", place / layout, "--quiet")
+        assert packed.code == 0, packed.err
+    saving = ("--max-norm", 0, *SAVING, "two")
+    run_all(tmp_path, 2, {place.name: ("pp=2", "two-log", *saving)})
+    run_all(tmp_path, 1, {place.name: ("pp=1", "resumed-log", "--resume", "two/step-000002")})
+    assert "self-check" in said(place / "two-log")
+    loss, gradients = gradients_before_training(place)
+    first = next(line for line in lines_of(place / "two-log") if "loss" in line)
+    assert first["loss"] == pytest.approx(loss, rel=1e-6)
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
+    assert first["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert losses_of(place / "resumed-log") == pytest.approx(losses_of(place / "two-log")[2:], rel=1e-5)
+    saved = load_all(place / "two" / "step-000002")
+    tables = {name: tensor for name, tensor in load_all(place / "source").items() if name.endswith("tid2eid")}
+    assert tables
+    for name, table in tables.items():
+        assert saved[name].dtype == torch.int64
+        assert torch.equal(saved[name], table)
+
+
+@pytest.mark.slow
 def test_four_ranks_train_as_one_does(tmp_path: Path) -> None:
     for name in FOUR:
         pack(tmp_path / name, name, "pp=1", "pp=2", "pp=4")
@@ -99,8 +133,16 @@ def pack(place: Path, name: str, *layouts: str, **changes: Any) -> None:
         assert packed.code == 0, packed.err
 
 
+def load_all(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
 def loss_before_training(place: Path) -> float:
-    """Return the loss of transformers' whole model on the first batch."""
+    return gradients_before_training(place)[0]
+
+
+def gradients_before_training(place: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss of transformers' whole model on the first batch, and its gradients."""
     from runner.config.flags import parse_training
     from runner.data.sequences import read_batches
 
@@ -109,9 +151,11 @@ def loss_before_training(place: Path) -> float:
         model = getattr(transformers, json.loads((place / "source" / "config.json").read_text())["architectures"][0])
         model = model.from_pretrained(place / "source")
     batch: Any = next(iter(read_batches(options.data, options.batch, folder=place, vocab_size=model.config.vocab_size)))
-    with torch.no_grad():
-        logits = model(batch.tokens, use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).item()
+    logits = model(batch.tokens, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+    loss.backward()
+    named = model.named_parameters()
+    return loss.item(), {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
 
 def run_all(tmp_path: Path, num_ranks: int, *runs: Mapping[str, tuple[Any, ...]], error: str = "") -> None:
