@@ -37,9 +37,9 @@ from runner.parallel.parallelize import Parallel, is_sharded, parallelize
 from runner.parallel.self_check import check_tensor_parallel
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
 from runner.pipeline.schedule import build_schedule
-from runner.pipeline.self_check import SelfChecked, self_check
+from runner.pipeline.self_check import SelfChecked
 from runner.pipeline.stage_metadata import plan_stage_metadata
-from runner.pipeline.timetable import choose_timetable
+from runner.pipeline.timetable import Timetable, choose_timetable
 from runner.profiling.clock import Clock
 from runner.tensors.dtypes import FLAG_DTYPES
 from runner.tensors.heap import return_large_blocks
@@ -48,6 +48,7 @@ from runner.training.gradient_norm import StepTotals
 from runner.training.mixed_precision import keep_masters, kept, round_masters
 from runner.training.optimizer import Optimizer
 from runner.training.rng import restore_rng, seed_rng
+from runner.training.self_check import RunOptions, self_check
 from runner.training.step import Engine
 from runner.training.ties import build_ties, check_equal, check_loaded, lead_parameters
 from stores.cores import threads_for_ranks
@@ -160,6 +161,7 @@ def _begin(
             deferred=deferred,
         )
         check_divides(launched.config, mesh.degrees.tensor)
+        timetable = _choose_timetable(launched, options, mesh)
         family = family_for(
             launched.config,
             max_seq_len=options.batch.seq_len,
@@ -168,7 +170,8 @@ def _begin(
             description=launched.manifest.model.description,
         )
         if options.self_check and mesh.rank == 0:
-            self_check(family, launched.stage_modules)
+            splitting = timetable.name if timetable.splits_backward else None
+            self_check(family, launched.stage_modules, RunOptions(compute=options.compute, splitting=splitting))
     check_same_manifest(origin.where, save_context.parents[-1].digest)
     if options.self_check and mesh.degrees.tensor > 1 and isinstance(family, SelfChecked):
         pair = pair_mesh(mesh.rank)
@@ -189,7 +192,7 @@ def _begin(
         round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
         check_loaded(launched.manifest.ties, chunks)
     _log_loaded(loaded, chunks, mesh)
-    engine = _build_engine(launched, chunks, options, mesh, device)
+    engine = _build_engine(launched, chunks, options, timetable, mesh, device)
     with deferred.comes_first():
         check_equal(engine.ties)
     seed_rng(options.data.seed, mesh.rank // mesh.degrees.tensor)
@@ -291,15 +294,24 @@ def _build(
     return chunks
 
 
+def _choose_timetable(launched: Packed, options: TrainOptions, mesh: Mesh) -> Timetable:
+    timetable = choose_timetable(
+        options.schedule, launched.manifest, share_of(options.batch, mesh.degrees.data).num_microbatches
+    )
+    check_combination(combine(launched.manifest, options, timetable, mesh.degrees))
+    return timetable
+
+
 def _build_engine(
-    launched: Packed, chunks: tuple[StageChunk, ...], options: TrainOptions, mesh: Mesh, device: torch.device
+    launched: Packed,
+    chunks: tuple[StageChunk, ...],
+    options: TrainOptions,
+    timetable: Timetable,
+    mesh: Mesh,
+    device: torch.device,
 ) -> Engine:
     """Tie, schedule and optimize the loaded stages; this creates process groups."""
-    placement = launched.manifest.placement
-    with together("schedule"):
-        batch = share_of(options.batch, mesh.degrees.data)
-        timetable = choose_timetable(options.schedule, launched.manifest, batch.num_microbatches)
-        check_combination(combine(launched.manifest, options, timetable, mesh.degrees))
+    placement, batch = launched.manifest.placement, share_of(options.batch, mesh.degrees.data)
     timetable = from_rank_0(timetable)  # a schedule file of that name may differ on another machine
     metadata = plan_stage_metadata(chunks[0].family, launched.stage_modules, FLAG_DTYPES[options.dtype])
     ties = build_ties(launched.manifest.ties, chunks, placement, timedelta(seconds=options.timeout_s), mesh.pipelines)

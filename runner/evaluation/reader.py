@@ -12,7 +12,7 @@ from manifests.schedules import default_schedule
 from manifests.schema import Manifest
 from manifests.store import locate_manifest, read_manifest
 from runner.bundle.packed import Packed
-from runner.config.schema import BatchOptions
+from runner.config.schema import BatchOptions, ComputeOptions
 from runner.distributed.fail_together import alone, together
 from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.command import ReadOptions
@@ -21,11 +21,11 @@ from runner.load.load import load_tensors
 from runner.models import Family, family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
 from runner.pipeline.schedule import Schedule, build_schedule
-from runner.pipeline.self_check import self_check
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.rundir.rank_label import set_rank_label, stages_of
 from runner.tensors.dtypes import FLAG_DTYPES
+from runner.training.self_check import RunOptions, self_check
 from runner.training.ties import check_loaded
 from stores.bundles import Bundles
 
@@ -89,7 +89,8 @@ def read_model(
             packed.config, max_seq_len=max_seq_len, shape=packed.shape, description=manifest.model.description
         )
         if options.self_check and world.rank == 0:
-            self_check(family, packed.stage_modules)
+            compute = ComputeOptions(dtype=options.dtype, master_dtype=options.dtype)
+            self_check(family, packed.stage_modules, RunOptions(compute=compute))
         chunks = build_chunks(family, packed.stage_modules, manifest.placement.stages_on(world.rank))
         for chunk in chunks:
             materialize(chunk, device=device, dtype=dtype)

@@ -115,7 +115,13 @@ class Generic:
         return StageOfAny(self._whole("meta"), self._entry, self._layers_name, frozenset(modules), self._outside)
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
+        """Compute buffers that are in no file, and give those that transformers keeps in float32 this dtype again."""
         assert isinstance(module, StageOfAny)
+        exact = module.model._keep_in_fp32_modules_strict or ()
+        for part in module.model.modules():
+            for leaf in part._buffers.keys() - part._non_persistent_buffers_set:
+                if leaf in exact and (buffer := part._buffers[leaf]) is not None:
+                    part._buffers[leaf] = buffer.float()
         computed = self._buffers
         for name, part in module.model.named_modules():
             for leaf in part._non_persistent_buffers_set:

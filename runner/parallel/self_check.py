@@ -60,13 +60,13 @@ def compare_shared(family: SelfChecked, mesh: Mesh) -> Compared:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(_SEED)
         dtype = torch.float64 if mesh.degrees.tensor > 1 else torch.float32
-        whole, results, tiny = run_tiny(family, dtype)
+        tiny = run_tiny(family, dtype)
         share = partial(parallelize, mesh=mesh, compute=ComputeOptions())
-        (chunk,) = build_filled(tiny, whole, (tiny.modules,), share)
+        (chunk,) = build_filled(tiny.family, tiny.whole, (tiny.family.modules,), share)
         chunk.io = None  # nothing crosses to other stages; logits may be in float32
         parallel = Parallel(mesh=mesh, chunks=(chunk,), reduce_dtype=dtype)
         parallel.defer_gradient_sync()
-        own = results[mesh.data_rank :: mesh.degrees.data]
+        own = tiny.results[mesh.data_rank :: mesh.degrees.data]
         crossed = [(chunk(result.tokens), result) for result in own]
         for logits, result in crossed:
             torch.autograd.backward(logits, result.towards)
@@ -74,7 +74,7 @@ def compare_shared(family: SelfChecked, mesh: Mesh) -> Compared:
     return Compared(
         logits=max(difference(logits.detach(), result.logits) for logits, result in crossed),
         loss=max(loss_difference(logits.detach(), result) for logits, result in crossed),
-        gradients=max(difference(found, expected) for _, expected, found in gradients_of(whole, (chunk,))),
+        gradients=max(difference(found, expected) for _, expected, found in gradients_of(tiny.whole, (chunk,))),
     )
 
 

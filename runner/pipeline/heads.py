@@ -14,9 +14,10 @@ from runner.models.family import Family
 from runner.pipeline.chunk import StageChunk, build_chunks, part_of
 from runner.pipeline.chunked_head import ChunkedHead, width_of
 from runner.pipeline.microbatches import token_loss
+from runner.pipeline.stage_io import Form, form_of
 from runner.tensors.dtensor import mesh_dims
 
-__all__ = ["chunk_head", "loss_of", "whole_heads"]
+__all__ = ["chunk_head", "loss_of", "output_form", "whole_heads"]
 
 
 def chunk_head(chunks: Sequence[StageChunk], num_stages: int, num_tokens: int) -> None:
@@ -57,6 +58,14 @@ def chunk_head(chunks: Sequence[StageChunk], num_stages: int, num_tokens: int) -
 def loss_of(chunks: Iterable[StageChunk]) -> Callable[..., torch.Tensor]:
     """Return the function from the last stage's output and labels to a microbatch's contribution to the loss."""
     return next((chunk.head.loss for chunk in chunks if chunk.head is not None), token_loss)
+
+
+def output_form(chunk: StageChunk, form: Form) -> Form:
+    """Return the form of a chunk's output in training: what enters its head, if it computes the loss in chunks."""
+    if chunk.head is None:
+        return form
+    (logits,) = form.examples()
+    return form_of(logits[..., :1].expand(-1, -1, chunk.head.width))
 
 
 @contextmanager

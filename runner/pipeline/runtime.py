@@ -12,9 +12,9 @@ from torch import distributed as dist
 from runner.config.schema import BatchOptions
 from runner.data.batches import Batch
 from runner.pipeline.chunk import StageChunk
-from runner.pipeline.heads import loss_of, whole_heads
+from runner.pipeline.heads import loss_of, output_form, whole_heads
 from runner.pipeline.microbatches import check_shape, evaluating, total
-from runner.pipeline.stage_io import StageIO, form_of
+from runner.pipeline.stage_io import StageIO
 from runner.pipeline.stage_metadata import StageMetadata
 from runner.pipeline.timetable import Timetable
 from runner.pipeline.torch_runtime import RuntimeStage, runtime_of
@@ -99,10 +99,8 @@ class Pipeline:
             for chunk in self._chunks
             for boundary in (chunk.stage, chunk.stage + 1)
         }
-        for chunk in self._chunks:
-            if chunk.head is not None and purpose != "logits":  # its output is the head's input
-                (logits,) = forms[chunk.stage + 1].examples()
-                forms[chunk.stage + 1] = form_of(logits[..., :1].expand(-1, -1, chunk.head.width))
+        for chunk in self._chunks if purpose != "logits" else ():
+            forms[chunk.stage + 1] = output_form(chunk, forms[chunk.stage + 1])
         stages = tuple(
             RuntimeStage(
                 chunk,

@@ -7,12 +7,11 @@ to the loss. So before the first step a model of the run's own config, with all 
 on the CPU by its own forward and loss, and by the chunks that the run's stages would be, in training mode. Logits must
 be bitwise equal, losses and gradients equal to 1e-6 of the largest in a tensor. Two microbatches are in flight, as a
 pipeline has them. Random numbers, such as those of dropout, are seeded by name in front of every module.
+`runner.training.self_check` then runs them with the options of the run.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,32 +30,36 @@ from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.tensors.dtensor import local_of, whole_of
 
 __all__ = [
+    "ANYWAY",
     "Compared",
+    "Gradients",
     "SelfChecked",
+    "Tensors",
+    "TinyRun",
     "WholeModel",
     "WholeResult",
+    "backward",
     "build_filled",
-    "check_stages",
+    "check_plain",
     "compare_stages",
+    "describe",
     "difference",
+    "forward",
     "gradients_of",
     "loss_difference",
     "run_tiny",
     "run_whole",
-    "self_check",
 ]
 
-logger = logging.getLogger("runner")
-
-_Tensors = tuple[torch.Tensor, ...]
-_Gradients = tuple[torch.Tensor | None, ...]
+Tensors = tuple[torch.Tensor, ...]
+Gradients = tuple[torch.Tensor | None, ...]
 
 _CPU = torch.device("cpu")
 _LENGTH = 12  # longer than the windows of a tiny config
 _NUM_MICROBATCHES = 2
 _TOLERANCE = 1e-6
 _MOST_PARAMETERS = 50_000_000
-_ANYWAY = "--no-self-check trains it nevertheless"
+ANYWAY = "--no-self-check trains it nevertheless"
 
 
 class WholeModel(Protocol):
@@ -118,35 +121,30 @@ class WholeResult:
     towards: torch.Tensor
 
 
-def self_check(family: Family, stage_modules: Sequence[tuple[str, ...]]) -> None:
-    """Check stages of these modules, if the family can be, and log the seconds; see `check_stages`."""
-    if isinstance(family, SelfChecked):
-        taken_s, num_stages = check_stages(family, stage_modules), len(stage_modules)
-        logger.info("self-check: a tiny %s is the same whole and in %d stages (%.1f s)",
-                    family.architecture, num_stages, taken_s)  # fmt: skip
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TinyRun:
+    """A tiny model of a config, which has run as a whole, forward and backward."""
+
+    family: SelfChecked
+    whole: Any  # a `WholeModel` and an `nn.Module`
+    results: tuple[WholeResult, ...]
 
 
-def check_stages(family: SelfChecked, stage_modules: Sequence[tuple[str, ...]]) -> float:
-    """Check that stages of these modules compute what the whole model does; see Note [Self-check].
-
-    Returns the seconds that it took.
+def check_plain(family: SelfChecked, tiny: TinyRun, stage_modules: Sequence[tuple[str, ...]]) -> None:
+    """Check that stages of these modules compute in float32 what the whole model does; see Note [Self-check].
 
     Raises:
-        ModelError: they compute something else, or a tiny model of the config cannot be built or run.
+        ModelError: they compute something else.
         UserError: the modules cannot be built as stages.
     """
-    started_s = time.perf_counter()
-    with torch.random.fork_rng(devices=()):
-        whole, results, tiny = run_tiny(family)
-        try:
-            found = _compare(tiny, whole, results, stage_modules)[0]
-        except UserError:
-            raise
-        except Exception as error:  # of a forward that gets in a stage what it does not expect
-            raise _failed(family, f"a stage fails with {_said(error)}") from error
-    if not found.is_equal:
-        raise _failed(family, str(found))
-    return time.perf_counter() - started_s
+    try:
+        compared = _compare(tiny.family, tiny.whole, tiny.results, stage_modules)[0]
+    except UserError:
+        raise
+    except Exception as error:  # of a forward that gets in a stage what it does not expect
+        raise _failed(family, f"a stage fails with {describe(error)}") from error
+    if not compared.is_equal:
+        raise _failed(family, str(compared))
 
 
 def compare_stages(
@@ -177,9 +175,12 @@ def gradients_of(
         yield parameter, _gradient(parameter), sum((_gradient(in_stages[name]) for name in names), torch.zeros(()))
 
 
-def run_tiny(
-    family: SelfChecked, dtype: torch.dtype = torch.float32
-) -> tuple[Any, tuple[WholeResult, ...], SelfChecked]:
+def run_tiny(family: SelfChecked, dtype: torch.dtype = torch.float32) -> TinyRun:
+    """Build a tiny model of a family's config, and run all of it.
+
+    Raises:
+        ModelError: it cannot be built or run.
+    """
     try:
         tiny = family.tiny()
         if tiny.modules != family.modules:
@@ -187,12 +188,12 @@ def run_tiny(
         if tiny.num_parameters() > _MOST_PARAMETERS:
             raise ValueError(f"it has {tiny.num_parameters():,} parameters")
         whole = tiny.whole()
-        return whole, run_whole(whole, tiny.vocab_size, dtype), tiny
+        return TinyRun(family=tiny, whole=whole, results=run_whole(whole, tiny.vocab_size, dtype))
     except Exception as error:  # whatever a model raises of sizes that it was not made for
         raise ModelError(
             "config.json",
-            f"no tiny model of {family.architecture} could be run for the self-check: {_said(error)}",
-            f"{_ANYWAY}: compare the first losses with transformers'",
+            f"no tiny model of {family.architecture} could be run for the self-check: {describe(error)}",
+            f"{ANYWAY}: compare the first losses with transformers'",
             code="model.no-self-check",
         ) from error
 
@@ -201,12 +202,13 @@ def _failed(family: SelfChecked, what: str) -> ModelError:
     return ModelError(
         "config.json",
         f"stages of {family.architecture} with these fields do not compute what the whole model does: {what}",
-        f"change the field, or try --layout pp=1; {_ANYWAY}, and wrongly",
+        f"change the field, or try --layout pp=1; {ANYWAY}, and wrongly",
         code="model.self-check-failed",
     )
 
 
-def _said(error: Exception) -> str:
+def describe(error: Exception) -> str:
+    """Return the message of a user's error, or the type and the message of another, in one line."""
     return (
         str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     )
@@ -234,11 +236,11 @@ def _compare(
     family: SelfChecked, whole: Any, results: Sequence[WholeResult], stage_modules: Sequence[tuple[str, ...]]
 ) -> tuple[Compared, WholeModel, tuple[StageChunk, ...]]:
     chunks = build_filled(family, whole, stage_modules)
-    crossed = [_forward(chunks, result.tokens) for result in results]
+    crossed = [forward(chunks, result.tokens) for result in results]
     for result, crossings in zip(results, crossed, strict=True):
-        towards: _Gradients = (result.towards,)
+        towards: Gradients = (result.towards,)
         for arrived, left in reversed(crossings):
-            towards = _backward(arrived, left, towards)
+            towards = backward(arrived, left, towards)
     logits = [crossings[-1][1][0].detach() for crossings in crossed]
     return (
         Compared(
@@ -260,7 +262,7 @@ def build_filled(
     """Build all stages with the weights of the whole model; `share` shares each with other ranks."""
     chunks = build_chunks(family, stage_modules, range(len(stage_modules)))
     files = whole.in_files()
-    dtype = next(tensor.dtype for tensor in files.values() if tensor.is_floating_point())
+    dtype = next(whole.body.parameters()).dtype
     metadata = plan_stage_metadata(family, stage_modules, dtype)
     for chunk in chunks:
         chunk.to(dtype)
@@ -278,10 +280,10 @@ def build_filled(
     return chunks
 
 
-def _forward(chunks: Sequence[StageChunk], tokens: torch.Tensor) -> list[tuple[_Tensors, _Tensors]]:
+def forward(chunks: Sequence[StageChunk], tokens: torch.Tensor) -> list[tuple[Tensors, Tensors]]:
     """Return what arrives at each stage, and what leaves it."""
-    crossings: list[tuple[_Tensors, _Tensors]] = []
-    left: _Tensors = (tokens,)
+    crossings: list[tuple[Tensors, Tensors]] = []
+    left: Tensors = (tokens,)
     for chunk in chunks:
         arrived = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in left)
         found = chunk(*arrived)
@@ -290,7 +292,7 @@ def _forward(chunks: Sequence[StageChunk], tokens: torch.Tensor) -> list[tuple[_
     return crossings
 
 
-def _backward(arrived: _Tensors, left: _Tensors, towards: _Gradients) -> _Gradients:
+def backward(arrived: Tensors, left: Tensors, towards: Gradients) -> Gradients:
     """Return the gradients of what arrived at a stage, by those of what left it; None where nothing depends on it."""
     pairs = [(tensor, gradient) for tensor, gradient in zip(left, towards, strict=True) if gradient is not None]
     torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from manifests.schedules import LoweredTable
@@ -28,7 +29,7 @@ from runner.distributed.world import exchange_device
 from runner.profiling.trace import RanKind, Recorder
 from runner.tensors.heap import return_holes
 
-__all__ = ["ADAPTER", "ADAPTERS", "Adapter", "RuntimeStage", "runtime_of"]
+__all__ = ["ADAPTER", "ADAPTERS", "Adapter", "RuntimeStage", "backward_input", "runtime_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,6 +143,17 @@ class RuntimeStage(PipelineStage):
             replaced.append((op.tensor, op.tensor.to("cpu", copy=True)))
             op.tensor = replaced[-1][1]
         return replaced
+
+
+def backward_input(
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    inputs: Sequence[torch.Tensor],
+    module: torch.nn.Module,
+) -> Callable[[], object]:
+    """Add to `.grad` of the inputs, as the first part of a split backward; return the second, that of the weights."""
+    _, groups = stage_backward_input(list(outputs), list(gradients), list(inputs), module.parameters())  # type: ignore[arg-type]
+    return lambda: stage_backward_weight(module.parameters(), groups)
 
 
 def runtime_of(stages: Sequence[PipelineStage], table: LoweredTable, loss: Callable[..., torch.Tensor] | None) -> Any:

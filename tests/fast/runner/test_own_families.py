@@ -22,7 +22,8 @@ from manifests.schema import ModelDescription
 from runner.config.architectures import check_trainable
 from runner.config.own_families import find_family
 from runner.models import family_for
-from runner.pipeline.self_check import SelfChecked, check_stages
+from runner.pipeline.self_check import SelfChecked
+from runner.training.self_check import check_stages
 
 NAME = "MineForCausalLM"
 DESCRIPTION = ModelDescription(

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 
 from manifests.errors import ModelError
+from runner.config.schema import ComputeOptions, Dtype
 from runner.models import family_for
 from runner.models.generic import Generic
 from runner.pipeline import self_check
-from runner.pipeline.self_check import SelfChecked, check_stages
+from runner.pipeline.self_check import SelfChecked
+from runner.training.self_check import RunOptions, check_stages
 from tests.fast.models.catalogued import config_of, quiet
 from tests.fast.runner.twins import NAME, TwinForCausalLM, entry_of_twin, twin_config
 
@@ -24,11 +28,11 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Generic]:
     return lambda wrong: Generic(entry_of_twin(), twin_config(wrong), max_seq_len=8)
 
 
-def check(family: Generic, *sizes: int) -> None:
+def check(family: Generic, *sizes: int, run: RunOptions | None = None) -> None:
     """Check stages of so many modules each; the last one has the rest."""
     bounds = [0, *itertools.accumulate(sizes), len(family.modules)]
     with quiet():
-        check_stages(family, [family.modules[low:high] for low, high in itertools.pairwise(bounds)])
+        check_stages(family, [family.modules[low:high] for low, high in itertools.pairwise(bounds)], run)
 
 
 @pytest.mark.parametrize("sizes", [(), (3, 2), (1, 0, 4, 2)])
@@ -46,6 +50,49 @@ def test_what_a_model_does_outside_its_layers_is_refused(
     assert caught.value.exit_code == 3  # no restart helps
     if wrong == "reads":  # the others say numbers
         wording(str(caught.value))
+
+
+# A layer that is another one when it is recomputed, stages that scale between layers in bfloat16, a head that reads
+# all tokens, and a product whose backward may run once: each with the option that it is wrong with.
+WRONG_WITH: Mapping[str, tuple[str, RunOptions]] = {
+    "differs": ("--ac full", RunOptions(compute=ComputeOptions(recompute="full"))),
+    "narrows": ("--dtype bf16 --master-dtype fp32", RunOptions(compute=ComputeOptions(dtype="bf16"))),
+    "centers": ("--loss-chunk 512", RunOptions(compute=ComputeOptions(loss_chunk=512))),
+    "doubles": ("--schedule ZBVZeroBubble", RunOptions(splitting="ZBVZeroBubble")),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_WITH)
+def test_what_is_wrong_with_an_option_alone_is_refused_by_its_name(
+    wrong: str, twin: Callable[[str], Generic], wording: Callable[[str], None]
+) -> None:
+    where, run = WRONG_WITH[wrong]
+    all_at_once = ComputeOptions(dtype="bf16", recompute="full", loss_chunk=512)
+    family, splitting = twin(wrong), WRONG_WITH["doubles"][1].splitting
+    check(family, 3)
+    for options in (run, RunOptions(compute=all_at_once, splitting=splitting)):
+        with pytest.raises(ModelError) as caught:
+            check(family, 3, run=options)
+        assert (caught.value.code, caught.value.where) == ("model.self-check-failed", where)
+    if wrong == "differs":
+        wording(re.sub(r"the gradient .*", "…", str(caught.value)))
+
+
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+def test_right_stages_pass_with_all_options(master: Dtype, twin: Callable[[str], Generic]) -> None:
+    compute = ComputeOptions(dtype="bf16", master_dtype=master, recompute="full", loss_chunk=512)
+    check(twin("nothing"), 1, 0, 4, run=RunOptions(compute=compute, splitting="ZBVZeroBubble"))
+    check(twin("nothing"), 3, run=RunOptions(compute=replace(compute, recompute="selective")))
+
+
+def test_buffers_that_transformers_keeps_in_float32_are_not_rounded(twin: Callable[[str], Generic]) -> None:
+    check(twin("rounds"), 3, run=RunOptions(compute=ComputeOptions(dtype="bf16")))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compiled_layers_are_compared_with_eager_ones(twin: Callable[[str], Generic]) -> None:
+    check(twin("nothing"), 3, run=RunOptions(compute=ComputeOptions(is_compiled=True)))
 
 
 def test_a_model_that_cannot_be_small_says_so(twin: Callable[[str], Generic], wording: Callable[[str], None]) -> None:
