@@ -30,6 +30,7 @@ __all__ = [
     "SUFFIXES",
     "TEXT",
     "Document",
+    "check_first_line",
     "find_files",
     "line_offsets",
     "read_documents",
@@ -84,6 +85,20 @@ def read_documents(file: Path, text_field: str, begin: int = 0) -> Iterator[Docu
         DataError: the part of the file that was iterated over cannot be read.
     """
     return _READERS[file.suffix](file, text_field, begin)
+
+
+def check_first_line(file: Path, text_field: str) -> None:
+    """Check that the first line of a `.jsonl` file has a text; not that of another file, or one of more than 1 MiB.
+
+    Raises:
+        DataError: it has none, or the file cannot be read.
+    """
+    if file.suffix != LINES:
+        return
+    with _open(file) as stream:
+        line = stream.readline(_SCAN_NBYTES)
+    if line and not line.isspace() and (line.endswith(b"\n") or len(line) < _SCAN_NBYTES):
+        _json_text(line, text_field, file, 0)
 
 
 def line_offsets(file: Path) -> array[int]:

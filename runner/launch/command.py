@@ -147,7 +147,7 @@ def launch(
             code="launch.no-manifest",
         )
     training = training_words(context, log_dir=log_dir, stage_to_local=stage_to_local)
-    options, num_nodes = parse_training(training), parse_nnodes(nnodes)
+    options, num_nodes = _parse_training(context, training), parse_nnodes(nnodes)
     gpu_nbytes = None if gpu_memory is None else read_size("--gpu-memory", gpu_memory)
     if scheduler == "local":
         _refuse_clusters(context, num_nodes)
@@ -192,6 +192,19 @@ def launch(
         follow=follow,
         dry_run=dry_run,
     )
+
+
+def _parse_training(context: click.Context, training: tuple[str, ...]) -> TrainOptions:
+    try:
+        return parse_training(training)
+    except UsageError as error:
+        unknown = error.__cause__
+        flags = {flag for param in context.command.params for flag in (*param.opts, *param.secondary_opts)}
+        if not isinstance(unknown, click.NoSuchOption) or unknown.option_name not in flags:
+            raise
+        name = unknown.option_name
+        hint = f"put it before --: runner launch MANIFEST {name} … -- …"
+        raise UsageError(name, "is a flag of runner launch", hint, code="launch.flag-order") from error
 
 
 def training_words(context: click.Context, **own: Path | None) -> tuple[str, ...]:

@@ -27,7 +27,14 @@ from runner.config.parallel_dims import ParallelDims
 from runner.launch.combinations import check_combination, check_divides, check_sinks, combine, share_of, tensor_parallel
 from runner.launch.local_processes import record_here
 from runner.launch.log_folder import claim_log_dir
-from runner.launch.preflight import check_evaluable, check_length, check_model, check_places, check_texts
+from runner.launch.preflight import (
+    check_evaluable,
+    check_first_lines,
+    check_length,
+    check_model,
+    check_places,
+    check_texts,
+)
 from runner.launch.run_folder import RunFolder
 from runner.launch.supervisor import stopping
 from runner.launch.torch_version import check_torch
@@ -128,6 +135,8 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
         check_length(launched, options)
     if options.eval_data is not None:
         check_evaluable(options.eval_data)
+    if training is None and options.resume.source != "auto":  # a checkpoint may recall another field
+        check_first_lines(options)
     find_data(options, training.data if training else None, launched.tokenizer, launched.root)
     check_texts(launched, options)
 

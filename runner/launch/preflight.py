@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,23 @@ from runner.checkpoint.resume import remembered
 from runner.config.architectures import TORCHTITAN, Implementation, choose_implementation, generic_entry
 from runner.config.flags import TrainOptions, flag_of
 from runner.config.schema import SYNTHETIC, DataOptions
-from runner.data.files import SUFFIXES, find_files
+from runner.data.files import SUFFIXES, check_first_line, find_files
 from runner.models.decoders import DECODERS, decoder_of, refuse_mtp
 from runner.models.generic_limits import check_fields, check_modules
 from runner.models.titan_fields import TITAN_FIELDS
 
-__all__ = ["check_evaluable", "check_length", "check_model", "check_places", "check_texts", "notes"]
+__all__ = [
+    "check_evaluable",
+    "check_first_lines",
+    "check_length",
+    "check_model",
+    "check_places",
+    "check_texts",
+    "expert_notes",
+    "notes",
+]
+
+_NUM_FILES = 64  # of a source whose first lines are read
 
 
 def check_places(options: TrainOptions) -> None:
@@ -65,6 +77,19 @@ def check_evaluable(data: DataOptions) -> None:
             code="options.needs-documents",
         )
     find_files(data.sources)
+
+
+def check_first_lines(options: TrainOptions) -> None:
+    """Check the first line of each of the first JSON Lines files, unless bad documents are skipped.
+
+    Raises:
+        DataError: it has no text, or cannot be read.
+    """
+    for data in (options.data, options.eval_data):
+        if data is None or data.skip_bad_documents or data.sources == (SYNTHETIC,):
+            continue
+        for file in find_files(data.sources)[:_NUM_FILES]:
+            check_first_line(file, data.text_field)
 
 
 def check_texts(launched: Packed, options: TrainOptions) -> None:
@@ -134,6 +159,16 @@ def notes(asked: TrainOptions, options: TrainOptions, origin: Manifest, training
     if shown:
         said.append(f"recalled from the checkpoint: {', '.join(shown)}")
     return said
+
+
+def expert_notes(tensors: Iterable[str]) -> tuple[str, ...]:
+    """Return a note that nothing balances experts, for a model of these tensors that has some."""
+    if not any("expert" in name or "moe" in name for name in tensors):
+        return ()
+    return (
+        "experts are not balanced: router_aux_loss_coef of config.json has no effect, and biases that routers add to "
+        "choose experts (e_score_correction_bias) do not change",
+    )
 
 
 def _or_by_name(folder: Path) -> str:

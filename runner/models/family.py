@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from manifests.errors import ModelError
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from runner.tensors.local_shard import Piece
 
-__all__ = ["Family"]
+__all__ = ["Family", "FamilyOutputError", "check_output"]
+
+
+class FamilyOutputError(ModelError):
+    """What the modules of a family return is not what a stage sends."""
 
 
 class Family(Protocol):
@@ -61,3 +67,23 @@ class Family(Protocol):
         See Note [Padding under RoPE that depends on length] in lengths.py.
         """
         ...
+
+
+def check_output(module: nn.Module, tokens: torch.Tensor, output: object) -> None:
+    """Check that modules of a family, called with tokens (B, L) or hidden (B, L, D), returned one tensor (B, L, …).
+
+    Raises:
+        FamilyOutputError: naming the class, and what it returned.
+    """
+    expected = tuple(tokens.shape[:2])
+    shape = getattr(output, "shape", None)
+    if shape is not None and len(shape) == 3 and tuple(shape[:2]) == expected:
+        return
+    kind = type(module)
+    returned = type(output).__name__ if shape is None else f"a tensor of shape {list(shape)}"
+    raise FamilyOutputError(
+        f"{kind.__module__}.{kind.__qualname__}.forward",
+        f"expected one tensor, hidden states {[*expected, 'D']} or logits {[*expected, 'V']}, found {returned}",
+        "return the tensor alone, as docs/own-models.md shows",
+        code="model.family-output",
+    )

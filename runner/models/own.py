@@ -18,7 +18,7 @@ from manifests.models.by_catalogue import described_entry
 from manifests.models.catalogue import entry_of
 from manifests.schema import ModelDescription
 from runner.config.own_families import GROUP
-from runner.models.family import Family
+from runner.models.family import Family, check_output
 from runner.tensors.local_shard import Piece
 
 __all__ = ["FamilyRequest", "NamedFamily", "WholeOwn", "generic_family", "load_family", "request_of"]
@@ -155,6 +155,7 @@ class WholeOwn(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.body(tokens)
+        check_output(self.body, tokens, logits)
         return logits, nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
     def in_files(self) -> Mapping[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from manifests.models import module_of
-from runner.models.family import Family
+from runner.models.family import Family, check_output
 from runner.pipeline.chunked_head import ChunkedHead
 from runner.pipeline.stage_io import StageIO
 from runner.tensors.dtensor import local_of, local_regions
@@ -50,9 +50,16 @@ class StageChunk(nn.Module):
     def forward(self, *arrived: Any) -> Any:
         if self.io is None:
             (given,) = arrived
-            return self.body(given) if self.module_names else given
-        given = self.io.inputs.unpack(arrived)
-        return self.io.outputs.pack(self.body(given) if self.module_names else given, arrived)
+            return self._run(given)
+        return self.io.outputs.pack(self._run(self.io.inputs.unpack(arrived)), arrived)
+
+    def _run(self, given: Any) -> Any:
+        if not self.module_names:
+            return given
+        output = self.body(given)
+        if not getattr(self.family, "hands_on_trees", False):
+            check_output(self.body, given, output)
+        return output
 
 
 def build_chunks(

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from manifests.errors import ModelError, UserError
-from runner.models.family import Family
+from runner.models.family import Family, FamilyOutputError
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
 from runner.pipeline.microbatches import token_loss
 from runner.pipeline.stage_io import StageIO
@@ -189,6 +189,8 @@ def run_tiny(family: SelfChecked, dtype: torch.dtype = torch.float32) -> TinyRun
             raise ValueError(f"it has {tiny.num_parameters():,} parameters")
         whole = tiny.whole()
         return TinyRun(family=tiny, whole=whole, results=run_whole(whole, tiny.vocab_size, dtype))
+    except FamilyOutputError:
+        raise
     except Exception as error:  # whatever a model raises of sizes that it was not made for
         raise ModelError(
             "config.json",

@@ -134,6 +134,13 @@ def test_value_of_another_kind_is_a_usage_error(packed: Path, flag: str, value: 
     assert error.value.format_message().startswith(expected)
 
 
+@pytest.mark.parametrize("flag", ["--nproc-per-node", "--dry-run", "--scheduler"])
+def test_flag_of_the_launcher_after_the_dashes_is_refused(packed: Path, flag: str) -> None:
+    error = refused(launch(packed, training=(*TRAINING, flag, "2")))
+    assert (error.code, error.where) == ("launch.flag-order", flag)
+    assert f" {flag} … -- " in error.hint
+
+
 @pytest.mark.parametrize("flag", ["--data", "--no-pack"])
 def test_flag_of_training_before_the_dashes_is_refused(packed: Path, flag: str) -> None:
     error = refused(launch(packed, flag, "text"))

@@ -22,6 +22,7 @@ from manifests.schema import ModelDescription
 from runner.config.architectures import check_trainable
 from runner.config.own_families import find_family
 from runner.models import family_for
+from runner.pipeline.chunk import build_chunks
 from runner.pipeline.self_check import SelfChecked
 from runner.training.self_check import check_stages
 
@@ -241,28 +242,34 @@ def test_doctest_of_generic_family_runs() -> None:
 class Decoder(nn.Module):
     """Some of four layers; a wrong one scales what arrives at every stage."""
 
-    def __init__(self, modules: tuple[str, ...], *, width: int = 4, is_wrong: bool = False) -> None:
+    def __init__(
+        self, modules: tuple[str, ...], *, width: int = 4, is_wrong: bool = False, wraps: tuple[str, ...] = ()
+    ) -> None:
         super().__init__()
+        self.wraps = bool(modules) and modules[-1] in wraps  # and returns a dict
         self.embed = nn.Embedding(8, width) if "embed" in modules else None
         own = [name.rpartition(".")[2] for name in modules if name.startswith("layers.")]
         self.layers = nn.ModuleDict({number: nn.Linear(width, width) for number in own})
         self.head = nn.Linear(width, 8, bias=False) if "head" in modules else None
         self.is_wrong = is_wrong
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor) -> Any:
         hidden = hidden if self.embed is None else self.embed(hidden)
         hidden = 2 * hidden if self.is_wrong else hidden
         for layer in self.layers.values():
             hidden = hidden + layer(hidden).tanh()
-        return hidden if self.head is None else self.head(hidden)
+        hidden = hidden if self.head is None else self.head(hidden)
+        return {"hidden": hidden} if self.wraps else hidden
 
 
-def decoder_family(width: int, *, is_wrong: bool, has_tiny: bool = False) -> runner.NamedFamily:
+def decoder_family(
+    width: int, *, is_wrong: bool, has_tiny: bool = False, wraps: tuple[str, ...] = ()
+) -> runner.NamedFamily:
     modules = ("embed", *(f"layers.{number}" for number in range(4)), "head")
     with torch.device("meta"):
         tensors = {name: tuple(each.shape) for name, each in Decoder(modules, width=width).state_dict().items()}
     asked = replace(request(), modules=modules, tensors=tensors, hidden_size=width)
-    make = partial(Decoder, width=width, is_wrong=is_wrong)
+    make = partial(Decoder, width=width, is_wrong=is_wrong, wraps=wraps)
     return runner.NamedFamily(asked, make, partial(Decoder, is_wrong=is_wrong) if has_tiny else None)
 
 
@@ -274,6 +281,21 @@ def test_self_check_compares_a_named_family_in_one_stage_with_others(width: int)
     with pytest.raises(UserError) as caught:
         check_stages(wrong, stages)
     assert (caught.value.code, caught.value.where) == ("model.self-check-failed", "config.json")
+
+
+@pytest.mark.parametrize("wraps", ["head", "layers.1"])
+def test_a_forward_that_returns_a_dict_is_refused_by_its_class(wraps: str, wording: Callable[[str], None]) -> None:
+    family = decoder_family(4, is_wrong=False, wraps=(wraps,))
+    stages = (family.modules[:3], family.modules[3:])
+    with pytest.raises(UserError) as caught:
+        check_stages(family, stages)
+    assert (caught.value.code, caught.value.where) == ("model.family-output", f"{__name__}.Decoder.forward")
+    first, _ = build_chunks(family, stages, (0, 1))
+    if wraps == "layers.1":  # without a self-check, too
+        with pytest.raises(UserError) as caught:
+            first.to_empty(device="cpu")(torch.zeros(1, 3, dtype=torch.int64))
+        assert caught.value.code == "model.family-output"
+    wording(str(caught.value).replace(__name__, "MODULE"))
 
 
 def test_named_family_of_a_large_model_needs_a_tiny_one() -> None:

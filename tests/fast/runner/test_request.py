@@ -15,7 +15,7 @@ from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import remembered
 from runner.commands import cli
 from runner.config.flags import parse_training, recall
-from runner.launch.preflight import check_length, notes
+from runner.launch.preflight import check_length, expert_notes, notes
 from tests.builders import reshard, without_file
 from tests.fast.trained import write_trained
 
@@ -86,6 +86,38 @@ def test_checkpoints_are_not_saved_below_a_file(place: Path) -> None:
 def test_texts_need_a_tokenizer(place: Path, data: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     with without_file(place / "packed", "tokenizer.json"):
         assert refusal(place, *data).where == "PLACE/packed/tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("line", "flags", "code"),
+    [
+        (b'{"body": "a text"}', (), "data.no-text"),
+        (b'{"text": 5}', (), "data.no-text"),
+        (b"not json", (), "data.not-json"),
+        (b'{"body": "a text"}', ("--text-field", "body"), ""),
+        (b'{"body": "a text"}', ("--skip-bad-documents",), ""),
+        (b"  ", (), ""),
+        (b'{"body": "' + b"x" * (1 << 20) + b'"}', (), ""),  # left to the ranks
+    ],
+)
+def test_first_line_without_text_is_refused_before_ranks_start(
+    line: bytes, flags: tuple[str, ...], code: str, place: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(line + b'\n{"text": "a text", "body": "a text"}\n')
+    error = refusal(place, "--data", str(tmp_path), *flags)
+    assert error.code == (code or "tokenizer.broken")  # what is looked at next
+    if code:
+        assert error.where == f"{tmp_path / 'a.jsonl'}:1"
+        other = refusal(place, "--data", "synthetic", "--eval-data", str(tmp_path / "a.jsonl"), *flags)
+        assert (other.code, other.where) == (code, error.where)
+
+
+def test_a_model_with_experts_is_noted_to_be_unbalanced(wording: Wording) -> None:
+    dense = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight")
+    assert expert_notes(dense) == ()
+    for name in ("mlp.experts.7.up_proj.weight", "block_sparse_moe.input_linear.weight", "mlp.experts.gate_up_proj"):
+        (note,) = expert_notes((*dense, f"model.layers.0.{name}"))
+    wording(note)
 
 
 def test_a_file_of_the_manifest_that_is_missing_is_named(place: Path) -> None:
