@@ -24,7 +24,7 @@ from runner.data.batches import Batch, rows_of
 from runner.distributed.fail_together import from_rank_0, together
 from runner.distributed.world import World
 from runner.launch.combinations import check_combination, check_divides, combine, share_of
-from runner.launch.preflight import notes
+from runner.launch.preflight import expert_notes, notes
 from runner.load.deferred import DeferredVerification
 from runner.load.load import LoadReport, Reading
 from runner.load.local_cache import CacheReport, local_cache_of
@@ -237,7 +237,8 @@ def _read_start(launched: Packed, found: Origin, options: TrainOptions) -> _Star
         said += override_notes(options, training)
         options = recall(options, remembered(training))
         said += schedule_notes(options, training)
-    said += (*notes(asked, options, origin.manifest, training), *_beyond_positions(launched, options))
+    said += (*notes(asked, options, origin.manifest, training), *expert_notes(launched.shape.tensors))
+    said += _beyond_positions(launched, options)
     return _Start(origin=origin, training=training, options=options, notes=said)
 
 
