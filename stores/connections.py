@@ -9,7 +9,7 @@ from __future__ import annotations
 import ssl
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -56,8 +56,17 @@ class Connections:
         weakref.finalize(self, _close_all, self._idle)
 
     @contextmanager
-    def get(self, url: str, headers: Mapping[str, str], timeout_s: float, answer_s: float) -> Iterator[Answer]:
+    def get(
+        self,
+        url: str,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        answer_s: float,
+        check: Callable[[str], None] = lambda address: None,
+    ) -> Iterator[Answer]:
         """Yield the response to a GET. `timeout_s` is that of single reads, `answer_s` from the request to the headers.
+
+        `check` is called with the address of a new connection, before anything is sent.
 
         Raises:
             PassingError: no response in time.
@@ -74,7 +83,7 @@ class Connections:
                 connection = None
         if connection is None:
             connection = self._open(url, timeout_s)
-            answer = _begin(connection, url, headers, answer_s)
+            answer = _begin(connection, url, headers, answer_s, check)
         try:
             with closing(answer):
                 yield answer
@@ -100,11 +109,20 @@ def is_direct(url: str) -> bool:
     return parts.scheme in ("http", "https") and is_plain and not has_proxy
 
 
-def _begin(connection: HTTPConnection, url: str, headers: Mapping[str, str], answer_s: float) -> Answer:
+def _begin(
+    connection: HTTPConnection,
+    url: str,
+    headers: Mapping[str, str],
+    answer_s: float,
+    check: Callable[[str], None] | None = None,
+) -> Answer:
     parts = urlsplit(url)
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
 
     def ask() -> Answer:
+        if check is not None:
+            connection.connect()
+            check(connection.sock.getpeername()[0])
         connection.request("GET", target, headers=dict(headers))
         return Answer(connection.getresponse())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import ssl
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from stores.hub_calls import (
 from stores.local import LocalReader
 from stores.pace import Pace, answered_within
 from stores.ranges import Fetch, RangeReader
-from stores.redirects import check_redirect
+from stores.redirects import Redirects
 from stores.retries import PassingError, Retries, keep_trying
 from stores.streams import Stream, Streams
 
@@ -162,7 +162,9 @@ class HubFile:
         headers = {**headers_of_requests(place.url), "Accept-Encoding": "identity", **asked}
         limits = constants.HF_HUB_DOWNLOAD_TIMEOUT, self.retries.answer_s
         try:
-            answer = stack.enter_context(self.connections.get(place.url, headers, *limits))
+            answer = stack.enter_context(
+                self.connections.get(place.url, headers, *limits, place.redirects.check_connection)
+            )
         except ssl.SSLCertVerificationError:  # httpx may trust other authorities
             place.is_direct = False
             return None
@@ -179,11 +181,13 @@ class HubFile:
     ) -> tuple[_Place, Any]:
         """Send a GET and follow redirects, except to internal addresses; `stack` closes the response."""
         headers = {**headers_of_requests(url), "Accept-Encoding": "identity", **asked}
+        redirects = Redirects(str(self), url)
         for _ in range(_MAX_REDIRECTS):
-            place = _Place(url)
+            place = _Place(url, redirects)
             call = get_session().stream(
-                "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, follow_redirects=False
-            )
+                "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, follow_redirects=False,
+                extensions={"trace": _checking(redirects)},
+            )  # fmt: skip
             leave = partial(call.__exit__, None, None, None)
             try:
                 response = answered_within(self.retries.answer_s, place.host, partial(_begin, call), leave)
@@ -200,7 +204,7 @@ class HubFile:
                 if target is None:
                     stack.enter_context(opened.pop_all())
                     return place, response
-            check_redirect(str(self), url, target.url)
+            redirects.follow(target.url)
             if urlsplit(target.url)[:2] != urlsplit(url)[:2]:
                 headers.pop("Authorization", None)
             url = target.url
@@ -208,7 +212,7 @@ class HubFile:
 
     def _target(self, place: _Place, location: str) -> _Place:
         try:
-            return _Place(urljoin(place.url, location))
+            return _Place(urljoin(place.url, location), place.redirects)
         except ValueError as error:
             problem = f"expected a URL to redirect to, found {location[:_SHOWN_CHARS]!r}"
             raise self._wrong(place, problem) from error
@@ -278,16 +282,34 @@ class _Route:
 
 
 class _Place:
-    """A URL to fetch from. `etag` is that of the first response, which all others must have."""
+    """A URL to fetch from, after `redirects`. `etag` is that of the first response, which all others must have."""
 
-    def __init__(self, url: str) -> None:
-        self.url, self.etag = url, ""
+    def __init__(self, url: str, redirects: Redirects) -> None:
+        self.url, self.redirects, self.etag = url, redirects, ""
         self.host = urlsplit(url).netloc
         self.is_endpoint, self.is_direct = is_endpoint(url), is_direct(url)
 
 
 def _is_redirect(response: Any) -> bool:
     return response.status_code in _REDIRECTS and "location" in response.headers
+
+
+def _checking(redirects: Redirects) -> Callable[[str, Mapping[str, Any]], None]:
+    """Return a callback of httpcore that checks the address of a new connection before anything is sent."""
+    hosts: list[str] = []  # a proxy connects for itself
+
+    def trace(event: str, info: Mapping[str, Any]) -> None:
+        if event == "connection.connect_tcp.started":
+            hosts.append(info["host"])
+        elif event == "connection.connect_tcp.complete" and hosts[-1].rstrip(".").lower() == redirects.host:
+            stream = info["return_value"]
+            try:
+                redirects.check_connection(stream.get_extra_info("server_addr")[0])
+            except StoreError:
+                stream.close()
+                raise
+
+    return trace
 
 
 def _begin(call: AbstractContextManager[Any]) -> Any:

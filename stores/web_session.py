@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from contextvars import ContextVar
 from typing import Any
 from urllib.parse import urljoin
 
 from manifests.errors import StoreError
-from stores.redirects import check_redirect
+from stores.redirects import Redirects
 
 __all__ = ["open_session"]
 
 _ASKED = re.compile(r"bytes=(\d+)-(\d+)")
+_followed: ContextVar[Redirects | None] = ContextVar("_followed", default=None)  # by the request of this task
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
 
@@ -23,16 +25,42 @@ async def open_session(**options: Any) -> Any:
     import aiohttp
 
     trace = aiohttp.TraceConfig()
+    trace.on_request_start.append(_begin)
     trace.on_request_redirect.append(_check_redirect)
     trace.on_request_end.append(_check_range)
+    resolver: Any = _Resolver(aiohttp.ThreadedResolver())
+    options.setdefault("connector", aiohttp.TCPConnector(resolver=resolver))
     # Of an encoded body, neither ranges nor lengths are those of the file.
     return aiohttp.ClientSession(trace_configs=[trace], headers={"Accept-Encoding": "identity"}, **options)
+
+
+class _Resolver:
+    """Resolves names, and checks the addresses of those that a redirect leads to."""
+
+    def __init__(self, resolver: Any) -> None:
+        self._resolver = resolver
+
+    async def resolve(self, host: str, *arguments: Any, **options: Any) -> Any:
+        entries, redirects = await self._resolver.resolve(host, *arguments, **options), _followed.get()
+        if redirects is not None and host.rstrip(".").lower() == redirects.host:  # not that of a proxy
+            for entry in entries:
+                redirects.check_connection(entry["host"])
+        return entries
+
+    async def close(self) -> None:
+        await self._resolver.close()
+
+
+async def _begin(session: Any, context: Any, asked: Any) -> None:
+    _followed.set(None)
 
 
 async def _check_redirect(session: Any, context: Any, asked: Any) -> None:
     headers = asked.response.headers
     target = urljoin(str(asked.url), headers.get("Location") or headers.get("URI") or "")
-    check_redirect(_where(asked.url), str(asked.url), target)
+    redirects = _followed.get() or Redirects(_where(asked.url), str(asked.url))
+    _followed.set(redirects)
+    redirects.follow(target)
 
 
 async def _check_range(session: Any, context: Any, ended: Any) -> None:

@@ -372,19 +372,30 @@ def test_redirect_to_another_server_is_followed_without_the_token(
     assert {request.token for request in hub.take_requests() if request.is_cdn} == {None}
 
 
+PUBLIC, PRIVATE, LOCAL = "https://1.1.1.1", "https://10.0.0.1", "http://127.0.0.1"
+ALL_PUBLIC = ("8.8.8.8", "[2606:4700::1]", "[64:ff9b::808:808]", "[2002:808:808::1]", "[::ffff:8.8.8.8]")
+ALL_PRIVATE = ("10.0.0.2", "192.168.1.1", "100.64.0.1", "192.0.2.7", "[fd12::1]", "[fec0::1]", "[64:ff9b::a00:1]")
+ALL_LOCAL = (
+    "127.0.0.1:8080", "[::1]", "[::ffff:127.0.0.1]", "localhost", "2130706433", "0.0.0.0", "[::]", "[64:ff9b::7f00:1]",
+)  # fmt: skip
+ALL_METADATA = (
+    "169.254.169.254", "[fe80::1]", "[::ffff:169.254.169.254]", "metadata.google.internal.", "168.63.129.16",
+    "192.0.0.192", "100.100.100.200", "[fd00:ec2::254]", "[fd20:ce::254]", "[64:ff9b::a9fe:a9fe]",
+    "[64:ff9b:1::a9fe:a9fe]", "[2002:a9fe:a9fe::1]", "[2001:0:a9fe:a9fe::1]", "[::a9fe:a9fe]",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("origin", "target", "is_followed"),
     [
-        ("https://huggingface.co/a", "https://192.0.2.7/b", True),
-        ("https://192.0.2.7/a", "http://127.0.0.1:8080/b", False),
-        ("https://192.0.2.7/a", "http://[::1]/b", False),
-        ("https://192.0.2.7/a", "http://[::ffff:127.0.0.1]/b", False),
-        ("https://192.0.2.7/a", "http://localhost/b", False),
-        ("https://192.0.2.7/a", "http://2130706433/b", False),
-        ("http://127.0.0.1/a", "http://localhost:81/b", True),
-        ("http://127.0.0.1/a", "http://169.254.169.254/b", False),
-        ("http://127.0.0.1/a", "http://[fe80::1]/b", False),
-        ("http://127.0.0.1/a", "http://metadata.google.internal./b", False),
+        *((f"{PUBLIC}/a", f"https://{host}/b", True) for host in ALL_PUBLIC),
+        *((f"{PUBLIC}/a", f"https://{host}/b", False) for host in (*ALL_PRIVATE, *ALL_LOCAL, *ALL_METADATA)),
+        *((f"{PRIVATE}/a", f"https://{host}/b", True) for host in (*ALL_PUBLIC, *ALL_PRIVATE)),
+        *((f"{PRIVATE}/a", f"https://{host}/b", False) for host in (*ALL_LOCAL, *ALL_METADATA)),
+        *((f"{LOCAL}/a", f"http://{host}/b", True) for host in (*ALL_PUBLIC, *ALL_PRIVATE, *ALL_LOCAL)),
+        *((f"{LOCAL}/a", f"http://{host}/b", False) for host in ALL_METADATA),
+        (f"{PUBLIC}/a", "http://8.8.8.8/b", False),
+        (f"{PUBLIC.replace('https', 'http')}/a", "http://8.8.8.8/b", True),
     ],
 )
 def test_redirects_into_this_machine_and_to_metadata_are_refused(origin: str, target: str, is_followed: bool) -> None:
