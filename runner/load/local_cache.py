@@ -1,36 +1,33 @@
 """The local cache of bundles (`--stage-to-local`): a node's ranks copy what they read to its own disk first.
 
-Shards that several nodes need are read from the store by one of them, which gives them to the others.
+Shards that several nodes need are read from the store by one of them, which broadcasts them to the others.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import threading
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch.distributed as dist
 
-from manifests.errors import InputError
+from manifests.errors import ShardError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Shard
 from manifests.sizes import show_bytes
 from manifests.store import parent_of
 from runner.bundle.cache_folder import CacheFolder, assign_shards, check_cacheable, node_folder, shards_of
 from runner.bundle.packed import Packed, open_packed
-from runner.bundle.peers import PeerFile, PeerServer, Wanted, assign_sources, own_address
 from runner.bundle.remote import fetch, name_of
 from runner.config.flags import TrainOptions
-from runner.distributed.fail_together import from_rank_0, together
+from runner.distributed.fail_together import together
 from runner.distributed.rounds import in_rounds, is_true_for_all
 from runner.distributed.world import World
+from runner.load.node_broadcast import ReceivedFile, Transfer, Wanted, open_groups, plan_transfers, send
 from runner.load.same_manifest import check_same_manifest
 from runner.parallel.mesh import Mesh
 from stores.bundles import Bundles
@@ -41,6 +38,7 @@ __all__ = ["CacheReport", "LocalCache", "fetch_to_cache", "local_cache_of"]
 logger = logging.getLogger("runner")
 
 T = TypeVar("T")
+Origin = Literal["node", "store"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,23 +106,6 @@ def _modules_on_node(launched: Manifest, mesh: Mesh, world: World) -> frozenset[
     return frozenset(module for stage in stages for module in launched.stages[stage].modules)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Peers:
-    """Where the shards are that come from other nodes, and the server of those that go there."""
-
-    places: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    token: str = ""
-    server: PeerServer | None = None
-
-    def file(self, shard: Shard, stop: threading.Event) -> PeerFile:
-        host, port = self.places[shard.path]
-        return PeerFile(host=host, port=port, token=self.token, shard=shard, stop=stop)
-
-    def finish(self) -> None:
-        if self.server is not None:
-            self.server.finish()
-
-
 class LocalCache:
     """The shards of one manifest that the ranks of this node read, in a folder on its own disk."""
 
@@ -162,8 +143,9 @@ class LocalCache:
         if verifies:
             report = in_rounds("stage to local", self._verify_own)
         else:
-            with self._peers(wanted) as peers:
-                report = in_rounds("stage to local", partial(self._ensure_own, peers))
+            transfers = plan_transfers(dict(enumerate(_gather(wanted))))
+            report = in_rounds("stage to local", partial(self._read_own, transfers))
+            report = self._exchange(transfers, report)
         report = replace(report, copy_s=time.perf_counter() - started_s)
         self._say(report)
         self.report = report if self.report is None else self.report.followed_by(report)
@@ -178,35 +160,56 @@ class LocalCache:
         """This rank's part of its node's shards."""
         return assign_shards(self._shards, self._world.local_size)[self._world.local_rank]
 
-    @contextmanager
-    def _peers(self, wanted: list[Wanted]) -> Iterator[_Peers]:
-        """Agree on who reads each shard from the store, and serve this rank's to the others. Every rank calls this."""
-        sources = assign_sources(dict(enumerate(_gather(wanted))))
-        if not sources:
-            yield _Peers()
-            return
-        token = from_rank_0(secrets.token_hex())
-        bound, told = own_address(os.environ.get("MASTER_ADDR", "localhost"))
-        with together("stage to local"):
-            server = PeerServer(self._folder, self._own, token, bound)
-        with server:
-            places = _gather((told, server.port))
-            others = {path: places[rank] for path, rank in sources.items() if rank != self._world.rank}
-            yield _Peers(places=others, token=token, server=server)
+    def _read_own(self, transfers: Sequence[Transfer], stop: threading.Event) -> CacheReport:
+        """Cache what this rank reads from the store: for itself, and for other nodes."""
+        received = {transfer.path for transfer in transfers if self._world.rank in transfer.receivers}
+        return self._report([each for each in self._own if each.path not in received and self._ensure(each, stop)])
 
-    def _ensure_own(self, peers: _Peers, stop: threading.Event) -> CacheReport:
-        """Cache this rank's part: first what others may wait for, then what this rank waits for."""
-        copied = [shard for shard in self._own if shard.path not in peers.places and self._ensure(shard, stop)]
-        peers.finish()
-        from_peers = list[Shard]()
-        for shard in self._own:
-            if shard.path in peers.places:
-                try:
-                    from_peers += [shard] * self._folder.ensure(peers.file(shard, stop), shard, stop)
-                except InputError as error:
-                    logger.info("[rank %d] %s; reading it from %s", self._world.rank, error, self._origin.root)
-                    copied += [shard] * self._ensure(shard, stop)
-        return self._report([*copied, *from_peers], peer_nbytes=sum(shard.nbytes for shard in from_peers))
+    def _exchange(self, transfers: Sequence[Transfer], report: CacheReport) -> CacheReport:
+        """Send and receive shards. Every rank calls this, and all raise if one fails.
+
+        The ranks of a transfer agree before it that none has failed: nobody waits for one that has.
+        """
+        shards, failure = {shard.path: shard for shard in self._own}, None
+        own = [transfer for transfer in transfers if self._world.rank in transfer.ranks]
+        groups, peer_nbytes, read_nbytes = open_groups(own, self._folder.limit_s), 0, 0
+        for transfer in own:
+            try:
+                with together("stage to local", groups[transfer.ranks]):
+                    if failure is not None:
+                        raise failure
+                shard, group = shards[transfer.path], groups[transfer.ranks]
+                if transfer.sender == self._world.rank:
+                    send(self._folder.path / shard.path, shard, group)
+                elif (origin := self._receive(shard, transfer, group)) is not None:
+                    peer_nbytes += shard.nbytes if origin == "node" else 0
+                    read_nbytes += shard.nbytes if origin == "store" else 0
+            except Exception as error:
+                failure = failure or error
+        for group in groups.values():
+            dist.destroy_process_group(group)
+        with together("stage to local"):
+            if failure is not None:
+                raise failure
+        return replace(
+            report,
+            nbytes=report.nbytes + peer_nbytes + read_nbytes,
+            reused_nbytes=report.reused_nbytes - peer_nbytes - read_nbytes,
+            peer_nbytes=peer_nbytes,
+        )
+
+    def _receive(self, shard: Shard, transfer: Transfer, group: dist.ProcessGroup) -> Origin | None:
+        """Cache a shard that another rank sends; return where it came from, None if it is there meanwhile."""
+        stop = threading.Event()
+        file = ReceivedFile(path=shard.path, nbytes=shard.nbytes, sender=transfer.sender, group=group)
+        try:
+            return "node" if self._folder.ensure(file, shard, stop) else None
+        except ShardError as error:  # damaged on the other node's disk, or on the way
+            file.finish()
+            logger.info("[rank %d] %s; reading it from %s", self._world.rank, error, self._origin.root)
+            return "store" if self._ensure(shard, stop) else None
+        finally:
+            file.finish()
 
     def _verify_own(self, stop: threading.Event) -> CacheReport:
         """Verify this rank's part, and copy what is missing or damaged."""
@@ -216,14 +219,13 @@ class LocalCache:
             self._ensure(shard, stop)
         return self._report([*missing, *damaged], num_damaged=len(damaged))
 
-    def _report(self, copied: Sequence[Shard], *, num_damaged: int = 0, peer_nbytes: int = 0) -> CacheReport:
+    def _report(self, copied: Sequence[Shard], *, num_damaged: int = 0) -> CacheReport:
         nbytes = sum(shard.nbytes for shard in copied)
         return CacheReport(
             nbytes=nbytes,
             reused_nbytes=sum(shard.nbytes for shard in self._own) - nbytes,
             num_damaged=num_damaged,
             copy_s=0.0,
-            peer_nbytes=peer_nbytes,
         )
 
     def _ensure(self, shard: Shard, stop: threading.Event) -> bool:

@@ -1,0 +1,47 @@
+"""Ranks that each are a node of their own, with a cache of the same bundles.
+
+usage: node_cache_worker.py PACKED PLACE CASE
+
+Writes `PLACE/CASE-RANK.json`: what was copied, or the code of the error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from torch import distributed as dist
+
+from manifests.errors import UserError
+from manifests.schema import WEIGHTS
+from runner.bundle.cache_folder import CacheFolder
+from runner.bundle.packed import open_packed
+from runner.distributed.world import World, join_world
+from runner.load import local_cache
+from runner.load.local_cache import LocalCache
+
+
+def main(packed: Path, place: Path, case: str) -> None:
+    world = World.from_environment(os.environ)
+    join_world(torch.device("cpu"), timeout_s=30)
+    opened = open_packed(packed)
+    modules = {module for stage in opened.manifest.stages for module in stage.modules}
+    folder = CacheFolder(path=place / case / f"node{world.rank}", limit_s=30)
+    if case == "lost" and world.rank == 0:  # between the agreement and the first round
+        send = local_cache.send
+        local_cache.send = lambda path, *rest: send(path.with_name("absent"), *rest)
+    node = replace(world, local_rank=0, local_size=1)
+    try:
+        told = asdict(LocalCache(opened.bundles, folder, modules, (WEIGHTS,), node).ensure())
+    except UserError as error:
+        told = {"code": error.code, "text": str(error)}
+    (place / f"{case}-{world.rank}.json").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
