@@ -1,7 +1,9 @@
-"""Stages of the catalogue's architectures: a backward in two parts, as zero-bubble schedules take it, and a loss in
-chunks of tokens. Gradients are compared with those of transformers' whole model."""
+"""Stages of the catalogue's architectures: recomputed layers, a backward in two parts, of zero-bubble schedules,
+and a loss in chunks. Gradients are compared with those of transformers' whole model."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import transformers
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from manifests.errors import UsageError
+from manifests.memory import Recompute
 from manifests.models.catalogue import catalogued
 from runner.config.architectures import generic_entry, hands_on_trees, is_generic
 from runner.data.batches import IGNORED
@@ -16,15 +19,24 @@ from runner.models.generic import Generic, WholeModel
 from runner.pipeline.chunk import StageChunk
 from runner.pipeline.heads import chunk_head
 from runner.pipeline.self_check import WholeResult, build_filled, difference, gradients_of, run_whole
+from runner.training.activation_checkpoint import recompute_layers
 from tests.fast.models.catalogued import quiet
 from tools.parity import stages_of
 from tools.tiny_models import tiny_config
 
+Tensors = tuple[torch.Tensor, ...]
 FEW = ("Olmo3ForCausalLM",)
 ALL = tuple(
     name if name in FEW else pytest.param(name, marks=pytest.mark.slow)
     for name in catalogued()
     if is_generic(name) and not hands_on_trees(name)
+)
+FEW_RECOMPUTED = (("Gemma3nForCausalLM", "selective"), ("Olmo3ForCausalLM", "full"), ("Olmo3ForCausalLM", "selective"))
+RECOMPUTED = tuple(
+    pytest.param(name, recompute, marks=() if (name, recompute) in FEW_RECOMPUTED else pytest.mark.slow)
+    for name in catalogued()
+    if is_generic(name)
+    for recompute in ("full", "selective", 2)
 )
 CHUNK = 5  # tokens
 # What scales or caps its logits after the head, or multiplies them by one.
@@ -36,9 +48,35 @@ CHANGES_LOGITS = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize(("architecture", "recompute"), RECOMPUTED)
+def test_gradients_of_recomputed_layers_are_those_of_the_whole_model(architecture: str, recompute: Recompute) -> None:
+    whole, results, chunks = built(architecture, 2)
+    recompute_layers(chunks, recompute)
+    forwards = [(result.towards, list(run(chunks, result.tokens))) for result in results]  # both are in flight
+    for last, stages in forwards:
+        towards: Sequence[torch.Tensor | None] = (last,)
+        for arrived, left in reversed(stages):
+            pairs = [(output, grad) for output, grad in zip(left, towards, strict=True) if grad is not None]
+            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+            towards = [tensor.grad for tensor in arrived]
+    assert max(difference(found, expected) for _, expected, found in gradients_of(whole, chunks)) <= 1e-6
+
+
+def run(chunks: Sequence[StageChunk], tokens: torch.Tensor) -> Iterator[tuple[Tensors, Tensors]]:
+    """Yield what arrives at each stage, and what leaves it."""
+    left: Tensors = (tokens,)
+    for chunk in chunks:
+        arrived = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in left)
+        outputs = chunk(*arrived)
+        left = outputs if isinstance(outputs, tuple) else (outputs,)
+        yield arrived, left
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("architecture", ALL)
-def test_gradients_of_a_backward_in_two_parts_are_those_of_one(architecture: str) -> None:
+def test_gradients_of_a_backward_in_two_parts_are_those_of_one(architecture: str, recompute: Recompute) -> None:
     whole, results, chunks = built(architecture, 4)
+    recompute_layers(chunks, recompute)
     for result in results:
         crossings, left = [], result.tokens
         for chunk in chunks:
