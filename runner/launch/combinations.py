@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from manifests.errors import UsageError
-from manifests.memory import Recompute
 from manifests.schema import Manifest
 from runner.config.architectures import (
     TENSOR_PARALLEL,
@@ -48,7 +47,6 @@ class Combination:
 
     schedule: str = "1F1B"  # as messages name it
     splits_backward: bool = False  # see `runner.pipeline.timetable.Timetable`
-    recompute: Recompute = "none"
     is_compiled: bool = False
     num_mtp_layers: int = 0
     num_tensor: int = 1  # tensor-parallel ranks
@@ -73,13 +71,6 @@ class Refusal:
 
 
 REFUSED = (
-    Refusal(
-        where="--ac",
-        code="schedule.selective-recomputation",
-        applies=lambda found: found.splits_backward and found.recompute == "selective",
-        problem="selective activation checkpointing is not supported with {schedule}, which splits the backward in two",
-        hint=f"use --ac full, or {_UNSPLIT}",
-    ),
     Refusal(
         where="--compile",
         code="schedule.compiled-layers",
@@ -204,7 +195,6 @@ def combine(
     return Combination(
         schedule=timetable.name,
         splits_backward=timetable.splits_backward,
-        recompute=options.compute.recompute,
         is_compiled=options.compute.is_compiled,
         num_tensor=degrees.tensor,
         architecture=architecture,

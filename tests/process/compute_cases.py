@@ -34,9 +34,10 @@ class Case:
 
 def ways_on(schedule: ScheduleName) -> tuple[Case, ...]:
     is_split = schedule in SPLIT
-    cases = (
+    return (
         Case(schedule=schedule, name="full", options=ComputeOptions(recompute="full")),
         Case(schedule=schedule, name="every-2", options=ComputeOptions(recompute=2)),
+        Case(schedule=schedule, name="selective", options=ComputeOptions(recompute="selective")),
         Case(schedule=schedule, name="loss-chunk", options=ComputeOptions(loss_chunk=5), tolerance=1e-6),
         # Against one process, which adds the microbatches' gradients up in the order of their numbers.
         Case(
@@ -46,9 +47,6 @@ def ways_on(schedule: ScheduleName) -> tuple[Case, ...]:
             tolerance=1e-6 if is_split or schedule == "LoopedBFS" else 0.0,
         ),
     )
-    if is_split:
-        return cases
-    return (*cases, Case(schedule=schedule, name="selective", options=ComputeOptions(recompute="selective")))
 
 
 ALL = tuple(case for schedule in SCHEDULES for case in ways_on(schedule))

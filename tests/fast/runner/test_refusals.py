@@ -21,7 +21,6 @@ ZERO_BUBBLE: dict[str, Any] = {"schedule": "ZBVZeroBubble", "splits_backward": T
 GENERIC: dict[str, Any] = {"is_generic": True, "architecture": "Olmo3ForCausalLM"}
 OWN: dict[str, Any] = {"is_unverified": True, "architecture": "MineForCausalLM"}
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
-    ({**ZERO_BUBBLE, "recompute": "selective"}, "--ac", "schedule.selective-recomputation"),
     ({**ZERO_BUBBLE, "is_compiled": True}, "--compile", "schedule.compiled-layers"),
     (
         {"num_tensor": 2, "architecture": "MixtralForCausalLM", "whole_because": "there is no plan"},
@@ -59,9 +58,8 @@ def test_every_rule_is_tested() -> None:
     "found",
     [
         {},
-        {"is_compiled": True, "recompute": "selective"},
-        {**ZERO_BUBBLE, "recompute": "full"},
-        {**ZERO_BUBBLE, "recompute": 2},
+        {"is_compiled": True},
+        ZERO_BUBBLE,
         {"num_tensor": 2},
         {**GENERIC, "num_shards": 2, "num_tensor": 2, "implementation": "transformers"},
         {**GENERIC, **ZERO_BUBBLE, "has_loss_chunks": True},
@@ -73,8 +71,8 @@ def test_combination_that_is_known_to_be_right_passes(found: dict[str, Any]) -> 
 
 def test_all_refusals_are_reported_at_once(wording: Callable[[str], None]) -> None:
     with pytest.raises(UsageError) as error:
-        check_combination(Combination(**ZERO_BUBBLE, is_compiled=True, recompute="selective"))
-    assert (error.value.where, error.value.code) == ("--ac", "schedule.selective-recomputation")
+        check_combination(Combination(is_compiled=True, num_tensor=2, has_loss_chunks=True))
+    assert (error.value.where, error.value.code) == ("--loss-chunk", "options.tp-loss-chunk")
     wording(str(error.value))
 
 
@@ -92,9 +90,9 @@ def test_combination_is_read_from_manifest_options_and_timetable(tmp_path: Path)
     write_model(tmp_path / "model")
     run("pack", tmp_path / "model", "--layout", "pp=2,vpp=2,style=v", "--out", tmp_path / "packed")
     manifest = read_manifest(tmp_path / "packed")
-    options = parse_training(["--data", "synthetic", "--ac", "selective", "--compile", "--global-batch", "4"])
+    options = parse_training(["--data", "synthetic", "--compile", "--global-batch", "4"])
     found = combine(manifest, options, choose_timetable(options.schedule, manifest, options.batch.num_microbatches))
-    assert found == Combination(schedule="ZBVZeroBubble", splits_backward=True, recompute="selective", is_compiled=True)
+    assert found == Combination(schedule="ZBVZeroBubble", splits_backward=True, is_compiled=True)
     # Layers numbered after the model's are for multi-token prediction.
     last = replace(manifest.stages[-1], modules=(*manifest.stages[-1].modules, "model.layers.4", "model.layers.5"))
     longer = replace(manifest, stages=(*manifest.stages[:-1], last))
