@@ -41,7 +41,7 @@ class FilesystemClient:
 
     def _paths(self) -> Iterator[str]:
         """Yield the files' paths, folder by folder: `find` would end only after all, on some servers never."""
-        walk = iter(self.filesystem.walk(self.root, detail=True))
+        walk = iter(self.filesystem.walk(self.root, detail=True, on_error=_refuse_unread))
         num_folders, root_depth = 0, None
         while True:
             with _explained(self.url):
@@ -176,6 +176,12 @@ def open_filesystem(url: str) -> FilesystemClient:
     with _explained(url):
         filesystem, root = url_to_fs(url, use_listings_cache=False, **options)
     return FilesystemClient(url=url.rstrip("/"), root=root.rstrip("/"), filesystem=filesystem)
+
+
+def _refuse_unread(error: OSError) -> None:
+    """Raise what stopped a listing: fsspec lists a folder as empty that it cannot read."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 @contextmanager

@@ -198,7 +198,10 @@ def asked_wait_s(headers: Mapping[str, str]) -> float | None:
 def unreachable(server: str, error: BaseException) -> PassingError:
     """Return an error about a failed or broken connection."""
     why = without_token(str(error)) or type(error).__name__
-    return PassingError(f"{server} cannot be read: {why}", "check the network, HTTPS_PROXY and HF_ENDPOINT")
+    hint = "check the network, HTTPS_PROXY and HF_ENDPOINT"
+    if "CERTIFICATE_VERIFY_FAILED" in why:
+        hint = "if an authority of your own signed its certificate, set SSL_CERT_FILE to that authority's PEM file"
+    return PassingError(f"{server} cannot be read: {why}", hint)
 
 
 def offline_error(address: HubAddress, where: str, name: str = "") -> InputError:

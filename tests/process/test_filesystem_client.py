@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -290,3 +291,10 @@ def test_scheme_that_nobody_knows_is_refused() -> None:
 def test_missing_fsspec_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec.core", None)  # as when it is not installed
     assert refusal(lambda: open_objects("memory://model")) == ("store.missing-package", "memory://model")
+
+
+def test_web_server_that_does_not_answer_is_no_empty_folder() -> None:
+    with socket.socket() as closed:  # bound, and not listening
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/model"
+        assert refusal(lambda: open_objects(url).names()) == ("store.refused", url)

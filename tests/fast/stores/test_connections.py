@@ -24,6 +24,7 @@ from stores.address import parse_hub_address
 from stores.base import read_range
 from stores.connections import Connections, is_direct
 from stores.hub import open_hub
+from stores.hub_calls import unreachable
 from stores.hub_file import HubFile
 from stores.retries import Retries
 from tests.refusals import refused
@@ -221,3 +222,11 @@ def test_connection_that_was_closed_while_idle_is_made_again(forgetful: str) -> 
             nbytes = answer.read_into(memoryview(found))
             assert answer.read_into(memoryview(found)[nbytes:]) == 0
         assert found[:nbytes] == b"ab"
+
+
+def test_certificate_of_an_unknown_authority_is_refused_with_the_way_to_trust_it(
+    secure: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ssl.SSLCertVerificationError) as untrusted, Connections().get(secure[0], {}, 5.0, 5.0):
+        pass
+    assert "SSL_CERT_FILE" in unreachable("localhost", untrusted.value).hint
