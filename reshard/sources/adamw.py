@@ -34,6 +34,13 @@ _NOT_ADAMW = {"amsgrad": True, "maximize": True, "bias_correction": False}
 DECOUPLED = "decoupled_weight_decay"
 ADAMW_FLAGS = (*_NOT_ADAMW, DECOUPLED)  # options that make it another optimizer
 _OPTIONS = ("betas", "eps", "weight_decay")
+_KNOWN = {
+    *_OPTIONS, *_NOT_ADAMW, DECOUPLED, "lr", "step", "params", "param_names", "name",
+    "initial_lr", "max_lr", "min_lr", "lr_mult", "pre_lr_mult", "is_decoupled_lr",  # `lr` is what they lead to
+    "wd_mult", "pre_wd_mult", "start_wd", "end_wd",  # as is `weight_decay`
+    "foreach", "fused", "capturable", "differentiable",  # how it is computed
+    "is_expert", "is_expert_parallel", "default_config",  # how Megatron groups parameters
+}  # fmt: skip
 
 
 def groups_in(state: Mapping[object, object], where: str) -> list[Mapping[object, object]]:
@@ -51,8 +58,9 @@ def groups_in(state: Mapping[object, object], where: str) -> list[Mapping[object
 
 
 def check_adamw(options: Mapping[object, object], where: str) -> None:
-    """Raise SourceError for options of another optimizer than AdamW."""
-    other = [f"{name}={value}" for name, value in _NOT_ADAMW.items() if options.get(name) is value]
+    """Raise SourceError for options of another optimizer than AdamW, or that are not known."""
+    other = [f"{name}={value}" for name, value in _NOT_ADAMW.items() if options.get(name, not value) == value]
+    other += [f"{str(name)[:80]!r}" for name in options if name not in _KNOWN]
     if options.get(DECOUPLED) is False and options.get("weight_decay"):
         other.append(f"{DECOUPLED}=False")
     if other:

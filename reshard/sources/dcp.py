@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from manifests.errors import SourceError
-from manifests.models import is_sized_by_files, model_shape
+from manifests.models import ModelShape, is_sized_by_files, model_shape
 from manifests.schema import Holds, ModelDescription, Source
 from reshard.archives.dcp import DcpMetadata, DcpTensor, DcpValue, read_chunks, read_metadata
 from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
@@ -71,7 +72,7 @@ def open_dcp(
     shape = without_absent(shape, whole)
     check_coverage(whole, shape, where, frozenset(dropped))
     ordered = {fqn: whole[fqn] for fqn in (*shape.tensors, *whole) if fqn in whole}
-    optimizer = None if OPTIMIZER in drop else find_optimizer(folder, saved)
+    optimizer = None if OPTIMIZER in drop else find_optimizer(folder, saved, partial(stored.parameters, weights, shape))
     moments: dict[Holds, dict[str, TensorAt]] = {}
     for holds, parameters in optimizer.moments.items() if optimizer else ():
         found = under_fqns(stored.tensors(parameters), shape)
@@ -146,6 +147,12 @@ class _Stored:
 
     def fqns_of(self, name: str, tensor: DcpTensor) -> Iterable[str]:
         return self.tensors({name: tensor})
+
+    def parameters(self, weights: Mapping[str, DcpTensor], shape: ModelShape) -> list[str]:
+        """Return the weights that are trained, in the order in which they were saved; tied ones once."""
+        trained = trained_part(shape).tensors.keys() - {fqn for group in shape.ties for fqn in group[1:]}
+        fqns = {name: map(shape.fqn_of, self.fqns_of(name, weights[name])) for name in weights}
+        return [name for name in weights if trained.issuperset(fqns[name])]
 
 
 def _left_out(saved: DcpMetadata, weights: Iterable[DcpTensor], optimizer: SavedOptimizer | None) -> tuple[str, ...]:

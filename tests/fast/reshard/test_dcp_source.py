@@ -267,7 +267,7 @@ def test_parameter_groups_have_the_names_of_the_whole_model(tmp_path: Path) -> N
     config = GPT2Config(n_embd=8, n_layer=2, n_head=2, n_positions=16, vocab_size=40, bos_token_id=0, eos_token_id=0)
     torch.manual_seed(0)
     state = AutoModel.from_config(config).state_dict()
-    common = {"betas": (0.9, 0.95), "eps": 1e-8, "lr": 0.01}
+    common = {"betas": (0.9, 0.95), "eps": 1e-8, "lr": 0.01, "amsgrad": False}
     options = {
         f"param_groups.{name}.{option}": value
         for name in state
