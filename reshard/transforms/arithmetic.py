@@ -22,15 +22,21 @@ Bytes = NDArray[np.uint8]
 
 _STEP = STEP_NBYTES // 4  # values at a time
 
-# By dtype: the unsigned integer of its width, the bits of its exponent, all ones in NaN and infinity, and its sign.
-FLOATS: Mapping[str, tuple[str, int, int]] = {
-    "F64": ("<u8", 0x7FF0_0000_0000_0000, 1 << 63),
-    "F32": ("<u4", 0x7F80_0000, 1 << 31),
-    "F16": ("<u2", 0x7C00, 1 << 15),
-    "BF16": ("<u2", 0x7F80, 1 << 15),
-    "F8_E5M2": ("u1", 0x7C, 1 << 7),
-    "F8_E4M3": ("u1", 0x7F, 1 << 7),  # no infinities: its one NaN has all bits set but the sign
-    "F8_E8M0": ("u1", 0xFF, 0),  # a power of two: 0xFF is its NaN
+# By dtype: an unsigned integer, which of its bits tell NaN and infinity, and what they are then, and signs.
+FLOATS: Mapping[str, tuple[str, int, int, int]] = {
+    "F64": ("<u8", 0x7FF0_0000_0000_0000, 0x7FF0_0000_0000_0000, 1 << 63),
+    "F32": ("<u4", 0x7F80_0000, 0x7F80_0000, 1 << 31),
+    "C64": ("<u4", 0x7F80_0000, 0x7F80_0000, 1 << 31),  # two of F32
+    "F16": ("<u2", 0x7C00, 0x7C00, 1 << 15),
+    "BF16": ("<u2", 0x7F80, 0x7F80, 1 << 15),
+    "F8_E5M2": ("u1", 0x7C, 0x7C, 1 << 7),
+    "F8_E4M3": ("u1", 0x7F, 0x7F, 1 << 7),  # no infinities: its one NaN has all bits set but the sign
+    "F8_E5M2FNUZ": ("u1", 0xFF, 0x80, 0),  # no infinities: its one NaN is where -0 would be
+    "F8_E4M3FNUZ": ("u1", 0xFF, 0x80, 0),
+    "F8_E8M0": ("u1", 0xFF, 0xFF, 0),  # a power of two: 0xFF is its NaN
+    "F6_E2M3": ("u1", 0, 1, 0),  # neither has NaN or infinity; four share three bytes
+    "F6_E3M2": ("u1", 0, 1, 0),
+    "F4": ("u1", 0, 1, 0x88),  # likewise; two share a byte
 }
 
 
@@ -118,11 +124,11 @@ def norms_of(a: TensorAt, b: TensorAt) -> tuple[float, float]:
 
 def count_not_finite(tensor: TensorAt, progress: Callable[[int], object]) -> tuple[int, bool]:
     """Return how many values of a floating-point tensor are NaN or infinite, and whether all are zero."""
-    dtype, exponent, sign = FLOATS[tensor.dtype]
+    dtype, mask, broken, sign = FLOATS[tensor.dtype]
     num_broken, is_zero = 0, tensor.dtype != "F8_E8M0"  # where 0 is a number as good as any
     for block in read_blocks(tensor):
         bits = np.frombuffer(block, dtype)
-        num_broken += int(np.count_nonzero(bits & exponent == exponent))
+        num_broken += int(np.count_nonzero(bits & mask == broken))
         is_zero = is_zero and not np.any(bits & ~bits.dtype.type(sign))
         progress(len(block))
     return num_broken, is_zero
