@@ -36,6 +36,10 @@ __all__ = [
 ]
 
 _MAX_NBYTES = 256 << 20
+_VERSION = "1.0.0"
+# `storage_meta` has names of saves, and `all_local_plans` which rank saved what.
+_FIELDS = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "all_local_plans", "version")
+_STRIDED = ("torch.strided",)
 _AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
 
 
@@ -88,17 +92,18 @@ def read_metadata(folder: Folder) -> DcpMetadata:
     file = folder.file(METADATA_NAME)
     metadata = load_metadata(file)
     try:
+        metadata.expect(*_FIELDS)
+        if (version := metadata.fields.get("version")) not in (None, _VERSION):
+            raise BadPickleError(f"version {str(version)[:80]!r}, expected {_VERSION!r}")
         items = {_item(index): _place(info) for index, info in metadata["storage_data"].items()}
+        if len(items) < len(metadata["storage_data"]):
+            raise BadPickleError("two items of one entry at one offset")
         planner = metadata.fields.get("planner_data") or {}
         entries = metadata["state_dict_metadata"].items()
         keys = {name: _keys(name, planner.get(name, ())) for name, _ in entries}
         return DcpMetadata(
             tensors=tuple(_tensor(name, keys[name], entry, items) for name, entry in entries if _is_tensor(entry)),
-            values={
-                name: DcpValue(name, keys[name], *items[name, None])
-                for name, entry in entries
-                if not _is_tensor(entry) and (name, None) in items
-            },
+            values={name: _value(name, keys[name], entry, items) for name, entry in entries if not _is_tensor(entry)},
         )
     except (BadPickleError, AttributeError, TypeError, ValueError, LookupError) as error:
         raise bad_metadata(file, error) from error
@@ -223,6 +228,7 @@ def _item(index: Record) -> tuple[str, str | None]:
 
     The offset is a text since Python hashes numbers without a secret: they could be chosen to collide.
     """
+    index.expect("fqn", "offset", "index")  # the last is where to look first in a list of chunks
     name, offset = index["fqn"], index.fields.get("offset")
     if not isinstance(name, str):
         raise BadPickleError(f"an item whose name is a {type(name).__name__}")
@@ -230,6 +236,7 @@ def _item(index: Record) -> tuple[str, str | None]:
 
 
 def _place(info: Record) -> tuple[str, int, int]:
+    info.expect("relative_path", "offset", "length", "transform_descriptors")
     path, begin, nbytes = info["relative_path"], info["offset"], info["length"]
     if not isinstance(path, str) or not _is_in_folder(path):
         raise BadPickleError(f"a file named {path[:80]!r}" if isinstance(path, str) else "a file without a name")
@@ -250,14 +257,13 @@ def _tensor(
     entry: Record,
     items: Mapping[tuple[str, str | None], tuple[str, int, int]],
 ) -> DcpTensor:
-    whole, properties = _counts(entry["size"]), entry["properties"]["state"]
-    dtype = properties[0].name if isinstance(properties, tuple) and isinstance(properties[0], ArchiveDtype) else None
-    if dtype is None:
-        raise BadPickleError(f"{name[:80]!r} has a dtype that is not supported")
+    entry.expect("properties", "size", "chunks")
+    whole, dtype = _counts(entry["size"]), _dtype(name, entry["properties"])
     if prod(filter(None, whole)) * DTYPE_BITS[dtype] >= MAX_DIM:
         raise BadPickleError(f"{name[:80]!r} is larger than any tensor")
     chunks = []
     for chunk in entry["chunks"]:
+        chunk.expect("offsets", "sizes")
         offset, shape = _counts(chunk["offsets"]), _counts(chunk["sizes"])
         if not len(offset) == len(shape) == len(whole):
             raise BadPickleError(f"{name[:80]!r} has a chunk with another number of dimensions")
@@ -268,6 +274,24 @@ def _tensor(
     if not chunks:
         raise BadPickleError(f"{name[:80]!r} has no chunks")
     return DcpTensor(name, keys, dtype, tuple(chunks))
+
+
+def _value(
+    name: str, keys: tuple[str | int, ...], entry: Record, items: Mapping[tuple[str, str | None], tuple[str, int, int]]
+) -> DcpValue:
+    entry.expect()
+    if (name, None) not in items:
+        raise BadPickleError(f"{name[:80]!r} is stored in no file")
+    return DcpValue(name, keys, *items[name, None])
+
+
+def _dtype(name: str, properties: Record) -> str:
+    """Return the dtype of a tensor. Its chunks say where their elements are, and no file says where it was."""
+    properties.expect("state")
+    match properties["state"]:
+        case (ArchiveDtype(str(dtype)), Record(args=layout), bool(), Record(), bool()) if layout == _STRIDED:
+            return dtype
+    raise BadPickleError(f"{name[:80]!r} has a dtype or a layout that is not supported")
 
 
 def _counts(found: object) -> tuple[int, ...]:

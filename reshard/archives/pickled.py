@@ -69,13 +69,14 @@ class BadPickleError(ValueError):
 
 
 class Record:
-    """An object of any class, as the fields that the pickle says it has."""
+    """An object of any class, as the fields that the pickle says it has, and what it was called with."""
 
     fields: dict[str, Any]
+    args: tuple[object, ...]
 
     def __new__(cls, *args: object) -> Self:
         made = super().__new__(cls)  # a pickle makes some objects without `__init__`
-        made.fields = {}
+        made.fields, made.args = {}, args
         return made
 
     def __setstate__(self, state: object) -> None:
@@ -87,6 +88,13 @@ class Record:
         if name not in self.fields:
             raise BadPickleError(f"an object without {name!r}")
         return self.fields[name]
+
+    def expect(self, *names: str) -> None:
+        """Raise BadPickleError if it has other fields than these, or was called with anything."""
+        if other := [name for name in self.fields if name not in names]:
+            raise BadPickleError(f"an object with {str(other[0])[:80]!r}, which is not read")
+        if self.args:
+            raise BadPickleError("an object that is made of values, which are not read")
 
 
 class Reference:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -325,3 +325,48 @@ def test_inspect_lists_what_torch_saved(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
     assert reshard("inspect", tmp_path / "bin", "--json").json["parts"]["model"]["nbytes"] == nbytes
     assert reshard("inspect", source).out.startswith("torch.distributed.checkpoint, 1 files")
+
+
+def entry_of(metadata: Any) -> Any:
+    return metadata.state_dict_metadata["model.norm.weight"]
+
+
+def item_of(metadata: Any, name: str = "model.norm.weight") -> Any:
+    return next(index for index in metadata.storage_data if index.fqn == name)
+
+
+def plant(holder: object, name: str) -> None:
+    object.__setattr__(holder, name, 1)
+
+
+def store_twice(metadata: Any) -> None:
+    item = item_of(metadata)
+    metadata.storage_data[replace(item, offset=torch.Size([1 << 40]))] = metadata.storage_data[item]
+    for index in metadata.storage_data:
+        if index.fqn == item.fqn:
+            object.__setattr__(index, "offset", torch.Size([0]))
+
+
+PLANTS: dict[str, Callable[[Any], object]] = {
+    "of another version": lambda metadata: setattr(metadata, "version", "2.0.0"),
+    "more of the checkpoint": lambda metadata: plant(metadata, "compression"),
+    "more of a tensor": lambda metadata: plant(entry_of(metadata), "scale"),
+    "more of a chunk": lambda metadata: plant(entry_of(metadata).chunks[0], "strides"),
+    "more of an item": lambda metadata: plant(metadata.storage_data[item_of(metadata)], "compressed"),
+    "more of an index": lambda metadata: plant(item_of(metadata), "replica"),
+    "another layout": lambda metadata: setattr(entry_of(metadata).properties, "layout", torch.sparse_coo),
+    "a value in no file": lambda metadata: metadata.storage_data.pop(item_of(metadata, "extra")),
+    "two items of one chunk": store_twice,
+}
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_metadata_that_would_be_dropped_are_refused(kind: str, tmp_path: Path) -> None:
+    """What torch writes is read whole; what it never wrote is refused, since nobody knows what it means."""
+    state = huggingface_state("llama", tmp_path / "model")
+    source = save(tmp_path / "step-7", "llama", {**state, "extra": "a value"})
+    metadata = pickle.loads((source / ".metadata").read_bytes())
+    PLANTS[kind](metadata)
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    found = refusal("pack", source, "--layout", "pp=2", "--out", tmp_path / "out").found
+    assert found[:2] == (3, "source.bad-dcp-metadata")
