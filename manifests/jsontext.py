@@ -3,37 +3,65 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from manifests.errors import SourceError
 
-__all__ = ["MAX_CONFIG_NBYTES", "MOST_CONFIG_VALUES", "MOST_VALUES", "kind_of", "parse_config", "parse_json_object"]
+__all__ = [
+    "MAX_CONFIG_NBYTES",
+    "MOST_CONFIG_VALUES",
+    "MOST_VALUES",
+    "kind_of",
+    "parse_config",
+    "parse_json_object",
+    "with_floats",
+]
 
 MOST_VALUES = 2_000_000  # in one document; each takes up to 200 bytes as a Python object
 MOST_CONFIG_VALUES = 100_000
 MAX_CONFIG_NBYTES = 16 << 20
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_FLOAT = "__float__"  # the tag that transformers writes for numbers that JSON lacks: {"__float__": "Infinity"}
 _MINUS_ZERO = re.compile(rb"-0(?![\d.eE])")
 
 
 def parse_config(text: bytes, where: str) -> dict[str, Any]:
     """Parse the config of a model or a tokenizer: an object of at most `MOST_CONFIG_VALUES` values.
 
+    `Infinity`, `-Infinity` and `NaN`, which transformers reads, become the tags that it writes for them, so that the
+    config can be written as JSON; see `with_floats`.
+
     Raises:
         SourceError: as `parse_json_object`.
     """
-    return parse_json_object(text, where, most_values=MOST_CONFIG_VALUES)
+    return _parse(text, where, MOST_CONFIG_VALUES, lambda name: {_FLOAT: name})
+
+
+def with_floats(value: Any) -> Any:
+    """Return a copy of a config in which numbers that JSON lacks are numbers."""
+    if isinstance(value, Mapping):
+        if value.keys() == {_FLOAT} and value[_FLOAT] in ("Infinity", "-Infinity", "NaN"):
+            return float(value[_FLOAT])
+        return {name: with_floats(each) for name, each in value.items()}
+    return [with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def parse_json_object(text: bytes, where: str, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
     """Parse the JSON object of the file `where`.
 
     Raises:
-        SourceError: not UTF-8, not JSON, nested too deeply, not an object, with duplicate keys, -0 or a lone
-            surrogate, or with more than `most_values` values, which is found out before any is parsed.
+        SourceError: not UTF-8, not JSON, nested too deeply, not an object, with duplicate keys, -0, a number that is
+            not finite or a lone surrogate, or with more than `most_values` values, which is found out before any is
+            parsed.
     """
+    return _parse(text, where, most_values, _no_constant)
+
+
+def _parse(text: bytes, where: str, most_values: int, constant: Callable[[str], Any]) -> dict[str, Any]:
     if _has_more_values(text, most_values):
         raise SourceError(
             where,
@@ -45,7 +73,8 @@ def parse_json_object(text: bytes, where: str, *, most_values: int = MOST_VALUES
         document = json.loads(
             text.decode("utf-8"),
             object_pairs_hook=_unique_keys,
-            parse_constant=_no_constant,
+            parse_constant=constant,
+            parse_float=lambda digits: _float(digits, constant),
             parse_int=_no_minus_zero if _MINUS_ZERO.search(text) else None,  # other parsers read it as a float
         )
         if _SURROGATE.search(text):  # half a character, which cannot be encoded
@@ -94,6 +123,11 @@ def _no_minus_zero(digits: str) -> int:
     if digits == "-0":
         raise ValueError("-0 is not an integer")
     return int(digits)
+
+
+def _float(digits: str, constant: Callable[[str], Any]) -> Any:
+    value = float(digits)
+    return value if math.isfinite(value) else constant("Infinity" if value > 0 else "-Infinity")
 
 
 def _no_constant(text: str) -> None:

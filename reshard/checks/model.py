@@ -18,7 +18,7 @@ from reshard.copy.engine import hash_tensors
 from reshard.sources.coverage import compare_with_shape
 from reshard.sources.huggingface import CONFIG_NAME, stored_in, without_absent
 from reshard.tensors.checkpoint import TensorAt
-from stores.base import Folder, read_whole
+from stores.base import Folder, read_config, read_whole
 
 __all__ = ["check_model"]
 
@@ -47,7 +47,7 @@ def check_model(
         return
     file = folder.file(CONFIG_NAME)
     try:
-        config = parse_json_object(read_whole(file), str(file))
+        config = read_config(file)
         shape = _shape_of(folder, config, weights, description)
     except UserError as error:
         findings.add_error(error)

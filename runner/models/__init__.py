@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from manifests.errors import InputError
+from manifests.jsontext import with_floats
 from manifests.models import ModelShape, architecture_of, is_sized_by_files, model_shape
 from manifests.models.catalogue import entry_of
 from manifests.schema import ModelDescription
@@ -36,6 +37,7 @@ def family_for(
         InputError: an unknown architecture, a field that the family does not support, or a missing package.
         UsageError: an implementation that does not have the architecture.
     """
+    config = with_floats(config)
     architecture = architecture_of(config, where, description)
     if shape is not None and (own := find_family(architecture)) is not None:
         check_trainable(architecture, where, is_described=description is not None)

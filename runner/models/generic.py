@@ -32,7 +32,6 @@ from runner.tensors.local_shard import Piece
 __all__ = ["Generic", "WholeModel"]
 
 _PREFIX = "model."  # of names in `StageOfAny`
-_FLOAT = "__float__"  # the tag of a number such as {"__float__": "Infinity"}
 # What a pipeline has no use for. A tied head is a parameter of its own here; see `runner.training.ties`.
 _CONFIG: Mapping[str, object] = {
     "output_attentions": False,
@@ -85,7 +84,6 @@ class Generic:
     ) -> None:
         self.architecture, self._entry, self._where = entry.architecture, entry, where
         self.hands_on_trees = entry.hands_on_trees
-        config = _with_floats(config)
         check_fields(entry, ConfigReader(config, where))
         with refusals(self._where):
             self._class, self._given = (model_class, config) if model_class else _class_and_fields(entry, config)
@@ -276,15 +274,6 @@ def _class_and_fields(
     decoder = getattr(config_class.from_dict(copy.deepcopy(dict(config))), entry.section)
     by_config: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     return by_config[type(decoder)], decoder.to_dict()
-
-
-def _with_floats(value: Any) -> Any:
-    """Return a copy of a config in which numbers that JSON lacks are numbers: transformers writes infinity as a tag."""
-    if isinstance(value, Mapping):
-        return (
-            float(value[_FLOAT]) if value.keys() == {_FLOAT} else {k: _with_floats(each) for k, each in value.items()}
-        )
-    return [_with_floats(each) for each in value] if isinstance(value, list) else value
 
 
 def check_length(config: Any, seq_len: int) -> None:

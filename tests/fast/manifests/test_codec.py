@@ -181,6 +181,7 @@ def test_golden_file_of_version_1_is_read_and_is_what_is_written_today() -> None
         (b"[1]", "source.not-an-object", "m"),
         (b'{"a": 1, "a": 2}', "source.not-json", "m"),
         (b'{"a": NaN}', "source.not-json", "m"),
+        (b'{"a": 1e999}', "source.not-json", "m"),
         (b'{"a": -Infinity}', "source.not-json", "m"),
         (b'{"a":' * 100_000, "source.json-too-deep", "m"),
         (b'{"a": "\\ud800"}', "source.not-json", "m"),
