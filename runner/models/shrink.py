@@ -17,7 +17,7 @@ SIZES: Mapping[str, int] = {
     ),
     **dict.fromkeys(
         ("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
-         "expert_ffn_hidden_size", "shared_intermediate_size"),
+         "expert_ffn_hidden_size", "shared_intermediate_size", "moe_latent_size"),
         32,
     ),
     **dict.fromkeys(
@@ -73,7 +73,7 @@ def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
     which part of a head rotates, how widths are made up of heads.
     """
     found = {name: _small(str(name), value) for name, value in config.items()}
-    for keep in (_keep_groups, _keep_latent, _keep_state_heads, _keep_rotation):
+    for keep in (_keep_groups, _keep_head_width, _keep_latent, _keep_state_heads, _keep_rotation):
         keep(found, config)
     return found
 
@@ -98,6 +98,19 @@ def _keep_groups(found: dict[str, Any], config: Mapping[str, Any]) -> None:
     if isinstance(counts := config.get("num_attention_heads_per_layer"), list):
         few = found["num_attention_heads"]
         found["num_attention_heads_per_layer"] = [few if count == min(counts) else 2 * few for count in counts]
+
+
+def _keep_head_width(found: dict[str, Any], config: Mapping[str, Any]) -> None:
+    """Keep whether a head is as wide as its share of the hidden size, wider or narrower."""
+    names = ("head_dim", "hidden_size", "num_attention_heads")
+    if not all(type(config.get(name)) is int and config[name] > 0 for name in names):
+        return
+    (width, share), (_, tiny) = ((sizes["head_dim"], sizes["hidden_size"] // sizes["num_attention_heads"])
+                                 for sizes in (config, found))  # fmt: skip
+    if width == share:
+        found["head_dim"] = tiny
+    elif found["head_dim"] == tiny:
+        found["head_dim"] = 2 * tiny if width > share else tiny // 2
 
 
 def _keep_latent(found: dict[str, Any], config: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from manifests.errors import ModelError
+from manifests.errors import ModelError, UserError
 from runner.config.schema import ComputeOptions, Dtype
 from runner.models import family_for
 from runner.models.generic import Generic
@@ -124,3 +124,16 @@ def test_random_numbers_of_the_run_are_untouched(twin: Callable[[str], Generic])
 def test_families_of_their_own_shapes_are_not_checked() -> None:
     config = config_of("Qwen2ForCausalLM").to_dict()
     assert not isinstance(family_for({**config, "architectures": ["Qwen2ForCausalLM"]}, max_seq_len=8), SelfChecked)
+
+
+@pytest.mark.parametrize(("heads", "width", "code"), [(2, 32, None), (4, 32, "model.no-self-check")])
+def test_head_dim_stays_right_or_wrong_in_the_tiny_model(heads: int, width: int, code: str | None) -> None:
+    """StableLM's heads are as wide as their share of the hidden size; `head_dim` is read for what rotates alone."""
+    config = config_of("StableLmForCausalLM", num_attention_heads=heads, num_key_value_heads=heads, head_dim=width)
+    family = family_for({**config.to_dict(), "architectures": ["StableLmForCausalLM"]}, max_seq_len=8)
+    if code is None:
+        check_stages(family, [family.modules[:3], family.modules[3:]])  # type: ignore[arg-type]
+        return
+    with pytest.raises(UserError) as caught:
+        check_stages(family, [family.modules])  # type: ignore[arg-type]
+    assert caught.value.code == code
