@@ -15,9 +15,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +33,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from manifests.models import ConfigReader
 from manifests.models.by_names import heads_width
 from manifests.models.catalogue import make_entry
-from manifests.models.shape import module_of
-from tools.parity import SHARED_LAYERS, Layers, compare, look_at_layers
+from tools.config_fields import NotDescribedError, Tensors, Variants, build, names_in_files, scan_fields
+from tools.parity import Layers, compare, look_at_layers
 from tools.shared_parity import why_not_tensor_parallel
 from tools.tiny_models import LAYERS, MULTIMODAL, decoder_classes, tiny_config
 
@@ -72,51 +70,8 @@ LEFT_OUT: Mapping[str, str] = {
     "ZambaForCausalLM": "layers share weights",
     "Zamba2ForCausalLM": "layers share weights",
 }  # fmt: skip
-# Fields beside true or false whose value decides which tensors there are.
-_SWITCHES: tuple[tuple[str, Any], ...] = (
-    ("q_lora_rank", None),
-    ("n_shared_experts", None),
-    ("n_shared_experts", 0),
-    ("num_shared_experts", 0),
-    ("first_k_dense_replace", 0),
-    ("num_dense_layers", 0),
-    ("moe_num_shared_experts", 0),
-    ("num_local_experts", 0),
-    ("shared_intermediate_size", 0),
-    ("decoder_sparse_step", 2),
-    ("hidden_size_per_layer_input", 0),
-)
-# Fields whose value decides which layers are of which kind, with values for which there may be further kinds.
-_KINDS: tuple[tuple[str, Any], ...] = (
-    ("decoder_sparse_step", 2),
-    ("mlp_only_layers", [LAYERS - 1]),
-    ("mlp_only_layers", [0]),
-    ("first_k_dense_replace", LAYERS - 1),
-    ("moe_layers", [1]),
-    *SHARED_LAYERS,
-)
-# What lists of layers' types in configs may have; attention over a window has the tensors of full attention.
-_TYPES: tuple[frozenset[str], ...] = (
-    frozenset(("chunked_attention", "compressed_sparse_attention", "conv", "full_attention",
-               "heavily_compressed_attention", "hybrid", "indexed_attention", "linear_attention", "minimax_m3_sparse",
-               "sliding_attention")),
-    frozenset(("dense", "hash_moe", "moe", "sparse")),
-    frozenset(("full", "shared")),
-)  # fmt: skip
 _SEP = ",\n"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-
-
-class NotDescribedError(Exception):
-    """An architecture that the catalogue cannot hold, and why."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tensors:
-    """The names that files of one config have: outside layers, and in each layer, numbers of experts as `*`."""
-
-    outside: frozenset[str]
-    layers: tuple[frozenset[str], ...]
 
 
 def main() -> int:
@@ -175,18 +130,17 @@ def describe(model_class: type[PreTrainedModel]) -> dict[str, Any]:
     path = list_of_layers(model)
     stored = {name: names_in_files(model, [name]) for name in model.state_dict()}
     prefix = prefix_in_files(path, model)
-    base = tensors_of(model, prefix)
     outside = {name: files for name, files in stored.items() if not name.startswith(f"{path}.")}
     inputs, outputs = units_in_order(model_class, config, path, outside, prefix)
-    kinds, kind_of = kinds_of(base)
     decoder, towers = config, []
     if model_class.__name__ in MULTIMODAL:
         decoder = config.text_config
         towers = [unit for unit in inputs if not unit.startswith(prefix.rpartition(".")[0])]
-        base = Tensors(
-            outside=frozenset(name for name in base.outside if module_of(name, towers) is None), layers=base.layers
-        )
-    further = further_kinds(model_class, decoder, kinds, prefix, towers)
+    variants = Variants(model_class=model_class, prefix=prefix, towers=towers)
+    base = variants.tensors_of(model)
+    kinds, kind_of = kinds_of(base)
+    fields = scan_fields(variants, decoder, base)
+    further = fields.kinds[len(kinds) :]
     entry: dict[str, Any] = {
         **({"section": "text_config", "towers": towers} if towers else {}),
         "inputs": [unit for unit in inputs if unit not in towers],
@@ -194,14 +148,11 @@ def describe(model_class: type[PreTrainedModel]) -> dict[str, Any]:
         "outputs": outputs,
         "count": fields_for("num_hidden_layers", decoder),
         "width": fields_for("hidden_size", decoder),
-        "outside": sorted(base.outside),
-        "kinds": [sorted(kind) for kind in (*kinds, *further)],
+        **fields.table(),
     }
-    if not further and (places := places_of(kinds, kind_of)):
+    if len(further) == len(fields.only) and (places := places_of(kinds, kind_of)):
         entry["places"] = places
     entry |= ties_of(model_class, model, stored)
-    if switches := switches_of(model_class, decoder, base, kind_of, prefix, towers):
-        entry["switches"] = switches
     if buffers := buffers_of(model, stored, prefix):
         entry["buffers"] = buffers
     entry |= ignored_by(model_class, prefix)
@@ -246,11 +197,6 @@ def has_decoder(model_class: type[PreTrainedModel]) -> bool:
     return type(tiny_config(model_class).text_config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def build(model_class: type[PreTrainedModel], config: Any, device: str) -> PreTrainedModel:
-    with torch.device(device):
-        return model_class(config).eval()
-
-
 def list_of_layers(model: PreTrainedModel) -> str:
     """Return the name of the list of decoder layers in memory."""
     lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == LAYERS]
@@ -264,11 +210,6 @@ def list_of_layers(model: PreTrainedModel) -> str:
     return lists[0]
 
 
-def names_in_files(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    state = model.state_dict()
-    return sorted(revert_weight_conversion(model, {name: state[name] for name in names}))
-
-
 def prefix_in_files(path: str, model: PreTrainedModel) -> str:
     """Return the name of the list of layers in files."""
     names = names_in_files(model, [name for name in model.state_dict() if name.startswith(f"{path}.")])
@@ -276,21 +217,6 @@ def prefix_in_files(path: str, model: PreTrainedModel) -> str:
         if all(re.match(rf"{re.escape(prefix)}\.\d+\.", name) for name in names):
             return prefix
     raise NotDescribedError("files have its layers under several names")
-
-
-def tensors_of(model: PreTrainedModel, prefix: str) -> Tensors:
-    names = names_in_files(model, model.state_dict())
-    layers: dict[int, set[str]] = {}
-    outside = set()
-    for name in names:
-        if name.startswith(f"{prefix}."):
-            number, _, leaf = name.removeprefix(f"{prefix}.").partition(".")
-            layers.setdefault(int(number), set()).add(_NUMBER.sub("*", f".{leaf}")[1:])
-        else:
-            outside.add(name)
-    if sorted(layers) != list(range(len(layers))):
-        raise NotDescribedError("some of its layers have no tensors")
-    return Tensors(outside=frozenset(outside), layers=tuple(frozenset(layers[number]) for number in sorted(layers)))
 
 
 def has_uneven_experts(model: PreTrainedModel, prefix: str) -> bool:
@@ -307,34 +233,6 @@ def kinds_of(tensors: Tensors) -> tuple[list[frozenset[str]], list[int]]:
     """Return the distinct sets of names that layers have, and which of them each layer has."""
     kinds = list(dict.fromkeys(tensors.layers))
     return kinds, [kinds.index(layer) for layer in tensors.layers]
-
-
-def further_kinds(
-    model_class: type[PreTrainedModel], decoder: Any, kinds: list[frozenset[str]], prefix: str, towers: Collection[str]
-) -> list[frozenset[str]]:
-    """Return kinds of layers that only other configs have."""
-    found: list[frozenset[str]] = []
-    for fields in _other_layers(decoder.to_dict()):
-        changes = {"text_config": fields} if towers else fields
-        try:
-            changed = tensors_of(build(model_class, tiny_config(model_class, **changes), "meta"), prefix)
-        except Exception:  # a combination that transformers refuses
-            continue
-        found += [kind for kind in dict.fromkeys(changed.layers) if kind not in (*kinds, *found)]
-    return found
-
-
-def _other_layers(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield changes to a config that may give it layers of other kinds: of each type by each of its lists of types."""
-    yield from ({name: value} for name, value in _KINDS if name in config)
-    types = {
-        name: sorted({*found, *known})
-        for name, found in config.items()
-        for known in _TYPES
-        if isinstance(found, list) and all(isinstance(each, str) for each in found) and not known.isdisjoint(found)
-    }
-    for chosen in product(*types.values()) if types else ():
-        yield {name: [each] * len(config[name]) for name, each in zip(types, chosen, strict=True)}
 
 
 def places_of(kinds: list[frozenset[str]], kind_of: list[int]) -> dict[str, int]:
@@ -412,49 +310,6 @@ def ties_of(
         pairs.append([stored[owner][0], stored[replica][0]])
     default = model_class.config_class()
     return {"ties": pairs, "tied": bool(getattr(default, "tie_word_embeddings", False))} if pairs else {}
-
-
-def switches_of(
-    model_class: type[PreTrainedModel],
-    config: Any,
-    base: Tensors,
-    kind_of: list[int],
-    prefix: str,
-    towers: Collection[str],
-) -> list[dict[str, Any]]:
-    """Return which fields add or remove tensors: outside layers, and of each kind of layer."""
-    fields, found = config.to_dict(), []
-    default = type(config)().to_dict()
-    tried = [(name, not value) for name, value in fields.items() if isinstance(value, bool)]
-    tried += [(name, value) for name, value in _SWITCHES if fields.get(name) is not None]
-    for name, value in sorted(tried, key=str):
-        if name in ("tie_word_embeddings", "use_cache", "return_dict"):
-            continue
-        try:
-            changes = {"text_config": {name: value}} if towers else {name: value}
-            changed = tensors_of(build(model_class, tiny_config(model_class, **changes), "meta"), prefix)
-        except Exception:  # a combination that transformers refuses
-            continue
-        outside = frozenset(name for name in changed.outside if module_of(name, towers) is None)
-        if outside == base.outside and set(changed.layers) <= set(base.layers):
-            continue  # at most, other layers are of the same kinds
-        if len(changed.layers) != len(base.layers):
-            continue
-        deltas = {-1: delta(base.outside, outside)}
-        for kind, before, after in zip(kind_of, base.layers, changed.layers, strict=True):
-            if deltas.setdefault(kind, delta(before, after)) != delta(before, after):
-                deltas = {}  # it changes which layers are of which kind
-                break
-        if any(added or removed for added, removed in deltas.values()):
-            found.append({
-                "field": name, "value": value, "absent": default.get(name) == value,
-                "changes": [[kind, *change] for kind, change in sorted(deltas.items()) if any(change)],
-            })  # fmt: skip
-    return found
-
-
-def delta(before: frozenset[str], after: frozenset[str]) -> tuple[list[str], list[str]]:
-    return sorted(after - before), sorted(before - after)
 
 
 def buffers_of(model: PreTrainedModel, stored: Mapping[str, list[str]], prefix: str) -> list[str]:
@@ -556,7 +411,7 @@ def render(found: Mapping[str, Mapping[str, Any]], refused: Mapping[str, str]) -
 
 def _lines(entry: Mapping[str, Any]) -> Iterator[str]:
     for name, value in entry.items():
-        if name in ("kinds", "switches"):
+        if name in ("kinds", "numbered", "switches"):
             items = _SEP.join(f"  {json.dumps(item)}" for item in value)
             yield f" {json.dumps(name)}: [\n{items}\n ]"
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from manifests.errors import ModelError
+from manifests.errors import ModelError, SourceError
 from manifests.models.by_names import shape_by_names
 from manifests.models.catalogue import CatalogueEntry, entry_of
 from manifests.models.config import ConfigReader
@@ -59,12 +59,19 @@ def _by_config(entry: CatalogueEntry, config: Mapping[str, object], where: str) 
     """Return the shape of a model whose files are not there; weights as they are before a quantization."""
     sizes = None if entry.is_described else sizes_of(entry.architecture)
     if sizes is None:
-        raise ModelError(
-            f"{where}: architectures",
-            f"the sizes of {entry.architecture}'s tensors are known from its weights, and config.json is alone",
-            "give the folder with its safetensors; their headers are enough",
-            code="config.needs-weights",
-        )
+        raise _needs_weights(entry, where)
     plain = {name: value for name, value in config.items() if name != "quantization_config"}
     reader = ConfigReader(filled(sizes, plain, where), where)
-    return shape_by_names(entry, reader, StoredTensors(tensors=tensors_of(sizes, plain, where), where=where))
+    try:
+        return shape_by_names(entry, reader, StoredTensors(tensors=tensors_of(sizes, plain, where), where=where))
+    except SourceError as error:  # a field adds tensors whose sizes have no formula
+        raise _needs_weights(entry, where) from error
+
+
+def _needs_weights(entry: CatalogueEntry, where: str) -> ModelError:
+    return ModelError(
+        f"{where}: architectures",
+        f"the sizes of {entry.architecture}'s tensors are known from its weights, and config.json is alone",
+        "give the folder with its safetensors; their headers are enough",
+        code="config.needs-weights",
+    )

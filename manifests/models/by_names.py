@@ -25,6 +25,7 @@ _MOST_WIDE = 1 << 24
 _COMPUTED = ("rotary_emb.inv_freq",)  # what files of older code have in every layer, and models compute
 _INCOMPLETE = "the checkpoint is incomplete, or its files are another model's; download files and config again"
 _OTHER = "weights and config disagree; to leave one behind say --drop {}"
+_OTHER_CONFIG = "weights and config disagree, and the model may need it; download both from one revision"
 _NO_LIST = "correct layers in the file of --model"
 _NOT_DESCRIBED = "name its module in the file of --model; to leave one behind say --drop {}"
 
@@ -76,7 +77,7 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
         for number, layer in enumerate(layers[:num_layers]):
             here = {kind for kind, place in entry.places.items() if number == place % num_layers}
             possible = {
-                kind: names for kind, names in enumerate(expected) if kind in here or not (here or kind in entry.places)
+                kind: names for kind, names in expected.items() if kind in here or not (here or kind in entry.places)
             }
             kinds.append(_kind_of(entry, layer, possible, names[number], stored.where))
         _check_alike(names, layers[:num_layers], kinds, stored.where)
@@ -349,5 +350,6 @@ def _unknown(entry: CatalogueEntry, name: str, where: str) -> SourceError:
     if entry.is_described:
         problem, hint = f"1 tensor that no module of --model has: {name}", _NOT_DESCRIBED
     else:
-        problem, hint = f"1 tensor that {entry.architecture} does not have: {name}", _OTHER
+        problem = f"1 tensor that {entry.architecture} does not have with this config: {name}"
+        hint = _OTHER_CONFIG if entry.has(name) else _OTHER
     return SourceError(where, problem, hint.format(name), code="source.unknown-tensor")

@@ -6,32 +6,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CatalogueEntry", "Switch", "catalogued", "entry_of", "left_out", "make_entry"]
+from manifests.models.config import MAX_LAYERS
+
+__all__ = ["CatalogueEntry", "Condition", "Numbered", "Switch", "catalogued", "entry_of", "left_out", "make_entry"]
 
 _PATH = Path(__file__).with_name("catalogue.json")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _OUTSIDE = -1  # instead of a kind of layer: the tensors outside layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Switch:
-    """A config field that adds or removes tensors when it has a `value`."""
+class Condition:
+    """A config field that is true (not null, 0 or empty), or is not."""
 
     name: str
-    value: object
+    value: bool
     absent: bool  # whether a config without the field means this value
-    changes: Mapping[int, tuple[frozenset[str], frozenset[str]]]  # by kind of layer: names added, names removed
 
     def applies(self, config: Mapping[str, object]) -> bool:
-        if self.name not in config:
-            return self.absent
-        found = config[self.name]
-        return found == self.value and isinstance(found, bool) == isinstance(self.value, bool)
+        return bool(config[self.name]) == self.value if self.name in config else self.absent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switch:
+    """Config fields that together add or remove tensors."""
+
+    when: tuple[Condition, ...]
+    changes: Mapping[int, tuple[frozenset[str], frozenset[str]]]  # by kind of layer: names added, names removed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numbered:
+    """Tensors outside layers of which there are as many as a config field says, and `more`."""
+
+    pattern: str  # with `*` for the number
+    name: str
+    more: int
+    absent: int  # what a config without the field means
+
+    def names(self, config: Mapping[str, object]) -> frozenset[str]:
+        count = config.get(self.name)
+        number = self.absent if count is None else min(count, MAX_LAYERS) if type(count) is int else 0
+        return frozenset(self.pattern.replace("*", str(place)) for place in range(number + self.more))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +74,8 @@ class CatalogueEntry:
     outside: frozenset[str] = frozenset()  # tensors outside layers
     kinds: tuple[frozenset[str], ...] = ()
     places: Mapping[int, int] = field(default_factory=dict)  # kinds that only the first (0) or last (-1) layer is
+    only: Mapping[int, tuple[Condition, ...]] = field(default_factory=dict)  # of kinds that not every config has
+    numbered: tuple[Numbered, ...] = ()
     switches: tuple[Switch, ...] = ()
     ties: tuple[tuple[str, str], ...] = ()  # owner and replica, where the config says that embeddings are tied
     tied: bool = False  # what a config means that does not say
@@ -77,17 +102,32 @@ class CatalogueEntry:
         """Whether more than one tensor (B, L, D) crosses between stages."""
         return bool(self.carried) or self.reshapes
 
-    def names(self, config: Mapping[str, object]) -> tuple[frozenset[str], tuple[frozenset[str], ...]]:
-        """Return the names outside layers and of each kind of layer that a config's model has."""
-        outside, kinds = self.outside, list(self.kinds)
+    def names(self, config: Mapping[str, object]) -> tuple[frozenset[str], dict[int, frozenset[str]]]:
+        """Return the names outside layers, and of each kind of layer, that a config's model has."""
+        outside = self.outside.union(*(numbered.names(config) for numbered in self.numbered))
+        kinds = dict(enumerate(self.kinds))
         for switch in self.switches:
-            if switch.applies(config):
+            if all(condition.applies(config) for condition in switch.when):
                 for kind, (added, removed) in switch.changes.items():
                     if kind == _OUTSIDE:
                         outside = (outside | added) - removed
                     else:
                         kinds[kind] = (kinds[kind] | added) - removed
-        return outside, tuple(kinds)
+        absent = {kind for kind, when in self.only.items() if not all(condition.applies(config) for condition in when)}
+        return outside, {kind: names for kind, names in kinds.items() if kind not in absent}
+
+    @property
+    def all_names(self) -> frozenset[str]:
+        """The names that models of any config have: outside layers, and in layers, with `*` for numbers."""
+        patterns = {numbered.pattern for numbered in self.numbered}
+        added = (names for switch in self.switches for names, _ in switch.changes.values())
+        return self.outside.union(patterns, *self.kinds, *added)
+
+    def has(self, fqn: str) -> bool:
+        """Return whether models of some config have a tensor of this name, in any layer."""
+        inside = fqn.removeprefix(f"{self.layers}.")
+        name = inside.partition(".")[2] if inside != fqn else fqn
+        return not self.all_names.isdisjoint((name, _NUMBER.sub("*", f".{name}")[1:]))
 
 
 def catalogued() -> tuple[str, ...]:
@@ -117,13 +157,22 @@ def make_entry(architecture: str, table: Mapping[str, Any]) -> CatalogueEntry:
     fields["kinds"] = tuple(frozenset(names) for names in fields.get("kinds", ()))
     fields["places"] = {int(kind): place for kind, place in fields.get("places", {}).items()}
     fields["ties"] = tuple((owner, replica) for owner, replica in fields.get("ties", ()))
+    fields["only"] = {int(kind): _conditions(when) for kind, when in fields.get("only", {}).items()}
+    fields["numbered"] = tuple(
+        Numbered(pattern=pattern, name=name, more=more, absent=absent)
+        for pattern, name, more, absent in fields.get("numbered", ())
+    )
     fields["switches"] = tuple(_switch(found) for found in fields.get("switches", ()))
     return CatalogueEntry(**fields)
 
 
 def _switch(found: Mapping[str, Any]) -> Switch:
     changes = {kind: (frozenset(added), frozenset(removed)) for kind, added, removed in found["changes"]}
-    return Switch(name=found["field"], value=found["value"], absent=found["absent"], changes=changes)
+    return Switch(when=_conditions(found["when"]), changes=changes)
+
+
+def _conditions(found: Iterable[tuple[str, bool, bool]]) -> tuple[Condition, ...]:
+    return tuple(Condition(name=name, value=value, absent=absent) for name, value, absent in found)
 
 
 @cache

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from manifests.models import ModelShape
+from manifests.models.catalogue import entry_of
 from reshard.tensors.checkpoint import TensorAt
 
-__all__ = ["Coverage", "compare_with_shape"]
+__all__ = ["Coverage", "compare_with_shape", "hint_for_unknown"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,3 +30,9 @@ def compare_with_shape(tensors: Mapping[str, TensorAt], shape: ModelShape) -> Co
         unknown=tuple(fqn for fqn in tensors if fqn not in shape.tensors and not fqn.endswith(ignored)),
         misshapen=tuple(fqn for fqn, tensor in tensors.items() if tensor.shape != shape.tensors.get(fqn, tensor.shape)),
     )
+
+
+def hint_for_unknown(architecture: str, fqn: str) -> str:
+    """Return what to do about a tensor that the model does not have: not to drop what it has with another config."""
+    entry, hint = entry_of(architecture), "download weights and config from one revision"
+    return hint if entry is not None and entry.has(fqn) else f"{hint}, or use --drop {fqn}"

@@ -13,7 +13,7 @@ from manifests.models import ModelShape, StoredTensors, is_sized_by_files, model
 from manifests.paths import problem_with_path
 from manifests.schema import ModelDescription, Source
 from reshard.copy.journal import is_working_name
-from reshard.sources.coverage import compare_with_shape
+from reshard.sources.coverage import compare_with_shape, hint_for_unknown
 from reshard.sources.guess import guess_description
 from reshard.sources.torch_files import (
     TORCH_INDEX_NAME,
@@ -195,7 +195,7 @@ def check_coverage(
         raise SourceError(
             where,
             f"found {_count(unknown, 'tensor')} that {shape.architecture} does not have: {_some(unknown)}",
-            f"download weights and config from one revision, or use --drop {unknown[0]}",
+            hint_for_unknown(shape.architecture, unknown[0]),
             code="source.unknown-tensor",
         )
     for fqn in coverage.misshapen:

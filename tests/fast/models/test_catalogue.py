@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from manifests.errors import UserError
 from manifests.models import ARCHITECTURES, StoredTensors, model_shape
 from manifests.models.catalogue import catalogued, entry_of
 from runner.models import family_for
-from tests.builders import files_in, reshard, run
+from tests.builders import files_in, llama_config, random_tensors, reshard, run, write_model
 from tests.fast.models.catalogued import DOZEN, build_meta, check_table, config_of, save_tiny, stored_by
+from tools.parity import compare
 
 OTHERS = tuple(name for name in catalogued() if name not in DOZEN)
 # Classes of which transformers builds no model by their own default.
@@ -83,8 +86,14 @@ def test_plan_estimates_and_says_so(tmp_path: Path) -> None:
     assert ended.json["assumed"]["work"] == "estimated"
 
 
-def test_config_alone_is_refused_where_sizes_do_not_follow_from_it(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma3nForCausalLM"]}))
+@pytest.mark.parametrize(
+    ("architecture", "changes"), [("Gemma3nForCausalLM", {}), ("Cohere2MoeForCausalLM", {"num_shared_experts": 1})]
+)
+def test_config_alone_is_refused_where_sizes_do_not_follow_from_it(
+    architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    config = config_of(architecture, **changes).to_dict() if changes else {}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
     ended = reshard("plan", tmp_path / "config.json", "--layout", "pp=2", "--json")
     assert (ended.code, ended.json["error"]["code"]) == (3, "config.needs-weights")
     assert ended.json["error"]["where"] == f"{tmp_path}/config.json: architectures"
@@ -145,6 +154,52 @@ def test_config_fields_that_add_tensors_are_followed() -> None:
     assert refusal(plain, with_bias) == "source.unknown-tensor"
 
 
+# Fields that add tensors or layers of another kind, alone or together.
+FIELDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("Gemma3nForCausalLM", {"altup_num_inputs": 2}),
+    ("JambaForCausalLM", {"attn_layer_offset": 1}),
+    ("NemotronHForCausalLM", {"moe_latent_size": 16, "mlp_bias": True}),
+    ("Cohere2MoeForCausalLM", {"num_shared_experts": 1}),
+    ("Cohere2MoeForCausalLM", {"first_k_dense_replace": 3, "attention_bias": True}),
+    ("DeepseekV2ForCausalLM", {"q_lora_rank": None, "attention_bias": True}),
+    ("Gemma3nForCausalLM", {"altup_num_inputs": 6}),
+    ("Gemma4ForCausalLM", {"attention_k_eq_v": True}),
+    ("GraniteMoeSWAForCausalLM", {"shared_intermediate_size": 32}),
+    ("GraniteMoeSharedForCausalLM", {"shared_intermediate_size": 32}),
+)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [pytest.param(*case, marks=() if place < 3 else pytest.mark.slow) for place, case in enumerate(FIELDS)],
+)
+def test_tensors_of_a_field_are_packed_and_trained_and_never_to_be_dropped(
+    architecture: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    save_tiny(tmp_path / "source", architecture, **changes)
+    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "packed", "--quiet")
+    entry = entry_of(architecture)
+    assert entry is not None
+    assert compare(entry, 2, **changes).is_equal
+    (plain, before), (changed, after) = stored_by(architecture), stored_by(architecture, **changes)
+    for gone in after.tensors.keys() - before.tensors.keys():
+        assert refusal(changed, without(after, gone)) == "source.missing-tensor"
+        with pytest.raises(UserError) as caught:
+            model_shape(plain, stored=replace(before, tensors={**before.tensors, gone: after.tensors[gone]}))
+        assert caught.value.code in ("source.unknown-tensor", "source.missing-tensor")
+        assert "--drop" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.bias", "model.layers.4.mlp.up_proj.weight", "odd"])
+def test_only_what_no_config_of_the_class_has_may_be_dropped(name: str, tmp_path: Path) -> None:
+    config = llama_config()
+    tensors = random_tensors(config)
+    write_model(tmp_path / "source", config, {**tensors, name: tensors["model.norm.weight"]}, num_shards=1)
+    ended = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out", "--json")
+    assert ended.json["error"]["code"] == "source.unknown-tensor"
+    assert ("--drop" in ended.json["error"]["hint"]) == (name == "odd")
+
+
 @pytest.mark.parametrize("architecture", ALL)
 def test_parameters_and_buffers_are_told_apart(architecture: str) -> None:
     config, stored = stored_by(architecture)
@@ -170,3 +225,24 @@ def refusal(config: dict[str, Any], stored: StoredTensors) -> str:
 
 def without(stored: StoredTensors, *names: str) -> StoredTensors:
     return replace(stored, tensors={name: shape for name, shape in stored.tensors.items() if name not in names})
+
+
+def test_infinity_in_config_is_read_as_transformers_does_and_never_written(tmp_path: Path) -> None:
+    source, packed, exported = (tmp_path / name for name in ("source", "packed", "exported"))
+    save_tiny(source, "Mamba2ForCausalLM")
+    config = transformers.AutoConfig.from_pretrained(source)
+    text = json.dumps({**config.to_dict(), "architectures": ["Mamba2ForCausalLM"], "dtype": "float32"})
+    assert "[0.0, Infinity]" in text
+    (source / "config.json").write_text(text)
+    printed = [
+        run("pack", source, "--layout", "pp=2", "--out", packed, "--json"),
+        run("inspect", packed, "--json"),
+        run("plan", packed, "--layout", "pp=2", "--json"),
+        run("export", packed, "--to", "hf", "--dtype", "bf16", "--out", exported, "--json"),
+    ]
+    assert (packed / "config.json").read_text() == text
+    written = [packed / "manifest.json", packed / "source.json", exported / "config.json"]
+    for document in (*(ended.out for ended in printed), *(file.read_text() for file in written)):
+        json.loads(document, parse_constant=pytest.fail)
+    assert transformers.AutoConfig.from_pretrained(exported).time_step_limit == [0.0, math.inf]
+    family(packed).build(("backbone.embeddings", "backbone.layers.0"))
