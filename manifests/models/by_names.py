@@ -51,7 +51,10 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
     """
     whole, config = config, _text_config(entry, config)
     lists = ((entry.layers, entry.count), *entry.more_layers)
-    inner, outside = _sort(entry, [name for name, _ in lists], stored)
+    ignored = (*entry.ignored, *_COMPUTED)
+    tensors = {name: dims for name, dims in stored.tensors.items() if not _ends(name, ignored)}
+    ties = _ties(entry, whole, tensors)
+    inner, outside = _sort([name for name, _ in lists], tensors)
     layers: list[_Layer] = []
     names: list[str] = []
     num_layers = 0
@@ -81,9 +84,6 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
             }
             kinds.append(_kind_of(entry, layer, possible, names[number], stored.where))
         _check_alike(names, layers[:num_layers], kinds, stored.where)
-    ignored = (*entry.ignored, *_COMPUTED)
-    tensors = {name: dims for name, dims in stored.tensors.items() if not _ends(name, ignored)}
-    ties = _ties(entry, whole, tensors)
     if entry.is_described:
         _check_described(entry, modules, tensors, stored.where)
     return ModelShape(
@@ -122,18 +122,12 @@ def _count_layers(config: ConfigReader, names: tuple[str, ...]) -> int:
 
 
 def _sort(
-    entry: CatalogueEntry, lists: list[str], stored: StoredTensors
+    lists: list[str], tensors: Mapping[str, Shape]
 ) -> tuple[dict[str, dict[str, dict[str, Shape]]], dict[str, Shape]]:
-    """Return the tensors of each list of layers, by number and name in the layer, and the others.
-
-    Neither has those that a model ignores.
-    """
-    ignored = (*entry.ignored, *_COMPUTED)
+    """Return the tensors of each list of layers, by number and name in the layer, and the others."""
     inner: dict[str, dict[str, dict[str, Shape]]] = {name: {} for name in lists}
     outside = {}
-    for name, dims in stored.tensors.items():
-        if _ends(name, ignored):
-            continue
+    for name, dims in tensors.items():
         prefix = next((prefix for prefix in lists if name.startswith(f"{prefix}.")), None)
         number, _, leaf = name[len(prefix) + 1 :].partition(".") if prefix else ("", "", "")
         if prefix and number.isdecimal() and leaf:
@@ -261,16 +255,26 @@ def _check_described(entry: CatalogueEntry, modules: tuple[str, ...], tensors: M
 
 
 def _ties(entry: CatalogueEntry, config: ConfigReader, tensors: dict[str, Shape]) -> tuple[tuple[str, ...], ...]:
-    """Return the tie groups, owner first, and add to `tensors` what no file stores of them."""
-    if not config.flag("tie_word_embeddings", entry.tied):
-        return ()
+    """Return the tie groups, owner first, and add to `tensors` what no file stores of them.
+
+    The config decides about the embedding and the head; other tensors that a description ties are tied.
+    """
+    are_tied = config.flag("tie_word_embeddings", entry.tied)
     groups: dict[str, list[str]] = {}
     for owner, replica in entry.ties:
-        if owner in tensors or replica in tensors:
+        ends = [module_of(owner, set(entry.inputs)), module_of(replica, set(entry.outputs))]
+        if are_tied or (entry.is_described and None in ends):
             groups.setdefault(owner, [owner]).append(replica)
-            dims = tensors[owner if owner in tensors else replica]
-            tensors.setdefault(owner, dims)
-            tensors.setdefault(replica, dims)
+        elif entry.is_described and entry.tied:
+            problem = f"expected true, or nothing, as --model ties {owner} and {replica}, found false"
+            hint = "correct the field; or say tied = false in the file of --model: the field alone decides then"
+            raise config.error("tie_word_embeddings", problem, hint, code="model.untied-by-config")
+    for owner, group in [*groups.items()]:
+        dims = next((tensors[name] for name in group if name in tensors), None)
+        if dims is None:
+            del groups[owner]
+        else:
+            tensors |= {name: dims for name in group if name not in tensors}
     return tuple(tuple(group) for group in groups.values())
 
 

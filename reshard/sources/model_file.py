@@ -44,7 +44,7 @@ def read_model_file(path: Path) -> ModelDescription:
             raise ModelError(f"{path}: {key}", "required key is missing", hint, code="model.missing-key")
     values = {key: _value(document, key, path) for key in document}
     values.setdefault("count", ("num_hidden_layers",) * len(values["layers"]))
-    description = ModelDescription(**{"width": "hidden_size", "tied": False, **values})
+    description = ModelDescription(**{"width": "hidden_size", "tied": True, **values})
     for place, problem, is_overlap in description_problems(description):
         if is_overlap:
             hint = "list each module once, and none inside another"

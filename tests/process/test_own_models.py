@@ -104,11 +104,50 @@ def test_architecture_that_nothing_knows_trains_through_an_entry_point(packages:
     check_losses(tmp_path, NEW_CONFIG, model, lambda model, tokens: model(tokens, use_cache=False).logits)
 
 
-def pack(place: Path, config: dict[str, Any], description: str, model: nn.Module) -> None:
+@pytest.mark.parametrize("copies", ["all", "one"])
+def test_ties_of_layers_are_kept_whatever_the_config_says_of_the_head(
+    packages: Path, tmp_path: Path, copies: str
+) -> None:
+    """Of two layers on one stage, and of two on two; each tensor is that of one process after three steps."""
+    example = imported(packages / "own_model.py")
+    sizes = {"depth": 6, "dim": 32, "heads": 4, "vocab_size": 64}
+    config = {"architectures": ["TinyDecoder"], **sizes, "tie_word_embeddings": False}
+    ties = [["layers.0.up.weight", "layers.2.up.weight"], ["layers.1.down.weight", "layers.4.down.weight"]]
+    described = EXAMPLE.read_text().partition("model.toml:\n\n")[2].partition("\n\n")[0] + f"\n    ties = {ties}\n"
+    modules = ("embed", *(f"layers.{number}" for number in range(6)), "norm", "head")
+
+    torch.manual_seed(0)
+    model = example.Decoder(**sizes, modules=modules)
+    for owner, replica in ties:
+        model.get_submodule(replica.removesuffix(".weight")).weight = model.get_parameter(owner)
+    stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if copies == "one":
+        stored = {name: tensor for name, tensor in stored.items() if name not in dict(ties).values()}
+    pack(tmp_path, config, described, model, stored)
+    run_jobs(2, [job(tmp_path / "pp2", tmp_path / "log", *FLAGS, *saving(tmp_path), path=packages)])
+    train(model, sizes["vocab_size"], tmp_path, lambda model, tokens: model(tokens))
+    run("export", tmp_path / "trained", "--to", "hf", "--out", tmp_path / "exported", "--quiet")
+    trained = load_file(tmp_path / "exported" / "model.safetensors")
+    assert trained.keys() == stored.keys()
+    for name, tensor in trained.items():
+        expected = model.get_parameter(name).detach()
+        if name.endswith("qkv.bias"):  # that of keys changes no score: its gradients are rounding errors
+            tensor, expected = (bias.view(3, 32)[[0, 2]] for bias in (tensor, expected))
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-6, msg=name)
+
+
+def pack(
+    place: Path,
+    config: dict[str, Any],
+    description: str,
+    model: nn.Module,
+    stored: dict[str, torch.Tensor] | None = None,
+) -> None:
     source = place / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, source / "model.safetensors")
+    tensors = model.state_dict() if stored is None else stored
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, source / "model.safetensors")
     (place / "model.toml").write_text(description)
     run("pack", source, "--layout", "pp=2", "--model", place / "model.toml", "--out", place / "pp2")
 
