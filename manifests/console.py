@@ -24,6 +24,7 @@ __all__ = ["MOVED", "STDOUT", "check_open", "open_streams", "run_cli", "run_comm
 STDOUT = "standard output"
 # What was removed, as it was typed, and what to use instead.
 MOVED = {
+    "--allow-remote": "manifests refer to the hub, buckets and folders only, which need no consent",
     "reshard sign --out": "the signature is manifest.sig beside the manifest",
     "reshard verify --signature": "the signature is manifest.sig beside the manifest; copy it there",
     "reshard plan --simulate-io": "the plan's first lines say what a layout takes; reading is not simulated",
@@ -94,8 +95,9 @@ def _moved(error: Any) -> UsageError | None:
     """Return the refusal of a verb or a flag that was removed, if the error of click is about one."""
     context = getattr(error, "ctx", None)
     word = getattr(error, "option_name", None) or sys.argv[1]
-    where = f"{context.command_path if context else ''} {word}"
-    return UsageError(where, "was removed", MOVED[where], code="usage.moved") if where in MOVED else None
+    typed = f"{context.command_path if context else ''} {word}"
+    where = next((removed for removed in (typed, word) if removed in MOVED), None)
+    return UsageError(where, "was removed", MOVED[where], code="usage.moved") if where else None
 
 
 def _is_working_folder_gone() -> bool:

@@ -25,11 +25,11 @@ __all__ = [
 ]
 
 SCHEME = "hf://"
-OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss")  # of buckets; fsspec opens the others
+OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")  # of buckets, and of folders
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _REPO = re.compile(rf"(?:{_PART}/)?{_PART}")  # a few old repositories, such as gpt2, have no organization
 _QUERY = re.compile(r"\?\S*?(?='?(?:\s|$))")
-_ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": "file"}
+_ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +69,6 @@ def place_of(address: str | Path) -> str:
     """
     if not is_url(address):
         return _real(str(address))
-    last = address.rpartition("::")[2]  # a chain of fsspec ends at the actual storage
-    if last != address and (is_url(last) or last.startswith("/")):
-        return place_of(last)
     if address.startswith(SCHEME):
         return address.partition("@")[0]
     scheme, _, rest = address.partition("://")

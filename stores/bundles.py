@@ -30,7 +30,6 @@ from stores.base import SOURCE_CHANGED, Folder, InputFile, read_file_header
 from stores.headers import at_once
 from stores.local import LocalFolder
 from stores.open import open_store
-from stores.remote import check_remote
 
 __all__ = ["Bundles", "TensorAt", "join_slices", "tensors_in"]
 
@@ -185,7 +184,6 @@ class Bundles:
         virtual = self.manifest.virtual
         assert virtual is not None
         if self._folder is None:
-            check_remote(virtual.location, str(self.root))
             revision = f"@{virtual.revision}" if virtual.revision else ""
             self._folder = open_store(virtual.location + revision)
         return self._folder

@@ -1,4 +1,4 @@
-"""obstore, the client of S3, Google Cloud Storage and Azure, opened from the usual environment.
+"""obstore, the client of S3, Google Cloud Storage, Azure and folders (`file://`), opened from the usual environment.
 
 obstore reads credentials and endpoints from AWS_*, GOOGLE_* and AZURE_* variables, then from the cloud's metadata
 server; AWS profiles are read with boto3 if it is installed.
@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from manifests.errors import SourceError, StoreError
 from manifests.paths import problem_with_path
-from stores.address import split_url
+from stores.address import OBJECT_SCHEMES, place_of, split_url
 from stores.base import SOURCE_CHANGED
 from stores.object_errors import explained
 from stores.retries import Retries
@@ -81,10 +81,6 @@ class ObstoreClient:
     reading: ObjectStore = field(repr=False)
     patient: ObjectStore = field(repr=False)
     uplink: Uplink = field(repr=False, compare=False)
-
-    @property
-    def is_atomic(self) -> bool:
-        return True
 
     def settled(self) -> ObstoreClient:
         """Return the client with long retries for all requests, for use once the address is known to be right."""
@@ -204,14 +200,26 @@ def open_client(url: str, retries: Retries | None = None) -> ObstoreClient:
     A request that reads a range is ended after `retries.request_s`: the caller resumes it, or gives up.
 
     Raises:
-        StoreError: obstore is not installed, or the address or an environment variable is malformed.
+        StoreError: the scheme is none of a bucket or a folder, obstore is not installed, or the address or an
+            environment variable is malformed.
     """
+    scheme, bucket, prefix = split_url(url)
+    if scheme not in OBJECT_SCHEMES:
+        # Of http, obstore follows every redirect, to addresses of this network too, and lists only WebDAV.
+        problem = f"expected one of {', '.join(OBJECT_SCHEMES)}, found {scheme}"
+        hint = "copy the files to a folder or a bucket first; the hub is hf://org/name"
+        raise StoreError(f"{scheme}://…", problem, hint, code="store.unsupported-scheme")
     try:
-        from obstore.store import from_url
+        from obstore.store import LocalStore, from_url
     except ImportError as error:
         hint = "pip install 'reshard[objects]'"
         raise StoreError(url, "object stores are read with obstore", hint, code="store.missing-package") from error
-    scheme, bucket, prefix = split_url(url)
+    if scheme == "file":
+        if not Path(place_of(url)).is_dir():
+            raise StoreError(url, "there is no such folder", code="store.no-such-file")
+        with explained(url):
+            folder = LocalStore(place_of(url), automatic_cleanup=True)
+        return ObstoreClient(url=url.rstrip("/"), quick=folder, reading=folder, patient=folder, uplink=Uplink())
     if "@" in bucket and not scheme.startswith("abfs"):
         problem, hint = "credentials do not belong in an address", "set them in the environment"
         raise StoreError(f"{scheme}://…", problem, hint, code="store.credentials-in-address")

@@ -75,7 +75,7 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
         problem = "another process has begun to write here"
         raise OutputError(client.url, problem, "choose another --out", code="output.contended")
     client = client.settled()
-    if not listed and client.is_atomic:
+    if not listed:
         names = ListedObjects(listed={}).names_to_write(wanted, "")
         target = ObjectTarget(client, lock, progress=CompletedObjects(plan, lock, names=names), last=wanted.last)
         target.open_beside(lambda: check_existing(client, list_objects(client), wanted))

@@ -1,4 +1,4 @@
-"""Folders in object stores: S3, Google Cloud Storage and Azure through obstore, others through fsspec."""
+"""Folders in object stores, through obstore."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Protocol
 from manifests.errors import InputError, SourceError, StoreError, UnreachableError
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import problem_with_path
-from stores.address import OBJECT_SCHEMES, split_url
 from stores.base import LOCK_NAME, PROGRESS_NAME, SOURCE_CHANGED, Range, is_hidden
 from stores.object_client import ObjectEntry, open_client
 from stores.pace import Pace
@@ -41,13 +40,9 @@ def open_objects(url: str, retries: Retries | None = None) -> ObjectFolder:
     """Open a folder of an object store, such as `s3://BUCKET/PREFIX`, without reading anything.
 
     Raises:
-        StoreError: the address is malformed, or the client for its scheme is not installed.
+        StoreError: the address is malformed or of an unknown scheme, or obstore is not installed.
     """
-    if split_url(url)[0] in OBJECT_SCHEMES:
-        return ObjectFolder(open_client(url, retries), retries)
-    from stores.filesystem_client import open_filesystem
-
-    return ObjectFolder(open_filesystem(url), retries)
+    return ObjectFolder(open_client(url, retries), retries)
 
 
 class ObjectFolder:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from manifests.errors import StoreError
 
-__all__ = ["Redirects", "check_redirect"]
+__all__ = ["Redirects"]
 
 _METADATA_NAMES = ("metadata", "metadata.google.internal", "instance-data", "instance-data.ec2.internal")
 _METADATA_ADDRESSES = frozenset(  # that are not link-local; Azure's is even public
@@ -93,15 +93,6 @@ class Redirects:
             "use the URL of the server that has the file; if the URL is right, its server may be compromised",
             code="store.redirect-refused",
         )
-
-
-def check_redirect(where: str, origin: str, target: str) -> None:
-    """Check a redirect from `origin`, the requested URL, to `target`, which a server named.
-
-    Raises:
-        StoreError: see `Redirects.follow`.
-    """
-    Redirects(where, origin).follow(target)
 
 
 def _host_of(url: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Protocol
 
-from manifests.errors import OutputError
+from manifests.errors import OutputError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
-from stores.address import OBJECT_SCHEMES, split_url
 from stores.address import SCHEME as HUB_SCHEME
+from stores.address import place_of, split_url
 from stores.base import LOCK_NAME, PROGRESS_NAME
 from stores.object_client import Upload, open_client
 from stores.objects import Client
@@ -25,24 +26,19 @@ class WritableClient(Client, Protocol):
     def upload(self, name: str, nbytes: int, num_parts: int = NUM_PARTS) -> Upload: ...
     def remove(self, names: Collection[str]) -> None: ...
     def settled(self) -> WritableClient: ...
-    @property
-    def is_atomic(self) -> bool:
-        """Whether an object appears only when its upload is finished."""
-        ...
 
 
 def open_writable(url: str) -> WritableClient:
-    """Open a prefix for writing. In a bucket, no request is sent yet."""
+    """Open a prefix for writing; no request is sent yet, and the folder of `file://` is made."""
     if url.startswith(HUB_SCHEME):
         hint = "give a folder as --out, then hf upload REPO FOLDER"
         raise OutputError(url, "writing to the hub is not supported", hint, code="output.unwritable")
-    if split_url(url)[0] in OBJECT_SCHEMES:
-        return open_client(url)
-    from stores.filesystem_client import open_filesystem
-
-    client = open_filesystem(url)
-    client.make_folder()
-    return client
+    if split_url(url)[0] == "file":
+        try:
+            Path(place_of(url)).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise refused_by_system(url, error, "cannot be written", code="output.unwritable") from error
+    return open_client(url)
 
 
 def remove_objects(client: WritableClient, names: Collection[str]) -> None:

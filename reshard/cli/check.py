@@ -25,7 +25,6 @@ __all__ = ["check"]
     type=click.Choice(["write", "verify"]),
     help="Write digests.json into the folder if no problem was found, or read every file and compare with it.",
 )
-@options.allow_remote
 @options.as_json
 @options.quiet
 def check(

@@ -31,7 +31,6 @@ __all__ = [
     "SCHEDULES",
     "Command",
     "WholeNumber",
-    "allow_remote",
     "as_json",
     "as_spelling",
     "conversion_flags",
@@ -85,10 +84,6 @@ POLICIES = ("fp32", "bf16", "mixed")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-allow_remote = click.option(
-    "--allow-remote", is_flag=True, expose_value=False, callback=lambda *given: _allow_remote(*given),
-    help="Read virtual bundles from any server that their manifest names, not only from the hub and buckets.",
-)  # fmt: skip
 max_shard_size = click.option(
     "--max-shard-size", "max_shard_nbytes", metavar="SIZE", default="45GB", show_default=True,
     callback=lambda _, __, text: _size("--max-shard-size", text),
@@ -102,8 +97,8 @@ _output = functools.partial(
     click.option, "--out", type=click.Path(), required=True, metavar="DIR|URL",
     callback=lambda _, __, text: address(text),
 )  # fmt: skip
-out = _output(help="Folder to write, or s3://BUCKET/PREFIX (gs://, az://, another fsspec URL).")
-out_or_hub = _output(help="Folder to write, s3://BUCKET/PREFIX (gs://, az://, another fsspec URL) or hf://org/name.")
+out = _output(help="Folder to write, or s3://BUCKET/PREFIX (gs://, az://).")
+out_or_hub = _output(help="Folder to write, s3://BUCKET/PREFIX (gs://, az://) or hf://org/name.")
 drop = click.option(
     "--drop", multiple=True, metavar="FQN", help="Leave this tensor, or all of this module, out; may be repeated."
 )
@@ -375,13 +370,6 @@ def address(text: str, where: str = "--out") -> str | Path:
     if not is_unicode(text):
         raise UsageError(where, f"{text!r} is not valid UTF-8", "choose another name", code="options.not-utf8")
     return text if is_url(text) else Path(text)
-
-
-def _allow_remote(context: click.Context, _: click.Parameter, given: bool) -> None:
-    if given:
-        from stores.remote import allowing_remote
-
-        context.with_resource(allowing_remote())
 
 
 def with_flags(command: Command, flags: Sequence[Callable[[Command], Command]]) -> Command:

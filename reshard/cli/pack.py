@@ -47,7 +47,6 @@ __all__ = ["export", "pack"]
     help="Compare the SHA-256 of every hub file, reading also what is not packed.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan, or the jobs of --scheduler, and exit.")
-@options.allow_remote
 @options.as_json
 @options.quiet
 @options.training_flags
@@ -151,7 +150,6 @@ def pack(
 @options.io
 @options.sync
 @options.parallelism_flags
-@options.allow_remote
 @options.as_json
 @options.quiet
 def export(

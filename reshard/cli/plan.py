@@ -33,7 +33,6 @@ __all__ = ["layout", "plan"]
     help="Theme of .svg and .png; auto follows the reader's setting (.png: light).",
 )
 @options.force
-@options.allow_remote
 @options.as_json
 @options.quiet
 @collector_paused()  # a step has up to half a million actions, which it would visit whenever it resumes

@@ -26,7 +26,6 @@ __all__ = ["diff", "inspect", "verify"]
               help="Verify only this stage; may be repeated.")  # fmt: skip
 @click.option("--public-key", type=click.Path(), metavar="FILE",
               help="First verify the manifest's signature with this public key (PEM).")  # fmt: skip
-@options.allow_remote
 @options.as_json
 @options.quiet
 def verify(
@@ -58,7 +57,6 @@ def verify(
 @click.command()
 @options.manifest
 @click.option("--tensors", is_flag=True, help="List every tensor with its stage, dtype, shape and digest.")
-@options.allow_remote
 @options.as_json
 @options.quiet
 def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
@@ -85,7 +83,6 @@ def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
 @options.model
 @click.option("--norms/--no-norms", default=True, help="Read the tensors that differ, and print the norm of B - A.")
 @click.option("--bytes", "reads_bytes", is_flag=True, help="Read and hash every tensor instead of trusting digests.")
-@options.allow_remote
 @options.as_json
 @options.quiet
 def diff(

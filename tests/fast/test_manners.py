@@ -50,7 +50,7 @@ def test_flags_of_training_that_name_paths_are_paths() -> None:
 def test_what_was_removed_is_refused_with_what_to_use_instead(
     removed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command, *words = removed.split()
+    command, *words = removed.split() if " " in removed else ("reshard", "inspect", removed)
     monkeypatch.setattr("sys.argv", [command, *words, "--json"])
     with pytest.raises(SystemExit) as ended:
         (reshard_main if command == "reshard" else runner_main)()

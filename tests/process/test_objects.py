@@ -270,7 +270,7 @@ def test_bucket_in_another_region_is_said_to_be(moto: MotoServer) -> None:
         ("s3://", ("store.malformed-address", "s3://")),
         ("s3://b/a/../c", ("store.malformed-address", "s3://b/a/../c")),
         ("s3://key:secret@b/a", ("store.credentials-in-address", "s3://…")),
-        ("sftp://me:secret@host/a", ("store.credentials-in-address", "sftp://…")),
+        ("sftp://me:secret@host/a", ("store.unsupported-scheme", "sftp://…")),
     ],
 )
 def test_malformed_address_is_refused(url: str, expected: tuple[str, str]) -> None:

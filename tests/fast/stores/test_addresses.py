@@ -71,9 +71,7 @@ def test_local_folders_are_opened_without_any_client() -> None:
         ("gs://b/m", "gcs://b/m/"),
         ("az://c/m", "abfs://c/m", "abfss://c@account.dfs.core.windows.net/m"),
         ("hf://org/name", "hf://org/name@refs/pr/1"),
-        ("memory://a/m", "memory:///a/m"),
-        ("sftp://host/a/m", "sftp://user@host/a/../a/m"),
-        ("/a/m", "/a/./b/../m/", "file:///a/m", "FILE:///a//m/", "local:///a/m", "simplecache::file:///a/m"),
+        ("/a/m", "/a/./b/../m/", "file:///a/m", "FILE:///a//m/"),
     ],
 )
 def test_all_addresses_of_a_place_have_one_form(same: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ from stores.address import parse_hub_address
 from stores.base import read_whole
 from stores.hub import HubFolder, open_hub
 from stores.hub_calls import asked_wait_s
-from stores.redirects import check_redirect
+from stores.redirects import Redirects
 from stores.retries import Retries
 from tests.refusals import refusal, refused
 from tests.servers.hub import MEMBER, STRANGER, Hub
@@ -400,6 +400,6 @@ ALL_METADATA = (
 )
 def test_redirects_into_this_machine_and_to_metadata_are_refused(origin: str, target: str, is_followed: bool) -> None:
     if is_followed:
-        check_redirect("here", origin, target)
+        Redirects("here", origin).follow(target)
         return
-    assert refused(lambda: check_redirect("here", origin, target)) == ("store.redirect-refused", "here")
+    assert refused(lambda: Redirects("here", origin).follow(target)) == ("store.redirect-refused", "here")

@@ -16,7 +16,6 @@ from huggingface_hub import constants
 from manifests.errors import StoreError
 from stores.base import read_whole
 from stores.connections import Connections
-from stores.objects import open_objects
 from stores.open import open_store
 from stores.redirects import Redirects
 from tests.refusals import refusal
@@ -76,14 +75,6 @@ def test_hub_does_not_connect_to_another_address_than_was_checked(hub: Hub, monk
     hub.take_requests()
     assert refusal(lambda: read_whole(folder.file("model.safetensors"))).code == "store.redirect-refused"
     assert not any(request.is_cdn for request in hub.take_requests())
-
-
-def test_web_server_does_not_connect_to_another_address_than_was_checked() -> None:
-    with serving() as (port, paths):
-        folder = open_objects(f"http://{NAME}:{port}/model")
-        assert refusal(lambda: read_whole(folder.file("config.json"))).code == "store.redirect-refused"
-    assert paths != []
-    assert "/secret" not in paths
 
 
 def test_direct_connection_sends_nothing_to_another_address_than_was_checked() -> None:
