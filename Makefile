@@ -108,7 +108,6 @@ architecture: setup  ## Write docs/architecture.md from the imports
 
 catalogue: setup  ## Write the table of architectures from the installed transformers
 	$(BIN)/python tools/catalogue.py
-	$(BIN)/python tools/sizes.py
 
 models: setup  ## Write the table of architectures in docs/models.md
 	$(BIN)/python tools/models.py

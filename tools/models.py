@@ -12,7 +12,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from manifests.models import ARCHITECTURES
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of, left_out
-from manifests.models.sizes import sizes_of
 from runner.config.architectures import TENSOR_PARALLEL, TRAINED, is_generic, why_not_tensor_parallel
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +41,7 @@ def render() -> str:
         entry = entry_of(name)
         road = "by shape" if name in ARCHITECTURES else "by name"
         tensor = _tensor(name)
-        plan = "config.json" if name in ARCHITECTURES or sizes_of(name) is not None else "headers"
+        plan = "config.json" if name in ARCHITECTURES else "with transformers"
         lines.append(f"| `{name}` | {plan} | {road} | {_trains(name)} | {_ties(entry)} | {tensor} |")
     lines += [
         "",

@@ -28,6 +28,7 @@ __all__ = [
     "StoredTensors",
     "Work",
     "architecture_of",
+    "check_experts",
     "is_sized_by_files",
     "model_shape",
     "module_of",
@@ -65,18 +66,16 @@ def model_shape(
 ) -> ModelShape:
     """Return the shape of the model that a Hugging Face config describes.
 
-    An architecture that only the catalogue describes has the tensors and shapes that are `stored`, or, without them,
-    those that follow from the config. One that a `description` describes has those that are stored. Of another, the
-    config alone decides, and they are not looked at.
+    An architecture that only the catalogue or a `description` describes has the tensors and shapes that are `stored`.
+    Of another, the config alone decides, and they are not looked at.
 
     Raises:
         ModelError: an architecture that is not known, or a field missing, of the wrong kind or unsupported; one of the
-            catalogue without tensors whose sizes do not follow from its config; a description that does not match the
-            tensors.
+            catalogue without stored tensors; a description that does not match the tensors.
         SourceError: tensors of an architecture of the catalogue or of a description are missing, or not the model's.
     """
     name = architecture_of(config, where, description)
-    _check_experts(config, where)
+    check_experts(config, where)
     reader = ConfigReader(config, where)
     if name in ARCHITECTURES:
         return ARCHITECTURES[name](reader)
@@ -145,7 +144,7 @@ def _described_name(description: ModelDescription, named: object, where: str) ->
     return name
 
 
-def _check_experts(config: Mapping[str, object], where: str) -> None:
+def check_experts(config: Mapping[str, object], where: str) -> None:
     """Refuse a table of tensors that would exhaust memory before it is made: too many layers times experts."""
     layers = sum(found for found in map(config.get, _LAYERS) if type(found) is int)
     for name, experts in ((name, config.get(name)) for name in _EXPERTS):

@@ -1,15 +1,14 @@
-"""The shape of a model that the catalogue or its user describes, from its files or, for most, from its config alone."""
+"""The shape of a model that the catalogue or its user describes, from its files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from manifests.errors import ModelError, SourceError
+from manifests.errors import ModelError
 from manifests.models.by_names import shape_by_names
 from manifests.models.catalogue import CatalogueEntry, entry_of
 from manifests.models.config import ConfigReader
 from manifests.models.shape import ModelShape, StoredTensors
-from manifests.models.sizes import filled, sizes_of, tensors_of
 from manifests.schema import ModelDescription
 
 __all__ = ["described_entry", "shape_by_catalogue"]
@@ -25,12 +24,19 @@ def shape_by_catalogue(
     """Return the shape of a model that the catalogue or a description has; see `model_shape`.
 
     Raises:
-        ModelError: its sizes do not follow from its config; a description does not match the tensors.
+        ModelError: there are no stored tensors; a description does not match them.
         SourceError: tensors are missing, or not the model's.
     """
     entry = entry_of(architecture) if description is None else described_entry(description, architecture)
     assert entry is not None, architecture
-    return shape_by_names(entry, ConfigReader(config, where), stored) if stored else _by_config(entry, config, where)
+    if stored is None:
+        raise ModelError(
+            f"{where}: architectures",
+            f"the sizes of {entry.architecture}'s tensors are known from its weights, and config.json is alone",
+            "give the folder with its safetensors; their headers are enough",
+            code="config.needs-weights",
+        )
+    return shape_by_names(entry, ConfigReader(config, where), stored)
 
 
 def described_entry(description: ModelDescription, architecture: str) -> CatalogueEntry:
@@ -52,26 +58,4 @@ def described_entry(description: ModelDescription, architecture: str) -> Catalog
         mtp=description.mtp,
         spare=description.spare,
         is_described=True,
-    )
-
-
-def _by_config(entry: CatalogueEntry, config: Mapping[str, object], where: str) -> ModelShape:
-    """Return the shape of a model whose files are not there; weights as they are before a quantization."""
-    sizes = None if entry.is_described else sizes_of(entry.architecture)
-    if sizes is None:
-        raise _needs_weights(entry, where)
-    plain = {name: value for name, value in config.items() if name != "quantization_config"}
-    reader = ConfigReader(filled(sizes, plain, where), where)
-    try:
-        return shape_by_names(entry, reader, StoredTensors(tensors=tensors_of(sizes, plain, where), where=where))
-    except SourceError as error:  # a field adds tensors whose sizes have no formula
-        raise _needs_weights(entry, where) from error
-
-
-def _needs_weights(entry: CatalogueEntry, where: str) -> ModelError:
-    return ModelError(
-        f"{where}: architectures",
-        f"the sizes of {entry.architecture}'s tensors are known from its weights, and config.json is alone",
-        "give the folder with its safetensors; their headers are enough",
-        code="config.needs-weights",
     )

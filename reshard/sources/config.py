@@ -9,7 +9,7 @@ from typing import Any
 
 from manifests.errors import ModelError
 from manifests.invariants import MANIFEST_NAME
-from manifests.models import ModelShape, model_shape
+from manifests.models import ModelShape, architecture_of, check_experts, is_sized_by_files, model_shape
 from manifests.safetensors import nbytes_of
 from manifests.schema import Source
 from manifests.store import read_config
@@ -46,7 +46,7 @@ def open_config(path: Path) -> Checkpoint:
         ModelError: an unknown architecture or dtype.
     """
     config = read_config(path)
-    shape = model_shape(config, str(path))
+    shape = _shape_of(config, str(path))
     dtype = _dtype(config, str(path))
     file, tied = LocalFile(path), {fqn for group in shape.ties for fqn in group[1:]}
     tensors, begin = {}, 0  # as if all were in one file, in this order
@@ -62,6 +62,16 @@ def open_config(path: Path) -> Checkpoint:
         record=SourceRecord(shards=()),
         source=Source(kind=CONFIG_ONLY, location=str(path.resolve())),
     )
+
+
+def _shape_of(config: Mapping[str, object], where: str) -> ModelShape:
+    if not is_sized_by_files(config, where):
+        return model_shape(config, where)
+    from reshard.estimate.meta_model import tensors_by_class
+
+    check_experts(config, where)
+    whole, tensors = tensors_by_class(config, architecture_of(config, where), where)
+    return model_shape(whole, where, tensors)
 
 
 def with_dtype(config: Mapping[str, Any], stored: str) -> dict[str, Any]:
