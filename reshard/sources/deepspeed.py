@@ -110,6 +110,7 @@ def open_deepspeed(
         originals=OriginalFiles(
             location=root.location, revision=root.revision, files={name: root.file(name) for name in read}
         ),
+        copies=under_fqns(_named(saved, saved.copies, fqns, shape), shape),
         moments=moments,
         trained=trained,
         description=description,

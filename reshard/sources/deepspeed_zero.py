@@ -65,14 +65,16 @@ def read_partitions(step: Step) -> Saved:
     options = [_dict(state.get("base_optimizer_state")) for state in states]
     if not shapes or not all(options):
         _refuse_kind(step)
+    _check_equal(step, states)
     group = _Groups(step, shapes, states[0].get("param_alignment_paddings"))
     weights = group.parameters([_list(state["single_partition_of_fp32_groups"]) for state in states], "fp32")
     shared = _dict(model.get("shared_params"))
-    untrained = {
+    module = {
         name: tensor
         for name, tensor in _dict(model.get("module")).items()
-        if isinstance(name, str) and isinstance(tensor, TensorAt) and name not in weights and name not in shared
+        if isinstance(name, str) and isinstance(tensor, TensorAt)
     }
+    untrained = {name: tensor for name, tensor in module.items() if name not in weights and name not in shared}
     moments: dict[Holds, Mapping[str, TensorAt]] = {}
     for holds in MOMENTS:
         moments[holds] = group.parameters([_vectors(option, holds, len(shapes)) for option in options], holds)
@@ -84,6 +86,7 @@ def read_partitions(step: Step) -> Saved:
     }
     return Saved(
         weights={**untrained, **weights},
+        copies={name: tensor for name, tensor in module.items() if name in weights},
         files=(models[0], *files),
         moments=moments,
         steps=steps,
@@ -165,6 +168,21 @@ def _check_ranks(step: Step, ranks: Sequence[int], states: Sequence[Mapping[obje
         if set(counts) != {len(ranks)} or list(ranks) != list(range(len(ranks))):
             problem = f"expected the partitions of {said} ranks, found those of ranks {str(list(ranks))[:80]}"
             raise SourceError(step.where, problem, _AGAIN, code="source.bad-partitions")
+
+
+def _check_equal(step: Step, states: Sequence[Mapping[object, object]]) -> None:
+    """Refuse partitions of ranks that took other steps, or with other options: they are of two saves."""
+    facts = []
+    for state in states:
+        options = _dict(state.get("base_optimizer_state"))
+        steps = {key: _dict(value).get("step") for key, value in _dict(options.get("state")).items()}
+        counts = {key: read_number(count, f"{step.where}: step") for key, count in steps.items() if count is not None}
+        facts.append(
+            (counts, options.get("param_groups"), state.get("clip_grad"), state.get("param_alignment_paddings"))
+        )
+    if any(each != facts[0] for each in facts):
+        problem = "ranks have different steps or options of the optimizer"
+        raise SourceError(step.where, problem, _AGAIN, code="source.bad-partitions")
 
 
 def _refuse_kind(step: Step) -> NoReturn:

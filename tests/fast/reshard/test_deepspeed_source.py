@@ -256,13 +256,41 @@ def change_partition(step: Path, act: Callable[[dict[str, Any]], object]) -> Non
     path = step / PARTITION
     module = SimpleNamespace(Unpickler=WithoutDeepSpeed, load=pickle.load, __name__="pickle")
     state = torch.load(path, weights_only=False, pickle_module=module)["optimizer_state_dict"]
-    kept = {key: state[key] for key in (FP32_PARTS, "base_optimizer_state", "partition_count", "clip_grad")}
+    kept = {key: state[key] for key in state if key not in ("loss_scaler", "zero_stage")}
     act(kept)
     torch.save({"optimizer_state_dict": kept}, path)
 
 
 PARTITION, FP32_PARTS = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "single_partition_of_fp32_groups"
 MODEL_STATES = "mp_rank_00_model_states.pt"
+OTHER_RANK = PARTITION.replace("rank_1", "rank_0")
+
+
+def swap_ranks(step: Path) -> None:
+    (step / PARTITION).rename(step / "swapped")
+    (step / OTHER_RANK).rename(step / PARTITION)
+    (step / "swapped").rename(step / OTHER_RANK)
+
+
+def swap_names(step: Path) -> None:
+    """Let two weights of one shape change places in the list that gives names to a rank's vector."""
+    states = torch.load(step / MODEL_STATES, weights_only=False)
+    (shapes,) = states["param_shapes"]
+    one, other = [name for name in shapes if "layers.0.mlp" in name and "down" not in name]
+    renamed = {one: other, other: one}
+    states["param_shapes"] = [{renamed.get(name, name): shape for name, shape in shapes.items()}]
+    torch.save(states, step / MODEL_STATES)
+
+
+def set_steps(state: dict[str, Any]) -> None:
+    for group in state["base_optimizer_state"]["state"].values():
+        group["step"] = torch.tensor(3.0)
+
+
+def set_rate(state: dict[str, Any]) -> None:
+    state["base_optimizer_state"]["param_groups"][0]["lr"] = 9.0
+
+
 ZERO_FAULTS: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "none": (lambda step: change_partition(step, lambda state: None), None),
     "no file of a rank": (lambda step: (step / PARTITION).unlink(), "source.bad-partitions"),
@@ -289,6 +317,16 @@ ZERO_FAULTS: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "a group more": (
         lambda step: change_partition(step, lambda state: state[FP32_PARTS].append(torch.zeros(4))),
         "source.bad-partitions",
+    ),
+    "files of ranks swapped": (swap_ranks, "source.partitions-differ"),
+    "one rank's file twice": (
+        lambda step: shutil.copy(step / OTHER_RANK, step / PARTITION), "source.partitions-differ"
+    ),
+    "names of two weights swapped": (swap_names, "source.partitions-differ"),
+    "another step": (lambda step: change_partition(step, set_steps), "source.bad-partitions"),
+    "another rate": (lambda step: change_partition(step, set_rate), "source.bad-partitions"),
+    "another norm": (
+        lambda step: change_partition(step, lambda state: state.update(clip_grad=9.0)), "source.bad-partitions"
     ),
     "elastic": (
         lambda step: change_partition(step, lambda state: state.update(base_optimizer_state=[])),
