@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["OLD_COMMIT", "SECTIONS", "Section"]
-
 ROOT = Path(__file__).resolve().parents[1]
 OLD_COMMIT = "8edc073"  # what this one is compared with
 _OLD = "OLD"  # in a command: a checkout of that commit

@@ -9,8 +9,6 @@ from pathlib import Path
 from manifests.models import model_shape
 from manifests.safetensors import encode_header, layout_tensors
 
-__all__ = ["experts_config", "llama_config", "llama_of", "write_checkpoint"]
-
 _VOCAB_SIZE = 32000
 
 

@@ -18,8 +18,6 @@ from reshard.estimate.costs import costs_of
 from reshard.layout import layout_for
 from reshard.layout.deepspeed import balanced_bounds
 
-__all__ = ["DEGREES", "MODELS", "SEQ_LEN", "Row", "compare", "show", "write"]
-
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "data" / "configs"
 SEQ_LEN = 4096
 # Config name: model name.

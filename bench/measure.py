@@ -23,31 +23,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = [
-    "GLOBAL_BATCH",
-    "LLAMA",
-    "RESHARD",
-    "ROOT",
-    "SEQ_LEN",
-    "WARM_STEPS",
-    "Run",
-    "circumstances",
-    "cpu_s_since",
-    "load_average",
-    "median_ratio",
-    "options_of",
-    "run_measured",
-    "run_quietly",
-    "run_ranks",
-    "run_runner",
-    "step_s",
-    "summary",
-    "take_turns",
-    "train",
-    "write_llama",
-    "write_result",
-]
-
 ROOT = Path(__file__).resolve().parents[1]
 RESHARD = (sys.executable, "-m", "reshard")
 SEQ_LEN, GLOBAL_BATCH = 256, 8  # of a timed step

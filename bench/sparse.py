@@ -10,8 +10,6 @@ from pathlib import Path
 from manifests.models import ModelShape, model_shape
 from manifests.safetensors import DTYPE_BITS, encode_header, layout_tensors, nbytes_of
 
-__all__ = ["SparseCheckpoint", "write_sparse"]
-
 INDEX = "model.safetensors.index.json"
 
 

@@ -24,8 +24,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from reshard.sources.megatron_arguments import arguments_of
 
-__all__ = ["SparseMegatron", "write_sparse_megatron"]
-
 _TP = 2
 Chunks = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and shape
 

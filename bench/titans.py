@@ -18,8 +18,6 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import _EMBEDDING_INIT, _NORM_INIT, _build_llama3_layers, _output_linear_init
 from torchtitan.models.llama3.model import Llama3Model
 
-__all__ = ["NoTokenizer", "llama", "run_on_cpu", "take_microbatches"]
-
 
 def llama(config: Mapping[str, Any], *, fused: bool) -> Llama3Model.Config:
     """Return the config of a Llama from Hugging Face's; if fused, its query, key and value weights are one."""

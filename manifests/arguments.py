@@ -6,8 +6,6 @@ from collections.abc import Collection
 
 from manifests.errors import UsageError
 
-__all__ = ["check_choice", "check_count"]
-
 
 def check_choice(flag: str, value: object, allowed: Collection[str]) -> None:
     """Raise UsageError unless the value is one of those that are allowed."""

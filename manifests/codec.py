@@ -16,8 +16,6 @@ from manifests.schema import FORMAT, VERSION, Manifest
 from manifests.selfdigest import BLANK, check_own_digest, mark, own_digest, split_mark
 from manifests.training_state import COUNT_LIMIT, LARGEST_NUMBER
 
-__all__ = ["decode_manifest", "encode_manifest", "manifest_document"]
-
 T = TypeVar("T")
 
 

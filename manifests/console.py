@@ -19,8 +19,6 @@ from typing import Any
 from manifests.errors import InputError, UsageError, UserError, error_json, refused_by_system
 from manifests.signals import INTERRUPTED
 
-__all__ = ["MOVED", "STDOUT", "check_open", "open_streams", "run_cli", "run_command"]
-
 STDOUT = "standard output"
 # What was removed, as it was typed, and what to use instead.
 MOVED = {

@@ -8,18 +8,6 @@ from typing import overload
 
 from blake3 import blake3
 
-__all__ = [
-    "PREFIX",
-    "DigestTable",
-    "HashedBlocks",
-    "Hasher",
-    "digest_bytes",
-    "digest_hex",
-    "digest_pieces",
-    "is_digest",
-    "is_hex_digest",
-]
-
 PREFIX = "blake3:"
 _HEX = frozenset("0123456789abcdef")
 _NBYTES = 32

@@ -6,30 +6,6 @@ import errno
 from functools import partial
 from typing import Self
 
-__all__ = [
-    "CheckpointError",
-    "DataError",
-    "InputError",
-    "LaunchError",
-    "LayoutError",
-    "LogError",
-    "ManifestError",
-    "ModelError",
-    "OutputError",
-    "RankError",
-    "ScheduleError",
-    "ShardError",
-    "SignatureError",
-    "SourceError",
-    "StoreError",
-    "UnreachableError",
-    "UsageError",
-    "UserError",
-    "error_json",
-    "printable",
-    "refused_by_system",
-]
-
 # Errors of a disk, a mount or a network rather than of the file.
 _OF_THE_MACHINE = (
     errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENOTCONN,

@@ -15,18 +15,6 @@ from types import MappingProxyType
 
 from manifests.tensortable import TensorKind, TensorTable
 
-__all__ = [
-    "DTYPE_BITS",
-    "MAX_DIM",
-    "MAX_RANK",
-    "METADATA",
-    "NO_NAMES",
-    "PAIR",
-    "STRING",
-    "read_header_text",
-    "read_string",
-]
-
 METADATA = "__metadata__"
 MAX_DIM = 1 << 63
 MAX_RANK = 64  # dimensions of a tensor; the limit of torch and NumPy

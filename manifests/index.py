@@ -16,17 +16,6 @@ from typing import TypeVar
 from manifests.paths import is_in_stage_folder
 from manifests.schema import WEIGHTS, Holds, Manifest, TieGroup
 
-__all__ = [
-    "INDEX_NAME",
-    "MAX_SHARD_NBYTES",
-    "MOST_READ_HEADER_NBYTES",
-    "has_index",
-    "index_blocks",
-    "is_indexed",
-    "replicas_elsewhere",
-    "split_by_size",
-]
-
 INDEX_NAME = "model.safetensors.index.json"
 MAX_SHARD_NBYTES = 45 << 30  # the Hugging Face hub recommends files below 50 * 10^9 bytes
 MOST_READ_HEADER_NBYTES = 25_000_000  # huggingface_hub and huggingface.js refuse longer headers

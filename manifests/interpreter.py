@@ -11,8 +11,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-__all__ = ["leave_out_working_folder", "module_command", "relative_entries", "safe_environment"]
-
 _PATH = "PYTHONPATH"
 
 

@@ -20,8 +20,6 @@ from manifests.schema import (
 )
 from manifests.training_state import training_problems
 
-__all__ = ["MANIFEST_NAME", "SOURCE_NAME", "check_manifest", "check_model", "problems"]
-
 MANIFEST_NAME = "manifest.json"
 SOURCE_NAME = "source.json"
 _MOST_SHOWN = 20

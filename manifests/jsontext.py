@@ -10,16 +10,6 @@ from typing import Any
 
 from manifests.errors import SourceError
 
-__all__ = [
-    "MAX_CONFIG_NBYTES",
-    "MOST_CONFIG_VALUES",
-    "MOST_VALUES",
-    "kind_of",
-    "parse_config",
-    "parse_json_object",
-    "with_floats",
-]
-
 MOST_VALUES = 2_000_000  # in one document; each takes up to 200 bytes as a Python object
 MOST_CONFIG_VALUES = 100_000
 MAX_CONFIG_NBYTES = 16 << 20

@@ -9,8 +9,6 @@ from typing import Any
 
 from manifests.errors import InputError, LaunchError
 
-__all__ = ["ABSENT", "MOUNT", "MOUNT_FORM", "literal", "run_kubectl", "said_by_kubectl", "volumes_of"]
-
 MOUNT = re.compile(r"(/[^:]*|[a-z0-9]([-a-z0-9.]*[a-z0-9])?):(?P<target>/[^:/][^:]*)")  # a claim's name is a DNS name
 MOUNT_FORM = "CLAIM:/FOLDER or /FOLDER-OF-THE-NODE:/FOLDER"
 ABSENT = ("not found on this machine", "run this where kubectl reaches the cluster; --dry-run does not need it")

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 
 from manifests.schema import Decay, LearningRate
 
-__all__ = ["rate_at"]
-
 # The factor of the learning rate after a fraction of the decay; as in torchtitan's and transformers' WSD schedules.
 _LEFT: Mapping[Decay, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,

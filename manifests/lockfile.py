@@ -26,8 +26,6 @@ from pathlib import Path
 
 from manifests.errors import InputError, LaunchError, refused_by_system
 
-__all__ = ["birth_of", "locking", "pid_namespace"]
-
 _BEAT_S = 5.0
 _STALE_S = 60.0
 _SETTLE_S = 2.0

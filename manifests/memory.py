@@ -23,18 +23,6 @@ from manifests.models import ModelShape, Work, module_of
 from manifests.placement import Placement
 from manifests.schedules import Table, in_flight, peak_held
 
-__all__ = [
-    "POLICIES",
-    "DtypePolicy",
-    "Memory",
-    "MemoryEstimate",
-    "Recompute",
-    "Training",
-    "estimate_memory",
-    "memory_of",
-    "parse_recompute",
-]
-
 FP32_NBYTES = 4
 Recompute = Literal["none", "full", "selective"] | int  # a number N: every Nth layer
 # Matrices that every tensor-parallel rank has whole, by the end of their names: routers and projections to latents.

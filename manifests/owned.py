@@ -31,21 +31,6 @@ from manifests.jsontext import parse_json_object
 from manifests.schema import Manifest
 from manifests.store import read_manifest, read_small_file, write_file
 
-__all__ = [
-    "RECORD_NAME",
-    "FindOwned",
-    "check_ours",
-    "check_room",
-    "empty",
-    "files_in",
-    "files_of_manifest",
-    "foreign_files",
-    "keep_others",
-    "remove_replaced",
-    "remove_tree",
-    "write_record",
-]
-
 # Returns the paths below a folder that may be removed; None: the folder was not written by this command.
 FindOwned = Callable[[Path], Collection[str] | None]
 

@@ -10,21 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-__all__ = [
-    "AMBER",
-    "BLUE",
-    "BROWN",
-    "KIND_COLORS",
-    "MEMORY_COLORS",
-    "PLAIN",
-    "THEMES",
-    "WORK_COLORS",
-    "Theme",
-    "contrast",
-    "ink_on",
-    "tint",
-]
-
 BLUE, AMBER, TEAL, BROWN, LAVENDER, PLAIN = "#2f74c0", "#f0a92e", "#5fc0a8", "#8a5a12", "#b9a4d6", "#8d939c"
 
 # Kinds of modules.

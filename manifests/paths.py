@@ -6,8 +6,6 @@ import re
 
 from manifests.schema import WEIGHTS, Holds
 
-__all__ = ["is_in_stage_folder", "is_unicode", "problem_with_path", "replicas_path", "root_shard_path", "shard_path"]
-
 _MAX_CHARS = 1024
 _MAX_PART_NBYTES = 240  # file systems allow 255; files are first written as `.NAME.partial`
 _STAGE_FOLDER = re.compile(r"stage-[0-9]{3,}")

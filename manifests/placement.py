@@ -7,8 +7,6 @@ from typing import Literal
 
 from manifests.errors import LayoutError
 
-__all__ = ["Placement", "Style"]
-
 Style = Literal["loop", "v"]
 
 

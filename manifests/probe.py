@@ -19,16 +19,6 @@ from manifests.errors import InputError, OutputError, refused_by_system
 from manifests.lockfile import birth_of, pid_namespace
 from manifests.store import write_file
 
-__all__ = [
-    "check_new_file",
-    "check_room",
-    "check_stdout",
-    "check_writable",
-    "folder_of",
-    "nearest_folder",
-    "print_result",
-]
-
 # A probe is named after its process, so that what a kill leaves is known to be nobody's by the next one.
 _NAME = re.compile(r"\.probe-([0-9a-f]{8})-([0-9]+)-([0-9]+)-.+")
 _NBYTES = 4096

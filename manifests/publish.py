@@ -26,16 +26,6 @@ from manifests.owned import (
 from manifests.probe import check_writable
 from manifests.store import read_manifest, sync_folder, write_file
 
-__all__ = [
-    "check_not_a_step",
-    "check_not_mounted",
-    "check_partial",
-    "check_target",
-    "exchange",
-    "partial_of",
-    "publishing",
-]
-
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MOUNTS = "/proc/self/mountinfo"

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from manifests.errors import StoreError
 
-__all__ = ["open_regular"]
-
 _KINDS = {
     stat.S_IFIFO: "a pipe (FIFO)",
     stat.S_IFSOCK: "a socket",

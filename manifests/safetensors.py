@@ -22,25 +22,6 @@ from manifests.tensortable import TensorEntry, TensorKind, TensorTable
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
-__all__ = [
-    "ALIGNMENT",
-    "DIGESTS_KEY",
-    "DTYPE_BITS",
-    "LENGTH_NBYTES",
-    "MAX_HEADER_NBYTES",
-    "Header",
-    "TensorEntry",
-    "blank_digests",
-    "encode_header",
-    "header_template",
-    "in_data_order",
-    "layout_tensors",
-    "parse_header",
-    "read_header",
-    "template_blocks",
-    "template_nbytes",
-]
-
 ALIGNMENT = 4096  # of the data area in the shards that we write, in bytes
 DIGESTS_KEY = "blake3"  # in `__metadata__`: hex digests of the tensors, in header order
 _DIGEST_CHARS = 64

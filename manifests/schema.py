@@ -8,40 +8,6 @@ from typing import Literal
 
 from manifests.placement import Placement, Style
 
-__all__ = [
-    "FORMAT",
-    "MODEL_CARD_NAME",
-    "MOMENTS",
-    "VERSION",
-    "WEIGHTS",
-    "AuxiliaryFile",
-    "BatchSizes",
-    "DataCursor",
-    "DataPosition",
-    "Decay",
-    "Holds",
-    "Layout",
-    "LearningRate",
-    "Manifest",
-    "Model",
-    "ModelDescription",
-    "OptimizerState",
-    "OriginalFile",
-    "ParameterGroup",
-    "Parent",
-    "RandomState",
-    "Shard",
-    "Source",
-    "SourcePosition",
-    "Span",
-    "Stage",
-    "TieGroup",
-    "TieMember",
-    "TrainedDtype",
-    "TrainingState",
-    "Virtual",
-]
-
 FORMAT = "reshard-manifest"
 VERSION = 1
 MODEL_CARD_NAME = "README.md"

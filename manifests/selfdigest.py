@@ -13,8 +13,6 @@ import re
 from manifests.digest import PREFIX, digest_bytes
 from manifests.errors import ManifestError
 
-__all__ = ["BLANK", "check_own_digest", "mark", "own_digest", "split_mark"]
-
 _MARK = ", manifest "
 BLANK = PREFIX + 64 * "0"
 _MARKED = re.compile(rf"(?P<by>.*){_MARK}(?P<digest>{PREFIX}[0-9a-f]{{64}})", re.DOTALL)

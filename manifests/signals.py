@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-__all__ = ["INTERRUPTED", "STOPPING", "deferred", "end_at_signals", "interrupts", "say_interrupted"]
-
 INTERRUPTED = 130
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 _SOON_S = 5  # by when a command has usually cleaned up

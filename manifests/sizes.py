@@ -10,8 +10,6 @@ from fractions import Fraction
 
 from manifests.errors import UsageError
 
-__all__ = ["parse_size", "read_size", "show_bytes", "write_size"]
-
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _LEAST_BARE = 1 << 20  # a smaller number is missing its unit
 

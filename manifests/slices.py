@@ -14,8 +14,6 @@ from manifests.errors import ShardError
 from manifests.jsontext import parse_json_object
 from manifests.safetensors import Header
 
-__all__ = ["SLICES_KEY", "Slice", "problem_with_slices", "slice_metadata", "slices_in"]
-
 SLICES_KEY = "DCP_SHARDING_INFO"
 _VERSION = ("DCP_VERSION", "1.0")
 _OFFSET, _SHAPE = "saved_offsets", "shape"

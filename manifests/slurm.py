@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from manifests.errors import InputError, LaunchError, UsageError
 from manifests.interpreter import safe_environment
 
-__all__ = ["run_slurm", "working_folder"]
-
 _LIMIT_S = 60
 
 

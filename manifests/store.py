@@ -19,23 +19,6 @@ from manifests.regular import open_regular
 from manifests.safetensors import Header, read_header
 from manifests.schema import Manifest, Parent, Shard
 
-__all__ = [
-    "check_links",
-    "check_shard",
-    "find_manifest",
-    "links_out_of",
-    "locate_manifest",
-    "no_manifest",
-    "open_shard",
-    "parent_of",
-    "read_config",
-    "read_manifest",
-    "read_small_file",
-    "sync_folder",
-    "write_file",
-    "write_manifest",
-]
-
 _MAX_SMALL_NBYTES = 1 << 30
 _UNFINISHED = "the output is unfinished or not packed; pack a model with reshard pack SOURCE --layout SPEC --out DIR"
 _DAMAGED = "the shard was changed or removed after it was written; copy or write the checkpoint again"

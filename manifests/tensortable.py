@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
-__all__ = ["TensorEntry", "TensorKind", "TensorTable"]
-
 TensorKind = tuple[str, tuple[int, ...], int]  # dtype, shape, bytes
 
 

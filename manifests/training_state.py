@@ -21,8 +21,6 @@ from manifests.schema import (
     TrainingState,
 )
 
-__all__ = ["COUNT_LIMIT", "LARGEST_NUMBER", "LARGEST_RATE", "state_problems", "training_problems"]
-
 COUNT_LIMIT = 1 << 63  # of integers in a manifest
 LARGEST_NUMBER = sys.float_info.max
 LARGEST_RATE = 3.4028234663852886e38  # the largest float32: an optimizer sees a larger one as infinite

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable
 from itertools import groupby
 
-__all__ = ["number_runs", "parse_numbers", "show_count", "show_numbers"]
-
 _MOST_RUNS = 8
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from manifests.interpreter import leave_out_working_folder
 from manifests.signals import interrupts
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command; end with its exit code."""

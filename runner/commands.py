@@ -10,8 +10,6 @@ import click
 
 from manifests.console import run_cli
 
-__all__ = ["cli", "completion", "run"]
-
 _PLAIN = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 # Where each command is, and its line in the list of commands.
 _VERBS = {

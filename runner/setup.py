@@ -53,8 +53,6 @@ from runner.training.step import Engine
 from runner.training.ties import build_ties, check_equal, check_loaded, lead_parameters
 from stores.cores import threads_for_ranks
 
-__all__ = ["Ready", "begin"]
-
 logger = logging.getLogger("runner")
 
 

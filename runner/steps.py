@@ -29,8 +29,6 @@ from runner.training.rng import rng_state
 from runner.training.step import StepReport, train_step
 from runner.training.ties import check_equal
 
-__all__ = ["train_steps"]
-
 logger = logging.getLogger("runner")
 
 

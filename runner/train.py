@@ -57,8 +57,6 @@ from runner.training.ties import check_equal
 from stores.address import is_url
 from stores.manifest_file import find_manifest_file
 
-__all__ = ["main", "run", "train"]
-
 T = TypeVar("T")
 logger = logging.getLogger("runner")
 

@@ -11,19 +11,6 @@ from typing import TypeGuard
 
 from manifests.errors import StoreError
 
-__all__ = [
-    "OBJECT_SCHEMES",
-    "SCHEME",
-    "HubAddress",
-    "hub_output",
-    "is_inside",
-    "is_url",
-    "parse_hub_address",
-    "place_of",
-    "split_url",
-    "without_queries",
-]
-
 SCHEME = "hf://"
 OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")  # of buckets, and of folders
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"

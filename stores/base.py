@@ -16,30 +16,6 @@ from manifests.safetensors import LENGTH_NBYTES, Header, header_nbytes, parse_he
 if TYPE_CHECKING:
     import hashlib
 
-__all__ = [
-    "HIDDEN_FOLDERS",
-    "HUB_MISMATCH",
-    "LOCK_NAME",
-    "MAX_WHOLE_NBYTES",
-    "PART_NAME",
-    "PROGRESS_NAME",
-    "SOURCE_CHANGED",
-    "Blocks",
-    "Folder",
-    "InputFile",
-    "Listed",
-    "Range",
-    "Reader",
-    "check_whole",
-    "is_hidden",
-    "merge_ranges",
-    "read_config",
-    "read_file_header",
-    "read_head",
-    "read_range",
-    "read_whole",
-]
-
 SOURCE_CHANGED = "source.changed"  # error code: the file changed since it was listed
 HUB_MISMATCH = "source.hub-digest"  # error code: the file differs from the hub's listing
 LOCK_NAME = ".reshard-unfinished"  # exists in a prefix from before the first write until the commit

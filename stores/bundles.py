@@ -31,8 +31,6 @@ from stores.headers import at_once
 from stores.local import LocalFolder
 from stores.open import open_store
 
-__all__ = ["Bundles", "TensorAt", "join_slices", "tensors_in"]
-
 _ShardTable = tuple[TensorTable, int, DigestTable, Mapping[str, Slice]]
 
 

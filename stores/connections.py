@@ -18,8 +18,6 @@ from urllib.request import getproxies, proxy_bypass
 
 from stores.pace import answered_within
 
-__all__ = ["Answer", "ConnectionFailure", "Connections", "is_direct"]
-
 ConnectionFailure = (OSError, HTTPException)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["threads_for_ranks", "usable_cores"]
-
 _MAX_THREADS = 32  # beyond, the interpreter's lock is the limit
 _CGROUPS = Path("/sys/fs/cgroup")
 

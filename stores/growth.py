@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PAUSE_S", "Growth"]
-
 PAUSE_S = 30.0  # before a limit that did not help, or that a server refused, is tried again
 _SHORTEST_WINDOW_S = 0.1
 _FACTOR = 4

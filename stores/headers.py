@@ -12,8 +12,6 @@ from manifests.safetensors import Header
 from stores.base import InputFile, read_file_header
 from stores.local import LocalFile
 
-__all__ = ["NUM_AT_ONCE", "at_once", "each_file_header", "each_of", "read_file_headers"]
-
 NUM_AT_ONCE = 16
 
 Key = TypeVar("Key")

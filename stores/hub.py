@@ -25,8 +25,6 @@ from stores.local import LocalFolder
 from stores.retries import Retries, keep_trying
 from stores.streams import Streams
 
-__all__ = ["HubFolder", "open_hub"]
-
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NUM_LISTING_ATTEMPTS = 3  # fail fast, since the address may be mistyped
 

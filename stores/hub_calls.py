@@ -30,26 +30,6 @@ from stores.address import HubAddress
 from stores.pace import answered_within
 from stores.retries import PassingError
 
-__all__ = [
-    "AGENT",
-    "LOG_IN",
-    "ClientError",
-    "asked_wait_s",
-    "asking",
-    "busy",
-    "check_endpoint",
-    "check_refusal",
-    "check_token",
-    "configured_token",
-    "has_default_client",
-    "headers_of_requests",
-    "is_endpoint",
-    "is_passing",
-    "offline_error",
-    "unreachable",
-    "without_token",
-]
-
 # huggingface_hub 1.x uses httpx and 2.x httpx2; in both, this is the client's base error.
 ClientError: type[BaseException] = HfHubHTTPError.__bases__[0]
 _InvalidURL: type[BaseException] = getattr(sys.modules[ClientError.__module__], "InvalidURL", ValueError)  # not one

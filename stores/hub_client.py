@@ -13,8 +13,6 @@ from huggingface_hub.utils import _http
 
 from stores.address import without_queries
 
-__all__ = ["uploading"]
-
 _CONNECT_S = 30.0
 
 

@@ -39,8 +39,6 @@ from stores.redirects import Redirects
 from stores.retries import PassingError, Retries, keep_trying
 from stores.streams import Stream, Streams
 
-__all__ = ["HubFile"]
-
 _SHA256_CHARS = 64
 _MAX_REDIRECTS = 6
 _REDIRECTS = (301, 302, 303, 307, 308)

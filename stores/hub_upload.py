@@ -33,8 +33,6 @@ from stores.hub_calls import AGENT, LOG_IN, asking, check_endpoint, configured_t
 from stores.hub_client import uploading
 from stores.retries import PassingError, Retries, keep_trying
 
-__all__ = ["Commit", "HubUpload", "open_upload", "showing_bars", "staging_folder"]
-
 _MAIN = "main"
 
 Answer = TypeVar("Answer")

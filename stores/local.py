@@ -13,8 +13,6 @@ from manifests.paths import is_unicode
 from manifests.regular import open_regular
 from stores.base import HIDDEN_FOLDERS, SOURCE_CHANGED, Range
 
-__all__ = ["LocalFile", "LocalFolder"]
-
 
 class _State(NamedTuple):
     """Changes when a file is written or replaced, even if its mtime is restored."""

@@ -15,8 +15,6 @@ from stores.base import Folder, read_whole
 from stores.local import LocalFolder
 from stores.open import open_store
 
-__all__ = ["Address", "ManifestFile", "ReadManifest", "find_manifest_file", "read_manifest_file"]
-
 Address = str | Path
 
 

@@ -26,14 +26,6 @@ if TYPE_CHECKING:
     from obstore import GetOptions, WritableFile
     from obstore.store import BackoffConfig, ClientConfig, ObjectStore, RetryConfig
 
-__all__ = [
-    "ObjectEntry",
-    "ObstoreClient",
-    "Upload",
-    "open_client",
-]
-
-
 _CHUNK_NBYTES = 1 << 18  # of a streamed response, to keep obstore's buffers small
 _LIST_COUNT = 1000  # names per page
 # With any of these, obstore finds credentials without a profile.

@@ -11,8 +11,6 @@ from manifests.errors import InputError, SourceError, StoreError, UnreachableErr
 from stores.address import without_queries
 from stores.base import SOURCE_CHANGED
 
-__all__ = ["explained", "explanation"]
-
 # The text of obstore's errors: operation, status line of the server, response body, then a debug dump.
 _DUMP = "\n\nDebug source"
 _STATUS = re.compile(r"status code: (\d{3})")

@@ -24,11 +24,6 @@ from stores.base import LOCK_NAME, PROGRESS_NAME, read_whole
 from stores.object_client import ObjectEntry
 from stores.objects import Client, ObjectFile
 
-__all__ = [
-    "FindOwnedObjects", "ListedObjects", "Wanted", "check_existing", "lines_of", "new_lock", "objects_of_manifest",
-    "remaining_names",
-]  # fmt: skip
-
 _SHOWN_CHARS = 200  # of a lock object's text
 _HEAD_LINES = 3  # of a lock object; names of objects that must be removed may follow
 _WORKING = (LOCK_NAME, PROGRESS_NAME)

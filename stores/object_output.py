@@ -32,8 +32,6 @@ from stores.objects import list_objects
 from stores.uplink import NUM_PARTS
 from stores.writable import WritableClient, open_writable, remove_objects
 
-__all__ = ["SMALL_NBYTES", "ObjectTarget", "ObjectWriter", "Wanted", "open_output"]
-
 logger = logging.getLogger(__name__)
 
 SMALL_NBYTES = 8 << 20  # sent, or kept, in one piece

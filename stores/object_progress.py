@@ -14,8 +14,6 @@ from stores.base import PROGRESS_NAME
 from stores.object_client import ObjectEntry
 from stores.objects import Client
 
-__all__ = ["CompletedObjects", "read_progress"]
-
 
 class _Writable(Protocol):
     def put(self, name: str, data: bytes) -> None: ...

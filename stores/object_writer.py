@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from manifests.errors import InputError
 from stores.object_client import Upload
 
-__all__ = ["ObjectWriter"]
-
 logger = logging.getLogger(__name__)
 
 

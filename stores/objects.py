@@ -19,8 +19,6 @@ from stores.ranges import Fetch, RangeReader
 from stores.retries import PassingError, Retries, keep_trying
 from stores.streams import Stream, Streams
 
-__all__ = ["Client", "ObjectFile", "ObjectFolder", "list_objects", "open_objects"]
-
 _MAX_COUNT = 100_000  # objects in a checkpoint's folder
 
 

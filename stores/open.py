@@ -16,8 +16,6 @@ from stores.address import SCHEME, is_url, parse_hub_address
 from stores.base import Folder
 from stores.local import LocalFolder
 
-__all__ = ["open_below", "open_store"]
-
 
 def open_store(address: str) -> Folder:
     """Open a local folder, a repository on the hub, or a prefix in an object store.

@@ -10,8 +10,6 @@ from typing import TypeVar
 
 from stores.retries import PassingError
 
-__all__ = ["LEAST_BYTES_PER_S", "Pace", "answered_within"]
-
 LEAST_BYTES_PER_S = 4 << 10  # of one connection; slower ones count as stalled
 _HINT = "check the network; a proxy or the server may be overloaded"
 

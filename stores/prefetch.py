@@ -14,18 +14,6 @@ from stores.base import InputFile
 from stores.ranges import Fetch, cut
 from stores.streams import Streams
 
-__all__ = [
-    "MEMORY_NBYTES",
-    "REQUEST_NBYTES",
-    "STREAM_NBYTES",
-    "Lane",
-    "Planned",
-    "PlannedReader",
-    "Prefetcher",
-    "RemoteFile",
-    "join_ranges",
-]
-
 STREAM_NBYTES = 10 << 20  # a request, and those that wait to be read
 MEMORY_NBYTES = 64 * STREAM_NBYTES
 REQUEST_NBYTES = 4 << 20

@@ -15,8 +15,6 @@ from typing import Protocol
 
 from stores.base import Range, merge_ranges
 
-__all__ = ["GAP_NBYTES", "NUM_PARALLEL", "REQUEST_NBYTES", "Fetch", "RangeReader", "cut", "plan_requests"]
-
 GAP_NBYTES = 1 << 20  # gaps up to this size are fetched too, which is faster than another request
 REQUEST_NBYTES = 16 << 20
 NUM_PARALLEL = 4

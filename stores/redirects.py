@@ -16,8 +16,6 @@ from urllib.parse import urlsplit
 
 from manifests.errors import StoreError
 
-__all__ = ["Redirects"]
-
 _METADATA_NAMES = ("metadata", "metadata.google.internal", "instance-data", "instance-data.ec2.internal")
 _METADATA_ADDRESSES = frozenset(  # that are not link-local; Azure's is even public
     map(

@@ -13,8 +13,6 @@ from typing import TypeVar
 
 from manifests.errors import UnreachableError
 
-__all__ = ["PassingError", "Retries", "backoff_s", "keep_trying"]
-
 logger = logging.getLogger(__name__)
 _NOTICED_S = 2.0  # longer waits are logged as warnings
 _DAY_S = 86400.0

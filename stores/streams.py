@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from stores.growth import Growth
 from stores.retries import PassingError
 
-__all__ = ["FIRST_LIMIT", "Stream", "Streams"]
-
 FIRST_LIMIT = 16
 _LOOK_UP_S = 0.2  # polling interval for cancellation
 

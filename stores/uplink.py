@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["LEAST_BYTES_PER_S", "LONGEST_PART_S", "MAX_PARTS", "NUM_PARTS", "Sent", "Uplink", "part_nbytes"]
-
 NUM_PARTS = 4  # concurrent parts of one upload, by default
 MAX_PARTS = 10_000  # of one object, in S3 and Google Cloud Storage
 _LEAST_PART_NBYTES = 5 << 20  # that S3 and Google Cloud Storage take, except of the last part

@@ -9,8 +9,6 @@ from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecut
 from itertools import pairwise
 from typing import Generic, TypeVar
 
-__all__ = ["Take", "for_each", "share_out"]
-
 T = TypeVar("T")
 Take = Callable[[], T | None]  # returns the thread's next item, None if none is left
 

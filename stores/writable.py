@@ -15,8 +15,6 @@ from stores.object_client import Upload, open_client
 from stores.objects import Client
 from stores.uplink import NUM_PARTS
 
-__all__ = ["WritableClient", "open_writable", "remove_objects"]
-
 _EXPORT_MARK = "config.json"  # without it, a folder is not a model
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["ObjectSentinels", "is_planted", "plant_objects"]
-
 _INSIDE = {
     "notes.txt": b"mine",
     "optimizer.pt": b"pickled",

@@ -18,35 +18,6 @@ from safetensors import deserialize
 
 from reshard.cli import main
 
-__all__ = [
-    "DTYPE_BITS",
-    "EMBEDDING",
-    "HEAD",
-    "INDEX",
-    "Ended",
-    "Refusal",
-    "Tensor",
-    "edit_manifest",
-    "files_in",
-    "flip",
-    "header_of",
-    "index_of",
-    "leftovers",
-    "llama_config",
-    "llama_shapes",
-    "random_tensors",
-    "read_safetensors",
-    "refusal",
-    "reshard",
-    "run",
-    "tensors_in",
-    "weights_path",
-    "without_digest",
-    "without_file",
-    "write_model",
-    "write_safetensors",
-]
-
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 INDEX = "model.safetensors.index.json"
 

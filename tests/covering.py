@@ -6,8 +6,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import combinations
 from typing import TypeVar
 
-__all__ = ["covering"]
-
 Row = TypeVar("Row")
 
 

@@ -11,20 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = [
-    "GENERATED",
-    "NOT_RUN",
-    "PAGES",
-    "ROOT",
-    "RUN",
-    "SECTIONS_OF",
-    "Block",
-    "Run",
-    "blocks_of",
-    "run_blocks",
-    "search_path",
-]
-
 ROOT = Path(__file__).resolve().parents[1]
 # Written by tools from code; their examples are run where that code is tested.
 GENERATED = frozenset({"docs/commands.md", "docs/errors.md", "docs/python-api.md"})

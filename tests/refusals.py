@@ -8,8 +8,6 @@ import pytest
 
 from manifests.errors import UserError
 
-__all__ = ["refusal", "refused"]
-
 
 def refusal(act: Callable[[], object]) -> UserError:
     """Return the error that a call raises."""

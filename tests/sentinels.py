@@ -6,8 +6,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["Sentinels", "plant_in"]
-
 # What is seen of an entry: its kind and mode, its owner, its bytes or where it leads, and its inode but for folders.
 Seen = tuple[int, int, bytes | str, int]
 

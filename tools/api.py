@@ -32,7 +32,7 @@ _INTERNAL = {
         "prefetcher",
         "add",
     },
-    "PlanResult": {"checkpoint", "inventory", "costs", "plan", "shape"},
+    "PlanResult": {"checkpoint", "inventory", "plan", "shape"},
     "StagePlan": {"shards"},
     "StepEstimate": {"timeline"},
 }

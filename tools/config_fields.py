@@ -27,8 +27,6 @@ from manifests.models.shape import module_of
 from tools.parity import SHARED_LAYERS
 from tools.tiny_models import LAYERS, tiny_config
 
-__all__ = ["Fields", "NotDescribedError", "Tensors", "Variants", "build", "names_in_files", "scan_fields"]
-
 # Fields whose value decides which layers are of which kind, with values for which there may be further kinds.
 _KINDS: tuple[tuple[str, Any], ...] = (
     ("decoder_sparse_step", 2),

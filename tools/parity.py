@@ -21,8 +21,6 @@ from runner.models.generic import Generic
 from runner.pipeline.self_check import Compared, compare_stages, gradients_of
 from tools.tiny_models import tiny_config
 
-__all__ = ["SHARED_LAYERS", "Layers", "Trained", "compare", "look_at_layers", "stages_of"]
-
 LENGTH, LR = 12, 0.1
 SHARED_LAYERS = (("num_kv_shared_layers", 2),)  # fields that let layers read keys and values of earlier ones
 

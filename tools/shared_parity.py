@@ -25,8 +25,6 @@ from runner.parallel.self_check import TOLERANCE, compare_shared
 from runner.pipeline.self_check import Compared
 from tools.tiny_models import tiny_config
 
-__all__ = ["Case", "Dim", "compare_all", "why_not_tensor_parallel"]
-
 Dim = Literal["tensor", "shard"]
 Case = tuple[
     CatalogueEntry, Dim, Mapping[str, Any]

@@ -9,8 +9,6 @@ import transformers
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-__all__ = ["DROPOUTS", "LAYERS", "MULTIMODAL", "decoder_classes", "tiny_config"]
-
 LAYERS = 4
 DROPOUTS = (
     "activation_dropout", "attention_dropout", "attn_pdrop", "classifier_dropout", "dropout", "embd_pdrop",

@@ -11,8 +11,6 @@ from manifests.models.config import ConfigReader
 from manifests.models.shape import ModelShape, StoredTensors
 from manifests.schema import ModelDescription
 
-__all__ = ["described_entry", "shape_by_catalogue"]
-
 
 def shape_by_catalogue(
     architecture: str,

@@ -15,8 +15,6 @@ from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.shape import ModelShape, Shape, StoredTensors, Work, module_of
 
-__all__ = ["heads_width", "shape_by_names"]
-
 _PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts",
 )  # fmt: skip

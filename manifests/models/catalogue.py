@@ -15,8 +15,6 @@ from typing import Any
 
 from manifests.models.config import MAX_LAYERS
 
-__all__ = ["CatalogueEntry", "Condition", "Numbered", "Switch", "catalogued", "entry_of", "left_out", "make_entry"]
-
 _PATH = Path(__file__).with_name("catalogue.json")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _OUTSIDE = -1  # instead of a kind of layer: the tensors outside layers

@@ -17,20 +17,6 @@ from dataclasses import dataclass, field
 from manifests.models.config import MAX_EXPERTS, ConfigReader
 from manifests.models.shape import Shape, Work
 
-__all__ = [
-    "Component",
-    "attention",
-    "expert_work",
-    "experts",
-    "gated_mlp",
-    "layer",
-    "layer_norm",
-    "linear",
-    "mlp",
-    "norm",
-    "routing",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:

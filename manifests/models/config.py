@@ -8,8 +8,6 @@ from types import MappingProxyType
 from manifests.errors import InputError
 from manifests.jsontext import kind_of
 
-__all__ = ["MAX_EXPERTS", "MAX_LAYERS", "ConfigReader"]
-
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 10_000
 _MAX_COUNT = (1 << 31) - 1

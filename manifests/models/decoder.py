@@ -9,8 +9,6 @@ from manifests.models.components import Component, linear, norm
 from manifests.models.config import ConfigReader
 from manifests.models.shape import ModelShape, Work
 
-__all__ = ["HEAD", "ROTARY_BUFFERS", "assemble", "decoder", "embedding", "head", "head_tie"]
-
 EMBEDDING, LAYER, NORM, HEAD = "model.embed_tokens", "model.layers.{}", "model.norm", "lm_head"
 # Rotary frequencies: what files of older code have in every layer, and models compute.
 ROTARY_BUFFERS = (".self_attn.rotary_emb.inv_freq",)

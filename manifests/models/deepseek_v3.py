@@ -14,8 +14,6 @@ from manifests.models.decoder import decoder, head
 from manifests.models.quantized import as_stored, fp8
 from manifests.models.shape import ModelShape, Work
 
-__all__ = ["deepseek_v3_shape"]
-
 
 def deepseek_v3_shape(config: ConfigReader) -> ModelShape:
     """Return the shape of a `DeepseekV3ForCausalLM`.

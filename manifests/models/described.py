@@ -9,8 +9,6 @@ from dataclasses import fields
 
 from manifests.schema import ModelDescription
 
-__all__ = ["description_problems"]
-
 _NAME = re.compile(r"[^.\s]+(\.[^.\s]+)*")  # words with dots between them
 _REQUIRED = ("inputs", "layers", "outputs")
 _OF_TENSORS = ("buffers", "ignored")  # the ends of names, which may begin with a dot

@@ -14,8 +14,6 @@ from manifests.models.decoder import HEAD, assemble, embedding, head, head_tie
 from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape, Work
 
-__all__ = ["falcon_shape"]
-
 
 def falcon_shape(config: ConfigReader) -> ModelShape:
     """Return the shape of a `FalconForCausalLM`: 7B, 40B and 180B's decoders, and Falcon-RW's."""

@@ -12,8 +12,6 @@ from manifests.models.decoder import decoder
 from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape
 
-__all__ = ["gemma2_shape", "gemma3_shape"]
-
 DEFAULT_HEAD = 256  # Gemma2Config, Gemma3TextConfig
 
 

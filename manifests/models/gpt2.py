@@ -14,8 +14,6 @@ from manifests.models.decoder import HEAD, assemble, embedding, head, head_tie
 from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape, Work
 
-__all__ = ["gpt2_shape"]
-
 
 def gpt2_shape(config: ConfigReader) -> ModelShape:
     """Return the shape of a `GPT2LMHeadModel`.

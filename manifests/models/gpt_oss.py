@@ -12,8 +12,6 @@ from manifests.models.decoder import decoder
 from manifests.models.quantized import as_stored, mxfp4
 from manifests.models.shape import ModelShape, Work
 
-__all__ = ["gpt_oss_shape"]
-
 DEFAULT_HEAD = 64  # GptOssConfig
 
 

@@ -11,8 +11,6 @@ from manifests.models.decoder import decoder
 from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape
 
-__all__ = ["llama_shape", "mistral_shape"]
-
 
 def llama_shape(config: ConfigReader) -> ModelShape:
     """Return the shape of a `LlamaForCausalLM`."""

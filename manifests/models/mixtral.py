@@ -12,8 +12,6 @@ from manifests.models.decoder import decoder
 from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape
 
-__all__ = ["mixtral_shape"]
-
 # What files of transformers 4 and 5 call the matrices of a gated MLP. In memory transformers 5 has all experts of a
 # layer in two tensors, and no others.
 _FILE_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}

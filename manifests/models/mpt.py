@@ -13,8 +13,6 @@ from manifests.models.decoder import HEAD, assemble, embedding, head, head_tie
 from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape, Work
 
-__all__ = ["mpt_shape"]
-
 
 def mpt_shape(config: ConfigReader) -> ModelShape:
     """Return the shape of a `MptForCausalLM`, which MosaicML's own configs call `MPTForCausalLM`."""

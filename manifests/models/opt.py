@@ -14,8 +14,6 @@ from manifests.models.decoder import HEAD, assemble, embedding, head, head_tie
 from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape, Work
 
-__all__ = ["opt_shape"]
-
 POSITIONS_AHEAD = 2  # rows of the table before that of the first position
 
 

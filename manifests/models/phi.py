@@ -13,8 +13,6 @@ from manifests.models.decoder import HEAD, ROTARY_BUFFERS, assemble, decoder, em
 from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape, Work
 
-__all__ = ["phi3_shape", "phi_shape"]
-
 
 def phi_shape(config: ConfigReader) -> ModelShape:
     """Return the shape of a `PhiForCausalLM`, whose head has a bias, which is not tied."""

@@ -9,8 +9,6 @@ from dataclasses import replace
 from manifests.models.config import ConfigReader
 from manifests.models.shape import ModelShape, Shape
 
-__all__ = ["as_stored", "fp8", "mxfp4"]
-
 Method = Callable[[ModelShape, ConfigReader], ModelShape]
 
 MXFP4_BLOCK = 32  # values that share a scale

@@ -11,8 +11,6 @@ from manifests.models.decoder import decoder
 from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape
 
-__all__ = ["qwen2_shape"]
-
 
 def qwen2_shape(config: ConfigReader) -> ModelShape:
     """Return the shape of a `Qwen2ForCausalLM`."""

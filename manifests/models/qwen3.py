@@ -11,8 +11,6 @@ from manifests.models.decoder import decoder
 from manifests.models.quantized import as_stored, fp8
 from manifests.models.shape import ModelShape
 
-__all__ = ["qwen3_moe_shape", "qwen3_shape"]
-
 DEFAULT_HEAD = 128  # Qwen3Config
 
 

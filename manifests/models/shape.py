@@ -6,8 +6,6 @@ from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
-__all__ = ["BACKWARD_SHARE", "ModelShape", "Shape", "StoredTensors", "Work", "module_of"]
-
 Shape = tuple[int, ...]
 BACKWARD_SHARE = 2  # backward FLOPs for each forward one: a product for either operand's gradient
 

@@ -7,18 +7,6 @@ from typing import Literal, NamedTuple
 
 from manifests.placement import Placement
 
-__all__ = [
-    "Action",
-    "LoweredStep",
-    "LoweredTable",
-    "Overlap",
-    "Step",
-    "Table",
-    "Transfer",
-    "Upkeep",
-    "actions_of",
-]
-
 ComputeKind = Literal["F", "B", "I", "W"]
 TransferKind = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 UpkeepKind = Literal["UNSHARD", "RESHARD", "REDUCE_GRAD"]

@@ -11,8 +11,6 @@ from manifests.placement import Placement
 from manifests.schedules.actions import LoweredStep, LoweredTable, Table, Transfer, Upkeep, actions_of
 from manifests.schedules.order import Result, in_order, input_of, result_of
 
-__all__ = ["check_lowered", "check_table", "stages_in"]
-
 _MOST_SHOWN = 8
 
 

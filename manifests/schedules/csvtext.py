@@ -32,8 +32,6 @@ from manifests.schedules.actions import (
 )
 from manifests.schedules.check import check_lowered, check_table, stages_in
 
-__all__ = ["read_csv", "read_lowered_csv", "write_csv"]
-
 StepT = TypeVar("StepT", bound=LoweredStep)
 _ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
 _TRANSFER = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B)(\d{1,6})", re.ASCII)

@@ -19,8 +19,6 @@ from manifests.schedules.actions import (
 )
 from manifests.schedules.order import in_order
 
-__all__ = ["compute_part", "lower"]
-
 _MAX_GATHERED = 3  # stages that are unsharded on a rank at once: one forward, one backward, one prefetched
 
 

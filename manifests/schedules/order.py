@@ -9,8 +9,6 @@ from manifests.errors import ScheduleError
 from manifests.placement import Placement
 from manifests.schedules.actions import Action, LoweredStep, actions_of
 
-__all__ = ["Result", "check_finished", "in_order", "input_of", "inputs_of", "result_of"]
-
 # Stage, kind and microbatch of a finished action; I counts as B, since it gives the previous stage the same gradient.
 Result = tuple[int, str, int]
 StepT = TypeVar("StepT", bound=LoweredStep)

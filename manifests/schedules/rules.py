@@ -9,8 +9,6 @@ from typing import Literal, get_args
 from manifests.errors import UsageError
 from manifests.placement import Placement
 
-__all__ = ["SCHEDULES", "ScheduleName", "check_schedule", "default_group", "default_schedule", "schedule_named"]
-
 ScheduleName = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]

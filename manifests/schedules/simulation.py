@@ -14,8 +14,6 @@ from manifests.placement import Placement
 from manifests.schedules.actions import Action, ComputeKind, Table, actions_of
 from manifests.schedules.order import check_finished, inputs_of
 
-__all__ = ["StageCosts", "TimedAction", "Timeline", "in_flight", "peak_held", "simulate"]
-
 _Row = dict[int, float]
 
 

@@ -11,8 +11,6 @@ from manifests.schedules.actions import Action, Step, Table
 from manifests.schedules.rules import ScheduleName, check_schedule, default_group
 from manifests.schedules.vshaped import dualpipev, zbv
 
-__all__ = ["schedule_table"]
-
 
 def schedule_table(
     name: str, placement: Placement, num_microbatches: int, *, microbatch_group: int | None = None

@@ -9,8 +9,6 @@ from itertools import count
 from manifests.placement import Placement
 from manifests.schedules.actions import Action, ComputeKind, Overlap, Step
 
-__all__ = ["dualpipev", "zbv"]
-
 
 def zbv(placement: Placement, num_microbatches: int, rank: int) -> Iterator[Action]:
     """Yield one rank's actions of ZB-V: almost no bubble if F, I and W take equally long.

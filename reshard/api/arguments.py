@@ -10,8 +10,6 @@ from typing import ParamSpec, TypeVar
 
 from manifests.errors import UserError
 
-__all__ = ["names_flags", "names_parameters"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -11,8 +11,6 @@ from reshard.checks.check import CheckOptions, CheckResult, check_checkpoint
 from reshard.operations.progress import Progress, counting
 from reshard.sources.model_file import read_model_file
 
-__all__ = ["check"]
-
 
 @names_parameters
 def check(

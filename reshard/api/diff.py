@@ -9,8 +9,6 @@ from reshard.operations.diff import DiffResult, diff_checkpoints, nbytes_to_hash
 from reshard.operations.progress import Progress, counting
 from reshard.sources.open import open_both
 
-__all__ = ["diff"]
-
 
 @names_parameters
 def diff(

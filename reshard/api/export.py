@@ -21,8 +21,6 @@ from reshard.sources.bundles import open_manifest
 from reshard.transforms.cast import ExportDtype, cast_checkpoint
 from stores.address import is_url
 
-__all__ = ["ExportForm", "ExportNames", "export"]
-
 ExportForm = Literal["hf", "dcp", "deepspeed", "universal", "megatron"]
 ExportNames = Literal["hf", "torchtitan", "pipeline"]
 

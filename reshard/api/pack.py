@@ -17,8 +17,6 @@ from reshard.operations.resolve import LayoutRequest
 from reshard.transforms.conversion import Conversion
 from stores.address import is_url
 
-__all__ = ["pack"]
-
 
 @names_parameters
 def pack(

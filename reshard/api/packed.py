@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from manifests.errors import CheckpointError, UsageError
 from manifests.schema import WEIGHTS, Holds, Layout, Manifest, Stage
 from reshard.tensors.arrays import to_numpy, to_torch
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.slices import merge_slices
 from reshard.transforms.cast import FLOATS, STORED, cast_tensor
 from stores.base import read_config
-from stores.bundles import Bundles, join_slices
+from stores.bundles import Bundles, TensorAt, join_slices
 from stores.manifest_file import find_manifest_file
 
 if TYPE_CHECKING:
     from reshard.tensors.arrays import Array, Framework, Tensor
-
-__all__ = ["PackedModel", "PackedStage", "TensorInfo", "open"]
 
 _CONFIG = "config.json"
 Float = Literal["fp32", "bf16", "fp16"]

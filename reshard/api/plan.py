@@ -9,8 +9,6 @@ from reshard.api.arguments import names_parameters
 from reshard.estimate.assumptions import Assumptions
 from reshard.operations.resolve import LayoutRequest, PlanResult, plan_source
 
-__all__ = ["plan"]
-
 
 @names_parameters
 def plan(

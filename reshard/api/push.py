@@ -9,8 +9,6 @@ from reshard.api.arguments import names_parameters
 from reshard.operations.push import PushOptions, PushResult, push_folder
 from stores.address import SCHEME, HubAddress, is_url, parse_hub_address
 
-__all__ = ["push"]
-
 
 @names_parameters
 def push(

@@ -8,8 +8,6 @@ from reshard.api.arguments import names_parameters
 from reshard.operations.signature import sign_manifest
 from stores.manifest_file import find_manifest_file
 
-__all__ = ["sign"]
-
 
 @names_parameters
 def sign(manifest: str | Path, *, key: str | Path, password: str | None = None, force: bool = False) -> Path:

@@ -12,8 +12,6 @@ from reshard.operations.verify import VerifyOptions, VerifyResult, nbytes_to_rea
 from reshard.sources.open import open_source
 from stores.manifest_file import read_manifest_file
 
-__all__ = ["verify"]
-
 
 @names_parameters
 def verify(

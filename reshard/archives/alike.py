@@ -11,11 +11,9 @@ from typing import NamedTuple
 
 from reshard.archives.tensors import read_tensor
 from reshard.archives.zipped import Archive, ZipEntry, archives_in
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.checksums import with_records
 from stores.base import InputFile, Range, merge_ranges
-
-__all__ = ["TensorReader"]
+from stores.bundles import TensorAt
 
 _MOST_KNOWN = 8  # of one length: shapes of as many elements, and the names that writers give the folder in the file
 

@@ -20,20 +20,8 @@ from reshard.archives.alike import TensorReader
 from reshard.archives.names import METADATA_NAME
 from reshard.archives.pickled import BadPickleError, Record, read_pickle
 from reshard.archives.tensors import VALUES, ArchiveDtype, read_value
-from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder, InputFile, Range, is_hidden, read_range, read_whole
-
-__all__ = [
-    "Chunk",
-    "DcpMetadata",
-    "DcpTensor",
-    "DcpValue",
-    "bad_metadata",
-    "load_metadata",
-    "read_chunks",
-    "read_metadata",
-    "read_values",
-]
+from stores.bundles import TensorAt
 
 _MAX_NBYTES = 256 << 20
 _VERSION = "1.0.0"

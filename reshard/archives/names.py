@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-__all__ = ["DATA_SUFFIX", "LATEST_NAMES", "MARK_NAME", "METADATA_NAME", "is_dcp", "is_deepspeed", "is_megatron"]
-
 METADATA_NAME = ".metadata"
 DATA_SUFFIX = ".distcp"
 MARK_NAME = "metadata.json"  # of Megatron-Core: which format this is; it writes it last

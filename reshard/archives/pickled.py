@@ -16,8 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Self
 
-__all__ = ["BadPickleError", "Record", "Reference", "check_repeats", "read_pickle"]
-
 _MAX_OBJECTS = 16_000_000  # opcodes; the objects of the worst ones take about 1 GB
 _MAX_HASHED = 50_000_000  # values in tuples, wherever one may be hashed: CPython does it recursively, and each time
 _REPEATS = "tuples that repeat each other"

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from struct import pack
 
-__all__ = ["Call", "Instance", "Name", "Persistent", "pickled"]
-
 _BATCH = 1000  # of items that an unpickler has on its stack at a time
 
 

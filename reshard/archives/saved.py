@@ -17,8 +17,6 @@ from reshard.archives.pickling import Call, Name, Persistent, pickled
 from reshard.archives.tensors import DTYPES, STORAGE_CLASSES
 from reshard.tensors.lazy import Buffer
 
-__all__ = ["SavedDict", "SavedTensor", "saved_value", "torch_dtype"]
-
 _FOLDER = "archive"
 _ALIGNMENT = 64  # of a tensor's bytes
 _PADDING_ID = b"FB"

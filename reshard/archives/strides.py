@@ -11,11 +11,9 @@ from typing import Literal
 
 from manifests.errors import SourceError
 from manifests.headertext import DTYPE_BITS
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import STEP_NBYTES, Buffer, derive, read_blocks
 from stores.base import read_range
-
-__all__ = ["gathered", "is_contiguous", "swapped"]
+from stores.bundles import TensorAt
 
 _MAX_NBYTES = 1 << 30  # of the storage, which is read whole, and of the tensor
 _FORMATS: Mapping[int, Literal["B", "H", "I", "Q"]] = {

@@ -14,20 +14,9 @@ from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK
 from reshard.archives.pickled import BadPickleError, Record, Reference, check_repeats, read_pickle
 from reshard.archives.strides import gathered, is_contiguous
 from reshard.archives.zipped import Archive, ZipEntry, archives_in, bad_archive, read_entries, read_entry
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.checksums import RecordedFile, with_records
 from stores.base import InputFile, Range
-
-__all__ = [
-    "DTYPES",
-    "STORAGE_CLASSES",
-    "VALUES",
-    "ArchiveDtype",
-    "read_archive",
-    "read_object",
-    "read_tensor",
-    "read_value",
-]
+from stores.bundles import TensorAt
 
 _MAX_PICKLE_NBYTES = 256 << 20
 _PICKLE, _BYTE_ORDER, _STORAGES = "data.pkl", "byteorder", "data/"

@@ -15,8 +15,6 @@ from manifests.errors import SourceError
 from reshard.tensors.checksums import RecordedFile, bad_checksum
 from stores.base import InputFile, Range, merge_ranges, read_range
 
-__all__ = ["Archive", "ZipEntry", "archives_in", "bad_archive", "read_entries", "read_entry"]
-
 _MAX_DIRECTORY_NBYTES = 64 << 20
 _EDGE_NBYTES = 4096  # a file of one tensor has all but its bytes there
 _BATCH = 512  # archives of which these are read at once

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping
 from manifests.digest import PREFIX
 from reshard.checks.finding import Findings, count_of, some
 from reshard.operations.compare import Difference, hash_each
-from reshard.tensors.checkpoint import TensorAt
-
-__all__ = ["check_against"]
+from stores.bundles import TensorAt
 
 
 def check_against(

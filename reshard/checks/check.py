@@ -24,12 +24,11 @@ from reshard.sources.deepspeed import open_deepspeed
 from reshard.sources.megatron_folder import read_megatron_weights
 from reshard.sources.megatron_tracker import find_iteration
 from reshard.sources.open import open_source
-from reshard.tensors.checkpoint import Checkpoint, TensorAt
+from reshard.tensors.checkpoint import Checkpoint
 from stores.base import Folder
+from stores.bundles import TensorAt
 from stores.manifest_file import ManifestFile, ReadManifest, find_manifest_file
 from stores.open import open_store
-
-__all__ = ["CheckOptions", "CheckResult", "check_checkpoint"]
 
 CheckpointKind = Literal["huggingface", "manifest", "dcp", "deepspeed"]
 

@@ -16,8 +16,6 @@ from reshard.archives.pickled import Record
 from reshard.checks.finding import Contents, Findings, count_of, some
 from stores.base import Folder
 
-__all__ = ["check_dcp"]
-
 _MOST_DIMENSIONS = 64  # of a tensor of torch
 _Item: TypeAlias = tuple[str, tuple[int, ...] | None]  # a chunk's FQN and where it begins in the tensor
 _AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"

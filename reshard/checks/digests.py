@@ -16,8 +16,6 @@ from reshard.checks.finding import Findings
 from stores.base import Blocks, Folder, is_hidden, read_whole
 from stores.local import LocalFolder
 
-__all__ = ["DIGESTS_NAME", "check_digests", "check_digests_place", "write_digests"]
-
 DIGESTS_NAME = "digests.json"
 _VERSION = 1
 

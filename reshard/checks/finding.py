@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 
 from manifests.errors import UserError
 from reshard.layout.wording import counted
-from reshard.tensors.checkpoint import TensorAt
-
-__all__ = ["Contents", "Finding", "Findings", "count_of", "some"]
+from stores.bundles import TensorAt
 
 _MOST_NAMED = 5  # names in a sentence; `Finding.names` has all of them
 

@@ -17,10 +17,8 @@ from reshard.checks.weights import Weights
 from reshard.copy.engine import hash_tensors
 from reshard.sources.coverage import compare_with_shape
 from reshard.sources.huggingface import CONFIG_NAME, stored_in, without_absent
-from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder, read_config, read_whole
-
-__all__ = ["check_model"]
+from stores.bundles import TensorAt
 
 TOKENIZER_NAME = "tokenizer.json"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Set
 from itertools import islice
 
-__all__ = ["find_missing"]
-
 _MOST = 1000  # of the missing numbers; a name may have any number
 
 

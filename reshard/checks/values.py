@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable
 
 from manifests.errors import UserError
 from reshard.checks.finding import Findings
-from reshard.tensors.checkpoint import TensorAt
 from reshard.transforms.arithmetic import FLOATS, count_not_finite
-
-__all__ = ["check_values"]
+from stores.bundles import TensorAt
 
 
 def check_values(tensors: Iterable[TensorAt], findings: Findings, progress: Callable[[int], object]) -> int:

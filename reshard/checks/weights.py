@@ -15,11 +15,9 @@ from reshard.checks.numbering import find_missing
 from reshard.sources.huggingface import OTHER_WEIGHTS, is_beside
 from reshard.sources.torch_files import TORCH_INDEX_NAME, TORCH_SUFFIX, is_torch_shard
 from reshard.sources.weight_map import read_shard_index, refuse_ranks_of_vllm
-from reshard.tensors.checkpoint import TensorAt, tensors_in
 from reshard.tensors.source_index import SUFFIX
 from stores.base import Folder, InputFile, read_file_header, read_whole
-
-__all__ = ["Weights", "read_weights"]
+from stores.bundles import TensorAt, tensors_in
 
 _NUMBERED = re.compile(r"(.*-)([0-9]{5,9})-of-([0-9]{5,9})(\.safetensors|\.bin)")
 

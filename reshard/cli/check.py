@@ -11,8 +11,6 @@ import click
 
 from reshard.cli import options
 
-__all__ = ["check"]
-
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(), metavar="CHECKPOINT")

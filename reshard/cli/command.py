@@ -17,8 +17,6 @@ from reshard.cli.push import push
 from reshard.cli.sign import sign
 from reshard.cli.verify import diff, inspect, verify
 
-__all__ = ["cli", "run"]
-
 _PLAIN = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
 

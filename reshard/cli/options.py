@@ -24,39 +24,6 @@ if TYPE_CHECKING:
     from reshard.transforms.conversion import Plain
     from stores.manifest_file import Address
 
-__all__ = [
-    "DTYPES",
-    "MAX_LAYERS",
-    "POLICIES",
-    "SCHEDULES",
-    "Command",
-    "WholeNumber",
-    "as_json",
-    "as_spelling",
-    "conversion_flags",
-    "cost",
-    "drop",
-    "force",
-    "io",
-    "layout_flags",
-    "manifest",
-    "max_shard_size",
-    "model",
-    "name_links",
-    "out",
-    "out_or_hub",
-    "parallelism_flags",
-    "print_result",
-    "progress",
-    "quiet",
-    "ranks",
-    "strict_megatron",
-    "sync",
-    "training_flags",
-    "upload_bars",
-    "with_flags",
-]
-
 Command = Callable[..., Any]
 T = TypeVar("T")
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from reshard.transforms.conversion import Conversion
     from stores.manifest_file import Address
 
-__all__ = ["export", "pack"]
-
 
 @click.command()
 @click.argument("source", type=click.Path(), metavar="SOURCE")

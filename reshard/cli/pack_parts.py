@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from reshard.operations.kubernetes_job import PackPods
     from stores.manifest_file import Address
 
-__all__ = ["command_line", "commit", "flags", "submit"]
-
-
 _FLAGS = (
     click.option("--part", metavar="I/N", help="Pack only part I of N; reshard commit merges the parts."),
     click.option("--parts", "num_parts", type=click.IntRange(1), metavar="N", help="Submit N parts and a commit."),

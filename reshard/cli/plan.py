@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from reshard.estimate.assumptions import Assumptions
     from reshard.operations.resolve import LayoutRequest
 
-__all__ = ["layout", "plan"]
-
 
 @click.command()
 @click.argument("source", type=click.Path(), metavar="SOURCE")

@@ -8,8 +8,6 @@ import click
 
 from reshard.cli import options
 
-__all__ = ["push"]
-
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")

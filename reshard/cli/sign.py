@@ -8,8 +8,6 @@ import click
 
 from reshard.cli import options
 
-__all__ = ["sign"]
-
 
 @click.command()
 @options.manifest

@@ -10,8 +10,6 @@ import click
 
 from reshard.cli import options
 
-__all__ = ["diff", "inspect", "verify"]
-
 
 @click.command()
 @options.manifest

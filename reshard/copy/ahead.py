@@ -14,8 +14,6 @@ from stores.base import InputFile
 from stores.prefetch import Lane, PlannedReader, Prefetcher
 from stores.workers import Take
 
-__all__ = ["Ahead", "Taken"]
-
 
 class Taken(NamedTuple):
     """A run that a thread has taken.

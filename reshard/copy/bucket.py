@@ -19,8 +19,6 @@ from stores.base import Blocks, InputFile
 from stores.object_lock import FindOwnedObjects, Wanted, objects_of_manifest
 from stores.object_output import ObjectTarget, open_output
 
-__all__ = ["BucketTarget", "open_prefix"]
-
 
 @dataclass(frozen=True, slots=True)
 class BucketTarget:

@@ -15,15 +15,14 @@ from reshard.copy.engine import WriteOptions, WrittenShard, is_remote, write_sha
 from reshard.copy.journal import Journal
 from reshard.copy.parallelism import Parallelism, Uploads
 from reshard.plans.pack_plan import OutputShard
-from reshard.tensors.checkpoint import Checkpoint, TensorAt
+from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.slices import pieces_of
 from stores.address import is_inside, is_url, place_of
 from stores.base import Blocks, InputFile
+from stores.bundles import TensorAt
 from stores.local import LocalFile
 from stores.manifest_file import Address
 from stores.prefetch import STREAM_NBYTES, RemoteFile
-
-__all__ = ["FolderTarget", "Target", "UploadPlan", "check_apart", "check_space", "read_twice", "without_digest"]
 
 _MANY_STREAMS = 128
 _LEAST_STREAM_NBYTES = 2 << 20

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["BLOCK_NBYTES", "Io", "OutputFile", "aligned_buffer"]
-
 BLOCK_NBYTES = 1 << 20  # fits into the CPU cache between read, hash and write
 _SECTOR_NBYTES = 4096
 _WINDOW_NBYTES = 8 << 20

@@ -22,18 +22,10 @@ from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import ByteCounter, Output, Run, copy_run, on_disk, split_run
 from reshard.copy.team import SharedRun, with_teams
 from reshard.plans.pack_plan import OutputShard
-from reshard.tensors.checkpoint import TensorAt, check_digest
+from reshard.tensors.checkpoint import check_digest
+from stores.bundles import TensorAt
 from stores.prefetch import Prefetcher, RemoteFile
 from stores.workers import Take, share_out
-
-__all__ = [
-    "InOrder",
-    "WriteOptions",
-    "WrittenShard",
-    "hash_tensors",
-    "is_remote",
-    "write_shards",
-]
 
 _MAX_OPEN = 128  # output files open at a time
 

@@ -15,8 +15,6 @@ from manifests.store import write_file
 from reshard.plans.pack_plan import OutputShard
 from stores.base import LOCK_NAME, PART_NAME, PROGRESS_NAME
 
-__all__ = ["JOURNAL_NAME", "Journal", "is_working_name", "plan_key"]
-
 JOURNAL_NAME = RECORD_NAME
 _ITEMS_IN_BLOCK = 4096
 

@@ -12,8 +12,6 @@ from stores.cores import threads_for_ranks
 from stores.prefetch import MEMORY_NBYTES, STREAM_NBYTES, Prefetcher
 from stores.uplink import NUM_PARTS, part_nbytes
 
-__all__ = ["Parallelism", "Uploads", "Used"]
-
 _MOST_SENT_NBYTES = 512 << 20  # in parts at a time: on a link of less than 1 MiB/s, each would count as stalled
 
 

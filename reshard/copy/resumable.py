@@ -22,8 +22,6 @@ from stores.manifest_file import Address
 if TYPE_CHECKING:
     from stores.object_lock import FindOwnedObjects
 
-__all__ = ["keep_only", "open_target"]
-
 # Errors after which a plan cannot be resumed: its output may be of two models, or useless.
 _FATAL = (HUB_MISMATCH, SOURCE_CHANGED, WOULD_OVERFLOW)
 

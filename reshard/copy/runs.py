@@ -11,24 +11,12 @@ from typing import NamedTuple, Protocol
 
 from manifests.digest import Hasher
 from reshard.copy.direct_io import BLOCK_NBYTES, OutputFile, aligned_buffer
-from reshard.tensors.checkpoint import TensorAt, check_digest
+from reshard.tensors.checkpoint import check_digest
 from reshard.tensors.slices import pieces_of
 from stores.base import InputFile, Range, Reader, merge_ranges
+from stores.bundles import TensorAt
 from stores.local import LocalFile
 from stores.prefetch import PlannedReader
-
-__all__ = [
-    "ByteCounter",
-    "Chunk",
-    "Output",
-    "Run",
-    "Sources",
-    "blocks_of",
-    "copy_run",
-    "merged_reads",
-    "on_disk",
-    "split_run",
-]
 
 _RUN_NBYTES = 64 << 20  # of a run, which is one thread's unit of work: whole tensors
 _RUN_TENSORS = 1 << 12

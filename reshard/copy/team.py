@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from manifests.digest import Hasher
 from reshard.copy.direct_io import BLOCK_NBYTES, aligned_buffer
 from reshard.copy.runs import ByteCounter, Chunk, Run, Sources, blocks_of, merged_reads
-from reshard.tensors.checkpoint import TensorAt, check_digest
+from reshard.tensors.checkpoint import check_digest
 from reshard.tensors.checksums import stored_file
 from reshard.tensors.slices import pieces_of
+from stores.bundles import TensorAt
 from stores.local import LocalFile
-
-__all__ = ["SharedRun", "Team", "with_teams"]
 
 _LARGE_NBYTES = 256 << 20  # of a tensor for which one thread would keep the others waiting at the end
 _SHARE_NBYTES = 64 << 20  # that is worth another thread

@@ -11,8 +11,6 @@ from reshard.tensors.lazy import DerivedFile
 from stores.base import InputFile
 from stores.local import LocalFile
 
-__all__ = ["check_unchanged"]
-
 
 def check_unchanged(shards: Iterable[OutputShard], auxiliary: Iterable[AuxiliaryAt]) -> None:
     """Refuse to commit an output if local files that it was made from were changed while they were read.

@@ -11,8 +11,6 @@ from reshard.draw.sheet import draw_sheet, facts, headline
 from reshard.operations.resolve import PlanResult
 from reshard.report.plan_summary import not_fitting, plan_text
 
-__all__ = ["html_page"]
-
 _PAGE = Template("""\
 <!DOCTYPE html>
 <html lang="en">

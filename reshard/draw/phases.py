@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from manifests.schedules import Action, Timeline
 
-__all__ = ["Box", "View", "view_of"]
-
 _KEPT = 2  # microbatches of the steady state on either side of the cut
 _LEAST_CUT = 4  # microbatches
 _GAP = 0.03  # of what is drawn

@@ -17,8 +17,6 @@ from reshard.draw.theme import SMALLEST_PT
 from reshard.estimate.training_estimate import Forecast
 from reshard.formatting import number_runs
 
-__all__ = ["draw_memory", "draw_work", "number_rows", "put_legend", "row_edges", "row_height"]
-
 MOST_LABELLED = 40  # ranks; with more, rows have no room for a number
 _ROW = 0.82  # filled share of a row
 _LEGEND_PT = 38  # below the axis

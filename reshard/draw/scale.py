@@ -10,9 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 
-__all__ = ["Bar", "Scale", "byte_scale", "draw_bars", "height_of", "second_scale", "ticks", "width_of"]
-
-
 Bar = tuple[float, float, float, float]  # left, right, bottom, top
 _CORNERS = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
 

@@ -18,8 +18,6 @@ from reshard.draw.scale import Scale, draw_bars, height_of, second_scale, width_
 from reshard.draw.theme import SMALLEST_PT
 from reshard.estimate.training_estimate import Forecast
 
-__all__ = ["draw_schedule"]
-
 _MOST_BOXES = 6000  # with more actions, rows of pixels are drawn
 _NUM_PIXELS = 1000  # of a row
 _LEAST_FILLED = 1e-6  # of a pixel

@@ -21,8 +21,6 @@ from reshard.plans.pack_plan import traffic_of
 from reshard.report.layout import placement_line
 from reshard.report.plan_summary import bottleneck, memory_line, not_fitting, schedule_line
 
-__all__ = ["draw_sheet", "facts", "headline", "sheet_of"]
-
 # Inches.
 _WIDTH, _LEFT, _RIGHT = 13.0, 0.62, 0.25
 _TITLE, _STAGES, _EACH_TIE, _BELOW_STAGES, _BELOW_RANKS, _GAP = 0.32, 0.8, 0.22, 1.2, 1.05, 0.22

@@ -16,8 +16,6 @@ from reshard.draw.theme import SMALLEST_PT
 from reshard.formatting import show_numbers
 from reshard.operations.resolve import PlanResult
 
-__all__ = ["draw_stages", "stage_bytes"]
-
 _MOST_LABELLED = 20  # stages; with more, only some are numbered
 _MOST_SIZED = 30  # stages; with more, bytes do not fit above the bars
 _MOST_TIES = 3  # drawn

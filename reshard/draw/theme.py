@@ -10,8 +10,6 @@ import matplotlib as mpl
 
 from manifests.palette import THEMES, Theme
 
-__all__ = ["SMALLEST_PT", "describe", "drawing", "follow_reader"]
-
 SMALLEST_PT = 8.25  # 11 px at 100 %
 
 

@@ -14,8 +14,6 @@ from manifests.schedules import default_schedule
 from reshard.estimate.costs import ModuleTime
 from reshard.layout.model import StageLayout
 
-__all__ = ["MOST_PASSES", "Assumptions", "Policy", "check_assumptions", "num_passes"]
-
 Policy = Literal["fp32", "bf16", "mixed"]
 _MICROBATCHES_PER_RANK = 4  # the default, which every schedule supports
 MOST_PASSES = 1 << 19  # forward and backward, of the longest step to simulate

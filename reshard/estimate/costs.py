@@ -13,17 +13,6 @@ from manifests.models import ModelShape
 from manifests.models.shape import BACKWARD_SHARE
 from manifests.store import read_small_file
 
-__all__ = [
-    "ModuleTime",
-    "costs_of",
-    "flops_of",
-    "nbytes_of",
-    "params_of",
-    "parse_times",
-    "read_times",
-    "times_of",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleTime:

@@ -13,8 +13,6 @@ from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
 from reshard.estimate.training_estimate import training_of
 from reshard.layout.model import InFlight, StageLayout
 
-__all__ = ["memory_costs"]
-
 
 def memory_costs(shape: ModelShape, placed: StageLayout, assumed: Assumptions) -> tuple[Mapping[str, float], InFlight]:
     """Return the most bytes of each module, and how many microbatches each stage has in flight.

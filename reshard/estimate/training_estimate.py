@@ -14,14 +14,6 @@ from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
 from reshard.estimate.costs import ModuleTime, flops_of, times_of
 from reshard.layout.model import StageLayout
 
-__all__ = [
-    "Forecast",
-    "StepEstimate",
-    "forecast",
-    "imbalance",
-    "training_of",
-]
-
 _EVEN = 0.0005  # relative; closer times count as equal
 
 

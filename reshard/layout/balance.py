@@ -19,8 +19,6 @@ from reshard.layout.names import NameProblem, Names
 from reshard.layout.solve import Problem, solve
 from reshard.layout.wording import error_at, list_words, nearest_word, shorten
 
-__all__ = ["COSTS", "balances_memory", "balances_time", "read_balance", "unsolved"]
-
 logger = logging.getLogger(__name__)
 
 COSTS = ("params", "bytes", "flops", "time", "memory")

@@ -17,8 +17,6 @@ from reshard.layout.inventory import class_names
 from reshard.layout.model import Request, StageLayout
 from reshard.layout.wording import error_at, list_words
 
-__all__ = ["balanced_bounds", "matching_weights", "read_uniform", "uniform_bounds"]
-
 MOST_REGEX = 200  # characters
 
 

@@ -11,17 +11,6 @@ from manifests.placement import Placement, Style
 from reshard.layout.model import MAX_STAGES, SCHEDULES, SINGLE_STAGE_SCHEDULES, Request, StageLayout, cut_modules
 from reshard.layout.wording import counted, error_at, list_words, nearest_word, shorten
 
-__all__ = [
-    "DEGREES",
-    "Degrees",
-    "Options",
-    "Word",
-    "agreed_ranks",
-    "layout_of",
-    "nearest_divisors",
-    "read_words",
-]
-
 MOST_COUNT = 100_000  # of stages, ranks or layers: more than any pipeline has
 DEGREES = ("pp", "vpp", "style", "schedule")  # accepted by every spelling except Megatron's
 

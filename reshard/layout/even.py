@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from reshard.layout.items import Items
 
-__all__ = ["Caps", "even_bounds"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caps:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from manifests.errors import LayoutError
 from reshard.layout.wording import error_at
 
-__all__ = ["LETTERS", "MAX_LETTERS", "Expansion", "expand"]
-
 LETTERS = "EtmL"
 MAX_LETTERS = 16384  # bars included; more stages and layers than any model has
 

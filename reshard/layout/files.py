@@ -15,8 +15,6 @@ from reshard.layout.model import MAX_STAGES, SCHEDULES, Request, StageLayout, co
 from reshard.layout.names import NameProblem, Names
 from reshard.layout.wording import error_at, in_one_line, list_words, nearest_word
 
-__all__ = ["read_cuts", "read_file", "to_toml"]
-
 FILE_KEYS = ("stages", "num_ranks", "style", "schedule")
 MOST_BYTES = 4 << 20
 MOST_SHOWN = 10

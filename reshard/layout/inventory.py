@@ -6,15 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "Inventory",
-    "class_names",
-    "inventory_of_layers",
-    "inventory_of_modules",
-    "positions_by_name",
-    "short_name",
-]
-
 _BASES = ("model.decoder.", "model.", "transformer.")  # prefixes that short names omit
 # Classes whose names do not follow from the architecture's, by the last word of a module or of its list of layers.
 _CLASSES: Mapping[str, Mapping[str, str]] = {

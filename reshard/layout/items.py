@@ -11,8 +11,6 @@ from math import gcd, lcm
 
 from manifests.placement import Placement
 
-__all__ = ["Items", "Windows", "exact_integers", "pin_windows", "possible_rank_costs", "prefix_sums", "tighten"]
-
 MOST_COSTS = 500
 
 

@@ -15,8 +15,6 @@ from reshard.layout.inventory import Inventory
 from reshard.layout.model import MAX_STAGES, Request, StageLayout
 from reshard.layout.wording import counted, error_at, shorten
 
-__all__ = ["read_megatron", "write_letters"]
-
 LAYERS = {"t": "decoder layer", "m": "MTP layer"}
 HINT = "E (embedding) comes first, L (norm and head) last, each once"
 

@@ -10,19 +10,6 @@ from itertools import pairwise
 from manifests.placement import Placement, Style
 from reshard.layout.inventory import Inventory
 
-__all__ = [
-    "MAX_STAGES",
-    "SCHEDULES",
-    "SINGLE_STAGE_SCHEDULES",
-    "InFlight",
-    "ModuleCosts",
-    "Request",
-    "StageLayout",
-    "compress_modules",
-    "cut_modules",
-    "module_ranges",
-]
-
 MAX_STAGES = 4096
 
 # Cost of each module by name, in any unit: parameters, bytes, FLOPs, seconds.

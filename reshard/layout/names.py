@@ -8,8 +8,6 @@ from reshard.layout.inventory import Inventory, positions_by_name
 from reshard.layout.model import compress_modules
 from reshard.layout.wording import nearest_word, shorten
 
-__all__ = ["NameProblem", "Names"]
-
 _RANGE = re.compile(r"(.*\.)([0-9]{1,6})-([0-9]{1,6})")
 # A module without weights, which NeMo AutoModel lists on every stage.
 WEIGHTLESS = "rotary_emb"

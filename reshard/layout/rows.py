@@ -18,8 +18,6 @@ from itertools import pairwise, product
 
 from reshard.layout.items import Items, Windows
 
-__all__ = ["Limits", "OutOfStepsError", "Steps", "fit_ranks"]
-
 
 class OutOfStepsError(Exception):
     """The search hit its step limit; whether a split exists is unknown."""

@@ -30,8 +30,6 @@ from reshard.layout.even import Caps, even_bounds
 from reshard.layout.items import Items, Windows, exact_integers, pin_windows, possible_rank_costs, prefix_sums, tighten
 from reshard.layout.rows import Limits, OutOfStepsError, Steps, fit_ranks
 
-__all__ = ["Problem", "Split", "solve"]
-
 T = TypeVar("T")
 
 MOST_STEPS = 1_000_000  # about a second

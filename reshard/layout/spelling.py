@@ -17,8 +17,6 @@ from reshard.layout.model import InFlight, ModuleCosts, Request, StageLayout
 from reshard.layout.split import SPLIT_KEYS, read_split
 from reshard.layout.wording import SpecError, nearest_word, shorten
 
-__all__ = ["parse_layout"]
-
 MAX_SPEC = 16384  # characters
 HINT = (
     "a layout is pp=N[,vpp=K], a Megatron string (Et*3|(tt|)*29,m|L), balance:params,pp=N, uniform,pp=N, "

@@ -12,8 +12,6 @@ from reshard.layout.degrees import DEGREES, Degrees, Options, layout_of, read_wo
 from reshard.layout.model import Request, StageLayout
 from reshard.layout.wording import counted
 
-__all__ = ["SPLIT_KEYS", "read_split", "split_layers"]
-
 SPLIT_KEYS = (*DEGREES, "first", "last", "layers-per-stage")
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from manifests.errors import LayoutError, UsageError
 
-__all__ = ["SpecError", "counted", "error_at", "in_one_line", "list_words", "nearest_word", "shorten"]
-
 WHERE = "layout"
 WIDTH = 72  # characters of the spec shown around the caret
 

@@ -6,8 +6,6 @@ from manifests.schema import Manifest, Source
 from manifests.sizes import show_bytes
 from stores.address import SCHEME, parse_hub_address
 
-__all__ = ["base_model_of", "card_section"]
-
 
 def card_section(manifest: Manifest, digest: str, place: str) -> str:
     """Return the text on a checkpoint that is at `place` on the hub: source, revision, layout and digests."""

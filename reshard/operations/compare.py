@@ -11,9 +11,7 @@ from manifests.errors import InputError
 from manifests.schema import TieGroup
 from reshard.copy.engine import hash_tensors
 from reshard.copy.runs import ByteCounter
-from reshard.tensors.checkpoint import TensorAt
-
-__all__ = ["Difference", "differences_from", "hash_each", "in_batches", "missing_from"]
+from stores.bundles import TensorAt
 
 _BATCH = 1 << 14
 _Item = TypeVar("_Item")

@@ -13,11 +13,10 @@ from manifests.slices import Slice
 from reshard.copy.engine import hash_tensors
 from reshard.copy.runs import ByteCounter
 from reshard.operations.compare import in_batches
-from reshard.tensors.checkpoint import Checkpoint, TensorAt, check_digest
+from reshard.tensors.checkpoint import Checkpoint, check_digest
 from reshard.tensors.slices import slices_of
 from reshard.transforms.cast import FLOATS
-
-__all__ = ["DiffResult", "TensorDifference", "diff_checkpoints", "nbytes_to_hash"]
+from stores.bundles import TensorAt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from reshard.operations.kubernetes_job import PackPods
     from reshard.operations.slurm_array import PackJob
 
-__all__ = ["NAMED_OPTIONS", "Division"]
-
 NAMED_OPTIONS = ("--partition", "--account", "--time")  # of sbatch, which are flags of reshard, too
 
 

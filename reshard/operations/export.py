@@ -15,14 +15,13 @@ from reshard.operations.publish_export import ExportPlan, check_export_to, publi
 from reshard.plans.pack_plan import GivenHeader, OutputShard
 from reshard.sources.config import with_dtype
 from reshard.sources.huggingface import CONFIG_NAME
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import MadeFile, MemoryFile
 from reshard.tensors.source_index import KeptText, RecordedShard, index_anew, lay_out_anew
 from reshard.transforms.cast import STORED, ExportDtype, cast_checkpoint, casts_in
 from stores.base import read_config, read_whole
+from stores.bundles import TensorAt
 from stores.manifest_file import Address
-
-__all__ = ["ExportResult", "export_huggingface", "plan_export", "with_config_for"]
 
 _HF_ALIGNMENT = 8  # of headers, as the safetensors library pads them
 

@@ -18,14 +18,13 @@ from reshard.operations.exported_optimizer import WEIGHTS_ALONE, adamw_options
 from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.operations.saved_state import SavedState
 from reshard.sources.huggingface import CONFIG_NAME
-from reshard.tensors.checkpoint import Checkpoint, TensorAt
+from reshard.tensors.checkpoint import Checkpoint
 from reshard.transforms.cast import ExportDtype, cast_checkpoint, casts_in
 from reshard.transforms.placed import Placed, in_place
 from reshard.transforms.torchtitan import TitanModel
 from stores.base import read_config
+from stores.bundles import TensorAt
 from stores.manifest_file import Address
-
-__all__ = ["export_dcp"]
 
 _OPTIMIZER, _STATE, _GROUPS = "optimizer", "state", "param_groups"
 # Of torch's AdamW, with torchtitan's defaults.

@@ -22,13 +22,12 @@ from reshard.operations.exported_optimizer import adamw_options
 from reshard.operations.owned_tensors import owned_tensors
 from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.plans.pack_plan import OutputShard, without_header
-from reshard.tensors.checkpoint import Checkpoint, TensorAt
+from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import DerivedFile, MadeFile, read_blocks
 from reshard.transforms.cast import FLOATS, ExportDtype, cast_checkpoint, cast_tensor, casts_in
 from reshard.transforms.pipeline import is_tied_input, pipeline_layers
+from stores.bundles import TensorAt
 from stores.manifest_file import Address
-
-__all__ = ["TIED_KEY", "DeepSpeedForm", "export_deepspeed"]
 
 DeepSpeedForm = Literal["layers", "universal", "universal-pipeline"]
 

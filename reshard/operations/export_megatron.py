@@ -32,8 +32,6 @@ from reshard.transforms.megatron import MegatronModel
 from stores.base import read_config
 from stores.manifest_file import Address
 
-__all__ = ["export_megatron"]
-
 _EMBEDDING = "model.embed_tokens.weight"
 
 

@@ -18,8 +18,6 @@ from reshard.archives.names import DATA_SUFFIX
 from reshard.tensors.source_index import SUFFIX
 from stores.local import LocalFile
 
-__all__ = ["DATA_SUFFIXES", "EXPORT_FORMAT", "files_of_export", "record_export"]
-
 EXPORT_FORMAT = "reshard-export"
 DATA_SUFFIXES = (SUFFIX, DATA_SUFFIX, ".pt")
 _Files = Mapping[str, str]  # size and time of each shard, "" of other files, by path

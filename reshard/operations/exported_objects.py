@@ -20,8 +20,6 @@ from stores.object_output import ObjectTarget
 from stores.objects import Client
 from stores.writable import WritableClient, open_writable
 
-__all__ = ["objects_of_export", "record_exported_objects"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_RECORD_NBYTES = 64 << 20

@@ -7,8 +7,6 @@ from manifests.learning_rate import rate_at
 from manifests.schema import OptimizerState, ParameterGroup, TrainingState
 from reshard.tensors.checkpoint import Checkpoint
 
-__all__ = ["WEIGHTS_ALONE", "adamw_options"]
-
 WEIGHTS_ALONE = "--weights-only exports the weights without it"
 
 

@@ -15,8 +15,6 @@ from reshard.layout.model import StageLayout
 from reshard.layout.spelling import parse_layout
 from reshard.operations.resolve import LaidOut
 
-__all__ = ["Fit", "largest_tried", "smallest_fit"]
-
 _DOUBLINGS = 6  # of each degree, at most
 _MOST_TENSOR = 8  # the GPUs of a node, usually
 _Table = tuple[StageLayout, Table]

@@ -24,8 +24,6 @@ from stores.local import LocalFile
 if TYPE_CHECKING:
     import hashlib
 
-__all__ = ["HubCheck", "HubReport"]
-
 _BLOCK_NBYTES = 1 << 20
 
 

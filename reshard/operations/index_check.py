@@ -12,10 +12,8 @@ from manifests.index import INDEX_NAME, has_index, is_indexed, replicas_elsewher
 from manifests.schema import Manifest, Stage
 from reshard.operations.compare import Difference
 from reshard.sources.weight_map import ShardIndex, read_shard_index
-from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder, read_whole
-
-__all__ = ["index_differences", "read_own_index"]
+from stores.bundles import TensorAt
 
 _MOST_SHOWN = 3
 

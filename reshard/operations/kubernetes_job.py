@@ -21,8 +21,6 @@ from manifests.kubernetes import MOUNT, MOUNT_FORM, literal, run_kubectl, volume
 from stores.address import is_url
 from stores.manifest_file import Address
 
-__all__ = ["PackPods", "render", "submit"]
-
 _CONTAINER = "reshard"
 _NUM_RETRIES = 3  # of each part
 _MISTAKES = [1, 2, 3, 4]  # exit codes that another attempt would end with, too

@@ -16,8 +16,6 @@ from reshard.operations.exported_optimizer import WEIGHTS_ALONE, adamw_options
 from reshard.sources.megatron_training import OPTIMIZER, RESHARDABLE
 from reshard.tensors.checkpoint import Checkpoint
 
-__all__ = ["optimizer_metadata", "optimizer_of", "samples_of"]
-
 logger = logging.getLogger(__name__)
 
 # Note [Groups of Megatron]: a loader finds each of its trainer's groups by the factors of its weight decay and learning

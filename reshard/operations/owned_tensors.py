@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from reshard.tensors.checkpoint import Checkpoint, TensorAt
-
-__all__ = ["owned_tensors"]
+from reshard.tensors.checkpoint import Checkpoint
+from stores.bundles import TensorAt
 
 
 def owned_tensors(checkpoint: Checkpoint, tensors: Mapping[str, TensorAt]) -> dict[str, TensorAt]:

@@ -28,17 +28,6 @@ from reshard.tensors.read_together import read_together
 from reshard.tensors.source_index import record_blocks
 from stores.manifest_file import Address
 
-__all__ = [
-    "PackOptions",
-    "Written",
-    "build_manifest",
-    "check_stored_ties",
-    "copy_auxiliary_files",
-    "copy_files",
-    "index_file",
-    "pack",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackOptions:

@@ -11,8 +11,6 @@ from reshard.copy.parallelism import Used
 from reshard.operations.hub_check import HubReport
 from stores.manifest_file import Address
 
-__all__ = ["PackResult"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackResult:

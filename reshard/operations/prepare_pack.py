@@ -28,12 +28,10 @@ from reshard.plans.pack_plan import OutputShard, Sharding, Traffic, plan_pack, t
 from reshard.plans.partition import shards_of_part
 from reshard.plans.references import choose_stages
 from reshard.sources.open import open_described
-from reshard.tensors.checkpoint import TensorAt
 from reshard.transforms.conversion import Conversion, convert
 from stores.address import HubAddress, hub_output, is_url, place_of
+from stores.bundles import TensorAt
 from stores.manifest_file import Address
-
-__all__ = ["PackRequest", "PreparedPack", "prepare_pack"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

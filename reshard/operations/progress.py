@@ -7,8 +7,6 @@ from typing import Protocol
 
 from reshard.copy.runs import ByteCounter
 
-__all__ = ["Progress", "counting"]
-
 
 class Progress(Protocol):
     """A callback for an operation's progress; it may raise to stop the operation."""

@@ -23,8 +23,6 @@ from reshard.tensors.lazy import MadeFile
 from stores.address import is_inside, is_url, place_of
 from stores.manifest_file import Address
 
-__all__ = ["ExportPlan", "check_export_to", "publish_export"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportPlan:

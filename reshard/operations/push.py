@@ -29,8 +29,6 @@ from stores.hub_upload import HubUpload, open_upload, staging_folder
 from stores.local import LocalFolder
 from stores.manifest_file import ReadManifest, find_manifest_file, read_manifest_file
 
-__all__ = ["PushOptions", "PushResult", "check_free", "push_folder", "staged"]
-
 _MOST_FILE_NBYTES = 50_000_000_000  # of one file on the hub
 
 

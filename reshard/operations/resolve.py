@@ -32,18 +32,6 @@ from reshard.tensors.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from reshard.estimate.training_estimate import Forecast
 
-__all__ = [
-    "LaidOut",
-    "LayoutRequest",
-    "PlanResult",
-    "estimate_step",
-    "lay_out",
-    "lay_out_layers",
-    "model_name",
-    "open_model",
-    "plan_source",
-]
-
 _SOLVED = re.compile(r"\s*(balance:|parameters\b|type:)")  # the spellings that take limit=
 
 

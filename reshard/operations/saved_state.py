@@ -14,11 +14,9 @@ from reshard.archives.names import DATA_SUFFIX
 from reshard.archives.pickling import Call, Instance, Name, pickled
 from reshard.archives.saved import SavedTensor, saved_value, torch_dtype
 from reshard.plans.pack_plan import OutputShard, without_header
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import Buffer, DerivedFile, MemoryFile, read_blocks
 from reshard.transforms.placed import Placed
-
-__all__ = ["SavedState"]
+from stores.bundles import TensorAt
 
 _MAX_FILE_NBYTES = 5 << 30
 _METADATA = "torch.distributed.checkpoint.metadata"

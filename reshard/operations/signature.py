@@ -24,8 +24,6 @@ from stores.base import read_whole
 from stores.local import LocalFolder
 from stores.manifest_file import ManifestFile
 
-__all__ = ["SIGNATURE_NAME", "check_signature", "sign_manifest"]
-
 SIGNATURE_NAME = "manifest.sig"
 _MOST_NBYTES = 1 << 20  # of a signature; common ones take a few KB
 

@@ -15,8 +15,6 @@ from manifests.owned import files_of_manifest
 from manifests.publish import check_target
 from manifests.slurm import run_slurm, working_folder
 
-__all__ = ["PackJob", "check_options", "check_out", "render_commit", "render_parts", "show", "show_json", "submit"]
-
 _ARRAY_ID = "ARRAY_JOB_ID"  # placeholder for the job id that Slurm has not assigned yet
 _RESERVED = ("--array", "-a", "--wrap", "--requeue", "--no-requeue", "--open-mode", "--dependency", "-d")
 

@@ -19,13 +19,11 @@ from reshard.operations.index_check import index_differences, read_own_index
 from reshard.operations.signature import check_signature
 from reshard.sources.bundles import describe, open_described
 from reshard.sources.weight_map import ShardIndex
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.slices import merge_slices
 from stores.base import Blocks, Folder, check_whole
-from stores.bundles import Bundles, join_slices
+from stores.bundles import Bundles, TensorAt, join_slices
 from stores.manifest_file import ReadManifest
-
-__all__ = ["VerifyOptions", "VerifyResult", "nbytes_to_read", "verify_manifest"]
 
 _FileReader = Callable[[], Iterable[TensorAt]]  # yields the tensors of a file of a bundle
 

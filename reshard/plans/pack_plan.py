@@ -13,7 +13,6 @@ from manifests.paths import replicas_path, root_shard_path, shard_path
 from manifests.safetensors import (
     LENGTH_NBYTES,
     MAX_HEADER_NBYTES,
-    TensorEntry,
     blank_digests,
     in_data_order,
     layout_tensors,
@@ -23,27 +22,15 @@ from manifests.safetensors import (
 )
 from manifests.schema import WEIGHTS, Holds, TieGroup, TieMember
 from manifests.slices import Slice, slice_metadata
+from manifests.tensortable import TensorEntry
 from reshard.estimate.costs import params_of
 from reshard.layout.model import StageLayout
-from reshard.tensors.checkpoint import Checkpoint, TensorAt
+from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import stored_nbytes
 from reshard.tensors.slices import slices_of
 from reshard.tensors.source_index import KeptText
 from reshard.tensors.tensor_map import as_objects
-
-__all__ = [
-    "GivenHeader",
-    "OutputShard",
-    "PackPlan",
-    "Sharding",
-    "StagePlan",
-    "Traffic",
-    "lay_out_readable",
-    "lay_out_shard",
-    "plan_pack",
-    "traffic_of",
-    "without_header",
-]
+from stores.bundles import TensorAt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,6 @@ from reshard.tensors.source_index import SUFFIX
 from stores.base import Range, merge_ranges
 from stores.bundles import TensorAt
 
-__all__ = ["References", "choose_stages", "refer_to_originals"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class References:

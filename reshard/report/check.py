@@ -8,8 +8,6 @@ from manifests.errors import printable
 from manifests.sizes import show_bytes
 from reshard.checks.check import CheckResult
 
-__all__ = ["check_json", "check_text"]
-
 
 def check_json(done: CheckResult) -> dict[str, Any]:
     return {

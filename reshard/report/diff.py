@@ -7,8 +7,6 @@ from typing import Any
 
 from reshard.operations.diff import DiffResult, TensorDifference
 
-__all__ = ["diff_json", "diff_text"]
-
 
 def diff_json(found: DiffResult) -> dict[str, Any]:
     return {

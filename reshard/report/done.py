@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from reshard.operations.export import ExportResult
     from reshard.operations.verify import VerifyResult
 
-__all__ = [
-    "export_json",
-    "export_text",
-    "hub_lines",
-    "pack_json",
-    "pack_text",
-    "part_json",
-    "part_text",
-    "verify_json",
-    "verify_text",
-]
-
 
 def hub_lines(report: HubReport) -> list[str]:
     """Return lines on which weight files were verified against the hub's SHA-256, and which were not."""

@@ -17,8 +17,6 @@ from reshard.report.text import table, table_lines, tie_lines
 from stores.bundles import Bundles, TensorAt
 from stores.manifest_file import Address, ManifestFile, find_manifest_file
 
-__all__ = ["inspect_json", "inspect_text"]
-
 _LINES_IN_PIECE = 4096
 
 

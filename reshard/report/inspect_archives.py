@@ -17,11 +17,9 @@ from reshard.sources.deepspeed import read_step
 from reshard.sources.deepspeed_step import find_step
 from reshard.sources.megatron_tracker import find_iteration
 from reshard.sources.torch_files import is_torch_shard
-from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder
+from stores.bundles import TensorAt
 from stores.open import open_store
-
-__all__ = ["Archive", "archive_json", "archive_text", "find_archive"]
 
 _MODEL = "model"
 _KINDS = {

@@ -9,8 +9,6 @@ from reshard.layout import StageLayout
 from reshard.layout.wording import counted
 from reshard.report.text import group_stages, modules_shown, shorten_rows, table
 
-__all__ = ["layout_json", "layout_text", "placement_json", "placement_line"]
-
 
 def layout_json(layout: StageLayout) -> dict[str, Any]:
     placement = layout.placement

@@ -19,8 +19,6 @@ from reshard.report.layout import placement_json, placement_line
 from reshard.report.text import group_stages, modules_shown, shorten_rows, table, tie_lines
 from reshard.sources.config import CONFIG_ONLY
 
-__all__ = ["bottleneck", "dtypes_assumed", "memory_line", "plan_json", "plan_text", "schedule_line"]
-
 _USUAL = (1, "none", None)  # values that a plan does not show
 _HEAD = ("stage", "rank", "virtual", "modules", "params", "bytes", "fwd FLOP/token", "memory", "share")
 

@@ -11,8 +11,6 @@ from typing import Any
 from manifests.sizes import show_bytes
 from reshard.operations.push import PushResult
 
-__all__ = ["push_json", "push_text", "warning_lines"]
-
 
 def push_json(done: PushResult) -> dict[str, Any]:
     return {

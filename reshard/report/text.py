@@ -10,8 +10,6 @@ from manifests.schema import TieGroup
 from reshard.layout.inventory import short_name
 from reshard.layout.model import compress_modules
 
-__all__ = ["group_stages", "modules_shown", "shorten_rows", "table", "table_lines", "tie_lines"]
-
 MOST_ROWS = 40  # with more, similar stages share a row
 _ENDS = 12  # rows kept at either end of a table that is still too long
 

@@ -9,23 +9,8 @@ from struct import calcsize, unpack
 from manifests.errors import SourceError
 from manifests.schema import LearningRate, ParameterGroup, TrainingState
 from manifests.training_state import LARGEST_NUMBER, LARGEST_RATE, state_problems
-from reshard.tensors.checkpoint import TensorAt
 from stores.base import read_range
-
-__all__ = [
-    "ADAMW_FLAGS",
-    "BAD_OPTIMIZER",
-    "DECOUPLED",
-    "LEAVE",
-    "by_options",
-    "check_adamw",
-    "checked_state",
-    "constant_rate",
-    "group_of",
-    "groups_in",
-    "num_steps_of",
-    "read_number",
-]
+from stores.bundles import TensorAt
 
 BAD_OPTIMIZER = "source.bad-optimizer-state"
 LEAVE = "--drop optimizer packs the weights alone"

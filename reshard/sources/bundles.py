@@ -13,17 +13,15 @@ from manifests.models import ModelShape, is_sized_by_files, model_shape, module_
 from manifests.schema import MODEL_CARD_NAME, MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Stage
 from reshard.copy.engine import hash_tensors
 from reshard.sources.huggingface import CONFIG_NAME, check_coverage, shared_shape, trained_part, without_absent
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.model_card import has_section, without_section
 from reshard.tensors.slices import merge_slices, slices_of
 from reshard.tensors.source_index import SourceRecord, read_record
 from reshard.tensors.tensor_map import TensorMap
 from stores.base import Folder, read_config, read_whole
-from stores.bundles import Bundles, join_slices
+from stores.bundles import Bundles, TensorAt, join_slices
 from stores.manifest_file import Address, ManifestFile, find_manifest_file
-
-__all__ = ["Described", "describe", "open_described", "open_manifest"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,11 +15,10 @@ from manifests.schema import Source
 from manifests.store import read_config
 from reshard.layout.wording import list_words
 from reshard.sources.huggingface import CONFIG_NAME
-from reshard.tensors.checkpoint import Checkpoint, TensorAt
+from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.source_index import SourceRecord
+from stores.bundles import TensorAt
 from stores.local import LocalFile
-
-__all__ = ["CONFIG_ONLY", "find_config", "open_config", "with_dtype"]
 
 CONFIG_ONLY = "config"  # kind of source
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from manifests.models import ModelShape
 from manifests.models.catalogue import entry_of
-from reshard.tensors.checkpoint import TensorAt
-
-__all__ = ["Coverage", "compare_with_shape", "hint_for_unknown"]
+from stores.bundles import TensorAt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

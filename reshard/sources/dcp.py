@@ -25,13 +25,11 @@ from reshard.sources.huggingface import (
 )
 from reshard.sources.torch_files import index_of, recorded_anew
 from reshard.sources.torchtitan import has_torchtitan_names, is_without_place, under_huggingface_names
-from reshard.tensors.checkpoint import Checkpoint, OriginalFiles, TensorAt
+from reshard.tensors.checkpoint import Checkpoint, OriginalFiles
 from reshard.tensors.slices import merge_slices
 from reshard.tensors.source_index import SourceRecord
 from stores.base import Folder, read_config
-from stores.bundles import join_slices
-
-__all__ = ["open_dcp", "read_dcp_tensors", "read_dcp_weights"]
+from stores.bundles import TensorAt, join_slices
 
 _NUMBER = re.compile(r"\.\d+\.")  # of a layer: what is left out of all layers is one line
 _MODEL_KEY = "model"  # of a nested state dict: {"model": model.state_dict(), "optimizer": ...}

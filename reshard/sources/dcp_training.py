@@ -34,8 +34,6 @@ from reshard.sources.adamw import (
 )
 from stores.base import Folder, read_range
 
-__all__ = ["OPTIMIZER", "SavedOptimizer", "find_optimizer", "training_state"]
-
 OPTIMIZER = "optimizer"
 _STATE, _GROUPS = "optimizer.state.", "optimizer.param_groups"
 _NUMBERED = re.compile(rf"{re.escape(_GROUPS)}\.(\d{{1,6}})\.([a-z_]+)")

@@ -33,12 +33,11 @@ from reshard.sources.huggingface import (
     without_absent,
 )
 from reshard.sources.torch_files import index_of, recorded_anew
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
 from reshard.tensors.source_index import SourceRecord
 from stores.base import Folder, read_config
+from stores.bundles import TensorAt
 from stores.headers import each_of
-
-__all__ = ["Saved", "open_deepspeed", "read_step"]
 
 _LAYER = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,4}))?-model_states\.pt")
 _PARAMETER = re.compile(r"zero/([^/]+)/(fp32|exp_avg|exp_avg_sq|step)\.pt")

@@ -12,8 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from manifests.errors import SourceError
 from manifests.models import ModelShape
 
-__all__ = ["fqns_of_layers"]
-
 _TAKEN = "a layer is one module of the model, or several that follow each other, with the names that they have there"
 
 

@@ -11,11 +11,9 @@ from manifests.paths import problem_with_path
 from manifests.schema import Holds
 from reshard.archives.names import LATEST_NAMES, is_deepspeed
 from reshard.sources.huggingface import CONFIG_NAME
-from reshard.tensors.checkpoint import TensorAt
 from stores.base import Folder, InputFile, read_whole
+from stores.bundles import TensorAt
 from stores.local import LocalFolder
-
-__all__ = ["Saved", "Step", "find_step"]
 
 _MAX_LATEST_NBYTES = 4096
 

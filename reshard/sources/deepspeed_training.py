@@ -26,8 +26,6 @@ from reshard.sources.adamw import (
 )
 from reshard.sources.deepspeed_step import Saved, Step
 
-__all__ = ["STATE_NAME", "is_rank_file", "training_state"]
-
 STATE_NAME = "zero/optimizer_state.pt"
 _RANK = re.compile(r"mp_rank_\d+(?:_\d+)?_model_states\.pt|zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
 

@@ -21,10 +21,8 @@ from reshard.archives.tensors import read_object
 from reshard.sources.adamw import read_number
 from reshard.sources.deepspeed_step import Saved, Step
 from reshard.sources.rows import rows_of
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.slices import merge_slices
-
-__all__ = ["read_partitions"]
+from stores.bundles import TensorAt
 
 _MODEL = re.compile(r"mp_rank_(\d{1,4})_model_states\.pt")
 _PARTITION = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,4})_optim_states\.pt")

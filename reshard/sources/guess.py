@@ -7,8 +7,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Guess", "guess_description"]
-
 _COUNTS = re.compile(r"layer|depth|block")  # in names of config fields
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "model_dim", "hidden_dim", "width")
 _BEFORE = re.compile(r"emb|wte|wpe|tok|pos|vis|image|audio|patch|proj_in|project_in")

@@ -24,27 +24,13 @@ from reshard.sources.torch_files import (
     recorded_as_safetensors,
 )
 from reshard.sources.weight_map import read_shard_index, refuse_ranks_of_vllm
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt, tensors_in
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
 from reshard.tensors.read_together import FolderInPart
 from reshard.tensors.source_index import SUFFIX, KeptText, RecordedShard, SourceRecord
 from reshard.tensors.tensor_map import TensorMap
 from stores.base import Folder, InputFile, read_config, read_whole
+from stores.bundles import TensorAt, tensors_in
 from stores.headers import each_file_header, each_of
-
-__all__ = [
-    "CONFIG_NAME",
-    "OTHER_WEIGHTS",
-    "auxiliary_files",
-    "check_coverage",
-    "drop_tensors",
-    "is_beside",
-    "open_folder",
-    "shared_shape",
-    "stored_in",
-    "trained_part",
-    "under_fqns",
-    "without_absent",
-]
 
 CONFIG_NAME = "config.json"
 _SINGLE_NAME = "model.safetensors"

@@ -9,9 +9,7 @@ from manifests.errors import SourceError
 from reshard.sources.megatron_names import EMBEDDING, HEAD, MTP_COPIES, NORM, QKV, megatron_names
 from reshard.sources.rows import Slices, fused_heads, indices_of, rows_of
 from reshard.sources.torchtitan_names import heads_of
-from reshard.tensors.checkpoint import TensorAt
-
-__all__ = ["has_megatron_names", "is_megatron_weight", "under_names_of_huggingface"]
+from stores.bundles import TensorAt
 
 _OTHERS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state")  # beside the model
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,6})\.)?(.+)")

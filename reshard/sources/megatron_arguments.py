@@ -21,17 +21,6 @@ from reshard.sources.megatron_fields import ConfigFields
 from reshard.sources.megatron_names import megatron_names
 from stores.base import Folder
 
-__all__ = [
-    "COMMON_NAME",
-    "arguments_in",
-    "arguments_of",
-    "check_arguments",
-    "config_of",
-    "layers_with_experts",
-    "num_experts_of",
-    "read_common",
-]
-
 COMMON_NAME = "common.pt"
 _ALIASES = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts"}  # in other releases
 # A checkpoint that lacks one of these is refused: nothing else says it. The rest are of newer releases or other models.

@@ -12,8 +12,6 @@ from typing import Any
 
 from reshard.sources.megatron_fields import ConfigFields
 
-__all__ = ["deepseek_arguments", "deepseek_config", "with_defaults"]
-
 _DEFAULTS: Mapping[str, Any] = {
     "rope_type": "yarn", "rotary_scaling_factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
     "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.0, "moe_shared_expert_gate": False,

@@ -9,8 +9,6 @@ from typing import Any
 from manifests.errors import ModelError
 from manifests.models import ConfigReader
 
-__all__ = ["ConfigFields", "Rope"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rope:

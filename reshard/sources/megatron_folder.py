@@ -25,14 +25,12 @@ from reshard.sources.megatron_arguments import COMMON_NAME, arguments_in, check_
 from reshard.sources.megatron_names import EMBEDDING
 from reshard.sources.megatron_training import MASTERS, OPTIMIZER, find_optimizer, training_state
 from reshard.sources.torch_files import index_of, recorded_anew
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorAt
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.slices import merge_slices
 from reshard.tensors.source_index import SourceRecord
 from stores.base import Folder, InputFile, read_config, read_whole
-from stores.bundles import join_slices
-
-__all__ = ["open_megatron", "read_megatron_weights"]
+from stores.bundles import TensorAt, join_slices
 
 _SCHEDULE = "opt_param_scheduler"
 _EXTRA_STATE = re.compile(r"_extra_state(/|$)")  # of Transformer Engine: no weight

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from manifests.errors import ModelError
 
-__all__ = ["EMBEDDING", "HEAD", "MTP_COPIES", "NORM", "QKV", "MegatronNames", "megatron_names"]
-
 EMBEDDING, HEAD, NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
 QKV = "self_attention.linear_qkv.weight"
 # What Hugging Face's MTP layers have of their own, and Megatron's share with the model.

@@ -9,8 +9,6 @@ from reshard.archives.names import METADATA_NAME
 from stores.base import Folder, read_range
 from stores.open import open_below
 
-__all__ = ["RELEASE", "TRACKER_NAME", "find_iteration"]
-
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # in place of a number: weights that were converted
 

@@ -28,9 +28,7 @@ from reshard.sources.adamw import (
     read_number,
 )
 from reshard.sources.megatron_arguments import COMMON_NAME
-from reshard.tensors.checkpoint import TensorAt
-
-__all__ = ["MASTERS", "OPTIMIZER", "RESHARDABLE", "find_optimizer", "training_state"]
+from stores.bundles import TensorAt
 
 MASTERS = "param"  # weights in float32, beside those that the model computes with
 OPTIMIZER = "optimizer"

@@ -14,8 +14,6 @@ from manifests.models.described import description_problems
 from manifests.schema import ModelDescription
 from reshard.layout.wording import list_words, nearest_word
 
-__all__ = ["read_model_file"]
-
 _MOST_BYTES = 1 << 20
 _KEYS = tuple(field.name for field in fields(ModelDescription))
 _REQUIRED = ("inputs", "layers", "outputs")

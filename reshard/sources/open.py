@@ -23,8 +23,6 @@ from stores.local import LocalFile, LocalFolder
 from stores.manifest_file import ManifestFile, find_manifest_file
 from stores.open import open_store
 
-__all__ = ["links_of", "names_manifest", "open_both", "open_described", "open_source"]
-
 
 @collector_paused()
 def open_source(

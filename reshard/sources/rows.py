@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 from manifests.errors import SourceError
 from manifests.slices import Slice
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import DerivedFile
-
-__all__ = ["Slices", "fused_heads", "indices_of", "rows_of"]
+from stores.bundles import TensorAt
 
 _REVISION = "download weights and config from one revision"
 

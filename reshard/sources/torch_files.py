@@ -6,18 +6,8 @@ import re
 from collections.abc import Sequence
 
 from manifests.safetensors import encode_header, layout_tensors
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.source_index import SUFFIX, KeptText, RecordedShard, index_anew
-
-__all__ = [
-    "TORCH_INDEX_NAME",
-    "TORCH_NAME",
-    "TORCH_SUFFIX",
-    "index_of",
-    "is_torch_shard",
-    "recorded_anew",
-    "recorded_as_safetensors",
-]
+from stores.bundles import TensorAt
 
 TORCH_NAME, TORCH_INDEX_NAME, TORCH_SUFFIX = "pytorch_model.bin", "pytorch_model.bin.index.json", ".bin"
 _SHARD = re.compile(r"pytorch_model(?:-\d+-of-\d+)?\.bin")

@@ -19,11 +19,9 @@ from reshard.sources.torchtitan_names import (
     heads_of,
     titan_names,
 )
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import Buffer, derive, read_blocks
 from reshard.tensors.slices import merge_slices
-
-__all__ = ["has_torchtitan_names", "is_without_place", "under_huggingface_names"]
+from stores.bundles import TensorAt
 
 _LAYER = re.compile(r"^(mtp_)?layers\.(\d{1,6})\.")
 _OLDER = {"output.weight": "lm_head.weight"}  # names of earlier versions, and those that only its adapter still has

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from manifests.errors import ModelError
 
-__all__ = ["BALANCE", "EMBEDDING", "FUSED", "TOP", "TitanNames", "heads_of", "titan_names"]
-
 EMBEDDING = "tok_embeddings.weight"
 TOP = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
 BALANCE = "moe.expert_bias_E"  # a buffer

@@ -12,8 +12,6 @@ from manifests.jsontext import kind_of, parse_json_object
 from reshard.tensors.source_index import SUFFIX
 from stores.base import Folder
 
-__all__ = ["ShardIndex", "read_shard_index", "refuse_ranks_of_vllm"]
-
 _S = rb"[ \t\n\r]*+"
 _SCALAR = rb"(?:" + STRING + rb"|[0-9][0-9.eE+-]*+|true|false|null)"
 _MEMBER = STRING + _S + rb":" + _S + _SCALAR + _S

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from manifests.errors import UsageError
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import read_blocks
+from stores.bundles import TensorAt
 
 if TYPE_CHECKING:
     import torch
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
     Tensor = torch.Tensor
-
-__all__ = ["Framework", "to_numpy", "to_torch"]
 
 Framework = Literal["numpy", "torch"]
 

@@ -11,9 +11,7 @@ from manifests.models import ModelShape
 from manifests.schema import Holds, Manifest, ModelDescription, Parent, Source, TrainingState
 from reshard.tensors.source_index import SourceRecord
 from stores.base import InputFile
-from stores.bundles import TensorAt, tensors_in
-
-__all__ = ["AuxiliaryAt", "Checkpoint", "OriginalFiles", "TensorAt", "check_digest", "tensors_in"]
+from stores.bundles import TensorAt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,11 +23,9 @@ from stores.base import InputFile, Range, Reader
 from stores.prefetch import RemoteFile
 
 if TYPE_CHECKING:
-    from reshard.tensors.checkpoint import TensorAt
+    from stores.bundles import TensorAt
     from stores.ranges import Fetch
     from stores.streams import Streams
-
-__all__ = ["RecordedFile", "bad_checksum", "combined_crc", "stored_file", "verify_records", "with_records"]
 
 _POLYNOMIAL = 0xEDB88320
 _ONE, _X8 = 1 << 31, 1 << 23  # bits are reflected: the highest is the coefficient of x**0

@@ -8,20 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from manifests.digest import Hasher
 from manifests.safetensors import nbytes_of
-from reshard.tensors.checkpoint import TensorAt, check_digest
+from reshard.tensors.checkpoint import check_digest
 from stores.base import Range
-
-__all__ = [
-    "STEP_NBYTES",
-    "WOULD_OVERFLOW",
-    "BlockReader",
-    "Buffer",
-    "DerivedFile",
-    "MemoryFile",
-    "derive",
-    "read_blocks",
-    "stored_nbytes",
-]
+from stores.bundles import TensorAt
 
 WOULD_OVERFLOW = "source.would-overflow"  # code of errors about values that a cast would make infinite
 STEP_NBYTES = 1 << 20  # stays in the processor's cache between read, hash, transform and write

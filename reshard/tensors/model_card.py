@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["has_section", "with_section", "without_section"]
-
 _BEGIN, _END = "<!-- reshard: begin -->", "<!-- reshard: end -->"
 _BEGIN_FIELDS, _END_FIELDS = "# reshard: begin", "# reshard: end"  # comments of YAML
 _BEGIN_ALL = "# reshard: begin, the lines around included"

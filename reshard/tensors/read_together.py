@@ -13,8 +13,6 @@ from stores.base import Folder, InputFile, read_head, read_whole
 from stores.headers import at_once
 from stores.prefetch import RemoteFile
 
-__all__ = ["FolderInPart", "read_together"]
-
 _MOST_NBYTES = 64 << 20  # in memory at a time
 _MOST_HEADS = 256  # of 128 KiB
 

@@ -12,10 +12,8 @@ from math import prod
 from operator import attrgetter
 
 from manifests.safetensors import nbytes_of
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import STEP_NBYTES, BlockReader, Buffer, DerivedFile, derive, read_blocks
-
-__all__ = ["merge_slices", "pieces_of", "slices_of"]
+from stores.bundles import TensorAt
 
 _LEAST_STEP_NBYTES = 64 << 10
 

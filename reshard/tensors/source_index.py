@@ -15,21 +15,9 @@ from manifests.index import INDEX_NAME
 from manifests.jsontext import parse_json_object
 from manifests.models import StoredTensors
 from manifests.paths import problem_with_path
-from manifests.safetensors import Header, TensorEntry, layout_tensors, parse_header
+from manifests.safetensors import Header, layout_tensors, parse_header
+from manifests.tensortable import TensorEntry
 from stores.base import MAX_WHOLE_NBYTES, Blocks, InputFile, read_whole
-
-__all__ = [
-    "SUFFIX",
-    "KeptText",
-    "RecordedShard",
-    "SourceRecord",
-    "decode_record",
-    "encode_record",
-    "index_anew",
-    "lay_out_anew",
-    "read_record",
-    "record_blocks",
-]
 
 SUFFIX = ".safetensors"
 _PIECE_NBYTES = 1 << 20

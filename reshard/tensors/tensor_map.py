@@ -6,10 +6,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 
 from manifests.slices import Slice
-from reshard.tensors.checkpoint import TensorAt
 from stores.base import InputFile
-
-__all__ = ["TensorMap", "as_objects"]
+from stores.bundles import TensorAt
 
 _DIGEST_NBYTES = 32
 _Kind = tuple[InputFile, str, tuple[int, ...], int, Slice | None, bool]

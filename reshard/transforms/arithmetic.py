@@ -12,19 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manifests.errors import SourceError
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import STEP_NBYTES, WOULD_OVERFLOW, Buffer, read_blocks
-
-__all__ = [
-    "FLOATS",
-    "cast_blocks",
-    "compared_blocks",
-    "count_not_finite",
-    "fp4_blocks",
-    "fp8_blocks",
-    "mxfp4_blocks",
-    "norms_of",
-]
+from stores.bundles import TensorAt
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]

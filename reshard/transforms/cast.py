@@ -9,11 +9,10 @@ from functools import partial
 from typing import Literal
 
 from manifests.errors import SourceError, UsageError
-from reshard.tensors.checkpoint import Checkpoint, TensorAt
+from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import DerivedFile, derive
 from reshard.tensors.tensor_map import as_objects
-
-__all__ = ["FLOATS", "STORED", "ExportDtype", "cast_checkpoint", "cast_tensor", "casts_in"]
+from stores.bundles import TensorAt
 
 ExportDtype = Literal["source", "fp32", "bf16", "fp16"]
 

@@ -8,11 +8,10 @@ from typing import Literal, get_args
 
 from manifests.arguments import check_choice
 from manifests.errors import UsageError
-from reshard.tensors.checkpoint import Checkpoint, TensorAt
+from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import derive
 from reshard.transforms.cast import FLOATS, STORED, ExportDtype, cast_checkpoint
-
-__all__ = ["Conversion", "convert"]
+from stores.bundles import TensorAt
 
 Plain = Literal["bf16", "fp32"]
 

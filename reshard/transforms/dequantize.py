@@ -12,13 +12,12 @@ from manifests.models import model_shape
 from manifests.safetensors import encode_header
 from reshard.sources.config import with_dtype
 from reshard.sources.huggingface import CONFIG_NAME, check_coverage, stored_in, without_absent
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, TensorAt
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import MemoryFile, derive
 from reshard.tensors.source_index import RecordedShard, SourceRecord, TargetTensor, index_anew, lay_out_anew
 from reshard.transforms.cast import FLOATS
 from stores.base import read_config
-
-__all__ = ["dequantize", "plain_tensors"]
+from stores.bundles import TensorAt
 
 _FLAG, _SECTION = "--dequantize", "quantization_config"
 _QUANTIZED = {"F4", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8"}  # which no tensor of a plain model has

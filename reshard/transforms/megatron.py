@@ -17,11 +17,9 @@ from manifests.errors import ModelError
 from reshard.sources.megatron_arguments import layers_with_experts, num_experts_of
 from reshard.sources.megatron_names import EMBEDDING, HEAD, MTP_COPIES, NORM, QKV, megatron_names
 from reshard.sources.torchtitan_names import heads_of
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import read_blocks
 from reshard.transforms.placed import Place, Placed, in_place
-
-__all__ = ["MegatronModel"]
+from stores.bundles import TensorAt
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
 _HEADS = re.compile(r"self_attn\.([qkv])_proj\.weight")

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from manifests.models import ModelShape
 
-__all__ = ["is_tied_input", "pipeline_layers"]
-
 # Note [Layers that are tied]: a head that is tied to the input embedding is a `TiedLayerSpec` with the key of the first
 # layer. With a `forward_fn` it computes with the first layer's module, and DeepSpeed neither saves nor loads a file of
 # it. Without one it is a module that has the weight once more, in a file of its own, and DeepSpeed replaces what it

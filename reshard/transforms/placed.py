@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reshard.tensors.checkpoint import TensorAt
-
-__all__ = ["Place", "Placed", "in_place"]
+from stores.bundles import TensorAt
 
 
 @dataclass(frozen=True, slots=True)

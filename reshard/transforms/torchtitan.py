@@ -9,11 +9,9 @@ from functools import partial
 from manifests.errors import ModelError
 from reshard.archives.strides import swapped
 from reshard.sources.torchtitan_names import BALANCE, FUSED, TOP, TitanNames, heads_of, titan_names
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import Buffer, MemoryFile, derive, read_blocks
 from reshard.transforms.placed import Place, Placed, in_place
-
-__all__ = ["TitanModel"]
+from stores.bundles import TensorAt
 
 _LAYER = re.compile(r"^model\.layers\.(\d{1,6})\.(.+)$")
 _EXPERT = re.compile(r"\.experts\.(\d{1,6})\.")

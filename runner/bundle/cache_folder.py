@@ -37,8 +37,6 @@ from runner.bundle.verified_read import verified_blocks
 from stores.base import InputFile
 from stores.local import LocalFile
 
-__all__ = ["FLAG", "CacheFolder", "assign_shards", "check_cacheable", "node_folder", "shards_of"]
-
 FLAG = "--stage-to-local"
 _POLL_S = 0.2
 _NAMED = re.compile(r".+-[0-9a-f]{16}")  # as `node_folder` names them

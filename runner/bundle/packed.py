@@ -22,8 +22,6 @@ from stores.base import Folder, check_whole
 from stores.bundles import Bundles
 from stores.local import LocalFile
 
-__all__ = ["TOKENIZER", "Packed", "check_tokenizer", "open_packed"]
-
 TOKENIZER = "tokenizer.json"
 _READ_BY_NAME = (TOKENIZER, "tokenizer_config.json", "generation_config.json")
 

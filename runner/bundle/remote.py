@@ -18,8 +18,6 @@ from stores.address import is_url
 from stores.base import Blocks, read_whole
 from stores.manifest_file import ManifestFile, find_manifest_file
 
-__all__ = ["fetch", "name_of", "opened"]
-
 
 def fetch(file: ManifestFile, folder: Path, read: tuple[Manifest, str] | None = None) -> Packed:
     """Download a manifest and its auxiliary files to a folder, verify them, and open the manifest there.

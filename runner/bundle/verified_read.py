@@ -15,8 +15,6 @@ from manifests.store import check_shard
 from stores.base import InputFile, read_file_header
 from stores.bundles import TensorAt, tensors_in
 
-__all__ = ["check_digest", "verified_blocks"]
-
 _BLOCK_NBYTES = 8 << 20
 
 

@@ -21,8 +21,6 @@ from runner.config.schema import CheckpointOptions
 from runner.distributed.fail_together import AloneError, together
 from runner.distributed.watchdog import StallTimer
 
-__all__ = ["SaveReport", "Saver"]
-
 logger = logging.getLogger("runner")
 
 

@@ -16,8 +16,6 @@ from runner.config.schema import SYNTHETIC, DataOptions
 from runner.data.files import find_files
 from runner.data.framing import Framing, document_framing, load_tokenizer
 
-__all__ = ["FoundData", "check_alike", "check_same_files", "digests_of", "find_data"]
-
 _Files = Sequence[tuple[str, int]]  # by name and size
 
 

@@ -21,17 +21,6 @@ from manifests.lockfile import locking
 from manifests.owned import check_ours, files_of_manifest, foreign_files, remove_tree, write_record
 from manifests.store import open_shard, read_manifest, sync_folder
 
-__all__ = [
-    "checkpoint_path",
-    "claim_history",
-    "claim_output",
-    "find_checkpoints",
-    "find_misnamed",
-    "prune",
-    "set_aside",
-    "step_of",
-]
-
 logger = logging.getLogger("runner")
 
 _CLAIM = ".lock"

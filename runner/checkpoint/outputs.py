@@ -13,8 +13,6 @@ from manifests.publish import check_not_a_step, check_partial, check_target, exc
 from manifests.store import read_manifest
 from runner.config.flags import TrainOptions
 
-__all__ = ["check_outputs", "check_space", "replaced_note"]
-
 _HINT = "choose a folder that this user can write to on every node"
 
 

@@ -28,18 +28,6 @@ from runner.checkpoint.history import checkpoint_path, find_checkpoints, find_mi
 from runner.config.flags import TrainOptions, flag_of
 from runner.config.schema import Dtype, ResumeOptions
 
-__all__ = [
-    "Origin",
-    "advance",
-    "check_fits",
-    "find_origins",
-    "override_notes",
-    "remember",
-    "remembered",
-    "resumed_state",
-    "schedule_notes",
-]
-
 _OPTIMIZER = "AdamW"
 _DTYPES: Mapping[TrainedDtype, Dtype] = {"F32": "fp32", "BF16": "bf16"}
 _STORED = {flag: dtype for dtype, flag in _DTYPES.items()}

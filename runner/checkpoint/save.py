@@ -36,8 +36,6 @@ from runner.tensors.local_shard import Piece
 from stores.base import Blocks
 from stores.local import LocalFile
 
-__all__ = ["SaveContext", "save", "write_shard"]
-
 logger = logging.getLogger(__name__)
 
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}

@@ -12,8 +12,6 @@ from runner.checkpoint.history import find_checkpoints, step_of
 from runner.config.flags import TrainOptions
 from runner.config.schema import SYNTHETIC
 
-__all__ = ["check_apart"]
-
 
 def check_apart(options: TrainOptions, launched: Path) -> None:
     """Check that `--save`, which replaces a whole folder, replaces nothing that the run uses.

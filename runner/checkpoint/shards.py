@@ -14,8 +14,6 @@ from manifests.schema import WEIGHTS, Holds, TieGroup
 from runner.checkpoint.state import Held
 from runner.tensors.local_shard import Piece
 
-__all__ = ["ShardToWrite", "slices_in_stage_folders", "whole_in_root"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardToWrite:

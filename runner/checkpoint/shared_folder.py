@@ -11,8 +11,6 @@ from pathlib import Path, PurePosixPath
 from manifests.errors import CheckpointError, InputError, refused_by_system
 from manifests.schema import Shard
 
-__all__ = ["check_folder", "check_shards"]
-
 _PAUSES_S = (0.1, 0.3, 1.0, 3.0)
 _HINT = "--checkpoint and --save must be in a folder that all nodes share"
 _ABSENT = (FileNotFoundError, NotADirectoryError)

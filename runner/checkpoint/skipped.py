@@ -15,8 +15,6 @@ from manifests.schema import AuxiliaryFile
 from manifests.store import read_small_file
 from runner.bundle.packed import Packed
 
-__all__ = ["SKIPPED_NAME", "encode_skipped", "read_skipped", "with_skipped"]
-
 SKIPPED_NAME = "skipped-documents.json"
 _FIELD = "num_skipped"
 

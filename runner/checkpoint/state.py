@@ -18,8 +18,6 @@ from runner.training.mixed_precision import kept
 from runner.training.optimizer import Optimizer
 from runner.training.ties import Tie
 
-__all__ = ["Held", "HostCopy", "held_state", "held_weights", "nbytes_of", "whole_weights"]
-
 _CPU = torch.device("cpu")
 
 # By stage, then by kind; of one kind, a piece for each Hugging Face FQN.

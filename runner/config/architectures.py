@@ -9,19 +9,6 @@ from manifests.errors import ModelError, UsageError
 from manifests.models.catalogue import CatalogueEntry, entry_of
 from runner.config.own_families import GROUP, find_family, package_of
 
-__all__ = [
-    "TENSOR_PARALLEL",
-    "TORCHTITAN",
-    "TRAINED",
-    "Implementation",
-    "check_trainable",
-    "choose_implementation",
-    "generic_entry",
-    "hands_on_trees",
-    "is_generic",
-    "why_not_tensor_parallel",
-]
-
 Implementation = Literal["torchtitan", "transformers"]
 # Those with modules of torchtitan's. transformers has them, too.
 TORCHTITAN = (

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["MOST", "Number", "WholeNumber", "build", "flag", "group", "parameters_of"]
-
 T = TypeVar("T")
 _SAME: Any = object()
 MOST = (1 << 31) - 1  # of whole numbers: no memory, table or clock needs more

@@ -26,8 +26,6 @@ from runner.config.schema import (
     ResumeOptions,
 )
 
-__all__ = ["TrainOptions", "flag_of", "is_training_flag", "parse_training", "recall", "training_command", "unwritten"]
-
 Device = Literal["auto", "cpu", "cuda"]
 Digests = Literal["foreground", "background"]
 _ON_COMMAND_LINE = ParameterSource.COMMANDLINE

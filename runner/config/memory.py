@@ -10,8 +10,6 @@ from manifests.schedules import Table
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims
 
-__all__ = ["planned_memory"]
-
 _NBYTES = {"fp32": 4, "bf16": 2}
 
 

@@ -6,8 +6,6 @@ from importlib.metadata import EntryPoint, entry_points
 
 from manifests.errors import ModelError
 
-__all__ = ["GROUP", "find_family", "package_of"]
-
 GROUP = "runner.families"
 
 

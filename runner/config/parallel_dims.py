@@ -10,8 +10,6 @@ import click
 from manifests.errors import LaunchError, UsageError
 from runner.config.declared import WholeNumber, flag
 
-__all__ = ["DATA_DIMS", "PIPELINE", "REPLICATE", "SHARD", "TENSOR", "DegreeOptions", "Load", "ParallelDims"]
-
 # Names of the device mesh dimensions, as in torchtitan.
 PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
 DATA_DIMS = (REPLICATE, SHARD)

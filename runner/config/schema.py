@@ -18,19 +18,6 @@ from manifests.training_state import LARGEST_RATE
 from runner.config.architectures import Implementation
 from runner.config.declared import Number, WholeNumber, flag, group
 
-__all__ = [
-    "SYNTHETIC",
-    "BatchOptions",
-    "CheckpointOptions",
-    "ComputeOptions",
-    "DataOptions",
-    "Decay",
-    "Dtype",
-    "FramingOptions",
-    "OptimOptions",
-    "ResumeOptions",
-]
-
 Dtype = Literal["fp32", "bf16"]
 SYNTHETIC = "synthetic"  # as a data source: random tokens
 _LEAST_EPS = 1e-30  # of AdamW: well above the smallest float32

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from manifests.errors import DataError
 
-__all__ = ["BadDocumentError", "Skipped", "log_skipped"]
-
 T = TypeVar("T")
 logger = logging.getLogger("runner")
 

@@ -10,8 +10,6 @@ import torch
 
 from runner.data.mixture import Cursor
 
-__all__ = ["IGNORED", "Batch", "Sample", "batch_samples", "rows_of"]
-
 IGNORED = -100  # the label of positions that are ignored in the loss
 
 

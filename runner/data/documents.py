@@ -15,8 +15,6 @@ from runner.data.files import LINES, ROWS, Document, find_files, line_offsets, r
 from runner.data.parquet import group_sizes, read_group
 from runner.data.shuffle import shuffled
 
-__all__ = ["DocumentSource", "PlacedDocument", "open_sources"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedDocument:

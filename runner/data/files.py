@@ -24,19 +24,6 @@ from manifests.jsontext import kind_of
 from runner.data.bad import BadDocumentError
 from runner.data.parquet import read_rows, text_of
 
-__all__ = [
-    "LINES",
-    "ROWS",
-    "SUFFIXES",
-    "TEXT",
-    "Document",
-    "check_first_line",
-    "find_files",
-    "line_offsets",
-    "read_documents",
-    "row_document",
-]
-
 TEXT, LINES, ROWS = SUFFIXES = (".txt", ".jsonl", ".parquet")
 _OTHERS = 'convert other formats to .jsonl, with a line {"text": "…"} for each document'
 _BYTE_ORDER_MARK = codecs.BOM_UTF8

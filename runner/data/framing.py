@@ -26,8 +26,6 @@ from runner.config.schema import FramingOptions
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-__all__ = ["Frame", "Framing", "document_framing", "encode", "load_tokenizer", "special_id"]
-
 _CONFIG = "tokenizer_config.json"
 
 

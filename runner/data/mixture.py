@@ -14,8 +14,6 @@ from runner.data.documents import DocumentSource, PlacedDocument
 from runner.data.shuffle import draw
 from runner.data.tokenizer import Vocabulary
 
-__all__ = ["Cursor", "Drawn", "draw_documents", "first_cursor"]
-
 _Ids = Iterator[tuple[int, list[int]]]  # of pieces, see `Vocabulary.encode`
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from manifests.errors import DataError, refused_by_system
 from runner.data.bad import BadDocumentError
 
-__all__ = ["group_sizes", "read_group", "read_rows", "text_of"]
-
 _COLUMN = "name the column of the text with --text-field"
 _ROWS = 64  # in memory at a time, where they are read in order
 

@@ -20,8 +20,6 @@ from runner.data.documents import open_sources
 from runner.data.mixture import Cursor, Drawn, draw_documents, first_cursor
 from runner.data.tokenizer import load_vocabulary
 
-__all__ = ["read_batches", "read_once"]
-
 _MOST_WAITING = 64  # lengths with incomplete batches
 
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import accumulate
 
-__all__ = ["draw", "shuffled"]
-
 _NUM_ROUNDS = 6
 _LEAST_HALF = 4  # bits: in a smaller domain, some permutations would be much more frequent than others
 

@@ -14,8 +14,6 @@ from runner.data.bad import Skipped
 from runner.data.files import Document
 from runner.data.framing import Frame, document_framing, encode, load_tokenizer, special_id
 
-__all__ = ["Vocabulary", "load_vocabulary"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:

@@ -13,8 +13,6 @@ from runner.distributed.system_errors import exhausted, unreachable
 from runner.rundir.exit_report import code_of
 from runner.rundir.rank_label import rank_label
 
-__all__ = ["AloneError", "alone", "from_rank_0", "join_failures", "together"]
-
 T = TypeVar("T")
 
 

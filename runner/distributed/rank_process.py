@@ -23,8 +23,6 @@ from runner.distributed.world import World
 from runner.rundir.exit_report import AGENT, ExitReport, code_of, report_exit
 from runner.rundir.rank_label import rank_label, set_rank_label
 
-__all__ = ["run_rank"]
-
 logger = logging.getLogger("runner")
 _PR_SET_PDEATHSIG = 1  # of prctl, in Linux's sys/prctl.h
 _INTERRUPTED = 130

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from runner.distributed.fail_together import together
 
-__all__ = ["in_rounds", "is_true_for_all"]
-
 T = TypeVar("T")
 _ROUND_S = 2.0
 

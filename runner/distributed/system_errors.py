@@ -12,8 +12,6 @@ import torch
 from manifests.errors import InputError, RankError, UnreachableError, refused_by_system
 from manifests.sizes import show_bytes
 
-__all__ = ["ExhaustedError", "causes", "exhausted", "unreachable"]
-
 _SAID = ("can't allocate memory", "out of memory", "std::bad_alloc", "cannot allocate memory")
 _ASKED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)", re.IGNORECASE)
 _HINT = (

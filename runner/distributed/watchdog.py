@@ -32,8 +32,6 @@ from runner.rundir.exit_report import ExitReport, FailureKind, report_exit
 from runner.rundir.heartbeat import ALIVE_S, Beat, heartbeat_path, log_path, write_beat
 from runner.rundir.rank_label import place_of
 
-__all__ = ["StallTimer", "StoppedError", "Watchdog", "log_to_file"]
-
 logger = logging.getLogger("runner")
 _GRACE_S = 15.0  # after SIGTERM, the rank exits unless a step ends within this, or twice the last step's time
 _STOPPING = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)

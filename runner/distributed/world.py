@@ -13,8 +13,6 @@ import torch.distributed as dist
 from manifests.errors import LaunchError
 from runner.config.flags import Device
 
-__all__ = ["World", "device_of", "exchange_device", "join_world"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:

@@ -22,8 +22,6 @@ from runner.data.files import find_files
 from runner.launch.local import launch_here
 from runner.launch.preflight import check_model
 
-__all__ = ["EvalOptions", "ReadOptions", "eval_command", "parse_eval"]
-
 _PLAIN = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 _ARGS = "runner.args"
 

@@ -25,8 +25,6 @@ from runner.evaluation.command import EvalOptions, parse_eval
 from runner.evaluation.reader import meet, read_model
 from runner.training.gradient_norm import StepTotals
 
-__all__ = ["cut_as", "evaluate", "loss_over", "main", "mean_loss"]
-
 
 def mean_loss(loss_of: Callable[[Batch], float], batches: Iterable[Batch], where: str = "--data") -> tuple[float, int]:
     """Return the mean loss over the valid tokens of all batches, and their number.

@@ -29,8 +29,6 @@ from runner.training.self_check import RunOptions, self_check
 from runner.training.ties import check_loaded
 from stores.bundles import Bundles
 
-__all__ = ["ReadModel", "meet", "read_model"]
-
 logger = logging.getLogger("runner")
 
 

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["main"]
-
 _LOCAL = "--standalone"  # of torchrun, for a job of this machine alone
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
 _PATIENCE_S = 6.0  # another node's agent may know the cause

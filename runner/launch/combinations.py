@@ -24,18 +24,6 @@ from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions
 from runner.pipeline.timetable import Timetable
 
-__all__ = [
-    "REFUSED",
-    "Combination",
-    "Refusal",
-    "check_combination",
-    "check_divides",
-    "check_sinks",
-    "combine",
-    "share_of",
-    "tensor_parallel",
-]
-
 _LAYER = re.compile(r"\.(\d+)$")  # numbered from the model's number of layers, they are for multi-token prediction
 _CUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
 _UNSPLIT = "a schedule that does not split the backward, such as 1F1B or Interleaved1F1B"

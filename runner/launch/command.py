@@ -33,8 +33,6 @@ from runner.launch.scheduler_checks import shown_address
 from runner.pipeline.timetable import choose_timetable
 from runner.rundir.job_record import SCHEDULERS
 
-__all__ = ["launch", "training_words"]
-
 
 def _read_job(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
     """Use the values of a job file as defaults of the flags."""

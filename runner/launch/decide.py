@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from manifests.signals import INTERRUPTED
 from runner.rundir.state import RunState
 
-__all__ = ["FINAL", "AttemptEnd", "Decision", "Exit", "GiveUp", "Requeue", "Restart", "decide", "may_requeue"]
-
 FINAL = (1, 2, 3, 4)  # a bug, or an error that the user must fix: a restart would fail the same way
 _ASKED = (INTERRUPTED, 128 + signal.SIGUSR2, 128 + signal.SIGTERM)  # exit codes of ranks that a signal asked to stop
 

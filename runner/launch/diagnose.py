@@ -14,8 +14,6 @@ from runner.rundir.rank_label import place_of
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["find_cause", "find_cause_at_stop"]
-
 _RANK_FAILED = 5
 _OUR_CODES = (1, 2, 3, 4, 5)
 _AT_ONCE_S = 2  # torchrun's times are whole seconds

@@ -23,8 +23,6 @@ from runner.rundir.rank_label import place_of
 from runner.rundir.run_record import config_of, read_record_of
 from runner.rundir.state import RunState, read_state
 
-__all__ = ["cancel", "follow", "show_logs", "status"]
-
 _POLL_S = 1.0
 _SILENT_S = 60.0  # a scheduler that is being restarted does not answer
 _CODES = {"COMPLETED": 0, "STOPPED": 130, "KILLED": 5}

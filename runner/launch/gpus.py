@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from manifests.errors import UsageError
 from runner.config.flags import Device
 
-__all__ = ["check_gpus", "memories_gib"]
-
 _COMMAND = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
 _LIMIT_S = 20
 

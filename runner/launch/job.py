@@ -15,8 +15,6 @@ from manifests.interpreter import relative_entries
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.scheduler_checks import check_texts
 
-__all__ = ["FlagKind", "Job", "read_environment", "read_job_file"]
-
 FlagKind = Literal["switch", "one", "several"]  # what a flag takes
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -23,8 +23,6 @@ from runner.launch.scheduler_checks import check_mounts, check_read, check_writt
 from runner.launch.supervisor import SHUTDOWN_S, agent_command
 from runner.rundir.job_record import JobRecord
 
-__all__ = ["JobSetState", "cancel", "find_phases", "find_state", "print_logs", "render", "submit"]
-
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MAX_NAME = 40  # pods are named NAME-node-0-INDEX-xxxxx, within 63 characters
 _PORT = 29500  # every pod has an address of its own

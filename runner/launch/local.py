@@ -43,8 +43,6 @@ from runner.rundir.exit_report import AGENT
 from runner.rundir.job_record import make_log_dir, write_record
 from runner.rundir.state import clear_state
 
-__all__ = ["LocalJob", "check_beginning", "check_request", "check_world", "launch_here"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalJob:

@@ -21,8 +21,6 @@ from runner.rundir.heartbeat import log_path
 from runner.rundir.job_record import JobRecord
 from runner.rundir.state import read_state
 
-__all__ = ["cancel", "find_state", "is_running", "record_here"]
-
 _POLL_S = 0.1
 _KILL_S = 10.0
 

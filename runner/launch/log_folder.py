@@ -20,8 +20,6 @@ from runner.rundir.heartbeat import SKEWED_S, read_beats
 from runner.rundir.job_record import JOB_NAME, JobRecord, read_record
 from runner.rundir.state import read_state
 
-__all__ = ["check_free", "claim_log_dir"]
-
 _CLAIM = ".launch.lock"
 _BEGINS_S = 60.0
 

@@ -13,8 +13,6 @@ from manifests.schema import Manifest
 from manifests.sizes import show_bytes
 from runner.config.parallel_dims import ParallelDims
 
-__all__ = ["NodePlan", "check_groups", "check_memory", "check_ranks", "parse_nnodes", "plan_nodes", "printed"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlan:

@@ -19,17 +19,6 @@ from runner.models.decoders import DECODERS, decoder_of, refuse_mtp
 from runner.models.generic_limits import check_fields, check_modules
 from runner.models.titan_fields import TITAN_FIELDS
 
-__all__ = [
-    "check_evaluable",
-    "check_first_lines",
-    "check_length",
-    "check_model",
-    "check_places",
-    "check_texts",
-    "expert_notes",
-    "notes",
-]
-
 _NUM_FILES = 64  # of a source whose first lines are read
 
 

@@ -25,8 +25,6 @@ from runner.checkpoint.history import find_checkpoints
 from runner.config.flags import TrainOptions
 from runner.rundir.run_record import DEFAULT_RUNS, RUN_NAME, link_latest, read_record_of, write_run
 
-__all__ = ["RunFolder", "choose_folder"]
-
 _EARLIER = "earlier"
 _FILES = ("metrics.jsonl", "job.json", "state.json", RUN_NAME, "report.html")
 _FOLDERS = ("trace", "heartbeat", "tensorboard", "wandb", "flight-recorder")

@@ -12,18 +12,6 @@ from manifests.errors import UsageError
 from manifests.store import find_manifest
 from stores.address import is_url
 
-__all__ = [
-    "check_mounts",
-    "check_read",
-    "check_sbatch_args",
-    "check_texts",
-    "check_written",
-    "is_shown",
-    "parse_signal",
-    "parse_time",
-    "shown_address",
-]
-
 _SIGNAL = re.compile(r"USR2@(\d{1,5})")
 _MAX_SIGNAL_S = 65535  # sbatch(1), --signal
 _TIME = re.compile(r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?|(?P<n>\d+(?::\d+){0,2}))")

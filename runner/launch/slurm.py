@@ -15,8 +15,6 @@ from runner.launch.job import Job
 from runner.launch.scheduler_checks import check_mounts, check_sbatch_args, parse_signal, parse_time
 from runner.rundir.job_record import JobRecord
 
-__all__ = ["SlurmState", "cancel", "find_state", "render", "submit"]
-
 _MOUNT = re.compile(r"/[^:,]*:(?P<target>/[^:,]*)(:[a-z+]+)?")  # as pyxis takes them, with its own flags
 
 

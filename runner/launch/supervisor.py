@@ -29,8 +29,6 @@ from runner.launch.decide import AttemptEnd, Exit, GiveUp, Requeue, Restart, dec
 from runner.rundir.exit_report import code_of
 from runner.rundir.state import STATE_NAME, RunState, clear_state, read_state, write_state
 
-__all__ = ["SHUTDOWN_S", "agent_command", "main", "srun_command", "stopping"]
-
 logger = logging.getLogger("runner")
 SHUTDOWN_S = 30  # ranks are killed so long after the time that a checkpoint may take
 _LATE_S = 2.0  # a file that another node has written may not be visible here for so long

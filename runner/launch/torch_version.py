@@ -7,8 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from manifests.errors import InputError
 
-__all__ = ["LEAST", "TESTED", "check_torch"]
-
 LEAST = (2, 13)
 TESTED = ("2.13.0", "2.14.1", "2.15.0")  # see docs/compatibility.md
 _INSTALL = "pip install 'reshard[runner]'"

@@ -10,8 +10,6 @@ import click
 from runner.config.declared import WholeNumber
 from runner.rundir.run_record import DEFAULT_RUNS, find_run
 
-__all__ = ["cancel", "logs", "report", "status"]
-
 _LOG_DIR = click.argument(
     "log_dir", type=click.Path(path_type=Path), metavar="[LOG_DIR]", default=DEFAULT_RUNS,
     callback=lambda _, __, path: find_run(path),

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from runner.rundir.heartbeat import read_beats
 
-__all__ = ["awaited", "saying_what_is_awaited"]
-
 _EVERY_S = 10.0
 _POLL_S = 1.0
 

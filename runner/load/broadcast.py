@@ -17,8 +17,6 @@ from runner.load.verify_parts import PartRead
 from runner.tensors.dtypes import STORED_DTYPES
 from runner.tensors.local_shard import Piece
 
-__all__ = ["read_for_all"]
-
 _ROUND_NBYTES = 64 << 20  # read before a broadcast
 _Key = tuple[str, int]  # a file, and the offset of a tensor in it
 

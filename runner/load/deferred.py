@@ -26,8 +26,6 @@ from runner.load.local_cache import LocalCache
 from runner.load.verify_parts import ToVerify, verify_whole
 from runner.rundir.rank_label import rank_label
 
-__all__ = ["DeferredVerification"]
-
 logger = logging.getLogger("runner")
 
 _POLL_S = 0.2

@@ -10,8 +10,6 @@ from runner.tensors.pinned import PinnedBlocks
 from runner.tensors.regions import Block, blocks_of
 from stores.base import Reader
 
-__all__ = ["bytes_of", "fill"]
-
 
 @torch.no_grad()
 def fill(

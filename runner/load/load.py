@@ -26,18 +26,6 @@ from stores.bundles import Bundles, TensorAt, join_slices
 from stores.cores import threads_for_ranks
 from stores.workers import Take, share_out
 
-__all__ = [
-    "LoadReport",
-    "Read",
-    "Reading",
-    "count_unverified",
-    "load_tensors",
-    "plan_reads",
-    "read_all",
-    "read_tensors",
-    "some_of",
-]
-
 _RUN_NBYTES = 64 << 20  # one unit of work of a thread
 
 

@@ -33,8 +33,6 @@ from runner.parallel.mesh import Mesh
 from stores.bundles import Bundles
 from stores.manifest_file import ManifestFile
 
-__all__ = ["CacheReport", "LocalCache", "fetch_to_cache", "local_cache_of"]
-
 logger = logging.getLogger("runner")
 
 T = TypeVar("T")

@@ -22,8 +22,6 @@ from runner.tensors.huge_pages import empty_like
 from runner.tensors.local_shard import Piece, whole_pieces
 from stores.address import is_url
 
-__all__ = ["LoadResult", "StateDictAdapter", "load_stages"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadResult:

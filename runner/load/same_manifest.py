@@ -5,8 +5,6 @@ from __future__ import annotations
 from manifests.errors import ManifestError
 from runner.distributed.fail_together import from_rank_0, together
 
-__all__ = ["check_same_manifest"]
-
 
 def check_same_manifest(where: str, digest: str) -> None:
     """Check that the digest of the file that this rank has read is rank 0's. Every rank calls this.

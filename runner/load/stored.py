@@ -20,8 +20,6 @@ from runner.load.verify_parts import share_parts, verify_parts
 from runner.tensors.local_shard import Piece
 from stores.bundles import Bundles
 
-__all__ = ["StageLoader"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageLoader:

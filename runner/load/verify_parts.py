@@ -25,8 +25,6 @@ from runner.tensors.regions import BLOCK_NBYTES, ranges_of
 from stores.bundles import TensorAt
 from stores.workers import for_each
 
-__all__ = ["PartRead", "ToVerify", "share_parts", "verify_parts", "verify_whole"]
-
 _Key = tuple[str, int]  # a file, and the offset of a stored tensor in it
 _Digests = dict[_Key, tuple[int, dict[Slice, str]]]  # its size in bytes, and the digest of each part
 

@@ -20,8 +20,6 @@ from runner.config.flags import Device
 from runner.config.schema import Dtype
 from runner.measure.times import ModuleSeconds
 
-__all__ = ["measure"]
-
 
 @click.command()
 @click.argument("manifest", type=click.Path(path_type=Path))

@@ -33,8 +33,6 @@ from runner.tensors.dtypes import FLAG_DTYPES
 from runner.tensors.heap import return_holes, return_large_blocks
 from runner.training.activation_checkpoint import recompute_layers
 
-__all__ = ["Setting", "measure_modules"]
-
 _WARMUP = 3  # runs before those that count
 _SEED = 0
 

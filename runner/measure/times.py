@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ModuleSeconds"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleSeconds:

@@ -11,8 +11,6 @@ from runner.measure.times import ModuleSeconds
 from runner.report.read import read_run
 from runner.rundir.run_record import config_of, find_run
 
-__all__ = ["read_seconds"]
-
 _SEQ_LEN = 4096  # of a run whose record lacks it; how FLOPs are divided hardly depends on it
 
 

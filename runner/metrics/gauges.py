@@ -11,14 +11,6 @@ import torch
 from manifests.models import ModelShape
 from runner.config.flags import TrainOptions
 
-__all__ = [
-    "BF16_FLOPS",
-    "least_step_s",
-    "memory_nbytes",
-    "peak_flops",
-    "peak_memory_nbytes",
-]
-
 # Dense bfloat16 matmul, in FLOP/s. The first name that is part of a GPU's name counts.
 # Source: the vendors' data sheets, as torchtitan 0.3.0 quotes them in tools/utils.py, `get_peak_flops`.
 BF16_FLOPS: Mapping[str, float] = {

@@ -21,8 +21,6 @@ from runner.metrics.sinks import Sink
 from runner.profiling.step_times import RankTimes
 from runner.training.step import StepReport
 
-__all__ = ["Metrics", "RankLoad", "StepTimes"]
-
 logger = logging.getLogger("runner")
 
 

@@ -9,8 +9,6 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-__all__ = ["StepProgress"]
-
 logger = logging.getLogger("runner.said")
 _noted = logging.getLogger("runner")
 

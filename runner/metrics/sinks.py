@@ -18,8 +18,6 @@ from typing import Any, Protocol
 from runner.config.flags import TrainOptions
 from runner.rundir.run_record import config_of, read_record_of
 
-__all__ = ["Aside", "JsonLines", "Sink", "TensorBoard", "WandB", "open_sinks", "scalars_of", "texts_of"]
-
 logger = logging.getLogger("runner")
 Record = Mapping[str, Any]
 _MOST = 10_000  # records that may wait for a sink

@@ -10,8 +10,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from runner.models.titan_modules import Module
 
-__all__ = ["CausalAttention"]
-
 _BLOCK = 512  # queries whose scores are made together, where a kernel does not do it
 
 Transform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from manifests.errors import ModelError, UsageError
 from manifests.models import ConfigReader
 
-__all__ = ["DECODERS", "TITAN_DECODERS", "Decoder", "decoder_of", "refuse_mtp"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoder:

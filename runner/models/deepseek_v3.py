@@ -12,8 +12,6 @@ from runner.models.titan_fields import DeepSeekV3Fields
 from runner.models.titan_modules import DeepSeekV3Attention, DeepSeekV3Model, DeepSeekV3TransformerBlock, Linear, MoE
 from runner.models.torchtitan import MLP, NO_INIT, NORMS, TitanFamily
 
-__all__ = ["DeepSeekV3"]
-
 _LATENT_EPS = 1e-6  # of the norms of latents, whatever the config says: `DeepseekV3RMSNorm`
 
 

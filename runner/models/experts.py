@@ -22,19 +22,6 @@ from runner.models.titan_modules import (
     TokenChoiceTopKRouter,
 )
 
-__all__ = [
-    "Chosen",
-    "Experts",
-    "FloatLinear",
-    "SigmoidRouter",
-    "SoftmaxRouter",
-    "SteeredMoE",
-    "grouped_product",
-    "local",
-    "moe_config",
-    "tp_degree",
-]
-
 Chosen = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # weights and numbers of experts, (B, L, K), scores, (B, L, E)
 
 _GROUPED_ALIGNMENT = 16  # bytes that `torch._grouped_mm` wants strides to be a multiple of

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from runner.tensors.local_shard import Piece
 
-__all__ = ["Family", "FamilyOutputError", "check_output"]
-
 
 class FamilyOutputError(ModelError):
     """What the modules of a family return is not what a stage sends."""

@@ -29,8 +29,6 @@ from runner.models.stage_of_any import StageOfAny, is_stand_in
 from runner.models.tensor_plan import check_packed, shard_by_plan, summed_by_plan
 from runner.tensors.local_shard import Piece
 
-__all__ = ["Generic", "WholeModel"]
-
 _PREFIX = "model."  # of names in `StageOfAny`
 # What a pipeline has no use for. A tied head is a parameter of its own here; see `runner.training.ties`.
 _CONFIG: Mapping[str, object] = {

@@ -8,8 +8,6 @@ from manifests.errors import ModelError
 from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
 
-__all__ = ["check_fields", "check_modules"]
-
 # Losses that need the routers of every stage or all logits, and layers that are skipped at random.
 _OFF = (("output_router_logits", False), ("z_loss_coefficient", 0), ("layerdrop", 0))
 

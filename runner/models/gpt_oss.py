@@ -27,8 +27,6 @@ from runner.models.titan_modules import (
 from runner.models.torchtitan import ATTENTION, NO_INIT, NORMS, TitanFamily
 from runner.tensors.local_shard import Piece
 
-__all__ = ["GptOss"]
-
 _EXPERTS = "moe.routed_experts.inner_experts"
 
 

@@ -16,8 +16,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["forget_lengths", "longest_alike"]
-
 
 def longest_alike(config: Any, length: int, most: int) -> int:
     """Return how many tokens, at most `most`, a row of `length` may be padded to with the same frequencies."""

@@ -9,8 +9,6 @@ from runner.models.titan_fields import LlamaFields, MistralFields
 from runner.models.titan_modules import Llama3Model, Llama3TransformerBlock
 from runner.models.torchtitan import ATTENTION, MLP, NORMS, TitanFamily
 
-__all__ = ["Llama", "Mistral"]
-
 
 class Llama(LlamaFields, TitanFamily):
     """`LlamaForCausalLM`."""

@@ -21,8 +21,6 @@ from runner.config.own_families import GROUP
 from runner.models.family import Family, check_output
 from runner.tensors.local_shard import Piece
 
-__all__ = ["FamilyRequest", "NamedFamily", "WholeOwn", "generic_family", "load_family", "request_of"]
-
 _ATTRIBUTES = (
     "architecture", "modules", "hidden_size", "vocab_size", "build", "init_buffers", "to_hf", "pieces", "padded_length",
 )  # fmt: skip

@@ -10,8 +10,6 @@ from runner.models.titan_fields import Qwen3Fields, Qwen3MoeFields
 from runner.models.titan_modules import Linear, MoE, Qwen3Model, Qwen3TransformerBlock
 from runner.models.torchtitan import ATTENTION, MLP, NO_INIT, NORMS, TitanFamily
 
-__all__ = ["Qwen3", "Qwen3Moe"]
-
 
 class Qwen3(Qwen3Fields, TitanFamily):
     """`Qwen3ForCausalLM`."""

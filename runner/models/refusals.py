@@ -10,8 +10,6 @@ from huggingface_hub.errors import StrictDataclassError
 
 from manifests.errors import ModelError
 
-__all__ = ["refusals"]
-
 
 @contextmanager
 def refusals(where: str) -> Iterator[None]:

@@ -15,8 +15,6 @@ import torch
 
 from runner.tensors.local_shard import Piece
 
-__all__ = ["Region", "pieces_in", "regions_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:

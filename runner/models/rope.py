@@ -10,8 +10,6 @@ import torch
 from runner.models.rope_fields import Rope, Yarn
 from runner.models.titan_modules import CosSinRoPE
 
-__all__ = ["InterleavedRotaryEmbedding", "RotaryEmbedding", "rotary_config"]
-
 
 class RotaryEmbedding(CosSinRoPE):  # type: ignore[misc]
     """torchtitan's rotate-half RoPE with the frequencies of Llama 3.1, or of YaRN.

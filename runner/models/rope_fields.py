@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from manifests.errors import InputError, ModelError
 from manifests.jsontext import kind_of
 
-__all__ = ["Llama3", "Rope", "Yarn", "positive_number", "read_rope"]
-
 _DEFAULT_THETA = 10000.0
 
 

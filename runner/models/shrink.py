@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["SIZES", "shrink"]
-
 # The largest sizes of a tiny model, by the names that configs have for them.
 SIZES: Mapping[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_dim", "lru_width"), 64),

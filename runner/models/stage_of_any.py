@@ -30,8 +30,6 @@ from torch.utils import _pytree as pytree
 from manifests.models.catalogue import CatalogueEntry
 from runner.models.lengths import forget_lengths
 
-__all__ = ["StageOfAny", "is_stand_in"]
-
 _SHARED = (dict, UserDict)  # of what layers write and later layers read
 
 

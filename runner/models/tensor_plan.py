@@ -22,8 +22,6 @@ from manifests.errors import UsageError
 from runner.models.regions import Region
 from runner.tensors.dtensor import packed_dim
 
-__all__ = ["check_packed", "shard_by_plan", "summed_by_plan"]
-
 _SUMMED = "replicated_with_grad_allreduce"
 _LATENT = "mla_kv_a_proj"
 

@@ -10,17 +10,6 @@ from manifests.models import ConfigReader, model_shape
 from runner.models.decoders import refuse_mtp
 from runner.models.rope_fields import Rope, positive_number, read_rope
 
-__all__ = [
-    "TITAN_FIELDS",
-    "DeepSeekV3Fields",
-    "GptOssFields",
-    "LlamaFields",
-    "MistralFields",
-    "Qwen3Fields",
-    "Qwen3MoeFields",
-    "TitanFields",
-]
-
 
 class TitanFields(ABC):
     """The fields of a config that a family computes with.

@@ -27,8 +27,6 @@ from runner.models.titan_modules import (
 )
 from runner.tensors.local_shard import Piece
 
-__all__ = ["ATTENTION", "MLP", "NORMS", "NO_INIT", "TitanFamily"]
-
 # torchtitan requires an initializer for every leaf; weights always come from a bundle.
 NO_INIT = {"weight": nn.init.zeros_, "bias": nn.init.zeros_}
 

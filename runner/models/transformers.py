@@ -25,8 +25,6 @@ from runner.models.lengths import forget_lengths, longest_alike
 from runner.models.refusals import refusals
 from runner.tensors.local_shard import Piece
 
-__all__ = ["CutModel", "Transformers"]
-
 _PREFIX = "model."  # of names in `CutModel`
 # What a pipeline has no use for. A tied head is a parameter of its own here; see `runner.training.ties`.
 _CONFIG: Mapping[str, object] = {

@@ -13,8 +13,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from runner.config.parallel_dims import PIPELINE, REPLICATE, SHARD, TENSOR, ParallelDims
 from runner.tensors.dtensor import sharded_dims
 
-__all__ = ["Mesh", "build_mesh", "pair_mesh"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Mesh:

@@ -27,8 +27,6 @@ from runner.pipeline.chunk import StageChunk, layers_of
 from runner.tensors.dtensor import local_of, mesh_dims
 from runner.tensors.dtypes import FLAG_DTYPES
 
-__all__ = ["Parallel", "is_sharded", "parallelize"]
-
 _BUCKET = 1 << 24  # elements that are all-reduced at a time
 
 

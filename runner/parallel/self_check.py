@@ -21,8 +21,6 @@ from runner.pipeline.self_check import (
     run_tiny,
 )
 
-__all__ = ["TOLERANCE", "check_tensor_parallel", "compare_shared"]
-
 # What transformers computes in float32 whatever the weights are, such as linear attention, differs by 1e-6; what a plan
 # leaves out, by far more.
 TOLERANCE = 1e-5

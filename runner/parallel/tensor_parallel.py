@@ -25,8 +25,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from runner.models.family import Family
 from runner.pipeline.chunk import StageChunk, layers_of
 
-__all__ = ["Planned", "shard_matrices", "summed_over_heads"]
-
 _COLWISE, _ROWWISE, _WHOLE = "colwise", "rowwise", "whole"
 # Every linear module of a layer, by the last two parts of its name.
 _LINEAR: Mapping[str, str] = {

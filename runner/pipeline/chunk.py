@@ -16,18 +16,6 @@ from runner.tensors.dtensor import local_of, local_regions
 from runner.tensors.huge_pages import empty_like
 from runner.tensors.local_shard import Piece
 
-__all__ = [
-    "NamedParameter",
-    "StageChunk",
-    "build_chunks",
-    "hf_constants",
-    "hf_pieces",
-    "layers_of",
-    "materialize",
-    "named_hf_parameters",
-    "part_of",
-]
-
 # With its Hugging Face FQN; if it consists of several tensors, with the first one's.
 NamedParameter = tuple[str, nn.Parameter]
 

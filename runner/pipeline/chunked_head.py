@@ -10,8 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from runner.data.batches import IGNORED
 
-__all__ = ["ChunkedHead", "width_of"]
-
 
 class ChunkedHead:
     """The head of the last stage, applied in the loss instead of in the forward.

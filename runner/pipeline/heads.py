@@ -17,8 +17,6 @@ from runner.pipeline.microbatches import token_loss
 from runner.pipeline.stage_io import Form, form_of
 from runner.tensors.dtensor import mesh_dims
 
-__all__ = ["chunk_head", "loss_of", "output_form", "whole_heads"]
-
 
 def chunk_head(chunks: Sequence[StageChunk], num_stages: int, num_tokens: int) -> None:
     """Replace the head, if one of these loaded chunks has it, by one that computes the loss in chunks.

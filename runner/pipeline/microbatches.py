@@ -12,8 +12,6 @@ from torch import nn
 from runner.config.schema import BatchOptions
 from runner.data.batches import IGNORED
 
-__all__ = ["check_shape", "evaluating", "token_loss", "total"]
-
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, num_tokens: int) -> torch.Tensor:
     """Return a microbatch's contribution to the loss: its summed cross-entropy over the batch's `num_tokens`.

@@ -20,8 +20,6 @@ from runner.pipeline.timetable import Timetable
 from runner.pipeline.torch_runtime import RuntimeStage, runtime_of
 from runner.profiling.trace import Recorder
 
-__all__ = ["Lane", "Pipeline", "Purpose"]
-
 # Gradients and a loss; a loss without gradients; logits.
 Purpose = Literal["train", "evaluate", "logits"]
 _MOST_LANES = 4  # each keeps the buffers of what it receives

@@ -19,8 +19,6 @@ from runner.pipeline.timetable import Timetable
 from runner.profiling.trace import Recorder
 from runner.tensors.heap import return_holes
 
-__all__ = ["Schedule", "build_schedule"]
-
 
 class Schedule(Protocol):
     """Runs the microbatches of a batch through this rank's stages.

@@ -29,28 +29,6 @@ from runner.pipeline.stage_io import StageIO
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.tensors.dtensor import local_of, whole_of
 
-__all__ = [
-    "ANYWAY",
-    "Compared",
-    "Gradients",
-    "SelfChecked",
-    "Tensors",
-    "TinyRun",
-    "WholeModel",
-    "WholeResult",
-    "backward",
-    "build_filled",
-    "check_plain",
-    "compare_stages",
-    "describe",
-    "difference",
-    "forward",
-    "gradients_of",
-    "loss_difference",
-    "run_tiny",
-    "run_whole",
-]
-
 Tensors = tuple[torch.Tensor, ...]
 Gradients = tuple[torch.Tensor | None, ...]
 

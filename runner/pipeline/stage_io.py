@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["Constant", "Form", "FormError", "StageIO", "TensorForm", "form_of"]
-
 
 class FormError(ValueError):
     """A stage's output differs from its declared form: a bug in a model's code."""

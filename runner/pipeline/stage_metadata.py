@@ -14,8 +14,6 @@ from runner.models.family import Family
 from runner.pipeline.chunk import StageChunk, build_chunks
 from runner.pipeline.stage_io import Form, form_of
 
-__all__ = ["Content", "StageMetadata", "TensorMetadata", "TracedMetadata", "plan_stage_metadata"]
-
 Content = Literal["tokens", "hidden", "logits"]
 
 

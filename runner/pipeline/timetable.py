@@ -24,8 +24,6 @@ from manifests.schedules import (
 )
 from manifests.schema import Manifest
 
-__all__ = ["Timetable", "choose_timetable", "find_timetable", "read_timetable"]
-
 _SUFFIX = ".csv"
 _SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _TRANSFERS = re.compile(r"SEND_|RECV_|SHARD|REDUCE_GRAD")

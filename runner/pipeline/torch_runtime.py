@@ -29,8 +29,6 @@ from runner.distributed.world import exchange_device
 from runner.profiling.trace import RanKind, Recorder
 from runner.tensors.heap import return_holes
 
-__all__ = ["ADAPTER", "ADAPTERS", "Adapter", "RuntimeStage", "backward_input", "runtime_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:

@@ -10,8 +10,6 @@ from manifests.schedules import Table
 from runner.profiling.step_times import KINDS, RankTimes, split_step
 from runner.profiling.trace import Recorder
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """Measures a rank's step, and splits the steps of all ranks into parts; `table` has their actions."""

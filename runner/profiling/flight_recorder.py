@@ -12,8 +12,6 @@ import threading
 from collections.abc import MutableMapping
 from pathlib import Path
 
-__all__ = ["dump_flight_recorder", "enable_flight_recorder"]
-
 # Each with the names that torch 2.13 reads, in order of precedence.
 # Source: torch/csrc/distributed/c10d/FlightRecorder.hpp and ProcessGroupNCCL.hpp.
 _SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")

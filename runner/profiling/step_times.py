@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from manifests.schedules import StageCosts, Table, simulate
 
-__all__ = ["KINDS", "RankTimes", "split_step", "stage_costs"]
-
 KINDS = ("F", "B", "I", "W", "L")  # see `runner.profiling.trace.RanKind`
 
 

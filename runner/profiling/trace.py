@@ -16,8 +16,6 @@ import torch
 
 from manifests.store import write_file
 
-__all__ = ["Ran", "RanKind", "Recorder", "RunShape", "Tracer", "trace_path"]
-
 logger = logging.getLogger("runner")
 
 # Forward, full backward, input gradients, weight gradients, loss.

@@ -16,8 +16,6 @@ from manifests.placement import Placement
 from manifests.schedules import Timeline
 from runner.report.read import StepTrace, TracedAction
 
-__all__ = ["STYLE", "Curve", "actions_of_plan", "draw_curves", "draw_pipeline", "legend", "standalone", "ticks"]
-
 STYLE = f"""
 :root {{ {THEMES["light"].css} --own: {BLUE}; --other: {AMBER}; }}
 @media (prefers-color-scheme: dark) {{ :root {{ {THEMES["dark"].css} }} }}

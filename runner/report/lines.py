@@ -11,8 +11,6 @@ from typing import Any
 from manifests.errors import LogError, refused_by_system
 from manifests.jsontext import kind_of
 
-__all__ = ["Line", "check_events", "check_line", "check_run", "check_types", "read_object", "read_text"]
-
 Line = Mapping[str, Any]
 _MOST = 1 << 62
 _PER_RANK = ("data_s", "compute_s", "communication_s", "bubble_s")

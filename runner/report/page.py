@@ -22,8 +22,6 @@ from runner.report.read import RunLog, StepTrace, Traces, read_run
 from runner.report.simulated import planned
 from runner.rundir.run_record import config_of
 
-__all__ = ["tables_of", "write_report", "write_trace"]
-
 _PARTS = ("data", "compute", "communication", "bubble")
 _SUFFIXES = (".html", ".htm")
 _STYLE = """

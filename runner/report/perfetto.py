@@ -15,8 +15,6 @@ from manifests.schedules import Action
 from manifests.schedules.order import Result, input_of, result_of
 from runner.report.read import StepTrace, TracedAction, Traces
 
-__all__ = ["merged_trace"]
-
 _STEP_TID = 0  # the thread of stage n is n + 1
 _Placed = tuple[int, TracedAction]  # rank and action
 

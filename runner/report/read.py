@@ -14,8 +14,6 @@ from manifests.placement import Placement
 from runner.report.lines import Line, check_events, check_line, check_run, read_object, read_text
 from runner.rundir.run_record import read_record_of, run_id
 
-__all__ = ["RunLog", "StepTrace", "TracedAction", "Traces", "read_run"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedAction:

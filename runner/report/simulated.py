@@ -8,8 +8,6 @@ from runner.pipeline.timetable import find_timetable
 from runner.profiling.step_times import stage_costs
 from runner.report.read import Traces
 
-__all__ = ["planned"]
-
 
 def planned(traces: Traces) -> Timeline:
     """Simulate the schedule of a traced run with the time that each stage took for a microbatch.

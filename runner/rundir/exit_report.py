@@ -19,8 +19,6 @@ from typing import Any, Literal, get_args
 from manifests.errors import RankError, UnreachableError, UserError, error_json
 from manifests.store import write_file
 
-__all__ = ["AGENT", "REPORTS", "ExitReport", "FailureKind", "code_of", "read_report", "read_reports", "report_exit"]
-
 logger = logging.getLogger("runner")
 AGENT = "RUNNER_AGENT"  # the process id of an agent that prints its ranks' reports
 REPORTS = "RUNNER_ENDINGS"  # that agent's folder of reports

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from manifests.store import write_file
 
-__all__ = ["ALIVE_S", "SKEWED_S", "Beat", "clear_beats", "heartbeat_path", "log_path", "read_beats", "write_beat"]
-
 ALIVE_S = 2.0  # a rank writes its heartbeat at least this often, however long its step takes
 SKEWED_S = 30.0  # the clocks of nodes may differ by this much
 _FOLDER = "heartbeat"

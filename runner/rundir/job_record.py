@@ -13,8 +13,6 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.probe import check_writable
 from manifests.store import write_file
 
-__all__ = ["JOB_NAME", "SCHEDULERS", "JobRecord", "Scheduler", "make_log_dir", "read_record", "write_record"]
-
 JOB_NAME = "job.json"
 _MOST_DIGITS = 20  # of a process id
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from manifests.schema import Manifest
 
-__all__ = ["place_of", "rank_label", "set_rank_label", "stages_of"]
-
 _label: list[str] = []  # a process is one rank
 
 

@@ -12,19 +12,6 @@ from typing import Any
 
 from manifests.store import write_file
 
-__all__ = [
-    "DEFAULT_RUNS",
-    "LATEST",
-    "RUN_NAME",
-    "config_of",
-    "find_run",
-    "link_latest",
-    "note_resolved",
-    "read_record_of",
-    "run_id",
-    "write_run",
-]
-
 RUN_NAME = "run.json"
 DEFAULT_RUNS = Path("runner-log")  # has a folder for each run started without --log-dir
 LATEST = "latest"

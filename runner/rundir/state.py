@@ -9,8 +9,6 @@ from typing import Literal, get_args
 
 from manifests.store import write_file
 
-__all__ = ["STATE_NAME", "Ended", "RunState", "clear_state", "read_state", "write_state"]
-
 STATE_NAME = "state.json"
 
 # done: all steps are complete; stopped: by a signal, after a checkpoint; failed: `error`, with exit code `code`.

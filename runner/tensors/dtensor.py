@@ -7,8 +7,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["local_of", "local_offset", "local_regions", "mesh_dims", "packed_dim", "sharded_dims", "whole_of"]
-
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, sharing its memory; any other tensor as it is."""

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["FLAG_DTYPES", "STORED_DTYPES", "readable_as"]
-
 STORED_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -13,8 +13,6 @@ import ctypes
 
 import torch
 
-__all__ = ["return_holes", "return_large_blocks"]
-
 _M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
 _LARGE_NBYTES, _LARGE_SHARD_NBYTES = 1 << 20, 256 << 10
 _LIBC = ctypes.CDLL(None)

@@ -7,8 +7,6 @@ import mmap
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["empty_like"]
-
 _LEAST_NBYTES = 4 << 20  # smaller tensors would leave huge pages mostly empty
 
 

@@ -9,8 +9,6 @@ import torch
 
 from manifests.slices import Slice
 
-__all__ = ["Piece", "join_pieces", "whole_pieces"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Piece:

@@ -6,8 +6,6 @@ import torch
 
 from runner.tensors.regions import BLOCK_NBYTES
 
-__all__ = ["PinnedBlocks"]
-
 _NUM_PINNED = 4  # copies to a GPU in flight while the next block is read and hashed
 
 

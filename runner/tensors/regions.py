@@ -8,8 +8,6 @@ from math import prod
 
 from manifests.slices import Slice
 
-__all__ = ["BLOCK_NBYTES", "Block", "blocks_of", "intersect", "ranges_of"]
-
 BLOCK_NBYTES = 1 << 20  # stays in the processor's cache between read, hash and copy
 _GAP_NBYTES = 4096  # a smaller gap between two wanted parts is read along with them: disks read pages
 _Index = tuple[int | slice, ...]

@@ -42,8 +42,6 @@ from manifests.memory import Recompute
 from runner.pipeline.chunk import StageChunk, layers_of
 from runner.tensors.dtensor import local_of
 
-__all__ = ["recompute_layers"]
-
 _aten = torch.ops.aten
 # Operations whose results `selective` keeps, because recomputing them is slow. Everything between them is cheap.
 _KEPT = (

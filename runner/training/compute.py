@@ -9,8 +9,6 @@ from runner.pipeline.chunk import StageChunk, layers_of
 from runner.pipeline.heads import chunk_head
 from runner.training.activation_checkpoint import recompute_layers
 
-__all__ = ["apply_compute_options"]
-
 
 def apply_compute_options(chunks: Sequence[StageChunk], num_stages: int, options: ComputeOptions) -> None:
     """Apply the compute options to stages. A checkpointed layer is compiled as a whole.

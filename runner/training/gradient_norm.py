@@ -17,8 +17,6 @@ from runner.pipeline.chunk import NamedParameter
 from runner.tensors.dtensor import local_of
 from runner.training.ties import Tie
 
-__all__ = ["StepTotals", "Totals", "clip_gradients"]
-
 _HEAD = 4  # a row's numbers before the times and the squares
 _CURE = "try a lower --lr, a longer --warmup-steps or --dtype fp32"
 # Elements squared at a time: on a CPU the float64 copies fit its cache, on a GPU they are few and small.

@@ -19,8 +19,6 @@ from torch import nn
 
 from runner.tensors.huge_pages import empty_like
 
-__all__ = ["keep_masters", "kept", "round_masters", "share_master", "zero_gradient"]
-
 _MASTER = "_master"  # an attribute of a parameter
 
 

@@ -13,8 +13,6 @@ from runner.config.schema import OptimOptions
 from runner.pipeline.chunk import NamedParameter
 from runner.training.mixed_precision import kept, round_masters, zero_gradient
 
-__all__ = ["Optimizer", "lr_at"]
-
 
 class Optimizer:
     """AdamW that steps each parameter once; `parameters` pairs each with its Hugging Face FQN.

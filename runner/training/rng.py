@@ -11,8 +11,6 @@ import torch
 from manifests.errors import CheckpointError
 from manifests.schema import RandomState
 
-__all__ = ["restore_rng", "rng_state", "seed_rng"]
-
 
 def seed_rng(seed: int, rank: int) -> None:
     """Seed this rank's generator, which dropout draws from, from the run's seed and the rank."""

@@ -46,8 +46,6 @@ from runner.tensors.dtypes import FLAG_DTYPES
 from runner.training.compute import apply_compute_options
 from runner.training.mixed_precision import keep_masters
 
-__all__ = ["RunOptions", "check_stages", "self_check"]
-
 logger = logging.getLogger("runner")
 
 _CHUNK = 5  # tokens of a chunk of the loss: fewer than a tiny microbatch has

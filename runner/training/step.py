@@ -15,8 +15,6 @@ from runner.training.gradient_norm import StepTotals, clip_gradients
 from runner.training.optimizer import Optimizer
 from runner.training.ties import Tie, follow_leaders, sync_gradients
 
-__all__ = ["Engine", "StepReport", "eval_step", "train_step"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:

@@ -25,8 +25,6 @@ from runner.pipeline.chunk import NamedParameter, StageChunk, named_hf_parameter
 from runner.tensors.dtensor import local_of, local_offset, mesh_dims
 from runner.training.mixed_precision import kept, share_master, zero_gradient
 
-__all__ = ["Tie", "build_ties", "check_equal", "check_loaded", "follow_leaders", "lead_parameters", "sync_gradients"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tie:

@@ -14,8 +14,6 @@ from blake3 import blake3
 from tests.builders import INDEX, Tensor, header_of, read_safetensors
 from tests.fast.reshard.forged import change_manifest, digest, fit_index
 
-__all__ = ["CUTS", "KINDS", "Cut", "Slice", "cut_up", "rewrite_slices", "slices_in"]
-
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
 _WIDTHS = {"F32": 4, "BF16": 2}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import sys
@@ -59,6 +60,13 @@ def test_ci_runs_make_test_and_nothing_else() -> None:
     commands = [line for line in script.read_text().splitlines() if not line.startswith("#")]
     assert commands == ["set -euo pipefail", 'cd "$(dirname "${BASH_SOURCE[0]}")/.."', "make test"]
     assert script.stat().st_mode & 0o111
+
+
+def test_only_packages_list_their_public_names() -> None:
+    facade = "runner/models/titan_modules.py"  # re-exports what other files may not import from torchtitan
+    sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.name != "__init__.py"]
+    lists = {str(path.relative_to(ROOT)) for path in sources if re.search("^__all__", path.read_text(), re.MULTILINE)}
+    assert lists == {facade}
 
 
 def test_no_source_file_is_longer_than_400_lines() -> None:

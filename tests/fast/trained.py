@@ -22,8 +22,6 @@ from tests.builders import (
 )
 from tests.fast.reshard.forged import change_manifest, digest, read_stage, shard_of
 
-__all__ = ["MOMENTS", "STATE", "random_moments", "read_moments", "write_moments", "write_trained"]
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE: Mapping[str, Any] = {
     "step": 60,

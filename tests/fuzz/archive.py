@@ -34,11 +34,9 @@ from reshard.archives.tensors import VALUES, read_archive, read_object, read_ten
 from reshard.archives.zipped import archives_in
 from reshard.checks.dcp import check_dcp
 from reshard.checks.finding import Findings
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import read_blocks
 from stores.base import Range
-
-__all__ = ["alone", "check", "check_alike", "check_metadata", "check_pickle", "metadata", "pickles", "seeds"]
+from stores.bundles import TensorAt
 
 _READ_NBYTES = 1 << 20
 _NAMED = list(VALUES.values())

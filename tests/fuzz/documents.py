@@ -23,8 +23,6 @@ from runner.data.tokenizer import Vocabulary, load_vocabulary
 from tests.fast.runner.words import VOCAB_SIZE, write_tokenizer
 from tests.fuzz.folder import check_refusal, scratch
 
-__all__ = ["check_lines", "check_rows", "check_text", "lines", "rows", "texts"]
-
 _WAYS: tuple[dict[str, Any], ...] = ({}, {"shuffle": True, "skip_bad_documents": True}, {"skip_bad_documents": True})
 
 

@@ -10,8 +10,6 @@ from tempfile import mkdtemp
 
 from manifests.errors import UserError
 
-__all__ = ["check_refusal", "scratch"]
-
 _MEMORY = Path("/dev/shm")
 
 

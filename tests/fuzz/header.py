@@ -6,8 +6,6 @@ from manifests.errors import InputError
 from manifests.safetensors import Header, encode_header, header_nbytes, parse_header
 from tests.builders import DTYPE_BITS, Tensor, read_safetensors
 
-__all__ = ["check", "seeds"]
-
 _EMPTY = b"\x02\0\0\0\0\0\0\0{}"
 
 

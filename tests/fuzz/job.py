@@ -14,8 +14,6 @@ from runner.launch.job import Job, read_environment
 from runner.launch.nodes import parse_nnodes
 from tests.fuzz.folder import scratch
 
-__all__ = ["check", "seeds"]
-
 _PLAIN = ("partition", "account", "qos", "time", "signal", "restarts", "requeue")
 
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.errors import InputError
 
-__all__ = ["check", "seeds"]
-
 _GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
 
 

@@ -8,8 +8,6 @@ from copy import deepcopy
 from random import Random
 from typing import Any
 
-__all__ = ["mutate_json"]
-
 _SCALARS: tuple[Any, ...] = (
     None, True, False, 0, 1, 2, 3, 4, 7, 8, 64, 100, 4096, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64, 10**30,
     -1, -0.0, 0.0, 0.5, 1.0, 1e308, -1e308, 1e999, float("nan"), "", "a", "b", "..", "/", "../a", "/etc/passwd", "a/b",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from manifests.errors import InputError
 from reshard.tensors.source_index import KeptText, RecordedShard, SourceRecord, decode_record, encode_record
 
-__all__ = ["check", "seeds"]
-
 _ENTRY = '{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
 
 

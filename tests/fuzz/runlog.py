@@ -15,8 +15,6 @@ from runner.report.read import read_run
 from runner.report.simulated import planned
 from tests.fuzz.folder import check_refusal, scratch
 
-__all__ = ["check", "seeds"]
-
 _JOB = {"scheduler": "local", "id": "999999999", "name": "a", "output": "rank-00000.log", "host": socket.gethostname()}
 
 

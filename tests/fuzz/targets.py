@@ -8,8 +8,6 @@ from typing import Literal
 
 from tests.fuzz import archive, documents, header, job, manifest, record, runlog, tokenizer
 
-__all__ = ["TARGETS", "Target"]
-
 
 @dataclass(frozen=True, slots=True)
 class Target:

@@ -14,8 +14,6 @@ from runner.data.files import Document
 from runner.data.tokenizer import load_vocabulary
 from tests.fuzz.folder import check_refusal, scratch
 
-__all__ = ["check", "seeds"]
-
 _SIZE = 40
 _FILES = ("tokenizer.json", "config.json", "generation_config.json", "tokenizer_config.json")
 

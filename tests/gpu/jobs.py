@@ -17,8 +17,6 @@ import torch
 from tests.builders import run
 from tests.process.torchrun import launch
 
-__all__ = ["SEQ_LEN", "VOCAB_SIZE", "Job", "gradients_of", "pack", "run_jobs"]
-
 SEQ_LEN, VOCAB_SIZE = 48, 96  # of all models of tests/data; longer than the tiny windows of 16
 _SMALL = ("--data", "synthetic", "--steps", "3", "--seq-len", str(SEQ_LEN), "--global-batch", "8", "--max-norm", "0")
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from tests.builders import header_of, llama_config, random_tensors
 
-__all__ = ["CONFIGS", "FILES", "INDEXES", "MANIFESTS", "SHARDS", "SHARD_NAMES", "Hostile", "write_files"]
-
 FILES = Path(__file__).with_name("files")
 DEEPSEEK = Path(__file__).parents[1] / "data" / "configs" / "deepseek-v3.json"
 DEEP = 30_000  # brackets

@@ -16,8 +16,6 @@ from manifests.errors import InputError
 from tests.servers.ceph import missing_for_ceph, start_ceph
 from tests.servers.s3 import S3Server, start_moto
 
-__all__ = ["BUCKET", "MIB", "become", "measured", "problem", "start_server", "start_worker", "url_of"]
-
 BUCKET = "checkpoints"  # that the servers of `conftest.py` have
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]

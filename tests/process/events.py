@@ -15,19 +15,6 @@ from typing import Any
 
 import pytest
 
-__all__ = [
-    "NUM_BUCKET_EVENTS",
-    "NUM_LOCAL_EVENTS",
-    "NUM_PUSH_EVENTS",
-    "NUM_SAVE_EVENTS",
-    "Worker",
-    "acts_of",
-    "chunks_of",
-    "emptied",
-    "is_planted",
-    "start_worker",
-]
-
 ROOT = Path(__file__).resolve().parents[2]
 # `make test` runs the first few of each kind, `make test-all` all 1,200: each act on each operation, many times.
 NUM_LOCAL_EVENTS, NUM_BUCKET_EVENTS, NUM_SAVE_EVENTS, NUM_PUSH_EVENTS = 700, 300, 120, 80

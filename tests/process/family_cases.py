@@ -14,8 +14,6 @@ from tests.fast.runner.decoders import SEQ_LEN, VARIANTS
 from tests.fast.runner.tiny import padded_batch
 from tests.fast.runner.titans import TITANS
 
-__all__ = ["LR", "MICROBATCH", "NORMAL", "SLOW", "STEPS", "TRAINED", "Case", "batch_of", "evaluated_batch"]
-
 STEPS, MICROBATCH, LR = 3, 1, 1e-3
 _TIED = {"tie_word_embeddings": True}
 

@@ -16,8 +16,6 @@ from typing import Any
 from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
 
-__all__ = ["ROOT", "SMALL", "Run", "are_gone", "launched", "pack_tiny", "runner", "wait_until_gone"]
-
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "8", "--timeout", "8")
 

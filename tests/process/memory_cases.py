@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["PIPELINE", "SAMPLE", "SHARED", "SIZES", "WARM_UP", "Case"]
-
 Case = Mapping[str, Any]
 
 # About 60 million parameters; the tied embedding, which both ends have, is a ninth of them. Most tensors are so large

@@ -12,8 +12,6 @@ from runner.config.schema import BatchOptions
 from runner.tensors.local_shard import Piece
 from tests.fast.runner.tiny import padded_batch
 
-__all__ = ["CUTS", "SCHEDULES", "Toy", "batch_of", "placement_of"]
-
 WIDTH, VOCAB = 16, 40
 CUTS = (
     BatchOptions(global_batch=8, microbatch=2, seq_len=12),

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["LAYOUTS", "MODELS", "NORMAL", "SLOW_4", "SLOW_8", "SLOW_MIXED", "VOCAB_SIZE", "Case"]
-
 VOCAB_SIZE = 96
 _TIED = {"tie_word_embeddings": True}
 # What tensor parallelism cuts must divide: it has models of its own.

@@ -25,15 +25,6 @@ from runner.training.optimizer import Optimizer
 from runner.training.ties import Tie
 from tests.process.parity_cases import BATCH, Plant
 
-__all__ = [
-    "PIPELINES",
-    "DataParallel",
-    "StepsFollowersToo",
-    "drop_expert",
-    "forwards_last_first",
-    "stop_training_expert",
-]
-
 _EXPERT = re.compile(r"\.layers\.2\..*\.experts\.3\.")  # its tensors in files, of several families
 
 

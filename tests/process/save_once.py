@@ -20,8 +20,6 @@ from runner.checkpoint.save import SaveContext, save
 from runner.config.flags import parse_training
 from tests.process.save_worker import held_by
 
-__all__ = ["save_once"]
-
 _TIMEOUT = timedelta(seconds=60)
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from tests.process.torchrun import launch
 
-__all__ = ["job", "lines_of", "losses_of", "run_jobs", "said"]
-
 
 def job(root: Path, log_dir: Path, *args: object, **more: object) -> dict[str, Any]:
     """Describe a job that trains what is packed in `root` with these flags."""

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from tests.servers.s3 import Account, S3Server
 
-__all__ = ["missing_for_ceph", "start_ceph"]
-
 _PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "ceph-authtool", "monmaptool", "radosgw", "radosgw-admin")
 _DISK_NBYTES = 4 << 30
 _ALL = ("--cap", "mon", "allow *", "--cap", "osd", "allow *", "--cap", "mgr", "allow *")

@@ -25,8 +25,6 @@ from huggingface_hub import constants
 
 from tests.servers.hub_writing import WritingRoutes
 
-__all__ = ["AGENTS", "MEMBER", "STRANGER", "Fault", "Handler", "Hub", "Request", "serve_hub", "set_up"]
-
 MEMBER, STRANGER = "hf_member", "hf_stranger"  # both tokens are valid; one may read what is gated or private
 _LARGE_NBYTES = 1024  # files from here on are not in git, but on the other host
 _PAGE_ENTRIES = 3

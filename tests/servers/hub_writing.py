@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-__all__ = ["WritingRoutes"]
-
 _GITATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-__all__ = ["NAMESPACE", "Kubernetes", "missing_for_kubectl", "start_kubernetes"]
-
 NAMESPACE = "team"
 _GROUP = "jobset.x-k8s.io"
 _VERSION = f"{_GROUP}/v1alpha2"

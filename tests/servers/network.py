@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CONTROL", "Network", "call", "missing_for_network", "start_network"]
-
 CONTROL = "ctl"  # a machine more, which all others reach
 _PROGRAMS = ("ip", "nsenter", "unshare")
 _numbers = itertools.count()  # two networks of one process do not share their names

@@ -23,8 +23,6 @@ from urllib.parse import unquote
 
 import boto3
 
-__all__ = ["Account", "Fault", "MotoServer", "Request", "S3Server", "Strike", "start_moto", "strike"]
-
 ROOT = Path(__file__).parents[2]
 REGION = "us-east-1"
 _FAULTS_PATH = "/faults"

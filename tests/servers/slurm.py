@@ -15,8 +15,6 @@ from pathlib import Path
 
 from tests.servers.network import CONTROL, Network, call, missing_for_network, start_network
 
-__all__ = ["REQUEUE_S", "SAFE_REQUEUE_S", "Slurm", "missing_for_slurm", "start_slurm"]
-
 REQUEUE_S = 15  # for so long a job that is queued again waits; by default 120
 SAFE_REQUEUE_S = 75  # above the 60 s after which Slurm repeats a signal to a node that did not answer
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")

@@ -57,7 +57,8 @@ def test_fields_on_the_page_have_types_that_are_public() -> None:
     text = (ROOT / "docs/python-api.md").read_text().partition("\n## runner\n")[0]
     fields = "".join(re.findall("^Fields: .*$", text, re.MULTILINE))
     types = {name for kind in re.findall(r"`\w+: ([^`]+)`", fields) for name in re.findall(r"\b[A-Z]\w+", kind)}
-    assert types - aliases - standard - set(manifests.schema.__all__) <= set(reshard.__all__)
+    of_format = {name for name, kind in vars(manifests.schema).items() if inspect.isclass(kind)}
+    assert types - aliases - standard - of_format <= set(reshard.__all__)
     assert {"`stages: tuple[StagePlan, ...]`", "`layout: StageLayout`"} <= set(re.findall("`[^`]+`", fields))
 
 

@@ -25,8 +25,6 @@ from manifests.schema import (
     Virtual,
 )
 
-__all__ = ["described_manifest", "digest_of", "full_manifest", "manifests", "virtual_manifest"]
-
 COUNTS = st.integers(0, 2**63 - 1)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64).map("blake3:".__add__)

@@ -28,8 +28,6 @@ from manifests.schema import (
 from manifests.training_state import LARGEST_RATE
 from tests.fast.manifests.drawn_manifests import COUNTS, DIGESTS, TEXTS, digest_of, full_manifest, manifests
 
-__all__ = ["trained_manifests", "training_manifest"]
-
 NUMBERS = st.floats(0, allow_infinity=False).map(abs)  # a zero may be drawn with its sign
 BETAS = st.floats(0, math.nextafter(1, 0)).map(abs)
 

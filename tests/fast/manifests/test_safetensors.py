@@ -20,13 +20,13 @@ from manifests.errors import InputError
 from manifests.safetensors import (
     ALIGNMENT,
     Header,
-    TensorEntry,
     encode_header,
     header_template,
     layout_tensors,
     parse_header,
     read_header,
 )
+from manifests.tensortable import TensorEntry
 from tests.builders import DTYPE_BITS, Tensor, read_safetensors
 from tests.refusals import refusal
 

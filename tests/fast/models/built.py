@@ -10,8 +10,6 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-__all__ = ["DECODERS", "TINY", "TRUE", "TRUE_DECODERS", "build", "perturb", "read_config", "saved_tensors"]
-
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 TINY = ("tiny-deepseek-v3", "tiny-gpt-oss", "tiny-llama", "tiny-mistral", "tiny-qwen3", "tiny-qwen3-moe")
 TRUE = (

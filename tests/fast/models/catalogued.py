@@ -17,8 +17,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from manifests.models import StoredTensors
 from tools.tiny_models import tiny_config
 
-__all__ = ["DOZEN", "build_meta", "check_table", "config_of", "save_tiny", "stored_by"]
-
 # What `make test` packs: dense and sparse, tied and untied, hybrids, renamed and stacked tensors, vision towers.
 DOZEN = (
     "BloomForCausalLM", "Cohere2ForCausalLM", "DeepseekV32ForCausalLM", "GPTNeoXForCausalLM",

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["PUBLISHED"]
-
 _LATENT: Mapping[str, Any] = {
     "hidden_size": 7168,
     "intermediate_size": 18432,

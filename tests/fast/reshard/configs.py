@@ -8,8 +8,6 @@ from typing import Any
 
 from tests.builders import llama_config
 
-__all__ = ["modules_of", "write_config", "write_times"]
-
 
 def write_config(path: Path, **overrides: Any) -> Path:
     path.write_text(json.dumps(llama_config(**overrides)))

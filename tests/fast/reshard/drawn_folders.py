@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from tests.builders import DTYPE_BITS, EMBEDDING, HEAD, INDEX, Tensor, header_of, llama_config, random_tensors
 
-__all__ = ["Folder", "folders", "specs"]
-
 PARTS = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="/\\."), min_size=1, max_size=6)
 SMALL_FILES = st.dictionaries(
     st.lists(PARTS, min_size=1, max_size=3).map("/".join).map("extra/{}.txt".format), st.binary(max_size=40), max_size=3

@@ -12,8 +12,6 @@ from blake3 import blake3
 
 from tests.builders import INDEX, Tensor, edit_manifest, header_of, index_of, read_safetensors
 
-__all__ = ["change_file", "change_manifest", "change_stage", "digest", "fit_index", "read_stage", "shard_of"]
-
 
 def digest(data: bytes) -> str:
     return f"blake3:{blake3(data).hexdigest()}"

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from manifests.errors import SourceError
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.checksums import combined_crc, verify_records, with_records
 from stores.base import read_range
+from stores.bundles import TensorAt
 from stores.local import LocalFile
 from tests.builders import files_in, flip, llama_config, refusal, reshard, run
 from tests.fast.reshard.test_dcp_source import huggingface_state, save

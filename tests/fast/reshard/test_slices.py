@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from manifests.slices import Slice
 from reshard.copy.engine import hash_tensors
-from reshard.tensors.checkpoint import TensorAt
 from reshard.tensors.lazy import MemoryFile, read_blocks
 from reshard.tensors.slices import merge_slices, pieces_of
+from stores.bundles import TensorAt
 from tests.builders import Tensor, files_in, flip, read_safetensors, reshard, run, weights_path
 from tests.fast.sliced import CUTS, KINDS, cut_up, rewrite_slices, slices_in
 from tests.fast.trained import write_trained

@@ -11,7 +11,7 @@ from safetensors.torch import _TYPES as TORCH
 from manifests.headertext import DTYPE_BITS
 from reshard.checks.finding import Findings
 from reshard.checks.values import check_values
-from reshard.tensors.checkpoint import TensorAt
+from stores.bundles import TensorAt
 from stores.local import LocalFile
 
 WHOLE = ("I", "U", "BOOL")  # dtypes that have neither NaN nor infinity, and matrices of zeros that mean something

@@ -13,17 +13,6 @@ from safetensors.torch import load_file, save_file
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces, materialize
 from tests.fast.models.built import DECODERS, build, perturb, read_config
 
-__all__ = [
-    "SEQ_LEN",
-    "VARIANTS",
-    "Variant",
-    "fill_pieces",
-    "name_as_openai_did",
-    "save_decoder",
-    "tied_name",
-    "variant_ids",
-]
-
 SEQ_LEN = 48  # more than the tiny windows of 16
 CPU = torch.device("cpu")
 Variant = tuple[str, Mapping[str, Any]]

@@ -24,8 +24,6 @@ from tests.fast.runner.decoders import SEQ_LEN, fill_pieces, tied_name
 from tests.fast.runner.tiny import split_evenly
 from tests.fast.runner.titans import forward
 
-__all__ = ["TOKENS", "Computed", "by_stages", "by_transformers", "differences"]
-
 TOKENS = torch.randint(0, 96, (2, SEQ_LEN), generator=torch.Generator().manual_seed(3))
 TOKENS[0, :4] = torch.tensor([0, 1, 5, 95])  # defaults of pad_token_id, one that tests set, and the last, which is -1
 _LABELS = TOKENS[:, 1:]

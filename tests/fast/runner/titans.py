@@ -21,19 +21,6 @@ from tests.fast.models.built import read_config as tiny_config
 from tests.fast.runner.decoders import SEQ_LEN, Variant, fill_pieces
 from tests.fast.runner.tiny import EMBEDDING, HEAD, padded_batch, read_config, split_evenly
 
-__all__ = [
-    "TITANS",
-    "batch_of",
-    "chunks_of",
-    "forward",
-    "gradients_in",
-    "in_files",
-    "load",
-    "loss_of",
-    "save_titan",
-    "worst",
-]
-
 NOTHING: Mapping[str, object] = MappingProxyType({})
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 0.5}
 MLA_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}

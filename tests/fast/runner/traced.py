@@ -9,8 +9,6 @@ from manifests.placement import Placement
 from manifests.schedules import StageCosts, schedule_table, simulate
 from runner.profiling.trace import trace_path
 
-__all__ = ["write_metrics", "write_traces"]
-
 
 def write_metrics(log_dir: Path, num_steps: int = 4) -> None:
     lines = [{"step": s, "loss": 4.0 - s / 10, "tokens_per_s": 100.0 + s} for s in range(1, num_steps + 1)]

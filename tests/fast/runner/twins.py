@@ -12,8 +12,6 @@ from transformers.models.olmo.modeling_olmo import OlmoDecoderLayer
 
 from manifests.models.catalogue import CatalogueEntry, entry_of, make_entry
 
-__all__ = ["NAME", "TwinForCausalLM", "entry_of_twin", "twin_config"]
-
 NAME = "TwinForCausalLM"
 
 

@@ -14,8 +14,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
-__all__ = ["BOS", "EOS", "FIRST", "VOCAB_SIZE", "WORDS", "text_of", "write_documents", "write_tokenizer"]
-
 WORDS = [f"w{number}" for number in range(8)]
 BOS, EOS, FIRST = 0, 1, 2  # ids; word i is FIRST + i
 VOCAB_SIZE = FIRST + len(WORDS)

@@ -15,8 +15,8 @@ from manifests.errors import ShardError, StoreError
 from reshard.copy.engine import InOrder
 from reshard.copy.runs import Run, copy_run
 from reshard.plans.pack_plan import OutputShard
-from reshard.tensors.checkpoint import TensorAt
 from stores.base import InputFile
+from stores.bundles import TensorAt
 from stores.prefetch import Lane, Planned, PlannedReader, Prefetcher
 from stores.ranges import Fetch, RangeReader
 from stores.streams import Streams
