@@ -72,7 +72,7 @@ def compared_blocks(tensor: TensorAt, copy: TensorAt) -> Iterator[Buffer]:
             raise SourceError(
                 f"{copy.file}: {tensor.name!r}",
                 f"is not what the float32 values are in {copy.dtype}, which partitions of ZeRO have of it",
-                "the partitions are of another step, or their files of other ranks; copy or save the checkpoint again",
+                "files are damaged, of another step, or of swapped ranks; copy or save the checkpoint again",
                 code="source.partitions-differ",
             )
         yield block
