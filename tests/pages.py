@@ -71,13 +71,8 @@ client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=
 
 RUN: Mapping[str, Run] = {
     "README.md": Run(
-        needs=("model", "configs"),
-        instead={
-            "--steps 100 ": "--steps 2 --seq-len 64 --global-batch 4 ",
-            "plan MODEL": "plan deepseek-v3.json",
-            "launch MANIFEST": "launch ./Llama-3.2-1B-pp2 --dry-run",  # eight ranks
-        },
-        files={"import reshard, runner": ("api.py", f"python -c '{_API}'")},
+        needs=("model",),
+        instead={"--steps 100 ": "--steps 2 --seq-len 64 --global-batch 4 "},
     ),
     "docs/check.md": Run(needs=("tiny_model",), instead={"CHECKPOINT": "./Llama-3.2-1B"}, trains=False),
     "docs/checkpoints.md": Run(needs=("model", "pp2")),
@@ -117,7 +112,7 @@ RUN: Mapping[str, Run] = {
         instead={"~/": "./", "^aws ": f"python -c '{_PUT_LIFECYCLE}' ", "--bucket BUCKET": "--bucket checkpoints"},
         trains=False,
     ),
-    "docs/start.md": Run(),
+    "docs/start.md": Run(files={"import reshard, runner": ("api.py", f"python -c '{_API}'")}),
     "docs/training.md": Run(
         needs=("model", "pp2"),
         instead={"MANIFEST": "./pp2", "2048": "64"},
@@ -129,9 +124,11 @@ RUN: Mapping[str, Run] = {
 NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "README.md": {
         "make demo": "takes ten minutes on two busy cores, and `make test` runs these tests",
-        "$ reshard plan build/demo/model": "output of `make demo`; test_pages.py compares it up to its first training",
         "Hugging Face folder": "a drawing",
-        "pip install .  ": "its extras are compared with those of pyproject.toml",
+        "pip install '.[runner]' ": "its extras are compared with those of pyproject.toml",
+    },
+    "docs/demo.md": {
+        "$ reshard plan build/demo/model": "output of `make demo`; test_pages.py compares it up to its first training",
     },
     "docs/check.md": {
         "- run: pip install ./reshard": "tests/process/test_pre_commit.py runs its last step",

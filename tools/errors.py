@@ -42,8 +42,23 @@ _HEAD = """\
 # Errors
 
 Every error that a user can fix has a stable code, in brackets after the first line of the message. `--json` prints it
-as `error.code`; scripts and tests may rely on it; the wording may change. Exit codes: 2 for the command line, 3 for bad
-input, 4 for a signature that does not verify, 5 for a rank that failed.
+as `error.code`; scripts and tests may rely on it; the wording may change. Exit codes: 0 done, 1 a bug in this software,
+2 usage, 3 bad input, 4 verification differs, 5 a rank failed, 130 interrupted, 141 the reader of standard output has
+exited.
+
+Refused inputs leave no output behind; among them are:
+
+- a source whose tensors do not match its config: missing, unexpected, duplicate, of another shape, or in a shard that
+  the index does not name;
+- invalid headers: overlaps, gaps, offsets beyond the end, duplicate keys, invalid JSON;
+- a layout that omits a module, names one twice, or has more stages than modules;
+- an existing output, unless `--force` is given, and one inside its source, or around it;
+- unsupported architectures and config fields ([models.md](models.md));
+- a number of ranks that is not a multiple of the pipeline ranks, and batches that the schedule cannot divide;
+- combinations that torch would silently compute wrong: zero-bubble schedules with compiled layers, tensor parallelism
+  for a family where it is not verified, a schedule whose last stage takes microbatches out of order;
+- a missing shard or a single flipped bit: all ranks exit together, with one message and exit code 3 (5 for an I/O
+  error of the disk, where a restart may help).
 
 Written by `make errors` from `docs/errors/*.toml`; `make check` fails when it is out of date.
 """

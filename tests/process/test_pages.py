@@ -160,9 +160,9 @@ CHECKS: Mapping[str, tuple[Callable[[Path], None], ...]] = {
 
 
 @pytest.mark.slow
-def test_example_of_the_readme_prints_what_it_shows_until_it_trains(demo: Path, tmp_path: Path) -> None:
+def test_example_of_the_demo_prints_what_it_shows_until_it_trains(demo: Path, tmp_path: Path) -> None:
     """Sizes are the same on every machine; losses and times, which follow, are not."""
-    (shown,) = (block.text for block in blocks_of((ROOT / "README.md").read_text()) if block.text.startswith("$ "))
+    (shown,) = (block.text for block in blocks_of((ROOT / "docs/demo.md").read_text()) if block.text.startswith("$ "))
     shutil.copytree(demo / SOURCE, tmp_path / "build" / "demo" / "model")
     for part in shown.split("$ runner launch")[0].split("$ ")[1:]:
         command, *lines = (line for line in part.splitlines() if line.strip("… "))
