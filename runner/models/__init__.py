@@ -48,6 +48,10 @@ def family_for(
         architecture = model_shape(config, where).architecture  # MosaicML's MPT has another name in its own configs
     check_trainable(architecture, where, is_described=description is not None)
     chosen = choose_implementation(architecture, implementation)
+    if find_spec("transformers") is not None and description is None:
+        from runner.models.implementations import check_model_type
+
+        check_model_type(config, architecture, where)
     if is_generic(architecture):
         return _generic(architecture, config, max_seq_len, where)
     if chosen == "transformers":

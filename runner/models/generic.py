@@ -21,6 +21,7 @@ from manifests.errors import ModelError, UsageError
 from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
 from runner.models.generic_limits import check_fields, check_modules
+from runner.models.implementations import without_implementations
 from runner.models.lengths import longest_alike
 from runner.models.refusals import refusals
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
@@ -82,9 +83,10 @@ class Generic:
     ) -> None:
         self.architecture, self._entry, self._where = entry.architecture, entry, where
         self.hands_on_trees = entry.hands_on_trees
-        check_fields(entry, ConfigReader(config, where))
+        fields: Mapping[str, object] = without_implementations(config)
+        check_fields(entry, ConfigReader(fields, where))
         with refusals(self._where):
-            self._class, self._given = (model_class, config) if model_class else _class_and_fields(entry, config)
+            self._class, self._given = (model_class, fields) if model_class else _class_and_fields(entry, fields)
             config_class: Any = self._class.config_class
             read = config_class.from_dict(copy.deepcopy(dict(self._given)))
             self._is_tied = bool(entry.ties and read.tie_word_embeddings)

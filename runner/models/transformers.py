@@ -21,6 +21,7 @@ from transformers.initialization import no_init_weights
 from manifests.errors import InputError, ModelError
 from manifests.models import ConfigReader, model_shape
 from runner.models.decoders import Decoder, decoder_of, refuse_mtp
+from runner.models.implementations import without_implementations
 from runner.models.lengths import forget_lengths, longest_alike
 from runner.models.refusals import refusals
 from runner.tensors.local_shard import Piece
@@ -109,7 +110,7 @@ class Transformers:
         self._where = where
         with refusals(self._where):
             self._config = self._class.config_class.from_dict(
-                copy.deepcopy({**config, **_CONFIG})
+                copy.deepcopy({**without_implementations(config), **_CONFIG})
             )  # it writes into parts
         self._check_aliases(config)
         if any(size % _ALIGNMENT for name, sizes in shape.tensors.items() if ".experts." in name for size in sizes):

@@ -1,0 +1,56 @@
+"""What of a config chooses code: taken out of it, since the runner chooses. See Note [No code from a config]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from manifests.errors import ModelError
+
+__all__ = ["check_model_type", "without_implementations"]
+
+# Note [No code from a config]
+# `attn_implementation` may name a repository of the hub: with the package `kernels` installed, transformers downloads
+# and runs its native code, whatever `trust_remote_code` says; `flash_attention_2` and `paged|eager` cannot train here.
+# `auto_map` names code, `_name_or_path` where to get it. `gradient_checkpointing` would recompute beside `--ac`.
+_CHOOSE_CODE = (
+    "attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset",
+    "experts_implementation", "_experts_implementation", "_experts_implementation_internal", "auto_map",
+    "name_or_path", "_name_or_path", "gradient_checkpointing", "use_kernels", "kernel_config",
+)  # fmt: skip
+_DTYPES = ("dtype", "torch_dtype")
+
+
+def without_implementations(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config, and the configs in it, without the fields that choose code: transformers' defaults remain.
+
+    So is a dtype that torch does not have: transformers takes any attribute of torch for one.
+    """
+    return {
+        name: without_implementations(value) if isinstance(value, Mapping) and name.endswith("_config") else value
+        for name, value in config.items()
+        if name not in _CHOOSE_CODE and (name not in _DTYPES or _is_dtype(value))
+    }
+
+
+def _is_dtype(value: object) -> bool:
+    return isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
+
+
+def check_model_type(config: Mapping[str, Any], architecture: str, where: str) -> None:
+    """Refuse a config whose `model_type` is another architecture's: readers choose the class by it, and we by the name.
+
+    Raises:
+        ModelError: transformers would run another class.
+    """
+    found = config.get("model_type")
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(found) if isinstance(found, str) else None
+    names = (classes,) if isinstance(classes, str) else tuple(classes or ())
+    if names and architecture not in names and getattr(transformers, architecture).config_class.model_type != found:
+        problem = f"{found!r} is the type of {' and '.join(names)}, and architectures names {architecture}"
+        hint = "correct the one that is wrong: transformers reads model_type"
+        raise ModelError(f"{where}: model_type", problem, hint, code="config.contradictory-fields")
