@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from manifests.errors import ModelError
-from manifests.models.config import ConfigReader
+from manifests.models.config import ConfigReader, check_readable
 from manifests.models.deepseek_v3 import deepseek_v3_shape
 from manifests.models.falcon import falcon_shape
 from manifests.models.gemma import gemma2_shape, gemma3_shape
@@ -29,6 +29,7 @@ __all__ = [
     "Work",
     "architecture_of",
     "check_experts",
+    "check_readable",
     "is_sized_by_files",
     "model_shape",
     "module_of",
@@ -74,10 +75,12 @@ def model_shape(
             catalogue without stored tensors; a description that does not match the tensors.
         SourceError: tensors of an architecture of the catalogue or of a description are missing, or not the model's.
     """
+    check_readable(config, where)
     name = architecture_of(config, where, description)
     check_experts(config, where)
     reader = ConfigReader(config, where)
     if name in ARCHITECTURES:
+        reader.expect("per_layer_config", None)
         return ARCHITECTURES[name](reader)
     from manifests.models.by_catalogue import shape_by_catalogue
 

@@ -5,12 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from manifests.errors import InputError
+from manifests.errors import InputError, ModelError
 from manifests.jsontext import kind_of
 
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 10_000
 _MAX_COUNT = (1 << 31) - 1
+# Fields for which transformers reads other files than the folder's own, or runs other modules than the architecture's.
+_REDIRECTS = {
+    "transformers_weights": "other weights than the folder's",
+    "configuration_files": "another config",
+    "fusion_config": "other modules than the architecture's",
+    "distributed_config": "other modules than the architecture's",
+}
+# Attributes of transformers' config classes, methods included: a field of this name would replace the class's own.
+_ATTRIBUTES = (
+    "allow_global_per_layer_attribute_access", "attribute_map", "base_config_key", "base_model_ep_plan",
+    "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan", "convert_rope_params_to_dict",
+    "default_config_fields", "default_rope_type", "default_theta", "dict_dtype_to_str", "extra_config_files",
+    "extra_files", "from_dict", "from_json_file", "from_pretrained", "get_config_dict", "get_mtp_config",
+    "get_text_config", "ignore_keys_at_rope_validation", "is_heterogeneous", "is_remote_code",
+    "nested_rope_parameter_keys", "per_layer_attributes", "push_to_hub", "register_for_auto_class",
+    "save_pretrained", "serialize_explicit_per_layer_config", "standardize_rope_params", "sub_configs",
+    "sub_configs_defaults", "to_dict", "to_diff_dict", "to_json_file", "to_json_string", "update",
+    "update_from_string", "validate", "validate_architecture", "validate_layer_type", "validate_output_attentions",
+    "validate_rope", "validate_token_ids",
+)  # fmt: skip
 
 
 class ConfigReader:
@@ -85,6 +105,27 @@ class ConfigReader:
         if found is not None and found != allowed:
             problem = f"expected {allowed!r} or nothing, found {_shown(found)}"
             raise self.error(name, problem, "no other value is supported", code="config.unsupported-field")
+
+
+def check_readable(config: Mapping[str, object], where: str, prefix: str = "") -> None:
+    """Refuse a config for which transformers would read another model than this folder's.
+
+    Raises:
+        ModelError: naming the field.
+    """
+    for name, value in config.items():
+        if value is None:
+            continue
+        if isinstance(value, Mapping) and name.endswith("_config"):
+            check_readable(value, where, f"{prefix}{name}.")
+        if name in _REDIRECTS:
+            problem = f"transformers reads {_REDIRECTS[name]} because of it; found {_shown(value)}"
+        elif name in _ATTRIBUTES or name.startswith(("_validate_", "__")):
+            problem = "is an attribute of transformers' config class, which the field would replace"
+        else:
+            continue
+        hint = "remove the field; weights in other files must be moved into the folder"
+        raise ModelError(f"{where}: {prefix}{name}", problem, hint, code="config.redirects")
 
 
 def _shown(found: object) -> str:

@@ -9,14 +9,15 @@ from itertools import islice
 
 from manifests.errors import ModelError, UserError
 from manifests.jsontext import parse_json_object
-from manifests.models import ModelShape, is_sized_by_files, model_shape
+from manifests.models import ModelShape, check_readable, is_sized_by_files, model_shape
+from manifests.readers import ADAPTER_NAMES
 from manifests.schema import ModelDescription
 from reshard.checks.finding import Findings, count_of, some
 from reshard.checks.numbering import find_missing
 from reshard.checks.weights import Weights
 from reshard.copy.engine import hash_tensors
 from reshard.sources.coverage import compare_with_shape
-from reshard.sources.huggingface import CONFIG_NAME, stored_in, without_absent
+from reshard.sources.huggingface import CONFIG_NAME, adapter_error, stored_in, without_absent
 from stores.base import Folder, read_config, read_whole
 from stores.bundles import TensorAt
 
@@ -38,6 +39,9 @@ def check_model(
 ) -> None:
     """Compare config.json and tokenizer.json with the tensors, whose bytes are read only where copies are tied."""
     files = folder.names()
+    for name in ADAPTER_NAMES:
+        if name in files:
+            findings.add_error(adapter_error(str(folder.file(name))))
     if CONFIG_NAME not in files:
         where, hint = f"{folder}/{CONFIG_NAME}", "download it: no reader opens the weights without it"
         findings.add(where, "no such file", hint, code="check.no-config")
@@ -46,6 +50,7 @@ def check_model(
     file = folder.file(CONFIG_NAME)
     try:
         config = read_config(file)
+        check_readable(config, str(file))
         shape = _shape_of(folder, config, weights, description)
     except UserError as error:
         findings.add_error(error)

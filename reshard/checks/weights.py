@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from manifests.errors import UserError
 from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES
 from manifests.paths import problem_with_path
+from manifests.readers import OTHER_WEIGHTS
 from reshard.archives.tensors import read_archive
 from reshard.checks.finding import Contents, Findings, count_of, some
 from reshard.checks.numbering import find_missing
-from reshard.sources.huggingface import OTHER_WEIGHTS, is_beside
+from reshard.sources.huggingface import is_beside
 from reshard.sources.torch_files import TORCH_INDEX_NAME, TORCH_SUFFIX, is_torch_shard
 from reshard.sources.weight_map import read_shard_index, refuse_ranks_of_vllm
 from reshard.tensors.source_index import SUFFIX

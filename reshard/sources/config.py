@@ -9,7 +9,7 @@ from typing import Any
 
 from manifests.errors import ModelError
 from manifests.invariants import MANIFEST_NAME
-from manifests.models import ModelShape, architecture_of, check_experts, is_sized_by_files, model_shape
+from manifests.models import ModelShape, architecture_of, check_experts, check_readable, is_sized_by_files, model_shape
 from manifests.safetensors import nbytes_of
 from manifests.schema import Source
 from manifests.store import read_config
@@ -68,6 +68,7 @@ def _shape_of(config: Mapping[str, object], where: str) -> ModelShape:
         return model_shape(config, where)
     from reshard.estimate.meta_model import tensors_by_class
 
+    check_readable(config, where)
     check_experts(config, where)
     whole, tensors = tensors_by_class(config, architecture_of(config, where), where)
     return model_shape(whole, where, tensors)

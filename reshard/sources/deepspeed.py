@@ -13,6 +13,7 @@ from math import prod
 
 from manifests.errors import ModelError, SourceError
 from manifests.models import ModelShape, is_sized_by_files, model_shape
+from manifests.readers import OTHER_WEIGHTS
 from manifests.schema import MOMENTS, Holds, ModelDescription, Source
 from reshard.archives.names import LATEST_NAMES
 from reshard.archives.tensors import read_archive, read_object
@@ -23,7 +24,6 @@ from reshard.sources.deepspeed_training import STATE_NAME, is_rank_file, trainin
 from reshard.sources.deepspeed_zero import read_partitions
 from reshard.sources.huggingface import (
     CONFIG_NAME,
-    OTHER_WEIGHTS,
     auxiliary_files,
     check_coverage,
     drop_tensors,

@@ -11,6 +11,7 @@ from manifests.index import INDEX_NAME
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
 from manifests.models import ModelShape, StoredTensors, is_sized_by_files, model_shape, module_of
 from manifests.paths import problem_with_path
+from manifests.readers import ADAPTER_NAMES, OTHER_WEIGHTS, is_weights
 from manifests.schema import ModelDescription, Source
 from reshard.copy.journal import is_working_name
 from reshard.sources.coverage import compare_with_shape, hint_for_unknown
@@ -34,11 +35,6 @@ from stores.headers import each_file_header, each_of
 
 CONFIG_NAME = "config.json"
 _SINGLE_NAME = "model.safetensors"
-# The same weights in formats that are not read. They are left out, by suffix.
-OTHER_WEIGHTS = (
-    ".bin", ".ckpt", ".gguf", ".h5", ".mlmodel", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".pb", ".pt", ".pth",
-    ".tflite",
-)  # fmt: skip
 _WANTED = "SOURCE must contain safetensors weights"
 _CONVERT = "convert it with transformers: from_pretrained(SOURCE).save_pretrained(DIR)"
 
@@ -100,8 +96,10 @@ def open_folder(
         tensors = under_fqns(tensors, shape)
     shape = without_absent(shape, tensors)
     check_coverage(tensors, shape, str(folder), frozenset(dropped))
-    weights, beside = set(shards.names), set(shards.beside)
-    left_out = tuple(name for name in files if name not in weights and (name.endswith(OTHER_WEIGHTS) or name in beside))
+    weights = set(shards.names)
+    others = {*shards.beside, *(name for name in files if is_weights(name) or name.endswith(OTHER_WEIGHTS))}
+    others -= {*weights, INDEX_NAME, shards.index_name}
+    left_out = tuple(name for name in files if name in others)
     return Checkpoint(
         shape=shape,
         tensors=tensors,
@@ -359,23 +357,24 @@ def auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -
         if name in weights:
             continue
         if name in (MANIFEST_NAME, SOURCE_NAME) or name.startswith("stage-"):
-            raise SourceError(
-                str(folder.file(name)),
-                "this name is reserved for files that pack writes",
-                "rename the file",
-                code="source.reserved-name",
-            )
+            reserved = "this name is reserved for files that pack writes"
+            raise SourceError(str(folder.file(name)), reserved, "rename the file", code="source.reserved-name")
+        if name in ADAPTER_NAMES:
+            raise adapter_error(str(folder.file(name)))
         if is_working_name(name):
-            raise SourceError(
-                str(folder.file(name)),
-                "this name is reserved for temporary files",
-                "rename the file",
-                code="source.reserved-name",
-            )
+            reserved = "this name is reserved for temporary files"
+            raise SourceError(str(folder.file(name)), reserved, "rename the file", code="source.reserved-name")
         if problem := problem_with_path(name):
             raise SourceError(str(folder.file(name)), problem, "rename the file", code="source.bad-file-name")
         auxiliary.append(AuxiliaryAt(path=name, file=folder.file(name)))
     return tuple(auxiliary)
+
+
+def adapter_error(where: str) -> SourceError:
+    """Return the refusal of an adapter beside a model."""
+    problem = "is an adapter, which transformers adds to the model as it opens the folder"
+    hint = "merge it into the model, or move it to another folder"
+    return SourceError(where, problem, hint, code="source.adapter")
 
 
 def _count(items: Sequence[str], noun: str) -> str:
