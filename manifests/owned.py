@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from manifests.errors import InputError, OutputError, UnreachableError, refused_
 from manifests.index import INDEX_NAME, has_index
 from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
+from manifests.readers import is_consulted
 from manifests.schema import Manifest
 from manifests.store import read_manifest, read_small_file, write_file
 
@@ -138,8 +139,9 @@ def check_room(out: Path, owned: Collection[str], wanted: Collection[str]) -> No
     """Refuse an output with a file of the same path as somebody else's file in the folder that it replaces.
 
     Raises:
-        OutputError: naming the first such file.
+        OutputError: naming the first such file, or all that programs would read with the output.
     """
+    _refuse_consulted(out, owned)
     above = {parent for path in wanted for parent in _parents(path)}
     for path, is_folder in _others(out, owned):
         if path in wanted or (not is_folder and path in above):
@@ -150,8 +152,9 @@ def keep_others(out: Path, owned: Collection[str], new: Path) -> None:
     """Link everything in `out` that is not `owned` into the `new` folder, at the same path.
 
     Raises:
-        OutputError: something cannot be linked, or has the path of a file of the new output.
+        OutputError: something cannot be linked, has the path of a file of the new output, or would be read with it.
     """
+    _refuse_consulted(out, owned)
     folders: list[str] = []
     for path, is_folder in _others(out, owned):
         source, target = out / path, new / path
@@ -238,6 +241,22 @@ def _others(out: Path, owned: Collection[str]) -> Iterator[tuple[str, bool]]:
             raise OutputError(str(out / path), "another file system is mounted here", _HINT, code="output.foreign-file")
         if path not in (above if is_folder else owned):
             yield path, is_folder
+
+
+def _refuse_consulted(out: Path, owned: Collection[str]) -> None:
+    """Refuse to keep files beside an output that programs would read as a part of it.
+
+    Raises:
+        OutputError: naming all of them.
+    """
+    if names := [path for path, is_folder in _others(out, owned) if not is_folder and is_consulted(path)]:
+        raise OutputError(str(out / names[0]), read_with_output(names), _HINT, code="output.foreign-file")
+
+
+def read_with_output(names: Sequence[str]) -> str:
+    """Return what is wrong with keeping these files, the first of which the sentence is about, beside an output."""
+    more = f"; others are {', '.join(names[1:])}" if names[1:] else ""
+    return f"was not written by this command, and programs would read it with the new output{more}"
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, bool]]:

@@ -9,8 +9,6 @@ with the sources of transformers in `tests/fast/reshard/test_consulted.py`, whic
 
 from __future__ import annotations
 
-__all__ = ["ADAPTER_NAMES", "CONSULTED_FOLDERS", "OTHER_WEIGHTS", "is_consulted", "is_weights"]
-
 # Weights in other formats than safetensors, by suffix.
 OTHER_WEIGHTS = (
     ".bin", ".ckpt", ".gguf", ".h5", ".mlmodel", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".pb", ".pt", ".pth",

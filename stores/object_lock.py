@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from manifests.codec import decode_manifest
 from manifests.errors import InputError, OutputError, UnreachableError
 from manifests.invariants import MANIFEST_NAME
-from manifests.owned import files_in
+from manifests.owned import files_in, read_with_output
+from manifests.readers import is_consulted
 from stores.base import LOCK_NAME, PROGRESS_NAME, read_whole
 from stores.object_client import ObjectEntry
 from stores.objects import Client, ObjectFile
@@ -115,6 +116,9 @@ def check_existing(
         problem = "was not written by this command, and the new output has an object of this name"
         hint = "move it elsewhere, or choose another --out"
         raise OutputError(f"{client.url}/{in_the_way[0]}", problem, hint, code="output.foreign-file")
+    if consulted := sorted(name for name in others.keys() - ours if is_consulted(name)):
+        where, hint = f"{client.url}/{consulted[0]}", "move it elsewhere, or choose another --out"
+        raise OutputError(where, read_with_output(consulted), hint, code="output.foreign-file")
     return ListedObjects(listed=listed, ours=ours, old=old, is_unfinished=is_unfinished)
 
 

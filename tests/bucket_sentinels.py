@@ -6,8 +6,8 @@ from typing import Any
 
 _INSIDE = {
     "notes.txt": b"mine",
-    "optimizer.pt": b"pickled",
-    "pytorch_model.bin": b"pickled too",
+    "thesis.pdf": b"%PDF",
+    "nested/pytorch_model.bin": b"pickled",
     ".git/HEAD": b"ref: refs/heads/main\n",
     "nested/step-000010/manifest.json": b'{"format": "theirs"}',
     "nested/step-000010/stage-000/model.safetensors": b"theirs",
@@ -15,7 +15,7 @@ _INSIDE = {
     "packed-0123456789ab/stage-000/model.safetensors": b"named like a shard of ours",
     "packed-0123456789ab/notes.txt": b"mine too",
     "stage-000/notes.txt": b"beside a shard of ours",
-    "adapter_model.safetensors": b"an adapter",
+    "nested/adapter_model.safetensors": b"an adapter",
     "name with spaces \N{SNOWMAN}": b"snow",
     "empty": b"",
     "folder/": b"",  # as web consoles mark folders

@@ -34,8 +34,8 @@ def plant_in(folder: Path, *, beside_ours: str | None = None) -> Sentinels:
     before = set(folder.rglob("*"))
     for name, data in {
         "notes.txt": b"mine",
-        "optimizer.pt": b"pickled",
-        "pytorch_model.bin": b"pickled too",
+        "thesis.pdf": b"%PDF",
+        "nested/pytorch_model.bin": b"pickled",
         ".git/HEAD": b"ref: refs/heads/main\n",
         ".git/objects/ab/cdef": b"\x78\x01",
         "nested/step-000010/manifest.json": b'{"format": "theirs"}',

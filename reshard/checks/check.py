@@ -158,9 +158,9 @@ def _check_manifest(folder: Folder, findings: Findings, *, reads_tensors: bool) 
     file = ManifestFile(folder)
     read = ReadManifest(file, *file.read())
     done = verify_manifest(read, VerifyOptions(quick=True))
-    for where, problem in done.differences:
-        hint = "copy the files that differ once more, or pack again; reshard verify reads every byte"
-        findings.add(where, problem, hint, code="check.manifest")
+    for where, problem, code in done.differences:
+        hint = "" if code else "copy the files that differ once more, or pack again; reshard verify reads every byte"
+        findings.add(where, problem, hint, code=code or "check.manifest")
     return Contents(
         num_tensors=done.num_tensors,
         num_files=sum(len(stage.shards) for stage in read.manifest.stages),

@@ -18,10 +18,11 @@ _Item = TypeVar("_Item")
 
 
 class Difference(NamedTuple):
-    """A difference: where it is (a file, or a tensor in one), and what it is."""
+    """A difference: where it is (a file, or a tensor in one), what it is, and a code of its own if it has one."""
 
     where: str
     problem: str
+    code: str = ""
 
 
 def in_batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:

@@ -1,19 +1,23 @@
-"""Whether the Hugging Face index beside a manifest says what the manifest's shards do.
+"""Whether readers of Hugging Face folders find what the manifest says: its index, and no file that it does not list.
 
-Readers of Hugging Face folders load what it lists, and never see the manifest.
+They load what the index lists, or files whose names they prefer to it, and never see the manifest.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from manifests.errors import InputError
+from manifests.errors import InputError, refused_by_system
 from manifests.index import INDEX_NAME, has_index, is_indexed, replicas_elsewhere
-from manifests.schema import Manifest, Stage
+from manifests.owned import files_in
+from manifests.readers import ADAPTER_NAMES, CONSULTED_FOLDERS, is_consulted, is_weights
+from manifests.schema import WEIGHTS, Manifest, Stage
 from reshard.operations.compare import Difference
 from reshard.sources.weight_map import ShardIndex, read_shard_index
 from stores.base import Folder, read_whole
 from stores.bundles import TensorAt
+from stores.local import LocalFolder
 
 _MOST_SHOWN = 3
 
@@ -64,3 +68,48 @@ def index_differences(
     if is_all and (index.total_size != total or isinstance(index.total_size, bool)):
         problem = f"expected {total} (its tensors), found {str(index.total_size)[:80]}"
         yield Difference(f"{where}: metadata.total_size", problem)
+
+
+def misleading_files(manifest: Manifest, folder: Folder, own_name: str) -> Iterator[Difference]:
+    """Yield the files for which other programs read something else than the weights of a manifest, the file `own_name`.
+
+    They are not listed, or listed as something else than readers take them for: see Note [Names that readers consult].
+
+    Raises:
+        InputError: the folder cannot be listed.
+    """
+    listed = {*files_in(manifest), own_name}
+    for name in _names(folder):
+        if is_consulted(name) and name not in listed and _is_file(folder, name):
+            problem = "is not in the manifest, and programs that open the folder may read it: move it out of the folder"
+            yield Difference(str(folder.file(name)), problem, code="manifest.unlisted-file")
+    in_root = [shard for shard in manifest.shards if "/" not in shard.path]
+    for shard in in_root:
+        if shard.holds != WEIGHTS or (shard.path == "model.safetensors" and len(in_root) > 1):
+            problem = f"has {shard.holds} of a stage, and readers take a file of this name for the weights of the model"
+            yield Difference(str(folder.file(shard.path)), problem, code="manifest.misleading-name")
+    for file in manifest.files:
+        if is_weights(file.path) or file.path in ADAPTER_NAMES:
+            problem = "is not a shard of the manifest, and readers take a file of this name for weights"
+            yield Difference(str(folder.file(file.path)), problem, code="manifest.misleading-name")
+
+
+def _names(folder: Folder) -> Iterable[str]:
+    """Return the names where readers look, of whatever kind."""
+    if not isinstance(folder, LocalFolder):
+        return folder.names()
+    names: list[str] = []
+    for below in ("", *(f"{name}/" for name in CONSULTED_FOLDERS)):
+        try:
+            entries = os.listdir(folder.path / below)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise refused_by_system(str(folder.path / below), error, code="store.unreadable") from error
+        names += sorted(below + entry for entry in entries)
+    return names
+
+
+def _is_file(folder: Folder, name: str) -> bool:
+    """Return whether a reader could open a file: a link to one, and no folder, pipe or dangling link."""
+    return not isinstance(folder, LocalFolder) or os.path.isfile(folder.path / name)

@@ -15,7 +15,7 @@ from manifests.models import ModelShape, module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage, TieGroup
 from reshard.copy.runs import ByteCounter
 from reshard.operations.compare import Difference, differences_from, hash_each, in_batches, missing_from
-from reshard.operations.index_check import index_differences, read_own_index
+from reshard.operations.index_check import index_differences, misleading_files, read_own_index
 from reshard.operations.signature import check_signature
 from reshard.sources.bundles import describe, open_described
 from reshard.sources.weight_map import ShardIndex
@@ -60,9 +60,10 @@ class VerifyResult:
 
     @property
     def code(self) -> str:
-        """The code of a signed checkpoint whose files are not those that were signed, or ""."""
+        """The code of a signed checkpoint whose files are not those that were signed, else of what differs, or ""."""
         code = "signature.changed-file"
-        return code if self.signature is not None and self.differences else ""
+        codes = [difference.code for difference in self.differences if difference.code]
+        return code if self.signature is not None and self.differences else next(iter(codes), "")
 
 
 def verify_manifest(
@@ -112,6 +113,7 @@ def verify_manifest(
         except InputError as error:  # an incomplete model, its files intact
             differences, of_index = [Difference(error.where, error.problem)], []
     differences += of_index
+    differences += misleading_files(manifest, file.folder, file.name)
     return VerifyResult(
         num_tensors=counts.num_tensors,
         nbytes=counts.nbytes,

@@ -114,7 +114,10 @@ def verify_json(done: VerifyResult) -> dict[str, Any]:
         "num_tensors": done.num_tensors,
         "nbytes": done.nbytes,
         "compared_nbytes": done.compared_nbytes,
-        "differences": [{"where": where, "problem": problem} for where, problem in done.differences],
+        "differences": [
+            {"where": where, "problem": problem, **({"code": code} if code else {})}
+            for where, problem, code in done.differences
+        ],
         **({} if done.signature is None else {"signature": done.signature}),
         **({"code": done.code} if done.code else {}),
     }
@@ -125,7 +128,7 @@ def verify_text(done: VerifyResult, manifest: str) -> str:
     if done.signature is None:
         return found
     changed = "the manifest is the signed one, and its files were changed after that: do not use them"
-    lines = [f"signature verified: {printable(done.signature)}", *([changed] if done.code else []), found]
+    lines = [f"signature verified: {printable(done.signature)}", *([changed] if done.differences else []), found]
     return "\n".join(lines)
 
 
@@ -144,6 +147,6 @@ def _verified(done: VerifyResult, manifest: str) -> str:
         return f"verified {read}: all digests match the manifest"
     count = "1 problem" if len(done.differences) == 1 else f"{len(done.differences)} problems"
     lines = [f"{manifest}: {count} found; checked {read}"]
-    lines += [printable(f"  {where}: {problem}", lines=False) for where, problem in done.differences]
+    lines += [printable(f"  {where}: {problem}", lines=False) for where, problem, _ in done.differences]
     hint = () if done.source else ("hint: copy the damaged files again, or pack or save the checkpoint again",)
     return "\n".join((*lines, *hint))

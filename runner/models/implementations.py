@@ -11,8 +11,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from manifests.errors import ModelError
 
-__all__ = ["check_model_type", "without_implementations"]
-
 # Note [No code from a config]
 # `attn_implementation` may name a repository of the hub: with the package `kernels` installed, transformers downloads
 # and runs its native code, whatever `trust_remote_code` says; `flash_attention_2` and `paged|eager` cannot train here.

@@ -94,8 +94,9 @@ def test_checkpoint_in_the_cache_of_the_hub_is_followed(source: Path, packed: Pa
 
 
 def test_link_that_stays_in_the_checkpoint_is_followed(packed: Path) -> None:
-    (packed / SHARD).rename(packed / "first.safetensors")
-    (packed / SHARD).symlink_to("first.safetensors")
+    (packed / "shards").mkdir()
+    (packed / SHARD).rename(packed / "shards" / "first.safetensors")
+    (packed / SHARD).symlink_to("shards/first.safetensors")
     assert reshard("verify", packed).code == 0
 
 

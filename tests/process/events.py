@@ -87,5 +87,5 @@ def emptied(folder: Path) -> Iterator[Path]:
 def is_planted(name: str) -> bool:
     """Whether a path is of `tests.sentinels.plant_in`."""
     first = name.split("/")[0]
-    kinds = ("notes.txt", "optimizer.pt", "pytorch_model.bin", ".git", "nested", "dangling", "pipe")
+    kinds = ("notes.txt", "thesis.pdf", ".git", "nested", "dangling", "pipe")
     return first.startswith(("name with", "read", "link")) or first in kinds

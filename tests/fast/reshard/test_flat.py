@@ -266,12 +266,13 @@ def test_golden_folders_are_verified_exported_and_resharded_for_ever(name: str, 
 
 
 def test_folder_of_an_older_writer_needs_no_index(tmp_path: Path) -> None:
-    """One more file in its root is somebody's own, and stays when it is replaced."""
+    """One more file of this name in its root is somebody's own, which readers would take for its index."""
     assert not (GOLDEN / "packed-v1-stages" / INDEX_NAME).exists()
     for path, data in files_in(GOLDEN / "packed-v1-stages").items():
         (tmp_path / "out" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "out" / path).write_bytes(data)
-    (tmp_path / "out" / INDEX_NAME).write_text("mine")
     assert reshard("verify", tmp_path / "out").code == 0
+    (tmp_path / "out" / INDEX_NAME).write_text("mine")
+    assert reshard("verify", tmp_path / "out", "--json").json["code"] == "manifest.unlisted-file"
     again = ("pack", SOURCE, "--layout", "pp=2", "--out", tmp_path / "out", "--force")
     assert refusal(*again).found == (3, "output.foreign-file", str(tmp_path / "out" / INDEX_NAME))
