@@ -210,7 +210,8 @@ def _stage_outcome(tiny: TinyRun, stage_modules: Sequence[tuple[str, ...]], run:
     apply_compute_options(chunks, len(stage_modules), compute)
     for chunk in chunks:
         assert chunk.io is not None
-        chunk.io = StageIO(inputs=chunk.io.inputs, outputs=output_form(chunk, chunk.io.outputs))
+        outputs = output_form(chunk, chunk.io.outputs)
+        chunk.io = StageIO(inputs=chunk.io.inputs, outputs=outputs) if len(chunks) > 1 else None  # nothing is sent
     loss_fn, losses, crossed = loss_of(chunks), [], []
     for result in tiny.results:
         crossings = forward(chunks, result.tokens)

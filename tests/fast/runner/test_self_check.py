@@ -89,6 +89,13 @@ def test_buffers_that_transformers_keeps_in_float32_are_not_rounded(twin: Callab
     check(twin("rounds"), 3, run=RunOptions(compute=ComputeOptions(dtype="bf16")))
 
 
+def test_logits_in_float32_pass_where_no_stage_sends_them() -> None:
+    config = config_of("NemotronHForCausalLM")
+    family = family_for({**config.to_dict(), "architectures": ["NemotronHForCausalLM"]}, max_seq_len=8)
+    assert isinstance(family, Generic)
+    check(family, run=RunOptions(compute=ComputeOptions(dtype="bf16", recompute="full")))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_compiled_layers_are_compared_with_eager_ones(twin: Callable[[str], Generic]) -> None:
