@@ -94,7 +94,7 @@ def test_a_number_may_be_written_with_or_without_a_point(text: str, expected: fl
     assert training.optimizer.max_norm == expected
 
 
-@pytest.mark.parametrize("text", ["-1", "1e400", "9" * 400, "true", "null", '"1"', "[]"])
+@pytest.mark.parametrize("text", ["-1", "9" * 400, "true", "null", '"1"', "[]"])
 def test_a_field_that_is_not_a_number_is_refused(text: str) -> None:
     document = TEXT.replace(b'"max_norm": 1.0', b'"max_norm": ' + text.encode())
     json.loads(document)
