@@ -83,9 +83,8 @@ def be_rank(wait_s: float, arguments: Sequence[str]) -> None:
 def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dict[str, object]:
     """Run a case, and return its measured and its simulated bubble."""
     from runner.report.charts import standalone
-    from runner.report.page import write_report
+    from runner.report.page import planned, write_report
     from runner.report.read import read_run
-    from runner.report.simulated import planned
 
     waits = f", layers wait {case.wait_s * 1e3:g} ms" if case.wait_s else ""
     log, packed = scratch / f"Llama on {case.num_ranks} ranks, {case.schedule}{waits}", _packed(case, scratch)

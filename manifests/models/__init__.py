@@ -11,13 +11,10 @@ from manifests.models.falcon import falcon_shape
 from manifests.models.gemma import gemma2_shape, gemma3_shape
 from manifests.models.gpt2 import gpt2_shape
 from manifests.models.gpt_oss import gpt_oss_shape
-from manifests.models.llama import llama_shape, mistral_shape
-from manifests.models.mixtral import mixtral_shape
+from manifests.models.llama import llama_shape, mistral_shape, mixtral_shape, qwen2_shape, qwen3_moe_shape, qwen3_shape
 from manifests.models.mpt import mpt_shape
 from manifests.models.opt import opt_shape
 from manifests.models.phi import phi3_shape, phi_shape
-from manifests.models.qwen2 import qwen2_shape
-from manifests.models.qwen3 import qwen3_moe_shape, qwen3_shape
 from manifests.models.shape import ModelShape, StoredTensors, Work, module_of
 from manifests.schema import ModelDescription
 

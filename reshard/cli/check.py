@@ -47,7 +47,7 @@ def check(
     """
     from reshard.api.arguments import names_flags
     from reshard.api.check import check as run
-    from reshard.report.check import check_json, check_text
+    from reshard.report.done import check_json, check_text
 
     with options.progress("check", quiet, is_report=True) as progress:
         done = names_flags(run)(

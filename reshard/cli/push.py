@@ -34,7 +34,7 @@ def push(
     """
     from reshard.api.arguments import names_flags
     from reshard.api.push import push as run
-    from reshard.report.push import push_json, push_text, warning_lines
+    from reshard.report.done import push_json, push_text, warning_lines
     from stores.hub_upload import showing_bars
 
     with showing_bars(not quiet):

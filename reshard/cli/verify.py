@@ -97,7 +97,7 @@ def diff(
     """
     from reshard.api.arguments import names_flags
     from reshard.api.diff import diff as run
-    from reshard.report.diff import diff_json, diff_text
+    from reshard.report.done import diff_json, diff_text
 
     with options.progress("diff", quiet, is_report=True) as progress:
         found = names_flags(run)(a, b, model=model, with_norms=norms, reads_bytes=reads_bytes, progress=progress)

@@ -7,13 +7,14 @@ checkpoint/universal_checkpoint.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from struct import pack
 from typing import Literal
 
 from manifests.errors import ModelError, UsageError
+from manifests.models import ModelShape
 from manifests.schema import MOMENTS
 from reshard.archives.saved import SavedDict, SavedTensor, saved_value
 from reshard.copy.engine import WriteOptions
@@ -25,7 +26,6 @@ from reshard.plans.pack_plan import OutputShard, without_header
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import DerivedFile, MadeFile, read_blocks
 from reshard.transforms.cast import FLOATS, ExportDtype, cast_checkpoint, cast_tensor, casts_in
-from reshard.transforms.pipeline import is_tied_input, pipeline_layers
 from stores.bundles import TensorAt
 from stores.manifest_file import Address
 
@@ -182,3 +182,32 @@ def _file(path: str, tensors: Mapping[str, TensorAt], values: Mapping[str, objec
 
 def _blocks(saved: SavedDict, origins: Iterable[TensorAt]) -> Iterator[bytes | bytearray | memoryview]:
     return saved.blocks(read_blocks(tensor) for tensor in origins)
+
+
+# Note [Layers that are tied]: a head that is tied to the input embedding is a `TiedLayerSpec` with the key of the first
+# layer. With a `forward_fn` it computes with the first layer's module, and DeepSpeed neither saves nor loads a file of
+# it. Without one it is a module that has the weight once more, in a file of its own, and DeepSpeed replaces what it
+# loads from there by the first layer's. Outside of these files, parameters of both are called `tied_modules.KEY.*`.
+_DECODER = re.compile(r"\.\d+$")
+
+
+def pipeline_layers(shape: ModelShape) -> list[Mapping[str, str]]:
+    """Return the layers, in the order they run: the name that each tensor has in its layer, by its owner's FQN."""
+    named = {module: fqns for module, fqns in shape.by_module().items() if fqns}
+    owners = {fqn: group[0] for group in shape.ties for fqn in group}
+    before = next(iter([number for number, module in enumerate(named) if _DECODER.search(module)]), 0)
+    inputs, rest = list(named)[:before], list(named)[before:]
+    first = {fqn: _relative(fqn, module, len(inputs)) for module in inputs for fqn in named[module]}
+    return [first, *({owners.get(fqn, fqn): _relative(fqn, module, 1) for fqn in named[module]} for module in rest)]
+
+
+def is_tied_input(shape: ModelShape, layers: Sequence[Mapping[str, str]]) -> bool:
+    """Return whether the first layer's weights are used again, by the head."""
+    return any(group[0] in layers[0] for group in shape.ties)
+
+
+def _relative(fqn: str, module: str, num_modules: int) -> str:
+    """Return a name relative to its module, or, where several are one layer, to what they are in."""
+    if num_modules > 1:
+        return fqn.removeprefix(module.rpartition(".")[0] + ".")
+    return fqn.removeprefix(f"{module}.")

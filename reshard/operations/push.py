@@ -14,15 +14,15 @@ from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES
 from manifests.invariants import MANIFEST_NAME
 from manifests.owned import files_in
 from manifests.paths import is_in_stage_folder
-from manifests.schema import MODEL_CARD_NAME, Manifest
-from reshard.operations.card_text import base_model_of, card_section
+from manifests.schema import MODEL_CARD_NAME, Manifest, Source
+from manifests.sizes import show_bytes
 from reshard.operations.signature import SIGNATURE_NAME
 from reshard.operations.verify import VerifyOptions, verify_manifest
 from reshard.sources.huggingface import is_beside
 from reshard.sources.torch_files import TORCH_INDEX_NAME, is_torch_shard
 from reshard.tensors.model_card import with_section, without_section
 from reshard.tensors.source_index import SUFFIX
-from stores.address import HubAddress
+from stores.address import SCHEME, HubAddress, parse_hub_address
 from stores.base import Folder, read_file_header, read_whole
 from stores.hub import HubFolder
 from stores.hub_upload import HubUpload, open_upload, staging_folder
@@ -197,3 +197,42 @@ def _message(manifest: Manifest) -> str:
     layout, training = manifest.layout, manifest.training
     what = f"{manifest.model.architecture}, {layout.num_stages} pipeline stages"
     return f"{what}, step {training.step}" if training else what
+
+
+def card_section(manifest: Manifest, digest: str, place: str) -> str:
+    """Return the text on a checkpoint that is at `place` on the hub: source, revision, layout and digests."""
+    layout, training, shards = manifest.layout, manifest.training, tuple(manifest.shards)
+    name = place.rpartition("/")[2].partition("@")[0]
+    base, revision = base_model_of(manifest.source), manifest.source.revision
+    made_from = f"[{base}](https://huggingface.co/{base})" if base else "a folder"
+    lines = [
+        "## Checkpoint",
+        "",
+        f"- architecture: {_code(manifest.model.architecture)}, {manifest.model.num_params:,} parameters",
+        f"- source: {made_from}" + (f", revision {_code(revision)}" if base and revision else ""),
+        f"- layout: {layout.num_stages} pipeline stages on {layout.num_ranks} ranks ({_code(layout.spec)})",
+        *([f"- training: step {training.step:,}, {training.num_tokens:,} tokens"] if training else []),
+        f"- size: {show_bytes(sum(shard.nbytes for shard in shards))} in {len(shards)} shards",
+        f"- `manifest.json`: {_code(digest)}, which roots the digest of every tensor",
+        f"- written by {_code(manifest.created_by)}",
+        "",
+        "```sh",
+        f"reshard verify {place}",
+        f"reshard pack {place} --out ./{name}  # to train it; --layout reshards it",
+        "```",
+    ]
+    return "\n".join(lines)
+
+
+def base_model_of(source: Source) -> str | None:
+    """Return the hub repository that a checkpoint was made from; None for a folder, whose path stays private."""
+    if source.kind != "huggingface" or not source.location.startswith(SCHEME):
+        return None
+    address = parse_hub_address(source.location.removeprefix(SCHEME))
+    return address.repo if address else None
+
+
+def _code(text: str) -> str:
+    """Return text as inline code: manifests may come from anywhere."""
+    shown = "".join(" " if char in "`<>|\r\n" else char for char in text)
+    return f"`{shown}`"

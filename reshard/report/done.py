@@ -1,4 +1,4 @@
-"""The output of pack, export and verify."""
+"""What commands print when they are done."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ from stores.manifest_file import Address
 if TYPE_CHECKING:
     from reshard.operations.export import ExportResult
     from reshard.operations.verify import VerifyResult
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from reshard.checks.check import CheckResult
+from reshard.operations.diff import DiffResult, TensorDifference
+from reshard.operations.push import PushResult
 
 
 def hub_lines(report: HubReport) -> list[str]:
@@ -150,3 +158,106 @@ def _verified(done: VerifyResult, manifest: str) -> str:
     lines += [printable(f"  {where}: {problem}", lines=False) for where, problem, _ in done.differences]
     hint = () if done.source else ("hint: copy the damaged files again, or pack or save the checkpoint again",)
     return "\n".join((*lines, *hint))
+
+
+def push_json(done: PushResult) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "repository": done.repository,
+        "branch": done.branch,
+        "revision": done.revision,
+        "is_new": done.is_new,
+        "is_private": done.is_private,
+        "num_files": done.num_files,
+        "nbytes": done.nbytes,
+        "removed": list(done.removed),
+        "large_headers": list(done.large_headers),
+    }
+
+
+def push_text(done: PushResult, folder: Path) -> str:
+    place = done.repository + (f"@{done.branch}" if done.branch != "main" else "")
+    kind = "private" if done.is_private else "public"
+    size = f"{done.num_files} files, {show_bytes(done.nbytes)}"
+    if not done.is_new:
+        return f"{place} ({kind}) has all of {shlex.quote(str(folder))} already: {size}, commit {done.revision[:12]}"
+    removed = [f"removed, of another model: {', '.join(done.removed)}"] if done.removed else []
+    lines = [f"pushed {shlex.quote(str(folder))} to {place} ({kind}): {size}, commit {done.revision[:12]}", *removed]
+    return "\n".join((*lines, f"verify: reshard verify {place}"))
+
+
+def warning_lines(done: PushResult) -> Iterator[str]:
+    for path in done.large_headers:
+        what = f"warning: the header of {json.dumps(path)} is above 25 MB"
+        yield f"{what}, which huggingface_hub and others do not read: pack with a smaller --max-shard-size"
+
+
+def diff_json(found: DiffResult) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "equal": found.equal,
+        "layouts": list(found.layouts),
+        "num_equal": found.num_equal,
+        "num_moved": found.num_moved,
+        "num_resliced": found.num_resliced,
+        "differences": [{**asdict(one), "relative": one.relative} for one in found.differences],
+    }
+
+
+def diff_text(found: DiffResult) -> str:
+    a, b = found.layouts
+    lines = [f"layout: {a}"] if a == b else [f"layout of A: {a}", f"layout of B: {b}"]
+    moved = f" ({found.num_moved} on another stage)" if found.num_moved else ""
+    sliced = f", {found.num_resliced} are equal but sliced differently" if found.num_resliced else ""
+    lines.append(f"{found.num_equal} tensors are equal{moved}{sliced}, {len(found.differences)} differ")
+    return "\n".join([*lines, *map(_line, found.differences)])
+
+
+def _line(difference: TensorDifference) -> str:
+    line = f"  {difference.holds} {difference.fqn}: {difference.problem}"
+    if difference.norm is None or difference.norm_a is None:
+        return line
+    share = f", {difference.relative:.2g} of A's {difference.norm_a:.3g}" if difference.relative is not None else ""
+    return f"{line}; B - A has norm {difference.norm:.3g}{share}"
+
+
+def check_json(done: CheckResult) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "ok": done.ok,
+        "location": done.location,
+        "kind": done.kind,
+        "num_tensors": done.num_tensors,
+        "num_files": done.num_files,
+        "nbytes": done.nbytes,
+        "read_nbytes": done.read_nbytes,
+        "problems": [
+            {
+                "code": each.code,
+                "where": each.where,
+                "problem": each.problem,
+                "hint": each.hint,
+                "names": list(each.names),
+            }
+            for each in done.findings
+        ],
+    }
+
+
+def check_text(done: CheckResult) -> str:
+    """Return one line for each problem, and the verdict last, where a log ends."""
+    lines = []
+    for each in done.findings:
+        lines.append(f"{each.where}: {each.problem} [{each.code}]")
+        if each.hint:
+            lines.append(f"  hint: {each.hint}")
+    files = "1 file" if done.num_files == 1 else f"{done.num_files} files"
+    what = f"{done.num_tensors} tensors in {files}, {show_bytes(done.nbytes)}"
+    read = f"{show_bytes(done.read_nbytes)} of data read" if done.read_nbytes else "headers only, no data read"
+    if done.ok:
+        wrote = "; wrote digests.json" if done.wrote_digests else ""
+        lines.append(f"ok: {done.location}: no problem found ({what}; {read}){wrote}")
+    else:
+        count = "1 problem" if len(done.findings) == 1 else f"{len(done.findings)} problems"
+        lines.append(f"FAILED: {done.location}: {count} found ({what}; {read})")
+    return "\n".join(printable(line, lines=False) for line in lines)

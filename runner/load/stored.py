@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from manifests.errors import InputError
+from manifests.safetensors import nbytes_of
 from manifests.schema import Holds
 from runner.bundle.packed import Packed
 from runner.distributed.fail_together import together
-from runner.load.broadcast import read_for_all
 from runner.load.deferred import DeferredVerification
-from runner.load.load import LoadReport, Reading, plan_reads, read_tensors
+from runner.load.load import LoadReport, Read, Reading, count_unverified, plan_reads, read_all, read_tensors
 from runner.load.local_cache import LocalCache
-from runner.load.verify_parts import share_parts, verify_parts
+from runner.load.verify_parts import PartRead, share_parts, verify_parts
+from runner.tensors.dtypes import STORED_DTYPES
 from runner.tensors.local_shard import Piece
 from stores.bundles import Bundles
 
@@ -70,3 +73,111 @@ class StageLoader:
     @property
     def _bundles(self) -> Bundles:
         return self.cache.bundles if self.cache else self.origin.bundles
+
+
+_ROUND_NBYTES = 64 << 20  # read before a broadcast
+_Key = tuple[str, int]  # a file, and the offset of a tensor in it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shared:
+    """A stored tensor that ranks of a group need, and the rank that reads it."""
+
+    key: _Key
+    dtype: str
+    shape: tuple[int, ...]
+    reader: int
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self.dtype, self.shape)
+
+
+def read_for_all(
+    reads: Sequence[Read], group: dist.ProcessGroup, device: torch.device, how: Reading
+) -> tuple[LoadReport, list[PartRead]]:
+    """Execute the planned reads of every rank of a group; each of them calls this.
+
+    The rank that reads a tensor verifies its digest, or returns it to be verified if nothing is hashed. This needs
+    extra memory for two rounds of tensors.
+
+    Raises:
+        UserError: the same on all ranks of the group, whichever rank failed.
+    """
+    started_s, nbytes = time.perf_counter(), 0
+    wanted = defaultdict[_Key, list[Read]](list)
+    for read in reads:
+        wanted[_key_of(read)].append(read)
+    rank, shared, unverified = dist.get_rank(group), _share(wanted, group), list[PartRead]()
+    for some in _rounds(shared):
+        buffers = {each.key: _room_for(each) for each in some}
+        own = [_read_whole(wanted[each.key][0], buffers[each.key]) for each in some if each.reader == rank]
+        with together("load", group):
+            unverified += read_all(own, how)
+        nbytes += sum(read.nbytes for read in own)
+        for each in some:
+            sent = buffers.pop(each.key).to(device)
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=each.reader)
+            for read in wanted.get(each.key, ()):
+                read.into.memory.copy_(_region_of(read, sent))
+    report = LoadReport(
+        num_tensors=len({read.at.name for read in reads}),
+        num_parts=0,
+        nbytes=nbytes,
+        load_s=time.perf_counter() - started_s,
+        num_unverified=count_unverified(reads),
+    )
+    return report, unverified
+
+
+def _share(wanted: dict[_Key, list[Read]], group: dist.ProcessGroup) -> list[_Shared]:
+    """Assign the tensors that ranks of a group need to readers, in the order of files and offsets."""
+    mine = [(key, read.at.dtype, read.at.shape) for key, (read, *_) in wanted.items()]
+    everyone: list[list[tuple[_Key, str, tuple[int, ...]]]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, mine, group=group)
+    found, ranks = dict[_Key, tuple[str, tuple[int, ...]]](), defaultdict[_Key, list[int]](list)
+    for rank, theirs in enumerate(everyone):
+        for key, dtype, shape in theirs:
+            found[key] = dtype, shape
+            ranks[key].append(rank)
+    assigned = [0] * len(everyone)  # bytes that each rank reads
+    shared = []
+    for key in sorted(found):
+        dtype, shape = found[key]
+        reader = min(ranks[key], key=assigned.__getitem__)
+        shared.append(_Shared(key=key, dtype=dtype, shape=shape, reader=reader))
+        assigned[reader] += shared[-1].nbytes
+    return shared
+
+
+def _rounds(shared: Sequence[_Shared]) -> Iterator[list[_Shared]]:
+    some: list[_Shared] = []
+    nbytes = 0
+    for each in shared:
+        if some and nbytes + each.nbytes > _ROUND_NBYTES:
+            yield some
+            some, nbytes = [], 0
+        some.append(each)
+        nbytes += each.nbytes
+    if some:
+        yield some
+
+
+def _key_of(read: Read) -> _Key:
+    return str(read.at.file), read.at.begin
+
+
+def _room_for(shared: _Shared) -> torch.Tensor:
+    return torch.empty(shared.shape, dtype=STORED_DTYPES[shared.dtype])
+
+
+def _read_whole(read: Read, buffer: torch.Tensor) -> Read:
+    """Return a read of the whole stored tensor of which `read` is a part."""
+    at = read.at
+    return Read(into=Piece(fqn=at.name, shape=at.whole_shape, offset=at.offset, memory=buffer), at=at)
+
+
+def _region_of(read: Read, stored: torch.Tensor) -> torch.Tensor:
+    for dim, (begin, count) in enumerate(zip(read.region.offset, read.region.shape, strict=True)):
+        stored = stored.narrow(dim, begin, count)
+    return stored

@@ -9,16 +9,18 @@ from typing import Any, get_args
 
 import click
 
-from manifests.errors import OutputError
+from manifests.errors import LogError, OutputError
 from manifests.memory import parse_recompute
 from manifests.probe import check_new_file, print_result
 from manifests.store import find_manifest, write_file
-from runner.bundle.packed import open_packed
+from runner.bundle.packed import Packed, open_packed
 from runner.config.architectures import Implementation
 from runner.config.declared import WholeNumber
 from runner.config.flags import Device
 from runner.config.schema import Dtype
 from runner.measure.times import ModuleSeconds
+from runner.report.read import read_run
+from runner.rundir.run_record import config_of, find_run
 
 
 @click.command()
@@ -62,8 +64,6 @@ def measure(
     recompute = parse_recompute(ac)
     packed = open_packed(find_manifest(manifest).parent)
     if run is not None:
-        from runner.measure.traced import read_seconds
-
         found, how = read_seconds(packed, run)
     else:
         from runner.measure.modules import Setting, measure_modules
@@ -93,3 +93,48 @@ def _write(out: Path, found: Mapping[str, ModuleSeconds], how: Mapping[str, Any]
         write_file(out, text.encode(), is_durable=False)
     except OSError as error:
         raise OutputError(str(out), f"cannot be written: {error.strerror}", code="output.unwritable") from error
+
+
+_SEQ_LEN = 4096  # of a run whose record lacks it; how FLOPs are divided hardly depends on it
+
+
+def read_seconds(packed: Packed, log_dir: Path) -> tuple[dict[str, ModuleSeconds], dict[str, Any]]:
+    """Return the seconds of each module, and where they are from.
+
+    A stage's median time for a microbatch is divided among its modules by their FLOPs.
+
+    Raises:
+        LogError: the run has no traced step, or was of other stages.
+    """
+    folder = find_run(log_dir)
+    run = read_run(folder)
+    if run.traces is None:
+        hint = "trace some of its steps: runner launch … -- --trace 10-20"
+        raise LogError(str(folder), "no step of the run was traced", hint, code="log.no-trace")
+    stages = packed.stage_modules
+    if run.traces.placement != packed.manifest.placement:
+        raise LogError(
+            str(folder),
+            f"expected a run of {len(stages)} stages on {packed.manifest.placement.num_ranks} ranks (the manifest), "
+            f"found {run.traces.placement.num_stages} on {run.traces.placement.num_ranks}",
+            "give the manifest that the run trained",
+            code="log.other-stages",
+        )
+    forward, backward, inputs, weights, loss = (run.traces.seconds_of(kind) for kind in "FBIWL")
+    options = config_of(run.record)
+    seq_len = int(options.get("seq_len", _SEQ_LEN))
+    found = {}
+    for stage, modules in enumerate(stages):
+        flops = [packed.shape.work[module].forward_flops(seq_len) for module in modules]
+        for module, share in zip(modules, _shares(flops), strict=True):
+            found[module] = ModuleSeconds(
+                forward_s=share * (forward[stage] + loss[stage]),
+                backward_s=share * (backward[stage] or inputs[stage] + weights[stage]),
+            )
+    names = ("seq_len", "microbatch", "dtype", "recompute")
+    return found, {"run": str(folder), **{name: options[name] for name in names if name in options}}
+
+
+def _shares(flops: list[int]) -> list[float]:
+    total = sum(flops)
+    return [each / total if total else 1 / len(flops) for each in flops]

@@ -11,15 +11,16 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import median
 
-from manifests.errors import LaunchError, LogError, OutputError, UsageError
+from manifests.errors import LaunchError, LogError, OutputError, UsageError, UserError
 from manifests.palette import WORK_COLORS
 from manifests.probe import check_new_file
-from manifests.schedules import Timeline
+from manifests.schedules import Timeline, simulate
 from manifests.store import write_file
+from runner.pipeline.timetable import find_timetable
+from runner.profiling.step_times import stage_costs
 from runner.report.charts import STYLE, Curve, actions_of_plan, draw_curves, draw_pipeline, legend
 from runner.report.perfetto import merged_trace
 from runner.report.read import RunLog, StepTrace, Traces, read_run
-from runner.report.simulated import planned
 from runner.rundir.run_record import config_of
 
 _PARTS = ("data", "compute", "communication", "bubble")
@@ -330,3 +331,20 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -
     top = "<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in head) + "</tr>" if any(head) else ""
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="table"><table class="{kind}">{top}{body}</table></div>'
+
+
+def planned(traces: Traces) -> Timeline:
+    """Simulate the schedule of a traced run with the time that each stage took for a microbatch.
+
+    Transfers are assumed to be free: their cost is the difference to the measured time.
+
+    Raises:
+        UserError: the schedule file is missing.
+    """
+    try:
+        timetable = find_timetable(traces.schedule, traces.placement, traces.num_microbatches)
+    except UserError as error:
+        raise error.within(str(traces.folder)) from error
+    return simulate(
+        timetable.planned(traces.num_microbatches), stage_costs(*(traces.seconds_of(kind) for kind in "FBIWL"))
+    )

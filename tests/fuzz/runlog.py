@@ -10,9 +10,8 @@ from typing import Any
 
 from manifests.errors import UserError
 from runner.launch.follow import status
-from runner.report.page import tables_of
+from runner.report.page import planned, tables_of
 from runner.report.read import read_run
-from runner.report.simulated import planned
 from tests.fuzz.folder import check_refusal, scratch
 
 _JOB = {"scheduler": "local", "id": "999999999", "name": "a", "output": "rank-00000.log", "host": socket.gethostname()}

@@ -10,8 +10,7 @@ from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model
 from manifests.errors import LayoutError, UsageError
 from reshard.layout.inventory import inventory_of_layers
 from reshard.layout.model import StageLayout, compress_modules
-from reshard.layout.spelling import parse_layout
-from reshard.layout.split import split_layers
+from reshard.layout.spelling import parse_layout, split_layers
 
 _THEIRS = {"model.embed_tokens": "tok_embeddings"}
 

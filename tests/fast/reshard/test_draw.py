@@ -18,7 +18,7 @@ from matplotlib.text import Text
 from manifests.palette import THEMES
 from manifests.placement import Placement
 from manifests.schedules import StageCosts, schedule_table, simulate
-from reshard.draw.phases import view_of
+from reshard.draw.schedule import view_of
 from reshard.draw.sheet import sheet_of
 from reshard.draw.stages import stage_bytes
 from reshard.draw.theme import drawing

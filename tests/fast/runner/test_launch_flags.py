@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from manifests.errors import InputError, UsageError, UserError
 from runner.commands import cli
 from runner.config.parallel_dims import ParallelDims
-from runner.launch.gpus import check_gpus, memories_gib
+from runner.launch.command import check_gpus, memories_gib
 from runner.launch.nodes import check_groups, check_ranks
 from runner.launch.scheduler_checks import parse_time
 from tests.builders import llama_config, reshard, write_model

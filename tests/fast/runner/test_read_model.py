@@ -13,7 +13,7 @@ from torch import distributed as dist
 from runner.bundle.packed import open_packed
 from runner.distributed.world import World
 from runner.evaluation.command import parse_eval
-from runner.evaluation.reader import read_model
+from runner.evaluation.evaluate import read_model
 from tests.builders import run
 from tests.fast.models.catalogued import save_tiny
 

@@ -15,9 +15,8 @@ import torch
 from manifests.errors import InputError, UserError
 from manifests.placement import Placement
 from runner.profiling.trace import Recorder, RunShape, Tracer, trace_path
-from runner.report.page import write_report, write_trace
+from runner.report.page import planned, write_report, write_trace
 from runner.report.read import read_run
-from runner.report.simulated import planned
 from tests.fast.runner.traced import write_metrics, write_traces
 
 CASES = (("1F1B", 4, "loop", 6), ("Interleaved1F1B", 8, "loop", 8), ("ZBVZeroBubble", 8, "v", 8))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch import waiting
-from runner.launch.waiting import awaited, saying_what_is_awaited
+from runner.launch import agent as waiting
+from runner.launch.agent import awaited, saying_what_is_awaited
 from runner.rundir.heartbeat import Beat, heartbeat_path, log_path, write_beat
 
 BEGUN = 1_000_000.0

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from stores.growth import PAUSE_S, Growth
-from stores.streams import FIRST_LIMIT, Streams
+from stores.streams import FIRST_LIMIT, PAUSE_S, Growth, Streams
 
 _REQUEST_NBYTES = 8 << 20
 _STEP_S = 0.01
