@@ -89,6 +89,13 @@ def test_buffers_that_transformers_keeps_in_float32_are_not_rounded(twin: Callab
     check(twin("rounds"), 3, run=RunOptions(compute=ComputeOptions(dtype="bf16")))
 
 
+def test_gemma_3n_whose_layers_change_results_in_place_is_recomputed_right() -> None:
+    config = config_of("Gemma3nForCausalLM")
+    family = family_for({**config.to_dict(), "architectures": ["Gemma3nForCausalLM"]}, max_seq_len=8)
+    assert isinstance(family, Generic)
+    check(family, len(family.modules) // 2, run=RunOptions(compute=ComputeOptions(recompute="selective")))
+
+
 def test_logits_in_float32_pass_where_no_stage_sends_them() -> None:
     config = config_of("NemotronHForCausalLM")
     family = family_for({**config.to_dict(), "architectures": ["NemotronHForCausalLM"]}, max_seq_len=8)
