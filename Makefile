@@ -19,7 +19,7 @@ FIND_PYTHON = for python in $(PYTHON); do \
 	    exit 1; \
 	}
 
-.PHONY: help setup check test test-all test-gpu test-pythons test-interop interop test-torch wording fuzz demo bench bench-peers docs api commands performance architecture catalogue models errors fmt constraints release clean
+.PHONY: help setup check test test-all test-gpu test-pythons test-interop interop test-torch wording fuzz demo bench bench-peers docs performance architecture catalogue models errors fmt constraints release clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -34,8 +34,6 @@ check: setup  ## Format, lint, types, arrows, fast tests
 	$(BIN)/python tools/architecture.py --check
 	$(BIN)/python tools/errors.py --check
 	$(BIN)/python tools/models.py --check
-	$(BIN)/python tools/api.py --check
-	$(BIN)/python tools/commands.py --check
 	$(BIN)/python tools/performance.py --check
 	$(BIN)/python tools/site.py
 	$(BIN)/python tools/compatibility.py --check
@@ -89,12 +87,6 @@ bench-peers: setup  ## Time pack and load beside other libraries on a quiet mach
 	done
 	.venv-peers/bin/python -m pip install -qq --no-deps $(PEERS)
 	.venv-peers/bin/python bench/all.py --peers
-
-api: setup  ## Write docs/python-api.md from the docstrings
-	$(BIN)/python tools/api.py
-
-commands: setup  ## Write docs/commands.md from the commands' flags
-	$(BIN)/python tools/commands.py
 
 performance: setup  ## Write docs/performance.md and the README's figures from bench/results
 	$(BIN)/python tools/performance.py

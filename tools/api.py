@@ -1,19 +1,14 @@
-"""Write docs/python-api.md: the public functions and classes, from their signatures and docstrings.
-
-`python tools/api.py` writes the page; `--check` exits with 1 where the page differs from the code.
-"""
+"""The page on the Python API, from signatures and docstrings, for `tools/site.py`."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "python-api.md"
 PACKAGES = ("reshard", "runner")
 
 # Attributes of public classes that only the packages use: they lead to types that are not public.
@@ -71,21 +66,7 @@ Modules that others import:
 
 Errors that a caller can fix are subclasses of `UserError`, with `where`, `problem`, `hint` and a stable `code`,
 listed in [errors.md](errors.md). Any other exception is a bug.
-
-Written by `make api` from the docstrings; `make check` fails when it is out of date.
 """
-
-
-def main() -> int:
-    """Write or check the page; return the exit code."""
-    page = render()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page)
-        return 0
-    if PAGE.exists() and PAGE.read_text() == page:
-        return 0
-    print(f"{PAGE.relative_to(ROOT)} is out of date\nhint: make api", file=sys.stderr)
-    return 1
 
 
 def render() -> str:
@@ -164,7 +145,3 @@ def _text(member: object) -> str:
     for line in lines:
         shown += ["", line, ""] if line in ("Raises:", "Example:") else [line]
     return "\n".join(shown) + "\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

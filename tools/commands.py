@@ -1,14 +1,9 @@
-"""Write docs/commands.md: every command of reshard and runner with its flags, from click.
-
-`python tools/commands.py` writes the page; `--check` exits with 1 where it is out of date.
-"""
+"""The page on commands: each of reshard and runner with its flags, from click, for `tools/site.py`."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 
@@ -16,27 +11,12 @@ from reshard.cli.command import cli as reshard
 from runner.commands import cli as runner
 from runner.config.flags import training_command
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 _HEAD = """\
 # Commands
 
 Every command and flag, as `--help` has them. Exit codes: 0 done, 1 a bug in this software, 2 usage, 3 bad input,
 4 verification differs, 5 a rank failed, 130 interrupted, 141 the reader of standard output has exited.
-
-Written by `make commands` from the code; `make check` fails when it is out of date.
 """
-
-
-def main() -> int:
-    """Write or check the page; return the exit code."""
-    page = render()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page)
-        return 0
-    if PAGE.exists() and PAGE.read_text() == page:
-        return 0
-    print(f"{PAGE.relative_to(PAGE.parents[1])} is out of date\nhint: make commands", file=sys.stderr)
-    return 1
 
 
 def render() -> str:
@@ -80,7 +60,3 @@ def _cell(text: str) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("<", "&lt;")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,9 @@
 """Build the documentation site, build/site: no warning, no dead link, and nothing that a reader's browser must fetch.
 
 `make docs`. First build/docs is written: the pages of docs/, and README.md, manifests/SPEC.md, CONTRIBUTING.md and
-CHANGELOG.md as pages, too. A link from a page to another file of the repository (an example, a result of a benchmark)
-gets a copy of that file. llms.txt lists the pages with what each is about. Then mkdocs builds that folder (mkdocs.yml).
+CHANGELOG.md as pages, too, with those on commands and the Python API, which are made of the code. A link from a page
+to another file of the repository (an example, a result of a benchmark) gets a copy of that file. llms.txt lists the
+pages with what each is about. Then mkdocs builds that folder (mkdocs.yml).
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from pathlib import Path
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tools import api, commands
+
 ROOT = Path(__file__).resolve().parents[1]
 TREE = ROOT / "build" / "docs"
 # Pages by the file that they are made of, from the root of the repository.
@@ -27,6 +32,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
+GENERATED = {"commands.md": commands.render, "python-api.md": api.render}
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s]+)(?=\))")
 ROW = re.compile(r"^\|.*$", re.MULTILINE)
 _CODE = re.compile(r"`[^`]*`")
@@ -40,6 +46,8 @@ def main() -> int:
     sources = {**PAGES, **{f"docs/{page}": page for page in _pages()}}
     for path, page in sources.items():
         _write(page, _moved(path, (ROOT / path).read_text()))
+    for page, render in GENERATED.items():
+        _write(page, _moved(f"docs/{page}", render()))
     _write("adr/index.md", decisions())
     for path in (path for pattern in _CARRIED for path in sorted((ROOT / "docs").glob(pattern))):
         _copy(path, path.relative_to(ROOT / "docs").as_posix())

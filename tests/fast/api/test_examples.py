@@ -12,6 +12,7 @@ import pytest
 
 from tests.builders import files_in
 from tests.fast.runner.tiny import save_model
+from tools import api
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,7 +40,7 @@ def test_every_example_is_run_by_a_test_and_told_in_the_page() -> None:
     scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
     started = ("test_train_example.py", "test_own_models.py", "titan_worker.py")
     tests = Path(__file__).read_text() + "".join((ROOT / "tests" / "process" / name).read_text() for name in started)
-    page = (ROOT / "docs" / "python-api.md").read_text()
+    page = api.render()
     for script in scripts:
         named = (f'"{script}"', f'examples/{script}"', f"from examples.{script.removesuffix('.py')} import")
         assert any(name in tests for name in named), script

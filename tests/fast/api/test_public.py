@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.builders import llama_config, write_model
+from tools import api
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("reshard", "runner")
@@ -54,7 +55,7 @@ def test_fields_on_the_page_have_types_that_are_public() -> None:
 
     aliases = {"Address", "CheckpointKind", "ExportDtype", "Holds", "Plain", "Policy", "Recompute", "Style"}
     standard = {"Any", "Iterator", "Mapping", "None"}
-    text = (ROOT / "docs/python-api.md").read_text().partition("\n## runner\n")[0]
+    text = api.render().partition("\n## runner\n")[0]
     fields = "".join(re.findall("^Fields: .*$", text, re.MULTILINE))
     types = {name for kind in re.findall(r"`\w+: ([^`]+)`", fields) for name in re.findall(r"\b[A-Z]\w+", kind)}
     of_format = {name for name, kind in vars(manifests.schema).items() if inspect.isclass(kind)}
