@@ -43,6 +43,8 @@ _LAYER = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,4}))?-model_states\.pt")
 _PARAMETER = re.compile(r"zero/([^/]+)/(fp32|exp_avg|exp_avg_sq|step)\.pt")
 _TIED = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 _NUMBERED = re.compile(r"(\d{1,6})\.(.+)")
+# Where slices were concatenated; whether rows that pad a vocabulary were cut off.
+_OF_PARAMETER = {"param", "cat_dim", "vocab_tensor", "ep_is_expert_param"}
 _FP32 = "fp32"
 _OPTIMIZER = "optimizer"  # what --drop calls the optimizer state
 _BESIDE = (*LATEST_NAMES, "zero_to_fp32.py", "zero_to_torch.py")  # what DeepSpeed writes beside its steps
@@ -170,9 +172,12 @@ def _read_universal(step: Step, names: Sequence[str]) -> Saved:
         match = _PARAMETER.fullmatch(files[file])
         assert match is not None, "filtered by the caller"
         found[match[2]][match[1]] = value.get("param") if isinstance(value, dict) else value
-        if isinstance(value, dict) and match[2] != "step" and value.get("ep_is_expert_param"):
-            problem = "is a weight of several experts, which is not supported"
-            raise SourceError(str(file), problem, code="source.bad-universal")
+        if isinstance(value, dict) and match[2] != "step":
+            if value.get("ep_is_expert_param"):
+                problem = "is a weight of several experts, which is not supported"
+                raise SourceError(str(file), problem, code="source.bad-universal")
+            if unread := sorted(str(key) for key in value.keys() - _OF_PARAMETER):
+                raise SourceError(str(file), f"has {unread[0][:80]!r}, which is not read", code="source.bad-universal")
     flat = set()
     tensors: dict[str, dict[str, TensorAt]] = {kind: {} for kind in (_FP32, *MOMENTS)}
     for kind, by_name in tensors.items():

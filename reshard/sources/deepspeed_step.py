@@ -54,6 +54,7 @@ class Saved:
     steps: Mapping[str, float] = field(default_factory=dict)  # that the optimizer took
     flat: frozenset[str] = frozenset()  # parameters that ZeRO 3 saved without their shapes
     options: tuple[str, Mapping[object, object]] | None = None  # of the optimizer, and the file that has them
+    partition: Mapping[object, object] | None = None  # what ZeRO saved around them
 
 
 def find_step(folder: Folder, *, needs_config: bool = True) -> Step:

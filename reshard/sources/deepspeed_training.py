@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from manifests.errors import SourceError
 from manifests.schema import OptimizerState, ParameterGroup, TrainingState
@@ -25,6 +26,7 @@ from reshard.sources.adamw import (
     read_number,
 )
 from reshard.sources.deepspeed_step import Saved, Step
+from reshard.sources.deepspeed_values import check_values
 
 STATE_NAME = "zero/optimizer_state.pt"
 _RANK = re.compile(r"mp_rank_\d+(?:_\d+)?_model_states\.pt|zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
@@ -50,9 +52,14 @@ def training_state(step: Step, saved: Saved, fqns: Mapping[str, str]) -> tuple[T
         if STATE_NAME not in step.names():
             raise SourceError(where, "no such file, which has the options of the optimizer", LEAVE, code=BAD_OPTIMIZER)
         state = _dict(read_object(step.file(STATE_NAME), STATE_NAME), where)
-    files = [step.file(name) for name in step.names() if is_rank_file(name)]
-    ranks = [_dict(read_object(file, "state"), str(file)) for file in files]
+    files = {name: step.file(name) for name in step.names() if is_rank_file(name)}
+    by_file = {name: _dict(read_object(file, "state"), str(file)) for name, file in files.items()}
+    ranks = list(by_file.values())
     groups = groups_in(state, where)
+    chosen = [config["optimizer"] for config in _configs(ranks) if isinstance(config.get("optimizer"), dict)]
+    kinds = {str(optimizer.get("type", "adamw")).lower() for optimizer in chosen}
+    if other := sorted(kinds - {"adam", "adamw"}):
+        raise SourceError(where, f"expected AdamW, found {other[0][:80]!r} (ds_config)", LEAVE, code=BAD_OPTIMIZER)
     for group in groups if _decays_as_l2(ranks) else ():
         check_adamw({DECOUPLED: False, **group}, where)  # a trainer's own optimizer says it itself
     rates = {group.get("lr") for group in groups if isinstance(group.get("lr"), int | float)}
@@ -66,8 +73,7 @@ def training_state(step: Step, saved: Saved, fqns: Mapping[str, str]) -> tuple[T
             name="AdamW", max_norm=_max_norm(state, ranks, where), groups=_by_options(groups, ranks, fqns, where)
         ),
     )
-    lost = ("lr_scheduler",) if any(rank.get("lr_scheduler") is not None for rank in ranks) else ()
-    return checked_state(found, where), lost
+    return checked_state(found, where), check_values(saved.partition or state, by_file, found.step, where)
 
 
 def _num_steps(
@@ -127,7 +133,7 @@ def _decays_as_l2(ranks: Sequence[Mapping[object, object]]) -> bool:
     return False
 
 
-def _configs(ranks: Sequence[Mapping[object, object]]) -> Iterator[Mapping[object, object]]:
+def _configs(ranks: Sequence[Mapping[object, object]]) -> Iterator[Mapping[object, Any]]:
     return (config for rank in ranks if isinstance(config := rank.get("ds_config"), dict))
 
 

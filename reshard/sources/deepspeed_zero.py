@@ -58,7 +58,7 @@ def read_partitions(step: Step) -> Saved:
     ]  # fmt: skip
     if not states or not all(_list(state.get("single_partition_of_fp32_groups")) for state in states):
         _refuse_kind(step)
-    _check_ranks(step, [rank for _, rank in sorted(parts)], states)
+    _check_ranks(step, [rank for _, rank in sorted(parts)], states, model)
     shapes = _groups_of(model.get("param_shapes"))
     options = [_dict(state.get("base_optimizer_state")) for state in states]
     if not shapes or not all(options):
@@ -66,16 +66,16 @@ def read_partitions(step: Step) -> Saved:
     _check_equal(step, states)
     group = _Groups(step, shapes, states[0].get("param_alignment_paddings"))
     weights = group.parameters([_list(state["single_partition_of_fp32_groups"]) for state in states], "fp32")
-    shared = _dict(model.get("shared_params"))
     module = {
         name: tensor
         for name, tensor in _dict(model.get("module")).items()
         if isinstance(name, str) and isinstance(tensor, TensorAt)
     }
-    untrained = {name: tensor for name, tensor in module.items() if name not in weights and name not in shared}
+    untrained = _untrained(step, model, module, shapes)
     moments: dict[Holds, Mapping[str, TensorAt]] = {}
     for holds in MOMENTS:
         moments[holds] = group.parameters([_vectors(option, holds, len(shapes)) for option in options], holds)
+    group.check_places(states)
     counts = _vectors(options[0], "step", len(shapes))
     steps = {
         name: read_number(count, f"{step.where}/{files[0]}: step")
@@ -89,6 +89,7 @@ def read_partitions(step: Step) -> Saved:
         moments=moments,
         steps=steps,
         options=(files[0], {**options[0], "clip_grad": states[0].get("clip_grad")}),
+        partition=states[0],
     )
 
 
@@ -130,6 +131,36 @@ class _Groups:
                 self._refuse(kind, f"expected {begin} elements of a group, and padding; found {total}")
         return found
 
+    def check_places(self, states: Sequence[Mapping[object, object]]) -> None:
+        """Compare where parameters are with what each rank says of its part; `parameters` has checked its vectors."""
+        for rank, state in enumerate(states):
+            vectors, paddings = _list(state["single_partition_of_fp32_groups"]), _list(state.get("group_paddings"))
+            mappings = _list(state.get("param_slice_mappings"))
+            moments = _vectors(_dict(state.get("base_optimizer_state")), MOMENTS[0], len(self._shapes))
+            for number, (vector, moment) in enumerate(zip(vectors, moments, strict=True)):
+                assert isinstance(vector, TensorAt), "checked in `parameters`"
+                assert isinstance(moment, TensorAt), "checked in `parameters`"
+                count, padded = vector.shape[0], moment.shape[0]
+                if paddings and (len(paddings) != len(vectors) or paddings[number] != padded - count):
+                    self._refuse("group_paddings", f"expected {padded - count} of rank {rank}, found {paddings}")
+                places = {
+                    name: _dict(getattr(place, "fields", None)) for name, place in _dict(mappings[number]).items()
+                } if number < len(mappings) else None  # fmt: skip
+                if places is not None and places != self._places(number, rank * padded, (rank + 1) * padded):
+                    self._refuse("param_slice_mappings", f"rank {rank} has other parameters in group {number}")
+
+    def _places(self, number: int, first: int, end: int) -> dict[str, dict[str, int]]:
+        """Return the parameters of a group that are in a part of its vector, as DeepSpeed says where they are."""
+        places, begin = dict[str, dict[str, int]](), 0
+        paddings = _list(self._paddings[number])
+        for (name, shape), padding in zip(self._shapes[number].items(), paddings, strict=True):
+            low, high = max(begin, first), min(begin + prod(shape), end)
+            if low < high:
+                places[name] = {"start": low - first, "numel": high - low}
+            assert isinstance(padding, int), "checked in `parameters`"
+            begin += prod(shape) + padding
+        return places
+
     def _vector(self, value: object, kind: str) -> TensorAt:
         if not isinstance(value, TensorAt) or value.dtype != "F32" or len(value.shape) != 1:
             self._refuse(kind, "expected a flat float32 tensor for each group")
@@ -137,6 +168,38 @@ class _Groups:
 
     def _refuse(self, kind: str, problem: str) -> NoReturn:
         raise SourceError(f"{self._step.where}: {kind}", problem[:300], _AGAIN, code="source.bad-partitions")
+
+
+def _untrained(
+    step: Step,
+    model: Mapping[object, object],
+    module: Mapping[str, TensorAt],
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+) -> dict[str, TensorAt]:
+    """Return the buffers and frozen parameters of the module, whose other tensors are parameters of the groups.
+
+    `frozen_param_fragments` has the frozen ones once more.
+    """
+    trained = {name: shape for group in shapes for name, shape in group.items()}
+    frozen, shared = _dict(model.get("frozen_param_shapes")), _dict(model.get("shared_params"))
+    buffers = _list(model.get("buffer_names"))
+    for name, shape in (*trained.items(), *frozen.items()):
+        if (tensor := module.get(str(name))) is None or tensor.shape != shape:
+            _refuse_module(step, name, f"expected {shape} (shapes of parameters), found {tensor and tensor.shape}")
+    for name, owner in shared.items():
+        tensor, whole = module.get(str(name)), module.get(str(owner))
+        if whole is None or not (owner in trained or owner in frozen):
+            _refuse_module(step, name, f"shares {str(owner)[:80]!r}, which is not a parameter")
+        if tensor is not None and (tensor.begin, tensor.shape) != (whole.begin, whole.shape):
+            _refuse_module(step, name, f"shares {str(owner)[:80]!r}, and has a tensor of its own")
+    for name in module.keys() - trained.keys() - shared.keys() - frozen.keys():
+        if name not in buffers:
+            _refuse_module(step, name, "is not a buffer, nor a parameter that is frozen or in a group")
+    return {name: tensor for name, tensor in module.items() if name not in trained and name not in shared}
+
+
+def _refuse_module(step: Step, name: object, problem: str) -> NoReturn:
+    raise SourceError(f"{step.where}: module: {str(name)[:80]!r}", problem, _AGAIN, code="source.bad-partitions")
 
 
 def _vectors(options: Mapping[object, object], kind: str, count: int) -> list[object]:
@@ -158,8 +221,17 @@ def _is_shape(value: object) -> bool:
     return isinstance(value, tuple) and all(type(size) is int and size >= 0 for size in value)
 
 
-def _check_ranks(step: Step, ranks: Sequence[int], states: Sequence[Mapping[object, object]]) -> None:
+def _check_ranks(
+    step: Step, ranks: Sequence[int], states: Sequence[Mapping[object, object]], model: Mapping[object, object]
+) -> None:
     """Refuse partitions that are not those of all ranks: what another job left there, or did not write."""
+    if (world := model.get("dp_world_size", len(ranks))) != len(ranks):
+        problem = f"expected the partitions of {world} ranks (dp_world_size), found those of {len(ranks)}"
+        raise SourceError(step.where, problem, _AGAIN, code="source.bad-partitions")
+    degrees = _dict(model.get("checkpoint_parallel_dimensions"))
+    if {model.get("mp_world_size", 1), degrees.get("tp_degree", 1), degrees.get("pp_degree", 1)} != {1}:
+        problem = "has slices of weights, of ranks of tensor or pipeline parallelism, which are not merged"
+        raise SourceError(step.where, problem, _CONVERT, code="source.layer-slices")
     for state in states:
         said = state.get("partition_count")
         counts = said if isinstance(said, list) else [said]
@@ -175,9 +247,12 @@ def _check_equal(step: Step, states: Sequence[Mapping[object, object]]) -> None:
         options = _dict(state.get("base_optimizer_state"))
         steps = {key: _dict(value).get("step") for key, value in _dict(options.get("state")).items()}
         counts = {key: read_number(count, f"{step.where}: step") for key, count in steps.items() if count is not None}
-        facts.append(
-            (counts, options.get("param_groups"), state.get("clip_grad"), state.get("param_alignment_paddings"))
-        )
+        of_parameters = {str(kind) for value in _dict(options.get("state")).values() for kind in _dict(value)}
+        stage = getattr(state.get("zero_stage"), "args", None) or (state.get("zero_stage", 1),)
+        if options.keys() - {"state", "param_groups"} or of_parameters - {*MOMENTS, "step"} or stage[0] not in (1, 2):
+            _refuse_kind(step)
+        equal = ("clip_grad", "param_alignment_paddings", "overflow", "dynamic_loss_scale", "loss_scaler")
+        facts.append((counts, options.get("param_groups"), *(_plain(state.get(name)) for name in equal)))
     if any(each != facts[0] for each in facts):
         problem = "ranks have different steps or options of the optimizer"
         raise SourceError(step.where, problem, _AGAIN, code="source.bad-partitions")
@@ -188,6 +263,10 @@ def _refuse_kind(step: Step) -> NoReturn:
         "has weights or optimizer state that are not partitioned as by ZeRO 1 and 2, or are elastic, or of experts"
     )
     raise SourceError(step.where, problem, _CONVERT, code="source.zero-partitions")
+
+
+def _plain(value: object) -> object:
+    return getattr(value, "fields", value)
 
 
 def _list(value: object) -> list[object]:

@@ -133,10 +133,11 @@ def swap_layers(step: Path) -> None:
     rename(step, "09-model_00", "04-model_00")
 
 
-def change_options(step: Path, clip_grad: float = 1.0, **options: Any) -> None:
+def change_options(step: Path, **options: Any) -> None:
     """Write an optimizer's options, as DeepSpeed does beside objects of its own."""
     group = {"lr": 4e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": [0], **options}
-    torch.save({"ds_version": "0.19.8", "clip_grad": clip_grad, "param_groups": [group]}, step / STATE)
+    beside = {name: group.pop(name) for name in ("clip_grad", "overflow", "momentum") if name in group}
+    torch.save({"ds_version": "0.19.8", "clip_grad": 1.0, **beside, "param_groups": [group]}, step / STATE)
 
 
 def configure(step: Path, kind: str, **params: object) -> None:
@@ -243,8 +244,6 @@ class OfDeepSpeed:
 
     def __init__(self, *args: object) -> None: ...
 
-    def __setstate__(self, state: object) -> None: ...
-
 
 class WithoutDeepSpeed(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
@@ -256,7 +255,7 @@ def change_partition(step: Path, act: Callable[[dict[str, Any]], object]) -> Non
     path = step / PARTITION
     module = SimpleNamespace(Unpickler=WithoutDeepSpeed, load=pickle.load, __name__="pickle")
     state = torch.load(path, weights_only=False, pickle_module=module)["optimizer_state_dict"]
-    kept = {key: state[key] for key in state if key not in ("loss_scaler", "zero_stage")}
+    kept = {key: state[key] for key in state if key != "zero_stage"}
     act(kept)
     torch.save({"optimizer_state_dict": kept}, path)
 
@@ -318,11 +317,13 @@ ZERO_FAULTS: dict[str, tuple[Callable[[Path], object], str | None]] = {
         lambda step: change_partition(step, lambda state: state[FP32_PARTS].append(torch.zeros(4))),
         "source.bad-partitions",
     ),
-    "files of ranks swapped": (swap_ranks, "source.partitions-differ"),
-    "one rank's file twice": (
-        lambda step: shutil.copy(step / OTHER_RANK, step / PARTITION), "source.partitions-differ"
+    "files of ranks swapped": (swap_ranks, "source.bad-partitions"),
+    "one rank's file twice": (lambda step: shutil.copy(step / OTHER_RANK, step / PARTITION), "source.bad-partitions"),
+    "names of two weights swapped": (swap_names, "source.bad-partitions"),
+    "values of another step": (
+        lambda step: change_partition(step, lambda state: state.update({FP32_PARTS: [state[FP32_PARTS][0] + 1]})),
+        "source.partitions-differ",
     ),
-    "names of two weights swapped": (swap_names, "source.partitions-differ"),
     "another step": (lambda step: change_partition(step, set_steps), "source.bad-partitions"),
     "another rate": (lambda step: change_partition(step, set_rate), "source.bad-partitions"),
     "another norm": (
@@ -349,6 +350,72 @@ def test_partitions_that_are_not_whole_are_refused(fault: str, tmp_path: Path) -
         pack(step, tmp_path / "packed")
     else:
         assert refused(step, tmp_path) == code
+
+
+def shift(state: dict[str, Any]) -> None:
+    next(iter(state["param_slice_mappings"][0].values())).start += 1
+
+
+def of_partition(**values: object) -> Callable[[Path], object]:
+    return lambda step: change_partition(step, lambda state: state.update(values))
+
+
+def of_model(**values: object) -> Callable[[Path], object]:
+    return lambda step: change(step / MODEL_STATES, lambda state: {**state, **values})
+
+
+def of_module(name: str, tensor: torch.Tensor | None) -> Callable[[Path], object]:
+    def act(state: dict[str, Any]) -> dict[str, Any]:
+        others = {key: state["module"][key] for key in state["module"] if key != name}
+        return {**state, "module": others if tensor is None else {**others, name: tensor}}
+
+    return lambda step: change(step / MODEL_STATES, act)
+
+
+PARTS, OPTIONS = "source.bad-partitions", "source.bad-optimizer-state"
+VALUE_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "places of parameters": (lambda step: change_partition(step, shift), PARTS),
+    "no places of a group": (of_partition(param_slice_mappings=[{}]), PARTS),
+    "padding of a group": (of_partition(group_paddings=[4]), PARTS),
+    "overflow on one rank": (of_partition(overflow=True), PARTS),
+    "loss scale of one rank": (of_partition(loss_scaler=SimpleNamespace(cur_scale=2.0)), PARTS),
+    "stage 3": (of_partition(zero_stage=3), "source.zero-partitions"),
+    "a kind of state more": (
+        lambda step: change_partition(
+            step, lambda state: state["base_optimizer_state"]["state"][0].update(max_exp_avg_sq=torch.zeros(418))
+        ),
+        "source.zero-partitions",
+    ),
+    "global_steps": (of_model(global_steps=3), OPTIONS),
+    "skipped_steps": (of_model(skipped_steps=1), OPTIONS),
+    "global_samples": (of_model(global_samples="8"), OPTIONS),
+    "dp_world_size": (of_model(dp_world_size=4), PARTS),
+    "mp_world_size": (of_model(mp_world_size=2), "source.layer-slices"),
+    "tp_degree": (of_model(checkpoint_parallel_dimensions={"pp_degree": 1, "tp_degree": 2}), "source.layer-slices"),
+    "frozen": (of_model(frozen_param_shapes={"model.frozen.weight": torch.Size([2])}), PARTS),
+    "shared with nothing": (of_model(shared_params={"lm_head.weight": "model.embed.weight"}), PARTS),
+    "shared, and by itself": (of_model(shared_params={"lm_head.weight": "model.embed_tokens.weight"}), PARTS),
+    "in no group": (of_module("model.more.weight", torch.zeros(2)), PARTS),
+    "not in the module": (of_module("model.norm.weight", None), PARTS),
+    "another shape in the module": (of_module("model.norm.weight", torch.zeros(7)), PARTS),
+    "another optimizer": (of_model(ds_config={"optimizer": {"type": "Lion"}}), OPTIONS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", VALUE_FAULTS)
+def test_values_beside_partitions_agree_with_them(fault: str, tmp_path: Path) -> None:
+    _, step = copy("llama-zero2", tmp_path)
+    damage, code = VALUE_FAULTS[fault]
+    damage(step)
+    assert refused(step, tmp_path) == code
+
+
+def test_what_else_a_trainer_saved_is_named(tmp_path: Path) -> None:
+    _, step = copy("llama-zero2", tmp_path)
+    of_model(lr_scheduler={"last_step": 2}, client=3, ds_config={"sparse_attention": {"mode": "fixed"}})(step)
+    pack(step, tmp_path / "packed")
+    left_out = json.loads((tmp_path / "packed" / "manifest.json").read_text())["source"]["left_out"]
+    assert {"client", "lr_scheduler", "ds_config: sparse_attention"} <= set(left_out)
 
 
 EMBEDDING, STATE = "zero/tied_modules.embed.wte.weight", "zero/optimizer_state.pt"
@@ -380,6 +447,21 @@ UNIVERSAL_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "source.bad-universal",
     ),
     "no tensor": (lambda step: torch.save({}, step / f"{EMBEDDING}/fp32.pt"), "source.bad-universal"),
+    "steps of a rank": (
+        lambda step: change(step / MODEL_STATES, lambda state: {**state, "global_steps": 3}),
+        "source.bad-optimizer-state",
+    ),
+    "steps of all ranks": (
+        lambda step: [change(path, lambda state: {**state, "global_steps": 3}) for path in step.glob("mp_rank*")],
+        "source.bad-optimizer-state",
+    ),
+    "no file of a rank": (lambda step: (step / MODEL_STATES).unlink(), "source.bad-optimizer-state"),
+    "an overflow": (lambda step: change_options(step, overflow=True), "source.bad-optimizer-state"),
+    "state of another optimizer": (lambda step: change_options(step, momentum=1), "source.bad-optimizer-state"),
+    "a part of a parameter": (
+        lambda step: change(step / f"{EMBEDDING}/fp32.pt", lambda state: {**state, "sub_params": 3}),
+        "source.bad-universal",
+    ),
     "layers beside it": (
         lambda step: torch.save({"weight": torch.zeros(2)}, step / "layer_00-model_states.pt"),
         "source.two-checkpoints",
