@@ -5,36 +5,46 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from manifests.digest import PREFIX, digest_bytes, is_digest
 from manifests.errors import InputError, ManifestError
 from manifests.invariants import MANIFEST_NAME, check_manifest
 from manifests.jsontext import kind_of, parse_json_object
 from manifests.paths import is_unicode
 from manifests.schema import FORMAT, VERSION, Manifest
-from manifests.selfdigest import BLANK, check_own_digest, mark, own_digest, split_mark
 from manifests.training_state import COUNT_LIMIT, LARGEST_NUMBER
 
 T = TypeVar("T")
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the text of manifest.json, ending in a newline, with the digest of itself.
+    """Return the text of manifest.json, ending in a newline, with its digest.
+
+    # Note [Digest of the manifest]
+    `digest` is the BLAKE3 of the whole file with the field's own 64 digits replaced by zeros (docs/adr/0031). It is the
+    third field, so that it is the first digest in the file.
 
     Raises:
         ManifestError: a path or a name in it is not valid Unicode.
     """
-    document = manifest_document(manifest)
-    return _text(document, own_digest(_text(document, BLANK)))
+    document = {"format": FORMAT, "version": VERSION, "digest": _BLANK, **asdict(manifest)}
+    text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    if not is_unicode(text):
+        raise ManifestError(
+            MANIFEST_NAME,
+            "expected names in valid UTF-8, found a folder or file whose name is not",
+            "rename that folder or file",
+            code="manifest.not-unicode",
+        )
+    encoded = text.encode()
+    return encoded.replace(_BLANK.encode(), digest_bytes(encoded).encode(), 1)
 
 
 def manifest_document(manifest: Manifest) -> dict[str, Any]:
-    """Return the JSON object of manifest.json, without its own digest."""
-    document = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
-    if manifest.model.description is None:  # readers from before this field still read all other models
-        del document["model"]["description"]
-    return document
+    """Return the JSON object of manifest.json, without its digest."""
+    return {"format": FORMAT, "version": VERSION, **asdict(manifest)}
 
 
 def decode_manifest(text: bytes, where: str = "manifest.json") -> Manifest:
@@ -42,8 +52,8 @@ def decode_manifest(text: bytes, where: str = "manifest.json") -> Manifest:
 
     Raises:
         SourceError: not a JSON object (see `parse_json_object`).
-        ManifestError: not a manifest, another version, a field missing, unknown or of the wrong type, any broken
-            invariant (all of them are listed), or changed since it was written.
+        ManifestError: not a manifest, another version, no digest, a field missing, unknown or of the wrong type, any
+            broken invariant (all of them are listed), or changed since it was written.
     """
     document = parse_json_object(text, where)
     if document.pop("format", None) != FORMAT:
@@ -57,27 +67,34 @@ def decode_manifest(text: bytes, where: str = "manifest.json") -> Manifest:
             "pack it again with this version of reshard, or read it with the version that wrote it",
             code="manifest.unsupported-version",
         )
+    if "digest" not in document:
+        raise ManifestError(
+            f"{where}: digest",
+            "expected the digest of the file, found none: a development version of reshard wrote it, or it was edited",
+            "pack or save the checkpoint again with this version",
+            code="manifest.no-digest",
+        )
     try:
+        digest = _decode_digest(document.pop("digest"))
         manifest = _decode_fields(document, Manifest, "")
-        created_by, digest = split_mark(manifest.created_by)
     except InputError as error:
         raise error.within(where) from None
     check_manifest(manifest, where)
-    check_own_digest(text, digest, where)
-    return replace(manifest, created_by=created_by)
-
-
-def _text(document: dict[str, Any], digest: str) -> bytes:
-    marked = document | {"created_by": mark(document["created_by"], digest)}
-    text = json.dumps(marked, indent=1, ensure_ascii=False) + "\n"
-    if not is_unicode(text):
+    if (actual := digest_bytes(text.replace(digest.encode(), _BLANK.encode()))) != digest:
         raise ManifestError(
-            MANIFEST_NAME,
-            "expected names in valid UTF-8, found a folder or file whose name is not",
-            "rename that folder or file",
-            code="manifest.not-unicode",
+            where,
+            f"changed after it was written: expected {digest} (digest), found {actual}",
+            "restore manifest.json from a good copy, or pack or save the checkpoint again",
+            code="manifest.digest-mismatch",
         )
-    return text.encode()
+    return manifest
+
+
+def _decode_digest(value: Any) -> str:
+    digest: str = _decode(value, str, "digest")
+    if not is_digest(digest):
+        raise _invalid("digest", f"expected {PREFIX} and 64 hex digits, found {digest[:80]!r}")
+    return digest
 
 
 def _decode(found: Any, wanted: Any, path: str) -> Any:
@@ -134,4 +151,5 @@ def _invalid(path: str, problem: str) -> ManifestError:
     return ManifestError(path, problem, code="manifest.invalid-field")
 
 
+_BLANK = PREFIX + 64 * "0"
 _NAMES = {str: "a string", int: "a count", bool: "true or false"}

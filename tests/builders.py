@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
 from safetensors import deserialize
 
 from reshard.cli import main
@@ -236,15 +237,23 @@ def weights_path(stage: int, of: int) -> str:
 
 
 def without_digest(manifest: bytes) -> bytes:
-    """Return a manifest's text without the digest of itself, as older writers wrote it."""
-    return re.sub(rb", manifest blake3:[0-9a-f]{64}", b"", manifest)
+    """Return a manifest's text without its digest."""
+    return re.sub(rb'"digest": "blake3:[0-9a-f]{64}",\s*', b"", manifest, count=1)
+
+
+def with_digest(manifest: bytes) -> bytes:
+    """Return a manifest's text with the right digest in its first `digest` field, if there is one."""
+    if (field := re.search(rb'"digest":\s*"blake3:([0-9a-f]{64})"', manifest)) is None:
+        return manifest
+    before, after = manifest[: field.start(1)], manifest[field.end(1) :]
+    return before + blake3(before + 64 * b"0" + after).hexdigest().encode() + after
 
 
 def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Rewrite the manifest.json of a folder by hand, and take the digest out that would tell."""
-    document = json.loads(without_digest((folder / "manifest.json").read_bytes()))
+    """Rewrite the manifest.json of a folder by hand, its digest included."""
+    document = json.loads((folder / "manifest.json").read_bytes())
     change(document)
-    (folder / "manifest.json").write_text(json.dumps(document))
+    (folder / "manifest.json").write_bytes(with_digest(json.dumps(document).encode()))
 
 
 @contextmanager

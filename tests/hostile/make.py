@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.builders import header_of, llama_config, random_tensors
+from tests.builders import header_of, llama_config, random_tensors, with_digest
 
 FILES = Path(__file__).with_name("files")
 DEEPSEEK = Path(__file__).parents[1] / "data" / "configs" / "deepseek-v3.json"
@@ -223,7 +223,7 @@ def _manifest(change: Callable[[dict[str, Any]], object]) -> bytes:
     """Give a manifest of two stages, changed."""
     document = json.loads(json.dumps(_BASE))
     change(document)
-    return json.dumps(document).encode()
+    return with_digest(json.dumps(document).encode())
 
 
 def _shard(**changes: object) -> bytes:
@@ -246,6 +246,7 @@ _DIGEST = "blake3:" + "0" * 64
 _BASE = {
     "format": "reshard-manifest",
     "version": 1,
+    "digest": _DIGEST,
     "created_by": "tests/hostile/make.py",
     "model": {"architecture": "LlamaForCausalLM", "num_layers": 2, "num_params": 5000},
     "source": {"kind": "huggingface", "location": "/models/tiny"},
@@ -299,6 +300,32 @@ MANIFESTS = (
         _manifest(lambda document: document.update(version=True)),
         "manifest.unsupported-version",
         "{F}: version",
+    ),
+    Hostile("no-digest", _manifest(lambda document: document.pop("digest")), "manifest.no-digest", "{F}: digest"),
+    Hostile(
+        "digest-in-created-by",
+        _manifest(lambda document: document.update(created_by=f"reshard 0.1.0, manifest {document.pop('digest')}")),
+        "manifest.no-digest",
+        "{F}: digest",
+    ),
+    Hostile(
+        "digest-empty", _manifest(lambda document: document.update(digest="")), "manifest.invalid-field", "{F}: digest"
+    ),
+    Hostile(
+        "digest-in-capitals",
+        _manifest(lambda document: document.update(digest="blake3:" + 64 * "A")),
+        "manifest.invalid-field",
+        "{F}: digest",
+    ),
+    Hostile(
+        "digest-null", _manifest(lambda document: document.update(digest=None)), "manifest.invalid-field", "{F}: digest"
+    ),
+    Hostile("digest-of-something-else", _WHOLE.replace("/tiny", "/tidy").encode(), "manifest.digest-mismatch", "{F}"),
+    Hostile(
+        "digest-escaped",
+        _WHOLE.replace('"digest": "blake3', '"digest": "\\u0062lake3', 1).encode(),
+        "manifest.digest-mismatch",
+        "{F}",
     ),
     Hostile(
         "no-stage",

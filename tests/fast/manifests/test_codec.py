@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 import manifests
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.schema import Manifest
-from tests.builders import without_digest
+from tests.builders import with_digest
 from tests.fast.manifests.drawn_manifests import described_manifest, full_manifest, virtual_manifest
 from tests.fast.manifests.drawn_manifests import manifests as packed_manifests
 from tests.fast.manifests.drawn_training import trained_manifests, training_manifest
@@ -28,7 +28,6 @@ GOLDEN = Path(__file__).parents[2] / "data" / "golden" / "manifest-v1.json"
 GOLDEN_VIRTUAL = GOLDEN.with_name("manifest-v1-virtual.json")
 GOLDEN_DESCRIBED = GOLDEN.with_name("manifest-v1-described.json")
 GOLDEN_TRAINING = GOLDEN.with_name("manifest-v1-training.json")
-GOLDEN_DIGEST = GOLDEN.with_name("manifest-v1-digest.json")  # the one before, with a digest of itself
 SCHEMA = Draft202012Validator(json.loads(Path(manifests.__file__).with_name("schema.json").read_text()))
 STRINGS = {"layout.schedule", "source.revision", "virtual.revision"}
 DESCRIBED = {f"model.description.{name}" for name in ("architecture", "mtp")}
@@ -77,7 +76,8 @@ def corruptions(document: dict[str, Any]) -> Iterator[Corruption]:
         value = _at(document, keys)
         for key in list(value) if isinstance(value, dict) else ():
             if _field([*keys, key]) not in OPTIONAL | {"format", "version"}:
-                yield Corruption([*keys, key], _REMOVED, "manifest.missing-field")
+                code = "manifest.no-digest" if [*keys, key] == ["digest"] else "manifest.missing-field"
+                yield Corruption([*keys, key], _REMOVED, code)
         if isinstance(value, dict):
             yield Corruption([*keys, "stray"], 1, "manifest.unknown-field")
 
@@ -150,7 +150,7 @@ def test_a_field_with_a_default_may_be_left_out(field: str) -> None:
         if _field(keys) == field and isinstance(keys[-1], str):
             document = _with(document, keys, _REMOVED)
     SCHEMA.validate(document)
-    decode_manifest(json.dumps(document).encode())
+    decode_manifest(with_digest(json.dumps(document).encode()))
 
 
 @pytest.mark.parametrize(
@@ -163,14 +163,9 @@ def test_a_field_with_a_default_may_be_left_out(field: str) -> None:
     ],
     ids=["full", "described", "virtual", "training"],
 )
-def test_golden_file_of_version_1_without_a_digest_is_read(golden: Path, manifest: Manifest) -> None:
+def test_golden_file_of_version_1_is_read_and_is_what_is_written_today(golden: Path, manifest: Manifest) -> None:
     assert decode_manifest(golden.read_bytes()) == manifest
-    assert without_digest(encode_manifest(manifest)) == golden.read_bytes()
-
-
-def test_golden_file_of_version_1_is_read_and_is_what_is_written_today() -> None:
-    assert decode_manifest(GOLDEN_DIGEST.read_bytes()) == training_manifest()
-    assert encode_manifest(training_manifest()) == GOLDEN_DIGEST.read_bytes()
+    assert encode_manifest(manifest) == golden.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -189,6 +184,7 @@ def test_golden_file_of_version_1_is_read_and_is_what_is_written_today() -> None
         (b'{"format": "reshard-manifest"}', "manifest.unsupported-version", "m: version"),
         (b'{"format": "reshard-manifest", "version": true}', "manifest.unsupported-version", "m: version"),
         (b'{"format": "reshard-manifest", "version": 2, "shape": 0}', "manifest.unsupported-version", "m: version"),
+        (b'{"format": "reshard-manifest", "version": 1, "shape": 0}', "manifest.no-digest", "m: digest"),
     ],
 )
 def test_text_that_is_not_a_manifest_is_refused(
