@@ -87,8 +87,10 @@ def write_model(folder: Path) -> None:
 
 
 def pack(source: Path, out: Path, *layout: str) -> None:
-    command = [*measure.RESHARD, "pack", str(source), "--layout", *layout, "--seq-len", str(measure.SEQ_LEN)]
-    measure.run_quietly([*command, "--out", str(out)])
+    file = out.with_suffix(".toml")
+    plan = [*measure.RESHARD, "plan", str(source), "--layout", *layout, "--seq-len", str(measure.SEQ_LEN)]
+    measure.run_quietly([*plan, "--write", str(file), "--force"])
+    measure.run_quietly([*measure.RESHARD, "pack", str(source), "--layout", str(file), "--out", str(out)])
 
 
 def predicted_s(packed: Path, times: Path) -> float:

@@ -27,6 +27,29 @@ MOVED = {
     "reshard verify --signature": "the signature is manifest.sig beside the manifest; copy it there",
     "reshard plan --simulate-io": "the plan's first lines say what a layout takes; reading is not simulated",
     "reshard pack --take-over": "schedulers run lost parts again: --parts N --scheduler slurm, or job",
+    **dict.fromkeys(
+        (
+            f"reshard pack {flag}"
+            for flag in (
+                "--schedule",
+                "--microbatches",
+                "--microbatch",
+                "--seq-len",
+                "--dtype-policy",
+                "--dp-replicate",
+                "--dp-shard",
+                "--tp",
+                "--ac",
+                "--loss-chunk",
+                "--memory-limit",
+                "--cost",
+            )
+        ),
+        "a training step is assumed by reshard plan: plan with --write layout.toml, then pack --layout layout.toml",
+    ),
+    "reshard plan --memory-limit": "it is --gpu-memory",
+    "reshard plan --as": "--write FILE writes the layout, as .toml or .json",
+    "reshard layout --as": "--write FILE writes the layout, as .toml or .json",
     "runner generate": "a packed folder opens in transformers: AutoModelForCausalLM.from_pretrained(DIR).generate(...)",
 }
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, as in shells

@@ -34,7 +34,7 @@ _NAMES = {
     "drop": "drop",  # of `pack`, also where another function says to pack again
     "for": "names",
     "loss-chunk": "assumed.loss_chunk",
-    "memory-limit": "assumed.memory_limit",
+    "gpu-memory": "assumed.memory_limit",
     "merge-slices": "conversion.merge_slices",
     "microbatch": "assumed.microbatch",
     "microbatches": "assumed.num_microbatches",

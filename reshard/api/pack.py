@@ -9,7 +9,6 @@ from manifests.index import MAX_SHARD_NBYTES
 from reshard.api.arguments import names_parameters
 from reshard.copy.direct_io import Io
 from reshard.copy.parallelism import Parallelism
-from reshard.estimate.assumptions import Assumptions
 from reshard.operations.pack_result import PackResult
 from reshard.operations.prepare_pack import PackRequest, prepare_pack
 from reshard.operations.progress import Progress
@@ -37,7 +36,6 @@ def pack(
     sync: bool = True,
     parallelism: Parallelism | None = None,
     verify_source: bool = False,
-    assumed: Assumptions | None = None,
     progress: Progress | None = None,
 ) -> PackResult:
     """Write one bundle per pipeline stage, an index and, last, the manifest that commits them.
@@ -46,7 +44,7 @@ def pack(
     tensors of at most `max_shard_nbytes`. It has no index, and its shards are in folders, if bundles are virtual or
     tensors are in slices.
 
-    `source`, `layout`, `pp`, `strict_megatron`, `drop`, `model` and `assumed` are those of `plan`; the manifest records
+    `source`, `layout`, `pp`, `strict_megatron`, `drop` and `model` are those of `plan`; the manifest records
     what `model` says. With a manifest as `source` this reshards it, optimizer state included. `out` is a folder or an
     object-store URL.
     `conversion` casts, dequantizes or merges slices. With `virtual`, bundles refer to the source's bytes instead of
@@ -76,7 +74,6 @@ def pack(
         source=str(source),
         out=str(out) if is_url(out) else Path(out),
         asked=LayoutRequest(spec=layout, num_ranks=pp, strict_megatron=strict_megatron),
-        assumed=assumed or Assumptions(),
         conversion=conversion or Conversion(),
         drop=drop,
         model=None if model is None else Path(model),

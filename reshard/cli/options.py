@@ -93,12 +93,10 @@ ranks = click.option(
     help="Number of pipeline ranks, if SPEC does not say it (a Megatron string).",
 )  # fmt: skip
 strict_megatron = click.option("--strict-megatron", is_flag=True, help="Refuse strings that Megatron refuses.")
-as_spelling = click.option(
-    "--as",
-    "spelling",
-    type=click.Choice(["toml"]),
-    help="Print only the layout, as a file of module lists that --layout reads.",
-)
+write = click.option(
+    "--write", type=click.Path(path_type=Path), metavar="FILE",
+    help="Write the layout as a .toml or .json file of module lists, which --layout reads.",
+)  # fmt: skip
 cost = click.option(
     "--cost", type=click.Path(path_type=Path), metavar="FILE",
     help="Measured seconds of each module (JSON), used instead of FLOPs.",
@@ -166,7 +164,7 @@ _TRAINING = (
         help="Compute logits and loss in chunks of this many tokens.",
     ),
     click.option(
-        "--memory-limit", metavar="SIZE",
+        "--gpu-memory", metavar="SIZE",
         help="Memory per rank, such as 80GB (read as 80GiB); a layout that is solved for stays within it.",
     ),
     cost,
@@ -230,7 +228,7 @@ def training_flags(command: Command) -> Command:
     def gathered(
         *, schedule: str | None, microbatches: int | None, microbatch: int, seq_len: int, dtype_policy: Policy,
         dp_replicate: int, dp_shard: int, tp: int, ac: str, loss_chunk: int | None,
-        memory_limit: str | None, cost: Path | None, **others: Any,
+        gpu_memory: str | None, cost: Path | None, **others: Any,
     ) -> Any:  # fmt: skip
         from reshard.estimate.assumptions import Assumptions
         from reshard.estimate.costs import read_times
@@ -246,7 +244,7 @@ def training_flags(command: Command) -> Command:
             tensor=tp,
             recompute=_recompute(ac),
             loss_chunk=loss_chunk,
-            memory_limit=None if memory_limit is None else _size("--memory-limit", memory_limit),
+            memory_limit=None if gpu_memory is None else _size("--gpu-memory", gpu_memory),
             measured=read_times(cost) if cost else None,
         )
         return command(assumed=assumed, **others)

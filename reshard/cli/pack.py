@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from reshard.api.export import ExportForm, ExportNames
     from reshard.copy.direct_io import Io
     from reshard.copy.parallelism import Parallelism
-    from reshard.estimate.assumptions import Assumptions
     from reshard.operations.divide import Division
     from reshard.operations.resolve import LayoutRequest
     from reshard.transforms.cast import ExportDtype
@@ -47,18 +46,18 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Print the plan, or the jobs of --scheduler, and exit.")
 @options.as_json
 @options.quiet
-@options.training_flags
 def pack(
-    source: str, asked: LayoutRequest, assumed: Assumptions, out: Address, drop: tuple[str, ...],
+    source: str, asked: LayoutRequest, out: Address, drop: tuple[str, ...],
     model: Path | None, virtual: bool, stages: str | None, conversion: Conversion, max_shard_nbytes: int,
     force: bool, io: Io, sync: bool, parallelism: Parallelism,
     division: Division, verify_source: bool, dry_run: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Write one bundle per stage, a manifest, and an index that makes the output a Hugging Face folder.
 
-    SOURCE is a Hugging Face folder or hub repository, or a manifest, which is resharded. --schedule, --microbatches
-    and the like only affect layouts that are solved for, and what --dry-run shows. Virtual bundles are valid as long
-    as SOURCE is unchanged; packing their manifest copies the bytes.
+    SOURCE is a Hugging Face folder or hub repository, or a manifest, which is resharded. A layout that is solved for
+    (balance:) assumes the training step that reshard plan assumes by default; for another one, pack the file of
+    reshard plan --write. Virtual bundles are valid as long as SOURCE is unchanged; packing their manifest copies the
+    bytes.
 
     Objects in a bucket are written in order, and a shard's digests come first in it: tensors without a known digest are
     read twice, unless SOURCE is remote and the longest shard fits into --memory (see --max-shard-size). If reading is
@@ -81,7 +80,7 @@ def pack(
 
     prepared = prepare_pack(
         PackRequest(
-            source=source, out=out, asked=asked, assumed=assumed, conversion=conversion, drop=drop, model=model,
+            source=source, out=out, asked=asked, conversion=conversion, drop=drop, model=model,
             virtual=virtual, stages=stages, division=division, force=force, io=io, sync=sync,
             parallelism=parallelism, verify_source=verify_source, max_shard_nbytes=max_shard_nbytes,
         )
@@ -98,6 +97,8 @@ def pack(
         return
     for name in () if quiet else prepared.left_out:
         click.echo(f"left out: {name} (not part of the weights that are packed)", err=True)
+    if (step := prepared.assumed_step) is not None and not quiet:
+        click.echo(f"{step}; reshard plan --write FILE solves for another step", err=True)
     for shard in () if quiet else prepared.large_headers:
         what = f"warning: the header of {shard.path} takes {shard.header_nbytes} bytes"
         click.echo(f"{what}, and the Hugging Face hub reads up to 25 MB: use a smaller --max-shard-size", err=True)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 _FLAGS = (
     click.option("--part", metavar="I/N", help="Pack only part I of N; reshard commit merges the parts."),
-    click.option("--parts", "num_parts", type=click.IntRange(1), metavar="N", help="Submit N parts and a commit."),
+    click.option(
+        "--parts", "num_parts", type=click.IntRange(1, 99_999), metavar="N", help="Submit N parts and a commit."
+    ),
     click.option(
         "--scheduler", type=click.Choice(["slurm", "job"]), help="Submit them to Slurm, or as a Job of Kubernetes."
     ),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @options.training_flags
 @options.drop
 @options.model
-@options.as_spelling
+@options.write
 @click.option("--draw", type=click.Path(path_type=Path), metavar="FILE", help="Draw the plan as .svg, .png or .html.")
 @click.option(
     "--theme",
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @collector_paused()  # a step has up to half a million actions, which it would visit whenever it resumes
 def plan(
     source: str, asked: LayoutRequest, assumed: Assumptions, drop: tuple[str, ...],
-    model: Path | None, spelling: str | None, draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,
+    model: Path | None, write: Path | None, draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Show a layout before a byte moves: its stages, bytes, FLOPs, memory and pipeline bubble.
 
@@ -44,26 +44,29 @@ def plan(
 
     \b
     Example:
-      reshard plan ./Llama-3.2-1B --layout pp=4 --memory-limit 80GB --draw plan.html
+      reshard plan ./Llama-3.2-1B --layout balance:time,pp=4 --gpu-memory 80GB --write layout.toml
     """
     from reshard.api.arguments import names_flags
     from reshard.api.plan import plan as run
-    from reshard.layout.files import to_toml
+    from reshard.layout.files import check_layout_file, write_layout
     from reshard.report.plan_summary import plan_json, plan_text
 
     if draw:
         from reshard.draw import check_picture
 
         check_picture(draw, force)
+    if write:
+        check_layout_file(write, force=force)
     planned = names_flags(run)(
         source, asked.spec, pp=asked.num_ranks, strict_megatron=asked.strict_megatron, drop=drop, model=model,
         assumed=assumed,
     )  # fmt: skip
     options.name_links(planned.links, quiet)
-    if spelling:
-        _print_toml(to_toml(planned.layout), as_json)
-    else:
-        click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
+    click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
+    if write:
+        write_layout(planned.layout, write)
+        if not quiet:
+            click.echo(f"written: {write}", err=True)
     if draw:
         from reshard.draw import draw_plan
 
@@ -91,33 +94,33 @@ def plan(
 @options.ranks
 @options.strict_megatron
 @options.cost
-@options.as_spelling
+@options.write
+@options.force
 @options.as_json
 @options.quiet
 def layout(
     spec: str, layers: int, mtp: int, num_ranks: int | None, strict_megatron: bool, cost: Path | None,
-    spelling: str | None, as_json: bool, quiet: bool,
+    write: Path | None, force: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Show what a layout means, without a model.
 
     \b
     Example:
-      reshard layout 'Et*3|(tt|)*29,m|L' --layers 61 --mtp 1 --pp 16 --as toml
+      reshard layout 'Et*3|(tt|)*29,m|L' --layers 61 --mtp 1 --pp 16
     """
     from reshard.estimate.costs import read_times
-    from reshard.layout.files import to_toml
+    from reshard.layout.files import check_layout_file, write_layout
     from reshard.layout.inventory import inventory_of_layers
     from reshard.operations.resolve import LayoutRequest, lay_out_layers
     from reshard.report.layout import layout_json, layout_text
 
+    if write:
+        check_layout_file(write, force=force)
     inventory, times = inventory_of_layers(layers, mtp), read_times(cost) if cost else None
     asked = LayoutRequest(spec=spec, num_ranks=num_ranks, strict_megatron=strict_megatron)
     found = lay_out_layers(asked, inventory, times)
-    if spelling:
-        _print_toml(to_toml(found), as_json)
-    else:
-        click.echo(json.dumps(layout_json(found)) if as_json else layout_text(found))
-
-
-def _print_toml(text: str, as_json: bool) -> None:
-    click.echo(json.dumps({"version": 1, "as": "toml", "layout": text}) if as_json else text.rstrip("\n"))
+    click.echo(json.dumps(layout_json(found)) if as_json else layout_text(found))
+    if write:
+        write_layout(found, write)
+        if not quiet:
+            click.echo(f"written: {write}", err=True)

@@ -227,7 +227,7 @@ def _no_split(request: Request, problem: Problem, pins: list[Word], limit: int) 
         fewest = min(problem.in_flight)
         memory = tuple(taken + fewest * each for taken, each in zip(memory, problem.kept, strict=True))
     largest = max(range(len(modules)), key=lambda item: memory[item])
-    hint = "raise limit=SIZE (or --memory-limit), or use more ranks"
+    hint = "raise limit=SIZE (or --gpu-memory), or use more ranks"
     if memory[largest] > free:
         found = f"{modules[largest]} alone needs {memory[largest]:,.0f}"
     elif sum(memory) > free * placement.num_ranks:

@@ -5,25 +5,30 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from manifests.errors import InputError, LayoutError
+from manifests.errors import InputError, LayoutError, UsageError
 from manifests.jsontext import kind_of, parse_json_object
+from manifests.probe import check_new_file
+from manifests.store import write_file
 from reshard.layout.degrees import DEGREES, Degrees, Options, agreed_ranks, layout_of, read_words
 from reshard.layout.inventory import Inventory
 from reshard.layout.model import MAX_STAGES, SCHEDULES, Request, StageLayout, compress_modules, module_ranges
 from reshard.layout.names import NameProblem, Names
 from reshard.layout.wording import error_at, in_one_line, list_words, nearest_word
 
-FILE_KEYS = ("stages", "num_ranks", "style", "schedule")
+FILE_KEYS = ("spec", "stages", "num_ranks", "style", "schedule")
 MOST_BYTES = 4 << 20
 MOST_SHOWN = 10
+_MOST_SPEC = 16384
 
 
 def read_file(request: Request) -> StageLayout:
     """Read a file of module lists, one per stage.
 
-    `stages`, optionally with `num_ranks`, `style` and `schedule`, or in JSON a bare list of lists (torchtitan's
+    `stages`, optionally with `num_ranks`, `style`, `schedule` and the `spec` that it was written for, or in JSON a bare
+    list of lists (torchtitan's
     and NeMo AutoModel's `module_fqns_per_model_part`). Names are Hugging Face's or torchtitan's, full or
     short; `layers.0-7` is a range and `layers.*` every layer. The order within a stage is free.
 
@@ -40,12 +45,43 @@ def read_file(request: Request) -> StageLayout:
     )
     if degrees.schedule and SCHEDULES[degrees.schedule] == "v" and "style" not in document:
         degrees = Degrees(num_ranks=degrees.num_ranks, style="v", schedule=degrees.schedule)
-    return layout_of(request, _bounds(stages, request.inventory, path), degrees)
+    layout = layout_of(request, _bounds(stages, request.inventory, path), degrees)
+    return replace(layout, spec=_spec(document["spec"], path)) if "spec" in document else layout
+
+
+def write_layout(layout: StageLayout, path: Path) -> None:
+    """Write a layout as a .toml or .json file of module lists, which can express every layout.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_file(path, (_to_json if path.suffix == ".json" else to_toml)(layout).encode())
+
+
+def check_layout_file(path: Path, *, force: bool) -> None:
+    """Check that a layout can be written to a file later.
+
+    Raises:
+        UsageError: its name ends neither in .toml nor in .json.
+        OutputError: it exists, or cannot be written.
+    """
+    if path.suffix not in (".toml", ".json"):
+        problem = f"expected a name that ends in .toml or .json, found {path.name[:80]!r}"
+        raise UsageError("--write", problem, "write --write layout.toml", code="options.layout-suffix")
+    check_new_file(path, "--write", force=force)
+
+
+def _to_json(layout: StageLayout) -> str:
+    schedule = {"schedule": layout.schedule} if layout.schedule else {}
+    placement = {"num_ranks": layout.placement.num_ranks, "style": layout.placement.style}
+    stages = [module_ranges(stage) for stage in layout.stages]
+    return json.dumps({"spec": layout.spec, **placement, **schedule, "stages": stages}, indent=1) + "\n"
 
 
 def to_toml(layout: StageLayout) -> str:
-    """Return the TOML file of module lists, which can express every layout."""
-    lines = [f"num_ranks = {layout.placement.num_ranks}", f'style = "{layout.placement.style}"']
+    """Return the TOML file of module lists."""
+    lines = [f"spec = {json.dumps(layout.spec)}"]
+    lines += [f"num_ranks = {layout.placement.num_ranks}", f'style = "{layout.placement.style}"']
     if layout.schedule:
         lines.append(f'schedule = "{layout.schedule}"')
     stages = [f"    {json.dumps(module_ranges(stage))}," for stage in layout.stages]
@@ -139,6 +175,13 @@ def _stages(found: object, path: str) -> list[list[str]]:
             if not isinstance(name, str):
                 problem = f"expected a module name, found {kind_of(name)}"
                 raise LayoutError(f"{path}: stages[{index}][{place}]", problem, code="layout.invalid-field")
+    return found
+
+
+def _spec(found: object, path: str) -> str:
+    if not isinstance(found, str) or not found.isprintable() or len(found) > _MOST_SPEC:
+        problem = f"expected at most {_MOST_SPEC} printable characters, found {_shown(found)}"
+        raise LayoutError(f"{path}: spec", problem, code="layout.invalid-field")
     return found
 
 

@@ -16,14 +16,14 @@ from reshard.copy.destination import check_apart, read_twice
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
-from reshard.estimate.assumptions import Assumptions, check_assumptions
+from reshard.estimate.assumptions import Assumptions
 from reshard.operations.divide import Division
 from reshard.operations.hub_check import HubReport
 from reshard.operations.pack import PackOptions, pack
 from reshard.operations.pack_result import PackResult
 from reshard.operations.parts import pack_part
 from reshard.operations.progress import Progress, counting
-from reshard.operations.resolve import LaidOut, LayoutRequest, PlanResult, estimate_step, lay_out, model_name
+from reshard.operations.resolve import LaidOut, LayoutRequest, PlanResult, estimate_step, is_solved, lay_out, model_name
 from reshard.plans.pack_plan import OutputShard, Sharding, Traffic, plan_pack, traffic_of
 from reshard.plans.partition import shards_of_part
 from reshard.plans.references import choose_stages
@@ -41,7 +41,6 @@ class PackRequest:
     source: str
     out: Address
     asked: LayoutRequest
-    assumed: Assumptions = field(default_factory=Assumptions)
     conversion: Conversion = field(default_factory=Conversion)
     drop: Collection[str] = ()
     model: Path | None = None  # the file that describes the source
@@ -64,7 +63,6 @@ class PackRequest:
         """
         if not is_url(self.out):
             check_not_mounted(Path(self.out))
-        check_assumptions(self.assumed)
         self.conversion.check()
         check_choice("--io", self.io, get_args(Io))
         self.division.check(self.out, virtual=self.virtual, verify_source=self.verify_source, force=self.force)
@@ -126,6 +124,17 @@ class PreparedPack:
     def large_headers(self) -> tuple[OutputShard, ...]:
         """The shards whose headers are too long for huggingface_hub and huggingface.js, which refuse above 25 MB."""
         return tuple(shard for shard in self.shards if shard.header_nbytes > MOST_READ_HEADER_NBYTES)
+
+    @property
+    def assumed_step(self) -> str | None:
+        """The training step for which the layout was solved, in words; None if it was not solved."""
+        if not is_solved(self.request.asked.spec):
+            return None
+        layout, assumed = self.laid.layout, self.laid.assumed
+        return (
+            f"{layout.spec} is solved for {assumed.schedule_for(layout)}, {assumed.microbatches_for(layout.placement)} "
+            f"microbatches of {assumed.microbatch} x {assumed.seq_len} tokens in {assumed.policy}"
+        )
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -196,7 +205,7 @@ def prepare_pack(request: PackRequest) -> PreparedPack:
         check_not_a_step(request.out)
     checkpoint = convert(opened, request.conversion)
     sharding = Sharding(max_nbytes=request.max_shard_nbytes)
-    laid = lay_out(model_name(request.source), checkpoint, request.asked, request.assumed, sharding)
+    laid = lay_out(model_name(request.source), checkpoint, request.asked, Assumptions(), sharding)
     stages = choose_stages(laid.plan, request.virtual, request.stages)
     if stages and len(stages) < len(laid.stages):  # others could take the root's shards for the whole model
         plan = plan_pack(checkpoint, laid.layout, replace(sharding, in_stage_folders=True))

@@ -167,7 +167,7 @@ def lay_out(
     costs = costs_of(shape, seq_len=assumed.seq_len, nbytes=sizes, measured=assumed.measured)
     if asked.spec is None:
         layout = _kept(checkpoint.manifest, asked)
-    elif _SOLVED.match(asked.spec):
+    elif is_solved(asked.spec):
         layout = _solve(asked, shape, inventory, costs, assumed)
     else:
         layout = _read(asked, inventory, costs)
@@ -182,6 +182,11 @@ def lay_out(
         assumed=assumed,
         plan=plan_pack(checkpoint, layout, sharding),
     )
+
+
+def is_solved(spec: str | None) -> bool:
+    """Return whether a layout is solved for, and not only read."""
+    return spec is not None and _SOLVED.match(spec) is not None
 
 
 def lay_out_layers(
@@ -202,7 +207,7 @@ def lay_out_layers(
 
 
 def _agree_on_limit(asked: LayoutRequest, assumed: Assumptions) -> tuple[LayoutRequest, Assumptions]:
-    if asked.spec is None or not _SOLVED.match(asked.spec):
+    if asked.spec is None or not is_solved(asked.spec):
         return asked, assumed
     limit = next((word.value for word in read_words(asked.spec) if word.key == "limit"), None)
     if limit is None:
@@ -211,7 +216,7 @@ def _agree_on_limit(asked: LayoutRequest, assumed: Assumptions) -> tuple[LayoutR
         return replace(asked, spec=f"{asked.spec},limit={write_size(assumed.memory_limit)}"), assumed
     if assumed.memory_limit is not None:
         raise UsageError(
-            "--memory-limit",
+            "--gpu-memory",
             f"conflicts with limit={limit} of the layout",
             "leave one of the two out",
             code="options.conflict",

@@ -19,7 +19,7 @@ VERIFIED = ROOT / "docs/adr/0020-parts-are-verified.md"
 INPUTS = {
     "reshard check --against", "reshard check --model", "reshard check checkpoint", "reshard diff --model",
     "reshard diff a", "reshard diff b", "reshard export manifest", "reshard inspect manifest", "reshard layout --cost",
-    "reshard layout spec", "reshard pack --cost", "reshard pack --layout", "reshard pack --model",
+    "reshard layout spec", "reshard pack --layout", "reshard pack --model",
     "reshard pack --mount", "reshard pack source", "reshard plan --cost", "reshard plan --layout",
     "reshard plan --model",
     "reshard plan source", "reshard push folder", "reshard sign --key", "reshard sign manifest",

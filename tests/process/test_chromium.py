@@ -31,7 +31,7 @@ PAGES = ("plan", "report")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a page of each kind; the plan does not fit, the report compares two runs."""
     folder = tmp_path_factory.mktemp("pages")
-    plan = ("plan", CONFIG, "--layout", "pp=4", "--microbatches", "64", "--memory-limit", "60GB")
+    plan = ("plan", CONFIG, "--layout", "pp=4", "--microbatches", "64", "--gpu-memory", "60GB")
     assert reshard(*plan, "--draw", folder / "plan.html").code == 0
     for name in ("first", "second"):
         (folder / name).mkdir()

@@ -67,8 +67,7 @@ def configs(tmp_path: Path) -> None:
     """Return what is planned from a config alone, and a layout file for it."""
     shutil.copy(CONFIGS / "deepseek-v3.json", tmp_path)
     shutil.copy(CONFIGS / "llama-3.1-70b.json", tmp_path / "config.json")
-    as_file = reshard("plan", tmp_path / "deepseek-v3.json", "--layout", "pp=4", "--as", "toml")
-    (tmp_path / "stages.toml").write_text(as_file.out)
+    reshard("plan", tmp_path / "deepseek-v3.json", "--layout", "pp=4", "--write", tmp_path / "stages.toml")
 
 
 @pytest.fixture

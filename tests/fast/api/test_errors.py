@@ -53,7 +53,6 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
     ),
     ("assumed.loss_chunk", "options.tp-loss-chunk"): (
         lambda at: reshard.plan(at / "model", "pp=2", assumed=A(tensor=2, loss_chunk=5)),
-        lambda at: reshard.pack(at / "model", at / "new", "pp=2", assumed=A(tensor=2, loss_chunk=5)),
     ),
     ("assumed.schedule", "schedule.unknown"): (
         lambda at: reshard.plan(at / "model", "pp=2", assumed=A(schedule="none")),

@@ -19,8 +19,8 @@ def test_memory_of_an_80_gb_card_is_one_number_however_it_is_written(text: str) 
 def test_number_that_has_no_unit_or_is_no_size_is_refused(text: str) -> None:
     assert parse_size(text) is None
     with pytest.raises(UsageError) as error:
-        read_size("--memory-limit", text)
-    assert (error.value.code, error.value.where) == ("options.memory-size", "--memory-limit")
+        read_size("--gpu-memory", text)
+    assert (error.value.code, error.value.where) == ("options.memory-size", "--gpu-memory")
 
 
 @given(st.integers(1, 1 << 50))

@@ -53,7 +53,7 @@ def texts_of(svg: Path) -> list[str]:
 
 def test_svg_has_the_text_of_the_plan_and_says_first_that_it_does_not_fit(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.svg"
-    ended = draw(config, "pp=4", out, "--memory-limit", "80kB")
+    ended = draw(config, "pp=4", out, "--gpu-memory", "80kB")
     assert ended.err == f"drawn: {out}\n"
     texts, lines = texts_of(out), ended.out.splitlines()
     assert lines[2].startswith("DOES NOT FIT: ")
@@ -119,7 +119,7 @@ def test_themes_differ_in_paper_and_ink_and_agree_on_the_rest(config: Path, tmp_
 
 
 def test_every_color_that_is_light_has_its_dark_one_where_the_reader_prefers_it(config: Path, tmp_path: Path) -> None:
-    draw(config, "pp=4", tmp_path / "plan.svg", "--memory-limit", "80kB")
+    draw(config, "pp=4", tmp_path / "plan.svg", "--gpu-memory", "80kB")
     svg = (tmp_path / "plan.svg").read_text()
     rules = dict(re.findall(r'\[style\*="([^"]+)"\] { ([^}]+) !important }', svg))
     drawn = re.findall(r"(?:fill|stroke): #[0-9a-f]{6}", svg.partition("</style>")[2])

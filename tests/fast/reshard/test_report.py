@@ -32,7 +32,7 @@ def nbytes(*parts: int) -> dict[str, int]:
 def test_plan_is_the_same_in_a_table_and_in_json(tmp_path: Path, wording: Callable[[str], None]) -> None:
     # A layer has 1,952 parameters and 4,352 FLOPs per token; the embedding, on both stages, 640; the head 1,280 FLOPs.
     write_model(tmp_path, llama_config(tie_word_embeddings=True))
-    flags = ("--layout", "pp=2", "--microbatches", "4", "--seq-len", "8", "--memory-limit", "150000B")
+    flags = ("--layout", "pp=2", "--microbatches", "4", "--seq-len", "8", "--gpu-memory", "150000B")
     printed = reshard("plan", tmp_path, *flags).out
     wording(printed)
     table = [re.split(" {2,}", line.strip()) for line in printed.splitlines()[3:5]]
