@@ -20,10 +20,11 @@ from typing import Any
 
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import PREFIX, digest_bytes
-from manifests.errors import OutputError
+from manifests.errors import InputError, OutputError, UnreachableError
 from manifests.invariants import SOURCE_NAME, check_manifest
 from manifests.jsontext import parse_json_object
 from manifests.schema import Manifest, Shard
+from manifests.store import read_small_file
 from reshard.copy.engine import WriteOptions, WrittenShard
 from reshard.copy.journal import plan_key
 from reshard.copy.resumable import open_target
@@ -92,7 +93,8 @@ def _write(work: _Plan, part: Part, where: Address, options: WriteOptions) -> No
     if part.number == 1:
         names |= {SOURCE_NAME, *(item.path for item in checkpoint.auxiliary)}
     # The scheduler runs a part once at a time: who was at it before, perhaps on a machine that is lost, has ended.
-    with open_target(where, shards, force=True, wanted={PART_NAME, *names}, last=PART_NAME) as target:
+    wanted = {PART_NAME, *names}
+    with open_target(where, shards, force=True, find_owned=_files_of_part, wanted=wanted, last=PART_NAME) as target:
         record: dict[str, Any] = {"plan": work.key, "command": list(part.command)}
         if part.number == 1:
             check_stored_ties(checkpoint)
@@ -224,6 +226,17 @@ def _missing_files(where: str, record: Mapping[str, Any], files: Mapping[str, Fi
         return found_nbytes == nbytes and (not etag or not found_etag or found_etag == etag)
 
     return [f"{where}/{path}" for path, facts in record["files"].items() if not is_same(path, *facts)]
+
+
+def _files_of_part(folder: Path) -> Collection[str] | None:
+    """Return the paths that a complete part's record lists, its own included; None if it cannot be read."""
+    path = folder / PART_NAME
+    try:
+        return {PART_NAME, *parse_json_object(read_small_file(path), str(path))["files"]}
+    except UnreachableError:
+        raise
+    except (InputError, KeyError, TypeError):
+        return None
 
 
 def _read_record(place: PartsPlace, where: str) -> dict[str, Any]:

@@ -9,12 +9,20 @@ from typing import TypeVar
 
 from manifests.errors import DataError
 
+MOST_NBYTES = 64 << 20  # of a document in JSON or a row: in memory it takes up to 4 times as much, twice for a moment
+
 T = TypeVar("T")
 logger = logging.getLogger("runner")
 
 
 class BadDocumentError(DataError):
     """A document that is not text. Its file can be read, and later documents may be valid."""
+
+
+def too_long(where: str, nbytes: int) -> BadDocumentError:
+    problem = f"has {nbytes} bytes, expected at most {MOST_NBYTES} in one document of this format"
+    hint = "split the document, or write it as a .txt file of its own, which may have any length"
+    return BadDocumentError(where, problem, hint, code="data.too-long")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from manifests.errors import (
     refused_by_system,
 )
 from manifests.jsontext import kind_of
-from runner.data.bad import BadDocumentError
+from runner.data.bad import MOST_NBYTES, BadDocumentError, too_long
 from runner.data.parquet import read_rows, text_of
 
 TEXT, LINES, ROWS = SUFFIXES = (".txt", ".jsonl", ".parquet")
@@ -29,6 +29,7 @@ _OTHERS = 'convert other formats to .jsonl, with a line {"text": "…"} for each
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
 _PIECE_NBYTES = 64 << 10
 _SCAN_NBYTES = 1 << 20
+_PIECE_LENGTH = 256 << 10  # characters; a tokenizer needs some 300 bytes for each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,13 +95,23 @@ def line_offsets(file: Path) -> array[int]:
     Raises:
         DataError: it cannot be read.
     """
-    offsets, offset = array("Q"), 0
+    offsets = array("Q")
     with _open(file, _SCAN_NBYTES) as stream:
-        for line in stream:
+        for offset, _, line in _lines(stream, 0, _SCAN_NBYTES):
             if not line.isspace():
                 offsets.append(offset)
-            offset += len(line)
     return offsets
+
+
+def _lines(stream: BinaryIO, begin: int, most_nbytes: int) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the lines from an offset on: where each begins and ends, and its first bytes, at most so many."""
+    while line := stream.readline(most_nbytes):
+        end, last = begin + len(line), line
+        while not last.endswith(b"\n") and (last := stream.readline(_SCAN_NBYTES)):
+            end += len(last)
+            line = last if line.isspace() else line
+        yield begin, end, line
+        begin = end
 
 
 def _files_of(source: str) -> Iterator[Path]:
@@ -166,15 +177,31 @@ def _begun_character(data: bytes) -> bytes:
 def _read_json_lines(file: Path, text_field: str, begin: int) -> Iterator[Document]:
     with _open(file) as stream:
         stream.seek(begin)
-        for line in stream:
-            end = begin + len(line)
+        for first, end, line in _lines(stream, begin, MOST_NBYTES):
             if not line.isspace():
-                yield Document(file=file, begin=begin, end=end, pieces=_json_pieces(line, text_field, file, begin))
-            begin = end
+                pieces = _json_pieces(line, text_field, file, first, end - first)
+                yield Document(file=file, begin=first, end=end, pieces=pieces)
 
 
-def _json_pieces(line: bytes, text_field: str, file: Path, begin: int) -> Iterator[tuple[int, str]]:
-    yield begin, _json_text(line, text_field, file, begin)
+def _json_pieces(line: bytes, text_field: str, file: Path, begin: int, nbytes: int) -> Iterator[tuple[int, str]]:
+    if nbytes > MOST_NBYTES:
+        raise too_long(_line_at(file, begin), nbytes)
+    yield from _bounded(begin, _json_text(line, text_field, file, begin))
+
+
+def _bounded(offset: int, text: str) -> Iterator[tuple[int, str]]:
+    """Yield a text in pieces of bounded length, which end at line ends or before spaces where there are any.
+
+    All have the document's own offset: one that is resumed is read again from its start.
+    """
+    begin = 0
+    while len(text) - begin > _PIECE_LENGTH:
+        most = begin + _PIECE_LENGTH
+        end = text.rfind("\n", begin, most) + 1 or text.rfind(" ", begin + 1, most)
+        end = end if end > begin else most
+        yield offset, text[begin:end]
+        begin = end
+    yield offset, text[begin:]
 
 
 def _json_text(line: bytes, text_field: str, file: Path, begin: int) -> str:
@@ -236,7 +263,7 @@ def row_document(file: Path, column: str, row: int, found: Any) -> Document:
 
 
 def _row_pieces(file: Path, column: str, row: int, found: Any) -> Iterator[tuple[int, str]]:
-    yield row, text_of(found, file, column, row)
+    yield from _bounded(row, text_of(found, file, column, row))
 
 
 _READERS: Mapping[str, Callable[[Path, str, int], Iterator[Document]]] = {

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import DataError, refused_by_system
-from runner.data.bad import BadDocumentError
+from runner.data.bad import MOST_NBYTES, BadDocumentError, too_long
 
 _COLUMN = "name the column of the text with --text-field"
-_ROWS = 64  # in memory at a time, where they are read in order
+_ROWS, _ROWS_NBYTES = 64, 64 << 20  # in memory at a time, where they are read in order; at least one row
 
 
 def group_sizes(file: Path) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ def read_rows(file: Path, column: str, begin: int) -> Iterator[Any]:
     row = over[-1] if over else 0
     with _open(file, column) as table:
         groups = list(range(len(over), len(sizes)))
-        for rows in table.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[column]):
+        for rows in table.iter_batches(batch_size=_batch_size(table, column), row_groups=groups, columns=[column]):
             yield from rows.column(0)[max(0, begin - row) :]
             row += len(rows)
 
@@ -59,15 +59,30 @@ def read_group(file: Path, column: str, group: int, order: Iterable[int]) -> Ite
         yield first + place, values[place]
 
 
+def _batch_size(table: Any, column: str) -> int:
+    """Return how many rows to read at a time: fewer of long texts, by the average of each row group."""
+    groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
+    sizes: list[int] = [
+        chunk.total_uncompressed_size // group.num_rows
+        for group in groups
+        if group.num_rows
+        for chunk in map(group.column, range(group.num_columns))
+        if chunk.path_in_schema == column
+    ]
+    return max(1, min(_ROWS, _ROWS_NBYTES // max(1, *sizes, 1)))
+
+
 def text_of(value: Any, file: Path, column: str, row: int) -> str:
     """Return the text of a row, counted from 0.
 
     Raises:
-        BadDocumentError: it is null, or not UTF-8, which Arrow does not check.
+        BadDocumentError: it is null, too long, or not UTF-8, which Arrow does not check.
     """
     where = f"{file}: row {row + 1}"
     if not value.is_valid:
         raise BadDocumentError(where, f"expected text in column {column!r}, found null", code="data.no-text")
+    if (nbytes := value.as_buffer().size) > MOST_NBYTES:
+        raise too_long(where, nbytes)
     try:
         return str(value.as_py())
     except UnicodeDecodeError as error:

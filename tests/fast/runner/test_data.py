@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +51,39 @@ def test_pieces_of_a_text_file_are_the_text_and_end_at_line_ends(
     assert "".join(pieces) == text
     assert all(piece.endswith("\n") for piece in pieces[:-1])
     assert all(len(piece.encode()) <= (64 << 10) + 200 for piece in pieces)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_pieces_of_a_long_document_are_its_text_and_of_bounded_length(suffix: str, tmp_path: Path) -> None:
+    text, file = "\n".join(("wörter " * 100_000, "x" * 600_000, "語 " * 10)), tmp_path / f"a{suffix}"
+    if suffix == ".jsonl":
+        file.write_text("\n".join(json.dumps({"text": each}) for each in (text, "short")))
+    else:
+        parquet.write_table(pyarrow.table({"text": [text, "short"]}), file)
+    long, short = read_documents(file, "text")
+    pieces = list(long.pieces)
+    assert ("".join(piece for _, piece in pieces), text_of(short)) == (text, "short")
+    assert {offset for offset, _ in pieces} == {0}
+    assert max(len(piece) for _, piece in pieces) <= 256 << 10
+    assert pieces[0][1].endswith("wörter")  # a tokenizer puts the space to the word after it
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_document_too_long_for_memory_is_refused_and_the_next_one_is_read(suffix: str, tmp_path: Path) -> None:
+    file, long = tmp_path / f"a{suffix}", "x" * (65 << 20)
+    if suffix == ".jsonl":
+        file.write_text(f'{{"text": "{long}"}}\n{{"text": "next"}}\n')
+        assert list(line_offsets(file)) == [0, len(long) + 13]
+    else:
+        parquet.write_table(pyarrow.table({"text": [long, "next"]}), file)
+    first, second = read_documents(file, "text")
+    with pytest.raises(InputError) as error:
+        text_of(first)
+    assert (error.value.code, error.value.where) == (
+        "data.too-long",
+        f"{file}:1" if suffix == ".jsonl" else f"{file}: row 1",
+    )
+    assert text_of(second) == "next"
 
 
 @pytest.mark.parametrize("character", ["é", "語", "😀", "a"])
