@@ -22,6 +22,7 @@ from manifests.training_state import training_problems
 
 MANIFEST_NAME = "manifest.json"
 SOURCE_NAME = "source.json"
+SOURCE_FILES = "source-files/"  # of files that describe the files of the source, and not those beside them
 _MOST_SHOWN = 20
 _Named = Shard | AuxiliaryFile | OriginalFile
 

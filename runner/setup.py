@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from manifests.errors import InputError, UnreachableError
+from manifests.invariants import SOURCE_FILES
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
 from manifests.sizes import show_bytes
 from manifests.store import parent_of
@@ -267,8 +268,9 @@ def _resume_optimizer(
 
 
 def _save_context_of(launched: Packed, origin: Packed, options: TrainOptions, mesh: Mesh) -> SaveContext:
+    files = tuple(file for file in launched.manifest.files if not file.path.startswith(SOURCE_FILES))
     return SaveContext(
-        manifest=launched.manifest,
+        manifest=replace(launched.manifest, files=files),
         root=launched.root,
         parents=(*origin.manifest.parents, parent_of(origin.root, origin.location)),
         named=None if options.resume.source in (None, "auto") else origin.root,

@@ -14,7 +14,7 @@ from reshard.copy.engine import WriteOptions
 from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.plans.pack_plan import GivenHeader, OutputShard
 from reshard.sources.config import with_dtype
-from reshard.sources.huggingface import CONFIG_NAME
+from reshard.sources.huggingface import CONFIG_NAME, with_source_files
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import MadeFile, MemoryFile
 from reshard.tensors.source_index import KeptText, RecordedShard, index_anew, lay_out_anew
@@ -74,8 +74,10 @@ def export_huggingface(
     shards = plan_export(checkpoint)
     (config,) = (item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
     index = _index_of(checkpoint, shards)
+    identical = _headers_of(shards) == {shard.name: shard.kept for shard in checkpoint.record.shards}
+    copied = with_source_files(checkpoint.auxiliary, is_same=identical)
     plan = ExportPlan(
-        copied=[item for item in checkpoint.auxiliary if item is not config],
+        copied=[item for item in copied if item is not config],
         shards=shards,
         made=[MadeFile(INDEX_NAME, sum(map(len, index.blocks())), index.blocks)] if index is not None else [],
         last=CONFIG_NAME,  # a folder without it is not a model
@@ -85,7 +87,7 @@ def export_huggingface(
     return ExportResult(
         num_files=num_files,
         nbytes=sum(shard.nbytes for shard in shards),
-        identical=_headers_of(shards) == {shard.name: shard.kept for shard in checkpoint.record.shards},
+        identical=identical,
         casts=casts_in(checkpoint),
     )
 

@@ -23,6 +23,7 @@ from reshard.operations.exported_optimizer import adamw_options
 from reshard.operations.owned_tensors import owned_tensors
 from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.plans.pack_plan import OutputShard, without_header
+from reshard.sources.huggingface import with_source_files
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import DerivedFile, MadeFile, read_blocks
 from reshard.transforms.cast import FLOATS, ExportDtype, cast_checkpoint, cast_tensor, casts_in
@@ -88,7 +89,7 @@ def export_deepspeed(
         for fqn in owned_tensors(checkpoint, checkpoint.moments[MOMENTS[0]]) if checkpoint.moments else ():
             small[f"{tag}/zero/{names[fqn]}/step.pt"] = counted
     plan = ExportPlan(
-        copied=checkpoint.auxiliary,
+        copied=with_source_files(checkpoint.auxiliary, is_same=False),
         shards=tuple(shards),
         made=tuple(MadeFile(name, len(data), partial(_once, data)) for name, data in small.items()),
         last="latest" if form == "layers" else "latest_universal",

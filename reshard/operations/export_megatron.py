@@ -23,7 +23,7 @@ from reshard.operations.exported_optimizer import WEIGHTS_ALONE, adamw_options
 from reshard.operations.owned_tensors import owned_tensors
 from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.operations.saved_state import SavedState
-from reshard.sources.huggingface import CONFIG_NAME
+from reshard.sources.huggingface import CONFIG_NAME, with_source_files
 from reshard.sources.megatron_arguments import COMMON_NAME, arguments_of
 from reshard.sources.megatron_tracker import RELEASE, TRACKER_NAME
 from reshard.sources.megatron_training import MASTERS, OPTIMIZER, RESHARDABLE
@@ -96,7 +96,9 @@ def export_megatron(
         MARK_NAME: json.dumps({**mark, "common_backend": "torch", "common_backend_version": 1}).encode(),
     }
     plan = ExportPlan(
-        copied=[replace(item, path=f"{tag}/{item.path}") for item in checkpoint.auxiliary],
+        copied=[
+            replace(item, path=f"{tag}/{item.path}") for item in with_source_files(checkpoint.auxiliary, is_same=False)
+        ],
         shards=saved.files.shards,
         made=[_file(f"{tag}/{name}", data) for name, data in made.items()],
         last=TRACKER_NAME,  # without it Megatron-LM sees no checkpoint

@@ -27,6 +27,7 @@ from reshard.operations.resolve import LaidOut, LayoutRequest, PlanResult, estim
 from reshard.plans.pack_plan import OutputShard, Sharding, Traffic, plan_pack, traffic_of
 from reshard.plans.partition import shards_of_part
 from reshard.plans.references import choose_stages
+from reshard.sources.huggingface import with_source_files
 from reshard.sources.open import open_described
 from reshard.transforms.conversion import Conversion, convert
 from stores.address import HubAddress, hub_output, is_url, place_of
@@ -204,6 +205,8 @@ def prepare_pack(request: PackRequest) -> PreparedPack:
     if request.force and isinstance(request.out, Path) and place_of(request.out) != place_of(opened.location):
         check_not_a_step(request.out)
     checkpoint = convert(opened, request.conversion)
+    if request.conversion.changes_bytes:
+        checkpoint = replace(checkpoint, auxiliary=tuple(with_source_files(checkpoint.auxiliary, is_same=False)))
     sharding = Sharding(max_nbytes=request.max_shard_nbytes)
     laid = lay_out(model_name(request.source), checkpoint, request.asked, Assumptions(), sharding)
     stages = choose_stages(laid.plan, request.virtual, request.stages)

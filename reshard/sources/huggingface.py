@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from manifests.errors import InputError, ModelError, SourceError
 from manifests.index import INDEX_NAME
-from manifests.invariants import MANIFEST_NAME, SOURCE_NAME
+from manifests.invariants import MANIFEST_NAME, SOURCE_FILES, SOURCE_NAME
 from manifests.models import ModelShape, StoredTensors, is_sized_by_files, model_shape, module_of
 from manifests.paths import problem_with_path
 from manifests.readers import ADAPTER_NAMES, OTHER_WEIGHTS, is_weights
@@ -35,6 +36,11 @@ from stores.headers import each_file_header, each_of
 
 CONFIG_NAME = "config.json"
 _SINGLE_NAME = "model.safetensors"
+# Digests and signatures.
+_DESCRIBING = (
+    "digests.json", ".sha1", ".sha256", ".sha512", ".md5", ".blake3", ".b3", ".sig", ".asc", ".sigstore", ".sigstore.json",
+)  # fmt: skip
+_SUMS = re.compile(r"(md5|sha\d+|b2|b3|blake2|blake3)sums?(\.txt)?|checksums?(\.\w+)?")
 _WANTED = "SOURCE must contain safetensors weights"
 _CONVERT = "convert it with transformers: from_pretrained(SOURCE).save_pretrained(DIR)"
 
@@ -98,6 +104,8 @@ def open_folder(
     check_coverage(tensors, shape, str(folder), frozenset(dropped))
     weights = set(shards.names)
     others = {*shards.beside, *(name for name in files if is_weights(name) or name.endswith(OTHER_WEIGHTS))}
+    if dropped or shards.are_torch:  # no export gives back the files of the source
+        others |= set(filter(describes_files, files))
     others -= {*weights, INDEX_NAME, shards.index_name}
     left_out = tuple(name for name in files if name in others)
     return Checkpoint(
@@ -356,7 +364,7 @@ def auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -
     for name in files:
         if name in weights:
             continue
-        if name in (MANIFEST_NAME, SOURCE_NAME) or name.startswith("stage-"):
+        if name in (MANIFEST_NAME, SOURCE_NAME) or name.startswith(("stage-", SOURCE_FILES)):
             reserved = "this name is reserved for files that pack writes"
             raise SourceError(str(folder.file(name)), reserved, "rename the file", code="source.reserved-name")
         if name in ADAPTER_NAMES:
@@ -366,7 +374,8 @@ def auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -
             raise SourceError(str(folder.file(name)), reserved, "rename the file", code="source.reserved-name")
         if problem := problem_with_path(name):
             raise SourceError(str(folder.file(name)), problem, "rename the file", code="source.bad-file-name")
-        auxiliary.append(AuxiliaryAt(path=name, file=folder.file(name)))
+        path = f"{SOURCE_FILES}{name}" if describes_files(name) else name
+        auxiliary.append(AuxiliaryAt(path=path, file=folder.file(name)))
     return tuple(auxiliary)
 
 
@@ -375,6 +384,21 @@ def adapter_error(where: str) -> SourceError:
     problem = "is an adapter, which transformers adds to the model as it opens the folder"
     hint = "merge it into the model, or move it to another folder"
     return SourceError(where, problem, hint, code="source.adapter")
+
+
+def describes_files(name: str) -> bool:
+    """Whether a file has digests, signatures or names of the files beside it: wrong where the weights are elsewhere."""
+    base = name.rpartition("/")[2].lower()
+    return base != INDEX_NAME and (base.endswith(_DESCRIBING) or bool(_SUMS.fullmatch(base)))
+
+
+def with_source_files(files: Sequence[AuxiliaryAt], *, is_same: bool) -> list[AuxiliaryAt]:
+    """Return auxiliary files with those that describe the source's files in their places; without, unless `is_same`."""
+    others = [item for item in files if not item.path.startswith(SOURCE_FILES)]
+    paths = {item.path for item in others}
+    names = [(item, item.path.removeprefix(SOURCE_FILES)) for item in files if item.path.startswith(SOURCE_FILES)]
+    described = [replace(item, path=name) for item, name in names if describes_files(name) and name not in paths]
+    return [*others, *(described if is_same else ())]
 
 
 def _count(items: Sequence[str], noun: str) -> str:

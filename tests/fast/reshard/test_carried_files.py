@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import files_in, llama_config, reshard, write_model
+from tests.builders import files_in, llama_config, refusal, reshard, write_model
 
 NBYTES = 48 << 20
 MOST_NBYTES = 12 << 20  # of Python's memory
@@ -77,3 +77,43 @@ def test_a_file_of_more_than_a_gibibyte_is_packed(source: Path, tmp_path: Path) 
         file.truncate(GIB + 1)
     assert run("pack", source, "--layout", "pp=2", "--out", tmp_path / "packed") < MOST_NBYTES
     assert (tmp_path / "packed" / "long.dat").stat().st_size == GIB + 1
+
+
+DESCRIBING = (
+    "digests.json",
+    "SHA256SUMS",
+    "weights/model.safetensors.sha256",
+    "model.sig",
+    "pytorch_model.bin.index.json",
+)
+
+
+def test_files_that_describe_the_files_of_the_source_are_set_apart_and_exported_where_they_were(
+    source: Path, tmp_path: Path
+) -> None:
+    packed, again, back = tmp_path / "packed", tmp_path / "again", tmp_path / "back"
+    for name in (*DESCRIBING, "README.md.txt"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(f"{name} of the source")
+    (source / "digests.json").unlink()
+    assert reshard("check", source, "--digests", "write").code == 0
+    assert reshard("pack", source, "--layout", "pp=2", "--out", packed).code == 0
+    assert not any((packed / name).exists() for name in DESCRIBING)
+    assert refusal("check", packed, "--digests", "verify").found[1] == "source.no-digests"
+    assert reshard("check", packed, "--digests", "write").code == 0
+    assert reshard("check", packed, "--digests", "verify").code == 0
+    assert reshard("verify", packed, "--against", source).code == 0
+    assert reshard("pack", packed, "--layout", "pp=1", "--out", again).code == 0
+    assert reshard("export", again, "--to", "hf", "--out", back).code == 0
+    assert files_in(back) == files_in(source)
+
+
+def test_files_that_describe_the_source_are_not_exported_beside_other_bytes(source: Path, tmp_path: Path) -> None:
+    packed, back, dcp = tmp_path / "packed", tmp_path / "back", tmp_path / "dcp"
+    (source / "SHA256SUMS").write_text("of the source")
+    assert reshard("pack", source, "--layout", "pp=2", "--out", packed, "--dtype", "fp32").code == 0
+    assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "same").code == 0
+    assert reshard("export", packed, "--to", "hf", "--out", back).code == 0
+    assert reshard("export", tmp_path / "same", "--to", "dcp", "--out", dcp).code == 0
+    for out in (packed, back, dcp):
+        assert not [name for name in files_in(out) if "SHA256SUMS" in name], out
