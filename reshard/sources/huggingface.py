@@ -38,7 +38,8 @@ CONFIG_NAME = "config.json"
 _SINGLE_NAME = "model.safetensors"
 # Digests and signatures.
 _DESCRIBING = (
-    "digests.json", ".sha1", ".sha256", ".sha512", ".md5", ".blake3", ".b3", ".sig", ".asc", ".sigstore", ".sigstore.json",
+    "digests.json", ".sha1", ".sha256", ".sha512", ".md5", ".blake3", ".b3", ".sig", ".asc", ".sigstore",
+    ".sigstore.json",
 )  # fmt: skip
 _SUMS = re.compile(r"(md5|sha\d+|b2|b3|blake2|blake3)sums?(\.txt)?|checksums?(\.\w+)?")
 _WANTED = "SOURCE must contain safetensors weights"
