@@ -14,7 +14,8 @@ from reshard.copy.engine import WriteOptions
 from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.plans.pack_plan import GivenHeader, OutputShard
 from reshard.sources.config import with_dtype
-from reshard.sources.huggingface import CONFIG_NAME, with_source_files
+from reshard.sources.huggingface import CONFIG_NAME
+from reshard.sources.source_files import with_source_files
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import MadeFile, MemoryFile
 from reshard.tensors.source_index import KeptText, RecordedShard, index_anew, lay_out_anew

@@ -17,7 +17,8 @@ from reshard.operations.export import ExportResult
 from reshard.operations.exported_optimizer import WEIGHTS_ALONE, adamw_options
 from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.operations.saved_state import SavedState
-from reshard.sources.huggingface import CONFIG_NAME, with_source_files
+from reshard.sources.huggingface import CONFIG_NAME
+from reshard.sources.source_files import with_source_files
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.transforms.cast import ExportDtype, cast_checkpoint, casts_in
 from reshard.transforms.placed import Placed, in_place

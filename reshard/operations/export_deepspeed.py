@@ -23,7 +23,7 @@ from reshard.operations.exported_optimizer import adamw_options
 from reshard.operations.owned_tensors import owned_tensors
 from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.plans.pack_plan import OutputShard, without_header
-from reshard.sources.huggingface import with_source_files
+from reshard.sources.source_files import with_source_files
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import DerivedFile, MadeFile, read_blocks
 from reshard.transforms.cast import FLOATS, ExportDtype, cast_checkpoint, cast_tensor, casts_in

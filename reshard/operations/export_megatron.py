@@ -23,10 +23,11 @@ from reshard.operations.exported_optimizer import WEIGHTS_ALONE, adamw_options
 from reshard.operations.owned_tensors import owned_tensors
 from reshard.operations.publish_export import ExportPlan, check_export_to, publish_export
 from reshard.operations.saved_state import SavedState
-from reshard.sources.huggingface import CONFIG_NAME, with_source_files
+from reshard.sources.huggingface import CONFIG_NAME
 from reshard.sources.megatron_arguments import COMMON_NAME, arguments_of
 from reshard.sources.megatron_tracker import RELEASE, TRACKER_NAME
 from reshard.sources.megatron_training import MASTERS, OPTIMIZER, RESHARDABLE
+from reshard.sources.source_files import with_source_files
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import MadeFile
 from reshard.transforms.cast import ExportDtype, cast_checkpoint, cast_tensor, casts_in

@@ -27,8 +27,8 @@ from reshard.operations.resolve import LaidOut, LayoutRequest, PlanResult, estim
 from reshard.plans.pack_plan import OutputShard, Sharding, Traffic, plan_pack, traffic_of
 from reshard.plans.partition import shards_of_part
 from reshard.plans.references import choose_stages
-from reshard.sources.huggingface import with_source_files
 from reshard.sources.open import open_described
+from reshard.sources.source_files import with_source_files
 from reshard.transforms.conversion import Conversion, convert
 from stores.address import HubAddress, hub_output, is_url, place_of
 from stores.bundles import TensorAt

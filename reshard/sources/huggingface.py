@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from manifests.schema import ModelDescription, Source
 from reshard.copy.journal import is_working_name
 from reshard.sources.coverage import compare_with_shape, hint_for_unknown
 from reshard.sources.guess import guess_description
+from reshard.sources.source_files import describes_files
 from reshard.sources.torch_files import (
     TORCH_INDEX_NAME,
     TORCH_NAME,
@@ -36,12 +36,6 @@ from stores.headers import each_file_header, each_of
 
 CONFIG_NAME = "config.json"
 _SINGLE_NAME = "model.safetensors"
-# Digests and signatures.
-_DESCRIBING = (
-    "digests.json", ".sha1", ".sha256", ".sha512", ".md5", ".blake3", ".b3", ".sig", ".asc", ".sigstore",
-    ".sigstore.json",
-)  # fmt: skip
-_SUMS = re.compile(r"(md5|sha\d+|b2|b3|blake2|blake3)sums?(\.txt)?|checksums?(\.\w+)?")
 _WANTED = "SOURCE must contain safetensors weights"
 _CONVERT = "convert it with transformers: from_pretrained(SOURCE).save_pretrained(DIR)"
 
@@ -385,21 +379,6 @@ def adapter_error(where: str) -> SourceError:
     problem = "is an adapter, which transformers adds to the model as it opens the folder"
     hint = "merge it into the model, or move it to another folder"
     return SourceError(where, problem, hint, code="source.adapter")
-
-
-def describes_files(name: str) -> bool:
-    """Whether a file has digests, signatures or names of the files beside it: wrong where the weights are elsewhere."""
-    base = name.rpartition("/")[2].lower()
-    return base != INDEX_NAME and (base.endswith(_DESCRIBING) or bool(_SUMS.fullmatch(base)))
-
-
-def with_source_files(files: Sequence[AuxiliaryAt], *, is_same: bool) -> list[AuxiliaryAt]:
-    """Return auxiliary files with those that describe the source's files in their places; without, unless `is_same`."""
-    others = [item for item in files if not item.path.startswith(SOURCE_FILES)]
-    paths = {item.path for item in others}
-    names = [(item, item.path.removeprefix(SOURCE_FILES)) for item in files if item.path.startswith(SOURCE_FILES)]
-    described = [replace(item, path=name) for item, name in names if describes_files(name) and name not in paths]
-    return [*others, *(described if is_same else ())]
 
 
 def _count(items: Sequence[str], noun: str) -> str:

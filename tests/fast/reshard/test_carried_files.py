@@ -79,13 +79,7 @@ def test_a_file_of_more_than_a_gibibyte_is_packed(source: Path, tmp_path: Path) 
     assert (tmp_path / "packed" / "long.dat").stat().st_size == GIB + 1
 
 
-DESCRIBING = (
-    "digests.json",
-    "SHA256SUMS",
-    "weights/model.safetensors.sha256",
-    "model.sig",
-    "pytorch_model.bin.index.json",
-)
+DESCRIBING = ("digests.json", "SHA256SUMS", "x/model.safetensors.sha256", "model.sig")
 
 
 def test_files_that_describe_the_files_of_the_source_are_set_apart_and_exported_where_they_were(
