@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,11 @@ from tests.sentinels import Sentinels, plant_in
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
 
-OPERATIONS = ("pack", "forced pack", "reshard", "forced reshard", "export", "forced export", "parts", "forced parts")
-NUM_EVENTS = 8  # of `make test`; the others come in slow chunks
+OPERATIONS = (
+    "pack", "forced pack", "bin", "forced bin", "reshard", "forced reshard", "export", "forced export", "parts",
+    "forced parts",
+)  # fmt: skip
+NUM_EVENTS = 10  # of `make test`; the others come in slow chunks
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +42,8 @@ class Place:
         force = ("--force",) if operation.startswith("forced") else ()
         source, packed = self.folder / "source", self.folder / "packed"
         pack = ("pack", source, "--layout", "pp=2", "--out", out, "--quiet", *force)
+        if operation.endswith("bin"):
+            return [("pack", self.folder / "torch", "--layout", "pp=2", "--out", out, "--quiet", *force)]
         if operation.endswith("parts"):
             return [(*pack, "--part", "1/2"), (*pack, "--part", "2/2"), ("commit", out, *force)]
         if operation.endswith("reshard"):
@@ -53,7 +59,9 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     place = Place(folder=tmp_path_factory.mktemp("events"))
-    write_model(place.folder / "source", llama_config(num_hidden_layers=3), num_shards=2)
+    config = llama_config(num_hidden_layers=3)
+    write_model(place.folder / "source", config, num_shards=2)
+    write_torch_model(place.folder / "torch", config)
     made = reshard("pack", place.folder / "source", "--layout", "pp=4", "--out", place.folder / "packed")
     assert made.code == 0, made.err
     for operation in OPERATIONS[::2]:
@@ -61,6 +69,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
             ended = reshard(*map(str, command))
             assert ended.code == 0, ended.err
     return place
+
+
+def write_torch_model(folder: Path, config: dict[str, Any]) -> None:
+    """Write the same model as torch.save does, with a checksum of each tensor."""
+    import torch
+    from safetensors.torch import load_file
+
+    write_model(folder, config)
+    shard = folder / "model.safetensors"
+    torch.save(load_file(shard), folder / "pytorch_model.bin")
+    shard.unlink()
 
 
 def begin(place: Place, operation: str, folder: Path) -> tuple[Path, list[Sentinels]]:
@@ -130,6 +149,9 @@ def strike(place: Place, worker: Worker, seed: int, folder: Path) -> int:
         said = worker.said.read_text()
         assert code == 0 or (out.exists() and ours_in(out) == expected and "already exists" in said), (context, said)
     assert ours_in(out) == expected, context
+    if "export" not in operation:
+        assert worker.run("verify", out)[0] == 0, (context, worker.said.read_text())
+        assert worker.run("diff", place.folder / "packed", out)[0] == 0, (context, worker.said.read_text())
     for each in sentinels:
         each.check()
     # Of a disk that broke for good as an export's record was written, or what was replaced was removed, nothing goes.
