@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.digest import digest_bytes
-from manifests.errors import CheckpointError, DataError, InputError
+from manifests.errors import CheckpointError, DataError
 from manifests.schema import DataPosition
 from runner.config.flags import TrainOptions
 from runner.config.schema import SYNTHETIC, DataOptions
@@ -47,8 +47,6 @@ def find_data(
         left, note = _restart(left, digest)
         notes.append(note)
     if left is not None and left.digest != digest:
-        if framing is not None and left.digest == _digest(options, listed, tokenizer, None):
-            raise _framed_otherwise(framing)
         raise CheckpointError(
             "--data",
             f"does not match the data that the checkpoint consumed ({left.num_sequences} sequences): the files, their "
@@ -136,19 +134,6 @@ def _framing(data: DataOptions, folder: Path | None) -> Framing | None:
     return document_framing(folder, load_tokenizer(folder), data.framing)
 
 
-def _framed_otherwise(framing: Framing) -> InputError:
-    """Return the error for data that an older runner framed by config.json; see `runner.data.framing`."""
-    former, before = framing.former, framing.frame.before
-    flag = "--add-bos-token" if former is not None and former.before and not before else "--no-add-bos-token"
-    return CheckpointError(
-        "--data",
-        "does not match the data that the checkpoint consumed: that run framed documents by bos_token_id of "
-        "config.json, this one by the tokenizer's own rule",
-        f"{flag} continues as that run did; --restart-data starts this data from its first sequence",
-        code="resume.other-framing",
-    )
-
-
 def _digest(options: TrainOptions, listed: Sequence[_Files], tokenizer: str | None, framing: Framing | None) -> str:
     """Return a digest of what decides which sequence has which number: the files, and how they are split."""
     data = options.data
@@ -157,8 +142,8 @@ def _digest(options: TrainOptions, listed: Sequence[_Files], tokenizer: str | No
         how["shuffle"] = True
     if data.weights:
         how["weights"] = data.weights
-    if framing is not None and not framing.is_as_before:  # otherwise digests of older checkpoints stay valid
+    if framing is not None:
         how["frame"] = [framing.frame.before, framing.frame.after]
-    # Without weights, the files are one list: digests of checkpoints that are older than weights stay valid.
+    # Without weights, the files of all sources are one list.
     files = listed if data.weights else [file for each in listed for file in each]
     return digest_bytes(json.dumps([how, options.batch.seq_len, tokenizer, files], sort_keys=True).encode())

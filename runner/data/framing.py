@@ -42,18 +42,10 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Framing:
-    """How documents are framed, and how older versions, which read only config.json, framed them.
-
-    `former` is None if older versions found no EOS, and so could not read documents.
-    """
+    """How documents are framed."""
 
     frame: Frame
-    former: Frame | None
     note: str | None = None  # if tokenizer_config.json differs
-
-    @property
-    def is_as_before(self) -> bool:
-        return self.frame == self.former
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -122,11 +114,9 @@ def document_framing(folder: Path, tokenizer: Tokenizer, asked: FramingOptions) 
         DataError: a token is required, and no file defines it.
     """
     own = _tokenizer_frame(folder, tokenizer)
-    bos, eos = (special_id(folder, tokenizer, kind) for kind in ("bos", "eos"))
     after = () if asked.eos is False else _ended(own.after, _needed(folder, tokenizer, "eos"))
-    former = None if eos is None else Frame((bos,) if bos is not None and bos != eos else (), (eos,))
     frame = Frame(_begun(folder, tokenizer, own.before, asked), after)
-    return Framing(frame=frame, former=former, note=_note(folder, own, asked))
+    return Framing(frame=frame, note=_note(folder, own, asked))
 
 
 def special_id(folder: Path, tokenizer: Tokenizer, kind: str) -> int | None:

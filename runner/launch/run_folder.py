@@ -50,7 +50,7 @@ class RunFolder:
         """
         run = read_record_of(self.path)
         try:
-            if not _is_same(run, self.options, self.path):
+            if not _is_same(run, self.options):
                 _move_aside(self.path, run)
                 run = None
             run = dict(run) if run else self._new()
@@ -96,7 +96,7 @@ def _without_values(argv: Sequence[str]) -> list[str]:
 
 def choose_folder(options: TrainOptions, name: str) -> Path:
     """Return the folder for the run that these options ask for, if they name none; it may not exist yet."""
-    runs = [(_began(run), path) for path, run in _runs() if _is_same(run, options, path)]
+    runs = [(_began(run), path) for path, run in _runs() if _is_same(run, options)]
     if runs:
         return max(runs)[1]
     return _free(DEFAULT_RUNS, datetime.now(), name)
@@ -120,13 +120,11 @@ def _runs() -> list[tuple[Path, Mapping[str, Any]]]:
     return [(path, run) for path, run in found if run is not None and not path.is_symlink()]
 
 
-def _is_same(run: Mapping[str, Any] | None, options: TrainOptions, log_dir: Path) -> bool:
+def _is_same(run: Mapping[str, Any] | None, options: TrainOptions) -> bool:
     """Whether these options resume the run of a folder, see Note [One run, one folder]."""
     resume, history = options.resume, _history(options)
-    if resume.source is None or resume.weights_only:
+    if run is None or resume.source is None or resume.weights_only:
         return False
-    if run is None:  # older than run.json: only its files show it
-        return (log_dir / "metrics.jsonl").exists()
     theirs = run.get("checkpoint")
     if not isinstance(theirs, str):
         return False

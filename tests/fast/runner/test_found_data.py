@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +57,6 @@ def test_data_goes_on_at_the_sequence_that_comes_next(place: Path) -> None:
 
 def test_position_of_a_checkpoint_without_shuffled_or_weighted_data_stays_valid(place: Path) -> None:
     (place / "more.txt").unlink()
-    # What was written before there were cursors, shuffled orders and weights.
     how = '[{"pack": true, "seed": 0, "text_field": "text"}, 8, "blake3:one", [["text.txt", 13], ["text.txt", 13]]]'
     left = DataPosition(num_sequences=320, digest="blake3:" + blake3(how.encode()).hexdigest())
     assert find("--data", "text.txt", "--data", str(place), left=left).position == left
@@ -74,28 +72,6 @@ def test_position_of_a_checkpoint_with_weighted_data_stays_valid() -> None:
 
 def framed(folder: Path, *args: str, left: DataPosition | None = None) -> FoundData:
     return find_data(options("--data", "text.txt", *args), left, "blake3:one", folder)
-
-
-def test_position_of_a_checkpoint_that_was_framed_alike_stays_valid(place: Path) -> None:
-    """This tokenizer begins and ends documents with what config.json names, which older runners went by."""
-    left = used(find("--data", "text.txt"), 48)
-    assert framed(write_tokenizer(place / "tokenizer"), left=left).position == left
-    without = write_tokenizer(place / "tokenizer", bos_token_id=None)
-    assert framed(without, "--no-add-bos-token", left=left).position == left
-
-
-def test_position_of_a_checkpoint_that_was_framed_by_config_json_is_refused_or_framed_so(place: Path) -> None:
-    left, folder = used(find("--data", "text.txt"), 48), write_tokenizer(place / "tokenizer")
-    file = folder / "tokenizer.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": None}))
-    with pytest.raises(InputError) as error:
-        framed(folder, left=left)
-    assert (error.value.where, error.value.code) == ("--data", "resume.other-framing")
-    assert "--add-bos-token" in error.value.hint
-    assert framed(folder, "--add-bos-token", left=left).position == left
-    begun = framed(folder, "--resume", "auto", "--restart-data", left=left)
-    assert begun.position.num_sequences == 0
-    assert framed(folder, left=used(begun, 8)).position == used(begun, 8)
 
 
 @pytest.mark.parametrize("flag", ["--no-add-bos-token", "--no-add-eos-token"])

@@ -134,6 +134,16 @@ def test_named_folder_goes_on_only_with_its_own_checkpoints(place: Path, words: 
     assert (place / "log" / "metrics.jsonl").exists() == is_same
 
 
+def test_folder_whose_run_has_no_record_is_of_another_run(place: Path) -> None:
+    begin(place / "log", "--checkpoint", "history")
+    save(place / "history", 3)
+    leave(place / "log", 1, 3)
+    (place / "log" / "run.json").unlink()
+    begin(place / "log", "--checkpoint", "history", "--resume", "auto")
+    assert not (place / "log" / "metrics.jsonl").exists()
+    assert len(list((place / "log" / "earlier").iterdir())) == 1
+
+
 def test_trace_of_another_run_is_not_reported(place: Path) -> None:
     begin(place / "log")
     leave(place / "log", 1, 3, trace="of another run")
