@@ -151,7 +151,7 @@ def training_state(
 
 
 def _num_steps(folder: Folder, tensor: DcpTensor) -> int:
-    """Return the steps that a parameter took, which torch counts in a tensor of one float."""
+    """Return a count in a tensor of one number: torch has the steps of a parameter so, and torchtitan had its own."""
     at = read_chunks(folder, {tensor.name: tensor})[tensor.name][0]
     if at.dtype not in _SCALARS or at.nbytes != calcsize(_SCALARS[at.dtype]):
         raise SourceError(str(at.file), f"expected one number as {tensor.name!r}", LEAVE, code=BAD_OPTIMIZER)
@@ -235,10 +235,11 @@ def _by_parameter(
         yield group_of(options, place), fqns_of(fqn, tensor)
 
 
-def _numbers(folder: Folder, saved: DcpMetadata, names: Iterable[str]) -> dict[str, int]:
+def _numbers(folder: Folder, saved: DcpMetadata, names: Collection[str]) -> dict[str, int]:
     """Return those of these values that the checkpoint has."""
     there: list[DcpValue] = [saved.values[name] for name in names if name in saved.values]
     found = dict(zip((value.name for value in there), read_values(folder, there), strict=True))
+    found |= {tensor.name: _num_steps(folder, tensor) for tensor in saved.tensors if tensor.name in names}
     for name, value in found.items():
         if type(value) is not int or not 0 <= value < 1 << 53:
             problem = f"expected a count, found {str(value)[:80]!r}"

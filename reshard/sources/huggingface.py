@@ -25,7 +25,7 @@ from reshard.sources.torch_files import (
     is_torch_shard,
     recorded_as_safetensors,
 )
-from reshard.sources.weight_map import read_shard_index, refuse_ranks_of_vllm
+from reshard.sources.weight_map import read_shard_index, refuse_ranks_of_vllm, refuse_slices
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
 from reshard.tensors.read_together import FolderInPart
 from reshard.tensors.source_index import SUFFIX, KeptText, RecordedShard, SourceRecord
@@ -320,6 +320,7 @@ def _each_shard(
     else:
         for name, (file, header) in zip(shards.names, each_file_header(files, names, heads), strict=True):
             yield file, RecordedShard(name, header.raw), tensors_in(file, header)
+            refuse_slices(file, header)
 
 
 def drop_tensors(

@@ -10,6 +10,7 @@ transformer/transformer_config.py and models/common/embeddings/rotary_pos_embedd
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from reshard.sources.megatron_names import megatron_names
 from stores.base import Folder
 
 COMMON_NAME = "common.pt"
+_VERSION = 3.0  # of the order of rows of query_key_value
+_ITERATION = re.compile(r"iter_(\d{1,12})")
 _ALIASES = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts"}  # in other releases
 # A checkpoint that lacks one of these is refused: nothing else says it. The rest are of newer releases or other models.
 _REQUIRED = (
@@ -39,8 +42,10 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 def read_common(folder: Folder) -> Mapping[object, object]:
     """Return what a checkpoint's `common.pt` has.
 
+    `content_metadata` says how ranks sharded, which names and chunks say too, and how state was gathered.
+
     Raises:
-        SourceError: there is no such file, or it is damaged, or no dict.
+        SourceError: there is no such file, or it is damaged, or no dict, or is of another version or iteration.
         InputError: it cannot be read.
     """
     if COMMON_NAME not in folder.names():
@@ -48,6 +53,16 @@ def read_common(folder: Folder) -> Mapping[object, object]:
     common = read_object(folder.file(COMMON_NAME), COMMON_NAME)
     if not isinstance(common, dict):
         raise _no_arguments(f"{folder}/{COMMON_NAME}", f"found a {type(common).__name__}")
+    if (version := common.get("checkpoint_version", _VERSION)) != _VERSION:
+        problem = f"expected {_VERSION}, found {str(version)[:80]}: rows of query_key_value may have another order"
+        hint = "load it in Megatron-LM and save it again"
+        place = f"{folder}/{COMMON_NAME}: checkpoint_version"
+        raise SourceError(place, problem, hint, code="source.megatron-format")
+    name = folder.location.rstrip("/").rpartition("/")[2]
+    if (match := _ITERATION.fullmatch(name)) and common.get("iteration", int(match[1])) != int(match[1]):
+        problem = f"expected {int(match[1])} ({name}), found {str(common['iteration'])[:80]}"
+        hint = "the folder was renamed or copied: rename it back, or name the folder of the iteration that you want"
+        raise SourceError(f"{folder}/{COMMON_NAME}: iteration", problem, hint, code="source.other-iteration")
     return common
 
 

@@ -32,7 +32,11 @@ from reshard.tensors.source_index import SourceRecord
 from stores.base import Folder, InputFile, read_config, read_whole
 from stores.bundles import TensorAt, join_slices
 
-_SCHEDULE = "opt_param_scheduler"
+_READ = ("args", "checkpoint_version", "content_metadata", "iteration", OPTIMIZER)  # of common.pt
+_MARK = {
+    "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
+    "common_backend_version": 1,
+}  # fmt: skip
 _EXTRA_STATE = re.compile(r"_extra_state(/|$)")  # of Transformer Engine: no weight
 
 
@@ -140,15 +144,17 @@ def _weights(folder: Folder, saved: Mapping[str, DcpTensor], config: Mapping[str
 
 def _check_mark(folder: Folder) -> None:
     file = folder.file(MARK_NAME)
-    backend = parse_json_object(read_whole(file, most_nbytes=1 << 20), str(file)).get("sharded_backend")
-    if backend != "torch_dist":
-        problem = f"expected 'torch_dist', found {str(backend)[:80]!r}"
-        hint = "save it again with --ckpt-format torch_dist"
-        raise SourceError(f"{file}: sharded_backend", problem, hint, code="source.megatron-format")
+    mark = parse_json_object(read_whole(file, most_nbytes=1 << 20), str(file))
+    for name, expected in _MARK.items():
+        if (found := mark.get(name, expected if name != "sharded_backend" else None)) != expected:
+            problem = f"expected {expected!r}, found {str(found)[:80]!r}"
+            hint = "save it again with --ckpt-format torch_dist"
+            raise SourceError(f"{file}: {name}", problem, hint, code="source.megatron-format")
 
 
 def _left_out(saved: DcpMetadata, common: Mapping[object, object], *, is_trained: bool) -> tuple[str, ...]:
     """Return what is not packed, by its first name."""
     names = [tensor.name for tensor in saved.tensors if not is_megatron_weight(tensor.name)] + list(saved.values)
+    unread = {str(name) for name, value in common.items() if name not in _READ and value not in (None, 0, {})}
     found = {"_extra_state" if _EXTRA_STATE.search(name) else re.split("[./]", name)[0] for name in names}
-    return tuple(sorted((found - {OPTIMIZER}) | ({_SCHEDULE} & set(common)) if is_trained else found))
+    return tuple(sorted((found - {OPTIMIZER}) | unread if is_trained else found))

@@ -60,9 +60,12 @@ def find_optimizer(
             others.append(tensor.name)
     if not common.get(OPTIMIZER) and not others and not any(found.values()):
         return None
+    content = common.get("content_metadata")
     for each in _optimizers(common, where):
         if (kind := each.get("param_state_sharding_type")) != RESHARDABLE:
             raise _not_reshardable(where, kind)
+        if isinstance(content, dict) and (other := content.get("distrib_optim_sharding_type", kind)) != kind:
+            raise _not_reshardable(where, f"{kind}, and content_metadata {other}")
     if others:
         problem = f"has no place in optimizer state of {RESHARDABLE!r}"
         raise SourceError(f"{where}: {others[0][:80]!r}", problem, _RESAVE, code="source.megatron-optimizer")
@@ -88,12 +91,16 @@ def training_state(
     counted = [read_number(group["step"], f"{place}: step") for group in groups if group.get("step") is not None]
     if not counted:
         raise SourceError(place, "found no count of its steps", LEAVE, code=BAD_OPTIMIZER)
+    step, last = num_steps_of(counted, place), common.get("iteration")
+    if last is not None and step > read_number(last, f"{where}/{COMMON_NAME}: iteration"):  # iterations may be skipped
+        problem = f"took {step} steps, and the checkpoint is of iteration {last}"
+        raise SourceError(place, problem, LEAVE, code=BAD_OPTIMIZER)
     rates = {rate if isinstance(rate := group.get("lr"), int | float) else None for group in groups}
     batch = _batch(arguments)
     samples = arguments.get("consumed_train_samples")
     clip = float(read_number(arguments.get("clip_grad", 1.0), f"{where}/{COMMON_NAME}: args.clip_grad"))
     found = TrainingState(
-        step=num_steps_of(counted, place),
+        step=step,
         num_tokens=samples * batch.seq_len if batch and type(samples) is int and samples > 0 else 0,
         dtype="F32",
         compute_dtype=_DTYPES.get(weights_dtype) if weights_dtype != "F32" else None,

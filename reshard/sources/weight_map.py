@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from manifests.errors import SourceError
 from manifests.headertext import PAIR, STRING, read_string
 from manifests.jsontext import kind_of, parse_json_object
+from manifests.safetensors import Header
+from manifests.slices import slices_in
 from reshard.tensors.source_index import SUFFIX
-from stores.base import Folder
+from stores.base import Folder, InputFile
 
+_CONSOLIDATE = "merge them: torch.distributed.checkpoint.HuggingFaceStorageWriter(..., enable_consolidation=True)"
 _S = rb"[ \t\n\r]*+"
 _SCALAR = rb"(?:" + STRING + rb"|[0-9][0-9.eE+-]*+|true|false|null)"
 _MEMBER = STRING + _S + rb":" + _S + _SCALAR + _S
@@ -101,3 +104,16 @@ def refuse_ranks_of_vllm(folder: Folder) -> None:
         problem = "is of vLLM's sharded_state, which is not supported: expected the weights of the model"
         hint = "name the Hugging Face model that vLLM loaded; vLLM reads a packed folder as it is"
         raise SourceError(str(folder.file(shards[0])), problem, hint, code="source.vllm-sharded-state")
+
+
+def refuse_slices(file: InputFile, header: Header) -> None:
+    """Raise for slices of tensors, as torch's HuggingFaceStorageWriter leaves them; other `__metadata__` is copied.
+
+    Raises:
+        SourceError: `__metadata__` says that a tensor is a slice.
+        ShardError: what it says of slices is malformed.
+    """
+    for name, part in slices_in(header, str(file)).items():
+        if part.shape != part.whole_shape:
+            problem = f"is a slice {list(part.shape)} of a tensor {list(part.whole_shape)}, as __metadata__ says"
+            raise SourceError(f"{file}: {name!r}", problem, _CONSOLIDATE, code="source.layer-slices")

@@ -77,6 +77,13 @@ def index(change: Callable[[dict[str, object]], object]) -> Callable[[Path], obj
     return spoil
 
 
+def sliced(table: dict[str, Any]) -> None:
+    """Say of each tensor that there is another half, as torch's HuggingFaceStorageWriter does."""
+    whole = {name: {"saved_offsets": [0] * len(entry["shape"]), "shape": [2 * size for size in entry["shape"]]}
+             for name, entry in table.items() if name != "__metadata__"}  # fmt: skip
+    table["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(whole)}
+
+
 RANK = "model-rank-0-part-0.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
 CASES = (
@@ -92,6 +99,8 @@ CASES = (
     Bad(name="no weights", spoil=lambda source: (source / SINGLE).unlink(), found=("source.no-shards", "")),
     Bad(name="weights in another format alone", spoil=lambda source: (source / SINGLE).rename(source / "model.bin"),
         found=("source.no-shards", "")),
+    Bad(name="slices", spoil=header(sliced),
+        found=("source.layer-slices", f"/{SINGLE}: 'model.embed_tokens.weight'")),
     Bad(name="shards without an index", spoil=lambda source: (source / INDEX).unlink(), num_shards=2,
         found=("source.no-index", "")),
     Bad(name="files of vLLM's ranks", spoil=lambda source: (source / SINGLE).rename(source / RANK),

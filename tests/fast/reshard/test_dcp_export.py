@@ -222,6 +222,14 @@ def count_otherwise(states: dict[str, Any]) -> None:
     states["train_state"] = {"step": 9, "ntokens_seen": 0}
 
 
+def count_in_a_tensor(states: dict[str, Any]) -> None:
+    states["train_state"] = {"step": torch.tensor(9), "ntokens_seen": 0}  # as torchtitan did once
+
+
+def schedule_in_a_tensor(states: dict[str, Any]) -> None:
+    states["lr_scheduler"] = {"last_epoch": torch.tensor(9)}
+
+
 def lose_betas(states: dict[str, Any]) -> None:
     states["optimizer"]["param_groups.norm.weight.betas"] = 0.9
 
@@ -260,7 +268,8 @@ def divide_by_too_much(states: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        drop_one, step_elsewhere, count_otherwise, lose_betas, list_betas, decay_as_adam, count_without_end,
+        drop_one, step_elsewhere, count_otherwise, count_in_a_tensor, schedule_in_a_tensor, lose_betas,
+        list_betas, decay_as_adam, count_without_end,
         count_too_many_tokens, grow_weights, decay_by_nothing_known, divide_by_too_much,
     ],
 )  # fmt: skip

@@ -490,6 +490,10 @@ def too_many_tokens(common: dict[str, Any]) -> None:
     common["args"].consumed_train_samples = 1 << 63
 
 
+def ahead_of_its_iteration(common: dict[str, Any]) -> None:
+    common["iteration"] = 0
+
+
 def test_clipping_that_is_switched_off_is_a_norm_of_zero(tmp_path: Path) -> None:
     saved = copytree(TRAINED, tmp_path / "saved")
     common = torch.load(saved / "common.pt", weights_only=False)
@@ -507,7 +511,7 @@ def test_clipping_that_is_switched_off_is_a_norm_of_zero(tmp_path: Path) -> None
     "change",
     [
         other_decays, other_steps, without_groups, decay_below_zero, endless_steps, clip_to_nothing_known,
-        clip_to_too_much, too_many_tokens,
+        clip_to_too_much, too_many_tokens, ahead_of_its_iteration,
     ],
 )  # fmt: skip
 def test_optimizers_that_the_runner_does_not_have_are_refused(
@@ -518,3 +522,32 @@ def test_optimizers_that_the_runner_does_not_have_are_refused(
     change(common)
     torch.save(common, saved / "common.pt")
     assert refused(saved, tmp_path / "out") == "source.bad-optimizer-state"
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "code"),
+    [
+        ("common.pt", {"checkpoint_version": 2.0}, "source.megatron-format"),
+        ("common.pt", {"iteration": 2}, "source.other-iteration"),
+        ("common.pt", {"content_metadata": {"distrib_optim_sharding_type": "x"}}, "source.megatron-optimizer"),
+        ("metadata.json", {"sharded_backend_version": 2}, "source.megatron-format"),
+        ("metadata.json", {"common_backend": "json"}, "source.megatron-format"),
+    ],
+)
+def test_values_beside_the_tensors_agree_with_them(
+    file: str, changes: dict[str, Any], code: str, tmp_path: Path
+) -> None:
+    saved = copytree(TRAINED, tmp_path / "iter_0000001")
+    run("pack", saved, "--layout", "pp=1", "--out", tmp_path / "packed")
+    if file == "common.pt":
+        torch.save(torch.load(saved / file, weights_only=False) | changes, saved / file)
+    else:
+        (saved / file).write_text(json.dumps(json.loads((saved / file).read_text()) | changes))
+    assert refused(saved, tmp_path / "out") == code
+
+
+def test_what_else_a_trainer_saved_is_named(tmp_path: Path) -> None:
+    saved = copytree(TRAINED, tmp_path / "iter_0000001")
+    torch.save(torch.load(saved / "common.pt", weights_only=False) | {"tokens": 7}, saved / "common.pt")
+    run("pack", saved, "--layout", "pp=1", "--out", tmp_path / "out")
+    assert {"tokens", "opt_param_scheduler"} <= set(read_manifest(tmp_path / "out").source.left_out)
