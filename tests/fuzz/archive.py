@@ -34,6 +34,7 @@ from reshard.archives.tensors import VALUES, read_archive, read_object, read_ten
 from reshard.archives.zipped import archives_in
 from reshard.checks.dcp import check_dcp
 from reshard.checks.finding import Findings
+from reshard.tensors.checksums import with_records
 from reshard.tensors.lazy import read_blocks
 from stores.base import Range
 from stores.bundles import TensorAt
@@ -103,7 +104,7 @@ def check_alike(file: bytes) -> None:
     before = alone()
     ends = list(accumulate(map(len, (*before, file)), initial=0))
     *known, part = pairwise(ends)
-    whole = Bytes(b"".join((*before, file)))
+    whole = with_records(Bytes(b"".join((*before, file))))
 
     def parsed() -> TensorAt:
         (archive,) = archives_in(whole, [part])

@@ -186,7 +186,7 @@ CONFIGS = (
     Hostile("list", b"[]", "source.not-an-object", "{F}"),
     Hostile("deep", b'{"architectures":' + b"[" * DEEP, "source.json-too-deep", "{F}"),
     Hostile("key-twice", b'{"hidden_size": 16, "hidden_size": 32}', "source.not-json", "{F}"),
-    Hostile("nan", _config(rms_norm_eps=float("nan")), "source.not-json", "{F}"),
+    Hostile("nan", _config(vocab_size=float("nan")), "config.invalid-field", "{F}: vocab_size"),
     Hostile(
         "layers-2^62",
         _config().replace(b'_layers": 2', b'_layers": %d' % 2**62),
@@ -200,7 +200,7 @@ CONFIGS = (
         "{F}: num_hidden_layers",
     ),
     Hostile("width-10^30", _config(hidden_size=10**30), "config.too-large", "{F}: hidden_size"),
-    Hostile("vocabulary-infinite", _config(vocab_size=float("inf")), "source.not-json", "{F}"),
+    Hostile("vocabulary-infinite", _config(vocab_size=float("inf")), "config.invalid-field", "{F}: vocab_size"),
     Hostile("heads-0", _config(num_attention_heads=0), "config.invalid-field", "{F}: num_attention_heads"),
     Hostile("heads-of-fractions", _config(num_attention_heads=0.5), "config.invalid-field", "{F}: num_attention_heads"),
     Hostile(
