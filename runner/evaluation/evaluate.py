@@ -128,10 +128,6 @@ def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))  # exp(710) overflows a double
 
 
-if __name__ == "__main__":
-    main()
-
-
 logger = logging.getLogger("runner")
 
 
@@ -211,3 +207,7 @@ def read_model(
     timetable = find_timetable(default_schedule(placement), placement, whole.num_microbatches)
     schedule = build_schedule(timetable, chunks, plan_stage_metadata(family, packed.stage_modules, dtype), whole)
     return ReadModel(packed=packed, chunks=chunks, schedule=schedule)
+
+
+if __name__ == "__main__":
+    main()

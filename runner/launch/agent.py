@@ -10,8 +10,9 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,8 +35,6 @@ from runner.rundir.state import RunState, clear_state, read_state, write_state
 if TYPE_CHECKING:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-import threading
-from collections.abc import Iterator
 
 _LOCAL = "--standalone"  # of torchrun, for a job of this machine alone
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
@@ -244,10 +243,6 @@ def _after(argv: Sequence[str], word: str) -> str:
     return argv[argv.index(word) + 1]
 
 
-if __name__ == "__main__":
-    main()
-
-
 _EVERY_S = 10.0
 _POLL_S = 1.0
 
@@ -314,3 +309,7 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+if __name__ == "__main__":
+    main()

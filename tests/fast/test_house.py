@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import resource
 import subprocess
@@ -133,3 +134,11 @@ def _children_s() -> float:
     """Return the processor time of all child processes that have ended, in seconds."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def test_modules_run_as_scripts_end_with_their_call() -> None:
+    """What is defined below `if __name__ == "__main__"` does not exist when it runs."""
+    sources = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    scripts = [path for path in sources if "\nif __name__ ==" in path.read_text()]
+    assert scripts
+    assert [str(path) for path in scripts if not isinstance(ast.parse(path.read_text()).body[-1], ast.If)] == []
