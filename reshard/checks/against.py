@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from manifests.digest import PREFIX
-from reshard.checks.finding import Findings, count_of, some
-from reshard.operations.compare import Difference, hash_each
+from reshard.checks.finding import Findings
+from reshard.layout.wording import count_of, some
+from reshard.operations.compare import Difference, hash_each, other_bytes
+from reshard.tensors.comparison import are_of_one_kind, compare, other_kind
 from stores.bundles import TensorAt
 
 
@@ -18,39 +19,24 @@ def check_against(
     progress: Callable[[int], object],
     *,
     reads_bytes: bool,
-) -> int:
-    """Report tensors that only one of two checkpoints has, or that differ; return the bytes that were read."""
-    for names, problem in (
-        ([name for name in other if name not in tensors], "missing here"),
-        ([name for name in tensors if name not in other], f"not in {location}"),
-    ):
+) -> None:
+    """Report tensors that only one of two checkpoints has, or that differ."""
+    comparison = compare(other, tensors, are_of_one_kind)
+    for names, problem in ((comparison.missing, "missing here"), (comparison.unexpected, f"not in {location}")):
         if names:
             sentence = f"{count_of(names, 'tensor')} {problem}: {some(names)}"
             hint = "the two are of different models or versions, or one is incomplete"
             findings.add(location, sentence, hint, names, code="check.other-names")
-    alike = []
-    for name, tensor in tensors.items():
-        expected = other.get(name)
-        if expected is None:
-            continue
-        if (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape):
-            alike.append((tensor, expected))
-            continue
-        problem = f"expected {_kind(expected)} ({expected.file}), found {_kind(tensor)}"
-        findings.add(f"{tensor.file}: {name!r}", problem, code="check.other-kind")
+    for name in comparison.different:
+        problem = other_kind(other[name], tensors[name])
+        findings.add(f"{tensors[name].file}: {name!r}", problem, code="check.other-kind")
     if not reads_bytes:
-        return 0
-    damaged: list[Difference] = []
-    found = hash_each([tensor for tensor, _ in alike], progress, damaged)
-    wanted = hash_each([expected for _, expected in alike], progress, damaged)
-    for (tensor, expected), one, two in zip(alike, found, wanted, strict=True):
-        if None not in (one, two) and one != two:
-            problem = f"expected {PREFIX}{two} ({expected.file}), found {PREFIX}{one}"
-            findings.add(f"{tensor.file}: {tensor.name!r}", problem, code="check.other-bytes")
-    for each in damaged:
-        findings.add(each.where, each.problem, code="check.unreadable")
-    return sum(tensor.nbytes + expected.nbytes for tensor, expected in alike)
-
-
-def _kind(tensor: TensorAt) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
+        return
+    differing = {*comparison.unexpected, *comparison.different}
+    pairs = [(other[name], tensor) for name, tensor in tensors.items() if name not in differing]
+    unreadable: list[Difference] = []
+    digests = hash_each([tensor for _, tensor in pairs], progress, unreadable)
+    for difference in other_bytes(pairs, digests, progress, unreadable):
+        findings.add(difference.where, difference.problem, code="check.other-bytes")
+    for difference in unreadable:
+        findings.add(difference.where, difference.problem, code="check.unreadable")

@@ -13,7 +13,8 @@ from manifests.slices import Slice, problem_with_slices
 from reshard.archives.dcp import bad_metadata, load_metadata
 from reshard.archives.names import METADATA_NAME
 from reshard.archives.pickled import Record
-from reshard.checks.finding import Contents, Findings, count_of, some
+from reshard.checks.finding import Contents, Findings
+from reshard.layout.wording import count_of, some
 from stores.base import Folder
 
 _MOST_DIMENSIONS = 64  # of a tensor of torch

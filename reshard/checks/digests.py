@@ -36,8 +36,8 @@ def check_digests_place(folder: Folder) -> Path:
     return path
 
 
-def write_digests(folder: Folder, progress: OnBytes) -> int:
-    """Read every file and write its size and digest to `digests.json`; return the number of files.
+def write_digests(folder: Folder, progress: OnBytes) -> None:
+    """Read every file and write its size and digest to `digests.json`.
 
     Raises:
         OutputError: as `check_digests_place`.
@@ -46,11 +46,10 @@ def write_digests(folder: Folder, progress: OnBytes) -> int:
     files = {name: _entry(folder, name, progress) for name in _names(folder)}
     document = {"version": _VERSION, "files": files}
     write_file(path, json.dumps(document, indent=1).encode() + b"\n")
-    return len(files)
 
 
-def check_digests(folder: Folder, findings: Findings, progress: OnBytes) -> int:
-    """Read every file that `digests.json` names and report what differs; return the number of files.
+def check_digests(folder: Folder, findings: Findings, progress: OnBytes) -> None:
+    """Read every file that `digests.json` names and report what differs.
 
     Raises:
         SourceError: there is no `digests.json` that can be read.
@@ -76,7 +75,6 @@ def check_digests(folder: Folder, findings: Findings, progress: OnBytes) -> int:
     for name in sorted(expected.keys() - set(names)):
         problem, hint = f"is missing; {DIGESTS_NAME} has it", "download or copy it again"
         findings.add(f"{folder}/{name}", problem, hint, code="check.absent-file")
-    return len(names)
 
 
 def _names(folder: Folder) -> list[str]:

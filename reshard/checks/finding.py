@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from manifests.errors import UserError
-from reshard.layout.wording import counted
 from stores.bundles import TensorAt
-
-_MOST_NAMED = 5  # names in a sentence; `Finding.names` has all of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,14 +48,3 @@ class Findings:
 
     def __len__(self) -> int:
         return len(self._found)
-
-
-def count_of(names: Collection[str], noun: str) -> str:
-    """Return a number with its noun: "1 tensor", "2 tensors"."""
-    return counted(len(names), noun)
-
-
-def some(names: Collection[str]) -> str:
-    """Return the first few of many names, for a sentence."""
-    shown = list(names)[:_MOST_NAMED]
-    return ", ".join(shown) + (", ..." if len(names) > len(shown) else "")

@@ -12,12 +12,13 @@ from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, check_readable, is_sized_by_files, model_shape
 from manifests.readers import ADAPTER_NAMES
 from manifests.schema import ModelDescription
-from reshard.checks.finding import Findings, count_of, some
+from reshard.checks.finding import Findings
 from reshard.checks.numbering import find_missing
 from reshard.checks.weights import Weights
 from reshard.copy.engine import hash_tensors
-from reshard.sources.coverage import compare_with_shape
+from reshard.layout.wording import count_of, some
 from reshard.sources.huggingface import CONFIG_NAME, adapter_error, stored_in, without_absent
+from reshard.tensors.comparison import compare_with_shape
 from stores.base import Folder, read_config, read_whole
 from stores.bundles import TensorAt
 
@@ -107,7 +108,7 @@ def _report_coverage(folder: Folder, weights: Weights, shape: ModelShape, findin
             missing,
             code="source.missing-tensor",
         )
-    if unknown := coverage.unknown:
+    if unknown := coverage.unexpected:
         findings.add(
             folder,
             f"{count_of(unknown, 'tensor')} that {shape.architecture} does not have: {some(unknown)}",
@@ -115,7 +116,7 @@ def _report_coverage(folder: Folder, weights: Weights, shape: ModelShape, findin
             unknown,
             code="source.unknown-tensor",
         )
-    if wrong := coverage.misshapen:
+    if wrong := coverage.different:
         tensor = tensors[wrong[0]]
         problem = f"expected {list(shape.tensors[wrong[0]])} ({CONFIG_NAME}), found {list(tensor.shape)}"
         findings.add(

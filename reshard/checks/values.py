@@ -10,12 +10,11 @@ from reshard.transforms.arithmetic import FLOATS, count_not_finite
 from stores.bundles import TensorAt
 
 
-def check_values(tensors: Iterable[TensorAt], findings: Findings, progress: Callable[[int], object]) -> int:
+def check_values(tensors: Iterable[TensorAt], findings: Findings, progress: Callable[[int], object]) -> None:
     """Read floating-point tensors; report those that have NaN or infinity, and matrices of zeros alone.
 
-    Vectors of zeros are common, such as biases that nobody trained. Returns the bytes that were read.
+    Vectors of zeros are common, such as biases that nobody trained.
     """
-    total_nbytes = 0
     for tensor in tensors:
         if tensor.dtype not in FLOATS or not tensor.nbytes:
             continue
@@ -24,7 +23,6 @@ def check_values(tensors: Iterable[TensorAt], findings: Findings, progress: Call
         except UserError as error:
             findings.add_error(error)
             continue
-        total_nbytes += tensor.nbytes
         where = f"{tensor.file}: {tensor.name!r}"
         if num_broken:
             count = f"{num_broken} value{'s' if num_broken > 1 else ''}"
@@ -33,4 +31,3 @@ def check_values(tensors: Iterable[TensorAt], findings: Findings, progress: Call
         elif is_zero and len(tensor.shape) > 1:
             hint = "was it ever written? take an earlier checkpoint, or download it again"
             findings.add(where, "all values are zero", hint, code="check.all-zero")
-    return total_nbytes

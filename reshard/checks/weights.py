@@ -11,11 +11,13 @@ from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES
 from manifests.paths import problem_with_path
 from manifests.readers import OTHER_WEIGHTS
 from reshard.archives.tensors import read_archive
-from reshard.checks.finding import Contents, Findings, count_of, some
+from reshard.checks.finding import Contents, Findings
 from reshard.checks.numbering import find_missing
+from reshard.layout.wording import count_of, some
 from reshard.sources.huggingface import is_beside
 from reshard.sources.torch_files import TORCH_INDEX_NAME, TORCH_SUFFIX, is_torch_shard
 from reshard.sources.weight_map import read_shard_index, refuse_ranks_of_vllm
+from reshard.tensors.comparison import compare
 from reshard.tensors.source_index import SUFFIX
 from stores.base import Folder, InputFile, read_file_header, read_whole
 from stores.bundles import TensorAt, tensors_in
@@ -217,39 +219,27 @@ def _compare(
     findings: Findings,
 ) -> None:
     """Report tensors that are not where the index says, in both directions."""
-    where, present = str(folder.file(kind.index_name)), {name: set(tensors) for name, tensors in headers.items()}
-    for shard, tensors in sorted(headers.items()):
-        if not tensors:
-            continue  # an empty or unreadable file is reported for itself
-        if unlisted := [fqn for fqn in tensors if fqn not in weight_map]:
-            findings.add(
-                folder.file(shard),
-                f"{kind.index_name} lacks {count_of(unlisted, 'tensor')} of it: {some(unlisted)}",
-                "index and shards are of different versions; download both again",
-                unlisted,
-                code="check.unindexed-tensor",
-            )
-        elsewhere = [fqn for fqn in tensors if weight_map.get(fqn, shard) != shard]
-        if elsewhere:
-            findings.add(
-                folder.file(shard),
-                f"{kind.index_name} says that other shards have these tensors of it: {some(elsewhere)}",
-                "index and shards are of different versions; download both again",
-                elsewhere,
-                code="check.wrong-shard",
-            )
-    absent: dict[str, list[str]] = {}
+    listed: dict[str, dict[str, None]] = {}
     for fqn, shard in weight_map.items():
-        if shard in present and present[shard] and fqn not in present[shard]:
-            absent.setdefault(shard, []).append(fqn)
-    for shard, names in sorted(absent.items()):
-        findings.add(
-            f"{where}: weight_map",
-            f"{shard} lacks {count_of(names, 'tensor')} that the index puts there: {some(names)}",
-            "index and shards are of different versions; download both again",
-            names,
-            code="check.absent-tensor",
-        )
+        listed.setdefault(shard, {})[fqn] = None
+    comparisons = {  # an empty or unreadable file is reported for itself
+        shard: compare(listed.get(shard, {}), dict.fromkeys(tensors))
+        for shard, tensors in sorted(headers.items())
+        if tensors
+    }
+    hint = "index and shards are of different versions; download both again"
+    for shard, comparison in comparisons.items():
+        if unlisted := [fqn for fqn in comparison.unexpected if fqn not in weight_map]:
+            problem = f"{kind.index_name} lacks {count_of(unlisted, 'tensor')} of it: {some(unlisted)}"
+            findings.add(folder.file(shard), problem, hint, unlisted, code="check.unindexed-tensor")
+        if elsewhere := [fqn for fqn in comparison.unexpected if fqn in weight_map]:
+            problem = f"{kind.index_name} says that other shards have these tensors of it: {some(elsewhere)}"
+            findings.add(folder.file(shard), problem, hint, elsewhere, code="check.wrong-shard")
+    for shard, comparison in comparisons.items():
+        if absent := comparison.missing:
+            problem = f"{shard} lacks {count_of(absent, 'tensor')} that the index puts there: {some(absent)}"
+            where = f"{folder.file(kind.index_name)}: weight_map"
+            findings.add(where, problem, hint, absent, code="check.absent-tensor")
 
 
 def _report_stray(

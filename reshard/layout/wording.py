@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import islice
 
 from manifests.errors import LayoutError, UsageError
 
 WHERE = "layout"
+_MOST_NAMED = 5  # names in a sentence
 WIDTH = 72  # characters of the spec shown around the caret
 
 
@@ -46,6 +48,15 @@ def list_words(words: Iterable[object], conjunction: str = "or") -> str:
 def counted(number: int, noun: str) -> str:
     """Return `1 stage`, `2 stages`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def count_of(names: Collection[str], noun: str) -> str:
+    return counted(len(names), noun)
+
+
+def some(names: Collection[str]) -> str:
+    """Return the first few of many names, for a sentence."""
+    return ", ".join(islice(names, _MOST_NAMED)) + (", ..." if len(names) > _MOST_NAMED else "")
 
 
 def in_one_line(text: str) -> str:

@@ -11,6 +11,7 @@ from manifests.errors import InputError
 from manifests.schema import TieGroup
 from reshard.copy.engine import hash_tensors
 from reshard.copy.runs import ByteCounter
+from reshard.tensors.comparison import are_of_one_kind, other_kind
 from stores.bundles import TensorAt
 
 _BATCH = 1 << 14
@@ -60,23 +61,37 @@ def differences_from(
     A name that the source does not store is compared with a tensor that it is tied to.
     """
     differences: list[Difference] = []
-    alike: list[tuple[TensorAt, str, TensorAt]] = []
+    pairs: list[tuple[TensorAt, TensorAt]] = []
     for tensor, digest in stored.items():
-        where = f"{tensor.file}: {tensor.name!r}"
         origin = next((source[fqn] for fqn in _names(tensor.name, ties) if fqn in source), None)
         if origin is None:
-            differences.append(Difference(where, "the source has no such tensor"))
-        elif (origin.dtype, origin.shape) != (tensor.dtype, tensor.shape):
-            problem = f"expected {_kind(origin)} ({origin.file}), found {_kind(tensor)}"
-            differences.append(Difference(where, problem))
+            differences.append(Difference(f"{tensor.file}: {tensor.name!r}", "the source has no such tensor"))
+        elif not are_of_one_kind(origin, tensor):
+            differences.append(Difference(f"{tensor.file}: {tensor.name!r}", other_kind(origin, tensor)))
         elif digest is not None:
-            alike.append((tensor, digest, origin))
-    expected = hash_each([origin for _, _, origin in alike], progress, differences)
-    for (tensor, digest, origin), wanted in zip(alike, expected, strict=True):
-        if wanted is not None and wanted != digest:
-            problem = f"expected {PREFIX}{wanted} ({origin.file}), found {PREFIX}{digest}"
-            differences.append(Difference(f"{tensor.file}: {tensor.name!r}", problem))
+            pairs.append((origin, tensor))
+    differences += other_bytes(pairs, [stored[tensor] for _, tensor in pairs], progress, differences)
     return differences
+
+
+def other_bytes(
+    pairs: Sequence[tuple[TensorAt, TensorAt]],
+    digests: Sequence[str | None],
+    progress: ByteCounter,
+    unreadable: list[Difference],
+) -> list[Difference]:
+    """Compare tensors of one kind, pairs of which is expected and which is there, whose hex digests are given.
+
+    Expected tensors are read; those that cannot be are added to `unreadable`.
+    """
+    expected = hash_each([origin for origin, _ in pairs], progress, unreadable)
+    return [
+        Difference(
+            f"{tensor.file}: {tensor.name!r}", f"expected {PREFIX}{wanted} ({origin.file}), found {PREFIX}{digest}"
+        )
+        for (origin, tensor), wanted, digest in zip(pairs, expected, digests, strict=True)
+        if None not in (wanted, digest) and wanted != digest
+    ]
 
 
 def missing_from(stored: Collection[str], wanted: Iterable[TensorAt], ties: Sequence[TieGroup]) -> list[Difference]:
@@ -94,7 +109,3 @@ def _names(fqn: str, ties: Sequence[TieGroup]) -> Iterator[str]:
         fqns = [member.fqn for member in group.members]
         if fqn in fqns:
             yield from fqns
-
-
-def _kind(tensor: TensorAt) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"

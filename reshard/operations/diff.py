@@ -14,6 +14,7 @@ from reshard.copy.engine import hash_tensors
 from reshard.copy.runs import ByteCounter
 from reshard.operations.compare import in_batches
 from reshard.tensors.checkpoint import Checkpoint, check_digest
+from reshard.tensors.comparison import are_of_one_kind
 from reshard.tensors.slices import slices_of
 from reshard.transforms.cast import FLOATS
 from stores.bundles import TensorAt
@@ -139,7 +140,7 @@ def _with_digests(
 def _compare(holds: Holds, fqn: str, a: TensorAt | None, b: TensorAt | None) -> TensorDifference | None:
     if a is None or b is None:
         problem = f"only in {'A' if b is None else 'B'}"
-    elif (a.dtype, a.shape) != (b.dtype, b.shape):
+    elif not are_of_one_kind(a, b):
         problem = f"{a.dtype} {list(a.shape)} in A, {b.dtype} {list(b.shape)} in B"
     elif a.blake3 != b.blake3:
         problem = "bytes differ"

@@ -10,11 +10,12 @@ from manifests.errors import InputError, ModelError, SourceError
 from manifests.index import INDEX_NAME
 from manifests.invariants import MANIFEST_NAME, SOURCE_FILES, SOURCE_NAME
 from manifests.models import ModelShape, StoredTensors, is_sized_by_files, model_shape, module_of
+from manifests.models.catalogue import entry_of
 from manifests.paths import problem_with_path
 from manifests.readers import ADAPTER_NAMES, OTHER_WEIGHTS, is_weights
 from manifests.schema import ModelDescription, Source
 from reshard.copy.journal import is_working_name
-from reshard.sources.coverage import compare_with_shape, hint_for_unknown
+from reshard.layout.wording import count_of, some
 from reshard.sources.guess import guess_description
 from reshard.sources.source_files import describes_files
 from reshard.sources.torch_files import (
@@ -27,6 +28,7 @@ from reshard.sources.torch_files import (
 )
 from reshard.sources.weight_map import read_shard_index, refuse_ranks_of_vllm, refuse_slices
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
+from reshard.tensors.comparison import compare_with_shape
 from reshard.tensors.read_together import FolderInPart
 from reshard.tensors.source_index import SUFFIX, KeptText, RecordedShard, SourceRecord
 from reshard.tensors.tensor_map import TensorMap
@@ -172,20 +174,20 @@ def check_coverage(
     if missing := coverage.missing:
         raise SourceError(
             where,
-            f"missing {_count(missing, 'tensor')} of the model: {_some(missing)}",
+            f"missing {count_of(missing, 'tensor')} of the model: {some(missing)}",
             "remove --drop, which is for tensors that the model does not need"
             if not dropped.isdisjoint(missing)
             else "the checkpoint is incomplete; download it again",
             code="source.missing-tensor",
         )
-    if unknown := coverage.unknown:
+    if unknown := coverage.unexpected:
         raise SourceError(
             where,
-            f"found {_count(unknown, 'tensor')} that {shape.architecture} does not have: {_some(unknown)}",
-            hint_for_unknown(shape.architecture, unknown[0]),
+            f"found {count_of(unknown, 'tensor')} that {shape.architecture} does not have: {some(unknown)}",
+            _hint_for_unknown(shape.architecture, unknown[0]),
             code="source.unknown-tensor",
         )
-    for fqn in coverage.misshapen:
+    for fqn in coverage.different:
         tensor = tensors[fqn]
         raise SourceError(
             f"{tensor.file}: {fqn!r}.shape",
@@ -193,6 +195,12 @@ def check_coverage(
             "download weights and config from one revision",
             code="source.shape-mismatch",
         )
+
+
+def _hint_for_unknown(architecture: str, fqn: str) -> str:
+    """Return what to do about a tensor that the model does not have: not to drop what it has with another config."""
+    entry, hint = entry_of(architecture), "download weights and config from one revision"
+    return hint if entry is not None and entry.has(fqn) else f"{hint}, or use --drop {fqn}"
 
 
 def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]) -> _Shards:
@@ -210,7 +218,7 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
             raise SourceError(str(folder), "found no safetensors file", hint, code="source.no-shards")
         raise SourceError(
             str(folder),
-            f"expected {_SINGLE_NAME} alone or an {INDEX_NAME}, found {_some(list(found))} and no index",
+            f"expected {_SINGLE_NAME} alone or an {INDEX_NAME}, found {some(found)} and no index",
             code="source.no-index",
         )
     raw, weight_map = _read_index(folder, INDEX_NAME, found, fqns)
@@ -380,11 +388,3 @@ def adapter_error(where: str) -> SourceError:
     problem = "is an adapter, which transformers adds to the model as it opens the folder"
     hint = "merge it into the model, or move it to another folder"
     return SourceError(where, problem, hint, code="source.adapter")
-
-
-def _count(items: Sequence[str], noun: str) -> str:
-    return f"{len(items)} {noun}{'s' if len(items) > 1 else ''}"
-
-
-def _some(items: Sequence[str]) -> str:
-    return ", ".join(items[:5]) + (", ..." if len(items) > 5 else "")
