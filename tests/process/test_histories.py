@@ -29,6 +29,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(place / "whole", place / "damaged")
     flip(checkpoint_path(place / "damaged", 4) / "stage-000/exp_avg/model.safetensors", -9, 4)
     shutil.copytree(checkpoint_path(place / "whole", 2), checkpoint_path(place / "launched", 2))
+    shutil.copytree(place / "whole", place / "copied")
+    shutil.copytree(checkpoint_path(place / "copied", 2), checkpoint_path(place / "copied", 10))
     (place / "blocked").mkdir()
     for step in (1, 2):
         checkpoint_path(place / "blocked", step).touch()
@@ -36,6 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs = [
         saving(place, "damaged", place / "packed", *going_on, "--save", place / "final", steps=8),
         saving(place, "launched", checkpoint_path(place / "launched", 2), *going_on, steps=8),
+        saving(place, "copied", place / "packed", *going_on, steps=6),
         saving(place, "blocked", place / "packed", "--checkpoint-every", 1, "--checkpoint-sync", steps=2),
     ]
     run_jobs(1, jobs)
@@ -67,6 +70,13 @@ def test_trained_weights_are_saved_when_the_checkpoint_that_they_came_from_is_go
 def test_checkpoint_that_is_launched_stays_whatever_keep_says(place: Path) -> None:
     assert "error:" not in said(place / "launched-log")
     assert names_in(place / "launched") == ["step-000002", "step-000008"]
+
+
+def test_copy_under_the_name_of_a_later_step_costs_no_progress(place: Path) -> None:
+    copied = checkpoint_path(place / "copied", 10)
+    assert f"warning: {copied}: its manifest says step 2: not a checkpoint of this run\n" in said(place / "copied-log")
+    assert [line["step"] for line in lines_of(place / "copied-log") if "loss" in line] == [5, 6]
+    assert names_in(place / "copied") == ["step-000006", "step-000010"]
 
 
 def test_run_whose_last_save_fails_has_failed(place: Path) -> None:
