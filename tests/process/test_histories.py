@@ -74,7 +74,7 @@ def test_checkpoint_that_is_launched_stays_whatever_keep_says(place: Path) -> No
 
 def test_copy_under_the_name_of_a_later_step_costs_no_progress(place: Path) -> None:
     copied = checkpoint_path(place / "copied", 10)
-    assert f"warning: {copied}: its manifest says step 2: not a checkpoint of this run\n" in said(place / "copied-log")
+    assert f"warning: {copied}: its manifest says step 2" in said(place / "copied-log")
     assert [line["step"] for line in lines_of(place / "copied-log") if "loss" in line] == [5, 6]
     assert names_in(place / "copied") == ["step-000006", "step-000010"]
 
