@@ -116,6 +116,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2),
         "mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)],
     },
+    "MptForCausalLM": {"n_layers": LAYERS},
     "Qwen4ExpForCausalLM": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,

@@ -17,6 +17,7 @@ from manifests.models.config import MAX_LAYERS
 
 _PATH = Path(__file__).with_name("catalogue.json")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_ALIASES = {"MPTForCausalLM": "MptForCausalLM"}  # MosaicML's own name for it
 _OUTSIDE = -1  # instead of a kind of layer: the tensors outside layers
 
 
@@ -141,6 +142,7 @@ def left_out() -> Mapping[str, str]:
 
 def entry_of(architecture: str) -> CatalogueEntry | None:
     """Return an architecture's entry, if it has one."""
+    architecture = _ALIASES.get(architecture, architecture)
     found = _table()["architectures"].get(architecture)
     return None if found is None else make_entry(architecture, found)
 
