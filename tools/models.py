@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from manifests.models import ARCHITECTURES
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of, left_out
-from runner.config.architectures import TENSOR_PARALLEL, TRAINED, is_generic, why_not_tensor_parallel
+from runner.config.architectures import TENSOR_PARALLEL, TORCHTITAN, is_generic, why_not_tensor_parallel
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -54,7 +54,7 @@ def render() -> str:
 
 
 def _trains(name: str) -> str:
-    if name in TRAINED:
+    if name in TORCHTITAN:
         return "by its own family"
     if is_generic(name):
         entry = entry_of(name)

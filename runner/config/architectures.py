@@ -19,32 +19,17 @@ TORCHTITAN = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-# The architectures that have a family, known here so that launch can refuse the others without torch.
-TRAINED = (
-    *TORCHTITAN,
-    # On transformers' own model classes alone:
-    "FalconForCausalLM",
-    "GPT2LMHeadModel",
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "MixtralForCausalLM",
-    "MptForCausalLM",
-    "OPTForCausalLM",
-    "Phi3ForCausalLM",
-    "PhiForCausalLM",
-    "Qwen2ForCausalLM",
-)
 TENSOR_PARALLEL = TORCHTITAN  # on torchtitan's modules; others are sharded by transformers' plan
 
 
 def is_generic(architecture: str) -> bool:
-    """Return whether an architecture trains by the catalogue, on transformers' own forward."""
-    return generic_entry(architecture) is not None
+    """Return whether an architecture trains by the catalogue alone, on transformers' own forward."""
+    return architecture not in TORCHTITAN and generic_entry(architecture) is not None
 
 
 def generic_entry(architecture: str) -> CatalogueEntry | None:
-    """Return the catalogue's entry of an architecture that trains by it."""
-    entry = entry_of(architecture) if architecture not in TRAINED else None
+    """Return the catalogue's entry of an architecture that transformers' own forward trains."""
+    entry = entry_of(architecture)
     return None if entry is None or entry.refused else entry
 
 
@@ -95,7 +80,7 @@ def check_trainable(architecture: str, where: str = "config.json", *, is_describ
     Raises:
         ModelError: it cannot, with the reason, or a package has a family for an architecture that trains here.
     """
-    trains = not is_described and (architecture in TRAINED or is_generic(architecture))
+    trains = not is_described and generic_entry(architecture) is not None
     own = find_family(architecture)
     if own is not None and trains:
         raise ModelError(

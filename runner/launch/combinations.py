@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from manifests.errors import UsageError
+from manifests.models import ARCHITECTURES
 from manifests.schema import Manifest
 from runner.config.architectures import (
     TENSOR_PARALLEL,
@@ -42,7 +43,7 @@ class Combination:
     implementation: Implementation = "torchtitan"  # whose modules
     has_loss_chunks: bool = False
     whole_because: str = ""  # why matrices of the architecture are not sharded
-    is_generic: bool = False  # trained by the catalogue, or by a family of another package
+    is_generic: bool = False  # known by the catalogue alone, or trained by a family of another package
     is_unverified: bool = False  # by a family of another package, or with more than the hidden state between stages
     num_shards: int = 1  # data-parallel ranks that share each parameter
 
@@ -188,7 +189,7 @@ def combine(
         architecture=architecture,
         implementation=choose_implementation(architecture, options.compute.implementation),
         whole_because=why_not_tensor_parallel(architecture, is_own=is_own),
-        is_generic=is_own or is_generic(architecture),
+        is_generic=is_own or (is_generic(architecture) and architecture not in ARCHITECTURES),
         is_unverified=is_own or hands_on_trees(architecture),
         num_shards=degrees.shard,
         has_loss_chunks=options.compute.loss_chunk is not None,

@@ -15,8 +15,7 @@ from runner.config.architectures import TORCHTITAN, Implementation, choose_imple
 from runner.config.flags import TrainOptions, flag_of
 from runner.config.schema import SYNTHETIC, DataOptions
 from runner.data.files import SUFFIXES, check_first_line, find_files
-from runner.models.decoders import DECODERS, decoder_of, refuse_mtp
-from runner.models.generic_limits import check_fields, check_modules
+from runner.models.generic_limits import check_fields, check_modules, check_positions
 from runner.models.titan_fields import TITAN_FIELDS
 
 _NUM_FILES = 64  # of a source whose first lines are read
@@ -102,9 +101,6 @@ def check_model(launched: Packed, implementation: Implementation | None = None) 
     modules = [module for stage in launched.stage_modules for module in stage]
     if choose_implementation(shape.architecture, implementation) == "torchtitan":
         TITAN_FIELDS[shape.architecture](config, where).check_modules(modules)
-    elif (decoder := decoder_of(shape.architecture)) is not None:
-        decoder.check(ConfigReader(config, where), seq_len=0)
-        refuse_mtp(modules, shape.optional, where)
     elif (entry := generic_entry(shape.architecture)) is not None and launched.manifest.model.description is None:
         check_fields(entry, ConfigReader(config, where))
         known = set(shape.modules) - shape.optional
@@ -118,9 +114,8 @@ def check_length(launched: Packed, options: TrainOptions) -> None:
         InputError: the config has an unsupported field.
         UsageError: the sequences are longer.
     """
-    decoder = DECODERS.get(launched.shape.architecture)
-    if decoder is not None:
-        decoder.check(ConfigReader(launched.config, "config.json"), options.batch.seq_len)
+    config = ConfigReader(launched.config, "config.json")
+    check_positions(launched.shape.architecture, config, options.batch.seq_len)
 
 
 def notes(asked: TrainOptions, options: TrainOptions, origin: Manifest, training: TrainingState | None) -> list[str]:

@@ -10,11 +10,9 @@ from importlib.util import find_spec
 from manifests.errors import InputError
 from manifests.jsontext import with_floats
 from manifests.models import ModelShape, architecture_of, is_sized_by_files, model_shape
-from manifests.models.catalogue import entry_of
 from manifests.schema import ModelDescription
-from runner.config.architectures import Implementation, check_trainable, choose_implementation, is_generic
+from runner.config.architectures import Implementation, check_trainable, choose_implementation, generic_entry
 from runner.config.own_families import find_family
-from runner.models.decoders import DECODERS
 from runner.models.family import Family
 
 __all__ = ["FAMILIES", "Family", "family_for"]
@@ -52,10 +50,8 @@ def family_for(
         from runner.models.implementations import check_model_type
 
         check_model_type(config, architecture, where)
-    if is_generic(architecture):
-        return _generic(architecture, config, max_seq_len, where)
     if chosen == "transformers":
-        return _transformers(config, max_seq_len, where)
+        return _generic(architecture, config, max_seq_len, where)
     return FAMILIES[architecture](config, max_seq_len, where)
 
 
@@ -68,19 +64,11 @@ def _titan(module: str, name: str, config: Mapping[str, object], max_seq_len: in
     return family
 
 
-def _transformers(config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
-    architecture = architecture_of(config, where)
-    _check_installed("transformers", f"{architecture} trains on its model code", _TRANSFORMERS)
-    from runner.models.transformers import Transformers
-
-    return Transformers(config, max_seq_len=max_seq_len, where=where)
-
-
 def _generic(architecture: str, config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
     _check_installed("transformers", f"{architecture} trains on its model code", _TRANSFORMERS)
     from runner.models.generic import Generic
 
-    entry = entry_of(architecture)
+    entry = generic_entry(architecture)
     assert entry is not None, architecture
     return Generic(entry, config, max_seq_len=max_seq_len, where=where)
 
@@ -92,6 +80,7 @@ def _check_installed(package: str, why: str, hint: str) -> None:
 
 
 _TRANSFORMERS = "pip install 'reshard[runner]'"
+# On torchtitan's modules.
 FAMILIES: Mapping[str, Callable[[Mapping[str, object], int, str], Family]] = {
     "DeepseekV3ForCausalLM": partial(_titan, "deepseek_v3", "DeepSeekV3"),
     "GptOssForCausalLM": partial(_titan, "gpt_oss", "GptOss"),
@@ -99,5 +88,4 @@ FAMILIES: Mapping[str, Callable[[Mapping[str, object], int, str], Family]] = {
     "MistralForCausalLM": partial(_titan, "llama", "Mistral"),
     "Qwen3ForCausalLM": partial(_titan, "qwen3", "Qwen3"),
     "Qwen3MoeForCausalLM": partial(_titan, "qwen3", "Qwen3Moe"),
-    **dict.fromkeys(DECODERS, _transformers),
 }

@@ -5,25 +5,27 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 
-from manifests.errors import ModelError, UsageError
+from manifests.errors import InputError, ModelError, UsageError
+from manifests.models import ARCHITECTURES, ModelShape
 from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
-from runner.models.generic_limits import check_fields, check_modules
+from runner.models.generic_limits import check_fields, check_modules, check_positions
 from runner.models.implementations import without_implementations
 from runner.models.lengths import longest_alike
-from runner.models.refusals import refusals
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
 from runner.models.shrink import shrink
 from runner.models.stage_of_any import StageOfAny, is_stand_in
@@ -40,6 +42,9 @@ _CONFIG: Mapping[str, object] = {
     "tie_word_embeddings": False,
     "use_cache": False,
 }
+_NARROW = "model.decoder.project_in"  # of an OPT: hidden states are not as wide before it, nor after the last layer
+# Sizes of experts must be multiples of this for torch's grouped product in 16 bits.
+_ALIGNMENT = 8
 
 
 class WholeModel(nn.Module):
@@ -81,23 +86,33 @@ class Generic:
         where: str = "config.json",
         model_class: type[PreTrainedModel] | None = None,
     ) -> None:
-        self.architecture, self._entry, self._where = entry.architecture, entry, where
-        self.hands_on_trees = entry.hands_on_trees
+        self.architecture, self._where = entry.architecture, where
         fields: Mapping[str, object] = without_implementations(config)
-        check_fields(entry, ConfigReader(fields, where))
-        with refusals(self._where):
+        reader = ConfigReader(fields, where)
+        check_fields(entry, reader)
+        check_positions(entry.architecture, reader, max_seq_len)
+        described = ARCHITECTURES.get(entry.architecture)
+        shape = described(reader) if described else None
+        self._entry = entry = entry if shape is None else _with_modules(entry, shape)
+        self.hands_on_trees = entry.hands_on_trees or _NARROW in entry.inputs
+        with _refusals(self._where):
             self._class, self._given = (model_class, fields) if model_class else _class_and_fields(entry, fields)
             config_class: Any = self._class.config_class
             read = config_class.from_dict(copy.deepcopy(dict(self._given)))
             self._is_tied = bool(entry.ties and read.tie_word_embeddings)
             self._config = config_class.from_dict({**copy.deepcopy(dict(self._given)), **_CONFIG})
+        if shape is not None:
+            self._fit(shape, config)
         whole = self._whole("meta")
         self._layers_name, num_layers = self._list_of_layers(whole)
         layers = tuple(f"{entry.layers}.{index}" for index in range(num_layers))
         self.modules: tuple[str, ...] = (*entry.inputs, *layers, *entry.outputs)
         self.hidden_size: int = self._config.get_text_config().hidden_size
-        check_length(self._config, max_seq_len)
         self._regions = self._find_regions(whole)
+        if shape is None:
+            check_length(self._config, max_seq_len)
+        else:
+            self._check_parameters(shape)
         self._outside = self._paths_outside(whole)
         head = next(found for name in self._regions for found in self._regions[name]
                     if found.fqn == f"{entry.outputs[-1]}.weight")  # fmt: skip
@@ -136,11 +151,6 @@ class Generic:
         found = (pieces_in(region, memory, offset) for region in self._regions[name.removeprefix(_PREFIX)])
         return tuple(piece for piece in found if piece is not None)
 
-    @property
-    def together(self) -> tuple[tuple[str, ...], ...]:
-        """The modules that must be on one stage; see `check_modules`."""
-        return (self._entry.inputs, self._entry.outputs if self.hands_on_trees else ())
-
     def tiny(self) -> Generic:
         """Return the family of a model of the same config, with all layers and small widths."""
         read = type(self._config).from_dict(copy.deepcopy(dict(self._given))).to_dict()
@@ -157,7 +167,7 @@ class Generic:
 
     def whole(self) -> WholeModel:
         """Return transformers' model with random weights on the CPU, ties and dropout as the config says."""
-        with refusals(self._where):
+        with _refusals(self._where):
             config = type(self._config).from_dict(copy.deepcopy({**self._given, "use_cache": False}))
             config._experts_implementation = self._config._experts_implementation
             return WholeModel(self._class(config), self._in_files)
@@ -177,8 +187,33 @@ class Generic:
     def padded_length(self, length: int, most: int) -> int:
         return longest_alike(self._config, length, most)
 
+    def _fit(self, shape: ModelShape, config: Mapping[str, object]) -> None:
+        """Compute experts of any width, and refuse two values of one field: which counts is transformers' secret."""
+        for alias, name in self._config.attribute_map.items():
+            if alias in config and name in config and config[alias] != config[name]:
+                problem = f"{config[alias]!r} contradicts {name}, which is the same field and is {config[name]!r}"
+                raise ModelError(
+                    f"{self._where}: {alias}", problem, "leave the wrong one out", code="config.contradictory-fields"
+                )
+        if any(size % _ALIGNMENT for name, sizes in shape.tensors.items() if ".experts." in name for size in sizes):
+            self._config._experts_implementation = "eager"
+
+    def _check_parameters(self, shape: ModelShape) -> None:
+        """Refuse a transformers whose model has other tensors than the architecture's files."""
+        by_module = shape.by_module()
+        expected = {fqn: shape.tensors[fqn] for module in self.modules for fqn in by_module[module]}
+        built = {region.fqn: region.shape for regions in self._regions.values() for region in regions}
+        different = sorted(fqn for fqn in expected.keys() | built.keys() if expected.get(fqn) != built.get(fqn))
+        if different:
+            raise InputError(
+                f"transformers {transformers.__version__}",
+                f"its {self.architecture} differs in {len(different)} parameters, {different[0]} among them",
+                "install the version that reshard[runner] asks for",
+                code="system.wrong-version",
+            )
+
     def _whole(self, device: str) -> PreTrainedModel:
-        with refusals(self._where), torch.device(device), no_init_weights():
+        with _refusals(self._where), torch.device(device), no_init_weights():
             return self._class(copy.deepcopy(self._config))
 
     @cached_property
@@ -252,7 +287,8 @@ class Generic:
 
     def _paths_outside(self, model: PreTrainedModel) -> dict[str, str]:
         """Return each module outside the layers and its name in memory."""
-        found: dict[str, str] = {}
+        in_memory = {name for name, _ in model.named_modules()}
+        found = {name: name for name in (*self._entry.inputs, *self._entry.outputs) if name in in_memory}
         for name, regions in self._regions.items():
             if name.startswith(f"{self._layers_name}."):
                 continue
@@ -261,6 +297,31 @@ class Generic:
             beside_layers = ".".join(name.split(".")[: self._layers_name.count(".") + 1])
             found[module] = name.removesuffix(leaf) if name.endswith(leaf) else beside_layers
         return found
+
+
+@contextmanager
+def _refusals(where: str) -> Iterator[None]:
+    """Run a block in which transformers reads a config; `where` is the config's name.
+
+    Raises:
+        ModelError: transformers refuses it.
+    """
+    try:
+        yield
+    except (StrictDataclassError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        message = " ".join(str(error).split())
+        raise ModelError(
+            where,
+            f"transformers {transformers.__version__} refuses it: {message}",
+            code="config.refused-by-transformers",
+        ) from error
+
+
+def _with_modules(entry: CatalogueEntry, shape: ModelShape) -> CatalogueEntry:
+    """Return an entry with the modules before and after the layers that a config's model has."""
+    modules = [module for module in shape.modules if module not in shape.optional]
+    layers = [position for position, module in enumerate(modules) if module.startswith(f"{entry.layers}.")]
+    return replace(entry, inputs=tuple(modules[: layers[0]]), outputs=tuple(modules[layers[-1] + 1 :]))
 
 
 def _class_and_fields(

@@ -1,12 +1,15 @@
 """A stage of any decoder of transformers: the model's own forward, with the modules of other stages replaced.
 
 # Note [A stage of any decoder]
-A stage runs the model's own forward, as in Note [A stage of a transformers model]. Where that note lists what to take
-out, here the hidden state is exchanged at two places. What enters the first layer of the list is replaced by what
-arrived from the stage before, so all that a model does between its embedding and its layers (positions, norms, scales)
-is computed on zeros and thrown away. What enters the place of the first layer of the next stage is what leaves. Masks,
-rotary tables and the like are computed on each stage, by transformers, from the length of the sequence. A layer of
-another stage keeps its attributes, which some models read.
+A stage runs the model's own forward, and exchanges the hidden state at two places. What enters the first layer of the
+list is replaced by what arrived from the stage before, so all that a model does between its embedding and its layers
+(positions, norms, scales) is computed on zeros and thrown away. What enters the place of the first layer of the next
+stage is what leaves. Masks, rotary tables, ALiBi and the like are computed on each stage, by transformers, from the
+length of the sequence. A layer of another stage keeps its attributes, which some models read. Dropout between the
+embedding and the layers is drawn by the stage with the last module before the layers alone.
+
+A stage with some of the modules before the layers, but not the first, takes what arrived in the place of embedded
+tokens: a table of positions of an earlier stage adds nothing, and a projection of another stage returns its input.
 
 Layers of some architectures take more that depends on the tokens: an input for each layer (Gemma 4), keys and values of
 an earlier layer (Gemma 3n), indices that an earlier layer chose (GLM 5), the tokens (DeepSeek-V4). The catalogue names
@@ -48,7 +51,8 @@ class StageOfAny(nn.Module):
         self._hands_on_trees = entry.hands_on_trees
         listed = model.get_submodule(layers)
         assert isinstance(listed, nn.ModuleList)
-        self._takes_tokens = bool(owned & set(entry.inputs))
+        self._takes_tokens = entry.inputs[0] in owned
+        self._takes_embedded = not self._takes_tokens and not owned.isdisjoint(entry.inputs)
         self._has_norms = bool(owned & set(entry.outputs))
         self._gives_logits = entry.outputs[-1] in owned
         here = [index for index in range(len(listed)) if f"{entry.layers}.{index}" in owned]
@@ -67,7 +71,11 @@ class StageOfAny(nn.Module):
         for module, path in names.items():
             if module not in owned:
                 model.set_submodule(path, _skip(model.get_submodule(path), keeps_width=not self._hands_on_trees))
-        if not self._takes_tokens:
+        if entry.inputs[-1] not in owned:
+            for name, part in list(model.named_modules()):
+                if isinstance(part, nn.Dropout) and not name.startswith(f"{layers}."):
+                    model.set_submodule(name, nn.Identity())
+        if not self._takes_tokens and not self._takes_embedded:
             listed[0].register_forward_pre_hook(self._enter, with_kwargs=True)
         if not self._has_norms and self._last + 1 < len(listed):
             listed[self._last + 1].register_forward_pre_hook(self._leave, with_kwargs=True)
@@ -95,6 +103,8 @@ class StageOfAny(nn.Module):
         runs = self.model if self._gives_logits else self._base()
         if self._takes_tokens:
             return runs(input_ids=given, use_cache=False)
+        if self._takes_embedded:
+            return runs(inputs_embeds=given, use_cache=False)
         if not self._hands_on_trees:
             self._arrived = given
             found = runs(inputs_embeds=torch.zeros_like(given), use_cache=False)

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
+from manifests.errors import ModelError
 from manifests.models import ConfigReader, model_shape
-from runner.models.decoders import refuse_mtp
 from runner.models.rope_fields import Rope, positive_number, read_rope
 
 
@@ -53,7 +53,14 @@ class TitanFields(ABC):
         Raises:
             InputError: naming the first that is.
         """
-        refuse_mtp(modules, self._extra, self.read.where)
+        if extra := self._extra & set(modules):
+            raise ModelError(
+                f"{self.read.where}: num_nextn_predict_layers",
+                f"{min(extra)} predicts further tokens (MTP), which cannot be trained in a pipeline",
+                "they can be packed; to train, pack again without them: num_nextn_predict_layers 0 in config.json, "
+                "and --drop for each of their tensors",
+                code="config.mtp-layers",
+            )
 
     @property
     def head_dim(self) -> int:

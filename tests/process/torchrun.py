@@ -34,10 +34,10 @@ _IMPORTED = (
     "runner.train",
     "runner.evaluation.evaluate",
     "runner.models.deepseek_v3",
+    "runner.models.generic",
     "runner.models.gpt_oss",
     "runner.models.llama",
     "runner.models.qwen3",
-    "runner.models.transformers",
 )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from manifests.errors import InputError
 from manifests.models import model_shape
-from runner.config.architectures import TRAINED
+from runner.config.architectures import TORCHTITAN
 from runner.models import FAMILIES, family_for
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}
@@ -144,4 +144,4 @@ def test_import_brings_in_no_more_than_needed(module: str, absent: str) -> None:
 
 
 def test_every_architecture_that_launch_lets_through_has_a_family() -> None:
-    assert sorted(TRAINED) == sorted(FAMILIES)
+    assert sorted(TORCHTITAN) == sorted(FAMILIES)

@@ -10,7 +10,7 @@ import torch
 
 from manifests.errors import UserError
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of
-from runner.config.architectures import TRAINED, check_trainable, is_generic
+from runner.config.architectures import TORCHTITAN, check_trainable, is_generic
 from runner.models import family_for
 from runner.models.regions import pieces_in, regions_of
 from tests.fast.models.catalogued import DOZEN, config_of
@@ -135,7 +135,7 @@ def check(found: Trained) -> None:
 
 
 def test_architectures_that_cannot_be_cut_are_refused_with_the_reason() -> None:
-    refused = [name for name in catalogued() if not is_generic(name) and name not in TRAINED]
+    refused = [name for name in catalogued() if not is_generic(name) and name not in TORCHTITAN]
     assert refused
     for name in refused:
         with pytest.raises(UserError) as caught:

@@ -90,7 +90,7 @@ def test_request_that_cannot_begin_is_refused(
 @pytest.mark.parametrize("training", [(), ("--resume", "auto", "--checkpoint", "PLACE/new")])
 @pytest.mark.parametrize(
     ("config", "num_tensor", "code"),
-    [("tiny-qwen2", 2, "options.tp-architecture"), ("tiny-llama", 3, "options.tp-divisor")],
+    [("tiny-gpt2", 2, "options.tp-architecture"), ("tiny-llama", 3, "options.tp-divisor")],
 )
 def test_tensor_parallelism_that_no_number_of_ranks_allows_is_refused_before_ranks_are_counted(
     config: str, num_tensor: int, code: str, training: Words, tmp_path: Path

@@ -93,6 +93,9 @@ def test_combination_is_read_from_manifest_options_and_timetable(tmp_path: Path)
     options = parse_training(["--data", "synthetic", "--compile", "--global-batch", "4"])
     found = combine(manifest, options, choose_timetable(options.schedule, manifest, options.batch.num_microbatches))
     assert found == Combination(schedule="ZBVZeroBubble", splits_backward=True, is_compiled=True)
+    for architecture, refused in (("MptForCausalLM", False), ("Qwen2ForCausalLM", False), ("Olmo3ForCausalLM", True)):
+        other = replace(manifest, model=replace(manifest.model, architecture=architecture))
+        assert combine(other, options, choose_timetable(None, manifest, 4)).is_generic == refused
     # Layers numbered after the model's are for multi-token prediction.
     last = replace(manifest.stages[-1], modules=(*manifest.stages[-1].modules, "model.layers.4", "model.layers.5"))
     longer = replace(manifest, stages=(*manifest.stages[:-1], last))

@@ -18,6 +18,7 @@ from runner.models.generic import Generic
 from runner.pipeline import self_check
 from runner.pipeline.self_check import SelfChecked
 from runner.training.self_check import RunOptions, check_stages
+from tests.fast.models.built import DECODERS, read_config
 from tests.fast.models.catalogued import config_of, quiet
 from tests.fast.runner.twins import NAME, TwinForCausalLM, entry_of_twin, twin_config
 
@@ -135,9 +136,32 @@ def test_random_numbers_of_the_run_are_untouched(twin: Callable[[str], Generic])
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_families_of_their_own_shapes_are_not_checked() -> None:
-    config = config_of("Qwen2ForCausalLM").to_dict()
-    assert not isinstance(family_for({**config, "architectures": ["Qwen2ForCausalLM"]}, max_seq_len=8), SelfChecked)
+def test_families_on_torchtitan_are_not_checked() -> None:
+    llama = read_config("tiny-llama")
+    assert not isinstance(family_for(llama, max_seq_len=8, implementation="torchtitan"), SelfChecked)
+    assert isinstance(family_for(llama, max_seq_len=8, implementation="transformers"), SelfChecked)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("tiny-gpt2", {}), ("tiny-mixtral", {}), ("tiny-mpt", {}), ("tiny-opt", {"word_embed_proj_dim": 16})],
+)
+def test_architectures_of_the_table_take_every_option_with_each_module_on_its_own_stage(
+    name: str, changes: Mapping[str, int]
+) -> None:
+    family = family_for(read_config(name, **changes), max_seq_len=8)
+    assert isinstance(family, Generic)
+    options = ComputeOptions(recompute="selective", loss_chunk=5)
+    check(family, *[1] * (len(family.modules) - 1), run=RunOptions(compute=options, splitting="ZBVZeroBubble"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DECODERS)
+def test_compiled_layers_of_architectures_of_the_table_compute_what_the_whole_model_does(name: str) -> None:
+    family = family_for(read_config(name), max_seq_len=8)
+    assert isinstance(family, Generic)
+    options = ComputeOptions(recompute="full", is_compiled=True)
+    check(family, *[1] * (len(family.modules) - 1), run=RunOptions(compute=options))
 
 
 @pytest.mark.parametrize(("heads", "width", "code"), [(2, 32, None), (4, 32, "model.no-self-check")])

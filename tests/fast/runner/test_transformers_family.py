@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests.errors import InputError, UserError
-from manifests.models import model_shape
-from runner.config.architectures import TRAINED
-from runner.models import FAMILIES, family_for
-from runner.models.decoders import DECODERS as TABLE
+from manifests.models import ARCHITECTURES, model_shape
+from runner.config.architectures import TORCHTITAN, is_generic
+from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, materialize
 from runner.training.rng import seed_rng
 from tests.fast.models.built import DECODERS, TRUE_DECODERS, read_config
@@ -45,10 +44,16 @@ def forward(chunks: tuple[StageChunk, ...]) -> torch.Tensor:
     return tensor
 
 
-def test_table_has_each_architecture_of_this_road() -> None:
-    assert set(TABLE) <= set(TRAINED)
-    assert set(TABLE) <= FAMILIES.keys()
-    assert {read_config(name)["architectures"][0] for name in DECODERS} == set(TABLE)
+def test_every_architecture_described_by_hand_trains_by_the_catalogue_or_on_torchtitan() -> None:
+    architectures = {read_config(name)["architectures"][0] for name in DECODERS}
+    assert architectures | {"MPTForCausalLM"} == ARCHITECTURES.keys() - set(TORCHTITAN)
+    assert all(map(is_generic, architectures))
+
+
+def test_mosaicml_s_name_for_mpt_trains_as_the_other() -> None:
+    config = read_config("tiny-mpt", architectures=["MPTForCausalLM"])
+    assert family_for(config, max_seq_len=8).architecture == "MptForCausalLM"
+    assert is_generic("MPTForCausalLM")
 
 
 @pytest.mark.parametrize("name", TRUE_DECODERS)
@@ -263,9 +268,13 @@ def test_missing_transformers_is_said_with_what_to_install(monkeypatch: pytest.M
     assert (error.value.code, error.value.where) == ("system.missing-package", "transformers")
 
 
-def test_parameters_that_files_have_not_are_refused() -> None:
-    family = family_for(read_config("tiny-gpt2"), max_seq_len=8)
-    family._config.n_inner = 48  # type: ignore[attr-defined] # as if a version of transformers had changed
+def test_parameters_that_files_have_not_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Changed(transformers.GPT2LMHeadModel):  # as if a version of transformers had changed
+        def __init__(self, config: transformers.GPT2Config) -> None:
+            config.n_inner = 48
+            super().__init__(config)
+
+    monkeypatch.setattr(transformers, "GPT2LMHeadModel", Changed)
     with pytest.raises(InputError) as error:
-        family.build(family.modules)
+        family_for(read_config("tiny-gpt2"), max_seq_len=8)
     assert (error.value.code, error.value.where) == ("system.wrong-version", f"transformers {transformers.__version__}")
