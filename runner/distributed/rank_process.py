@@ -88,9 +88,10 @@ def _fail(error: UserError, *, echo: bool | Literal["json"] = True) -> int:
 
 
 def _crash(error: Exception, world: World) -> int:
-    """Report what ended this rank: out of memory or a lost rank in a line, a bug with its traceback."""
+    """Report what ended this rank: what torch wrapped, out of memory or a lost rank in a line, a bug with traceback."""
     place = rank_label(world.rank)
-    if (said := exhausted(error) or unreachable(error)) is not None:
+    wrapped = next((cause for cause in causes(error) if isinstance(cause, UserError)), None)
+    if (said := wrapped or exhausted(error) or unreachable(error)) is not None:
         return _fail(said.on_rank(place))
     lost = [cause for cause in causes(error) if isinstance(cause, dist.DistError) or "gloo" in str(cause).lower()]
     if lost:

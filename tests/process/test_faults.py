@@ -286,3 +286,24 @@ def test_launcher_that_ends_takes_all_ranks_with_it(
     assert "error: " not in run.said
     if code == 130:
         assert run.said.endswith(f"interrupted by {number.name}\n")
+
+
+def test_a_refusal_that_torch_wraps_is_printed_without_a_traceback() -> None:
+    """As pipelining wraps what the recomputation of a layer refuses in a backward."""
+    script = """
+from manifests.errors import ModelError
+from runner.distributed.rank_process import run_rank
+
+def act(world):
+    try:
+        raise ModelError("--ac", "a layer cannot be recomputed", code="model.not-recomputable")
+    except ModelError as error:
+        raise RuntimeError("[Stage 0] failed to run backward") from error
+
+run_rank(act)
+"""
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, "-P", "-c", script]
+    ended = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stderr.count("\n")) == (3, 1), ended.stderr
+    assert "--ac: a layer cannot be recomputed [model.not-recomputable]" in ended.stderr
