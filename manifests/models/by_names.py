@@ -265,7 +265,10 @@ def _ties(entry: CatalogueEntry, config: ConfigReader, tensors: dict[str, Shape]
             groups.setdefault(owner, [owner]).append(replica)
         elif entry.is_described and entry.tied:
             problem = f"expected true, or nothing, as --model ties {owner} and {replica}, found false"
-            hint = "correct the field; or say tied = false in the file of --model: the field alone decides then"
+            hint = (
+                "correct the field; or say tied = false in the file of --model: the field alone decides then; "
+                "if this is a packed folder, pack its source again with either"
+            )
             raise config.error("tie_word_embeddings", problem, hint, code="model.untied-by-config")
     for owner, group in [*groups.items()]:
         dims = next((tensors[name] for name in group if name in tensors), None)

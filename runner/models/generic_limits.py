@@ -41,6 +41,8 @@ _POSITIONS: Mapping[str, tuple[str, int]] = {
     "OPTForCausalLM": ("max_position_embeddings", 2048),
 }
 
+_SHARING_WIDTH = "StableLmForCausalLM"  # its heads are always as wide as their share of the hidden size
+
 
 def check_fields(entry: CatalogueEntry, config: ConfigReader) -> None:
     """Refuse fields that make a loss of more than the logits, whole stages without gradients, or another model.
@@ -55,6 +57,8 @@ def check_fields(entry: CatalogueEntry, config: ConfigReader) -> None:
         for name, allowed in _OFF if reader is not None else ():
             assert reader is not None
             reader.expect(name, allowed)
+    if entry.architecture == _SHARING_WIDTH and config.config.get("head_dim"):  # only RoPE reads it
+        config.expect("head_dim", config.count("hidden_size") // config.count("num_attention_heads"))
 
 
 def _check_supported(supported: Mapping[str, tuple[object, ...]], config: ConfigReader) -> None:

@@ -23,6 +23,7 @@ from tests.builders import (
     run,
     write_model,
 )
+from tests.fast.reshard.forged import change_file, change_manifest
 
 OWN = {"architectures": ["MyForCausalLM"]}
 GIVEN = {
@@ -232,6 +233,21 @@ def test_description_of_another_model_is_refused(case: str, tmp_path: Path, word
     refused = refusal("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out", *more)
     assert refused.found == (3, code, f"{tmp_path}/source{place}")
     assert not (tmp_path / "out").exists()
+    wording(refused.text)
+
+
+def test_folder_that_was_packed_without_its_tie_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    """As versions wrote them that dropped ties of the file of --model."""
+    write_own(tmp_path / "source", random_tensors(llama_config()))
+    description = write_description(tmp_path / "model.toml", ties=[["model.embed_tokens.weight", HEAD]], tied=False)
+    out = tmp_path / "out"
+    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", out, "--model", description)
+    config = json.loads((out / "config.json").read_text())
+    change_file(out, "config.json", json.dumps(config | {"tie_word_embeddings": False}).encode())
+    change_manifest(out, lambda document: document["model"]["description"].update(tied=True))
+    for verb in (("pack", out, "--layout", "pp=1"), ("export", out, "--to", "hf")):
+        refused = refusal(*verb, "--out", tmp_path / "again")
+        assert refused.found == (3, "model.untied-by-config", f"{out}/config.json: tie_word_embeddings")
     wording(refused.text)
 
 
