@@ -296,9 +296,9 @@ from runner.distributed.rank_process import run_rank
 
 def act(world):
     try:
-        raise ModelError("--ac", "a layer cannot be recomputed", code="model.not-recomputable")
+        raise ModelError("--ac", "refused", code="model.not-recomputable")
     except ModelError as error:
-        raise RuntimeError("[Stage 0] failed to run backward") from error
+        raise RuntimeError("wrapped") from error
 
 run_rank(act)
 """
@@ -306,4 +306,4 @@ run_rank(act)
     command = [sys.executable, "-P", "-c", script]
     ended = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, timeout=100)
     assert (ended.returncode, ended.stderr.count("\n")) == (3, 1), ended.stderr
-    assert "--ac: a layer cannot be recomputed [model.not-recomputable]" in ended.stderr
+    assert "--ac: refused [model.not-recomputable]" in ended.stderr
