@@ -29,14 +29,14 @@ from reshard.sources.huggingface import CONFIG_NAME
 from reshard.sources.open import links_of, open_described
 from reshard.tensors.checkpoint import Checkpoint
 
-if TYPE_CHECKING:
-    from reshard.estimate.training_estimate import Forecast
-
 from manifests.memory import estimate_memory, memory_of
 from manifests.placement import Placement
 from manifests.schedules import in_flight, schedule_table
 from reshard.estimate.assumptions import MOST_PASSES, num_passes
 from reshard.estimate.training_estimate import training_of
+
+if TYPE_CHECKING:
+    from reshard.estimate.training_estimate import Forecast
 
 _SOLVED = re.compile(r"\s*(balance:|parameters\b|type:)")  # the spellings that take limit=
 

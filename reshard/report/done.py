@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manifests.errors import printable
@@ -17,16 +21,11 @@ from stores.address import is_url
 from stores.manifest_file import Address
 
 if TYPE_CHECKING:
+    from reshard.checks.check import CheckResult
+    from reshard.operations.diff import DiffResult, TensorDifference
     from reshard.operations.export import ExportResult
+    from reshard.operations.push import PushResult
     from reshard.operations.verify import VerifyResult
-import json
-from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
-
-from reshard.checks.check import CheckResult
-from reshard.operations.diff import DiffResult, TensorDifference
-from reshard.operations.push import PushResult
 
 
 def hub_lines(report: HubReport) -> list[str]:
