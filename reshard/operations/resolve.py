@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 from manifests.collector import collector_paused
 from manifests.errors import UsageError
 from manifests.invariants import MANIFEST_NAME
+from manifests.memory import estimate_memory, memory_of
 from manifests.models import ModelShape
-from manifests.schedules import check_schedule
+from manifests.placement import Placement
+from manifests.schedules import check_schedule, in_flight, schedule_table
 from manifests.schema import Manifest, TieGroup
 from manifests.sizes import parse_size, write_size
-from reshard.estimate.assumptions import Assumptions, check_assumptions
+from reshard.estimate.assumptions import MOST_PASSES, Assumptions, check_assumptions, num_passes
 from reshard.estimate.costs import ModuleTime, costs_of
+from reshard.estimate.training_estimate import training_of
 from reshard.layout import StageLayout, parse_layout
 from reshard.layout.balance import balances_memory, balances_time, unsolved
 from reshard.layout.degrees import read_words
@@ -28,12 +31,6 @@ from reshard.sources.config import find_config, open_config
 from reshard.sources.huggingface import CONFIG_NAME
 from reshard.sources.open import links_of, open_described
 from reshard.tensors.checkpoint import Checkpoint
-
-from manifests.memory import estimate_memory, memory_of
-from manifests.placement import Placement
-from manifests.schedules import in_flight, schedule_table
-from reshard.estimate.assumptions import MOST_PASSES, num_passes
-from reshard.estimate.training_estimate import training_of
 
 if TYPE_CHECKING:
     from reshard.estimate.training_estimate import Forecast
