@@ -23,7 +23,7 @@ from manifests.errors import InputError, ModelError, UsageError
 from manifests.models import ARCHITECTURES, ModelShape
 from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
-from runner.models.generic_limits import check_fields, check_modules, check_positions
+from runner.models.generic_limits import check_fields, check_modules, check_positions, modules_together
 from runner.models.implementations import without_implementations
 from runner.models.lengths import longest_alike
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
@@ -150,6 +150,11 @@ class Generic:
     def pieces(self, name: str, memory: torch.Tensor, offset: tuple[int, ...]) -> tuple[Piece, ...]:
         found = (pieces_in(region, memory, offset) for region in self._regions[name.removeprefix(_PREFIX)])
         return tuple(piece for piece in found if piece is not None)
+
+    @property
+    def together(self) -> tuple[tuple[str, ...], ...]:
+        """The modules that must be on one stage; `runner measure` runs them at a time."""
+        return modules_together(self._entry)
 
     def tiny(self) -> Generic:
         """Return the family of a model of the same config, with all layers and small widths."""

@@ -84,10 +84,18 @@ def check_positions(architecture: str, config: ConfigReader, seq_len: int) -> No
         raise UsageError("--seq-len", problem, code="options.sequence-length")
 
 
-def check_modules(entry: CatalogueEntry, known: Collection[str], stages: Iterable[Collection[str]], where: str) -> None:
-    """Check that stages have modules of the text model only, of which `known` are all, and the inputs together.
+def modules_together(entry: CatalogueEntry) -> tuple[tuple[str, ...], ...]:
+    """Return the modules that must be on one stage.
 
     Those of an architecture that is described tensor by tensor may be on several: they add to the hidden state.
+    """
+    if entry.architecture in ARCHITECTURES:
+        return ()
+    return (entry.inputs, entry.outputs if entry.hands_on_trees else ())
+
+
+def check_modules(entry: CatalogueEntry, known: Collection[str], stages: Iterable[Collection[str]], where: str) -> None:
+    """Check that stages have modules of the text model only, of which `known` are all, and the inputs together.
 
     Raises:
         ModelError: one of them is for images or sound or for multi-token prediction, or the inputs are apart.
@@ -108,9 +116,7 @@ def check_modules(entry: CatalogueEntry, known: Collection[str], stages: Iterabl
                     f"pack the source again with --drop for the tensors of {module}",
                     code="config.mtp-layers",
                 )
-        if entry.architecture in ARCHITECTURES:
-            continue
-        for together in (entry.inputs, entry.outputs if entry.hands_on_trees else ()):
+        for together in modules_together(entry):
             found = [module for module in together if module in modules]
             if found and len(found) < len(together):
                 raise ModelError(

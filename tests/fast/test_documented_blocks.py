@@ -70,6 +70,7 @@ def test_listing_of_a_packed_folder_is_what_pack_writes(tmp_path: Path) -> None:
     _, *lines = (re.split(r" {3,}", line.strip())[0] for line in block.text.splitlines())
     listed = {name for line in lines for name in line.split(", ")} - {"tokenizer", "…"}
     write_model(tmp_path / "model", llama_config(tie_word_embeddings=True))
+    (tmp_path / "model" / "SHA256SUMS").write_text("")
     assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "out").code == 0
     packed = tmp_path / "out"
     found = {path.relative_to(packed).as_posix() for path in packed.rglob("*") if path.is_file()}
