@@ -235,7 +235,7 @@ def test_second_writer_is_refused_until_the_first_has_ended(s3: S3Server) -> Non
 
 def test_writer_that_was_taken_over_commits_nothing_and_removes_nothing(s3: S3Server) -> None:
     url = url_of("taken")
-    first = open_output(url)
+    first = open_output(url, wanted=Wanted(small={"config.json"}))
     first.put("config.json", b"of the first")
     second = write_checkpoint(url, seed=1, force=True)
     expected = {
