@@ -25,9 +25,9 @@ from checkpoints import llama_of, write_checkpoint
 
 from reshard.copy.engine import write_shards
 from reshard.estimate.assumptions import Assumptions
-from reshard.operations.resolve import LayoutRequest, lay_out
+from reshard.formats.open import open_source
+from reshard.packing.resolve import LayoutRequest, lay_out
 from reshard.plans.pack_plan import OutputShard
-from reshard.sources.open import open_source
 
 WIDTH = 2048
 RUN_NBYTES = 64 << 20

@@ -15,8 +15,8 @@ from pathlib import Path
 from manifests.models import model_shape
 from manifests.placement import Placement
 from reshard.estimate.costs import costs_of
-from reshard.layout import layout_for
-from reshard.layout.deepspeed import balanced_bounds
+from reshard.layouts import layout_for
+from reshard.layouts.deepspeed import balanced_bounds
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "data" / "configs"
 SEQ_LEN = 4096

@@ -139,9 +139,9 @@ def pack_once(source: Path, num_stages: int) -> dict[str, float]:
 def pack_here(source: str, out: Path, num_stages: int) -> dict[str, float]:
     from reshard.copy.engine import WriteOptions
     from reshard.estimate.assumptions import Assumptions
-    from reshard.operations.pack import PackOptions, pack
-    from reshard.operations.resolve import LayoutRequest, lay_out
-    from reshard.sources.open import open_source
+    from reshard.formats.open import open_source
+    from reshard.packing.pack import PackOptions, pack
+    from reshard.packing.resolve import LayoutRequest, lay_out
 
     began_s, cpu_s = time.perf_counter(), time.process_time()
     checkpoint = open_source(source)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from reshard.sources.megatron_arguments import arguments_of
+from reshard.formats.megatron.arguments import arguments_of
 
 _TP = 2
 Chunks = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and shape

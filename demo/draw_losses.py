@@ -11,7 +11,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from manifests.palette import BLUE, BROWN, PLAIN, THEMES
+from manifests.command.palette import BLUE, BROWN, PLAIN, THEMES
 from reshard.draw.theme import describe, drawing, follow_reader
 
 TOLERANCE = 1e-5  # relative

@@ -4,7 +4,8 @@
 A manifest vouches for the files that it lists. transformers, vLLM and others never see it: they look for names, and
 `model.safetensors` is preferred to the index, an `adapter_config.json` to the model beside it. So a file of such a name
 that no manifest lists is a difference, and an auxiliary file may not have the name of weights. The names are compared
-with the sources of transformers in `tests/fast/reshard/test_consulted.py`, which fails when it consults another.
+with the sources of transformers in `tests/fast/reshard/formats/huggingface/test_consulted.py`, which fails when it
+consults another.
 """
 
 from __future__ import annotations

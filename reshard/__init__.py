@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         UsageError,
         UserError,
     )
-    from manifests.memory import Memory, MemoryEstimate
+    from manifests.models.memory import Memory, MemoryEstimate
     from manifests.placement import Placement
     from manifests.schema import Layout, Manifest, Stage, TieGroup, TieMember
     from reshard.api.check import check
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
     from reshard.api.sign import sign
     from reshard.api.verify import verify
     from reshard.checks.check import CheckResult
-    from reshard.checks.finding import Finding
+    from reshard.checks.compare import Difference
+    from reshard.checks.diff import DiffResult, TensorDifference
+    from reshard.checks.verify import VerifyResult
     from reshard.copy.parallelism import Parallelism
+    from reshard.copy.progress import Progress
     from reshard.estimate.assumptions import Assumptions
     from reshard.estimate.costs import ModuleTime
     from reshard.estimate.training_estimate import Forecast, StepEstimate
-    from reshard.layout.model import StageLayout
-    from reshard.operations.compare import Difference
-    from reshard.operations.diff import DiffResult, TensorDifference
-    from reshard.operations.export import ExportResult
-    from reshard.operations.hub_check import HubReport
-    from reshard.operations.pack_result import PackResult
-    from reshard.operations.progress import Progress
-    from reshard.operations.push import PushResult
-    from reshard.operations.resolve import PlanResult
-    from reshard.operations.verify import VerifyResult
+    from reshard.formats.huggingface.write import ExportResult
+    from reshard.layouts.model import StageLayout
+    from reshard.packing.hub_check import HubReport
+    from reshard.packing.push import PushResult
+    from reshard.packing.resolve import PlanResult
+    from reshard.packing.result import PackResult
     from reshard.plans.pack_plan import StagePlan
+    from reshard.tensors.finding import Finding
     from reshard.transforms.conversion import Conversion
 
     __version__: str
@@ -133,7 +133,7 @@ __getattr__, __dir__ = lazy_attributes(
             "UsageError",
             "UserError",
         ),
-        "manifests.memory": ("Memory", "MemoryEstimate"),
+        "manifests.models.memory": ("Memory", "MemoryEstimate"),
         "manifests.placement": ("Placement",),
         "manifests.schema": ("Layout", "Manifest", "Stage", "TieGroup", "TieMember"),
         "reshard.api.check": ("check",),
@@ -146,21 +146,21 @@ __getattr__, __dir__ = lazy_attributes(
         "reshard.api.sign": ("sign",),
         "reshard.api.verify": ("verify",),
         "reshard.checks.check": ("CheckResult",),
-        "reshard.checks.finding": ("Finding",),
+        "reshard.tensors.finding": ("Finding",),
         "reshard.copy.parallelism": ("Parallelism",),
         "reshard.estimate.assumptions": ("Assumptions",),
         "reshard.estimate.costs": ("ModuleTime",),
         "reshard.estimate.training_estimate": ("Forecast", "StepEstimate"),
-        "reshard.layout.model": ("StageLayout",),
-        "reshard.operations.compare": ("Difference",),
-        "reshard.operations.diff": ("DiffResult", "TensorDifference"),
-        "reshard.operations.export": ("ExportResult",),
-        "reshard.operations.hub_check": ("HubReport",),
-        "reshard.operations.pack_result": ("PackResult",),
-        "reshard.operations.progress": ("Progress",),
-        "reshard.operations.push": ("PushResult",),
-        "reshard.operations.resolve": ("PlanResult",),
-        "reshard.operations.verify": ("VerifyResult",),
+        "reshard.layouts.model": ("StageLayout",),
+        "reshard.checks.compare": ("Difference",),
+        "reshard.checks.diff": ("DiffResult", "TensorDifference"),
+        "reshard.formats.huggingface.write": ("ExportResult",),
+        "reshard.packing.hub_check": ("HubReport",),
+        "reshard.packing.result": ("PackResult",),
+        "reshard.copy.progress": ("Progress",),
+        "reshard.packing.push": ("PushResult",),
+        "reshard.packing.resolve": ("PlanResult",),
+        "reshard.checks.verify": ("VerifyResult",),
         "reshard.plans.pack_plan": ("StagePlan",),
         "reshard.transforms.conversion": ("Conversion",),
     },

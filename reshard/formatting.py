@@ -1,12 +1,16 @@
-"""Formats counts and lists of numbers, and parses such lists."""
+"""Formats counts, numbers and lists of names for sentences, and parses lists of numbers."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Collection, Iterable, Set
+from itertools import groupby, islice
 
+WIDTH = 72  # characters of the spec shown around the caret
+_MOST_NAMED = 5  # names in a sentence
 _MOST_RUNS = 8
+_MOST_MISSING = 1000  # of missing numbers; a name may have any number
 
 
 def show_count(count: float) -> str:
@@ -47,3 +51,45 @@ def number_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
         members = [number for _, number in run]
         runs.append((members[0], members[-1]))
     return runs
+
+
+def nearest_word(word: str, known: Iterable[str]) -> str:
+    """Return the most similar known word, or nothing if none is similar."""
+    found = difflib.get_close_matches(word[:WIDTH], list(known), n=1)
+    return found[0] if found else ""
+
+
+def list_words(words: Iterable[object], conjunction: str = "or") -> str:
+    """Join words as in a sentence: `8, 16 or 32`."""
+    *head, last = map(str, words)
+    return f"{', '.join(head)} {conjunction} {last}" if head else last
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `1 stage`, `2 stages`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def count_of(names: Collection[str], noun: str) -> str:
+    return counted(len(names), noun)
+
+
+def some(names: Collection[str]) -> str:
+    """Return the first few of many names, for a sentence."""
+    return ", ".join(islice(names, _MOST_NAMED)) + (", ..." if len(names) > _MOST_NAMED else "")
+
+
+def in_one_line(text: str) -> str:
+    """Replace white space by a space and unprintable characters by ?, one for one."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else " " if letter.isspace() else "?" for letter in text)
+
+
+def find_missing(numbers: Set[int], expected: range) -> tuple[int, tuple[int, ...]]:
+    """Return how many of a range's numbers are not in use, and the first of them.
+
+    Takes time and memory in proportion to `numbers`, however long the range is.
+    """
+    count = len(expected) - sum(number in expected for number in numbers)
+    return count, tuple(islice((number for number in expected if number not in numbers), min(count, _MOST_MISSING)))

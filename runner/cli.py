@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from manifests.interpreter import leave_out_working_folder
-from manifests.signals import interrupts
+from manifests.command.interpreter import leave_out_working_folder
+from manifests.command.signals import interrupts
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from importlib import import_module
 
 import click
 
-from manifests.console import run_cli
+from manifests.command.console import run_cli
 
 _PLAIN = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 # Where each command is, and its line in the list of commands.

@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 
+from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UnreachableError
 from manifests.invariants import SOURCE_FILES
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
-from manifests.sizes import show_bytes
 from manifests.store import parent_of
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
@@ -24,8 +24,6 @@ from runner.config.flags import TrainOptions, recall
 from runner.data.batches import Batch, rows_of
 from runner.distributed.fail_together import from_rank_0, together
 from runner.distributed.world import World
-from runner.launch.combinations import check_combination, check_divides, combine, share_of
-from runner.launch.preflight import expert_notes, notes
 from runner.load.deferred import DeferredVerification
 from runner.load.load import LoadReport, Reading
 from runner.load.local_cache import CacheReport, local_cache_of
@@ -41,6 +39,8 @@ from runner.pipeline.schedule import build_schedule
 from runner.pipeline.self_check import SelfChecked
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import Timetable, choose_timetable
+from runner.preflight.combinations import check_combination, check_divides, combine, share_of
+from runner.preflight.preflight import expert_notes, notes
 from runner.profiling.clock import Clock
 from runner.tensors.dtypes import FLAG_DTYPES
 from runner.tensors.heap import return_large_blocks

@@ -19,9 +19,9 @@ from runner.data.batches import Batch
 from runner.data.sequences import read_batches
 from runner.distributed.fail_together import alone, from_rank_0, together
 from runner.distributed.watchdog import Watchdog
-from runner.launch.combinations import share_of
 from runner.metrics.gauges import peak_memory_nbytes
 from runner.metrics.metrics import Metrics, StepTimes
+from runner.preflight.combinations import share_of
 from runner.profiling.trace import RunShape, Tracer
 from runner.rundir.run_record import run_id
 from runner.setup import Ready

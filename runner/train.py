@@ -37,14 +37,14 @@ from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer, StoppedError, Watchdog, log_to_file
 from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.evaluate import cut_as, mean_loss
-from runner.launch.combinations import check_combination, check_sinks, share_of, tensor_parallel
-from runner.launch.preflight import check_evaluable, check_texts
 from runner.load.local_cache import fetch_to_cache
 from runner.load.same_manifest import check_same_manifest
 from runner.metrics.gauges import least_step_s, peak_memory_nbytes
 from runner.metrics.metrics import Metrics, RankLoad
 from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import open_sinks
+from runner.preflight.combinations import check_combination, check_sinks, share_of, tensor_parallel
+from runner.preflight.preflight import check_evaluable, check_texts
 from runner.profiling.flight_recorder import enable_flight_recorder
 from runner.rundir.heartbeat import clear_beats
 from runner.rundir.rank_label import set_rank_label, stages_of

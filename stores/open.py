@@ -29,7 +29,7 @@ def open_store(address: str) -> Folder:
         UnreachableError: the store cannot be reached.
     """
     if is_url(address) and not address.startswith(SCHEME):
-        from stores.objects import open_objects
+        from stores.objects.store import open_objects
 
         return open_objects(address)
     hub_address = None if Path(address).exists() else parse_hub_address(address)
@@ -39,7 +39,7 @@ def open_store(address: str) -> Folder:
         problem = f"no such folder, though {parent} is on this machine"
         hint = f"check the path; a repository of the hub would be {hub_address}"
         raise SourceError(address, problem, hint, code="source.not-a-folder")
-    from stores.hub import open_hub
+    from stores.hub.store import open_hub
 
     return open_hub(hub_address)
 

@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, Self, runtime_checkable
 
 from stores.base import InputFile
+from stores.net.streams import Streams
 from stores.ranges import Fetch, cut
-from stores.streams import Streams
 
 STREAM_NBYTES = 10 << 20  # a request, and those that wait to be read
 MEMORY_NBYTES = 64 * STREAM_NBYTES

@@ -27,7 +27,7 @@ _HEAD = """\
 
 Written by `make architecture` from the imports and the docstrings; `make check` fails when it is out of date.
 
-A room is a subpackage. An arrow means "imports". Arrows implied by others are omitted: where A imports B and B imports
+An arrow means "imports". Arrows implied by others are omitted: where A imports B and B imports
 C, there is no arrow from A to C. `runner.commands` imports the module of a command when it is called; those count, too.
 `runner.train` has no arrow to it: `launch` starts it as a process, `python -m runner.train`. No file imports one that
 imports it, and import-linter checks the layers (`pyproject.toml`).
@@ -67,17 +67,17 @@ def render(graph: grimp.ImportGraph) -> str:
     whole = {(a.split(".")[0], b.split(".")[0]) for a, b in arrows}
     sections = [_HEAD, "## Packages\n", _figure(PACKAGES, whole), _table({name: name for name in PACKAGES})]
     for package in PACKAGES[2:]:
-        rooms = _layers(package)
+        packages = _layers(package)
         inside = {
-            (room_a, room_b)
+            (inner_a, inner_b)
             for a, b in _imports(graph)
-            if (room_a := _room(a, package)) and (room_b := _room(b, package)) and room_a != room_b
+            if (inner_a := _subpackage(a, package)) and (inner_b := _subpackage(b, package)) and inner_a != inner_b
         }
         sections += [
-            f"## Rooms of {package}\n",
-            f"From the highest layer to the lowest: {', '.join(f'`{room}`' for room in rooms)}.\n",
-            _figure(rooms, inside),
-            _table({room: f"{package}.{room}" for room in rooms}),
+            f"## Subpackages of {package}\n",
+            f"From the highest layer to the lowest: {', '.join(f'`{name}`' for name in packages)}.\n",
+            _figure(packages, inside),
+            _table({name: f"{package}.{name}" for name in packages}),
         ]
     return "\n".join(sections)
 
@@ -93,7 +93,7 @@ def _imports(graph: grimp.ImportGraph) -> Iterable[tuple[str, str]]:
         yield "runner.commands", command.callback.__module__
 
 
-def _room(module: str, package: str) -> str | None:
+def _subpackage(module: str, package: str) -> str | None:
     names = module.split(".")
     return names[1] if names[0] == package and len(names) > 1 else None
 
@@ -104,29 +104,29 @@ def _layers(package: str) -> list[str]:
     return [layer for layer in layers if layer != "__main__"]
 
 
-def _figure(rooms: Iterable[str], arrows: set[tuple[str, str]]) -> str:
-    known = list(rooms)
+def _figure(packages: Iterable[str], arrows: set[tuple[str, str]]) -> str:
+    known = list(packages)
     kept = {(a, b) for a, b in _reduced(arrows) if a in known and b in known}
-    lines = [f"    {a} --> {b}" for a, b in sorted(kept, key=lambda arrow: [known.index(room) for room in arrow])]
-    return "\n".join(["```mermaid", "flowchart TD", *(f"    {room}" for room in known), *lines, "```", ""])
+    lines = [f"    {a} --> {b}" for a, b in sorted(kept, key=lambda arrow: [known.index(name) for name in arrow])]
+    return "\n".join(["```mermaid", "flowchart TD", *(f"    {name}" for name in known), *lines, "```", ""])
 
 
 def _reduced(arrows: set[tuple[str, str]]) -> set[tuple[str, str]]:
     """Return the arrows of a graph without cycles that do not follow from others."""
     below: dict[str, set[str]] = {}
 
-    def reach(room: str) -> set[str]:
-        if room not in below:
-            direct = {b for a, b in arrows if a == room}
-            below[room] = direct.union(*(reach(other) for other in direct)) if direct else set()
-        return below[room]
+    def reach(name: str) -> set[str]:
+        if name not in below:
+            direct = {b for a, b in arrows if a == name}
+            below[name] = direct.union(*(reach(other) for other in direct)) if direct else set()
+        return below[name]
 
     return {(a, b) for a, b in arrows if not any(b in reach(c) for x, c in arrows if x == a and c != b)}
 
 
-def _table(rooms: Mapping[str, str]) -> str:
-    rows = [f"| `{room}` | {_purpose(module)} |" for room, module in rooms.items()]
-    return "\n".join(["| room | what it is for |", "|---|---|", *rows, ""])
+def _table(packages: Mapping[str, str]) -> str:
+    rows = [f"| `{name}` | {_purpose(module)} |" for name, module in packages.items()]
+    return "\n".join(["| package | what it is for |", "|---|---|", *rows, ""])
 
 
 def _purpose(module: str) -> str:

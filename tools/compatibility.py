@@ -32,17 +32,17 @@ PACKAGES = ("torch", "torchtitan", "transformers", "safetensors", "numpy")
 SUITES: dict[str, tuple[tuple[str, ...], bool]] = {
     "logits": (
         (
-            "tests/fast/runner/test_llama_logits.py",
-            "tests/fast/runner/test_titan_logits.py",
-            "tests/fast/runner/test_transformers_logits.py",
-            "tests/fast/runner/test_torch_releases.py",
+            "tests/fast/runner/models/test_llama_logits.py",
+            "tests/fast/runner/models/test_titan_logits.py",
+            "tests/fast/runner/models/test_transformers_logits.py",
+            "tests/fast/runner/preflight/test_torch_releases.py",
         ),
         True,
     ),
-    "both implementations": (("tests/fast/runner/test_titans_on_transformers.py",), False),
+    "both implementations": (("tests/fast/runner/models/test_titans_on_transformers.py",), False),
     "families": (("tests/process/test_families.py",), True),
     "parity": (("tests/process/test_parity.py",), True),
-    "schedules": (("tests/fast/schedules", "tests/process/test_schedule_csv.py"), True),
+    "schedules": (("tests/fast/manifests/schedules", "tests/process/test_schedule_csv.py"), True),
     "ties": (("tests/process/test_ties.py",), True),
     "checkpoints": (("tests/process/test_resume.py",), True),
     "FSDP and TP": (("tests/process/test_parallel.py", "tests/process/test_sharded_cycle.py"), False),

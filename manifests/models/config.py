@@ -8,6 +8,8 @@ from types import MappingProxyType
 from manifests.errors import InputError, ModelError
 from manifests.jsontext import kind_of
 
+CONFIG_NAME = "config.json"
+
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 10_000
 _MAX_COUNT = (1 << 31) - 1

@@ -8,8 +8,8 @@ from typing import Literal
 from manifests.errors import UsageError
 from reshard.api.arguments import names_parameters
 from reshard.checks.check import CheckOptions, CheckResult, check_checkpoint
-from reshard.operations.progress import Progress, counting
-from reshard.sources.model_file import read_model_file
+from reshard.copy.progress import Progress, counting
+from reshard.formats.model_file import read_model_file
 
 
 @names_parameters

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.api.arguments import names_parameters
-from reshard.operations.diff import DiffResult, diff_checkpoints, nbytes_to_hash
-from reshard.operations.progress import Progress, counting
-from reshard.sources.open import open_both
+from reshard.checks.diff import DiffResult, diff_checkpoints, nbytes_to_hash
+from reshard.copy.progress import Progress, counting
+from reshard.formats.open import open_both
 
 
 @names_parameters

@@ -12,12 +12,12 @@ from reshard.api.arguments import names_parameters
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
-from reshard.operations.export import ExportResult, export_huggingface
-from reshard.operations.export_dcp import export_dcp
-from reshard.operations.export_deepspeed import TIED_KEY, DeepSpeedForm, export_deepspeed
-from reshard.operations.export_megatron import export_megatron
-from reshard.operations.progress import Progress, counting
-from reshard.sources.bundles import open_manifest
+from reshard.copy.progress import Progress, counting
+from reshard.formats.dcp.write import export_dcp
+from reshard.formats.deepspeed.write import TIED_KEY, DeepSpeedForm, export_deepspeed
+from reshard.formats.huggingface.write import ExportResult, export_huggingface
+from reshard.formats.manifest.read import open_manifest
+from reshard.formats.megatron.write import export_megatron
 from reshard.transforms.cast import ExportDtype, cast_checkpoint
 from stores.address import is_url
 

@@ -9,10 +9,10 @@ from manifests.index import MAX_SHARD_NBYTES
 from reshard.api.arguments import names_parameters
 from reshard.copy.direct_io import Io
 from reshard.copy.parallelism import Parallelism
-from reshard.operations.pack_result import PackResult
-from reshard.operations.prepare_pack import PackRequest, prepare_pack
-from reshard.operations.progress import Progress
-from reshard.operations.resolve import LayoutRequest
+from reshard.copy.progress import Progress
+from reshard.packing.prepare import PackRequest, prepare_pack
+from reshard.packing.resolve import LayoutRequest
+from reshard.packing.result import PackResult
 from reshard.transforms.conversion import Conversion
 from stores.address import is_url
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from reshard.api.arguments import names_parameters
 from reshard.estimate.assumptions import Assumptions
-from reshard.operations.resolve import LayoutRequest, PlanResult, plan_source
+from reshard.packing.resolve import LayoutRequest, PlanResult, plan_source
 
 
 @names_parameters

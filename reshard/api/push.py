@@ -6,7 +6,7 @@ from pathlib import Path
 
 from manifests.errors import StoreError, UsageError
 from reshard.api.arguments import names_parameters
-from reshard.operations.push import PushOptions, PushResult, push_folder
+from reshard.packing.push import PushOptions, PushResult, push_folder
 from stores.address import SCHEME, HubAddress, is_url, parse_hub_address
 
 

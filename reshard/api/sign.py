@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.api.arguments import names_parameters
-from reshard.operations.signature import sign_manifest
+from reshard.checks.signature import sign_manifest
 from stores.manifest_file import find_manifest_file
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from manifests.errors import UsageError
 from reshard.api.arguments import names_parameters
-from reshard.operations.progress import Progress, counting
-from reshard.operations.verify import VerifyOptions, VerifyResult, nbytes_to_read, verify_manifest
-from reshard.sources.open import open_source
+from reshard.checks.verify import VerifyOptions, VerifyResult, nbytes_to_read, verify_manifest
+from reshard.copy.progress import Progress, counting
+from reshard.formats.open import open_source
 from stores.manifest_file import read_manifest_file
 
 

@@ -1,1 +1,1 @@
-"""What may be wrong with any checkpoint, ours or not: checks that name every problem they find."""
+"""Checks and comparisons: of any checkpoint, of bundles with their digests, of two checkpoints."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from reshard.checks.finding import Findings
-from reshard.layout.wording import count_of, some
-from reshard.operations.compare import Difference, hash_each, other_bytes
+from reshard.checks.compare import Difference, hash_each, other_bytes
+from reshard.formatting import count_of, some
 from reshard.tensors.comparison import are_of_one_kind, compare, other_kind
+from reshard.tensors.finding import Findings
 from stores.bundles import TensorAt
 
 

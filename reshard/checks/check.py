@@ -11,20 +11,20 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.schema import ModelDescription
 from reshard.archives.names import METADATA_NAME, is_deepspeed, is_megatron
 from reshard.checks.against import check_against
-from reshard.checks.dcp import check_dcp
 from reshard.checks.digests import check_digests, check_digests_place, write_digests
-from reshard.checks.finding import Contents, Finding, Findings
 from reshard.checks.model import check_model
 from reshard.checks.values import check_values
-from reshard.checks.weights import read_weights
-from reshard.operations.verify import VerifyOptions, verify_manifest
-from reshard.sources.bundles import open_manifest
-from reshard.sources.dcp import read_dcp_tensors, read_dcp_weights
-from reshard.sources.deepspeed import open_deepspeed
-from reshard.sources.megatron_folder import read_megatron_weights
-from reshard.sources.megatron_tracker import find_iteration
-from reshard.sources.open import open_source
+from reshard.checks.verify import VerifyOptions, verify_manifest
+from reshard.formats.dcp.check import check_dcp
+from reshard.formats.dcp.read import read_dcp_tensors, read_dcp_weights
+from reshard.formats.deepspeed.read import open_deepspeed
+from reshard.formats.huggingface.check import read_weights
+from reshard.formats.manifest.read import open_manifest
+from reshard.formats.megatron.read import read_megatron_weights
+from reshard.formats.megatron.tracker import find_iteration
+from reshard.formats.open import open_source
 from reshard.tensors.checkpoint import Checkpoint
+from reshard.tensors.finding import Contents, Finding, Findings
 from stores.base import Folder
 from stores.bundles import TensorAt
 from stores.manifest_file import ManifestFile, ReadManifest, find_manifest_file

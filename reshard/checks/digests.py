@@ -10,10 +10,10 @@ from typing import Any
 from manifests.digest import PREFIX
 from manifests.errors import OutputError, SourceError, UserError
 from manifests.jsontext import parse_json_object
-from manifests.probe import check_new_file
 from manifests.store import write_file
-from reshard.checks.finding import Findings
+from reshard.tensors.finding import Findings
 from stores.base import Blocks, Folder, is_hidden, read_whole
+from stores.folders.probe import check_new_file
 from stores.local import LocalFolder
 
 DIGESTS_NAME = "digests.json"

@@ -10,15 +10,16 @@ from itertools import islice
 from manifests.errors import ModelError, UserError
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, check_readable, is_sized_by_files, model_shape
+from manifests.models.config import CONFIG_NAME
 from manifests.readers import ADAPTER_NAMES
 from manifests.schema import ModelDescription
-from reshard.checks.finding import Findings
-from reshard.checks.numbering import find_missing
-from reshard.checks.weights import Weights
 from reshard.copy.engine import hash_tensors
-from reshard.layout.wording import count_of, some
-from reshard.sources.huggingface import CONFIG_NAME, adapter_error, stored_in, without_absent
+from reshard.formats.huggingface.check import Weights
+from reshard.formats.huggingface.read import adapter_error
+from reshard.formatting import count_of, find_missing, some
 from reshard.tensors.comparison import compare_with_shape
+from reshard.tensors.coverage import stored_in, without_absent
+from reshard.tensors.finding import Findings
 from stores.base import Folder, read_config, read_whole
 from stores.bundles import TensorAt
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from manifests.errors import UserError
-from reshard.checks.finding import Findings
+from reshard.tensors.finding import Findings
 from reshard.transforms.arithmetic import FLOATS, count_not_finite
 from stores.bundles import TensorAt
 

@@ -1,7 +1,7 @@
 """The reshard command: flags in, text out. What a command needs is imported when it runs."""
 
-from manifests.interpreter import leave_out_working_folder
-from manifests.signals import interrupts
+from manifests.command.interpreter import leave_out_working_folder
+from manifests.command.signals import interrupts
 
 __all__ = ["main"]
 

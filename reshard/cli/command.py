@@ -7,7 +7,7 @@ from functools import partial
 
 import click
 
-from manifests.console import run_cli
+from manifests.command.console import run_cli
 from reshard.cli.check import check
 from reshard.cli.completion import completion
 from reshard.cli.pack import export, pack

@@ -17,9 +17,9 @@ from manifests.errors import UsageError
 from stores.address import hub_output, is_url
 
 if TYPE_CHECKING:
-    from manifests.memory import Recompute
+    from manifests.models.memory import Recompute
+    from reshard.copy.progress import Progress
     from reshard.estimate.assumptions import Policy
-    from reshard.operations.progress import Progress
     from reshard.transforms.cast import ExportDtype
     from reshard.transforms.conversion import Plain
     from stores.manifest_file import Address
@@ -176,8 +176,8 @@ def layout_flags(command: Command) -> Command:
 
     @functools.wraps(command)
     def gathered(*, spec: str | None, num_ranks: int | None, strict_megatron: bool, **others: Any) -> Any:
-        from reshard.operations.resolve import LayoutRequest
-        from reshard.sources.open import names_manifest
+        from reshard.formats.open import names_manifest
+        from reshard.packing.resolve import LayoutRequest
 
         if spec is None and not names_manifest(others["source"]):
             raise click.UsageError("Missing option '--layout'.", click.get_current_context())
@@ -255,7 +255,7 @@ def training_flags(command: Command) -> Command:
 def _recompute(ac: str) -> Recompute:
     if ac == "none":
         return "none"
-    from manifests.memory import parse_recompute  # which a pack without --ac does without
+    from manifests.models.memory import parse_recompute  # which a pack without --ac does without
 
     return parse_recompute(ac)
 
@@ -281,7 +281,7 @@ def progress(verb: str, quiet: bool, *, is_report: bool = False) -> Iterator[Pro
     Before a command whose result is its report, check that this can be printed.
     """
     if is_report and not quiet:
-        from manifests.probe import check_stdout
+        from stores.folders.probe import check_stdout
 
         check_stdout()
     if quiet or not sys.stderr.isatty():
@@ -302,7 +302,7 @@ def upload_bars(out: Address, quiet: bool) -> AbstractContextManager[None]:
     """Show the bars of an upload on a terminal, if `out` is on the hub; see `progress`."""
     if hub_output(out) is None:
         return contextlib.nullcontext()
-    from stores.hub_upload import showing_bars
+    from stores.hub.upload import showing_bars
 
     return showing_bars(not quiet)
 
@@ -323,7 +323,7 @@ def _renamed(old: str, value: T, new: str, other: T | None, *, quiet: bool) -> T
 
 
 def _size(flag: str, text: str) -> int:
-    from manifests.sizes import read_size
+    from manifests.command.sizes import read_size
 
     return read_size(flag, text)
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from reshard.api.export import ExportForm, ExportNames
     from reshard.copy.direct_io import Io
     from reshard.copy.parallelism import Parallelism
-    from reshard.operations.divide import Division
-    from reshard.operations.resolve import LayoutRequest
+    from reshard.packing.divide import Division
+    from reshard.packing.resolve import LayoutRequest
     from reshard.transforms.cast import ExportDtype
     from reshard.transforms.conversion import Conversion
     from stores.manifest_file import Address
@@ -75,7 +75,7 @@ def pack(
       reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2
       reshard pack ./Llama-3.1-405B --layout pp=16 --out ./405B-pp16 --parts 8 --scheduler slurm --time 1:00:00
     """
-    from reshard.operations.prepare_pack import PackRequest, prepare_pack
+    from reshard.packing.prepare import PackRequest, prepare_pack
     from reshard.report.done import hub_lines, pack_json, pack_text, part_json, part_text
 
     prepared = prepare_pack(

@@ -13,8 +13,8 @@ import click
 from reshard.cli import options
 
 if TYPE_CHECKING:
-    from reshard.operations.divide import Division
-    from reshard.operations.kubernetes_job import PackPods
+    from reshard.packing.divide import Division
+    from reshard.packing.kubernetes_job import PackPods
     from stores.manifest_file import Address
 
 _FLAGS = (
@@ -61,7 +61,7 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
         image: str | None, mounts: tuple[str, ...], partition: str | None, account: str | None, time: str | None,
         sbatch_arg: tuple[str, ...], **others: Any,
     ) -> Any:  # fmt: skip
-        from reshard.operations.divide import NAMED_OPTIONS, Division
+        from reshard.packing.divide import NAMED_OPTIONS, Division
         from reshard.plans.partition import parse_part
 
         given = zip(NAMED_OPTIONS, (partition, account, time), strict=True)
@@ -115,7 +115,7 @@ def submit(division: Division, source: str, out: Address, *, force: bool, dry_ru
     if division.scheduler == "job":
         _submit_pods(division.pods(source, out, force=force), dry_run=dry_run, as_json=as_json)
         return
-    from reshard.operations import slurm_array as slurm
+    from reshard.packing import slurm_array as slurm
 
     job = division.job(out, force=force)
     if dry_run:
@@ -132,7 +132,7 @@ def submit(division: Division, source: str, out: Address, *, force: bool, dry_ru
 
 
 def _submit_pods(pods: PackPods, *, dry_run: bool, as_json: bool) -> None:
-    from reshard.operations import kubernetes_job
+    from reshard.packing import kubernetes_job
 
     text = kubernetes_job.render(pods)
     if dry_run:
@@ -162,8 +162,8 @@ def commit(out: Address, wait: bool, force: bool, as_json: bool, quiet: bool) ->
       reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2 --part 2/2
       reshard commit ./Llama-3.2-1B-pp2
     """
-    from reshard.operations.pack_result import PackResult
-    from reshard.operations.parts import commit as run
+    from reshard.packing.parts import commit as run
+    from reshard.packing.result import PackResult
     from reshard.report.done import pack_json, pack_text
 
     done = PackResult(manifest=run(out, force=force, wait=wait), out=out)

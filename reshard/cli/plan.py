@@ -13,7 +13,7 @@ from reshard.cli import options
 
 if TYPE_CHECKING:
     from reshard.estimate.assumptions import Assumptions
-    from reshard.operations.resolve import LayoutRequest
+    from reshard.packing.resolve import LayoutRequest
 
 
 @click.command()
@@ -48,7 +48,7 @@ def plan(
     """
     from reshard.api.arguments import names_flags
     from reshard.api.plan import plan as run
-    from reshard.layout.files import check_layout_file, write_layout
+    from reshard.layouts.files import check_layout_file, write_layout
     from reshard.report.plan_summary import plan_json, plan_text
 
     if draw:
@@ -109,9 +109,9 @@ def layout(
       reshard layout 'Et*3|(tt|)*29,m|L' --layers 61 --mtp 1 --pp 16
     """
     from reshard.estimate.costs import read_times
-    from reshard.layout.files import check_layout_file, write_layout
-    from reshard.layout.inventory import inventory_of_layers
-    from reshard.operations.resolve import LayoutRequest, lay_out_layers
+    from reshard.layouts.files import check_layout_file, write_layout
+    from reshard.layouts.inventory import inventory_of_layers
+    from reshard.packing.resolve import LayoutRequest, lay_out_layers
     from reshard.report.layout import layout_json, layout_text
 
     if write:

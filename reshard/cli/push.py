@@ -35,7 +35,7 @@ def push(
     from reshard.api.arguments import names_flags
     from reshard.api.push import push as run
     from reshard.report.done import push_json, push_text, warning_lines
-    from stores.hub_upload import showing_bars
+    from stores.hub.upload import showing_bars
 
     with showing_bars(not quiet):
         done = names_flags(run)(folder, repository, revision=revision, public=public, message=message, force=force)

@@ -64,9 +64,9 @@ def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
     Example:
       reshard inspect ./Llama-3.2-1B-pp2 --tensors
     """
+    from reshard.formats.open import names_manifest
     from reshard.report.inspect import inspect_json, inspect_text
     from reshard.report.inspect_archives import archive_json, archive_text, find_archive
-    from reshard.sources.open import names_manifest
 
     if Path(manifest).suffix != ".json" and not names_manifest(manifest) and (found := find_archive(manifest)):
         click.echo(json.dumps(archive_json(found, tensors)) if as_json else archive_text(found, tensors))

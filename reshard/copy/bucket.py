@@ -16,8 +16,8 @@ from reshard.copy.destination import UploadPlan
 from reshard.copy.engine import InOrder, WriteOptions, WrittenShard
 from reshard.plans.pack_plan import OutputShard
 from stores.base import Blocks, InputFile
-from stores.object_lock import FindOwnedObjects, Wanted, objects_of_manifest
-from stores.object_output import ObjectTarget, open_output
+from stores.objects.lock import FindOwnedObjects, Wanted, objects_of_manifest
+from stores.objects.output import ObjectTarget, open_output
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from manifests.errors import OutputError, UsageError
+from manifests.errors import OutputError, SourceError, UsageError
 from manifests.schema import AuxiliaryFile
 from manifests.store import write_file
 from reshard.copy.engine import WriteOptions, WrittenShard, is_remote, write_shards
-from reshard.copy.journal import Journal
+from reshard.copy.journal import Journal, is_working_name
 from reshard.copy.parallelism import Parallelism, Uploads
 from reshard.plans.pack_plan import OutputShard
-from reshard.tensors.checkpoint import Checkpoint
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
+from reshard.tensors.read_together import read_together
 from reshard.tensors.slices import pieces_of
 from stores.address import is_inside, is_url, place_of
 from stores.base import Blocks, InputFile
@@ -199,3 +200,18 @@ def _can_be_kept(shards: Sequence[OutputShard]) -> bool:
 def without_digest(shard: OutputShard) -> list[TensorAt]:
     """Return the tensors to hash before a shard is uploaded, since its header comes first and has their digests."""
     return [origin for origin in shard.origins if origin.blake3 is None] if shard.with_digests else []
+
+
+def copy_files(files: Sequence[AuxiliaryAt], target: Target) -> tuple[AuxiliaryFile, ...]:
+    """Copy auxiliary files byte for byte, verifying known digests.
+
+    Raises:
+        SourceError: one has a name that is reserved for files under construction.
+        InputError: one cannot be read, or does not match its digest.
+    """
+    for item in files:
+        if is_working_name(item.path):  # of a manifest; for other sources it was checked before
+            problem = "this name is reserved for files under construction"
+            raise SourceError(str(item.file), problem, "leave the file out", code="source.reserved-name")
+    read = read_together([item.file for item in files])
+    return tuple(target.copy(item.path, file, item.digest) for item, file in zip(files, read, strict=True))

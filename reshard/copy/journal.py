@@ -10,10 +10,10 @@ from itertools import islice
 from pathlib import Path
 
 from manifests.digest import DigestTable, Hasher
-from manifests.owned import RECORD_NAME
 from manifests.store import write_file
 from reshard.plans.pack_plan import OutputShard
 from stores.base import LOCK_NAME, PART_NAME, PROGRESS_NAME
+from stores.folders.owned import RECORD_NAME
 
 JOURNAL_NAME = RECORD_NAME
 _ITEMS_IN_BLOCK = 4096
@@ -77,7 +77,7 @@ class Journal:
     def begin(self, names: Collection[str] = ()) -> None:
         """Start the journal, keeping the lines of an interrupted run of the same plan.
 
-        In the folder itself, it is also the record of the `names` that are written there, see `manifests.owned`.
+        In the folder itself, it is also the record of the `names` that are written there, see `stores.folders.owned`.
         """
         if self._done is None:
             header = {"plan": self._key, "names": sorted(names)}

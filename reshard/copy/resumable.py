@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 from manifests.errors import UserError
 from manifests.invariants import MANIFEST_NAME
-from manifests.owned import FindOwned, files_of_manifest
-from manifests.publish import partial_of, publishing
 from reshard.copy.destination import FolderTarget, Target
 from reshard.copy.journal import JOURNAL_NAME, Journal, plan_key
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.lazy import WOULD_OVERFLOW
 from stores.address import is_url
 from stores.base import HUB_MISMATCH, SOURCE_CHANGED
+from stores.folders.owned import FindOwned, files_of_manifest
+from stores.folders.publish import partial_of, publishing
 from stores.manifest_file import Address
 
 if TYPE_CHECKING:
-    from stores.object_lock import FindOwnedObjects
+    from stores.objects.lock import FindOwnedObjects
 
 # Errors after which a plan cannot be resumed: its output may be of two models, or useless.
 _FATAL = (HUB_MISMATCH, SOURCE_CHANGED, WOULD_OVERFLOW)
@@ -43,7 +43,7 @@ def open_target(
 
     If it fails, verified data is kept for the next run of the same plan, unless the error is one after which the plan
     cannot be resumed. With `force`, an existing output is replaced: in a folder the files that `find_owned`
-    returns, in one step; in a bucket the objects that `find_owned_objects` returns (see `stores.object_output`). Other
+    returns, in one step; in a bucket the objects that `find_owned_objects` returns (see `stores.objects.output`). Other
     files that would be overwritten by the `wanted` ones are refused.
 
     Raises:

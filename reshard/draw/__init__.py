@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manifests.errors import OutputError, UsageError
-from manifests.probe import check_new_file
 from manifests.store import write_file
-from reshard.layout.wording import list_words
+from reshard.formatting import list_words
+from stores.folders.probe import check_new_file
 
 if TYPE_CHECKING:
-    from reshard.operations.resolve import PlanResult
+    from reshard.packing.resolve import PlanResult
 
 __all__ = ["check_picture", "draw_plan"]
 
@@ -55,7 +55,7 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
         OutputError: the file cannot be written.
     """
     from manifests.collector import collector_paused
-    from manifests.palette import THEMES
+    from manifests.command.palette import THEMES
     from reshard.draw.page import html_page
     from reshard.draw.sheet import draw_sheet
 

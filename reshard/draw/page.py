@@ -6,9 +6,9 @@ import re
 from html import escape
 from string import Template
 
-from manifests.palette import THEMES
+from manifests.command.palette import THEMES
 from reshard.draw.sheet import draw_sheet, facts, headline
-from reshard.operations.resolve import PlanResult
+from reshard.packing.resolve import PlanResult
 from reshard.report.plan_summary import not_fitting, plan_text
 
 _PAGE = Template("""\

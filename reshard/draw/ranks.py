@@ -10,8 +10,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from manifests.palette import MEMORY_COLORS, PLAIN, Theme
-from manifests.sizes import show_bytes
+from manifests.command.palette import MEMORY_COLORS, PLAIN, Theme
+from manifests.command.sizes import show_bytes
 from reshard.draw.scale import byte_scale, draw_bars, height_of, ticks
 from reshard.draw.theme import SMALLEST_PT
 from reshard.estimate.training_estimate import Forecast

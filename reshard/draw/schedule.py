@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from manifests.palette import WORK_COLORS, Theme, ink_on, tint
+from manifests.command.palette import WORK_COLORS, Theme, ink_on, tint
 from manifests.schedules import Action, Timeline
 from reshard.draw.ranks import number_rows, put_legend, row_edges, row_height
 from reshard.draw.scale import Scale, draw_bars, height_of, second_scale, width_of

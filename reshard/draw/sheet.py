@@ -9,14 +9,14 @@ from typing import Literal
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from manifests.palette import THEMES, Theme
-from manifests.sizes import show_bytes
+from manifests.command.palette import THEMES, Theme
+from manifests.command.sizes import show_bytes
 from reshard.draw.ranks import draw_memory, draw_work
 from reshard.draw.schedule import draw_schedule
 from reshard.draw.stages import draw_stages
 from reshard.draw.theme import describe, drawing, follow_reader
-from reshard.layout.wording import shorten
-from reshard.operations.resolve import PlanResult
+from reshard.layouts.errors import shorten
+from reshard.packing.resolve import PlanResult
 from reshard.plans.pack_plan import traffic_of
 from reshard.report.layout import placement_line
 from reshard.report.plan_summary import bottleneck, memory_line, not_fitting, schedule_line

@@ -8,13 +8,13 @@ from matplotlib.axes import Axes
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 
+from manifests.command.palette import KIND_COLORS, Theme
 from manifests.models import module_of
-from manifests.palette import KIND_COLORS, Theme
 from manifests.schema import WEIGHTS, TieMember
 from reshard.draw.scale import Scale, byte_scale, draw_bars, height_of, ticks
 from reshard.draw.theme import SMALLEST_PT
 from reshard.formatting import show_numbers
-from reshard.operations.resolve import PlanResult
+from reshard.packing.resolve import PlanResult
 
 _MOST_LABELLED = 20  # stages; with more, only some are numbered
 _MOST_SIZED = 30  # stages; with more, bytes do not fit above the bars

@@ -8,7 +8,7 @@ from html import escape
 
 import matplotlib as mpl
 
-from manifests.palette import THEMES, Theme
+from manifests.command.palette import THEMES, Theme
 
 SMALLEST_PT = 8.25  # 11 px at 100 %
 

@@ -8,11 +8,11 @@ from typing import Literal, get_args
 
 from manifests.arguments import check_choice, check_count
 from manifests.errors import UsageError
-from manifests.memory import Recompute
+from manifests.models.memory import Recompute
 from manifests.placement import Placement
 from manifests.schedules import default_schedule
 from reshard.estimate.costs import ModuleTime
-from reshard.layout.model import StageLayout
+from reshard.layouts.model import StageLayout
 
 Policy = Literal["fp32", "bf16", "mixed"]
 _MICROBATCHES_PER_RANK = 4  # the default, which every schedule supports

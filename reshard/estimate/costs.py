@@ -35,7 +35,7 @@ def costs_of(
 ) -> dict[str, dict[str, float]]:
     """Return the costs of `balance:COST` for every module, except memory: `costs["flops"]["lm_head"]`.
 
-    `nbytes` are the sizes of stored tensors by FQN; for memory see `manifests.memory.memory_of`.
+    `nbytes` are the sizes of stored tensors by FQN; for memory see `manifests.models.memory.memory_of`.
 
     Raises:
         InputError: `measured` lacks a module, or has one that the model does not have.

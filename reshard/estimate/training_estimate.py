@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manifests.collector import collector_paused
-from manifests.memory import POLICIES, MemoryEstimate, Training, estimate_memory
 from manifests.models import ModelShape
+from manifests.models.memory import POLICIES, MemoryEstimate, Training, estimate_memory
 from manifests.placement import Placement
 from manifests.schedules import StageCosts, Timeline, check_schedule, schedule_table, simulate
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
 from reshard.estimate.costs import ModuleTime, flops_of, times_of
-from reshard.layout.model import StageLayout
+from reshard.layouts.model import StageLayout
 
 _EVEN = 0.0005  # relative; closer times count as equal
 

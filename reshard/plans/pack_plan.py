@@ -24,7 +24,7 @@ from manifests.schema import WEIGHTS, Holds, TieGroup, TieMember
 from manifests.slices import Slice, slice_metadata
 from manifests.tensortable import TensorEntry
 from reshard.estimate.costs import params_of
-from reshard.layout.model import StageLayout
+from reshard.layouts.model import StageLayout
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import stored_nbytes
 from reshard.tensors.slices import slices_of

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manifests.command.sizes import show_bytes
 from manifests.errors import printable
 from manifests.index import INDEX_NAME, has_index
-from manifests.sizes import show_bytes
-from reshard.layout.wording import counted
-from reshard.operations.hub_check import HubReport
-from reshard.operations.pack_result import PackResult
+from reshard.formatting import counted
+from reshard.packing.hub_check import HubReport
+from reshard.packing.result import PackResult
 from reshard.plans.partition import Part
 from reshard.transforms.cast import ExportDtype
 from stores.address import is_url
@@ -22,10 +22,10 @@ from stores.manifest_file import Address
 
 if TYPE_CHECKING:
     from reshard.checks.check import CheckResult
-    from reshard.operations.diff import DiffResult, TensorDifference
-    from reshard.operations.export import ExportResult
-    from reshard.operations.push import PushResult
-    from reshard.operations.verify import VerifyResult
+    from reshard.checks.diff import DiffResult, TensorDifference
+    from reshard.checks.verify import VerifyResult
+    from reshard.formats.huggingface.write import ExportResult
+    from reshard.packing.push import PushResult
 
 
 def hub_lines(report: HubReport) -> list[str]:

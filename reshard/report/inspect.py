@@ -8,11 +8,11 @@ from itertools import islice, starmap
 from typing import Any
 
 from manifests.codec import manifest_document
+from manifests.command.sizes import show_bytes
 from manifests.errors import printable
 from manifests.schema import Manifest
-from manifests.sizes import show_bytes
 from reshard.formatting import show_numbers
-from reshard.layout.model import compress_modules
+from reshard.layouts.model import compress_modules
 from reshard.report.text import table, table_lines, tie_lines
 from stores.bundles import Bundles, TensorAt
 from stores.manifest_file import Address, ManifestFile, find_manifest_file

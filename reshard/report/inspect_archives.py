@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from manifests.command.sizes import show_bytes
 from manifests.errors import printable
 from manifests.safetensors import nbytes_of
-from manifests.sizes import show_bytes
 from reshard.archives.dcp import read_metadata
 from reshard.archives.names import METADATA_NAME, is_deepspeed, is_megatron
 from reshard.archives.tensors import read_archive
+from reshard.formats.deepspeed.read import read_step
+from reshard.formats.deepspeed.step import find_step
+from reshard.formats.huggingface.torch_files import is_torch_shard
+from reshard.formats.megatron.tracker import find_iteration
 from reshard.report.text import table
-from reshard.sources.deepspeed import read_step
-from reshard.sources.deepspeed_step import find_step
-from reshard.sources.megatron_tracker import find_iteration
-from reshard.sources.torch_files import is_torch_shard
 from stores.base import Folder
 from stores.bundles import TensorAt
 from stores.open import open_store

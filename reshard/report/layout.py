@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.formatting import show_numbers
-from reshard.layout import StageLayout
-from reshard.layout.wording import counted
+from reshard.formatting import counted, show_numbers
+from reshard.layouts import StageLayout
 from reshard.report.text import group_stages, modules_shown, shorten_rows, table
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from manifests.memory import Memory
+from manifests.command.sizes import show_bytes
+from manifests.models.memory import Memory
 from manifests.schedules import Timeline
 from manifests.schema import TieGroup
-from manifests.sizes import show_bytes
 from reshard.estimate.assumptions import Assumptions
 from reshard.estimate.training_estimate import Forecast, imbalance
+from reshard.formats.config import CONFIG_ONLY
 from reshard.formatting import show_count, show_numbers
-from reshard.operations.fit import largest_tried, smallest_fit
-from reshard.operations.resolve import PlanResult
+from reshard.packing.fit import largest_tried, smallest_fit
+from reshard.packing.resolve import PlanResult
 from reshard.plans.pack_plan import StagePlan, Traffic, traffic_of
 from reshard.report.layout import placement_json, placement_line
 from reshard.report.text import group_stages, modules_shown, shorten_rows, table, tie_lines
-from reshard.sources.config import CONFIG_ONLY
 
 _USUAL = (1, "none", None)  # values that a plan does not show
 _HEAD = ("stage", "rank", "virtual", "modules", "params", "bytes", "fwd FLOP/token", "memory", "share")

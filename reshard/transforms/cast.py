@@ -6,13 +6,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from manifests.errors import SourceError, UsageError
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import DerivedFile, derive
 from reshard.tensors.tensor_map import as_objects
 from stores.bundles import TensorAt
+
+CONFIG_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+CONFIG_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, 4 the second
 
 ExportDtype = Literal["source", "fp32", "bf16", "fp16"]
 
@@ -79,3 +82,9 @@ def _one_dtype(checkpoint: Checkpoint, wanted: str) -> Iterator[tuple[str, str]]
                 code="source.cannot-cast",
             )
         yield fqn, wanted
+
+
+def with_dtype(config: Mapping[str, Any], stored: str) -> dict[str, Any]:
+    """Return the config with this dtype (as in safetensors headers) wherever it names one, since readers cast to it."""
+    name = next(name for name, known in CONFIG_DTYPES.items() if known == stored)
+    return {**config, **{key: name for key in CONFIG_DTYPE_KEYS if key in config}}

@@ -9,13 +9,13 @@ from functools import partial
 
 from manifests.errors import SourceError, UsageError
 from manifests.models import model_shape
+from manifests.models.config import CONFIG_NAME
 from manifests.safetensors import encode_header
-from reshard.sources.config import with_dtype
-from reshard.sources.huggingface import CONFIG_NAME, check_coverage, stored_in, without_absent
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
+from reshard.tensors.coverage import check_coverage, stored_in, without_absent
 from reshard.tensors.lazy import MemoryFile, derive
 from reshard.tensors.source_index import RecordedShard, SourceRecord, TargetTensor, index_anew, lay_out_anew
-from reshard.transforms.cast import FLOATS
+from reshard.transforms.cast import FLOATS, with_dtype
 from stores.base import read_config
 from stores.bundles import TensorAt
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from manifests.errors import InputError, UnreachableError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
-from manifests.lockfile import locking
-from manifests.owned import check_ours, files_of_manifest, foreign_files, remove_tree, write_record
 from manifests.store import open_shard, read_manifest, sync_folder
+from stores.folders.lock import locking
+from stores.folders.owned import check_ours, files_of_manifest, foreign_files, remove_tree, write_record
 
 logger = logging.getLogger("runner")
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from manifests.errors import InputError, refused_by_system
-from manifests.owned import files_of_manifest
-from manifests.probe import check_room, check_writable, folder_of
-from manifests.publish import check_not_a_step, check_partial, check_target, exchange, partial_of
 from manifests.store import read_manifest
 from runner.config.flags import TrainOptions
+from stores.folders.owned import files_of_manifest
+from stores.folders.probe import check_room, check_writable, folder_of
+from stores.folders.publish import check_not_a_step, check_partial, check_target, exchange, partial_of
 
 _HINT = "choose a folder that this user can write to on every node"
 

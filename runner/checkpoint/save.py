@@ -18,8 +18,6 @@ from manifests.digest import Hasher, digest_bytes
 from manifests.errors import CheckpointError, refused_by_system
 from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES, index_blocks, is_indexed
 from manifests.invariants import MANIFEST_NAME
-from manifests.owned import files_of_manifest
-from manifests.publish import publishing
 from manifests.safetensors import header_template, layout_tensors
 from manifests.schema import WEIGHTS, Holds, Manifest, Parent, RandomState, Shard, Stage, TrainingState
 from manifests.slices import slice_metadata
@@ -34,6 +32,8 @@ from runner.load.fill import bytes_of
 from runner.tensors.dtypes import STORED_DTYPES
 from runner.tensors.local_shard import Piece
 from stores.base import Blocks
+from stores.folders.owned import files_of_manifest
+from stores.folders.publish import publishing
 from stores.local import LocalFile
 
 logger = logging.getLogger(__name__)

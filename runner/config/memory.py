@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from manifests.memory import DtypePolicy, MemoryEstimate, Training, estimate_memory
 from manifests.models import ModelShape
+from manifests.models.memory import DtypePolicy, MemoryEstimate, Training, estimate_memory
 from manifests.schedules import Table
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from manifests.console import open_streams
+from manifests.command.console import open_streams
 from manifests.errors import RankError, UserError
 from runner.distributed.fail_together import AloneError
 from runner.distributed.system_errors import causes, exhausted, unreachable

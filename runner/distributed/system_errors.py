@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import torch
 
+from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, RankError, UnreachableError, refused_by_system
-from manifests.sizes import show_bytes
 
 _SAID = ("can't allocate memory", "out of memory", "std::bad_alloc", "cannot allocate memory")
 _ASKED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)", re.IGNORECASE)

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from manifests.errors import DataError, ModelError
-from manifests.probe import print_result
 from manifests.schedules import default_schedule
 from manifests.schema import Manifest
 from manifests.store import locate_manifest, read_manifest
@@ -26,20 +25,21 @@ from runner.data.sequences import read_once
 from runner.distributed.fail_together import alone, together
 from runner.distributed.rank_process import run_rank
 from runner.distributed.world import World, device_of, join_world
-from runner.evaluation.command import EvalOptions, ReadOptions, parse_eval
-from runner.launch.local import check_world
+from runner.evaluation.options import EvalOptions, ReadOptions, parse_eval
 from runner.load.load import load_tensors
 from runner.models import Family, family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
 from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
+from runner.preflight.preflight import check_world
 from runner.rundir.rank_label import set_rank_label, stages_of
 from runner.tensors.dtypes import FLAG_DTYPES
 from runner.training.gradient_norm import StepTotals
 from runner.training.self_check import RunOptions, self_check
 from runner.training.ties import check_loaded
 from stores.bundles import Bundles
+from stores.folders.probe import print_result
 
 
 def mean_loss(loss_of: Callable[[Batch], float], batches: Iterable[Batch], where: str = "--data") -> tuple[float, int]:

@@ -14,11 +14,11 @@ from click.core import ParameterSource
 from click.shell_completion import CompletionItem, ShellComplete
 
 from manifests.codec import encode_manifest
+from manifests.command.signals import deferred
+from manifests.command.sizes import read_size
 from manifests.digest import digest_bytes
 from manifests.errors import UsageError
 from manifests.schedules import Table
-from manifests.signals import deferred
-from manifests.sizes import read_size
 from runner.bundle.cache_folder import check_cacheable
 from runner.bundle.packed import Packed
 from runner.bundle.remote import name_of, opened
@@ -34,13 +34,13 @@ from runner.config.flags import (
 )
 from runner.config.memory import planned_memory
 from runner.config.parallel_dims import ParallelDims
-from runner.launch.combinations import share_of
 from runner.launch.job import FlagKind, Job, read_environment, read_job_file
-from runner.launch.local import LocalJob, check_beginning, check_request, launch_here
 from runner.launch.nodes import check_groups, check_memory, check_ranks, parse_nnodes, plan_nodes, printed
 from runner.launch.run_folder import RunFolder, choose_folder
-from runner.launch.scheduler_checks import shown_address
+from runner.launch.schedulers.checks import shown_address
+from runner.launch.schedulers.local import LocalJob, check_beginning, check_request, launch_here
 from runner.pipeline.timetable import choose_timetable
+from runner.preflight.combinations import share_of
 from runner.rundir.job_record import SCHEDULERS
 
 
@@ -297,9 +297,9 @@ def _refuse_clusters(context: click.Context, num_nodes: int) -> None:
 
 
 def _submit(job: Job, scheduler: str, run: RunFolder, *, follow: bool, dry_run: bool) -> None:
-    from runner.launch import jobset, slurm
     from runner.launch.follow import follow as follow_job
     from runner.launch.log_folder import claim_log_dir
+    from runner.launch.schedulers import jobset, slurm
     from runner.rundir.job_record import make_log_dir, write_record
     from runner.rundir.state import clear_state
 

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from manifests.signals import INTERRUPTED
+from manifests.command.signals import INTERRUPTED
 from runner.rundir.state import RunState
 
 FINAL = (1, 2, 3, 4)  # a bug, or an error that the user must fix: a restart would fail the same way

@@ -14,8 +14,8 @@ from manifests.errors import (
     UsageError,
     UserError,
 )
-from runner.launch import jobset, slurm
-from runner.launch import local_processes as processes
+from runner.launch.schedulers import jobset, slurm
+from runner.launch.schedulers import local_processes as processes
 from runner.report.lines import check_types, read_object
 from runner.rundir.heartbeat import SKEWED_S, log_path, read_beats
 from runner.rundir.job_record import JobRecord, read_record

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from manifests.command.interpreter import relative_entries
 from manifests.errors import LaunchError, UsageError
-from manifests.interpreter import relative_entries
 from runner.config.flags import TrainOptions, parse_training
-from runner.launch.scheduler_checks import check_texts
+from runner.launch.schedulers.checks import check_texts
 
 FlagKind = Literal["switch", "one", "several"]  # what a flag takes
 

@@ -15,10 +15,10 @@ from manifests.errors import (
     UsageError,
     UserError,
 )
-from manifests.lockfile import locking
 from runner.rundir.heartbeat import SKEWED_S, read_beats
 from runner.rundir.job_record import JOB_NAME, JobRecord, read_record
 from runner.rundir.state import read_state
+from stores.folders.lock import locking
 
 _CLAIM = ".launch.lock"
 _BEGINS_S = 60.0
@@ -67,8 +67,8 @@ def check_free(log_dir: Path) -> None:
 
 def _doing(record: JobRecord, log_dir: Path) -> str | None:
     """Say how a job uses its log folder; None: it has ended, or this is a copy of its folder."""
-    from runner.launch import jobset, slurm
-    from runner.launch import local_processes as processes
+    from runner.launch.schedulers import jobset, slurm
+    from runner.launch.schedulers import local_processes as processes
 
     own = os.path.dirname(record.output)
     if os.path.isdir(own) and not os.path.samefile(own, log_dir):

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from manifests.command.sizes import show_bytes
 from manifests.errors import LaunchError, UsageError
-from manifests.memory import MemoryEstimate
+from manifests.models.memory import MemoryEstimate
 from manifests.schema import Manifest
-from manifests.sizes import show_bytes
 from runner.config.parallel_dims import ParallelDims
 
 

@@ -19,10 +19,10 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from manifests.command.interpreter import leave_out_working_folder, module_command, safe_environment
+from manifests.command.signals import INTERRUPTED
+from manifests.command.slurm import run_slurm
 from manifests.errors import RankError, UnreachableError, UserError
-from manifests.interpreter import leave_out_working_folder, module_command, safe_environment
-from manifests.signals import INTERRUPTED
-from manifests.slurm import run_slurm
 from runner.checkpoint.history import find_checkpoints, step_of
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.decide import AttemptEnd, Exit, GiveUp, Requeue, Restart, decide, may_requeue
@@ -45,7 +45,7 @@ def agent_command(
 ) -> list[str]:
     """Return the command that runs one node's ranks; it reads PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT."""
     return [
-        *module_command("runner.launch.agent", python=python),
+        *module_command("runner.launch.agent.agent", python=python),
         "--nnodes", str(nnodes), "--nproc-per-node", str(nproc_per_node), "--max-restarts", "0",
         *stopping(shutdown_s), "-m", "runner.train", manifest, *training,
     ]  # fmt: skip

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UserError
-from manifests.sizes import show_bytes
 from runner.distributed.rounds import in_rounds
 from runner.load.local_cache import LocalCache
 from runner.load.verify_parts import ToVerify, verify_whole

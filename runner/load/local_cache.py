@@ -16,9 +16,9 @@ from typing import Literal, TypeVar
 
 import torch.distributed as dist
 
+from manifests.command.sizes import show_bytes
 from manifests.errors import ShardError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Shard
-from manifests.sizes import show_bytes
 from manifests.store import parent_of
 from runner.bundle.cache_folder import CacheFolder, assign_shards, check_cacheable, node_folder, shards_of
 from runner.bundle.packed import Packed, open_packed

@@ -10,8 +10,7 @@ from typing import Any, get_args
 import click
 
 from manifests.errors import LogError, OutputError
-from manifests.memory import parse_recompute
-from manifests.probe import check_new_file, print_result
+from manifests.models.memory import parse_recompute
 from manifests.store import find_manifest, write_file
 from runner.bundle.packed import Packed, open_packed
 from runner.config.architectures import Implementation
@@ -21,6 +20,7 @@ from runner.config.schema import Dtype
 from runner.measure.times import ModuleSeconds
 from runner.report.read import read_run
 from runner.rundir.run_record import config_of, find_run
+from stores.folders.probe import check_new_file, print_result
 
 
 @click.command()

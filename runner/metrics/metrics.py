@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from manifests.sizes import show_bytes
+from manifests.command.sizes import show_bytes
 from runner.checkpoint.async_save import SaveReport
 from runner.load.load import LoadReport
 from runner.load.local_cache import CacheReport

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from manifests.palette import AMBER, BLUE, THEMES, WORK_COLORS, ink_on, tint
+from manifests.command.palette import AMBER, BLUE, THEMES, WORK_COLORS, ink_on, tint
 from manifests.placement import Placement
 from manifests.schedules import Timeline
 from runner.report.read import StepTrace, TracedAction

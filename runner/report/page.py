@@ -11,9 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import median
 
+from manifests.command.palette import WORK_COLORS
 from manifests.errors import LaunchError, LogError, OutputError, UsageError, UserError
-from manifests.palette import WORK_COLORS
-from manifests.probe import check_new_file
 from manifests.schedules import Timeline, simulate
 from manifests.store import write_file
 from runner.pipeline.timetable import find_timetable
@@ -22,6 +21,7 @@ from runner.report.charts import STYLE, Curve, actions_of_plan, draw_curves, dra
 from runner.report.perfetto import merged_trace
 from runner.report.read import RunLog, StepTrace, Traces, read_run
 from runner.rundir.run_record import config_of
+from stores.folders.probe import check_new_file
 
 _PARTS = ("data", "compute", "communication", "bubble")
 _SUFFIXES = (".html", ".htm")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from manifests.palette import WORK_COLORS
+from manifests.command.palette import WORK_COLORS
 from manifests.schedules import Action
 from manifests.schedules.order import Result, input_of, result_of
 from runner.report.read import StepTrace, TracedAction, Traces

@@ -10,8 +10,8 @@ from typing import Literal, get_args
 
 from manifests.errors import LaunchError, UsageError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
-from manifests.probe import check_writable
 from manifests.store import write_file
+from stores.folders.probe import check_writable
 
 JOB_NAME = "job.json"
 _MOST_DIGITS = 20  # of a process id

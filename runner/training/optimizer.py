@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from manifests.learning_rate import rate_at
+from manifests.schedules.learning_rate import rate_at
 from manifests.schema import MOMENTS, Holds
 from runner.config.schema import OptimOptions
 from runner.pipeline.chunk import NamedParameter

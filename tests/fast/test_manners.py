@@ -10,7 +10,7 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
-from manifests.console import MOVED
+from manifests.command.console import MOVED
 from reshard.cli import main as reshard_main
 from reshard.cli.command import cli as reshard_cli
 from runner.cli import main as runner_main

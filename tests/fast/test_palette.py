@@ -7,8 +7,8 @@ from itertools import combinations
 
 import pytest
 
-from manifests import palette
-from manifests.palette import KIND_COLORS, MEMORY_COLORS, THEMES, WORK_COLORS, contrast, ink_on, tint
+from manifests.command import palette
+from manifests.command.palette import KIND_COLORS, MEMORY_COLORS, THEMES, WORK_COLORS, contrast, ink_on, tint
 
 MEANINGS = {*KIND_COLORS.values(), *MEMORY_COLORS.values(), *(color for _, color in WORK_COLORS.values())}
 PANELS = (tuple(KIND_COLORS.values()), tuple(color for _, color in WORK_COLORS.values()), tuple(MEMORY_COLORS.values()))

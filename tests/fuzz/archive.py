@@ -32,9 +32,9 @@ from reshard.archives.dcp import read_metadata
 from reshard.archives.pickled import BadPickleError, Record, check_repeats, read_pickle
 from reshard.archives.tensors import VALUES, read_archive, read_object, read_tensor
 from reshard.archives.zipped import archives_in
-from reshard.checks.dcp import check_dcp
-from reshard.checks.finding import Findings
+from reshard.formats.dcp.check import check_dcp
 from reshard.tensors.checksums import with_records
+from reshard.tensors.finding import Findings
 from reshard.tensors.lazy import read_blocks
 from stores.base import Range
 from stores.bundles import TensorAt

@@ -20,7 +20,7 @@ from runner.data.bad import Skipped
 from runner.data.documents import open_sources
 from runner.data.mixture import Cursor, draw_documents, first_cursor
 from runner.data.tokenizer import Vocabulary, load_vocabulary
-from tests.fast.runner.words import VOCAB_SIZE, write_tokenizer
+from tests.fast.runner.data.words import VOCAB_SIZE, write_tokenizer
 from tests.fuzz.folder import check_refusal, scratch
 
 _WAYS: tuple[dict[str, Any], ...] = ({}, {"shuffle": True, "skip_bad_documents": True}, {"skip_bad_documents": True})

@@ -8,10 +8,10 @@ import click
 
 from manifests.errors import UserError
 from runner.config.flags import parse_training
-from runner.launch import jobset, slurm
 from runner.launch.command import launch, training_words
 from runner.launch.job import Job, read_environment
 from runner.launch.nodes import parse_nnodes
+from runner.launch.schedulers import jobset, slurm
 from tests.fuzz.folder import scratch
 
 _PLAIN = ("partition", "account", "qos", "time", "signal", "restarts", "requeue")

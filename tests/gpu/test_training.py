@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from tests.fast.runner.models.titans import in_files, load, save_titan
 from tests.fast.runner.tiny import padded_batch, save_model
-from tests.fast.runner.titans import in_files, load, save_titan
 from tests.gpu.conftest import Record
 from tests.gpu.jobs import SEQ_LEN, VOCAB_SIZE, Job, gradients_of, pack, run_jobs
 from tests.process.parity_cases import CHANGES

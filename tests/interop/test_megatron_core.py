@@ -18,7 +18,7 @@ import reshard
 from manifests.errors import UserError
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.sequences import read_batches
-from tests.fast.reshard.test_megatron import tensors_of
+from tests.fast.reshard.formats.megatron.test_megatron import tensors_of
 from tests.process.torchrun import launch
 from tools.interop import HOME
 

@@ -13,7 +13,7 @@ BLOCK_NBYTES = 1 << 20
 
 
 def read(url: str, name: str) -> tuple[int, str]:
-    from stores.objects import open_objects
+    from stores.objects.store import open_objects
 
     file = open_objects(url).file(name)
     reader, block, digest, peak_nbytes = file.open([(0, file.nbytes)]), bytearray(BLOCK_NBYTES), hashlib.sha256(), 0
@@ -28,7 +28,7 @@ def read(url: str, name: str) -> tuple[int, str]:
 
 def write(url: str, name: str, nbytes: int) -> tuple[int, str]:
     """Write a header of one block and random blocks after it, all through one buffer."""
-    from stores.object_output import open_output
+    from stores.objects.output import open_output
 
     generator, block, digest, peak_nbytes = random.Random(0), bytearray(BLOCK_NBYTES), hashlib.sha256(), 0
     with open_output(url) as target:

@@ -19,10 +19,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import manifests.publish
+import stores.folders.publish
 from reshard import cli
-from reshard.operations import export, folder_parts, pack, parts  # noqa: F401 - once, not in each fork
-from reshard.sources import open as sources  # noqa: F401
+from reshard.formats import open as sources  # noqa: F401
+from reshard.formats.huggingface import write as export  # noqa: F401 - once, not in each fork
 
 KIND = sys.argv[1] if sys.argv[1:] else ""
 if KIND == "saves":
@@ -81,7 +81,7 @@ def run(job: dict[str, Any]) -> None:
     os.pwrite = noting(f"{job['said']}.written")
     for name in CHANGES:
         setattr(os, name, disk.counted(getattr(os, name)))
-    manifests.publish.exchange = disk.counted(manifests.publish.exchange)
+    stores.folders.publish.exchange = disk.counted(stores.folders.publish.exchange)
     if job.get("strike"):
         strike(job["endpoint"], Strike(pid=os.getpid(), **job["strike"]))
     sys.argv = ["reshard", *job["args"]]

@@ -9,10 +9,10 @@ from typing import Any
 
 from runner.config.architectures import Implementation, choose_implementation
 from runner.data.batches import Batch
-from tests.fast.models.built import read_config
-from tests.fast.runner.decoders import SEQ_LEN, VARIANTS
+from tests.fast.manifests.models.built import read_config
+from tests.fast.runner.models.decoders import SEQ_LEN, VARIANTS
+from tests.fast.runner.models.titans import TITANS
 from tests.fast.runner.tiny import padded_batch
-from tests.fast.runner.titans import TITANS
 
 STEPS, MICROBATCH, LR = 3, 1, 1e-3
 _TIED = {"tie_word_embeddings": True}

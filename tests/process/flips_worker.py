@@ -22,8 +22,8 @@ from manifests.errors import UserError
 from runner.bundle.packed import open_packed
 from runner.config.flags import parse_training
 from runner.distributed.world import World, join_world
-from runner.evaluation.command import parse_eval
 from runner.evaluation.evaluate import loss_over
+from runner.evaluation.options import parse_eval
 from runner.train import run
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from manifests.schedules import SCHEDULES, ScheduleName, Table, actions_of, sche
 from runner.config.schema import BatchOptions, OptimOptions
 from runner.data.batches import Batch
 from tests.covering import covering
-from tests.fast.models.built import DECODERS, TINY
+from tests.fast.manifests.models.built import DECODERS, TINY
 from tests.fast.runner.tiny import padded_batch
 from tests.process.family_cases import TRAINED
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from runner.data.batches import Batch
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
-from tests.fast.runner.decoders import fill_pieces, tied_name
+from tests.fast.runner.models.decoders import fill_pieces, tied_name
 from tests.fast.runner.tiny import HEAD, read_config
 from tests.process.parity_cases import BATCH, COMPARED, OPTIM, SEQ_LEN, batch_of, texts
 
@@ -95,7 +95,7 @@ def accumulate(model: nn.Module, batch: Batch, order: Sequence[int]) -> list[flo
 
 def train_transformers(folder: Path, steps: int) -> Run:
     """Train the `transformers` model on whole batches, by its book."""
-    from tests.fast.runner.titans import in_files, load  # slow to import, and ranks do without
+    from tests.fast.runner.models.titans import in_files, load  # slow to import, and ranks do without
 
     model = load(folder)
     optimizer = torch.optim.AdamW(

@@ -24,7 +24,7 @@ from runner.training.gradient_norm import StepTotals
 from runner.training.optimizer import Optimizer
 from runner.training.step import Engine, eval_step, train_step
 from runner.training.ties import build_ties, check_equal, lead_parameters
-from tests.fast.runner.decoders import fill_pieces
+from tests.fast.runner.models.decoders import fill_pieces
 from tests.fast.runner.tiny import CPU, head_tie, padded_batch, read_config, split_evenly
 from tests.process.parity_cases import (
     BATCH,

@@ -18,8 +18,8 @@ from torch import distributed as dist
 from manifests.store import find_manifest
 from runner.bundle.packed import open_packed
 from runner.distributed.world import World, join_world
-from runner.evaluation.command import parse_eval
 from runner.evaluation.evaluate import loss_over
+from runner.evaluation.options import parse_eval
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.builders import reshard
-from tests.fast.models.catalogued import config_of, quiet, save_tiny
+from tests.fast.manifests.models.catalogued import config_of, quiet, save_tiny
 from tests.process.training_jobs import job, lines_of, losses_of, run_jobs, said
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]

@@ -14,7 +14,7 @@ from manifests.placement import Placement
 from runner.report.page import write_report
 from tests.builders import reshard
 from tests.chromium import CHROMIUM, Page, opened
-from tests.fast.runner.traced import write_metrics, write_traces
+from tests.fast.runner.profiling.traced import write_metrics, write_traces
 
 pytestmark = [
     pytest.mark.process,

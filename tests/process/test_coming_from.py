@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from reshard import open as open_packed
 from reshard import pack
-from tests.fast.reshard.test_dcp_export import Titan
-from tests.fast.reshard.test_deepspeed_source import GOLDEN
+from tests.fast.reshard.formats.dcp.test_dcp_export import Titan
+from tests.fast.reshard.formats.deepspeed.test_deepspeed_source import GOLDEN
 from tests.fast.titans import LLAMA
 from tests.pages import ROOT, SECTIONS_OF, run_blocks
 

@@ -14,7 +14,7 @@ import pytest
 from manifests.models import model_shape
 from manifests.safetensors import encode_header, layout_tensors
 from tests.builders import llama_config, reshard, run
-from tests.fast.models.built import read_config
+from tests.fast.manifests.models.built import read_config
 from tests.fast.reshard.forged import change_manifest
 from tests.fast.sliced import CUTS, cut_up
 from tests.fast.trained import STATE

@@ -19,8 +19,8 @@ from manifests.store import read_manifest
 from runner.bundle.packed import open_packed
 from runner.checkpoint.skipped import read_skipped
 from tests.builders import reshard
+from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
 from tests.fast.runner.tiny import save_model
-from tests.fast.runner.words import BOS, EOS, write_documents, write_tokenizer
 from tests.process.test_resume import MIDDLE, STEPS, Runs, after_middle, digests_in
 from tests.process.training_jobs import run_jobs
 

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fast.reshard.test_dcp_source import CONFIGS, assert_equal, exported, huggingface_state, torchtitan_state
+from tests.fast.reshard.formats.dcp.test_dcp_source import (
+    CONFIGS,
+    assert_equal,
+    exported,
+    huggingface_state,
+    torchtitan_state,
+)
 from tests.process.torchrun import launch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]

@@ -19,9 +19,9 @@ from torch.nn.functional import cross_entropy
 
 from runner.data.batches import Batch
 from tests.builders import reshard
-from tests.fast.runner.decoders import name_as_openai_did, save_decoder, tied_name
+from tests.fast.runner.models.decoders import name_as_openai_did, save_decoder, tied_name
+from tests.fast.runner.models.titans import in_files, load, save_titan
 from tests.fast.runner.tiny import HEAD
-from tests.fast.runner.titans import in_files, load, save_titan
 from tests.process.family_cases import LR, MICROBATCH, NORMAL, SLOW, STEPS, Case, batch_of, evaluated_batch
 from tests.process.torchrun import launch
 from tests.process.training_jobs import job, lines_of, run_jobs, said

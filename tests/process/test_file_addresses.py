@@ -8,8 +8,8 @@ import pytest
 
 from manifests.errors import InputError
 from stores.base import read_whole
-from stores.object_output import open_output
-from stores.objects import open_objects
+from stores.objects.output import open_output
+from stores.objects.store import open_objects
 from tests.builders import edit_manifest, files_in, reshard, run, write_model
 from tests.process.buckets import refusal
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.builders import INDEX, run
+from tests.fast.runner.data.words import WORDS, write_tokenizer
 from tests.fast.runner.tiny import HEAD, save_model
-from tests.fast.runner.words import WORDS, write_tokenizer
 from tests.process.torchrun import launch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1500)]

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from manifests.store import read_manifest
-from runner.launch.torch_version import TESTED
+from runner.preflight.torch_version import TESTED
 from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
 from tests.process.local_jobs import ROOT, runner

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import InputError
-from manifests.lockfile import birth_of, locking
+from stores.folders.lock import birth_of, locking
 from tests.process.local_jobs import ROOT, SMALL, runner
 from tests.process.torchrun import started
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 HOLD = """
 import sys, time
 from pathlib import Path
-from manifests.lockfile import locking
+from stores.folders.lock import locking
 from manifests.errors import InputError
 sys.stdin.readline()
 try:
@@ -104,8 +104,8 @@ def test_claim_of_a_killed_holder_is_taken_over_at_once_and_that_of_a_live_one_i
 
 def test_lock_that_a_child_of_a_dead_holder_keeps_does_not_keep_the_claim(tmp_path: Path) -> None:
     forks = """
-import manifests.lockfile, os, time
-acquire = manifests.lockfile._acquire
+import stores.folders.lock, os, time
+acquire = stores.folders.lock._acquire
 def forking(*given):
     found = acquire(*given)
     if not os.fork():
@@ -113,7 +113,7 @@ def forking(*given):
         time.sleep(10)
         os._exit(0)
     return found
-manifests.lockfile._acquire = forking
+stores.folders.lock._acquire = forking
 """
     first, second = hold(tmp_path / "claim", forks), hold(tmp_path / "claim")
     try:

@@ -37,7 +37,7 @@ def test_node_that_is_alone_ends_with_a_message_and_a_code_that_a_restart_may_fi
         else:
             taken.close()
         command = [
-            sys.executable, "-m", "runner.launch.agent", "--nnodes", "2", "--nproc-per-node", "1",
+            sys.executable, "-m", "runner.launch.agent.agent", "--nnodes", "2", "--nproc-per-node", "1",
             "--max-restarts", "0", "--rdzv-conf", "timeout=3",
             "-m", "runner.train", "packed", "--data", "synthetic", "--log-dir", tmp_path,
         ]  # fmt: skip

@@ -17,14 +17,14 @@ import pytest
 from manifests.codec import encode_manifest
 from manifests.errors import InputError
 from reshard.tensors.lazy import MemoryFile
-from stores import object_output
 from stores.base import LOCK_NAME, Blocks, read_whole
-from stores.object_client import ObstoreClient
-from stores.object_lock import new_lock
-from stores.object_output import ObjectTarget, Wanted, open_output
-from stores.objects import open_objects
-from stores.uplink import MAX_PARTS, NUM_PARTS, part_nbytes
-from stores.writable import WritableClient, remove_objects
+from stores.objects import output as object_output
+from stores.objects.client import ObstoreClient
+from stores.objects.lock import new_lock
+from stores.objects.output import ObjectTarget, Wanted, open_output
+from stores.objects.store import open_objects
+from stores.objects.uplink import MAX_PARTS, NUM_PARTS, part_nbytes
+from stores.objects.writable import WritableClient, remove_objects
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.buckets import BUCKET, MIB, become, measured, problem, refusal, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server, Strike, strike
@@ -161,7 +161,7 @@ def test_interrupt_while_a_small_file_is_sent_beside_leaves_nothing(
             target.copy("config.json", Blocks(MemoryFile("config.json", CONFIG)))
             target.commit(MANIFEST)  # waits for it
 
-    monkeypatch.setattr("stores.object_output.remove_objects", remove_and_tell)
+    monkeypatch.setattr("stores.objects.output.remove_objects", remove_and_tell)
     monkeypatch.setattr(ObstoreClient, "put", put_late)
     with pytest.raises(KeyboardInterrupt):
         write_config()

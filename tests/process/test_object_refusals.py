@@ -14,8 +14,8 @@ from reshard.copy.engine import WriteOptions
 from reshard.plans.pack_plan import lay_out_shard
 from stores.base import InputFile, Range, Reader
 from stores.bundles import TensorAt
-from stores.object_output import open_output
-from stores.objects import open_objects
+from stores.objects.output import open_output
+from stores.objects.store import open_objects
 from tests.process.buckets import BUCKET, become, problem, refusal
 from tests.servers.s3 import Fault, MotoServer
 

@@ -10,8 +10,8 @@ import pytest
 from manifests.codec import encode_manifest
 from manifests.errors import InputError
 from stores.base import LOCK_NAME, PROGRESS_NAME
-from stores.object_output import ObjectTarget, Wanted, open_output
-from stores.objects import open_objects
+from stores.objects.output import ObjectTarget, Wanted, open_output
+from stores.objects.store import open_objects
 from tests.builders import files_in, llama_config, refusal, reshard, write_model
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.buckets import BUCKET, url_of

@@ -15,9 +15,9 @@ import pytest
 
 from manifests.errors import UnreachableError
 from stores.base import SOURCE_CHANGED, InputFile, Range, read_file_header, read_whole
-from stores.objects import open_objects
+from stores.net.retries import Retries
+from stores.objects.store import open_objects
 from stores.open import open_store
-from stores.retries import Retries
 from tests.builders import Tensor, write_safetensors
 from tests.process.buckets import BUCKET, MIB, become, measured, problem, refusal
 from tests.servers.s3 import Fault, MotoServer, S3Server

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from manifests.store import open_shard, read_manifest
 from tests.builders import run
-from tests.fast.runner.titans import save_titan
+from tests.fast.runner.models.titans import save_titan
 from tests.process.parallel_cases import LAYOUTS, MODELS, NORMAL, SLOW_4, SLOW_8, SLOW_MIXED, Case
 from tests.process.torchrun import launch
 from tests.process.training_jobs import job, lines_of, run_jobs

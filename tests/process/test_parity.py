@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fast.runner.models.titans import save_titan
 from tests.fast.runner.tiny import padded_batch, save_model
-from tests.fast.runner.titans import save_titan
 from tests.process.parity_cases import (
     CHANGES,
     EVALUATED,

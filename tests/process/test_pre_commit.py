@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.builders import llama_config, reshard, write_model
-from tests.fast.reshard.test_check import healthy_tensors
+from tests.fast.reshard.checks.test_check import healthy_tensors
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(100)]
 

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM
 
 from tests.builders import reshard, run
-from tests.fast.models.built import TINY
-from tests.fast.runner.decoders import VARIANTS, Variant, variant_ids
+from tests.fast.manifests.models.built import TINY
+from tests.fast.runner.models.decoders import VARIANTS, Variant, variant_ids
+from tests.fast.runner.models.titans import TITANS, YARN, load, save_titan
 from tests.fast.runner.tiny import load_model, save_model
-from tests.fast.runner.titans import TITANS, YARN, load, save_titan
 from tests.process.local_jobs import ROOT, runner
 from tests.process.torchrun import launch
 

@@ -11,7 +11,7 @@ from torch import nn
 from manifests.placement import Placement
 from manifests.schedules import actions_of, lower, schedule_table, write_csv
 from runner.pipeline.torch_runtime import ADAPTER
-from tests.fast.schedules.torch_tables import text_with_waits
+from tests.fast.manifests.schedules.torch_tables import text_with_waits
 from tests.process.schedule_csv_worker import build_batch, build_stage, loss_of, read_table
 from tests.process.torchrun import launch
 

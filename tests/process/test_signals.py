@@ -75,7 +75,7 @@ def words_of(pid: int) -> str:
 
 
 def is_agent(pid: int) -> bool:
-    return "runner.launch.agent" in words_of(pid)
+    return "runner.launch.agent.agent" in words_of(pid)
 
 
 def imports_torch(pid: int) -> bool:

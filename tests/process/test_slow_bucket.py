@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from stores.objects import ObjectFile, open_objects
-from stores.retries import Retries
+from stores.net.retries import Retries
+from stores.objects.store import ObjectFile, open_objects
 from tests.process.buckets import BUCKET, MIB, become, refusal
 
 pytestmark = pytest.mark.process

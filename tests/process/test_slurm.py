@@ -159,7 +159,7 @@ def ranks_on(slurm: Slurm, node: str) -> list[int]:
     """Give the processes of a node's ranks."""
     commands = {pid: command_of(pid) for pid in slurm.network.pids(node)}
     workers = {pid for pid, command in commands.items() if "runner.train" in command}
-    return [pid for pid in commands if pid in workers and "runner.launch.agent" not in commands[pid]]
+    return [pid for pid in commands if pid in workers and "runner.launch.agent.agent" not in commands[pid]]
 
 
 def command_of(pid: int) -> str:
@@ -207,7 +207,7 @@ def test_job_that_is_told_to_stop_before_its_ranks_have_begun_is_queued_again(
 
     def has_agents() -> bool:
         nodes = [slurm.network.pids(node) for node in ("node2", "node10")]
-        return all(any("runner.launch.agent" in command_of(pid) for pid in pids) for pids in nodes)
+        return all(any("runner.launch.agent.agent" in command_of(pid) for pid in pids) for pids in nodes)
 
     wait_until(has_agents, slurm, log)
     slurm.run("scancel", "--signal=USR2", json.loads((log / "job.json").read_text())["id"])  # as --signal does

@@ -1,6 +1,6 @@
 """A job's supervisor restarts, requeues and gives up; `srun` and `scontrol` are scripts here.
 
-What it decides is in tests/fast/runner/test_decide.py; real Slurm runs in test_slurm.py.
+What it decides is in tests/fast/runner/launch/test_decide.py; real Slurm runs in test_slurm.py.
 """
 
 from __future__ import annotations

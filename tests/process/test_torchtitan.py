@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.sequences import read_batches
-from tests.fast.reshard.test_dcp_export import assert_contains, run, state_of
+from tests.fast.reshard.formats.dcp.test_dcp_export import assert_contains, run, state_of
 from tests.fast.titans import LLAMA
 from tests.process.torchrun import launch
 from tests.process.training_jobs import job, lines_of, run_jobs

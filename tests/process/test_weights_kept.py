@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.builders import reshard
+from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
 from tests.fast.runner.tiny import save_model
-from tests.fast.runner.words import BOS, EOS, write_documents, write_tokenizer
 from tests.process.torchrun import started
 from tests.process.training_jobs import lines_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, snapshot_download
 
-from stores.hub import HubFolder
+from stores.hub.store import HubFolder
 from stores.open import open_store
 from tests.builders import files_in, refusal, reshard, run, write_model
 from tests.refusals import refused

@@ -17,9 +17,9 @@ from reshard.copy.runs import Run, copy_run
 from reshard.plans.pack_plan import OutputShard
 from stores.base import InputFile
 from stores.bundles import TensorAt
+from stores.net.streams import Streams
 from stores.prefetch import Lane, Planned, PlannedReader, Prefetcher
 from stores.ranges import Fetch, RangeReader
-from stores.streams import Streams
 
 MIB = 1 << 20
 

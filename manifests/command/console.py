@@ -1,0 +1,260 @@
+"""The standard streams of a command, which may be closed, full, broken, or have another encoding.
+
+# Note [Standard streams]
+If a standard descriptor is closed at startup, the first file that is opened would get its number, and output would be
+written there. So it is opened on /dev/null first. If standard output cannot be written, the exit code is 3; if its
+reader has gone, the command exits silently, like one killed by SIGPIPE; failed writes to standard error are ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from manifests.command.signals import INTERRUPTED
+from manifests.errors import InputError, UsageError, UserError, error_json, refused_by_system
+
+STDOUT = "standard output"
+# What was removed, as it was typed, and what to use instead.
+MOVED = {
+    "--allow-remote": "manifests refer to the hub, buckets and folders only, which need no consent",
+    "reshard sign --out": "the signature is manifest.sig beside the manifest",
+    "reshard verify --signature": "the signature is manifest.sig beside the manifest; copy it there",
+    "reshard plan --simulate-io": "the plan's first lines say what a layout takes; reading is not simulated",
+    "reshard pack --take-over": "schedulers run lost parts again: --parts N --scheduler slurm, or job",
+    **dict.fromkeys(
+        (
+            f"reshard pack {flag}"
+            for flag in (
+                "--schedule",
+                "--microbatches",
+                "--microbatch",
+                "--seq-len",
+                "--dtype-policy",
+                "--dp-replicate",
+                "--dp-shard",
+                "--tp",
+                "--ac",
+                "--loss-chunk",
+                "--memory-limit",
+                "--cost",
+            )
+        ),
+        "a training step is assumed by reshard plan: plan with --write layout.toml, then pack --layout layout.toml",
+    ),
+    "reshard plan --memory-limit": "it is --gpu-memory",
+    "reshard plan --as": "--write FILE writes the layout, as .toml or .json",
+    "reshard layout --as": "--write FILE writes the layout, as .toml or .json",
+    "runner generate": "a packed folder opens in transformers: AutoModelForCausalLM.from_pretrained(DIR).generate(...)",
+}
+_BROKEN_PIPE = 141  # 128 + SIGPIPE, as in shells
+
+
+def run_command(act: Callable[[], int], *, is_json: bool) -> None:
+    """Run a command, print its error, and exit with its exit code."""
+    open_streams()
+    code = 0
+    try:
+        code = act()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+    except UserError as error:
+        code = _say(error, is_json=is_json)
+    except KeyboardInterrupt as error:
+        print("\nhint: ".join(("interrupted", *getattr(error, "__notes__", ()))), file=sys.stderr)
+        code = INTERRUPTED
+    except OSError as error:
+        if _is_working_folder_gone():
+            problem, hint = "the working folder was deleted or replaced", 'enter one that exists: cd "$PWD", or cd ..'
+            code = _say(InputError(".", problem, hint, code="system.no-working-folder"), is_json=is_json)
+        elif error.filename is not None:
+            problem = f"cannot be used: {error.strerror}"
+            code = _say(InputError(str(error.filename), problem, code="system.refused"), is_json=is_json)
+        elif _unwritable() is None:
+            raise
+    if code := _finish(code):
+        sys.exit(code)
+
+
+def run_cli(
+    cli: Callable[[], object], begin: Callable[[], None], *, refusal: type[Exception], abort: type[Exception]
+) -> None:
+    """Run a click command, and end with its exit code; `--json` makes its refusals JSON, too.
+
+    `begin` is called where an interrupt can be handled. click is not a dependency of this package: `refusal` is its
+    ClickException, `abort` its Abort.
+    """
+    is_json = "--json" in sys.argv[1:]
+
+    def act() -> int:
+        try:
+            begin()
+            cli()
+        except refusal as caught:
+            error: Any = caught
+            if (moved := _moved(error)) is not None:
+                raise moved from None
+            if is_json:
+                problem = error.format_message()
+                raise UsageError(_parameter(error), problem, "see --help", code="usage.arguments") from caught
+            error.show()
+            return UsageError.exit_code
+        except abort as caught:
+            interrupt = caught.__context__
+            raise (interrupt if isinstance(interrupt, KeyboardInterrupt) else KeyboardInterrupt()) from None
+        return 0
+
+    run_command(act, is_json=is_json)
+
+
+def _moved(error: Any) -> UsageError | None:
+    """Return the refusal of a verb or a flag that was removed, if the error of click is about one."""
+    context = getattr(error, "ctx", None)
+    word = getattr(error, "option_name", None) or sys.argv[1]
+    typed = f"{context.command_path if context else ''} {word}"
+    where = next((removed for removed in (typed, word) if removed in MOVED), None)
+    return UsageError(where, "was removed", MOVED[where], code="usage.moved") if where else None
+
+
+def _is_working_folder_gone() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return True
+    return False
+
+
+def _parameter(error: Any) -> str:
+    """Return the flag or the argument that a click exception is about, if it is about one."""
+    parameter = getattr(error, "param", None)
+    if parameter is None:
+        return ""
+    name: str = parameter.opts[0] if parameter.param_type_name == "option" else parameter.human_readable_name
+    return name
+
+
+def open_streams() -> None:
+    """Make the standard streams safe to write to, once, before anything else; see Note [Standard streams]."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
+            if descriptor == 1:
+                sys.stdout = _Closed()
+            elif descriptor == 2:
+                sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - for as long as the process lives
+    if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = _Stdout(
+            sys.stdout.buffer,
+            encoding=sys.stdout.encoding,
+            errors="backslashreplace",  # characters that the encoding lacks must not fail, as in the C locale
+            line_buffering=sys.stdout.line_buffering,
+        )
+    if sys.stderr is sys.__stderr__ and isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr = _Lenient(
+            sys.stderr.buffer, encoding=sys.stderr.encoding, errors="backslashreplace", line_buffering=True
+        )
+
+
+def check_open() -> None:
+    """Check that standard output is open and has accepted everything printed so far.
+
+    Raises:
+        OutputError: it has not.
+    """
+    if (error := _unwritable()) is not None:
+        _discard()
+        raise _unprinted(error) from error
+
+
+class _Stdout(io.TextIOWrapper):
+    """A standard output that remembers its first failure, since a later flush may succeed."""
+
+    failure: OSError | None = None
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+class _Closed(_Stdout):
+    """A standard output that was closed at startup: every write fails."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
+        self.failure = OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    def write(self, text: str) -> int:
+        assert self.failure is not None
+        raise self.failure
+
+
+class _Lenient(io.TextIOWrapper):
+    """A standard error that ignores failed writes."""
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
+def _say(error: UserError, *, is_json: bool) -> int:
+    """Print an error and return its exit code."""
+    with contextlib.suppress(OSError):  # the exit code remains, and standard output is checked at the end
+        print(error_json(error) if is_json else f"error: {error}", file=sys.stdout if is_json else sys.stderr)
+    return error.exit_code
+
+
+def _finish(code: int) -> int:
+    """Flush standard output and return the exit code of a command."""
+    error = _unwritable()
+    if error is None:
+        return code
+    _discard()
+    if isinstance(error, BrokenPipeError):
+        return _BROKEN_PIPE if code in (0, 1) else code  # click exits with 1
+    if code in (0, 1):
+        return _say(_unprinted(error), is_json=False)
+    return code
+
+
+def _unprinted(error: OSError) -> InputError:
+    return refused_by_system(STDOUT, error, "cannot be written", code="output.unwritable")
+
+
+def _unwritable() -> OSError | None:
+    """Flush standard output and return its failure; None if everything was written."""
+    stream = getattr(sys.stdout, "wrapped", sys.stdout)  # click wraps a stream whose reader has gone
+    with contextlib.suppress(OSError):  # kept in `failure`
+        if stream is not None:
+            stream.flush()
+    return stream.failure if isinstance(stream, _Stdout) else None
+
+
+def _discard() -> None:
+    """Drop what could not be written, which would be retried at exit."""
+    with contextlib.suppress(OSError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.close(null)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process lives

@@ -1,0 +1,174 @@
+"""diff: two checkpoints compared tensor by tensor, whatever their layouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from manifests.models import module_of
+from manifests.schema import MOMENTS, WEIGHTS, Holds
+from manifests.slices import Slice
+from reshard.checks.compare import in_batches
+from reshard.copy.engine import hash_tensors
+from reshard.copy.runs import ByteCounter
+from reshard.tensors.checkpoint import Checkpoint, check_digest
+from reshard.tensors.comparison import are_of_one_kind
+from reshard.tensors.slices import slices_of
+from reshard.transforms.cast import FLOATS
+from stores.bundles import TensorAt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorDifference:
+    """A tensor that differs between A and B; `fqn` is `*` for all of a kind. Norms (float64) are of B - A and of A."""
+
+    holds: Holds
+    fqn: str
+    problem: str
+    norm: float | None = None
+    norm_a: float | None = None
+
+    @property
+    def relative(self) -> float | None:
+        """The norm of the difference relative to that of A; None if A is zero."""
+        return self.norm / self.norm_a if self.norm is not None and self.norm_a else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiffResult:
+    """The result of comparing two checkpoints.
+
+    Of the equal tensors, `num_moved` are on a stage with another index, and `num_resliced` are stored in other slices.
+    """
+
+    layouts: tuple[str, str]
+    num_equal: int
+    num_moved: int
+    num_resliced: int
+    differences: tuple[TensorDifference, ...]
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+
+def diff_checkpoints(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    with_norms: bool = False,
+    reads_bytes: bool = False,
+    progress: ByteCounter = lambda nbytes: None,
+) -> DiffResult:
+    """Compare two checkpoints by their digests, reading only tensors without one.
+
+    With `reads_bytes`, all tensors are read and their digests verified. With norms, tensors that differ are read too,
+    if both are floating point and of the same shape.
+
+    Raises:
+        ShardError: a file is truncated or damaged.
+    """
+    num_equal, num_moved, num_resliced, differences = 0, 0, 0, list[TensorDifference]()
+    stages = _stages(a), _stages(b)
+    for holds in (WEIGHTS, *MOMENTS):
+        left, right = _tensors(a, holds), _tensors(b, holds)
+        if bool(left) != bool(right):
+            problem = f"all {len(left or right)} only in {'A' if left else 'B'}"
+            differences.append(TensorDifference(holds=holds, fqn="*", problem=problem))
+            continue
+        for fqns in in_batches(chain(left, (fqn for fqn in right if fqn not in left))):
+            here, there = ({fqn: tensors[fqn] for fqn in fqns if fqn in tensors} for tensors in (left, right))
+            same = {fqn for fqn in here if fqn in there and _are_same_slices(here[fqn], there[fqn])}
+            known = set() if reads_bytes else same
+            here, there = (_with_digests(tensors, known, reads_bytes, progress) for tensors in (here, there))
+            for fqn in fqns:
+                found = _compare(holds, fqn, here.get(fqn), there.get(fqn))
+                if found is not None:
+                    differences.append(_measure(found, here.get(fqn), there.get(fqn)) if with_norms else found)
+                    continue
+                num_equal += 1
+                num_moved += len({modules.get(module_of(fqn, modules) or "") for modules in stages} - {None}) > 1
+                num_resliced += _boxes(here[fqn]) != _boxes(there[fqn])
+    return DiffResult(
+        layouts=(_layout(a), _layout(b)),
+        num_equal=num_equal,
+        num_moved=num_moved,
+        num_resliced=num_resliced,
+        differences=tuple(differences),
+    )
+
+
+def nbytes_to_hash(a: Checkpoint, b: Checkpoint, *, reads_bytes: bool = False) -> int:
+    """Return an estimate of the bytes to read for digests."""
+    found = (_tensors(checkpoint, holds) for checkpoint in (a, b) for holds in (WEIGHTS, *MOMENTS))
+    return sum(
+        tensor.nbytes for tensors in found for tensor in tensors.values() if reads_bytes or tensor.blake3 is None
+    )
+
+
+def _tensors(checkpoint: Checkpoint, holds: Holds) -> Mapping[str, TensorAt]:
+    return checkpoint.tensors if holds == WEIGHTS else checkpoint.moments.get(holds, {})
+
+
+def _are_same_slices(a: TensorAt, b: TensorAt) -> bool:
+    """Whether two tensors are sliced alike with equal digests, so that neither must be read."""
+    left, right = ([(one.dtype, one.part, one.blake3) for one in slices_of(tensor)] for tensor in (a, b))
+    return len(left) > 1 and left == right and all(digest is not None for *_, digest in left)
+
+
+def _boxes(tensor: TensorAt) -> list[Slice | None]:
+    return [one.part for one in slices_of(tensor)]
+
+
+def _with_digests(
+    tensors: dict[str, TensorAt], same: Collection[str], reads_bytes: bool, progress: ByteCounter
+) -> dict[str, TensorAt]:
+    """Return the tensors with digests, computed for all but those that are known to be equal."""
+    unknown = [
+        tensor for tensor in tensors.values() if (reads_bytes or tensor.blake3 is None) and tensor.name not in same
+    ]
+    unknown.sort(key=lambda tensor: (str(tensor.file), tensor.begin))  # one of A and B may be in another order
+    found = hash_tensors(unknown, progress)
+    for tensor, digest in zip(unknown, found, strict=True):
+        check_digest(tensor, digest)
+    blank = ((number, tensor) for number, tensor in enumerate(unknown) if tensor.blake3 is None)
+    return tensors | {tensor.name: replace(tensor, blake3=found.raw(number)) for number, tensor in blank}
+
+
+def _compare(holds: Holds, fqn: str, a: TensorAt | None, b: TensorAt | None) -> TensorDifference | None:
+    if a is None or b is None:
+        problem = f"only in {'A' if b is None else 'B'}"
+    elif not are_of_one_kind(a, b):
+        problem = f"{a.dtype} {list(a.shape)} in A, {b.dtype} {list(b.shape)} in B"
+    elif a.blake3 != b.blake3:
+        problem = "bytes differ"
+    else:
+        return None
+    return TensorDifference(holds=holds, fqn=fqn, problem=problem)
+
+
+def _stages(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the stage index of each module; empty for a checkpoint without a layout."""
+    stages = checkpoint.manifest.stages if checkpoint.manifest else ()
+    return {module: stage.index for stage in stages for module in stage.modules}
+
+
+def _layout(checkpoint: Checkpoint) -> str:
+    if checkpoint.manifest is None:
+        return "none"
+    layout = checkpoint.manifest.layout
+    return f"{layout.spec}: {layout.num_stages} stages on {layout.num_ranks} ranks, style {layout.style}"
+
+
+def _measure(found: TensorDifference, a: TensorAt | None, b: TensorAt | None) -> TensorDifference:
+    """Add the norms, in float64, if both are floating point and of the same shape."""
+    if a is None or b is None or a.shape != b.shape or not {a.dtype, b.dtype} <= FLOATS:
+        return found
+    from reshard.transforms.arithmetic import norms_of  # numpy
+
+    norm, norm_a = norms_of(a, b)
+    if not (math.isfinite(norm) and math.isfinite(norm_a)):
+        return replace(found, problem=f"{found.problem}, and not all values are finite")
+    return replace(found, norm=norm, norm_a=norm_a)

@@ -1,0 +1,122 @@
+"""Signatures of a manifest, which roots the digest of every byte: written and verified with model-signing.
+
+The signature is a Sigstore bundle of one elliptic-curve key, without a network; `model_signing verify key` reads it.
+
+Source: model-signing 1.1.1, https://model.sigstore.dev; its texts say why a signature was refused, and any other
+error refuses it, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from manifests.digest import digest_bytes
+from manifests.errors import InputError, ManifestError, OutputError, SignatureError, refused_by_system
+from manifests.invariants import MANIFEST_NAME
+from manifests.store import write_file
+from stores.base import read_whole
+from stores.folders.probe import check_new_file
+from stores.local import LocalFolder
+from stores.manifest_file import ManifestFile
+
+SIGNATURE_NAME = "manifest.sig"
+_MOST_NBYTES = 1 << 20  # of a signature; common ones take a few KB
+
+
+def sign_manifest(file: ManifestFile, key: Path, *, password: str | None = None, force: bool = False) -> Path:
+    """Sign a manifest with an elliptic-curve key (PEM) and write the signature beside it.
+
+    Raises:
+        ManifestError: the manifest is damaged, or references bytes whose digests it does not have (a virtual pack).
+        OutputError: the signature exists and `force` is not set, or it cannot be written, as in a bucket.
+        InputError: the key cannot be read, or model-signing is not installed.
+    """
+    signing = _module("signing")
+    if not isinstance(file.folder, LocalFolder):
+        hint = "sign the folder on this machine before it is uploaded, or upload its manifest.sig"
+        raise OutputError(str(file), "signatures are written to files only", hint, code="output.unwritable")
+    out = file.folder.path / SIGNATURE_NAME
+    check_new_file(out, "signature", force=force)
+    manifest, _ = file.read()
+    if manifest.virtual is not None:
+        problem = f"references bytes in {manifest.virtual.location} whose digests it does not have"
+        hint = "a signature would not cover them; pack without --virtual first"
+        raise ManifestError(str(file), problem, hint, code="manifest.unrooted-bytes")
+    try:
+        secret = None if password is None else password.encode()
+        signer = signing.Config().use_elliptic_key_signer(private_key=key, password=secret)
+    except Exception as error:  # whatever the reader of keys meets
+        raise _bad_key("--key", key, error, "private", "; --ask-password for an encrypted one") from error
+    with TemporaryDirectory() as folder:
+        signature = Path(folder) / SIGNATURE_NAME
+        signer.sign(file.folder.path / file.name, signature)
+        try:
+            write_file(out, signature.read_bytes())
+        except OSError as error:
+            raise refused_by_system(str(out), error, "cannot be written", code="output.unwritable") from error
+    return out
+
+
+def check_signature(file: ManifestFile, digest: str, public_key: Path) -> str:
+    """Check that a key signed the manifest with this digest; return where its signature is.
+
+    Raises:
+        SignatureError: there is none, it is of another key or another manifest, or it is damaged.
+        InputError: the key or the signature cannot be read, or model-signing is not installed.
+    """
+    verifying = _module("verifying")
+    if SIGNATURE_NAME not in file.folder.names():
+        where = f"{file.folder}/{SIGNATURE_NAME}"
+        raise SignatureError(where, "no such file", "sign with reshard sign", code="signature.missing")
+    stored = file.folder.file(SIGNATURE_NAME)
+    where, signature = str(stored), read_whole(stored, most_nbytes=_MOST_NBYTES)
+    data = read_whole(file.folder.file(file.name))
+    try:
+        verifier = verifying.Config().use_elliptic_key_verifier(public_key=public_key)
+    except Exception as error:  # whatever the reader of keys meets
+        raise _bad_key("--public-key", public_key, error, "public") from error
+    with TemporaryDirectory() as folder:
+        (Path(folder) / MANIFEST_NAME).write_bytes(data)
+        (Path(folder) / SIGNATURE_NAME).write_bytes(signature)
+        try:
+            with redirect_stdout(sys.stderr):  # it warns of old signatures there
+                verifier.verify(Path(folder) / MANIFEST_NAME, Path(folder) / SIGNATURE_NAME)
+        except Exception as error:  # whatever a signature by anybody makes it raise
+            raise _refused(where, str(file), public_key, error) from error
+    if digest_bytes(data) != digest:
+        problem = f"{file} changed while it was verified"
+        raise SignatureError(where, problem, "verify it again", code="signature.other-manifest")
+    return where
+
+
+def _refused(where: str, manifest: str, key: Path, error: Exception) -> SignatureError:
+    """Return why model-signing refuses a signature."""
+    if str(error).startswith("Key mismatch"):
+        problem, hint = f"was made with another key than {key}", "use the public key of whoever signed the checkpoint"
+        return SignatureError(where, problem, hint, code="signature.other-key")
+    if str(error).startswith("Signature mismatch"):
+        hint = "the manifest was changed or replaced after it was signed; copy the signed checkpoint again"
+        return SignatureError(where, f"is of another manifest than {manifest}", hint, code="signature.other-manifest")
+    problem = f"is damaged, or was not made with {key}: {type(error).__name__}"
+    hint = "sign the manifest with reshard sign, or copy the signature again"
+    return SignatureError(where, problem, hint, code="signature.invalid")
+
+
+def _bad_key(flag: str, path: Path, error: Exception, kind: str, more: str = "") -> InputError:
+    said = f"{type(error).__name__}: {error}"[:200]
+    problem = f"expected a {kind} key on the curve P-256, P-384 or P-521 in PEM; reading it failed with {said}"
+    hint = f"make a pair with openssl ecparam and openssl ec, see reshard sign --help{more}"
+    return InputError(f"{flag} {path}", problem, hint, code="options.unreadable-key")
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(f"model_signing.{name}")
+    except ImportError as error:
+        problem, hint = "signatures are made and verified with model-signing", "pip install 'reshard[sign]'"
+        raise InputError(f"model_signing: {error.name}", problem, hint, code="system.missing-package") from error

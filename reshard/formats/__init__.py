@@ -1,0 +1,1 @@
+"""The formats of checkpoints: each folder reads, names and writes one, from headers alone."""

@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint, with torchtitan's names or Hugging Face's."""

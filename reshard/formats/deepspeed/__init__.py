@@ -1,0 +1,1 @@
+"""DeepSpeed's pipeline layers, ZeRO parts and Universal Checkpoints."""

@@ -1,0 +1,263 @@
+"""A checkpoint of DeepSpeed's and the model's config.json: a PipelineModule's layers, ZeRO's partitions, Universal.
+
+Source: DeepSpeed 0.19.8, runtime/pipe/module.py, runtime/engine.py and checkpoint/ds_to_universal.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import prod
+
+from manifests.errors import ModelError, SourceError
+from manifests.models import ModelShape, is_sized_by_files, model_shape
+from manifests.models.config import CONFIG_NAME
+from manifests.readers import OTHER_WEIGHTS
+from manifests.schema import MOMENTS, Holds, ModelDescription, Source
+from reshard.archives.names import LATEST_NAMES
+from reshard.archives.tensors import read_archive, read_object
+from reshard.formats.adamw import BAD_OPTIMIZER, read_number
+from reshard.formats.deepspeed.names import fqns_of_layers
+from reshard.formats.deepspeed.step import Saved, Step, find_step
+from reshard.formats.deepspeed.training import STATE_NAME, is_rank_file, training_state
+from reshard.formats.deepspeed.zero import read_partitions
+from reshard.formats.huggingface.read import auxiliary_files
+from reshard.formats.huggingface.torch_files import index_of, recorded_anew
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
+from reshard.tensors.coverage import check_coverage, drop_tensors, stored_in, trained_part, under_fqns, without_absent
+from reshard.tensors.source_index import SourceRecord
+from stores.base import Folder, read_config
+from stores.bundles import TensorAt
+from stores.headers import each_of
+
+_LAYER = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,4}))?-model_states\.pt")
+_PARAMETER = re.compile(r"zero/([^/]+)/(fp32|exp_avg|exp_avg_sq|step)\.pt")
+_TIED = re.compile(r"tied_modules\.([^.]+)\.(.+)")
+_NUMBERED = re.compile(r"(\d{1,6})\.(.+)")
+# Where slices were concatenated; whether rows that pad a vocabulary were cut off.
+_OF_PARAMETER = {"param", "cat_dim", "vocab_tensor", "ep_is_expert_param"}
+_FP32 = "fp32"
+_OPTIMIZER = "optimizer"  # what --drop calls the optimizer state
+_BESIDE = (*LATEST_NAMES, "zero_to_fp32.py", "zero_to_torch.py")  # what DeepSpeed writes beside its steps
+_AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
+
+
+def open_deepspeed(
+    folder: Folder, drop: frozenset[str] = frozenset(), description: ModelDescription | None = None
+) -> Checkpoint:
+    """Read the tables of a DeepSpeed checkpoint and check that its tensors cover the model exactly.
+
+    Weights are those of the layers of a PipelineModule, or, with AdamW's state, those of a Universal Checkpoint or of
+    the partitions of ZeRO 1 and 2.
+
+    Raises:
+        SourceError: no config.json, damaged files, tensor-parallel slices, partitions of ZeRO 3, layers that
+            are not the model's, or tensors missing, unknown or of the wrong shape.
+        ModelError: an invalid config, an unsupported architecture, or a description of another model.
+    """
+    step = find_step(folder)
+    root, where = step.root, step.where
+    config_file = root.file(CONFIG_NAME)
+    config = read_config(config_file)
+    needs_files = is_sized_by_files(config, str(config_file), description)
+    shape = None if needs_files else model_shape(config, str(config_file))
+    saved = read_step(step)
+    if shape is None and saved.layers is not None:
+        problem = "is known by the names of its tensors, and layers of a PipelineModule have names of their own"
+        hint = "use DeepSpeed's Universal Checkpoint of transformers' model, or save a Hugging Face folder"
+        raise ModelError(str(config_file), problem, hint, code="model.layers-without-names")
+    fqns = _fqns_of(saved, shape, where)
+    again = [": ".join(inside) for name, inside in (saved.layers or {}).items() if name not in fqns]
+    saved = replace(saved, weights={name: tensor for name, tensor in saved.weights.items() if name in fqns})
+    weights: MutableMapping[str, TensorAt] = _named(saved, saved.weights, fqns, shape)
+    dropped = drop_tensors(weights, drop - {_OPTIMIZER}, shape)
+    shape = shape or model_shape(config, str(config_file), stored_in(weights, where), description)
+    weights = under_fqns(weights, shape)
+    shape = without_absent(shape, weights)
+    check_coverage(weights, shape, where, frozenset(dropped))
+    ordered = {fqn: weights[fqn] for fqn in (*shape.tensors, *weights) if fqn in weights}
+    moments: dict[Holds, dict[str, TensorAt]] = {}
+    trained = None
+    lost: tuple[str, ...] = ()
+    if saved.moments and _OPTIMIZER not in drop:
+        for holds, parameters in saved.moments.items():
+            found = under_fqns(_named(saved, parameters, fqns, shape), shape)
+            found = {fqn: found[fqn] for fqn in (*ordered, *found) if fqn in found and fqn not in dropped}
+            check_coverage(found, trained_part(shape), f"{where}: {holds}", frozenset(dropped))
+            moments[holds] = found
+        trained, lost = training_state(step, saved, {name: shape.fqn_of(fqns[name]) for name in saved.weights})
+    shards = recorded_anew(list(ordered.values()))
+    read = [step.path(name) for name in saved.files]
+    return Checkpoint(
+        shape=shape,
+        tensors=ordered,
+        auxiliary=_auxiliary(step, set(read)),
+        record=SourceRecord(shards=shards, index=index_of(shards) if len(shards) > 1 else None, dropped=dropped),
+        source=Source(
+            kind=root.kind,
+            location=root.location,
+            revision=root.revision,
+            left_out=(*_left_out(step, set(read), is_trained=trained is not None), *lost, *again),
+        ),
+        originals=OriginalFiles(
+            location=root.location, revision=root.revision, files={name: root.file(name) for name in read}
+        ),
+        copies=under_fqns(_named(saved, saved.copies, fqns, shape), shape),
+        moments=moments,
+        trained=trained,
+        description=description,
+        merges_slices=True,
+    )
+
+
+def read_step(step: Step) -> Saved:
+    """Return the tensors of a step: those of layers, of a Universal Checkpoint, or of ZeRO's partitions.
+
+    Raises:
+        SourceError: layers and a Universal Checkpoint, or files that are damaged; or as `read_partitions`.
+    """
+    names = step.names()
+    layers = [name for name in names if _LAYER.fullmatch(name)]
+    parameters = [name for name in names if _PARAMETER.fullmatch(name)]
+    if layers and parameters:
+        problem = f"has layers ({layers[0]}) and a Universal Checkpoint ({parameters[0]})"
+        hint = "keep one of them in a folder of its own"
+        raise SourceError(step.where, problem, hint, code="source.two-checkpoints")
+    if layers:
+        return _read_layers(step, layers)
+    if parameters:
+        return _read_universal(step, parameters)
+    return read_partitions(step)
+
+
+def _read_layers(step: Step, names: Sequence[str]) -> Saved:
+    by_number: dict[int, str] = {}
+    for name in names:
+        match = _LAYER.fullmatch(name)
+        assert match is not None, "filtered by the caller"
+        if match[2] is not None and int(match[2]) > 0:
+            problem = "is a tensor-parallel slice of a layer, which is not supported"
+            hint = "save the checkpoint with a model-parallel degree of 1"
+            raise SourceError(str(step.file(name)), problem, hint, code="source.layer-slices")
+        number = int(match[1])
+        if number in by_number:
+            problem = f"is layer {number}, which {by_number[number]} is too"
+            raise SourceError(str(step.file(name)), problem, "remove one of them", code="source.tensor-twice")
+        by_number[number] = name
+    weights: dict[str, TensorAt] = {}
+    layers: dict[str, tuple[str, str]] = {}
+    numbers = sorted(by_number)
+    files = [step.file(by_number[number]) for number in numbers]
+    for number, (_, tensors) in zip(numbers, each_of(files, read_archive), strict=True):
+        for tensor in tensors:
+            name = f"{number}.{tensor.name}"
+            weights[name] = tensor
+            layers[name] = (by_number[number], tensor.name)
+    return Saved(weights=weights, layers=layers, files=tuple(by_number[number] for number in numbers))
+
+
+def _read_universal(step: Step, names: Sequence[str]) -> Saved:
+    found: dict[str, dict[str, object]] = {kind: {} for kind in (_FP32, *MOMENTS, "step")}
+    files = {step.file(name): name for name in names}
+    for file, value in each_of(files, partial(read_object, name="param")):
+        match = _PARAMETER.fullmatch(files[file])
+        assert match is not None, "filtered by the caller"
+        found[match[2]][match[1]] = value.get("param") if isinstance(value, dict) else value
+        if isinstance(value, dict) and match[2] != "step":
+            if value.get("ep_is_expert_param"):
+                problem = "is a weight of several experts, which is not supported"
+                raise SourceError(str(file), problem, code="source.bad-universal")
+            if unread := sorted(str(key) for key in value.keys() - _OF_PARAMETER):
+                raise SourceError(str(file), f"has {unread[0][:80]!r}, which is not read", code="source.bad-universal")
+    flat = set()
+    tensors: dict[str, dict[str, TensorAt]] = {kind: {} for kind in (_FP32, *MOMENTS)}
+    for kind, by_name in tensors.items():
+        for name, value in found[kind].items():
+            if not isinstance(value, TensorAt) or value.dtype != "F32":
+                problem = f"expected a float32 tensor 'param', found {_kind(value)}"
+                raise SourceError(f"{step.where}/zero/{name}/{kind}.pt", problem, _AGAIN, code="source.bad-universal")
+            by_name[name] = value
+            if len(value.shape) == 1:
+                flat.add(name)
+    steps = {name: read_number(value, f"{step.where}/zero/{name}/step.pt") for name, value in found["step"].items()}
+    weights = tensors[_FP32]
+    layers = _layers_of(weights) if any(map(_is_numbered, weights)) else None
+    moments: dict[Holds, Mapping[str, TensorAt]] = {holds: tensors[holds] for holds in MOMENTS if tensors[holds]}
+    if len(moments) == 1:
+        problem = f"has {next(iter(moments))} and no {next(kind for kind in MOMENTS if kind not in moments)}"
+        raise SourceError(step.where, problem, "--drop optimizer packs the weights alone", code=BAD_OPTIMIZER)
+    return Saved(
+        weights=weights, layers=layers, moments=moments, steps=steps, flat=frozenset(flat), files=tuple(names)
+    )  # fmt: skip
+
+
+def _layers_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return the layer of each name: tied modules first, since the input embedding is the one that is tied."""
+    found: dict[str, tuple[int, str, str]] = {}
+    for name in names:
+        if tied := _TIED.fullmatch(name):
+            found[name] = (-1, f"tied_modules.{tied[1]}", tied[2])
+        elif numbered := _NUMBERED.fullmatch(name):
+            found[name] = (int(numbered[1]), f"layer {int(numbered[1])}", numbered[2])
+        else:
+            found[name] = (1 << 30, name, name)  # refused: a layer of unknown names
+    ordered = sorted(found.items(), key=lambda item: item[1][0])
+    return {name: (layer, inside) for name, (_, layer, inside) in ordered}
+
+
+def _is_numbered(name: str) -> bool:
+    return _NUMBERED.fullmatch(name) is not None
+
+
+def _fqns_of(saved: Saved, shape: ModelShape | None, where: str) -> dict[str, str]:
+    """Return the FQN of each weight by DeepSpeed's name; what a tied layer has once more has none."""
+    if saved.layers is None:
+        return {name: name for name in saved.weights}
+    assert shape is not None, "checked by the caller"
+    layers: dict[str, list[str]] = {}
+    for layer, name in saved.layers.values():
+        layers.setdefault(layer, []).append(name)
+    fqns = fqns_of_layers(layers, shape, where)
+    return {name: fqns[inside] for name, inside in saved.layers.items() if inside in fqns}
+
+
+def _named(
+    saved: Saved, tensors: Mapping[str, TensorAt], fqns: Mapping[str, str], shape: ModelShape | None
+) -> dict[str, TensorAt]:
+    """Return the tensors by FQN, in the shapes that ZeRO 3 leaves out."""
+    found: dict[str, TensorAt] = {}
+    for name, tensor in tensors.items():
+        fqn = fqns.get(name, name)
+        expected = shape.tensors.get(fqn) if shape and name in saved.flat else None
+        whole = expected if expected is not None and (prod(expected),) == tensor.shape else tensor.shape
+        assert fqn not in found, "names are unique, and so are the FQNs of layers"
+        found[fqn] = replace(tensor, name=fqn, shape=whole)
+    return found
+
+
+def _auxiliary(step: Step, read: set[str]) -> tuple[AuxiliaryAt, ...]:
+    files = step.root.names()
+    beside = {name for name in files if "/" in name or name in _BESIDE or name.endswith(OTHER_WEIGHTS)}
+    return auxiliary_files(step.root, files, read | beside)
+
+
+def _left_out(step: Step, read: set[str], *, is_trained: bool) -> Iterator[str]:
+    """Yield the files that are not packed, and the folders of which nothing is."""
+    states = (STATE_NAME, *(name for name in step.names() if is_rank_file(name))) if is_trained else ()
+    understood = read | {step.path(name) for name in states}
+    inside = f"{step.tag}/" if step.tag else "zero/"
+    others: dict[str, None] = {}
+    for name in step.root.names():
+        if name in understood or name in _BESIDE:
+            continue
+        if "/" in name and not name.startswith(inside):
+            others.setdefault(f"{name.partition('/')[0]}/")
+        elif "/" in name or name.endswith(OTHER_WEIGHTS):
+            others.setdefault(name)
+    yield from others
+
+
+def _kind(value: object) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, TensorAt) else f"a {type(value).__name__}"

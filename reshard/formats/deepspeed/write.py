@@ -1,0 +1,214 @@
+"""export: from bundles to the layers of a DeepSpeed PipelineModule, or to a Universal Checkpoint.
+
+Source: DeepSpeed 0.19.8, runtime/pipe/module.py, runtime/engine.py, runtime/base_optimizer.py and
+checkpoint/universal_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from struct import pack
+from typing import Literal
+
+from manifests.errors import ModelError, UsageError
+from manifests.models import ModelShape
+from manifests.schema import MOMENTS
+from reshard.archives.saved import SavedDict, SavedTensor, saved_value
+from reshard.copy.engine import WriteOptions
+from reshard.formats.exported_optimizer import adamw_options
+from reshard.formats.huggingface.write import ExportResult
+from reshard.formats.owned_tensors import owned_tensors
+from reshard.formats.publish_export import ExportPlan, check_export_to, publish_export
+from reshard.formats.source_files import with_source_files
+from reshard.plans.pack_plan import OutputShard, without_header
+from reshard.tensors.checkpoint import Checkpoint
+from reshard.tensors.lazy import DerivedFile, MadeFile, read_blocks
+from reshard.transforms.cast import FLOATS, ExportDtype, cast_checkpoint, cast_tensor, casts_in
+from stores.bundles import TensorAt
+from stores.manifest_file import Address
+
+DeepSpeedForm = Literal["layers", "universal", "universal-pipeline"]
+
+# Note [Groups of a Universal Checkpoint]: its reader loads as many of a trainer's parameter groups as the file lists,
+# and leaves the others as they were initialized, silently. Groups that a trainer does not have are not read.
+_NUM_GROUPS = 64
+_DS_VERSION = "0.19.8"  # the reader refuses files without one, and those of before 0.3.17
+_STEP = SavedTensor("F32", ())
+TIED_KEY = "embed"  # of the TiedLayerSpec, as Megatron-DeepSpeed and GPT-NeoX call it
+_KEY = re.compile(r"[A-Za-z0-9_-]{1,100}")  # a name of a ModuleDict, and a part of a file's
+
+
+def export_deepspeed(
+    checkpoint: Checkpoint,
+    out: Address,
+    *,
+    force: bool,
+    form: DeepSpeedForm,
+    tied_key: str = TIED_KEY,
+    weights_only: bool = False,
+    dtype: ExportDtype = "source",
+    options: WriteOptions | None = None,
+) -> ExportResult:
+    """Write a folder that DeepSpeed loads: `latest`, or `latest_universal`, and the folder of a step.
+
+    Layers have weights alone, as the manifest has them unless `dtype` says otherwise. A Universal Checkpoint has them
+    in float32 and AdamW's state, if there is any, under transformers' names or those of a PipelineModule, whose tied
+    layers have the key `tied_key`.
+
+    Raises:
+        UsageError: `tied_key` is not a name of a module.
+        OutputError: `out` exists, cannot be written, or is where the model came from.
+        ShardError: a bundle's bytes do not match their digests.
+        ModelError: a tensor is in no layer.
+        CheckpointError: the optimizer state is not what DeepSpeed has of AdamW.
+        UserError: see `cast_checkpoint` and `check_export_to`.
+    """
+    if not _KEY.fullmatch(tied_key):
+        problem = f"expected letters, digits, _ and -, found {tied_key[:80]!r}"
+        raise UsageError("--tied-key", problem, code="options.invalid-value")
+    check_export_to(out, checkpoint, force=force)
+    if form != "layers":
+        dtype = "fp32"
+    if dtype != "source":
+        checkpoint = cast_checkpoint(checkpoint, dtype)
+    if weights_only or form == "layers":
+        checkpoint = replace(checkpoint, moments={})
+    step = checkpoint.trained.step if checkpoint.trained else 0
+    tag = f"global_step{step}" if form == "layers" else f"global_step{step}_universal"
+    small = {f"{tag}/mp_rank_00_model_states.pt": saved_value(_rank_state(step))}
+    if form == "layers":
+        shards = _layers(checkpoint, tag)
+    else:
+        names = _parameter_names(checkpoint, form, tied_key)
+        shards = _universal(checkpoint, tag, names)
+        small[f"{tag}/zero/optimizer_state.pt"] = saved_value(_optimizer_state(checkpoint))
+        counted = b"".join(map(bytes, _STEP.blocks(iter((pack("<f", step),)))))
+        for fqn in owned_tensors(checkpoint, checkpoint.moments[MOMENTS[0]]) if checkpoint.moments else ():
+            small[f"{tag}/zero/{names[fqn]}/step.pt"] = counted
+    plan = ExportPlan(
+        copied=with_source_files(checkpoint.auxiliary, is_same=False),
+        shards=tuple(shards),
+        made=tuple(MadeFile(name, len(data), partial(_once, data)) for name, data in small.items()),
+        last="latest" if form == "layers" else "latest_universal",
+        last_bytes=tag.encode,
+    )
+    return ExportResult(
+        num_files=publish_export(out, plan, options or WriteOptions(), force=force),
+        nbytes=sum(shard.nbytes for shard in plan.shards),
+        identical=False,
+        casts=casts_in(checkpoint) if dtype != "source" else {},
+    )
+
+
+def _layers(checkpoint: Checkpoint, tag: str) -> Iterator[OutputShard]:
+    weights = owned_tensors(checkpoint, checkpoint.tensors)
+    names = pipeline_layers(checkpoint.shape)
+    _check_all_placed(weights, {fqn for layer in names for fqn in layer}, checkpoint)
+    for number, layer in enumerate(names):
+        tensors = {name: weights[fqn] for fqn, name in layer.items()}
+        # The loader takes any file that begins with `layer_NN-`: with and without a model-parallel rank.
+        yield _file(f"{tag}/layer_{number:02d}-model_00-model_states.pt", tensors, {})
+
+
+def _parameter_names(checkpoint: Checkpoint, form: DeepSpeedForm, tied_key: str) -> dict[str, str]:
+    """Return the folder of each parameter in a Universal Checkpoint: the name that it has in the trainer's model."""
+    if form == "universal":
+        return {fqn: fqn for fqn in checkpoint.shape.tensors}
+    layers = pipeline_layers(checkpoint.shape)
+    first = f"tied_modules.{tied_key}" if is_tied_input(checkpoint.shape, layers) else "0"
+    prefixes = (first, *map(str, range(1, len(layers))))
+    names: dict[str, str] = {}
+    for prefix, layer in zip(prefixes, layers, strict=True):
+        for fqn, name in layer.items():
+            names.setdefault(fqn, f"{prefix}.{name}")  # of a tied weight, where it is first
+    return names
+
+
+def _universal(checkpoint: Checkpoint, tag: str, names: Mapping[str, str]) -> Iterator[OutputShard]:
+    untrained = checkpoint.shape.untrained_suffixes or ("\0",)
+    for kind, tensors in (("fp32", checkpoint.tensors), *checkpoint.moments.items()):
+        owned = owned_tensors(checkpoint, tensors)
+        _check_all_placed(owned, names, checkpoint)
+        for fqn, tensor in owned.items():
+            if tensor.dtype not in FLOATS or fqn.endswith(untrained):
+                problem = (
+                    f"is {tensor.dtype} and no parameter, or quantized, which a Universal Checkpoint does not have"
+                )
+                raise ModelError(f"{checkpoint.location}: {fqn!r}", problem, code="model.not-in-pipeline")
+            saved = {"param": cast_tensor(tensor, "F32")}
+            yield _file(f"{tag}/zero/{names[fqn]}/{kind}.pt", saved, {"cat_dim": 0})
+
+
+def _rank_state(step: int) -> dict[str, object]:
+    """Return what a rank's file has beside weights: counts, which the loader requires."""
+    return {
+        "module": None, "optimizer": None, "lr_scheduler": None, "global_steps": step, "skipped_steps": 0,
+        "iteration": step, "dp_world_size": 1, "mp_world_size": 1, "ds_version": _DS_VERSION,
+    }  # fmt: skip
+
+
+def _optimizer_state(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return the optimizer's options. See Note [Groups of a Universal Checkpoint]."""
+    trained, group = checkpoint.trained, dict[str, object]()
+    found: dict[str, object] = {"ds_version": _DS_VERSION, "zero_stage": 1, "overflow": False}
+    if checkpoint.moments and trained is not None and trained.optimizer is not None:
+        group = adamw_options(checkpoint, trained, trained.optimizer)
+        found["clip_grad"] = trained.optimizer.max_norm
+    return {**found, "param_groups": [{**group, "params": [number]} for number in range(_NUM_GROUPS)]}
+
+
+def _once(data: bytes) -> Iterator[bytes]:
+    yield data
+
+
+def _check_all_placed(weights: Mapping[str, TensorAt], placed: Iterable[str], checkpoint: Checkpoint) -> None:
+    """Refuse to leave a tensor out."""
+    placed = set(placed)
+    for fqn in weights:
+        if fqn not in placed:
+            problem = "is in no layer of the pipeline"
+            raise ModelError(f"{checkpoint.location}: {fqn!r}", problem, code="model.not-in-pipeline")
+
+
+def _file(path: str, tensors: Mapping[str, TensorAt], values: Mapping[str, object]) -> OutputShard:
+    """Plan a file of torch.save: a dict of tensors and values."""
+    saved = SavedDict({name: SavedTensor(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, values)
+    origins = tuple(tensors.values())
+    file = DerivedFile("as torch.save writes it", origins, saved.nbytes, partial(_blocks, saved, origins))
+    return without_header(path, (TensorAt(path, "U8", (saved.nbytes,), file, 0, saved.nbytes),))
+
+
+def _blocks(saved: SavedDict, origins: Iterable[TensorAt]) -> Iterator[bytes | bytearray | memoryview]:
+    return saved.blocks(read_blocks(tensor) for tensor in origins)
+
+
+# Note [Layers that are tied]: a head that is tied to the input embedding is a `TiedLayerSpec` with the key of the first
+# layer. With a `forward_fn` it computes with the first layer's module, and DeepSpeed neither saves nor loads a file of
+# it. Without one it is a module that has the weight once more, in a file of its own, and DeepSpeed replaces what it
+# loads from there by the first layer's. Outside of these files, parameters of both are called `tied_modules.KEY.*`.
+_DECODER = re.compile(r"\.\d+$")
+
+
+def pipeline_layers(shape: ModelShape) -> list[Mapping[str, str]]:
+    """Return the layers, in the order they run: the name that each tensor has in its layer, by its owner's FQN."""
+    named = {module: fqns for module, fqns in shape.by_module().items() if fqns}
+    owners = {fqn: group[0] for group in shape.ties for fqn in group}
+    before = next(iter([number for number, module in enumerate(named) if _DECODER.search(module)]), 0)
+    inputs, rest = list(named)[:before], list(named)[before:]
+    first = {fqn: _relative(fqn, module, len(inputs)) for module in inputs for fqn in named[module]}
+    return [first, *({owners.get(fqn, fqn): _relative(fqn, module, 1) for fqn in named[module]} for module in rest)]
+
+
+def is_tied_input(shape: ModelShape, layers: Sequence[Mapping[str, str]]) -> bool:
+    """Return whether the first layer's weights are used again, by the head."""
+    return any(group[0] in layers[0] for group in shape.ties)
+
+
+def _relative(fqn: str, module: str, num_modules: int) -> str:
+    """Return a name relative to its module, or, where several are one layer, to what they are in."""
+    if num_modules > 1:
+        return fqn.removeprefix(module.rpartition(".")[0] + ".")
+    return fqn.removeprefix(f"{module}.")

@@ -1,0 +1,295 @@
+"""A Hugging Face folder: config.json, safetensors shards, their index and auxiliary files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from manifests.errors import InputError, ModelError, SourceError
+from manifests.index import INDEX_NAME
+from manifests.invariants import MANIFEST_NAME, SOURCE_FILES, SOURCE_NAME
+from manifests.models import ModelShape, is_sized_by_files, model_shape
+from manifests.models.config import CONFIG_NAME
+from manifests.paths import problem_with_path
+from manifests.readers import ADAPTER_NAMES, OTHER_WEIGHTS, is_weights
+from manifests.schema import ModelDescription, Source
+from reshard.copy.journal import is_working_name
+from reshard.formats.huggingface.guess import guess_description
+from reshard.formats.huggingface.torch_files import (
+    TORCH_INDEX_NAME,
+    TORCH_NAME,
+    TORCH_SUFFIX,
+    index_of,
+    is_torch_shard,
+    recorded_as_safetensors,
+)
+from reshard.formats.huggingface.weight_map import read_shard_index, refuse_ranks_of_vllm, refuse_slices
+from reshard.formats.source_files import describes_files
+from reshard.formatting import some
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
+from reshard.tensors.coverage import check_coverage, drop_tensors, shared_shape, stored_in, under_fqns, without_absent
+from reshard.tensors.read_together import FolderInPart
+from reshard.tensors.source_index import SUFFIX, KeptText, RecordedShard, SourceRecord
+from reshard.tensors.tensor_map import TensorMap
+from stores.base import Folder, InputFile, read_config, read_whole
+from stores.bundles import TensorAt, tensors_in
+from stores.headers import each_file_header, each_of
+
+_SINGLE_NAME = "model.safetensors"
+_WANTED = "SOURCE must contain safetensors weights"
+_CONVERT = "convert it with transformers: from_pretrained(SOURCE).save_pretrained(DIR)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shards:
+    """The names of the shards, and the index, if there is one."""
+
+    names: tuple[str, ...]
+    beside: tuple[str, ...] = ()  # other safetensors files
+    weight_map: Mapping[str, str] | None = None
+    index: KeptText | None = None
+    are_torch: bool = False  # files of torch.save, not of safetensors
+
+    @property
+    def index_name(self) -> str:
+        return TORCH_INDEX_NAME if self.are_torch else INDEX_NAME
+
+
+def open_folder(
+    folder: Folder,
+    drop: frozenset[str] = frozenset(),
+    description: ModelDescription | None = None,
+    like: ModelShape | None = None,
+) -> Checkpoint:
+    """Read the headers of a Hugging Face folder and check that they cover the model exactly.
+
+    A model of the shape `like` shares it, with the names of its tensors.
+
+    Raises:
+        SourceError: no config, shards and index that disagree, or tensors missing, unknown or of the wrong shape.
+        ModelError: an invalid config, an unsupported architecture, or a description of another model.
+        ShardError: an invalid header.
+    """
+    files = folder.names()
+    refuse_ranks_of_vllm(folder)
+    if CONFIG_NAME not in files:
+        hint = "SOURCE must be a Hugging Face model folder"
+        raise SourceError(f"{folder}/{CONFIG_NAME}", "no such file", hint, code="source.no-config")
+    small = [name for name in (CONFIG_NAME, INDEX_NAME, TORCH_INDEX_NAME) if name in files]
+    folder = FolderInPart(folder, small, [name for name in files if name.endswith(SUFFIX) and not is_beside(name)])
+    config_file = folder.file(CONFIG_NAME)
+    config = read_config(config_file)
+    try:
+        needs_files = is_sized_by_files(config, str(config_file), description)
+    except ModelError as error:
+        raise error if description else _with_guess(error, config, folder, files) from None
+    shape = None if needs_files else shared_shape(model_shape(config, str(config_file)), like)
+    names = {fqn: fqn for fqn in shape.tensors} if shape else {}
+    shards = _find_shards(folder, files, names)
+    tensors: MutableMapping[str, TensorAt]
+    tensors, recorded = _read_shards(folder, shards, names, folder.heads)
+    index = index_of(recorded) if shards.are_torch and shards.weight_map is not None else shards.index
+    del names
+    dropped = drop_tensors(tensors, drop, shape)
+    if shape is None:
+        shape = model_shape(config, str(config_file), stored_in(tensors, str(folder)), description)
+    else:
+        tensors = under_fqns(tensors, shape)
+    shape = without_absent(shape, tensors)
+    check_coverage(tensors, shape, str(folder), frozenset(dropped))
+    weights = set(shards.names)
+    others = {*shards.beside, *(name for name in files if is_weights(name) or name.endswith(OTHER_WEIGHTS))}
+    if dropped or shards.are_torch:  # no export gives back the files of the source
+        others |= set(filter(describes_files, files))
+    others -= {*weights, INDEX_NAME, shards.index_name}
+    left_out = tuple(name for name in files if name in others)
+    return Checkpoint(
+        shape=shape,
+        tensors=tensors,
+        auxiliary=auxiliary_files(folder, files, {*weights, *left_out, INDEX_NAME, shards.index_name}),
+        record=SourceRecord(shards=recorded, index=index, dropped=dropped),
+        source=Source(kind=folder.kind, location=folder.location, revision=folder.revision, left_out=left_out),
+        originals=OriginalFiles(
+            location=folder.location,
+            revision=folder.revision,
+            files={name: folder.file(name) for name in shards.names},
+        ),
+        description=description,
+    )
+
+
+def _with_guess(error: ModelError, config: Mapping[str, object], folder: Folder, files: tuple[str, ...]) -> ModelError:
+    """Return the refusal of an unknown architecture with the description to write, as far as it can be guessed."""
+    try:
+        guess = guess_description(config, _names_in(folder, files))
+    except InputError:  # of weights that nobody can read: the architecture is the first thing to say
+        return error
+    if guess is None:
+        return error
+    hint = f"docs/models.md lists what is; describe another in a file and pass it, as --model model.toml:\n{guess.text}"
+    if guess.alike:
+        problem = f"{error.problem}, and {' and '.join(guess.alike)} are lists of equal length"
+        return ModelError(error.where, problem, hint, code="model.ambiguous-layers")
+    return error.changed(hint=hint)
+
+
+def _names_in(folder: Folder, files: tuple[str, ...]) -> Collection[str]:
+    """Return the names of all tensors: those of the index, or of the only file's header."""
+    shards = _find_shards(folder, files, {})
+    return _read_shards(folder, shards, {})[0] if shards.weight_map is None else shards.weight_map
+
+
+def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]) -> _Shards:
+    found = dict.fromkeys(name for name in files if name.endswith(SUFFIX))
+    if INDEX_NAME not in files:
+        beside = tuple(name for name in found if is_beside(name))
+        found = dict.fromkeys(name for name in found if not is_beside(name))
+        if list(found) == [_SINGLE_NAME]:
+            return _Shards(names=(_SINGLE_NAME,), beside=beside, weight_map=None, index=None)
+        if not found and not {TORCH_NAME, TORCH_INDEX_NAME}.isdisjoint(files):
+            return _find_torch_files(folder, files, fqns, beside)
+        if not found:
+            others = [name for name in files if name.endswith(OTHER_WEIGHTS)]
+            hint = f"the format of {others[0]} is not supported; {_CONVERT}" if others else _WANTED
+            raise SourceError(str(folder), "found no safetensors file", hint, code="source.no-shards")
+        raise SourceError(
+            str(folder),
+            f"expected {_SINGLE_NAME} alone or an {INDEX_NAME}, found {some(found)} and no index",
+            code="source.no-index",
+        )
+    raw, weight_map = _read_index(folder, INDEX_NAME, found, fqns)
+    names = dict.fromkeys(sorted(set(weight_map.values())))
+    others = [name for name in found if name not in names]
+    beside = tuple(name for name in others if is_beside(name))
+    _refuse_strays(folder, INDEX_NAME, [name for name in others if not is_beside(name)])
+    return _Shards(names=tuple(names), beside=beside, weight_map=weight_map, index=KeptText(raw))
+
+
+def _find_torch_files(
+    folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str], beside: tuple[str, ...]
+) -> _Shards:
+    """Return the `pytorch_model*.bin` files of a folder without safetensors; other .bin files are not the model's."""
+    if TORCH_INDEX_NAME not in files:
+        return _Shards(names=(TORCH_NAME,), beside=beside, are_torch=True)
+    _, weight_map = _read_index(folder, TORCH_INDEX_NAME, files, fqns, TORCH_SUFFIX)
+    names = dict.fromkeys(sorted(set(weight_map.values())))
+    strays = [name for name in files if is_torch_shard(name) and name not in names]
+    _refuse_strays(folder, TORCH_INDEX_NAME, strays)
+    return _Shards(names=tuple(names), beside=beside, weight_map=weight_map, are_torch=True)
+
+
+def _read_index(
+    folder: Folder, index_name: str, found: Collection[str], fqns: Mapping[str, str], suffix: str = SUFFIX
+) -> tuple[bytes, Mapping[str, str]]:
+    """Return the text of an index and its map, after checking that it lists files that are there."""
+    where = str(folder.file(index_name))
+    raw = read_whole(folder.file(index_name))
+    weight_map = read_shard_index(raw, where, fqns).weight_map
+    for name in sorted(set(weight_map.values())):
+        if problem := problem_with_path(name):
+            raise SourceError(f"{where}: weight_map", f"{problem}, found {name[:80]!r}", code="source.bad-index")
+        if not name.endswith(suffix):
+            raise SourceError(
+                f"{where}: weight_map",
+                f"expected names of {suffix} files, found {name!r}",
+                "the index is damaged, or is for weights in another format; download it again",
+                code="source.bad-index",
+            )
+        if name not in found:
+            raise SourceError(
+                f"{where}: weight_map",
+                f"file {name!r} is missing",
+                "download the missing shard",
+                code="source.missing-shard",
+            )
+    return raw, weight_map
+
+
+def _refuse_strays(folder: Folder, index_name: str, strays: Sequence[str]) -> None:
+    if strays:
+        raise SourceError(
+            str(folder.file(strays[0])),
+            f"stray shard, not listed in {index_name}",
+            "remove it, or download the index of these shards",
+            code="source.stray-shard",
+        )
+
+
+def is_beside(name: str) -> bool:
+    """Return whether a file is not part of the model that transformers reads: in a subfolder (`original/` of gpt-oss),
+    or under Mistral's own name."""
+    return "/" in name or name.startswith("consolidated")
+
+
+def _read_shards(
+    folder: Folder, shards: _Shards, names: Mapping[str, str], heads: Mapping[InputFile, Future[bytes]] | None = None
+) -> tuple[TensorMap, tuple[RecordedShard, ...]]:
+    """Return the tensors of all shards, checked against the index, and each shard's header to record."""
+    tensors = TensorMap()
+    recorded = []
+    for name, (file, shard, stored) in zip(shards.names, _each_shard(folder, shards, names, heads), strict=True):
+        recorded.append(shard)
+        for tensor in stored:
+            listed = name if shards.weight_map is None else shards.weight_map.get(tensor.name)
+            if listed != name:
+                said = "does not list it" if listed is None else f"lists it in {listed}"
+                raise SourceError(
+                    f"{file}: {tensor.name!r}",
+                    f"is in this shard, but {shards.index_name} {said}",
+                    "download shards and index from one revision",
+                    code="source.index-disagrees",
+                )
+            tensors[tensor.name] = tensor
+    for fqn, name in (shards.weight_map or {}).items():
+        if fqn not in tensors:
+            raise SourceError(
+                f"{folder.file(shards.index_name)}: weight_map[{fqn!r}]",
+                f"{name} does not contain this tensor",
+                "download shards and index from one revision",
+                code="source.index-disagrees",
+            )
+    return tensors, tuple(recorded)
+
+
+def _each_shard(
+    folder: Folder, shards: _Shards, names: Mapping[str, str], heads: Mapping[InputFile, Future[bytes]] | None
+) -> Iterator[tuple[InputFile, RecordedShard, list[TensorAt]]]:
+    """Yield each file, what to record of it, and its tensors."""
+    files = [folder.file(name) for name in shards.names]
+    if shards.are_torch:
+        from reshard.archives.tensors import read_archive  # with the reader of pickles
+
+        for name, (file, tensors) in zip(shards.names, each_of(files, read_archive), strict=True):
+            yield file, recorded_as_safetensors(name, tensors), tensors
+    else:
+        for name, (file, header) in zip(shards.names, each_file_header(files, names, heads), strict=True):
+            yield file, RecordedShard(name, header.raw), tensors_in(file, header)
+            refuse_slices(file, header)
+
+
+def auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple[AuxiliaryAt, ...]:
+    auxiliary = []
+    for name in files:
+        if name in weights:
+            continue
+        if name in (MANIFEST_NAME, SOURCE_NAME) or name.startswith(("stage-", SOURCE_FILES)):
+            reserved = "this name is reserved for files that pack writes"
+            raise SourceError(str(folder.file(name)), reserved, "rename the file", code="source.reserved-name")
+        if name in ADAPTER_NAMES:
+            raise adapter_error(str(folder.file(name)))
+        if is_working_name(name):
+            reserved = "this name is reserved for temporary files"
+            raise SourceError(str(folder.file(name)), reserved, "rename the file", code="source.reserved-name")
+        if problem := problem_with_path(name):
+            raise SourceError(str(folder.file(name)), problem, "rename the file", code="source.bad-file-name")
+        path = f"{SOURCE_FILES}{name}" if describes_files(name) else name
+        auxiliary.append(AuxiliaryAt(path=path, file=folder.file(name)))
+    return tuple(auxiliary)
+
+
+def adapter_error(where: str) -> SourceError:
+    """Return the refusal of an adapter beside a model."""
+    problem = "is an adapter, which transformers adds to the model as it opens the folder"
+    hint = "merge it into the model, or move it to another folder"
+    return SourceError(where, problem, hint, code="source.adapter")

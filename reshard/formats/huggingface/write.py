@@ -1,0 +1,152 @@
+"""export: from bundles back to the Hugging Face folder that they came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from manifests.errors import ManifestError
+from manifests.index import INDEX_NAME
+from manifests.models.config import CONFIG_NAME
+from manifests.safetensors import LENGTH_NBYTES, encode_header
+from reshard.copy.engine import WriteOptions
+from reshard.formats.publish_export import ExportPlan, check_export_to, publish_export
+from reshard.formats.source_files import with_source_files
+from reshard.plans.pack_plan import GivenHeader, OutputShard
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
+from reshard.tensors.lazy import MadeFile, MemoryFile
+from reshard.tensors.source_index import KeptText, RecordedShard, index_anew, lay_out_anew
+from reshard.transforms.cast import STORED, ExportDtype, cast_checkpoint, casts_in, with_dtype
+from stores.base import read_config, read_whole
+from stores.bundles import TensorAt
+from stores.manifest_file import Address
+
+_HF_ALIGNMENT = 8  # of headers, as the safetensors library pads them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportResult:
+    """The result of an export.
+
+    `identical`: headers, order and index are byte for byte those of the source. Units: bytes.
+    """
+
+    num_files: int
+    nbytes: int
+    identical: bool
+    casts: Mapping[tuple[str, str], int]  # tensors, by their dtypes before and after
+
+
+def plan_export(checkpoint: Checkpoint) -> tuple[OutputShard, ...]:
+    """Plan every tensor into the shard that it came from.
+
+    A shard whose tensors still have their original dtypes and shapes gets its original header; otherwise it gets a new
+    one, in the same order. A shard without remaining tensors (`--drop`) is not written.
+    """
+    dropped = set(checkpoint.record.dropped)
+    planned = []
+    for recorded in checkpoint.record.shards:
+        names = recorded.header.tensors.names
+        if not names or not dropped.issuperset(names):
+            planned.append(_shard(recorded, checkpoint))
+    return tuple(planned)
+
+
+def export_huggingface(
+    checkpoint: Checkpoint,
+    out: Address,
+    *,
+    force: bool,
+    dtype: ExportDtype = "source",
+    options: WriteOptions | None = None,
+) -> ExportResult:
+    """Write a Hugging Face folder, with shards, index and auxiliary files as in the source.
+
+    Raises:
+        OutputError: `out` exists, cannot be written, or is where the model came from.
+        ShardError: a bundle's bytes do not match their digests.
+        UserError: see `cast_checkpoint` and `check_export_to`.
+    """
+    check_export_to(out, checkpoint, force=force)
+    checkpoint = with_config_for(cast_checkpoint(checkpoint, dtype), dtype)
+    shards = plan_export(checkpoint)
+    (config,) = (item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
+    index = _index_of(checkpoint, shards)
+    identical = _headers_of(shards) == {shard.name: shard.kept for shard in checkpoint.record.shards}
+    copied = with_source_files(checkpoint.auxiliary, is_same=identical)
+    plan = ExportPlan(
+        copied=[item for item in copied if item is not config],
+        shards=shards,
+        made=[MadeFile(INDEX_NAME, sum(map(len, index.blocks())), index.blocks)] if index is not None else [],
+        last=CONFIG_NAME,  # a folder without it is not a model
+        last_bytes=lambda: read_whole(config.file, config.digest),
+    )
+    num_files = publish_export(out, plan, options or WriteOptions(), force=force)
+    return ExportResult(
+        num_files=num_files,
+        nbytes=sum(shard.nbytes for shard in shards),
+        identical=identical,
+        casts=casts_in(checkpoint),
+    )
+
+
+def _shard(recorded: RecordedShard, checkpoint: Checkpoint) -> OutputShard:
+    dropped, recorded_header = set(checkpoint.record.dropped), recorded.header
+    entries = tuple(entry for entry in recorded_header.tensors if entry.name not in dropped)
+    origins = tuple(_tensor(checkpoint, checkpoint.shape.fqn_of(entry.name)) for entry in entries)
+    same = len(entries) == len(recorded_header.tensors) and all(
+        (entry.dtype, entry.shape) == (origin.dtype, origin.shape)
+        for entry, origin in zip(entries, origins, strict=True)
+    )
+    text = recorded.kept
+    if not same:
+        kinds = {
+            entry.name: (entry.name, origin.dtype, origin.shape) for entry, origin in zip(entries, origins, strict=True)
+        }
+        entries = lay_out_anew(entries, kinds)
+        header = encode_header(entries, recorded_header.metadata, alignment=_HF_ALIGNMENT)
+        text = KeptText(header[LENGTH_NBYTES:])
+    given = GivenHeader.of(text, entries)
+    return OutputShard(path=recorded.name, origins=origins, header_nbytes=len(given.header), given=given)
+
+
+def _headers_of(shards: Sequence[OutputShard]) -> dict[str, KeptText | None]:
+    return {shard.path: shard.given.kept for shard in shards if shard.given is not None}
+
+
+def _tensor(checkpoint: Checkpoint, fqn: str) -> TensorAt:
+    if fqn not in checkpoint.tensors:
+        raise ManifestError(
+            "source.json",
+            f"lists {fqn!r}, which is in no bundle",
+            "the manifest is incomplete; pack the source again",
+            code="manifest.source-mismatch",
+        )
+    return checkpoint.tensors[fqn]
+
+
+def _index_of(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> KeptText | None:
+    """Return the original index, or a new one if sizes or tensors changed."""
+    index = checkpoint.record.index
+    if index is None:
+        return None
+    recorded = (entry.nbytes for shard in checkpoint.record.shards for entry in shard.header.tensors)
+    now = (origin.nbytes for shard in shards for origin in shard.origins)
+    is_same = all(one == other for one, other in zip_longest(recorded, now))
+    return index if is_same else index_anew(index, {shard.path: shard.entries for shard in shards})
+
+
+def with_config_for(checkpoint: Checkpoint, dtype: ExportDtype) -> Checkpoint:
+    """Update the config's dtype, if it has one, to the one that all parameters are cast to: readers rely on it."""
+    if dtype == "source":
+        return checkpoint
+    item = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
+    config = read_config(item.file, item.digest)
+    updated = with_dtype(config, STORED[dtype])
+    if updated == config:
+        return checkpoint
+    text = json.dumps(updated, indent=2, ensure_ascii=False) + "\n"
+    new = AuxiliaryAt(path=CONFIG_NAME, file=MemoryFile(f"{item.file} for {dtype}", text.encode()))
+    return replace(checkpoint, auxiliary=tuple(new if one is item else one for one in checkpoint.auxiliary))

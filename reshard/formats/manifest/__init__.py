@@ -1,0 +1,1 @@
+"""Our own bundles and training checkpoints, read through their manifest."""

@@ -1,0 +1,285 @@
+"""A manifest as a source: the tensors of its bundles, each FQN once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from manifests.errors import ManifestError, ShardError
+from manifests.headertext import NO_NAMES
+from manifests.index import INDEX_NAME
+from manifests.invariants import SOURCE_NAME, check_model
+from manifests.models import ModelShape, is_sized_by_files, model_shape, module_of
+from manifests.models.config import CONFIG_NAME
+from manifests.schema import MODEL_CARD_NAME, MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Stage
+from reshard.copy.engine import hash_tensors
+from reshard.formats.huggingface.model_card import has_section, without_section
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
+from reshard.tensors.coverage import check_coverage, shared_shape, trained_part, without_absent
+from reshard.tensors.lazy import MemoryFile
+from reshard.tensors.slices import merge_slices, slices_of
+from reshard.tensors.source_index import SourceRecord, read_record
+from reshard.tensors.tensor_map import TensorMap
+from stores.base import Folder, read_config, read_whole
+from stores.bundles import Bundles, TensorAt, join_slices
+from stores.manifest_file import Address, ManifestFile, find_manifest_file
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Described:
+    """What a manifest and its auxiliary files say of the model, before any shard is read."""
+
+    file: ManifestFile
+    manifest: Manifest
+    digest: str  # of the manifest's file
+    record: SourceRecord
+    shape: ModelShape
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of the model's tensors, for headers to share: a million take 100 MB."""
+        return {fqn: fqn for fqn in self.shape.tensors}
+
+
+def open_manifest(address: Address | ManifestFile, like: ModelShape | None = None) -> Checkpoint:
+    """Read a manifest's headers and check that they cover the model exactly, including optimizer state if any.
+
+    Tensors are in the order of the original source, whatever the stages are. A model of the shape `like` shares it.
+
+    Raises:
+        ManifestError: the manifest is invalid, or does not match its auxiliary files or shards.
+        ModelError: config.json is invalid or unsupported.
+        ShardError: a header is invalid, a tensor is unknown or on the wrong stage, or copies of a tied weight differ.
+        SourceError: a tensor is missing.
+    """
+    file = address if isinstance(address, ManifestFile) else find_manifest_file(address)
+    described = describe(file, *file.read(), like)
+    bundles = Bundles(described.manifest, file.folder, described.names)
+    bundles.read_ahead(described.manifest.stages, (WEIGHTS, *MOMENTS))
+    return open_described(described, bundles)
+
+
+def describe(file: ManifestFile, manifest: Manifest, digest: str, like: ModelShape | None = None) -> Described:
+    """Read a manifest's config and source.json, and check that they are those of its stages.
+
+    Raises:
+        ManifestError: the manifest does not match its auxiliary files.
+        ModelError: config.json is invalid or unsupported.
+        SourceError: one of the two does not match its digest.
+    """
+    folder = file.folder
+    small = {auxiliary.path: auxiliary for auxiliary in manifest.files}
+    for needed in (CONFIG_NAME, SOURCE_NAME):
+        if needed not in small:
+            raise ManifestError(f"{file}: files", f"{needed} is not listed", code="manifest.missing-file")
+    config_file, record_file = folder.file(CONFIG_NAME), folder.file(SOURCE_NAME)
+    config = read_config(config_file, small[CONFIG_NAME].digest)
+    record = read_record(record_file, small[SOURCE_NAME].digest)
+    description = manifest.model.description
+    needs_files = is_sized_by_files(config, str(config_file), description)
+    stored_names = record.stored(str(record_file)) if needs_files else None
+    shape = shared_shape(model_shape(config, str(config_file), stored_names, description), like)
+    check_model(manifest, shape, str(file))
+    _check_files(manifest.files, record, str(file))
+    return Described(file=file, manifest=manifest, digest=digest, record=record, shape=shape)
+
+
+def open_described(described: Described, bundles: Bundles) -> Checkpoint:
+    """Read the headers of a described manifest that its `bundles` have not read yet; see `open_manifest`."""
+    file, manifest, record = described.file, described.manifest, described.record
+    bundles.names = bundles.names or described.names
+    originals = _open_originals(bundles, record, str(file))
+    stored = _stored_tensors(bundles, WEIGHTS, str(file))
+    shape = without_absent(described.shape, stored)
+    _check_ties(manifest, stored, str(file))
+    tensors, record = _tensors_of_source(bundles, stored, record, shape)
+    _check_strays(manifest, stored, tensors, str(file))
+    del stored
+    check_coverage(tensors, shape, str(file))
+    moments = {}
+    if manifest.training and manifest.training.optimizer:
+        moments = {holds: _moments(bundles, holds, record, shape) for holds in MOMENTS}
+    bundles.names = NO_NAMES
+    folder = file.folder
+    return Checkpoint(
+        shape=shape,
+        tensors=tensors,
+        auxiliary=tuple(_auxiliary_at(folder, listed) for listed in manifest.files if listed.path != SOURCE_NAME),
+        record=record,
+        source=manifest.source,
+        parents=(*manifest.parents, Parent(location=folder.location, digest=described.digest)),
+        manifest=manifest,
+        originals=originals,
+        moments=moments,
+        trained=manifest.training,
+        description=manifest.model.description,
+    )
+
+
+def _auxiliary_at(folder: Folder, listed: AuxiliaryFile) -> AuxiliaryAt:
+    """Return where an auxiliary file is; a model card without the section that `reshard push` has added."""
+    file = folder.file(listed.path)
+    if listed.path == MODEL_CARD_NAME and has_section(data := read_whole(file)):
+        file = MemoryFile(str(file), without_section(data))
+    return AuxiliaryAt(path=listed.path, file=file, digest=listed.compared_digest)
+
+
+def _moments(bundles: Bundles, holds: Holds, record: SourceRecord, shape: ModelShape) -> TensorMap:
+    """Return one kind of optimizer state, after checking that it covers the trained parameters."""
+    where = f"{bundles.root}: {holds}"
+    trained = trained_part(shape)
+    stored = _stored_tensors(bundles, holds, where)
+    _check_ties(bundles.manifest, stored, where)
+    tensors, _ = _tensors_of_source(bundles, stored, record, trained)
+    _check_strays(bundles.manifest, stored, tensors, where)
+    check_coverage(tensors, trained, where)
+    return tensors
+
+
+def _check_files(files: Iterable[AuxiliaryFile], record: SourceRecord, where: str) -> None:
+    """Raise if an auxiliary file has the name of a shard or of the index, which an export writes."""
+    taken = {INDEX_NAME, *(shard.name for shard in record.shards)}
+    for position, auxiliary in enumerate(files):
+        if auxiliary.path in taken:
+            raise ManifestError(
+                f"{where}: files[{position}].path",
+                f"{auxiliary.path!r} is a weight file of the source",
+                code="manifest.source-mismatch",
+            )
+
+
+def _open_originals(bundles: Bundles, record: SourceRecord, where: str) -> OriginalFiles | None:
+    """Return the files that virtual bundles reference, each of which must be a weight file of the source."""
+    virtual = bundles.manifest.virtual
+    if virtual is None:
+        return None
+    recorded = {shard.name: shard for shard in record.shards}
+    for position, pinned in enumerate(virtual.files):
+        if pinned.path not in recorded or recorded[pinned.path].digest != pinned.digest:
+            problem = f"{SOURCE_NAME} has no {pinned.path!r} with the header {pinned.digest}"
+            raise ManifestError(f"{where}: virtual.files[{position}]", problem, code="manifest.source-mismatch")
+    files = {pinned.path: bundles.original_file(number) for number, pinned in enumerate(virtual.files)}
+    return OriginalFiles(location=virtual.location, revision=virtual.revision, files=files)
+
+
+def _stored_tensors(bundles: Bundles, holds: Holds, where: str) -> TensorMap:
+    """Return every stored tensor of one kind, after checking that each is on the stage of its module."""
+    tensors = TensorMap()
+    for stage in bundles.manifest.stages:
+        modules, num_before, nbytes = frozenset(stage.modules), len(tensors), 0
+        for tensor in _whole_tensors(bundles, stage, holds):
+            if tensor.name in tensors:
+                join_slices(bundles.tensors_on(stage, holds))  # raises if this stage has it twice
+                raise ShardError(f"{tensor.file}: {tensor.name!r}", "is in two shards", code="shard.tensor-twice")
+            if module_of(tensor.name, modules) is None:
+                raise ShardError(
+                    f"{tensor.file}: {tensor.name!r}",
+                    f"belongs to no module of stage {stage.index}",
+                    code="shard.wrong-stage",
+                )
+            tensors[tensor.name] = tensor
+            nbytes += tensor.nbytes
+        if holds == WEIGHTS:
+            counted = (len(tensors) - num_before, nbytes) if stage.shards else _count_spans(bundles.tensors_on(stage))
+            _check_counts(stage, *counted, f"{where}: stages[{stage.index}]")
+    return tensors
+
+
+def _whole_tensors(bundles: Bundles, stage: Stage, holds: Holds) -> Iterator[TensorAt]:
+    """Yield the tensors of a stage, one object at a time; merged slices last."""
+    sliced: list[TensorAt] = []
+    for tensor in bundles.drain(stage, holds):
+        if tensor.part is None:
+            yield tensor
+        else:
+            sliced.append(tensor)
+    yield from map(merge_slices, join_slices(sliced).values())
+
+
+def _count_spans(tensors: Iterable[TensorAt]) -> tuple[int, int]:
+    """Return the number of tensors in original files, and their bytes: two tied names may share them."""
+    sizes = {(tensor.file, tensor.begin): tensor.nbytes for tensor in tensors}
+    return len(sizes), sum(sizes.values())
+
+
+def _check_counts(stage: Stage, num_tensors: int, nbytes: int, where: str) -> None:
+    for name, expected, found in (
+        ("num_tensors", num_tensors, stage.num_tensors),
+        ("nbytes", nbytes, stage.nbytes),
+    ):
+        if found != expected:
+            raise ManifestError(
+                f"{where}.{name}", f"expected {expected} (its shards), found {found}", code="manifest.wrong-count"
+            )
+
+
+def _check_ties(manifest: Manifest, stored: Mapping[str, TensorAt], where: str) -> None:
+    """Raise if a tie's owner, or a replica on another stage, is not stored, or if copies differ."""
+    for position, group in enumerate(manifest.ties):
+        place = f"{where}: ties[{position}]"
+        for member in group.members:
+            if member.fqn not in stored and (member == group.owner or member.stage != group.owner.stage):
+                raise ShardError(
+                    place, f"no shard of stage {member.stage} has {member.fqn!r}", code="shard.missing-tensor"
+                )
+        copies = [(member, stored[member.fqn]) for member in group.members if member.fqn in stored]
+        digests = _digests_of([copy for _, copy in copies])
+        if len({copy.dtype for _, copy in copies}) > 1 or len({*digests} - {None}) > 1:
+            shown = ", ".join(
+                f"{member.fqn} on stage {member.stage} {copy.dtype} {digest}"
+                for (member, copy), digest in zip(copies, digests, strict=True)
+            )
+            raise ShardError(place, f"expected equal copies, found {shown}", code="shard.tied-copies-differ")
+
+
+def _digests_of(copies: Sequence[TensorAt]) -> Sequence[str | None]:
+    """Return digests to compare copies of a tensor by; copies that are sliced differently are read and hashed.
+
+    Tensors in original files have no digests.
+    """
+    sliced = [slices_of(copy) for copy in copies]
+    if all(len(slices) == 1 for slices in sliced):
+        return [copy.digest for copy in copies]
+    if len({tuple(part.part for part in slices) for slices in sliced}) > 1:
+        return hash_tensors(copies)
+    return [" ".join(part.digest or "" for part in slices) for slices in sliced]
+
+
+def _tensors_of_source(
+    bundles: Bundles, stored: TensorMap, record: SourceRecord, shape: ModelShape
+) -> tuple[TensorMap, SourceRecord]:
+    """Return the tensors that the source stored, in its order, and the record without those that training dropped.
+
+    Training stores one copy of a tied weight per rank, and no tensor that the model recomputes.
+    """
+    owners = {replica.fqn: group.owner.fqn for group in bundles.manifest.ties for replica in group.replicas}
+    names, gone = dict[str, str](), []
+    for recorded in _names_in_order(record, bundles.names):
+        name = shape.fqn_of(recorded)
+        at = name if name in stored else owners.get(name, name)
+        if at in stored:
+            names[name] = at
+        elif bundles.manifest.training and name not in shape.tensors:
+            gone.append(recorded)
+    return stored.renamed(names.items()), replace(record, dropped=(*record.dropped, *gone))
+
+
+def _names_in_order(record: SourceRecord, names: Mapping[str, str]) -> Iterator[str]:
+    dropped = set(record.dropped)
+    for shard in record.shards:
+        for _, name, _, _ in shard.header_of(names).tensors.rows():
+            if name not in dropped:
+                yield name
+
+
+def _check_strays(
+    manifest: Manifest, stored: Mapping[str, TensorAt], tensors: Mapping[str, TensorAt], where: str
+) -> None:
+    replicas = {replica.fqn for group in manifest.ties for replica in group.replicas}
+    for name, tensor in stored.items():
+        if name not in tensors and name not in replicas:
+            raise ShardError(
+                f"{tensor.file}: {name!r}",
+                f"unknown tensor, not in {SOURCE_NAME}",
+                code="shard.unknown-tensor",
+            )

@@ -1,0 +1,155 @@
+"""A folder of Megatron-Core's `torch_dist` format, such as `iter_0001000`: a DCP folder with Megatron's arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from manifests.errors import SourceError, UsageError
+from manifests.jsontext import parse_json_object
+from manifests.models import model_shape
+from manifests.models.config import CONFIG_NAME
+from manifests.schema import MOMENTS, Holds, ModelDescription, Source
+from reshard.archives.dcp import DcpMetadata, DcpTensor, read_chunks, read_metadata
+from reshard.archives.names import DATA_SUFFIX, MARK_NAME, METADATA_NAME
+from reshard.formats.huggingface.read import auxiliary_files
+from reshard.formats.huggingface.torch_files import index_of, recorded_anew
+from reshard.formats.megatron.arguments import COMMON_NAME, arguments_in, check_arguments, config_of, read_common
+from reshard.formats.megatron.names import EMBEDDING
+from reshard.formats.megatron.tensors import has_megatron_names, is_megatron_weight, under_names_of_huggingface
+from reshard.formats.megatron.training import MASTERS, OPTIMIZER, find_optimizer, training_state
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
+from reshard.tensors.coverage import check_coverage, drop_tensors, trained_part, without_absent
+from reshard.tensors.lazy import MemoryFile
+from reshard.tensors.slices import merge_slices
+from reshard.tensors.source_index import SourceRecord
+from stores.base import Folder, InputFile, read_config, read_whole
+from stores.bundles import TensorAt, join_slices
+
+_READ = ("args", "checkpoint_version", "content_metadata", "iteration", OPTIMIZER)  # of common.pt
+_MARK = {
+    "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
+    "common_backend_version": 1,
+}  # fmt: skip
+_EXTRA_STATE = re.compile(r"_extra_state(/|$)")  # of Transformer Engine: no weight
+
+
+def open_megatron(
+    folder: Folder, drop: frozenset[str] = frozenset(), description: ModelDescription | None = None
+) -> Checkpoint:
+    """Read a checkpoint's metadata and check that its weights cover the model exactly, as its arguments describe it.
+
+    The arguments must agree with config.json; without one, it is made from them. Weights are packed whole, under
+    Hugging Face's names, however they were sharded; with optimizer state, they are the master weights.
+
+    Raises:
+        SourceError: damaged files, tensors missing, unknown or of the wrong shape, arguments that are missing or
+            differ, or optimizer state of a format that cannot be read, unless it is dropped.
+        ModelError: an unsupported architecture, or one that Megatron-Core does not have.
+        ShardError: the chunks of a tensor are not all of it.
+        UsageError: the model is described.
+    """
+    if description is not None:
+        problem = "is for Hugging Face folders; Megatron's arguments describe the model"
+        raise UsageError("--model", problem, "leave it out", code="options.model-of-manifest")
+    saved = read_metadata(folder)
+    common, where = read_common(folder), str(folder)
+    optimizer = None if OPTIMIZER in drop else find_optimizer(common, saved.tensors, where)
+    config_file, config, whole = _read_weights(folder, saved, common)
+    shape = model_shape(config, str(config_file))
+    dropped = drop_tensors(whole, drop - {OPTIMIZER}, shape)
+    shape = without_absent(shape, whole)
+    check_coverage(whole, shape, where, frozenset(dropped))
+    moments: dict[Holds, dict[str, TensorAt]] = {}
+    trained = None
+    if optimizer is not None:
+        state = {kind: _weights(folder, tensors, config) for kind, tensors in optimizer.items()}
+        for kind, found in state.items():
+            check_coverage(found, trained_part(shape), f"{where}: {kind}", frozenset(dropped))
+        moments = {kind: {fqn: state[kind][fqn] for fqn in whole if fqn in state[kind]} for kind in MOMENTS}
+        dtype = next(whole[fqn].dtype for fqn in moments[MOMENTS[0]])
+        trained = training_state(common, arguments_in(common, where), moments[MOMENTS[0]], dtype, where)
+        whole |= {fqn: state[MASTERS][fqn] for fqn in moments[MOMENTS[0]]}
+    ordered = {fqn: whole[fqn] for fqn in (*shape.tensors, *whole) if fqn in whole}
+    shards = recorded_anew(list(ordered.values()))
+    files = folder.names()
+    data = [name for name in files if name.endswith(DATA_SUFFIX)]
+    auxiliary = auxiliary_files(folder, files, {METADATA_NAME, MARK_NAME, COMMON_NAME, CONFIG_NAME, *data})
+    return Checkpoint(
+        shape=shape,
+        tensors=ordered,
+        auxiliary=(AuxiliaryAt(path=CONFIG_NAME, file=config_file), *auxiliary),
+        record=SourceRecord(shards=shards, index=index_of(shards) if len(shards) > 1 else None, dropped=dropped),
+        source=Source(
+            kind=folder.kind,
+            location=folder.location,
+            revision=folder.revision,
+            left_out=_left_out(saved, common, is_trained=trained is not None),
+        ),
+        originals=OriginalFiles(
+            location=folder.location, revision=folder.revision, files={name: folder.file(name) for name in data}
+        ),
+        moments=moments,
+        trained=trained,
+        merges_slices=True,
+    )
+
+
+def read_megatron_weights(folder: Folder) -> dict[str, TensorAt]:
+    """Return a checkpoint's weights, whole, and under Hugging Face's names.
+
+    Raises:
+        SourceError, ModelError, ShardError: as `open_megatron`, but for weights that are not all of a model.
+    """
+    return _read_weights(folder, read_metadata(folder), read_common(folder))[2]
+
+
+def _read_weights(
+    folder: Folder, saved: DcpMetadata, common: Mapping[object, object]
+) -> tuple[InputFile, Mapping[str, object], dict[str, TensorAt]]:
+    """Return the config and its file, and the weights."""
+    _check_mark(folder)
+    where = str(folder)
+    arguments = arguments_in(common, where)
+    weights = {tensor.name: tensor for tensor in saved.tensors if is_megatron_weight(tensor.name)}
+    if not has_megatron_names(weights):
+        hint = "checkpoints of GPT models are supported; convert another with Megatron-Bridge"
+        problem = f"found no tensor {EMBEDDING!r}, which GPT models of Megatron-Core have"
+        raise SourceError(f"{where}/{METADATA_NAME}", problem, hint, code="source.no-shards")
+    embedding = weights[EMBEDDING]
+    config_file: InputFile
+    if CONFIG_NAME in folder.names():
+        config_file = folder.file(CONFIG_NAME)
+    else:
+        text = json.dumps(config_of(arguments, embedding.dtype, where), indent=2) + "\n"
+        config_file = MemoryFile(f"{folder}/{CONFIG_NAME}", text.encode())
+    config = read_config(config_file)
+    model_shape(config, str(config_file))  # which checks it
+    check_arguments(arguments, config, embedding.chunks[0].region.whole_shape[0], where)
+    return config_file, config, _weights(folder, weights, config)
+
+
+def _weights(folder: Folder, saved: Mapping[str, DcpTensor], config: Mapping[str, object]) -> dict[str, TensorAt]:
+    slices = {name: tuple(chunks) for name, chunks in read_chunks(folder, saved).items()}
+    named = under_names_of_huggingface(slices, config, str(folder))
+    joined = join_slices(one for parts in named.values() for one in parts)
+    return {name: merge_slices(parts) for name, parts in joined.items()}
+
+
+def _check_mark(folder: Folder) -> None:
+    file = folder.file(MARK_NAME)
+    mark = parse_json_object(read_whole(file, most_nbytes=1 << 20), str(file))
+    for name, expected in _MARK.items():
+        if (found := mark.get(name, expected if name != "sharded_backend" else None)) != expected:
+            problem = f"expected {expected!r}, found {str(found)[:80]!r}"
+            hint = "save it again with --ckpt-format torch_dist"
+            raise SourceError(f"{file}: {name}", problem, hint, code="source.megatron-format")
+
+
+def _left_out(saved: DcpMetadata, common: Mapping[object, object], *, is_trained: bool) -> tuple[str, ...]:
+    """Return what is not packed, by its first name."""
+    names = [tensor.name for tensor in saved.tensors if not is_megatron_weight(tensor.name)] + list(saved.values)
+    unread = {str(name) for name, value in common.items() if name not in _READ and value not in (None, 0, {})}
+    found = {"_extra_state" if _EXTRA_STATE.search(name) else re.split("[./]", name)[0] for name in names}
+    return tuple(sorted((found - {OPTIMIZER}) | unread if is_trained else found))

@@ -1,0 +1,166 @@
+"""How far a checkpoint of Megatron-Core was trained, and the state and options of its distributed optimizer.
+
+Of its formats, `fully_reshardable` has a tensor for each parameter, as the model has it. `dp_reshardable`, the default,
+has flat buffers of the ranks that saved it.
+
+Source: megatron-core 0.16.1, optimizer/distrib_optimizer.py and optimizer/__init__.py; Megatron-LM,
+megatron/training/checkpointing.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from manifests.errors import SourceError
+from manifests.schema import MOMENTS, BatchSizes, OptimizerState, ParameterGroup, TrainedDtype, TrainingState
+from reshard.archives.dcp import DcpTensor
+from reshard.formats.adamw import (
+    BAD_OPTIMIZER,
+    LEAVE,
+    checked_state,
+    constant_rate,
+    group_of,
+    groups_in,
+    num_steps_of,
+    read_number,
+)
+from reshard.formats.megatron.arguments import COMMON_NAME
+from stores.bundles import TensorAt
+
+MASTERS = "param"  # weights in float32, beside those that the model computes with
+OPTIMIZER = "optimizer"
+RESHARDABLE, _OF_RANKS = "fully_reshardable", "dp_reshardable"
+_ENTRY = re.compile(rf"(?:chained_\d{{1,3}}\.)?{OPTIMIZER}\.state\.({'|'.join((MASTERS, *MOMENTS))})\.(.+)")
+_OF_OPTIMIZER = re.compile(rf"(chained_\d+\.)?{OPTIMIZER}\.")
+_DTYPES: Mapping[str, TrainedDtype] = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_QK_NORM = re.compile(r"\.[qk]_(?:a_layer)?norm\.|\.kv_a_layernorm\.")
+_RESAVE = (
+    "load it in Megatron-LM and save it with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable; "
+    "--drop optimizer packs the weights alone"
+)
+
+
+def find_optimizer(
+    common: Mapping[object, object], tensors: Iterable[DcpTensor], where: str
+) -> dict[str, dict[str, DcpTensor]] | None:
+    """Return the optimizer's tensors by kind, under the names of the model's: AdamW's state, and master weights.
+
+    Raises:
+        SourceError: they are of another format.
+    """
+    found: dict[str, dict[str, DcpTensor]] = {kind: {} for kind in (MASTERS, *MOMENTS)}
+    others = []
+    for tensor in tensors:
+        if match := _ENTRY.fullmatch(tensor.name):
+            found[match[1]][match[2]] = tensor
+        elif _OF_OPTIMIZER.match(tensor.name):
+            others.append(tensor.name)
+    if not common.get(OPTIMIZER) and not others and not any(found.values()):
+        return None
+    content = common.get("content_metadata")
+    for each in _optimizers(common, where):
+        if (kind := each.get("param_state_sharding_type")) != RESHARDABLE:
+            raise _not_reshardable(where, kind)
+        if isinstance(content, dict) and (other := content.get("distrib_optim_sharding_type", kind)) != kind:
+            raise _not_reshardable(where, f"{kind}, and content_metadata {other}")
+    if others:
+        problem = f"has no place in optimizer state of {RESHARDABLE!r}"
+        raise SourceError(f"{where}: {others[0][:80]!r}", problem, _RESAVE, code="source.megatron-optimizer")
+    return found
+
+
+def training_state(
+    common: Mapping[object, object],
+    arguments: Mapping[str, Any],
+    moments: Mapping[str, TensorAt],
+    weights_dtype: str,
+    where: str,
+) -> TrainingState:
+    """Return how far the checkpoint was trained. Of `moments`, those of one kind, come the shapes of its parameters.
+
+    The learning rate is that of the next step, and stays: Megatron's schedule counts samples.
+
+    Raises:
+        SourceError: options of another optimizer than AdamW, or malformed, or counts of steps that differ.
+    """
+    place = f"{where}/{COMMON_NAME}: {OPTIMIZER}"
+    groups = [group for each in _optimizers(common, where) for group in groups_in(_inner(each, place), place)]
+    counted = [read_number(group["step"], f"{place}: step") for group in groups if group.get("step") is not None]
+    if not counted:
+        raise SourceError(place, "found no count of its steps", LEAVE, code=BAD_OPTIMIZER)
+    step, last = num_steps_of(counted, place), common.get("iteration")
+    if last is not None and step > read_number(last, f"{where}/{COMMON_NAME}: iteration"):  # iterations may be skipped
+        problem = f"took {step} steps, and the checkpoint is of iteration {last}"
+        raise SourceError(place, problem, LEAVE, code=BAD_OPTIMIZER)
+    rates = {rate if isinstance(rate := group.get("lr"), int | float) else None for group in groups}
+    batch = _batch(arguments)
+    samples = arguments.get("consumed_train_samples")
+    clip = float(read_number(arguments.get("clip_grad", 1.0), f"{where}/{COMMON_NAME}: args.clip_grad"))
+    found = TrainingState(
+        step=step,
+        num_tokens=samples * batch.seq_len if batch and type(samples) is int and samples > 0 else 0,
+        dtype="F32",
+        compute_dtype=_DTYPES.get(weights_dtype) if weights_dtype != "F32" else None,
+        optimizer=OptimizerState(
+            name="AdamW",
+            max_norm=max(clip, 0.0),  # Megatron clips to a norm above 0
+            groups=_groups(groups, moments, bool(arguments.get("apply_wd_to_qk_layernorm")), place),
+        ),
+        learning_rate=constant_rate(rates.pop()) if len(rates) == 1 else None,
+        batch=batch,
+    )
+    return checked_state(found, place)
+
+
+def _optimizers(common: Mapping[object, object], where: str) -> list[Mapping[object, object]]:
+    """Return the optimizers: one, or, if there are experts, one of them and one of all other parameters."""
+    found = common.get(OPTIMIZER)
+    if not isinstance(found, dict):
+        raise SourceError(f"{where}/{COMMON_NAME}", f"found no {OPTIMIZER!r}", LEAVE, code=BAD_OPTIMIZER)
+    chained = [each for key, each in found.items() if type(key) is int]
+    return [each for each in chained or [found] if isinstance(each, dict)]
+
+
+def _inner(state: Mapping[object, object], place: str) -> Mapping[object, object]:
+    found = state.get(OPTIMIZER)
+    if not isinstance(found, dict):
+        raise SourceError(place, f"found no {OPTIMIZER!r}, the options of groups", LEAVE, code=BAD_OPTIMIZER)
+    return found
+
+
+def _groups(
+    saved: list[Mapping[object, object]], moments: Mapping[str, TensorAt], decays_qk_norms: bool, place: str
+) -> tuple[ParameterGroup, ...]:
+    """Return a group for all parameters; or, if some have no weight decay, two: those are the 1-D ones, as in Megatron.
+
+    A checkpoint does not say which parameter is in which group; groups of experts repeat those of other parameters.
+    """
+    alike = {group_of(group, place): group.get("wd_mult") for group in saved}
+    if len(alike) == 1:
+        return (next(iter(alike)),)
+    decayed = [group for group in alike if group.weight_decay]
+    bare = [group for group, factor in alike.items() if not group.weight_decay and factor == 0]
+    if len(alike) != 2 or len(decayed) != 1 or replace(decayed[0], weight_decay=0.0) not in bare:
+        problem = f"expected one weight decay, and none of 1-D parameters, found {[g.weight_decay for g in alike]}"
+        raise SourceError(f"{place}: param_groups", problem, LEAVE, code=BAD_OPTIMIZER)
+    lines = (fqn for fqn, moment in moments.items() if len(moment.shape) == 1)
+    fqns = tuple(sorted(fqn for fqn in lines if not (decays_qk_norms and _QK_NORM.search(fqn))))
+    return decayed[0], replace(bare[0], fqns=fqns)
+
+
+def _batch(arguments: Mapping[str, Any]) -> BatchSizes | None:
+    match [arguments.get(name) for name in ("global_batch_size", "micro_batch_size", "seq_length")]:
+        case (int() as whole, int() as micro, int() as length) if min(whole, micro, length) > 0 and not whole % micro:
+            return BatchSizes(global_batch=whole, microbatch=micro, seq_len=length)
+    return None
+
+
+def _not_reshardable(where: str, kind: object) -> SourceError:
+    problem = f"expected {RESHARDABLE!r} optimizer state, of a tensor for each parameter, found {str(kind)[:80]!r}"
+    if kind == _OF_RANKS:
+        problem = f"has {kind!r} optimizer state: flat buffers of the ranks that saved it, without names of parameters"
+    code = "source.megatron-dp-reshardable" if kind == _OF_RANKS else "source.megatron-optimizer"
+    return SourceError(f"{where}/{COMMON_NAME}: {OPTIMIZER}", problem, _RESAVE, code=code)

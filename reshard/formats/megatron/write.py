@@ -1,0 +1,211 @@
+"""export: from bundles to a checkpoint of Megatron-Core's `torch_dist` format, as Megatron-LM's --load reads.
+
+Source: megatron-core 0.16.1, dist_checkpointing; Megatron-LM core_v0.16, megatron/training/checkpointing.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from manifests.errors import CheckpointError
+from manifests.models.config import CONFIG_NAME
+from manifests.schema import MOMENTS, OptimizerState, TrainingState
+from reshard.archives.names import MARK_NAME, METADATA_NAME
+from reshard.archives.pickling import Instance, Name
+from reshard.archives.saved import saved_value, torch_dtype
+from reshard.copy.engine import WriteOptions
+from reshard.formats.exported_optimizer import WEIGHTS_ALONE, adamw_options
+from reshard.formats.huggingface.write import ExportResult
+from reshard.formats.megatron.arguments import COMMON_NAME, arguments_of
+from reshard.formats.megatron.model import MegatronModel
+from reshard.formats.megatron.tracker import RELEASE, TRACKER_NAME
+from reshard.formats.megatron.training import MASTERS, OPTIMIZER, RESHARDABLE
+from reshard.formats.owned_tensors import owned_tensors
+from reshard.formats.publish_export import ExportPlan, check_export_to, publish_export
+from reshard.formats.saved_state import SavedState
+from reshard.formats.source_files import with_source_files
+from reshard.tensors.checkpoint import Checkpoint
+from reshard.tensors.lazy import MadeFile
+from reshard.transforms.cast import ExportDtype, cast_checkpoint, cast_tensor, casts_in
+from stores.base import read_config
+from stores.manifest_file import Address
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def export_megatron(
+    checkpoint: Checkpoint,
+    out: Address,
+    *,
+    force: bool,
+    weights_only: bool = False,
+    dtype: ExportDtype = "source",
+    options: WriteOptions | None = None,
+) -> ExportResult:
+    """Write what Megatron-LM loads at any parallel degrees: the model's arguments and weights, as a release.
+
+    With optimizer state they are an iteration, and the state that of its distributed optimizer. The vocabulary is not
+    padded: its loader does that. Weights are as the manifest has them unless `dtype` says otherwise.
+
+    Raises:
+        OutputError: `out` exists, cannot be written, or is where the model came from.
+        ShardError: a bundle's bytes do not match their digests.
+        ModelError: Megatron-Core has no such model, or no such tensor.
+        CheckpointError: the optimizer state is not what Megatron-Core has of AdamW.
+        UserError: see `cast_checkpoint` and `check_export_to`.
+    """
+    check_export_to(out, checkpoint, force=force)
+    if weights_only:
+        checkpoint = replace(checkpoint, trained=None)
+    masters = owned_tensors(checkpoint, checkpoint.tensors)
+    if dtype != "source":
+        checkpoint = cast_checkpoint(checkpoint, dtype)
+    moments = {kind: owned_tensors(checkpoint, tensors) for kind, tensors in checkpoint.moments.items()}
+    checkpoint = replace(checkpoint, tensors=owned_tensors(checkpoint, checkpoint.tensors), moments=moments)
+    config_file = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
+    config = read_config(config_file.file, config_file.digest)
+    model = MegatronModel(config, masters, checkpoint.location)
+    arguments = arguments_of(config, checkpoint.location) | _training_arguments(checkpoint, config)
+    arguments["mtp_num_layers"] = len(model.mtp_layers) or None  # the config may have more than its files
+    trained, state = checkpoint.trained, dict[str, object]()
+    content: dict[str, object] = {"singleton_local_shards": False, "non_homogeneous_layers": not model.is_stacked}
+    if trained is not None and trained.optimizer is not None:
+        state = optimizer_of(checkpoint, trained, trained.optimizer)
+        arguments |= {"iteration": trained.step, "consumed_train_samples": samples_of(trained), "no_save_rng": True}
+        content |= optimizer_metadata()
+    step = trained.step if trained is not None and state else 0
+    tag = f"iter_{step:07d}" if state else RELEASE
+    saved = SavedState(f"{tag}/")
+    for tensor in checkpoint.tensors.values():
+        if placed := model.place(tensor):
+            saved.add(placed, lambda key: (key,))
+    for kind, tensors in ((MASTERS, masters), *checkpoint.moments.items()) if state else ():
+        for fqn in checkpoint.moments[MOMENTS[0]]:
+            if placed := model.place(cast_tensor(tensors[fqn], "F32")):
+                saved.add(placed, partial(_state_key, kind=kind))
+    for key in model.objects():
+        saved.add_value((key,), [None])
+    mark = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    made = {
+        COMMON_NAME: saved_value(_common(arguments, step, content) | state),
+        METADATA_NAME: saved.metadata(),
+        MARK_NAME: json.dumps({**mark, "common_backend": "torch", "common_backend_version": 1}).encode(),
+    }
+    plan = ExportPlan(
+        copied=[
+            replace(item, path=f"{tag}/{item.path}") for item in with_source_files(checkpoint.auxiliary, is_same=False)
+        ],
+        shards=saved.files.shards,
+        made=[_file(f"{tag}/{name}", data) for name, data in made.items()],
+        last=TRACKER_NAME,  # without it Megatron-LM sees no checkpoint
+        last_bytes=(str(step) if state else RELEASE).encode,
+    )
+    return ExportResult(
+        num_files=publish_export(out, plan, options or WriteOptions(), force=force),
+        nbytes=sum(shard.nbytes for shard in plan.shards),
+        identical=False,
+        casts=casts_in(checkpoint) if dtype != "source" else {},
+    )
+
+
+def _training_arguments(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, object]:
+    """Return what else Megatron-LM looks for in the arguments of a checkpoint that it loads."""
+    vocab, embedding = config["vocab_size"], checkpoint.tensors[_EMBEDDING]
+    return {
+        "vocab_size": vocab, "padded_vocab_size": vocab, "make_vocab_size_divisible_by": 1,
+        "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "world_size": 1, "iteration": 0,
+        "max_position_embeddings": config.get("max_position_embeddings"), "add_position_embedding": True,
+        "params_dtype": torch_dtype(embedding.dtype), "ckpt_format": "torch_dist", "use_dist_ckpt": True,
+        "tokenizer_type": "HuggingFaceTokenizer", "consumed_train_samples": 0, "consumed_valid_samples": 0,
+    }  # fmt: skip
+
+
+def _state_key(key: str, *, kind: str) -> tuple[str]:
+    return (f"{OPTIMIZER}.state.{kind}.{key}",)
+
+
+def _common(arguments: Mapping[str, object], step: int, content: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "args": Instance(Name("argparse", "Namespace"), arguments),
+        "checkpoint_version": 3.0,
+        "iteration": step,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": content,
+    }
+
+
+def _file(name: str, data: bytes) -> MadeFile:
+    return MadeFile(name, len(data), lambda: iter((data,)))
+
+
+logger = logging.getLogger(__name__)
+
+# Note [Groups of Megatron]: a loader finds each of its trainer's groups by the factors of its weight decay and learning
+# rate, and by whether its parameters are of experts. Its own rule says which parameters are in which; it fails if a
+# group is not there, and does not look at others.
+_FACTORS = (1.0, 0.0)
+_STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "sqrt": "WSD"}
+
+
+def optimizer_of(checkpoint: Checkpoint, trained: TrainingState, optimizer: OptimizerState) -> dict[str, object]:
+    """Return the entries of `common.pt`, for one optimizer of all parameters. See Note [Groups of Megatron].
+
+    With expert parallelism, Megatron has an optimizer of the experts' parameters alone, and its loader expects two.
+
+    Raises:
+        CheckpointError: there is no learning rate, or another optimizer than AdamW with one weight decay, of all
+            parameters or of those that are not 1-D.
+    """
+    options = adamw_options(checkpoint, trained, replace(optimizer, groups=_decayed(checkpoint, optimizer)))
+    rate, decay = trained.learning_rate, options["weight_decay"]
+    assert rate is not None, "adamw_options checked it"
+    common = {
+        **options, "step": trained.step, "bias_correction": True, "lr_mult": 1.0, "is_decoupled_lr": False,
+        "is_expert_parallel": False, "default_config": True, "max_lr": rate.peak, "min_lr": rate.minimum,
+    }  # fmt: skip
+    groups = [{**common, "weight_decay": decay if factor else 0.0, "wd_mult": factor} for factor in _FACTORS]
+    state = {OPTIMIZER: {"param_groups": groups}, "param_state_sharding_type": RESHARDABLE}
+    each = trained.batch.global_batch if trained.batch else 1
+    schedule: dict[str, Any] = {
+        "max_lr": rate.peak, "min_lr": rate.minimum, "lr_decay_style": _STYLES[rate.decay],
+        "lr_warmup_steps": rate.warmup_steps * each, "num_steps": samples_of(trained),
+        "lr_decay_steps": max(rate.decay_steps, rate.warmup_steps + 1) * each,
+        "start_wd": decay, "end_wd": decay, "wd_incr_steps": 0, "wd_incr_style": "constant",
+    }  # fmt: skip
+    return {OPTIMIZER: state, "opt_param_scheduler": schedule}
+
+
+def optimizer_metadata() -> dict[str, object]:
+    """Return what the metadata of a checkpoint's content says of the optimizer."""
+    return {
+        "distrib_optim_sharding_type": RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False,
+        "chained_optim_avoid_prefix": True,
+    }  # fmt: skip
+
+
+def samples_of(trained: TrainingState) -> int:
+    """Return the sequences that were trained on, which Megatron counts where the runner counts steps."""
+    return trained.step * (trained.batch.global_batch if trained.batch else 1)
+
+
+def _decayed(checkpoint: Checkpoint, optimizer: OptimizerState) -> tuple[Any, ...]:
+    """Return the groups without the one of 1-D parameters that have no weight decay."""
+    lines = tuple(sorted(fqn for fqn, at in checkpoint.moments[MOMENTS[0]].items() if len(at.shape) == 1))
+    rest = tuple(group for group in optimizer.groups if group.fqns != lines)
+    for group in optimizer.groups:
+        if group.fqns == lines and (len(rest) != 1 or group != replace(rest[0], weight_decay=0.0, fqns=lines)):
+            problem = "expected 1-D parameters without weight decay, and otherwise one set of options"
+            where = f"{checkpoint.location}: training"
+            raise CheckpointError(where, problem, WEIGHTS_ALONE, code="checkpoint.other-optimizer")
+    if lines and len(rest) == len(optimizer.groups) and rest[0].weight_decay:
+        logger.warning(
+            "%s: 1-D parameters had a weight decay of %g; in Megatron they have none by default",
+            checkpoint.location,
+            rest[0].weight_decay,
+        )
+    return rest

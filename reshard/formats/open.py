@@ -1,0 +1,129 @@
+"""Opens SOURCE, as given on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from manifests.collector import collector_paused
+from manifests.errors import InputError, UsageError
+from manifests.invariants import MANIFEST_NAME
+from manifests.models import ModelShape
+from manifests.schema import ModelDescription
+from manifests.store import links_out_of
+from reshard.archives.names import is_dcp, is_deepspeed, is_megatron
+from reshard.formats.huggingface.read import open_folder
+from reshard.formats.manifest.read import open_manifest
+from reshard.formats.megatron.tracker import find_iteration
+from reshard.formats.model_file import read_model_file
+from reshard.tensors.checkpoint import Checkpoint
+from stores.address import is_url
+from stores.base import Folder
+from stores.local import LocalFile, LocalFolder
+from stores.manifest_file import ManifestFile, find_manifest_file
+from stores.open import open_store
+
+
+@collector_paused()
+def open_source(
+    source: str,
+    drop: frozenset[str] = frozenset(),
+    description: ModelDescription | None = None,
+    like: ModelShape | None = None,
+) -> Checkpoint:
+    """Open a manifest (its file or folder), or a folder of Hugging Face's, DCP's, Megatron's or DeepSpeed's.
+
+    A manifest has its own description, and `description` is not for it. Manifests and Hugging Face folders of a model
+    of the shape `like` share it.
+
+    Raises:
+        InputError: nothing there, or an invalid checkpoint; see `open_manifest`, `open_folder`,
+            `open_dcp`, `open_megatron` and `open_deepspeed`.
+    """
+    if _is_named(source):
+        return _open_manifest(find_manifest_file(source), drop, like)
+    folder = find_iteration(source, open_store(source))
+    if _contains_manifest(folder):
+        return _open_manifest(ManifestFile(folder), drop, like)
+    if is_megatron(folder.names()):
+        from reshard.formats.megatron.read import open_megatron
+
+        return open_megatron(folder, drop, description)
+    if is_dcp(folder.names()):
+        from reshard.formats.dcp.read import open_dcp  # with the readers of pickles, which other sources do without
+
+        return open_dcp(folder, drop, description)
+    if is_deepspeed(folder.names()):
+        from reshard.formats.deepspeed.read import open_deepspeed
+
+        return open_deepspeed(folder, drop, description)
+    return open_folder(folder, drop, description, like)
+
+
+def open_described(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:
+    """Open a source as `open_source` does; `model` is the file of `--model`, if it describes the source.
+
+    Raises:
+        UsageError: a manifest is described.
+        ModelError: the file is not valid; see `read_model_file`.
+    """
+    if model is None:
+        return open_source(source, drop)
+    description = read_model_file(model)
+    if names_manifest(source):
+        problem = "is for Hugging Face folders; a manifest records its own description"
+        raise UsageError("--model", problem, "leave it out", code="options.model-of-manifest")
+    return open_source(source, drop, description)
+
+
+def open_both(a: str, b: str, model: Path | None = None) -> tuple[Checkpoint, Checkpoint]:
+    """Open two sources of the same model; what `model` or the manifest of one describes is true of the other."""
+    description = None if model is None else read_model_file(model)
+    if _is_named(b) and not _is_named(a):
+        right = open_source(b, description=description)
+        return open_source(a, description=description or right.description, like=right.shape), right
+    left = open_source(a, description=description)
+    return left, open_source(b, description=description or left.description, like=left.shape)
+
+
+def links_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield the files of a local Hugging Face folder that are links out of it, and their targets.
+
+    Such files are packed, since folders of links to another model's files are common. But they are reported, since a
+    folder from elsewhere may link to files that nobody wants to publish. Names in an index and paths in a manifest
+    never lead out of their folder.
+    """
+    originals = checkpoint.originals
+    if checkpoint.manifest is not None or originals is None or is_url(originals.location):
+        return
+    files = {**originals.files, **{item.path: item.file for item in checkpoint.auxiliary}}
+    local = [name for name, file in files.items() if isinstance(file, LocalFile)]
+    yield from links_out_of(Path(originals.location), local)
+
+
+def names_manifest(source: str) -> bool:
+    """Return whether a source is a manifest (its file or folder); asks the server if it is remote."""
+    return _is_named(source) or _contains_manifest(open_store(source))
+
+
+def _is_named(source: str) -> bool:
+    """Return whether a source is a manifest, as far as that is known without a server."""
+    path = Path(source)
+    return path.name == MANIFEST_NAME or (not is_url(source) and (path / MANIFEST_NAME).is_file())
+
+
+def _contains_manifest(folder: Folder) -> bool:
+    return not isinstance(folder, LocalFolder) and MANIFEST_NAME in folder.names()
+
+
+def _open_manifest(manifest: ManifestFile, drop: frozenset[str], like: ModelShape | None) -> Checkpoint:
+    if drop:
+        raise InputError(
+            "--drop",
+            "not supported for a manifest",
+            "drop tensors when packing the original checkpoint",
+            code="options.drop-from-manifest",
+        )
+    if isinstance(manifest.folder, LocalFolder):
+        manifest.folder.check_name()
+    return open_manifest(manifest, like)

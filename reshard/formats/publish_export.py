@@ -1,0 +1,87 @@
+"""The writing of an export: every format's files, a record of them for `--force`, and last the file that commits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from manifests.errors import OutputError
+from reshard.copy.bucket import BucketTarget
+from reshard.copy.destination import FolderTarget, check_apart, copy_files
+from reshard.copy.engine import WriteOptions
+from reshard.copy.resumable import open_target
+from reshard.copy.unchanged import check_unchanged
+from reshard.formats.exported import files_of_export, record_export
+from reshard.formats.exported_objects import objects_of_export, record_exported_objects
+from reshard.plans.pack_plan import OutputShard
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
+from reshard.tensors.checksums import verify_records
+from reshard.tensors.lazy import MadeFile
+from stores.address import is_inside, is_url, place_of
+from stores.manifest_file import Address
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportPlan:
+    """What an export writes, in this order; without the `last` file, readers of the format see no checkpoint."""
+
+    copied: Sequence[AuxiliaryAt]
+    shards: Sequence[OutputShard]
+    made: Sequence[MadeFile] = ()
+    last: str
+    last_bytes: Callable[[], bytes]
+
+    @property
+    def names(self) -> set[str]:
+        files = (item.path for item in self.copied)
+        return {*files, *(shard.path for shard in self.shards), *(file.name for file in self.made), self.last}
+
+
+def check_export_to(out: Address, checkpoint: Checkpoint, *, force: bool) -> None:
+    """Refuse an output that overlaps what is exported, or, with `force`, the folder that the model came from.
+
+    Raises:
+        OutputError: it is one of them, or would replace the original, of which it may be the only copy.
+        UsageError: see `check_apart`.
+    """
+    check_apart(out, checkpoint, may_replace=False)
+    place, origin = place_of(out), place_of(checkpoint.source.location)
+    if force and (place == origin or is_inside(place, origin) or is_inside(origin, place)):
+        source = checkpoint.source.location
+        problem = f"overlaps the folder that the model came from, {source}, which --force does not replace"
+        raise OutputError(str(out), problem, "choose another --out", code="output.overlaps-source")
+
+
+def publish_export(out: Address, plan: ExportPlan, options: WriteOptions, *, force: bool) -> int:
+    """Write an export to a folder or a bucket, and return the number of its files.
+
+    Raises:
+        OutputError: `out` exists or cannot be written.
+        InputError: as `open_target` and `engine.write_shards`.
+    """
+    with open_target(
+        out,
+        plan.shards,
+        force=force,
+        find_owned=files_of_export,
+        find_owned_objects=objects_of_export,
+        wanted=plan.names,
+        last=plan.last,
+    ) as target:
+        copy_files(plan.copied, target)
+        target.write_shards(plan.shards, options)
+        for file in plan.made:
+            target.copy(file.name, file)
+        verify_records(origin for shard in plan.shards for origin in shard.origins)
+        check_unchanged(plan.shards, plan.copied)
+        if isinstance(target, BucketTarget):
+            record_exported_objects(target.objects, plan.names)
+        target.commit(plan.last, plan.last_bytes())
+        if isinstance(target, FolderTarget):
+            record_export(Path(out), target.folder, plan.names, is_published=False)
+    if not is_url(out):
+        with suppress(OSError):  # the record lists both the old export and the new one
+            record_export(Path(out), Path(out), plan.names, is_published=True)
+    return len(plan.names)

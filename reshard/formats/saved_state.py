@@ -1,0 +1,182 @@
+"""A state dict as the files of a DCP folder: chunks as torch.save writes them, and `.metadata`, which lists them.
+
+Source: torch 2.13.0, torch/distributed/checkpoint/metadata.py and filesystem.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from struct import pack
+
+from reshard.archives.names import DATA_SUFFIX
+from reshard.archives.pickling import Call, Instance, Name, pickled
+from reshard.archives.saved import SavedTensor, saved_value, torch_dtype
+from reshard.formats.placed import Placed
+from reshard.plans.pack_plan import OutputShard, without_header
+from reshard.tensors.lazy import Buffer, DerivedFile, MemoryFile, read_blocks
+from stores.bundles import TensorAt
+
+_MAX_FILE_NBYTES = 5 << 30
+_METADATA = "torch.distributed.checkpoint.metadata"
+_STEP = SavedTensor("F32", ())
+
+
+@dataclass(frozen=True, slots=True)
+class _At:
+    path: str
+    begin: int
+    nbytes: int
+
+
+class _Files:
+    """The `.distcp` files below `folder`: items follow each other, in files of at most 5 GiB, or of one item."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._contents: list[list[TensorAt]] = []
+        self._nbytes = _MAX_FILE_NBYTES
+
+    def add(self, item: TensorAt) -> _At:
+        if self._nbytes + item.nbytes > _MAX_FILE_NBYTES:
+            self._contents.append([])
+            self._nbytes = 0
+        self._contents[-1].append(item)
+        self._nbytes += item.nbytes
+        return _At(self._path(len(self._contents) - 1), self._nbytes - item.nbytes, item.nbytes)
+
+    @property
+    def shards(self) -> tuple[OutputShard, ...]:
+        return tuple(
+            without_header(self._folder + self._path(number), items) for number, items in enumerate(self._contents)
+        )
+
+    def _path(self, number: int) -> str:
+        return f"__0_{number}{DATA_SUFFIX}"
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """An entry of the state dict: chunks of one shape, each stored as a file of torch.save."""
+
+    dtype: str
+    whole_shape: tuple[int, ...]
+    chunks: dict[tuple[int, ...], tuple[tuple[int, ...], _At]] = field(default_factory=dict)  # by offset
+
+
+class SavedState:
+    """The state dict: where each entry is stored, in files below `folder`. Several may be stored in one place."""
+
+    def __init__(self, folder: str = "") -> None:
+        self.files = _Files(folder)
+        self._tensors: dict[tuple[str, ...], _Tensor] = {}  # by their keys in nested dicts
+        self._values: dict[tuple[str, ...], _At] = {}
+        self._written: dict[bytes, _At] = {}
+
+    def add(self, placed: Placed, keys: Callable[[str], tuple[str, ...]]) -> None:
+        """Store a tensor; `keys` makes the key of a model's state dict that of the whole one."""
+        tensor, count = placed.tensor, len(placed.places[0].offsets)
+        saved = SavedTensor(tensor.dtype, placed.chunk_shape)
+        nbytes = saved.nbytes * count
+        file = DerivedFile("as torch.save writes it", (tensor,), nbytes, partial(_blocks, tensor, saved, count))
+        name = ".".join(keys(placed.places[0].key))
+        begin = self.files.add(TensorAt(f"{name}.{placed.places[0].offsets[0]}", "U8", (nbytes,), file, 0, nbytes))
+        for place in placed.places:
+            entry = self._tensors.setdefault(keys(place.key), _Tensor(tensor.dtype, place.whole_shape))
+            for number, offset in enumerate(place.offsets):
+                at = _At(begin.path, begin.begin + number * saved.nbytes, saved.nbytes)
+                entry.chunks[offset] = (placed.chunk_shape, at)
+
+    def add_step(self, keys: tuple[str, ...], step: int) -> None:
+        """Store the number of steps that a parameter took, in a tensor as torch's optimizers have it."""
+        at = self._write(b"".join(map(bytes, _STEP.blocks(iter((pack("<f", step),))))))
+        self._tensors[keys] = _Tensor(_STEP.dtype, (), {(): ((), at)})
+
+    def add_value(self, keys: tuple[str, ...], value: object) -> None:
+        self._values[keys] = self._write(saved_value(value))
+
+    def _write(self, data: bytes) -> _At:
+        if data not in self._written:
+            item = TensorAt(
+                f"value {len(self._written)}", "U8", (len(data),), MemoryFile("a value", data), 0, len(data)
+            )
+            self._written[data] = self.files.add(item)
+        return self._written[data]
+
+    @property
+    def keys(self) -> list[tuple[str, ...]]:
+        """The keys of its tensors."""
+        return list(self._tensors)
+
+    def metadata(self) -> bytes:
+        """Return `.metadata`: a pickle of torch's classes, by name."""
+        entries: dict[str, object] = {".".join(keys): _entry(tensor) for keys, tensor in self._tensors.items()}
+        entries |= {".".join(keys): Instance(Name(_METADATA, "BytesStorageMetadata")) for keys in self._values}
+        stored: dict[object, object] = {}
+        for keys, tensor in self._tensors.items():
+            for offset, (_, at) in tensor.chunks.items():
+                stored[_index(".".join(keys), _size(offset))] = _info(at)
+        stored |= {_index(".".join(keys), None): _info(at) for keys, at in self._values.items()}
+        state = {
+            "state_dict_metadata": entries,
+            "planner_data": {".".join(keys): keys for keys in (*self._tensors, *self._values)},
+            "storage_data": stored,
+            "storage_meta": None,
+            "version": "1.0.0",
+        }
+        return pickled(Instance(Name(_METADATA, "Metadata"), state))
+
+
+def _blocks(tensor: TensorAt, saved: SavedTensor, count: int) -> Iterator[Buffer]:
+    """Yield the files of a tensor's chunks, each of `count` equal parts of its rows."""
+    data = _Rows(read_blocks(tensor))
+    for _ in range(count):
+        yield from saved.blocks(data.take(saved.data_nbytes))
+    data.end()
+
+
+class _Rows:
+    """Bytes of a tensor, taken in parts."""
+
+    def __init__(self, blocks: Iterator[memoryview]) -> None:
+        self._blocks, self._rest = blocks, memoryview(b"")
+
+    def take(self, nbytes: int) -> Iterator[memoryview]:
+        while nbytes:
+            if not self._rest:
+                self._rest = next(self._blocks)
+            part, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+            nbytes -= len(part)
+            yield part
+
+    def end(self) -> None:
+        """Let the reader compare the digest of what was read."""
+        assert next(self._blocks, None) is None, "more bytes than planned"
+
+
+def _size(sizes: Sequence[int]) -> Call:
+    return Call(Name("torch", "Size"), (tuple(sizes),))
+
+
+def _entry(tensor: _Tensor) -> Instance:
+    layout = Call(Name("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = Call(Name(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    properties = Instance(
+        Name(_METADATA, "TensorProperties"), (torch_dtype(tensor.dtype), layout, False, contiguous, False)
+    )
+    chunks = [
+        Instance(Name(_METADATA, "ChunkStorageMetadata"), {"offsets": _size(offset), "sizes": _size(shape)})
+        for offset, (shape, _) in sorted(tensor.chunks.items())
+    ]
+    state = {"properties": properties, "size": _size(tensor.whole_shape), "chunks": chunks}
+    return Instance(Name(_METADATA, "TensorStorageMetadata"), state)
+
+
+def _index(name: str, offset: Call | None) -> Instance:
+    return Instance(Name(_METADATA, "MetadataIndex"), {"fqn": name, "offset": offset, "index": None})
+
+
+def _info(at: _At) -> Instance:
+    state = {"relative_path": at.path, "offset": at.begin, "length": at.nbytes}
+    return Instance(Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), state)

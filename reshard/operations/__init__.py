@@ -1,1 +1,0 @@
-"""What the commands do: resolve, pack, export, verify, diff, and packing in parts."""

@@ -1,0 +1,166 @@
+"""The parts of a pack to a folder: in `.NAME.parts` beside it, until a commit moves their files into the output.
+
+# Note [A commit that was killed]
+A commit moves files into the partial folder of the output, which then gets the output's name. What is moved is found in
+either place by the next commit. A folder that is replaced briefly has the name of the partial one, so the new folder is
+recorded before, by its inode, which renaming does not change: a commit that finds it in place only clears away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from manifests.digest import digest_bytes
+from manifests.errors import InputError, OutputError, refused_by_system
+from manifests.index import INDEX_NAME, has_index
+from manifests.invariants import MANIFEST_NAME
+from manifests.jsontext import parse_json_object
+from manifests.schema import Manifest
+from manifests.store import open_shard, read_manifest, read_small_file, write_file, write_manifest
+from reshard.copy.destination import FolderTarget
+from reshard.copy.resumable import keep_only
+from reshard.packing.parts_place import OF_PART, FileFacts, Merged
+from stores.base import check_whole
+from stores.folders.owned import RECORD_NAME, files_in, files_of_manifest
+from stores.folders.publish import check_not_a_step, check_target, partial_of, publishing
+from stores.local import LocalFile
+
+_COMMIT_NAME = "commit.json"  # identifies the folder that is about to get the output's name
+_OURS = re.compile(r"parts-[0-9a-f]{12}/\.?part-[0-9]{5}-of-[0-9]{5}(\.partial)?/.+|moved\.json")
+_MOVED_NAME = "moved.json"  # what a commit may have moved: the parts' files, with their sizes
+
+
+class FolderParts:
+    """The parts of one output folder."""
+
+    def __init__(self, out: Path, *, force: bool) -> None:
+        self.where, self._out, self._force = str(out), out, force
+        self._partial = partial_of(out)
+        self._base = self._partial.with_suffix(".parts")
+
+    def check_free(self, folder: str, small: Collection[str]) -> bool:
+        check_target(self._out, self._force, files_of_manifest)
+        return True
+
+    def address(self, name: str) -> Path:
+        return self._base / name
+
+    def files(self) -> Mapping[str, FileFacts]:
+        try:
+            files = dict(self._files_below_base())
+        except OSError as error:
+            raise refused_by_system(str(self._base), error, code="output.unreadable") from error
+        for name, nbytes in self._moved().items():
+            path = self._partial / "/".join(name.split("/")[2:])
+            if name not in files and path.is_file() and path.stat().st_size == nbytes:
+                files[name] = (nbytes, "")
+        return files
+
+    def load(self, name: str) -> bytes:
+        return read_small_file(self._base / name)
+
+    def remove(self, where: str) -> None:
+        shutil.rmtree(self._base / where)
+
+    def committed(self, folders: Collection[str]) -> Manifest | None:
+        record = self._base / _COMMIT_NAME
+        with suppress(OSError):  # a commit was killed right before it removed the empty folder
+            self._base.rmdir()
+        if record.is_file() and parse_json_object(read_small_file(record), str(record)) == _identify(self._out):
+            shutil.rmtree(self._partial, ignore_errors=True)  # what was replaced
+            self._clear_away()
+        elif folders or not (self._out / MANIFEST_NAME).is_file():
+            return None
+        return read_manifest(self._out)
+
+    def publish(self, merged: Merged) -> Manifest:
+        try:
+            return self._publish(merged)
+        except OSError as error:  # it can be run again
+            where, hint = str(error.filename or self._out), f"run reshard commit {self._out} again"
+            raise refused_by_system(where, error, "cannot be written", hint, code="output.unwritable") from error
+
+    def _publish(self, merged: Merged) -> Manifest:
+        manifest = merged.manifest
+        names = set(files_in(manifest))
+        if self._force:
+            check_not_a_step(self._out)
+        with publishing(
+            self._out,
+            force=self._force,
+            find_owned=files_of_manifest,
+            wanted=names,
+            is_resumable=lambda _: True,
+            outlives_errors=True,
+        ) as folder:
+            keep_only(folder, {*names, RECORD_NAME})
+            self._move(merged, folder)
+            self._check(merged, folder)
+            if has_index(manifest):
+                FolderTarget(folder).copy(INDEX_NAME, merged.index())
+            write_manifest(folder, manifest)
+            write_file(self._base / _COMMIT_NAME, json.dumps(_identify(folder)).encode())
+        self._clear_away()
+        return manifest
+
+    def _move(self, merged: Merged, folder: Path) -> None:
+        sources = {path: self._base / place / path for path, place in merged.folder_of.items()}
+        moved = {
+            f"{merged.folder_of[path]}/{path}": source.stat().st_size
+            for path, source in sources.items()
+            if source.is_file()
+        }
+        write_file(self._base / _MOVED_NAME, json.dumps({**self._moved(), **moved}).encode())
+        for path, source in sources.items():
+            if source.is_file():
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                os.rename(source, folder / path)
+
+    def _check(self, merged: Merged, folder: Path) -> None:
+        """Compare headers and auxiliary files with what the parts have written."""
+        try:
+            for shard in merged.manifest.shards:
+                open_shard(folder, shard)
+            for file in merged.manifest.files:
+                check_whole(LocalFile(folder / file.path), file.digest)
+        except InputError as error:
+            hint = f"remove {self._base} and {self._partial}, and run the parts again"
+            raise OutputError(error.where, error.problem, hint, code="output.damaged-parts") from error
+
+    def _moved(self) -> dict[str, int]:
+        path = self._base / _MOVED_NAME
+        return dict(parse_json_object(read_small_file(path), str(path))) if path.is_file() else {}
+
+    def _files_below_base(self) -> Iterator[tuple[str, FileFacts]]:
+        for parent, _, names in os.walk(self._base):
+            for name in names:
+                path = Path(parent, name)
+                relative = path.relative_to(self._base).as_posix()
+                if OF_PART.fullmatch(relative):
+                    yield relative, (path.lstat().st_size, "")
+
+    def _clear_away(self) -> None:
+        """Remove the parts, and no files of others; the record of the commit last: one that is run again needs it."""
+        for parent, _, names in os.walk(self._base, topdown=False):
+            for path in (Path(parent, name) for name in names):
+                if _OURS.fullmatch(path.relative_to(self._base).as_posix()):
+                    path.unlink(missing_ok=True)
+            with suppress(OSError):  # files of others, or the record
+                os.rmdir(parent)
+        (self._base / _COMMIT_NAME).unlink(missing_ok=True)
+        with suppress(OSError):
+            self._base.rmdir()
+
+
+def _identify(folder: Path) -> dict[str, Any]:
+    """Identify a folder with a manifest regardless of its path."""
+    if not (folder / MANIFEST_NAME).is_file():
+        return {}
+    return {"inode": folder.stat().st_ino, "manifest": digest_bytes(read_small_file(folder / MANIFEST_NAME))}

@@ -1,0 +1,238 @@
+"""push: a packed folder or checkpoint to a repository on the Hugging Face hub, in one commit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from manifests.codec import decode_manifest
+from manifests.command.sizes import show_bytes
+from manifests.errors import ManifestError, ShardError, UserError
+from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES
+from manifests.invariants import MANIFEST_NAME
+from manifests.paths import is_in_stage_folder
+from manifests.schema import MODEL_CARD_NAME, Manifest, Source
+from reshard.checks.signature import SIGNATURE_NAME
+from reshard.checks.verify import VerifyOptions, verify_manifest
+from reshard.formats.huggingface.model_card import with_section, without_section
+from reshard.formats.huggingface.read import is_beside
+from reshard.formats.huggingface.torch_files import TORCH_INDEX_NAME, is_torch_shard
+from reshard.tensors.source_index import SUFFIX
+from stores.address import SCHEME, HubAddress, parse_hub_address
+from stores.base import Folder, read_file_header, read_whole
+from stores.folders.owned import files_in
+from stores.hub.store import HubFolder
+from stores.hub.upload import HubUpload, open_upload, staging_folder
+from stores.local import LocalFolder
+from stores.manifest_file import ReadManifest, find_manifest_file, read_manifest_file
+
+_MOST_FILE_NBYTES = 50_000_000_000  # of one file on the hub
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushOptions:
+    """How to push; `message` is the commit's, None: one that names the model and its layout."""
+
+    is_public: bool = False
+    force: bool = False
+    message: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushResult:
+    """What the branch has now: `revision` is its commit, made now if `is_new`; `removed` files were of another model.
+
+    `nbytes`: of all files. `large_headers`: shards whose headers are too long for some readers of the hub.
+    """
+
+    repository: str
+    branch: str
+    revision: str
+    is_new: bool
+    is_private: bool
+    num_files: int
+    nbytes: int
+    removed: tuple[str, ...]
+    large_headers: tuple[str, ...]
+
+
+def push_folder(folder: Path, address: HubAddress, options: PushOptions) -> PushResult:
+    """Upload what a folder's manifest lists, with its signature and a model card, in one commit.
+
+    The repository has the whole checkpoint or nothing of it. Files of the repository that belong to another model
+    (those of its manifest, and weights and indexes that readers would mix in) are removed; others are kept.
+
+    Raises:
+        ManifestError: the folder has no valid manifest, is a virtual pack, has damaged or missing files, or was
+            replaced meanwhile.
+        ShardError: a file is too large for the hub.
+        StoreError, UnreachableError, OutputError: as `open_upload` and `HubUpload.commit`.
+    """
+    read = read_manifest_file(folder)
+    manifest, digest = read.manifest, read.digest
+    local = _check_whole(read)
+    files = _files_of(local, manifest)
+    upload = open_upload(address, is_public=options.is_public)
+    card = _card(local, upload.head, card_section(manifest, digest, str(upload.address)), manifest)
+    content: dict[str, Path | bytes] = {MODEL_CARD_NAME: card, **files}  # the manifest last
+    stale = _stale(upload.head, set(content))
+    nbytes = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in content.values())
+    done = upload.commit(
+        content,
+        without=stale,
+        may_replace=options.force,
+        message=options.message or _message(manifest),
+        before_commit=lambda: _check_same(folder, digest),
+    )
+    return PushResult(
+        repository=f"hf://{upload.address.repo}",
+        branch=upload.branch,
+        revision=done.revision,
+        is_new=done.is_new,
+        is_private=upload.head.is_private,
+        num_files=len(content),
+        nbytes=nbytes,
+        removed=stale,
+        large_headers=tuple(_large_headers(local, manifest)),
+    )
+
+
+def check_free(address: HubAddress, options: PushOptions) -> HubUpload:
+    """Open the branch that a pack will be pushed to, before hours of packing.
+
+    Raises:
+        OutputError: it has a model already, and `force` is not set.
+        StoreError, UnreachableError: as `open_upload`.
+    """
+    upload = open_upload(address, is_public=options.is_public)
+    upload.check_free(_stale(upload.head, set()), may_replace=options.force)
+    return upload
+
+
+@contextmanager
+def staged(address: HubAddress) -> Iterator[Path]:
+    """Yield a folder to pack into before the pack is pushed; it stays if that fails, to be pushed from there."""
+    folder = staging_folder(address)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    except UserError as error:
+        if (folder / MANIFEST_NAME).exists():
+            hint = f"the packed model is in {folder}; to continue: reshard push {folder} {address}"
+            raise error.changed(hint=f"{error.hint}; {hint}" if error.hint else hint) from error
+        raise
+    shutil.rmtree(folder)
+
+
+def _check_whole(read: ReadManifest) -> LocalFolder:
+    folder, virtual = read.file.folder, read.manifest.virtual
+    assert isinstance(folder, LocalFolder), "a path"
+    if virtual is not None:
+        problem = f"references bytes in {virtual.location}, which would not be uploaded"
+        raise ManifestError(str(read.file), problem, "pack without --virtual first", code="manifest.unrooted-bytes")
+    differences = verify_manifest(read, VerifyOptions(quick=True)).differences
+    if differences:
+        first, more = differences[0], f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+        hint = f"reshard verify {folder.location} lists all of them"
+        raise ManifestError(first.where, f"{first.problem}{more}", hint, code="manifest.differs")
+    return folder
+
+
+def _check_same(folder: Path, digest: str) -> None:
+    """Refuse a folder that was replaced while its files were sent: some of them are of the new one."""
+    file = find_manifest_file(folder)
+    if file.read()[1] != digest:
+        problem = "was replaced while its files were sent"
+        raise ManifestError(str(file), problem, "push it again", code="manifest.replaced")
+
+
+def _files_of(folder: LocalFolder, manifest: Manifest) -> dict[str, Path]:
+    """Return the files to upload, the manifest last."""
+    names = sorted(set(files_in(manifest)) - {MANIFEST_NAME, MODEL_CARD_NAME})
+    signature = [SIGNATURE_NAME] if SIGNATURE_NAME in folder.names() else []
+    files = {name: folder.path / name for name in (*names, *signature, MANIFEST_NAME)}
+    for name, path in files.items():
+        if (nbytes := path.stat().st_size) > _MOST_FILE_NBYTES:
+            problem = f"expected at most {_MOST_FILE_NBYTES} bytes, the most that the hub takes, found {nbytes}"
+            hint = f"reshard pack {folder} --max-shard-size 40GB --out DIR; a single larger tensor cannot be pushed"
+            raise ShardError(str(folder.file(name)), problem, hint, code="shard.too-large-for-hub")
+    return files
+
+
+def _card(folder: LocalFolder, head: HubFolder, section: str, manifest: Manifest) -> bytes:
+    """Return the model card: the repository's own text, or else the folder's, with our section."""
+    place: Folder | None = next((each for each in (head, folder) if MODEL_CARD_NAME in each.names()), None)
+    own = b"" if place is None else without_section(read_whole(place.file(MODEL_CARD_NAME)))
+    return with_section(own, section, base_model_of(manifest.source))
+
+
+def _stale(head: HubFolder, wanted: set[str]) -> tuple[str, ...]:
+    """Return the files of a repository that belong to another model, and would be mixed with the new one."""
+    names = set(head.names())
+    owned: set[str] = set()
+    if MANIFEST_NAME in names:
+        with suppress(ManifestError):  # of another version, or not ours
+            owned = set(files_in(decode_manifest(read_whole(head.file(MANIFEST_NAME)))))
+    stale = {name for name in names if name in owned or _is_weights(name)} - wanted - {MODEL_CARD_NAME}
+    return tuple(sorted(stale))
+
+
+def _is_weights(name: str) -> bool:
+    """Return whether readers would take a file for a part of the model, or for what vouches for it."""
+    if name in (INDEX_NAME, TORCH_INDEX_NAME, SIGNATURE_NAME, MANIFEST_NAME) or is_torch_shard(name):
+        return True
+    return name.endswith(SUFFIX) and (is_in_stage_folder(name) or ("/" not in name and not is_beside(name)))
+
+
+def _large_headers(folder: LocalFolder, manifest: Manifest) -> Iterator[str]:
+    for shard in manifest.shards:
+        if read_file_header(folder.file(shard.path)).nbytes > MOST_READ_HEADER_NBYTES:
+            yield shard.path
+
+
+def _message(manifest: Manifest) -> str:
+    layout, training = manifest.layout, manifest.training
+    what = f"{manifest.model.architecture}, {layout.num_stages} pipeline stages"
+    return f"{what}, step {training.step}" if training else what
+
+
+def card_section(manifest: Manifest, digest: str, place: str) -> str:
+    """Return the text on a checkpoint that is at `place` on the hub: source, revision, layout and digests."""
+    layout, training, shards = manifest.layout, manifest.training, tuple(manifest.shards)
+    name = place.rpartition("/")[2].partition("@")[0]
+    base, revision = base_model_of(manifest.source), manifest.source.revision
+    made_from = f"[{base}](https://huggingface.co/{base})" if base else "a folder"
+    lines = [
+        "## Checkpoint",
+        "",
+        f"- architecture: {_code(manifest.model.architecture)}, {manifest.model.num_params:,} parameters",
+        f"- source: {made_from}" + (f", revision {_code(revision)}" if base and revision else ""),
+        f"- layout: {layout.num_stages} pipeline stages on {layout.num_ranks} ranks ({_code(layout.spec)})",
+        *([f"- training: step {training.step:,}, {training.num_tokens:,} tokens"] if training else []),
+        f"- size: {show_bytes(sum(shard.nbytes for shard in shards))} in {len(shards)} shards",
+        f"- `manifest.json`: {_code(digest)}, which roots the digest of every tensor",
+        f"- written by {_code(manifest.created_by)}",
+        "",
+        "```sh",
+        f"reshard verify {place}",
+        f"reshard pack {place} --out ./{name}  # to train it; --layout reshards it",
+        "```",
+    ]
+    return "\n".join(lines)
+
+
+def base_model_of(source: Source) -> str | None:
+    """Return the hub repository that a checkpoint was made from; None for a folder, whose path stays private."""
+    if source.kind != "huggingface" or not source.location.startswith(SCHEME):
+        return None
+    address = parse_hub_address(source.location.removeprefix(SCHEME))
+    return address.repo if address else None
+
+
+def _code(text: str) -> str:
+    """Return text as inline code: manifests may come from anywhere."""
+    shown = "".join(" " if char in "`<>|\r\n" else char for char in text)
+    return f"`{shown}`"

@@ -1,0 +1,310 @@
+"""From SOURCE and SPEC to a plan of byte ranges and an estimate of a training step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from manifests.collector import collector_paused
+from manifests.command.sizes import parse_size, write_size
+from manifests.errors import UsageError
+from manifests.invariants import MANIFEST_NAME
+from manifests.models import ModelShape
+from manifests.models.config import CONFIG_NAME
+from manifests.models.memory import estimate_memory, memory_of
+from manifests.placement import Placement
+from manifests.schedules import check_schedule, in_flight, schedule_table
+from manifests.schema import Manifest, TieGroup
+from reshard.estimate.assumptions import MOST_PASSES, Assumptions, check_assumptions, num_passes
+from reshard.estimate.costs import ModuleTime, costs_of
+from reshard.estimate.training_estimate import training_of
+from reshard.formats.config import find_config, open_config
+from reshard.formats.open import links_of, open_described
+from reshard.layouts import StageLayout, parse_layout
+from reshard.layouts.balance import balances_memory, balances_time, unsolved
+from reshard.layouts.degrees import read_words
+from reshard.layouts.errors import shorten
+from reshard.layouts.inventory import Inventory, inventory_of_modules
+from reshard.layouts.model import InFlight, Request
+from reshard.plans.pack_plan import PackPlan, Sharding, StagePlan, plan_pack
+from reshard.tensors.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from reshard.estimate.training_estimate import Forecast
+
+_SOLVED = re.compile(r"\s*(balance:|parameters\b|type:)")  # the spellings that take limit=
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutRequest:
+    """A requested layout; see `parse_layout`. Without a spec, a manifest keeps its own layout."""
+
+    spec: str | None
+    num_ranks: int | None = None
+    strict_megatron: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LaidOut:
+    """A model's tensors on a layout: everything that packing requires."""
+
+    name: str  # of the model's folder or config
+    checkpoint: Checkpoint
+    inventory: Inventory
+    assumed: Assumptions
+    plan: PackPlan
+
+    @property
+    def layout(self) -> StageLayout:
+        return self.plan.layout
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.checkpoint.shape
+
+    @property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """Each stage with its rank, modules, parameters and bytes."""
+        return self.plan.stages
+
+    @property
+    def ties(self) -> tuple[TieGroup, ...]:
+        return self.plan.ties
+
+    @property
+    def links(self) -> tuple[tuple[str, str], ...]:
+        """The source's files that are symbolic links out of its folder, with their targets."""
+        return tuple(links_of(self.checkpoint))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlanResult(LaidOut):
+    """A layout of a model, and an estimate of a training step on it (`forecast`)."""
+
+    forecast: Forecast
+
+
+def open_model(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:
+    """Open a source, which the file `model` may describe, or a config without weights.
+
+    Raises:
+        SourceError, ModelError, ShardError, ManifestError: see `open_source` and `open_config`.
+        UsageError: there are tensors to drop, and a config alone.
+    """
+    config = find_config(source)
+    if config is None:
+        return open_described(source, drop, model)
+    if model is not None:
+        problem = f"{source} is a config without weights, whose sizes no description says"
+        raise UsageError("--model", problem, "give the folder with its safetensors", code="options.conflict")
+    if drop:
+        raise UsageError("--drop", f"{source} is a config without weights", "leave it out", code="options.unknown-drop")
+    return open_config(config)
+
+
+def model_name(source: str) -> str:
+    """Return a model's name: that of its folder, or of its config file if that is not called config.json."""
+    path = Path(source)
+    if path.suffix == ".json":
+        path = path.resolve().parent if path.name in (CONFIG_NAME, MANIFEST_NAME) else path.with_suffix("")
+    return path.name or path.resolve().name
+
+
+def plan_source(
+    source: str,
+    asked: LayoutRequest,
+    assumed: Assumptions,
+    drop: Collection[str] = (),
+    model: Path | None = None,
+) -> PlanResult:
+    """Open a source, read or solve for the layout, lay the tensors out on it and estimate a training step.
+
+    Raises:
+        UserError: see `check_assumptions`, `open_model` and `lay_out`.
+    """
+    check_assumptions(assumed)
+    return estimate_step(lay_out(model_name(source), open_model(source, frozenset(drop), model), asked, assumed))
+
+
+def estimate_step(laid: LaidOut) -> PlanResult:
+    """Estimate the time and memory of a training step by simulating its schedule."""
+    from reshard.estimate.training_estimate import forecast  # a pack estimates nothing
+
+    return PlanResult(
+        **{field.name: getattr(laid, field.name) for field in fields(LaidOut)},
+        forecast=forecast(laid.shape, laid.layout, laid.assumed),
+    )
+
+
+@collector_paused()
+def lay_out(
+    name: str,
+    checkpoint: Checkpoint,
+    asked: LayoutRequest,
+    assumed: Assumptions,
+    sharding: Sharding | None = None,
+) -> LaidOut:
+    """Read or solve for the layout and lay the tensors out on it. A step is only simulated for a memory limit.
+
+    `assumed.memory_limit` also limits the solver, as `limit=` in the spec does; a limit in the spec is assumed too.
+
+    Raises:
+        LayoutError: the layout is invalid, or does not fit the model or the memory limit.
+        ScheduleError: the schedule does not support the layout.
+        UsageError: there are two memory limits, a layout is missing, or an option requires one.
+        InputError: the measured times are of another model.
+    """
+    shape = checkpoint.shape
+    asked, assumed = _agree_on_limit(asked, assumed)
+    inventory = inventory_of_modules(shape.modules, shape.num_layers, shape.architecture)
+    sizes = {fqn: tensor.nbytes for fqn, tensor in checkpoint.tensors.items()}
+    costs = costs_of(shape, seq_len=assumed.seq_len, nbytes=sizes, measured=assumed.measured)
+    if asked.spec is None:
+        layout = _kept(checkpoint.manifest, asked)
+    elif is_solved(asked.spec):
+        layout = _solve(asked, shape, inventory, costs, assumed)
+    else:
+        layout = _read(asked, inventory, costs)
+    placement = layout.placement
+    schedule = check_schedule(assumed.schedule_for(layout), placement, assumed.microbatches_for(placement))
+    if assumed.schedule:
+        layout = replace(layout, schedule=schedule)
+    return LaidOut(
+        name=name,
+        checkpoint=checkpoint,
+        inventory=inventory,
+        assumed=assumed,
+        plan=plan_pack(checkpoint, layout, sharding),
+    )
+
+
+def is_solved(spec: str | None) -> bool:
+    """Return whether a layout is solved for, and not only read."""
+    return spec is not None and _SOLVED.match(spec) is not None
+
+
+def lay_out_layers(
+    asked: LayoutRequest, inventory: Inventory, measured: Mapping[str, ModuleTime] | None = None
+) -> StageLayout:
+    """Read or solve for the layout of modules alone, without a model.
+
+    Raises:
+        LayoutError, UsageError: see `parse_layout`; or there are measured times, and nothing to balance by time.
+    """
+    assert asked.spec is not None
+    costs = {"time": {module: time.total for module, time in measured.items()}} if measured else {}
+    layout = _read(asked, inventory, costs)
+    if measured and not balances_time(asked.spec):
+        problem, hint = f"{shorten(asked.spec)} does not balance by time", "leave it out, or use balance:time"
+        raise UsageError("--cost", problem, hint, code="options.conflict")
+    return layout
+
+
+def _agree_on_limit(asked: LayoutRequest, assumed: Assumptions) -> tuple[LayoutRequest, Assumptions]:
+    if asked.spec is None or not is_solved(asked.spec):
+        return asked, assumed
+    limit = next((word.value for word in read_words(asked.spec) if word.key == "limit"), None)
+    if limit is None:
+        if assumed.memory_limit is None:
+            return asked, assumed
+        return replace(asked, spec=f"{asked.spec},limit={write_size(assumed.memory_limit)}"), assumed
+    if assumed.memory_limit is not None:
+        raise UsageError(
+            "--gpu-memory",
+            f"conflicts with limit={limit} of the layout",
+            "leave one of the two out",
+            code="options.conflict",
+        )
+    return asked, replace(assumed, memory_limit=parse_size(limit))  # the layout's reader refuses what is not a size
+
+
+def _kept(manifest: Manifest | None, asked: LayoutRequest) -> StageLayout:
+    """Return the layout of a manifest, which no option may change."""
+    if manifest is None:
+        problem = "is required: the source is not a manifest, which would have one"
+        raise UsageError("--layout", problem, "pass one, such as pp=2", code="options.missing-layout")
+    problem = "requires --layout; without one, a manifest keeps its own layout"
+    if asked.num_ranks is not None:
+        hint = f"use --layout pp={asked.num_ranks}, or leave --pp out"
+        raise UsageError("--pp", problem, hint, code="options.needs-layout")
+    if asked.strict_megatron:
+        hint = "add --layout, or leave --strict-megatron out"
+        raise UsageError("--strict-megatron", problem, hint, code="options.needs-layout")
+    return StageLayout(
+        spec=manifest.layout.spec,
+        stages=tuple(stage.modules for stage in manifest.stages),
+        placement=manifest.placement,
+        schedule=manifest.layout.schedule,
+    )
+
+
+def _read(
+    asked: LayoutRequest,
+    inventory: Inventory,
+    costs: Mapping[str, Mapping[str, float]],
+    in_flight: InFlight | None = None,
+) -> StageLayout:
+    assert asked.spec is not None
+    return parse_layout(
+        asked.spec,
+        inventory,
+        num_ranks=asked.num_ranks,
+        strict_megatron=asked.strict_megatron,
+        costs=costs,
+        in_flight=in_flight,
+    )
+
+
+def _solve(
+    asked: LayoutRequest,
+    shape: ModelShape,
+    inventory: Inventory,
+    costs: Mapping[str, Mapping[str, float]],
+    assumed: Assumptions,
+) -> StageLayout:
+    """Solve for a layout whose ranks stay within the memory limit, if there is one."""
+    assert asked.spec is not None
+    if assumed.memory_limit is None and not balances_memory(asked.spec):
+        return _read(asked, inventory, costs)
+
+    placed = unsolved(Request(spec=asked.spec, inventory=inventory, num_ranks=asked.num_ranks))
+    memory, in_flight = memory_costs(shape, placed, assumed)
+    return _read(asked, inventory, {**costs, "memory": memory}, in_flight)
+
+
+def memory_costs(shape: ModelShape, placed: StageLayout, assumed: Assumptions) -> tuple[Mapping[str, float], InFlight]:
+    """Return the most bytes of each module, and how many microbatches each stage has in flight.
+
+    The schedule decides the latter by the number and the placement of the stages alone, so it is known before the
+    modules of the stages are.
+
+    Raises:
+        UsageError: the step is too long to simulate, or the schedule does not support these stages.
+    """
+    placement, training = placed.placement, training_of(assumed)
+    num_microbatches = assumed.microbatches_for(placement)
+    _check_length(placement, num_microbatches)
+    table = schedule_table(assumed.schedule_for(placed), placement, num_microbatches)
+    microbatches = in_flight(table)
+    without, with_one = memory_of(shape, training, 0), memory_of(shape, training, 1)
+    ranks = estimate_memory(shape, placed.stages, table, training).ranks
+    return memory_of(shape, training, max(microbatches)), InFlight(
+        microbatches=microbatches,
+        activations={module: with_one[module] - without[module] for module in shape.modules},
+        reserved=max(rank.receive_buffers + rank.temporary for rank in ranks),
+    )
+
+
+def _check_length(placement: Placement, num_microbatches: int) -> None:
+    if num_passes(placement, num_microbatches) > MOST_PASSES:
+        most = MOST_PASSES // num_passes(placement, 1)
+        raise UsageError(
+            "--microbatches",
+            f"a step of {num_microbatches} microbatches on {placement.num_stages} stages is too long to simulate, "
+            "which balancing by memory requires",
+            f"use at most {most} microbatches, or a layout that does not depend on memory",
+            code="options.too-many-microbatches",
+        )

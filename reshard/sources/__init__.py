@@ -1,1 +1,0 @@
-"""Readers of sources: each returns a `Checkpoint` from headers alone."""

@@ -1,0 +1,1 @@
+"""torchrun with a watch: what a node runs, and how it names the rank that failed first."""

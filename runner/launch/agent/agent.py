@@ -1,0 +1,315 @@
+"""torchrun, with our exit codes, and one message instead of a traceback (docs/adr/0006)."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from manifests.command.console import open_streams
+from manifests.command.interpreter import leave_out_working_folder, safe_environment
+from manifests.command.signals import INTERRUPTED, end_at_signals, say_interrupted
+from manifests.errors import RankError, UserError, error_json
+from manifests.store import read_manifest
+from runner.config.flags import TrainOptions, parse_training
+from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
+from runner.preflight.torch_version import check_torch
+from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, read_reports
+from runner.rundir.heartbeat import Beat, read_beats
+from runner.rundir.rank_label import place_of, stages_of
+from runner.rundir.state import RunState, clear_state, read_state, write_state
+
+if TYPE_CHECKING:
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_LOCAL = "--standalone"  # of torchrun, for a job of this machine alone
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
+_PATIENCE_S = 6.0  # another node's agent may know the cause
+_PATIENCE_ELSEWHERE_S = 30.0  # another node's agent knows it, and reports once its own ranks have ended
+_WORKER = "runner.train"
+
+
+def main() -> None:
+    """Run torchrun on this process's arguments."""
+    leave_out_working_folder()
+    open_streams()
+    with TemporaryDirectory(prefix="runner-", ignore_cleanup_errors=True) as endings:
+        # torchrun handles signals itself once it starts ranks.
+        end_at_signals(lambda number: _stop_early(endings))
+        os.environ.update({**safe_environment(), AGENT: str(os.getpid()), REPORTS: endings})
+        code = _run(Path(endings))
+    sys.exit(code)
+
+
+def _run(endings: Path) -> int:
+    """Run the ranks, report what ended them, and return the exit code."""
+    options, begun = _training(sys.argv), time.time()
+    try:
+        note = check_torch()
+    except UserError as error:
+        _say(error)
+        return error.exit_code
+    torchrun = _quiet_torchrun()
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    log_dir = options.log_dir if options else None
+    if log_dir is not None and _number("--node-rank", "PET_NODE_RANK") == 0:
+        with contextlib.suppress(OSError):  # the ranks report a folder that cannot be written
+            clear_state(log_dir)
+    if note and _number("--node-rank", "PET_NODE_RANK") == 0 and not (options is not None and options.quiet):
+        print(f"note: {note}", file=sys.stderr)
+    shows_waiting = options is not None and not options.quiet and _LOCAL in sys.argv
+    num_ranks = _number("--nproc-per-node")
+    try:
+        with (
+            saying_what_is_awaited(log_dir, num_ranks, begun) if shows_waiting and log_dir else contextlib.nullcontext()
+        ):
+            torchrun.main(sys.argv[1:])
+        return 0
+    except ChildFailedError as error:
+        _finish()
+        return _end(error.failures, log_dir, begun)
+    except SignalException as error:
+        _finish()
+        return _stop(int(error.sigval), read_reports(endings), options, begun)
+    except DistError as error:
+        _finish()
+        failed = _rendezvous_failure(error)
+        _say(failed.error)
+        if log_dir is not None and read_state(log_dir) is None:
+            _note(failed, log_dir, 0)
+        return failed.code
+
+
+def _finish() -> None:
+    """Ignore further signals: no rank is left, and the cause is about to be reported."""
+    for number in _HANDLED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _stop_early(endings: str) -> None:
+    """Note that the job was stopped before a rank was started."""
+    shutil.rmtree(endings, ignore_errors=True)
+    if (options := _training(sys.argv)) is not None:
+        _note_stopped(options.log_dir, 0)
+
+
+def _note_stopped(log_dir: Path, step: int) -> None:
+    """Write `state.json` for a stopped job of this machine; jobs of a scheduler are recognized by its absence."""
+    if _LOCAL in sys.argv:
+        with contextlib.suppress(OSError):
+            write_state(log_dir, RunState(step=step, ended="stopped", code=INTERRUPTED))
+
+
+def _quiet_torchrun() -> ModuleType:
+    """Return torchrun with its own messages silenced: the agent reports instead."""
+    levels = "TORCH_CPP_LOG_LEVEL"  # read when torch is imported; the ranks keep the user's value
+    asked = os.environ.get(levels)
+    os.environ[levels] = asked or "FATAL"
+    from torch.distributed import run
+
+    if asked is None:
+        del os.environ[levels]
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    return run
+
+
+def _end(failures: Mapping[int, ProcessFailure], log_dir: Path | None, begun: float) -> int:
+    """Report why the ranks ended, unless another node's agent has; return the exit code."""
+    beats = read_beats(log_dir, since=begun) if log_dir else ()
+    cause = find_cause(failures, beats, partial(_place, beats))
+    return INTERRUPTED if cause is None else _report(cause, log_dir, beats)
+
+
+def _stop(number: int, endings: Sequence[ExitReport], options: TrainOptions | None, begun: float) -> int:
+    """Report what went wrong when a signal asked the ranks to stop, if anything did; return the exit code."""
+    log_dir = options.log_dir if options else None
+    beats = read_beats(log_dir, since=begun) if log_dir else ()
+    had_to_save = (
+        options is not None and options.checkpoint is not None and any(beat.phase != "begin" for beat in beats)
+    )
+    state = read_state(log_dir) if log_dir else None
+    cause = find_cause_at_stop(endings, is_unsaved=had_to_save and (state is None or state.ended == "failed"))
+    if cause is not None:
+        return _report(cause, log_dir, beats)
+    if not _is_known(log_dir):
+        say_interrupted(number)
+    if log_dir is not None and state is None:
+        _note_stopped(log_dir, max((beat.step for beat in beats), default=0))
+    return INTERRUPTED
+
+
+def _report(cause: ExitReport, log_dir: Path | None, beats: Sequence[Beat]) -> int:
+    """Report what ended the ranks, unless another node's agent does; return the exit code."""
+    is_ours = cause.kind == "failed" and not cause.is_elsewhere
+    if is_ours or not _is_known(log_dir, _PATIENCE_ELSEWHERE_S if cause.is_elsewhere else _PATIENCE_S):
+        _say(cause.error)
+        if log_dir is not None:
+            _note(cause, log_dir, max((beat.step for beat in beats), default=0))
+    return cause.code
+
+
+def _rendezvous_failure(error: DistError) -> ExitReport:
+    """Return a report on a failed rendezvous of nodes, which torch raises before any rank is started."""
+    number, num_nodes = _number("--node-rank", "PET_NODE_RANK"), _number("--nnodes")
+    address, port = (os.environ.get(f"PET_MASTER_{part}", "?") for part in ("ADDR", "PORT"))
+    where = f"node {number}, {socket.gethostname()}"
+    missed = f"not all of {num_nodes} nodes reached" if number == 0 else "could not reach node 0 at"
+    problem = f"{missed} {address}:{port}: {' '.join(str(error).split())}"
+    hint = "check that every node was started, and that no firewall or wrong network interface separates them"
+    if "EADDRINUSE" in problem:
+        problem, hint = f"port {port} of the rendezvous is used by another process", "stop it, or launch again"
+    return ExitReport(
+        kind="failed", code=RankError.exit_code, where=where, problem=problem, hint=hint, error_code="rank.unmet"
+    )
+
+
+def _say(error: UserError) -> None:
+    if "--json" in sys.argv:
+        with contextlib.suppress(OSError):  # nobody reads it; the exit code remains
+            print(error_json(error), flush=True)
+    else:
+        print(f"error: {error}", file=sys.stderr)
+
+
+def _is_known(log_dir: Path | None, patience_s: float = _PATIENCE_S) -> bool:
+    """Whether the agent of another node reports the cause within this time."""
+    if log_dir is None or _number("--nnodes") == 1:
+        return False
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s:
+        state = read_state(log_dir)
+        if state is not None and state.ended == "failed":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _note(cause: ExitReport, log_dir: Path, step: int) -> None:
+    with contextlib.suppress(OSError):  # the message was printed, even if the disk is full
+        log_dir.mkdir(parents=True, exist_ok=True)
+        write_state(
+            log_dir,
+            RunState(step=step, ended="failed", code=cause.code, error=str(cause.error), error_code=cause.error_code),
+        )
+
+
+def _place(beats: Sequence[Beat], rank: int) -> str:
+    """Name a rank of this node, with its stages where its heartbeat or the command line shows them."""
+    node = socket.gethostname()
+    for beat in beats:
+        if beat.rank == rank:
+            return place_of(rank, beat.stages, node)
+    try:
+        manifest = read_manifest(Path(_after(sys.argv, _WORKER)))
+        world_size = _number("--nnodes") * _number("--nproc-per-node")
+        return place_of(rank, stages_of(manifest, rank, world_size), node)
+    except (UserError, LookupError, ValueError):
+        return place_of(rank, (), node)
+
+
+def _training(argv: Sequence[str]) -> TrainOptions | None:
+    """Return the options of a training run; None: the ranks run something else."""
+    try:
+        return parse_training(argv[argv.index(_WORKER) + 2 :])
+    except (UserError, ValueError):
+        return None
+
+
+def _number(flag: str, variable: str = "") -> int:
+    found = dict(itertools.pairwise(sys.argv)).get(flag, os.environ.get(variable, ""))
+    return int(found) if found.isdecimal() else (1 if flag != "--node-rank" else 0)
+
+
+def _after(argv: Sequence[str], word: str) -> str:
+    return argv[argv.index(word) + 1]
+
+
+_EVERY_S = 10.0
+_POLL_S = 1.0
+
+
+@contextlib.contextmanager
+def saying_what_is_awaited(log_dir: Path, num_ranks: int, begun: float) -> Iterator[None]:
+    """Print what the ranks are waiting for, every ten seconds since `begun` until the first step or the block's end."""
+    ended = threading.Event()
+    position = _size(log_dir / "metrics.jsonl")
+
+    def watch() -> None:
+        said = begun
+        while not ended.wait(_POLL_S):
+            what = awaited(log_dir, num_ranks, since=begun, position=position)
+            if what is None:
+                return
+            now = time.time()
+            if now - said >= _EVERY_S:
+                said = now
+                print(f"{now - begun:.0f} s: waiting for {what}", file=sys.stderr, flush=True)
+
+    watcher = threading.Thread(target=watch, name="waiting", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def awaited(log_dir: Path, num_ranks: int, *, since: float, position: int) -> str | None:
+    """Return what a run that started at `since` waits for.
+
+    None once metrics have a step after `position`, or if no step follows.
+    """
+    try:
+        with open(log_dir / "metrics.jsonl", "rb") as metrics:
+            metrics.seek(position)
+            if b'"loss"' in metrics.read():
+                return None
+    except FileNotFoundError:
+        pass
+    except OSError:  # unknown
+        return None
+    num_logging = sum(_is_since(path, since) for path in log_dir.glob("rank-*.log"))
+    if num_logging < num_ranks:
+        return f"{num_ranks - num_logging} of {num_ranks} ranks to import torch"
+    beats = read_beats(log_dir, since=since)
+    if any(beat.phase == "end" for beat in beats):  # no step was left to run
+        return None
+    if (num_ready := len(beats)) < num_ranks:
+        return f"{num_ranks - num_ready} of {num_ranks} ranks to meet and load their stages"
+    return "the first step to end"
+
+
+def _is_since(path: Path, since: float) -> bool:
+    try:
+        return path.stat().st_mtime >= since - 1  # file systems may cut off what is below a second
+    except OSError:
+        return False
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+if __name__ == "__main__":
+    main()

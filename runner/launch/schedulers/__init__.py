@@ -1,0 +1,1 @@
+"""Where ranks are started: on this machine, under Slurm, as a Kubernetes JobSet."""

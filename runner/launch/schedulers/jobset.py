@@ -1,0 +1,243 @@
+"""Kubernetes: a JobSet of one indexed job, one pod per node, submitted with kubectl. No torch.
+
+Source: JobSet v1alpha2 (jobset.sigs.k8s.io); `torchrun` reads PET_* for flags that are not given.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from manifests.command.kubernetes import ABSENT, MOUNT, MOUNT_FORM, literal, run_kubectl, said_by_kubectl, volumes_of
+from manifests.errors import InputError, UsageError
+from runner.config.schema import SYNTHETIC
+from runner.launch.decide import FINAL
+from runner.launch.job import Job
+from runner.launch.schedulers.checks import check_mounts, check_read, check_written, is_shown
+from runner.launch.supervisor import SHUTDOWN_S, agent_command
+from runner.rundir.job_record import JobRecord
+
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_MAX_NAME = 40  # pods are named NAME-node-0-INDEX-xxxxx, within 63 characters
+_PORT = 29500  # every pod has an address of its own
+_CONTAINER = "runner"
+_SHARED_MEMORY = "/dev/shm"
+_MAX_PODS = 99_999  # as many as --nnodes takes; kubectl's own limit is 5
+# A pod that exits with a code that no restart fixes fails its job, and that fails the JobSet without a restart.
+_MISTAKEN = {"action": "FailJob", "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": list(FINAL)}}
+_ENDS = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+_FORGOTTEN = "Forgotten"  # our word, for a JobSet that was deleted
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_GPU = "nvidia.com/gpu"
+
+
+class JobSetState(str):
+    """The state of a JobSet in Kubernetes: `Completed`, `Failed`, `Suspended`, `Running` or `Forgotten`."""
+
+    @property
+    def is_over(self) -> bool:
+        return self in ("Completed", "Failed", _FORGOTTEN)
+
+    @property
+    def is_forgotten(self) -> bool:
+        return self == _FORGOTTEN
+
+
+def render(job: Job) -> str:
+    """Return the JobSet of a job, as YAML.
+
+    Raises:
+        UsageError: no image, a name that Kubernetes does not accept, a bad mount, a flag of Slurm, an output path
+            that pods do not share, or an input path that they do not see.
+    """
+    _refuse(job)
+    document = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": job.name},
+        "spec": {
+            "failurePolicy": {"maxRestarts": job.restarts, "rules": [_ENDS]},
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": _indexed_job(job)}}],
+        },
+    }
+    return yaml.safe_dump(document, sort_keys=False, width=1000)
+
+
+def submit(job: Job) -> JobRecord:
+    """Submit a job to Kubernetes.
+
+    Raises:
+        UserError: there is no kubectl, or the cluster refuses the job.
+    """
+    create = ["kubectl", "create", "-f", "-", "-o", "jsonpath={.metadata.namespace}"]
+    namespace = run_kubectl(create, standard_input=render(job)).strip()
+    return JobRecord(scheduler="jobset", id=job.name, name=job.name, output="", namespace=namespace)
+
+
+def find_state(record: JobRecord) -> JobSetState:
+    """Return the state of a job.
+
+    Raises:
+        UserError: Kubernetes does not answer.
+    """
+    shown = run_kubectl(["kubectl", "get", "jobset", record.id, *_inside(record), "--ignore-not-found", "-o", "json"])
+    if not shown.strip():
+        return JobSetState(_FORGOTTEN)
+    conditions = json.loads(shown).get("status", {}).get("conditions", [])
+    true = [condition["type"] for condition in conditions if condition.get("status") == "True"]
+    return JobSetState(next((word for word in ("Completed", "Failed", "Suspended") if word in true), "Running"))
+
+
+def cancel(record: JobRecord) -> None:
+    """Delete a job."""
+    run_kubectl(["kubectl", "delete", "jobset", record.id, *_inside(record), "--ignore-not-found", "--wait=false"])
+
+
+def find_phases(record: JobRecord) -> list[str]:
+    """Return the phase of each pod of a job: `Pending`, `Running`, `Succeeded` or `Failed`.
+
+    Raises:
+        UserError: Kubernetes does not answer.
+    """
+    return run_kubectl(["kubectl", "get", "pods", *_pods(record), "-o", "jsonpath={.items[*].status.phase}"]).split()
+
+
+def print_logs(record: JobRecord, say: Callable[[str], object], *, follow: bool, since: str = "") -> str:
+    """Print the output of the pods of a job, with `follow` until they end; return the error of kubectl, if any.
+
+    `since` is a time in Kubernetes' format.
+
+    Raises:
+        UserError: kubectl is not installed.
+    """
+    command = ["kubectl", "logs", *_pods(record), "--container", _CONTAINER, "--prefix", "--tail=-1",
+               f"--max-log-requests={_MAX_PODS}"]  # fmt: skip
+    command += [*(["--follow", "--ignore-errors"] if follow else []), *([f"--since-time={since}"] if since else [])]
+    try:
+        running = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            errors="replace",
+        )  # fmt: skip
+    except FileNotFoundError as error:
+        raise InputError(command[0], *ABSENT, code="system.missing-program") from error
+    with running:
+        assert running.stdout is not None
+        words = []
+        for line in running.stdout:
+            if line.startswith("[pod/"):  # of --prefix
+                say(line)
+            else:
+                words.append(line)
+    return said_by_kubectl(words) or (f"exited with code {running.returncode}" if running.returncode else "")
+
+
+def _refuse(job: Job) -> None:
+    if job.image is None:
+        raise UsageError(
+            "--image",
+            "is required with --scheduler jobset",
+            "use an image that contains reshard[runner]",
+            code="launch.no-image",
+        )
+    if not _NAME.fullmatch(job.name) or len(job.name) > _MAX_NAME:
+        found = f"expected at most {_MAX_NAME} of a-z, 0-9 and -, starting with a letter, found {job.name!r}"
+        near = re.sub(r"[^a-z0-9]+", "-", job.name.lower())[:_MAX_NAME].strip("-")
+        raise UsageError("--name", found, f"--name {near}" if _NAME.fullmatch(near) else "", code="launch.job-name")
+    check_mounts(job.mounts, MOUNT, MOUNT_FORM)
+    for flag, value in (("--partition", job.partition), ("--account", job.account), ("--qos", job.qos),
+                        ("--time", job.time), ("--signal", job.signal), ("--sbatch-arg", job.sbatch_args or None),
+                        ("--requeue", job.requeue or None)):  # fmt: skip
+        if value is not None:
+            hint = "use --restarts N, with which Kubernetes restarts the job" if flag == "--requeue" else ""
+            raise UsageError(flag, "is for Slurm, and not supported by a JobSet", hint, code="launch.scheduler-flag")
+    check_written(_written(job), job.mounts)
+    check_read(_read(job), job.mounts)
+
+
+def _indexed_job(job: Job) -> dict[str, Any]:
+    volumes = _volumes(job)
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.options.timeout_s + SHUTDOWN_S,
+        "containers": [{**_container(job), "volumeMounts": [
+            {"name": volume["name"], "mountPath": target} for target, volume in volumes.items()
+        ]}],
+        "volumes": list(volumes.values()),
+    }  # fmt: skip
+    return {
+        "parallelism": job.nnodes,
+        "completions": job.nnodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [_MISTAKEN]},
+        "template": {"spec": pod},
+    }
+
+
+def _container(job: Job) -> dict[str, Any]:
+    options, size = job.options, {"nnodes": job.nnodes, "nproc_per_node": job.nproc_per_node}
+    rendezvous = {
+        "PET_MASTER_ADDR": f"{job.name}-node-0-0.{job.name}",
+        "PET_MASTER_PORT": str(_PORT),
+    }
+    command = agent_command(job.manifest, job.training, **size, python="python3", shutdown_s=options.timeout_s)
+    container: dict[str, Any] = {
+        "name": _CONTAINER,
+        "image": job.image,
+        "command": [literal(word) for word in command],
+        "env": [
+            {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+            *({"name": name, "value": literal(value)} for name, value in (*rendezvous.items(), *job.environment)),
+        ],
+    }
+    if options.device != "cpu":
+        container["resources"] = {"limits": {_GPU: job.nproc_per_node}}
+    if is_shown(Path.cwd(), job.mounts):
+        container["workingDir"] = str(Path.cwd())
+    return container
+
+
+def _volumes(job: Job) -> dict[str, dict[str, Any]]:
+    """Return the volumes of a pod by their mount paths."""
+    found = volumes_of(job.mounts)
+    # The default is 64 MiB, and ranks of one node communicate through it: NCCL fails where it is too small.
+    found.setdefault(_SHARED_MEMORY, {"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
+    return found
+
+
+def _written(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield the folders that ranks write, each after its flag."""
+    options = job.options
+    yield "--log-dir", str(options.log_dir)
+    if options.checkpoint is not None:
+        yield "--checkpoint", str(options.checkpoint.history)
+    if options.save is not None:
+        yield "--save", str(options.save)
+
+
+def _read(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield the files that only ranks read, each after its flag. The path of the manifest is absolute."""
+    options = job.options
+    source = options.resume.source
+    if source not in (None, "auto") and not re.fullmatch(r"step-\d+", source):
+        yield "--resume", source
+    if options.schedule is not None and options.schedule.endswith(".csv"):
+        yield "--schedule", options.schedule
+    for flag, data in (("--data", options.data), ("--eval-data", options.eval_data)):
+        yield from ((flag, path) for path in (data.sources if data else ()) if path != SYNTHETIC)
+
+
+def _inside(record: JobRecord) -> tuple[str, ...]:
+    """Return the flag for the job's namespace, which may differ from kubectl's current one."""
+    return ("--namespace", record.namespace) if record.namespace else ()
+
+
+def _pods(record: JobRecord) -> tuple[str, ...]:
+    return (*_inside(record), "--selector", f"jobset.sigs.k8s.io/jobset-name={record.id}")

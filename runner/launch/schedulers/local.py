@@ -1,0 +1,149 @@
+"""Jobs on this machine: exec torchrun; and check that a request fits its manifest. No torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from manifests.command.interpreter import module_command, safe_environment
+from manifests.command.signals import deferred
+from manifests.schema import Manifest
+from runner.bundle.packed import Packed, open_packed
+from runner.checkpoint.data_position import find_data
+from runner.checkpoint.outputs import check_outputs
+from runner.checkpoint.resume import Origin, check_fits, find_origins, remembered, resumed_state
+from runner.checkpoint.save_paths import check_apart
+from runner.config.flags import TrainOptions, recall
+from runner.config.parallel_dims import ParallelDims
+from runner.launch.log_folder import claim_log_dir
+from runner.launch.run_folder import RunFolder
+from runner.launch.schedulers.local_processes import record_here
+from runner.launch.supervisor import stopping
+from runner.pipeline.timetable import choose_timetable
+from runner.preflight.combinations import (
+    check_combination,
+    check_divides,
+    check_sinks,
+    combine,
+    share_of,
+    tensor_parallel,
+)
+from runner.preflight.preflight import (
+    check_evaluable,
+    check_first_lines,
+    check_length,
+    check_model,
+    check_places,
+    check_texts,
+)
+from runner.preflight.torch_version import check_torch
+from runner.rundir.exit_report import AGENT
+from runner.rundir.job_record import make_log_dir, write_record
+from runner.rundir.state import clear_state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalJob:
+    """A training run on this machine. Its ranks have `shutdown_s` to save once they are asked to stop."""
+
+    name: str
+    run: RunFolder
+    shutdown_s: int
+
+    @property
+    def log_dir(self) -> Path:
+        return self.run.path
+
+
+def launch_here(
+    arguments: Sequence[str], *, nproc_per_node: int, dry_run: bool, job: LocalJob | None = None,
+    worker: str = "runner.train", quiet: bool = False,
+) -> None:  # fmt: skip
+    """Replace this process by torchrun with so many workers; see `check_request`. A `job` is recorded in `log_dir`.
+
+    Raises:
+        UserError: torch is not installed or too old, or another job uses the log folder.
+        OSError: the working folder was deleted.
+    """
+    check_torch()
+    os.getcwd()  # where ranks start: a deleted folder is refused before anything is written
+    command = [
+        *module_command("runner.launch.agent.agent"), "--standalone", "--nproc-per-node", str(nproc_per_node),
+        *(stopping(job.shutdown_s) if job else ()), "-m", worker, *arguments,
+    ]  # fmt: skip
+    if dry_run:
+        click.echo(shlex.join(command))
+        return
+    if job is not None:
+        make_log_dir(job.log_dir)
+    with deferred():  # the process on record always writes how it ended
+        if job is not None:
+            with claim_log_dir(job.log_dir):
+                job.run.begin()
+                clear_state(job.log_dir)  # of the job before
+                write_record(job.log_dir, record_here(job.log_dir, job.name))
+        if not quiet:
+            ranks = "1 rank" if nproc_per_node == 1 else f"{nproc_per_node} ranks"
+            click.echo(f"starting {ranks}" + (f"; log in {job.log_dir}" if job is not None else ""), err=True)
+        sys.stdout.flush()
+        # The process stays. torch and others read their own files in the encoding of the locale.
+        environment = {**safe_environment(), AGENT: str(os.getpid()), "PYTHONUTF8": "1"}
+        os.execve(sys.executable, command, environment)
+
+
+def check_request(launched: Packed, options: TrainOptions, world_size: int) -> ParallelDims:
+    """Check, without torch, that these options fit a model and so many ranks, and return the parallel degrees.
+
+    Raises:
+        UserError: what does not fit.
+    """
+    check_places(options)
+    check_model(launched, options.compute.implementation)
+    num_tensor = options.degrees.tensor  # what no number of ranks fixes is refused before ranks are counted
+    check_combination(tensor_parallel(launched.manifest, options))
+    check_divides(launched.config, num_tensor)
+    degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
+    if options.resume.source is None:  # a checkpoint may recall other batch sizes
+        _check_step(launched.manifest, options, degrees)
+    return degrees
+
+
+def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDims) -> None:
+    """Check, without torch, that a run on this machine has its inputs, and can write its outputs.
+
+    Ranks check all of this again. The checkpoints of `--resume auto` are left to them: they skip damaged ones.
+
+    Raises:
+        UserError: no such checkpoint, one of another model, no data, or an output that may not be replaced.
+    """
+    check_sinks(options)
+    check_apart(options, launched.root)
+    check_outputs(options)
+    origins, training = find_origins(Origin(launched.root, launched.manifest), options), None
+    if options.resume.source != "auto":
+        (found,) = origins
+        origin = launched if found.folder == launched.root else open_packed(found.folder, found.manifest)
+        check_fits(origin, launched)
+        training = resumed_state(origin, options.resume, is_launched=origin is launched)
+        if training is not None:
+            options = recall(options, remembered(training))
+        _check_step(launched.manifest, options, degrees)
+        check_length(launched, options)
+    if options.eval_data is not None:
+        check_evaluable(options.eval_data)
+    if training is None and options.resume.source != "auto":  # a checkpoint may recall another field
+        check_first_lines(options)
+    find_data(options, training.data if training else None, launched.tokenizer, launched.root)
+    check_texts(launched, options)
+
+
+def _check_step(manifest: Manifest, options: TrainOptions, degrees: ParallelDims) -> None:
+    batch = share_of(options.batch, degrees.data)
+    timetable = choose_timetable(options.schedule, manifest, batch.num_microbatches)
+    check_combination(combine(manifest, options, timetable, degrees))

@@ -1,0 +1,1 @@
+"""What is checked before ranks start, and again by each rank."""

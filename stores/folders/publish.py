@@ -1,0 +1,307 @@
+"""Atomic folder outputs: written beside the target, then renamed."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from manifests.errors import InputError, OutputError, refused_by_system
+from manifests.store import read_manifest, sync_folder, write_file
+from stores.folders.owned import (
+    RECORD_NAME,
+    FindOwned,
+    check_ours,
+    check_room,
+    empty,
+    keep_others,
+    remove_replaced,
+    remove_tree,
+    write_record,
+)
+from stores.folders.probe import check_writable
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_MOUNTS = "/proc/self/mountinfo"
+
+
+@contextmanager
+def publishing(
+    out: Path,
+    *,
+    force: bool,
+    find_owned: FindOwned,
+    wanted: Collection[str] = (),
+    is_resumable: Callable[[Path], bool] = lambda partial: False,
+    outlives_errors: bool = False,
+) -> Iterator[Path]:
+    """Yield a folder to write in: it becomes `out` when the block succeeds and is removed when it fails.
+
+    A kill leaves `.NAME.partial` beside an unchanged `out`. The next run removes it, or resumes it if `is_resumable`
+    allows; such a folder also survives an interrupt, and any error if it `outlives_errors`. One with files that are not
+    recorded as ours is refused: see Note [Whose a folder under construction is]. With `force`, a folder for which
+    `find_owned` returns files is replaced atomically: these files are removed, all others are kept (see Note [Files of
+    others in an output]). If a `wanted` file would replace somebody else's, nothing is written. The record, from which
+    a run may resume, is removed right before the folder becomes `out`.
+
+    Raises:
+        OutputError: `out` exists and may not be replaced, or another process is writing it.
+    """
+    if out.name in ("", ".."):
+        out = out.resolve()  # `.` has no name for the partial folder
+    check_target(out, force, find_owned, wanted)
+    partial = _make_partial(out)
+    lock = _lock(partial, out)
+    try:
+        is_resumed = is_resumable(partial)
+        check_ours(partial, find_owned, wanted=wanted, linked=out)
+    except BaseException:  # the folder belongs to another command, or to nobody whom we know
+        os.close(lock)
+        raise
+    try:
+        _drop_links(partial)
+        if not is_resumed:
+            empty(partial)
+        if not is_resumed or not (partial / RECORD_NAME).is_file():
+            write_record(partial, wanted)
+        if not _is_free(out):  # to be replaced: check it now rather than after writing everything
+            check_writable(out.parent, str(out), exchange=exchange)
+        yield partial
+        check_target(out, force, find_owned)  # it may have appeared since
+        _swap_in(partial, out, find_owned)
+    except BaseException as error:
+        hint = _space_hint(error, out.parent)
+        if not ((outlives_errors or isinstance(error, KeyboardInterrupt)) and is_resumable(partial)):
+            with suppress(OSError):
+                remove_tree(partial)
+        if isinstance(error, OSError):
+            raise _unwritable(str(error.filename or out), error, hint) from error
+        raise
+    finally:
+        os.close(lock)
+
+
+def check_target(out: Path, force: bool, find_owned: FindOwned, wanted: Collection[str] = ()) -> None:
+    """Check that `out` can be written: it does not exist, is empty, or may be replaced.
+
+    Raises:
+        OutputError: it is a mount point, has the working folder, exists and may not be replaced, or has files of others
+            at the paths of `wanted` ones.
+    """
+    check_not_mounted(out)
+    if _has_working_folder(out):
+        problem = "is or has the working folder, which would be replaced: the shell would stay in a deleted one"
+        hint = f"run the command beside it, with {out.resolve().name or 'the folder'} as the output"
+        raise OutputError(str(out), problem, hint, code="output.working-folder")
+    if _is_free(out):
+        return
+    files = find_owned(out) if out.is_dir() and not out.is_symlink() else None
+    if not force:
+        otherwise = "replace it with --force" if files is not None else "remove it"
+        raise OutputError(str(out), "already exists", f"choose another folder, or {otherwise}", code="output.exists")
+    if files is None:
+        raise OutputError(
+            str(out),
+            "already exists and was not written by this command; --force does not replace it",
+            "choose another folder, or remove it",
+            code="output.not-ours",
+        )
+    check_room(out, files, wanted)
+
+
+def check_not_a_step(out: Path) -> None:
+    """Refuse to replace a checkpoint of a training run, under the name that the run has given it.
+
+    Raises:
+        OutputError: naming what would be lost.
+    """
+    training = None
+    with suppress(InputError):
+        manifest = read_manifest(out)
+        training = manifest.training if manifest.created_by.startswith("runner ") else None
+    if training is not None and Path(os.path.abspath(out)).name == f"step-{training.step:06d}":
+        state = " with optimizer state" if training.optimizer is not None else ""
+        problem = f"is a run's checkpoint of step {training.step}{state}, which --force does not replace"
+        hint = "choose another folder, or remove the checkpoint yourself"
+        raise OutputError(str(out), problem, hint, code="output.is-a-step")
+
+
+def check_not_mounted(out: Path) -> None:
+    """Refuse an output that nothing can be renamed to.
+
+    Raises:
+        OutputError: it is a mount point.
+    """
+    if not out.is_symlink() and out.is_dir() and _is_mounted(out):
+        problem = "is a mount point: an output is written beside its folder, and renamed when it is complete"
+        raise OutputError(str(out), problem, f"use a subfolder, such as {out / 'packed'}", code="output.mount-point")
+
+
+def _is_free(out: Path) -> bool:
+    """Return whether `out` does not exist or is an empty folder."""
+    return not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
+
+
+def _has_working_folder(out: Path) -> bool:
+    try:
+        return Path(os.getcwd()).is_relative_to(out.resolve())
+    except OSError:  # deleted already; or a link that leads nowhere
+        return False
+
+
+def _is_mounted(folder: Path) -> bool:
+    if os.path.ismount(folder):
+        return True
+    try:
+        lines = Path(_MOUNTS).read_bytes().splitlines()  # a bind mount can be on its parent's file system
+    except OSError:
+        return False
+    mounted = os.fsencode(os.path.realpath(folder))
+    escaped = b"".join(b"\\%03o" % byte if byte in b" \t\n\\" else bytes((byte,)) for byte in mounted)
+    return any(line.split(b" ")[4] == escaped for line in lines)
+
+
+def check_partial(out: Path, find_owned: FindOwned) -> None:
+    """Refuse, before there is anything to write, what `publishing` refuses in the folder under construction.
+
+    Raises:
+        OutputError: it has files that we did not write.
+    """
+    if (partial := partial_of(out)).is_dir():
+        check_ours(partial, find_owned, linked=out)
+
+
+def partial_of(out: Path) -> Path:
+    """Return the folder in which `out` is written before it is renamed."""
+    out = out.resolve() if out.name in ("", "..") else out
+    return out.parent / f".{out.name}.partial"
+
+
+def _make_partial(out: Path) -> Path:
+    partial = partial_of(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(exist_ok=True)
+    except OSError as error:
+        raise refused_by_system(str(out), error, "cannot be created", code="output.unwritable") from error
+    return partial
+
+
+def _lock(folder: Path, out: Path) -> int:
+    """Lock a folder until the descriptor is closed."""
+    descriptor = -1
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.stat(folder).st_ino != os.fstat(descriptor).st_ino:
+            raise BlockingIOError  # the holder published or removed it meanwhile
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        if isinstance(error, BlockingIOError | FileNotFoundError):
+            hint = "wait for that process, or stop it"
+            raise OutputError(str(out), "another process is writing to it", hint, code="output.in-use") from error
+        raise refused_by_system(str(out), error, f"{folder} cannot be locked", code="output.cannot-lock") from error
+    return descriptor
+
+
+def _drop_links(partial: Path) -> None:
+    """Remove symbolic links from a folder that an earlier run left, so that nothing is written through them.
+
+    They are links to others' files that were about to be kept, or somebody put them there.
+    """
+    for path in partial.rglob("*"):
+        if path.is_symlink():
+            path.unlink()
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, _ in os.walk(folder, topdown=False):
+        sync_folder(Path(parent))
+
+
+def _swap_in(partial: Path, out: Path, find_owned: FindOwned) -> None:
+    # Commit point: one rename, so that readers see either the old folder or the new one.
+    if out.exists():
+        _take_after(out, partial)
+    if _is_free(out):
+        _sync_tree(partial)
+        with _removed(partial / RECORD_NAME):
+            _rename_for_good(lambda: os.rename(partial, out), lambda: os.rename(out, partial), out.parent)
+        return
+    old = _lock(out, out)  # it gets the name of the partial folder, in which nobody may write
+    try:
+        files = find_owned(out) or ()
+        if is_taken := os.path.lexists(out / RECORD_NAME):  # by a file of others, which stays
+            (partial / RECORD_NAME).unlink(missing_ok=True)
+        keep_others(out, files, partial)
+        _sync_tree(partial)
+        with nullcontext() if is_taken else _removed(partial / RECORD_NAME):
+            _rename_for_good(lambda: exchange(partial, out), lambda: exchange(partial, out), out.parent)
+        with suppress(OSError):  # as in `remove_replaced`
+            write_record(partial, files)
+        remove_replaced(partial, {*files, RECORD_NAME}, out)
+    finally:
+        os.close(old)
+
+
+@contextmanager
+def _removed(path: Path) -> Iterator[None]:
+    """Remove a file while the block runs, and for good when it ends well: a power failure does not bring it back."""
+    with open(path, "rb") as removed:
+        path.unlink()
+        try:
+            sync_folder(path.parent)
+            yield
+        except BaseException:
+            with suppress(OSError):
+                write_file(path, iter(lambda: removed.read(1 << 20), b""))
+            raise
+
+
+def _take_after(out: Path, partial: Path) -> None:
+    """Copy owner and mode of the folder that is replaced, as far as permitted."""
+    found = out.stat()
+    with suppress(OSError):
+        os.chown(partial, found.st_uid, found.st_gid)
+    with suppress(OSError):
+        os.chmod(partial, found.st_mode & 0o7777)
+
+
+def _rename_for_good(rename: Callable[[], None], undo: Callable[[], None], folder: Path) -> None:
+    """Rename and fsync, or undo the rename."""
+    rename()
+    try:
+        sync_folder(folder)
+    except BaseException:  # an interrupt too: what was replaced must not get the journal of the new one
+        undo()
+        raise
+
+
+def exchange(partial: Path, out: Path) -> None:
+    """Exchange the names of two folders atomically.
+
+    Raises:
+        OutputError: the file system does not support it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, bytes(partial), _AT_FDCWD, bytes(out), _RENAME_EXCHANGE):
+        problem = f"cannot be replaced atomically on this file system: {os.strerror(ctypes.get_errno())}"
+        raise OutputError(str(out), problem, "remove it, then run again", code="output.cannot-replace")
+
+
+def _unwritable(where: str, error: OSError, hint: str) -> InputError:
+    code = "output.disk-full" if error.errno in _FULL else "output.unwritable"
+    return refused_by_system(where, error, "cannot be written", hint, code=code)
+
+
+def _space_hint(error: BaseException, folder: Path) -> str:
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return f"free some space; {shutil.disk_usage(folder).free} bytes were available"
+    return ""

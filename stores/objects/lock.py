@@ -1,0 +1,154 @@
+"""The lock object of a bucket's prefix, and the objects there that may be removed.
+
+# Note [Objects of others in a prefix]
+A process that locks a prefix records there, before it writes the first object, the names that it will write (see
+`stores.objects.progress`), after checking that none of them exists. The lock object lists names too: of objects that
+the new output replaces, and of those that earlier writers left unfinished. `--force` removes objects that are listed
+so, or in the manifest or the record of the old output. Everything else is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from manifests.codec import decode_manifest
+from manifests.errors import InputError, OutputError, UnreachableError
+from manifests.invariants import MANIFEST_NAME
+from manifests.readers import is_consulted
+from stores.base import LOCK_NAME, PROGRESS_NAME, read_whole
+from stores.folders.owned import files_in, read_with_output
+from stores.objects.client import ObjectEntry
+from stores.objects.store import Client, ObjectFile
+
+_SHOWN_CHARS = 200  # of a lock object's text
+_HEAD_LINES = 3  # of a lock object; names of objects that must be removed may follow
+_WORKING = (LOCK_NAME, PROGRESS_NAME)
+_HINT = "choose another --out, or remove it yourself"
+
+# Returns the objects below a prefix that may be removed; None: the output was not written by this command.
+FindOwnedObjects = Callable[[Client, Mapping[str, ObjectEntry]], Collection[str] | None]
+
+
+def objects_of_manifest(client: Client, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
+    """Return the names that a prefix's manifest lists, its own and the index included; None if none can be read.
+
+    Raises:
+        UnreachableError: the store failed.
+    """
+    if MANIFEST_NAME not in listed:
+        return None
+    file = ObjectFile(url=f"{client.url}/{MANIFEST_NAME}", entry=listed[MANIFEST_NAME], client=client)
+    try:
+        manifest = decode_manifest(read_whole(file), str(file))
+    except UnreachableError:
+        raise
+    except InputError:
+        return None
+    return set(files_in(manifest))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """An output to write: its shards, its small files, and the one of these that commits it."""
+
+    shards: Collection[str] = ()
+    small: Collection[str] = ()
+    last: str = MANIFEST_NAME
+    find_owned: FindOwnedObjects = objects_of_manifest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedObjects:
+    """The objects below a prefix; `ours` are those of an `old`, readable output, or left unfinished by a writer."""
+
+    listed: Mapping[str, ObjectEntry]
+    ours: frozenset[str] = frozenset()
+    old: frozenset[str] = frozenset()
+    is_unfinished: bool = False  # a writer had left it locked
+
+    @property
+    def has_manifest(self) -> bool:
+        return MANIFEST_NAME in self.old
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the new objects have the names of old ones: an export's shards have the names of the model's."""
+        return bool(self.old) and not self.has_manifest
+
+    def names_to_write(self, wanted: Wanted, folder: str) -> set[str]:
+        """Return the names that are written before the commit; small files of a replacement are written with it."""
+        return {folder + path for path in wanted.shards} | set(() if self.old else wanted.small)
+
+
+def check_existing(
+    client: Client,
+    listed: Mapping[str, ObjectEntry],
+    wanted: Wanted,
+    *,
+    known: Collection[str] = (),
+    is_unfinished: bool = False,
+    force: bool = False,
+) -> ListedObjects:
+    """Determine what an output may replace; `known` are names that earlier writers left for removal.
+
+    Raises:
+        OutputError: existing objects may not be replaced, or others' objects have the names of new ones.
+    """
+    others = {name: entry for name, entry in listed.items() if name not in _WORKING}
+    if not others and not is_unfinished:
+        return ListedObjects(listed=listed)
+    if not force:
+        raise _not_without_force(client, others, is_unfinished)
+    named = wanted.find_owned(client, others) if not is_unfinished else ()
+    if named is None:
+        problem = "exists, and is not what this command writes; --force does not replace it"
+        raise OutputError(client.url, problem, _HINT, code="output.not-ours")
+    ours = frozenset({*named, *known} & others.keys())
+    has_manifest = MANIFEST_NAME in named
+    old = frozenset(named) if has_manifest else ours if wanted.last in named else frozenset()
+    new = set(wanted.small) | (set() if has_manifest else set(wanted.shards))
+    if in_the_way := sorted((new & others.keys()) - ours):
+        problem = "was not written by this command, and the new output has an object of this name"
+        hint = "move it elsewhere, or choose another --out"
+        raise OutputError(f"{client.url}/{in_the_way[0]}", problem, hint, code="output.foreign-file")
+    if consulted := sorted(name for name in others.keys() - ours if is_consulted(name)):
+        where, hint = f"{client.url}/{consulted[0]}", "move it elsewhere, or choose another --out"
+        raise OutputError(where, read_with_output(consulted), hint, code="output.foreign-file")
+    return ListedObjects(listed=listed, ours=ours, old=old, is_unfinished=is_unfinished)
+
+
+def new_lock() -> bytes:
+    """Return the content of a new, unique lock object."""
+    begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    who = f"begun {begun} on {socket.gethostname()} by process {os.getpid()}"
+    return f"{who}\nA command is writing here, or was interrupted.\n{uuid.uuid4()}\n".encode()
+
+
+def lines_of(names: Iterable[str]) -> bytes:
+    """Return the lines of a lock object that list names."""
+    return "".join(f"{name}\n" for name in sorted(names)).encode()
+
+
+def remaining_names(lock: bytes) -> set[str]:
+    """Return the names that the owner of a lock was about to remove; it may have died."""
+    return {name for name in lock.decode(errors="replace").split("\n")[_HEAD_LINES:] if name}
+
+
+def _not_without_force(client: Client, others: Mapping[str, ObjectEntry], is_unfinished: bool) -> InputError:
+    if not is_unfinished:
+        hint = "choose another --out, or replace it with --force"
+        return OutputError(client.url, "already exists", hint, code="output.exists")
+    text = client.load(LOCK_NAME)[:_SHOWN_CHARS].decode(errors="replace").partition("\n")[0]
+    nbytes = sum(entry.nbytes for entry in others.values())
+    what = f"{len(others)} object{'' if len(others) == 1 else 's'}, {nbytes} bytes, {text}"
+    return OutputError(
+        client.url,
+        f"is being written by another command, or was left unfinished by one: {what}",
+        "wait for that one; if it has ended, --force takes its place, and resumes the same plan",
+        code="output.unfinished",
+    )

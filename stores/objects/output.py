@@ -1,0 +1,378 @@
+"""Outputs in a bucket: objects are written whole, and the one that commits them last.
+
+Objects cannot be renamed, so an output is written under its final name, protected by a lock object that excludes other
+writers and marks the prefix as unfinished. Parts are uploaded in order (obstore offers nothing else), so a shard's
+header, which comes first and contains the digests, must be known before its data.
+
+Memory: one part more per open writer than it sends at a time, `NUM_PARTS` by default: 40 MiB for an object of up to
+78 GiB, more for longer ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self
+
+from manifests.digest import digest_bytes
+from manifests.errors import InputError, OutputError
+from manifests.invariants import MANIFEST_NAME
+from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks
+from stores.headers import NUM_AT_ONCE
+from stores.objects.client import ObjectEntry
+from stores.objects.lock import ListedObjects, Wanted, check_existing, lines_of, new_lock, remaining_names
+from stores.objects.progress import CompletedObjects, read_progress
+from stores.objects.store import list_objects
+from stores.objects.uplink import NUM_PARTS
+from stores.objects.writable import WritableClient, open_writable, remove_objects
+from stores.objects.writer import ObjectWriter
+
+logger = logging.getLogger(__name__)
+
+SMALL_NBYTES = 8 << 20  # sent, or kept, in one piece
+_MOST_SENT = 8  # such files at a time, beside others
+
+
+def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, plan: str = "") -> ObjectTarget:
+    """Lock a prefix of a bucket for an output.
+
+    An output of the same `plan` that was left unfinished is resumed: its completed objects stay. Without `force`
+    that is done where its writer is known to have ended.
+
+    With `force`, an output that can be read is replaced, see `ObjectTarget`. What a writer left unfinished is removed
+    first. Objects of others stay, see Note [Objects of others in a prefix].
+
+    Raises:
+        InputError: something is there that may not be replaced, or is where a new object would be; another process
+            is writing there, or the bucket does not exist, cannot be reached or may not be written.
+    """
+    wanted = wanted or Wanted()
+    client = open_writable(url)
+    listed = list_objects(client)
+    is_unfinished = LOCK_NAME in listed and MANIFEST_NAME not in listed
+    before = client.load(LOCK_NAME) if LOCK_NAME in listed else b""
+    record = read_progress(client, listed)
+    known = remaining_names(before) | (record.names if record else set())
+    left = record if record and plan and record.plan == plan else None
+    may_replace = force or (is_unfinished and left is not None and left.is_over(before))
+
+    def found_in(listed: Mapping[str, ObjectEntry]) -> ListedObjects:
+        return check_existing(client, listed, wanted, known=known, is_unfinished=is_unfinished, force=may_replace)
+
+    found = found_in(listed)
+    # The record is about to be written over, and no kill from here on may make these names forgotten.
+    lock = new_lock() + lines_of(found.ours - (found.old if found.has_manifest else set()))
+    if LOCK_NAME in listed:
+        client.put(LOCK_NAME, lock)
+    elif not client.create(LOCK_NAME, lock):
+        problem = "another process has begun to write here"
+        raise OutputError(client.url, problem, "choose another --out", code="output.contended")
+    client = client.settled()
+    if not listed:
+        names = ListedObjects(listed={}).names_to_write(wanted, "")
+        target = ObjectTarget(client, lock, progress=CompletedObjects(plan, lock, names=names), last=wanted.last)
+        target.open_beside(lambda: check_existing(client, list_objects(client), wanted))
+        return target
+    target = ObjectTarget(client, lock)
+    try:
+        found = found_in(list_objects(client))  # some may have come before the lock
+        folder = f"packed-{uuid.uuid4().hex[:12]}/" if found.has_manifest else ""
+        kept: dict[str, ObjectEntry] = {}
+        if left is not None and bool(left.folder) == found.has_manifest:
+            folder, kept = left.folder, left.completed(found.listed)
+        progress = CompletedObjects(plan, lock, folder, found.names_to_write(wanted, folder))
+        if progress.names:
+            progress.add(client, kept)
+    except BaseException:
+        if LOCK_NAME not in listed:  # otherwise the lock is kept, and the completed objects with it
+            target.abort()
+        raise
+    target = ObjectTarget(client, lock, found, progress, kept, wanted.last)
+    target.check_lock()  # another process may have resumed it meanwhile, and written some of these again
+    # If this fails halfway, the lock stays: the prefix is unfinished now.
+    remove_objects(client, found.ours - kept.keys() - found.old)
+    return target
+
+
+class ObjectTarget:
+    """An output under construction. Leaving its `with` block before `commit` keeps the objects that were completed.
+
+    With a plan, that is, of which any was: then the same plan is resumed. Otherwise all that was written is removed.
+
+    If an output is replaced (`found.old`), small files are kept in memory until the commit. An old checkpoint stays
+    readable meanwhile: new shards go to a folder of their own, and the commit overwrites the old manifest last.
+    Objects that only the old one listed are removed then; the lock object lists them, in case of a kill. An export has
+    no such folder: it stays whole until the first shard is complete. Then its config.json is removed before that
+    shard overwrites an old one; from then on the prefix is unfinished until the new config.json is written.
+    """
+
+    def __init__(
+        self,
+        client: WritableClient,
+        lock: bytes,
+        found: ListedObjects | None = None,
+        progress: CompletedObjects | None = None,
+        kept: Mapping[str, ObjectEntry] | None = None,
+        last: str = MANIFEST_NAME,
+    ) -> None:
+        self._client, self._own_lock, self._found = client, lock, found or ListedObjects(listed={})
+        self._old, self._last = self._found.old, last
+        self._progress = progress or CompletedObjects("", lock)
+        self._kept = dict(kept or {})
+        self._nbytes: dict[str, int] = {}
+        self._held: dict[str, bytes | Blocks] = {}
+        self._writers: list[ObjectWriter] = []
+        self._may_be_committed = False
+        self._removed_mark: bytes | None = None  # of what is replaced in place, before it is removed
+        self._is_unmarked = False
+        self._mutex = threading.Lock()
+        self._beside = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="beside")
+        self._sent = deque[Future[None]]()  # small files, and those that are being sent
+        self._records: list[Future[None]] = []  # of completed objects; nothing waits for them but the end
+        self._opening = Future[None]()  # until then, no object may appear
+        self._opening.set_result(None)
+
+    def open_beside(self, check: Callable[[], object]) -> None:
+        """Check what came before the lock, and record the names, while the first parts are sent."""
+
+        def open_now() -> None:
+            check()
+            if self._progress.names:
+                self._progress.add(self._client, {})
+
+        self._opening = self._beside.submit(open_now)
+        self._sent.append(self._opening)
+
+    @property
+    def url(self) -> str:
+        """Return the prefix's address."""
+        return self._client.url
+
+    def place(self, path: str) -> str:
+        """Return the name under which a shard is written."""
+        return self._progress.folder + path
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether the next run of the same plan can reuse completed objects."""
+        self._settle_records()
+        return bool(self._progress.plan) and self._progress.has_work
+
+    def forget(self) -> None:
+        """Make a failure remove completed objects too."""
+        self._progress.plan = ""
+
+    def completed(self, name: str, nbytes: int, head_nbytes: int) -> bytes | None:
+        """Reuse an object that an earlier run completed and return its first bytes; None if there is none."""
+        entry = self._kept.pop(name, None)
+        if entry is None or entry.nbytes != nbytes:
+            return None
+        self._nbytes[name] = nbytes
+        return b"".join(self._client.read(entry, 0, head_nbytes))
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file."""
+        if self._old:
+            self._held[name] = data
+        else:
+            self.check_lock()
+            self._nbytes[name] = len(data)  # an interrupt may come right after the object has
+            self._client.put(name, data)
+
+    def copy(self, name: str, blocks: Blocks) -> None:
+        """Write a file of any length; a long one that must wait for the commit is read once more then.
+
+        A small one is in memory when this returns, and sent while others are. Its failure is raised later: at the next
+        call, by `writer`, or by `commit`.
+        """
+        if blocks.nbytes <= SMALL_NBYTES:
+            data = b"".join(map(bytes, blocks))
+            self._wait_for_small(_MOST_SENT - 1)
+            self._sent.append(self._beside.submit(self.put, name, data))
+        elif self._old:
+            for _ in blocks:  # hashed
+                pass
+            self._held[name] = Blocks(blocks.file, blocks.digest)
+        else:
+            self._nbytes[name] = blocks.nbytes
+            self._send(name, blocks)
+
+    def writer(self, name: str, nbytes: int, header: Iterable[bytes], num_parts: int = NUM_PARTS) -> ObjectWriter:
+        """Begin an object of `nbytes`, of which `header`, in blocks, is the start. Several may be open at a time."""
+        assert name not in self._old or self._found.is_in_place
+        for sent in tuple(self._sent):
+            if sent.done():
+                sent.result()
+        where, upload = f"{self._client.url}/{name}", self._client.upload(name, nbytes, num_parts)
+        writer = ObjectWriter(where, upload, nbytes, self._check_finish, lambda: self._completed(name))
+        self._nbytes[name] = nbytes
+        self._writers.append(writer)
+        position = 0
+        for block in header:
+            writer.write(memoryview(block), 0, len(block), position)
+            position += len(block)
+        return writer
+
+    def written(self) -> dict[str, ObjectEntry]:
+        """Return the current entries of the completed objects, once small files are sent.
+
+        Raises:
+            InputError: another process took the prefix over, or it cannot be listed.
+        """
+        self._wait_for_small()
+        self.check_lock()
+        return {name: entry for name, entry in list_objects(self._client).items() if name in self._nbytes}
+
+    def commit(self, data: bytes, name: str = MANIFEST_NAME) -> None:
+        """Write the file that commits the output, after everything else is complete.
+
+        Raises:
+            InputError: another process took the prefix over or has committed there, or an object is missing.
+        """
+        assert not any(writer.is_open for writer in self._writers)
+        self._wait_for_small()
+        is_ours = self._beside.submit(self.check_lock)
+        listed = list_objects(self._client)
+        is_ours.result()
+        for written, nbytes in self._nbytes.items():
+            found = listed[written].nbytes if written in listed else 0
+            if written not in listed or found != nbytes:
+                where = f"{self._client.url}/{written}"
+                problem = f"{nbytes} bytes were written, the store has {found}"
+                raise OutputError(where, problem, code="output.lost-object")
+        problem = "already exists: another process has finished here"
+        done = OutputError(self._client.url, problem, "choose another --out", code="output.contended")
+        if name in listed and not self._old:
+            raise done
+        kept = {name, *self._nbytes, *self._held}
+        gone = [old for old in self._old if old in listed and old not in kept]
+        # Small files of the new manifest are beside the old one until it is written.
+        if left := [*gone, *(held for held in self._held if held not in listed)]:
+            self.check_lock()
+            self._settle_records()
+            lock = self._own_lock + lines_of(left)
+            self._client.put(LOCK_NAME, lock)
+            self._own_lock = lock
+            self._progress.lock = digest_bytes(lock)
+        if self._found.is_in_place:
+            self._remove_mark()
+        # From here on nothing is removed: whether a write without an answer took place is not known.
+        self._may_be_committed = True
+        for held, content in self._held.items():
+            if isinstance(content, Blocks):
+                self._send(held, content)
+            elif held not in listed or self._client.load(held) != content:
+                self._client.put(held, content)
+        # Commit point: readers ignore a prefix without manifest.json, and refuse a locked one.
+        if self._old:
+            self._client.put(name, data)
+        elif not self._client.create(name, data):
+            raise done
+        working = {PROGRESS_NAME, *self._kept} & listed.keys()
+        self._settle_records()  # a later one would stay
+        self._clear_away([*gone, *working, LOCK_NAME], is_readable=name == MANIFEST_NAME)
+
+    def abort(self) -> None:
+        """Abandon unfinished uploads, and keep or remove the rest, as far as the store still lets us."""
+        for writer in self._writers:
+            writer.close()
+        self._beside.shutdown()  # what is sent after the rest was removed would stay
+        if self._opening.exception() is not None:  # then all that is there but the lock is of others
+            self._nbytes.clear()
+            self._opening = Future()
+            self._opening.set_result(None)
+        try:
+            self.check_lock()
+            if self.is_resumable:
+                self._progress.stop(self._client)
+                return
+            listed = list_objects(self._client)
+            written = {*self._nbytes, *self._kept} - self._old
+            if self._found.is_in_place and not self._restore_mark(listed):
+                self._progress.stop(self._client)
+                return
+            working = {PROGRESS_NAME, LOCK_NAME}
+            if self._found.is_unfinished and listed.keys() - written - working:
+                # Unlocked, it would be others' objects alone, to which nothing may be added.
+                remove_objects(self._client, [*(written & listed.keys())])
+                self._progress.stop(self._client)
+                return
+            remove_objects(self._client, [*({*written, PROGRESS_NAME} & listed.keys()), LOCK_NAME])
+        except InputError as error:
+            logger.warning("%s: what was written of it may have been left there: %s", self._client.url, error.problem)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._may_be_committed or (error is not None and self.is_resumable):
+            self.abort()
+        self._beside.shutdown()
+
+    def _check_finish(self) -> None:
+        """Check the lock before an object appears; a model that it overwrites stops being readable."""
+        self.check_lock()
+        if self._found.is_in_place:
+            self._remove_mark()
+
+    def _remove_mark(self) -> None:
+        with self._mutex:
+            if not self._is_unmarked and self._last in self._found.listed:
+                self._removed_mark = self._client.load(self._last)  # before: a request that fails may have removed it
+                remove_objects(self._client, [self._last])
+                self._is_unmarked = True
+
+    def _restore_mark(self, listed: Mapping[str, ObjectEntry]) -> bool:
+        """Restore a replaced export unless any of it was overwritten; return whether it is complete."""
+        if self._removed_mark is None:
+            return True
+        if any(listed.get(name) != self._found.listed[name] for name in self._old - {self._last}):
+            return False
+        self._client.put(self._last, self._removed_mark)
+        return True
+
+    def _completed(self, name: str) -> None:
+        if self._progress.plan:
+            self._records.append(self._beside.submit(self._record, name))
+
+    def _record(self, name: str) -> None:
+        self._progress.add(self._client, {name: self._client.look_up(name)})
+
+    def _wait_for_small(self, most: int = 0) -> None:
+        """Wait until at most so many small files are being sent."""
+        while len(self._sent) > most:
+            self._sent.popleft().result()
+
+    def _settle_records(self) -> None:
+        """Wait until completed objects are recorded. One that could not be is sent again if the output is resumed."""
+        for failed in filter(None, (record.exception() for record in self._records)):
+            logger.debug("%s: a completed object is not recorded: %s", self.url, failed)
+
+    def _clear_away(self, gone: Collection[str], *, is_readable: bool) -> None:
+        """Remove what was replaced, then the lock."""
+        try:
+            remove_objects(self._client, gone)
+        except InputError as error:  # not allowed to, perhaps
+            if not is_readable:  # readers would take it for unfinished
+                raise
+            logger.warning("%s is complete, but more than that stays there: %s", self._client.url, error.problem)
+
+    def _send(self, name: str, blocks: Blocks) -> None:
+        """Upload a long file in parts, from its first byte to its last."""
+        self.check_lock()
+        where, upload = f"{self._client.url}/{name}", self._client.upload(name, blocks.nbytes)
+        ObjectWriter(where, upload, blocks.nbytes, self.check_lock).write_all(blocks)
+
+    def check_lock(self) -> None:
+        """Raise unless the lock is ours, and the prefix: otherwise nothing may be written here."""
+        self._opening.result()
+        if self._client.load(LOCK_NAME) != self._own_lock:
+            problem = "another process took it over with --force"
+            raise OutputError(self._client.url, problem, "choose another --out", code="output.contended")

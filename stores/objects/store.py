@@ -1,0 +1,199 @@
+"""Folders in object stores, through obstore."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from manifests.errors import InputError, SourceError, StoreError, UnreachableError
+from manifests.invariants import MANIFEST_NAME
+from manifests.paths import problem_with_path
+from stores.base import LOCK_NAME, PROGRESS_NAME, SOURCE_CHANGED, Range, is_hidden
+from stores.net.pace import Pace
+from stores.net.retries import PassingError, Retries, keep_trying
+from stores.net.streams import Stream, Streams
+from stores.objects.client import ObjectEntry, open_client
+from stores.ranges import Fetch, RangeReader
+
+_MAX_COUNT = 100_000  # objects in a checkpoint's folder
+
+
+class Client(Protocol):
+    @property
+    def url(self) -> str:
+        """The folder's address, without a trailing slash."""
+        ...
+
+    def entries(self) -> Iterator[ObjectEntry]: ...
+    def look_up(self, name: str) -> ObjectEntry: ...
+    def load(self, name: str) -> bytes: ...
+    def read(self, entry: ObjectEntry, begin: int, end: int) -> Iterator[memoryview]: ...
+
+
+def open_objects(url: str, retries: Retries | None = None) -> ObjectFolder:
+    """Open a folder of an object store, such as `s3://BUCKET/PREFIX`, without reading anything.
+
+    Raises:
+        StoreError: the address is malformed or of an unknown scheme, or obstore is not installed.
+    """
+    return ObjectFolder(open_client(url, retries), retries)
+
+
+class ObjectFolder:
+    """Objects below a prefix. Size and ETag of each are recorded when it is first listed or looked up."""
+
+    kind = "huggingface"
+    revision = None
+
+    def __init__(self, client: Client, retries: Retries | None = None) -> None:
+        self._client, self._retries, self._streams = client, retries or Retries(), Streams()
+        self._pinned: dict[str, ObjectEntry] = {}
+        self._names: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        return self.location
+
+    @property
+    def location(self) -> str:
+        return self._client.url
+
+    def names(self) -> tuple[str, ...]:
+        """Return every object below the prefix, except in hidden folders; listed once.
+
+        Raises:
+            StoreError: it cannot be listed, has too many objects or invalid names, or is unfinished.
+            UnreachableError: the store cannot be reached.
+        """
+        if self._names is None:
+            listed = list_objects(self._client)
+            if LOCK_NAME in listed and MANIFEST_NAME not in listed:
+                raise StoreError(
+                    self.location,
+                    "is not finished: it is being written, or its writing was interrupted",
+                    "wait for the command that writes it, or run the same command again to resume",
+                    code="store.unfinished",
+                )
+            for name, entry in listed.items():
+                self._pinned.setdefault(name, entry)
+            self._names = tuple(
+                sorted(name for name in listed if name not in (LOCK_NAME, PROGRESS_NAME) and not is_hidden(name))
+            )
+        return self._names
+
+    def file(self, name: str) -> ObjectFile:
+        """Return a file, which is looked up unless it was listed.
+
+        Raises:
+            StoreError: it does not exist.
+            UnreachableError: the store cannot be reached.
+        """
+        if name not in self._pinned:
+            self._pinned[name] = self._client.look_up(name)
+        return ObjectFile(
+            url=f"{self.location}/{name}",
+            entry=self._pinned[name],
+            client=self._client,
+            retries=self._retries,
+            streams=self._streams,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectFile:
+    url: str
+    entry: ObjectEntry
+    client: Client = field(compare=False, repr=False)
+    retries: Retries = field(default_factory=Retries, compare=False, repr=False)
+    streams: Streams = field(default_factory=Streams, compare=False, repr=False)  # of the folder
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def nbytes(self) -> int:
+        return self.entry.nbytes
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.entry.nbytes} bytes, etag {self.entry.etag}"
+
+    def open(self, ranges: Sequence[Range]) -> RangeReader:
+        return RangeReader(partial(_fetch, self), ranges)
+
+    def fetching(self) -> Fetch:
+        """Return the function that fetches its bytes; see `stores.base.RemoteFile`."""
+        return partial(_fetch, self)
+
+
+def list_objects(client: Client) -> dict[str, ObjectEntry]:
+    """Return the objects below a prefix by name, without empty ones that represent folders.
+
+    Raises:
+        StoreError: it cannot be listed, or has too many objects or invalid names.
+        UnreachableError: the store cannot be reached.
+    """
+    listed: dict[str, ObjectEntry] = {}
+    for entry in client.entries():
+        if not entry.name:
+            continue
+        problem = problem_with_path(entry.name)
+        if problem:
+            raise StoreError(client.url, f"contains an object {entry.name!r}: {problem}", code="store.invalid-name")
+        if len(listed) == _MAX_COUNT:
+            problem = f"contains more than {_MAX_COUNT} objects"
+            raise StoreError(client.url, problem, "name the folder of one checkpoint", code="store.too-many-files")
+        listed[entry.name] = entry
+    folders = set(_parents(listed))
+    return {name: entry for name, entry in listed.items() if entry.nbytes or name not in folders}
+
+
+def _parents(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        while "/" in name:
+            name = name.rpartition("/")[0]
+            yield name
+
+
+def _fetch(file: ObjectFile, into: memoryview, position: int, stop: threading.Event) -> None:
+    """Fill `into` with the bytes at `position`. Bytes that arrived before a connection broke are kept."""
+    end, filled = position + len(into), 0
+    if end > file.nbytes:
+        raise SourceError(
+            str(file),
+            f"ends at byte {file.nbytes}",
+            "it was cut short after its header was read",
+            code=SOURCE_CHANGED,
+        )
+
+    def attempt(stream: Stream) -> None:
+        nonlocal filled
+        pace = Pace(str(file), file.retries.window_s)
+        for chunk in file.client.read(file.entry, position + filled, end):
+            if stop.is_set():
+                raise CancelledError
+            if filled + len(chunk) > len(into):
+                raise _wrong_length(file, into, position, "more")
+            into[filled : filled + len(chunk)] = chunk
+            filled += len(chunk)
+            pace.take(len(chunk))
+            stream.take(len(chunk))
+
+    def step() -> None:
+        with file.streams.one(stop) as stream:
+            try:
+                attempt(stream)
+            except UnreachableError as error:
+                raise PassingError(error.problem, error.hint, code=error.code) from error
+
+    keep_trying(step, str(file), file.retries, stop, nbytes_done=lambda: filled)
+    if filled < len(into):
+        raise _wrong_length(file, into, position, str(filled))
+
+
+def _wrong_length(file: ObjectFile, into: memoryview, position: int, found: str) -> InputError:
+    problem = f"asked for {len(into)} bytes at {position}, the server sent {found}"
+    return StoreError(str(file), problem, code="store.wrong-answer")

@@ -1,0 +1,264 @@
+"""Memory estimates: what autograd keeps, what schedules hold, what ties share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from manifests.models import ModelShape, model_shape
+from manifests.models.memory import POLICIES, Memory, MemoryEstimate, Training, estimate_memory, memory_of
+from manifests.placement import Placement
+from manifests.schedules import schedule_table
+from tests.fast.manifests.models.built import build, read_config
+
+FP32 = Training(policy=POLICIES["fp32"], microbatch=2, seq_len=8)
+WIDE: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 512}
+WIDE_HEADS = {**WIDE, "head_dim": 48}
+WIDE_EXPERTS = {**WIDE_HEADS, "moe_intermediate_size": 128}
+WIDE_LATENTS = {
+    **WIDE, "moe_intermediate_size": 128, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 24, "q_lora_rank": 96,
+}  # fmt: skip
+
+
+def kept_of_layer(config: dict[str, Any], index: int) -> tuple[int, int]:
+    """Give the bytes that autograd keeps of one layer on the CPU, and how many values its norms give.
+
+    Tensors that hold no activation are not counted: weights, rotary tables, indices.
+    """
+    batch, seq_len = 2, 32
+    model = build(config)
+    layer, position = model.model.layers[index], torch.arange(seq_len)[None]
+    hidden = torch.randn(batch, seq_len, config["hidden_size"], requires_grad=True)
+    tables = model.model.rotary_emb(hidden, position)
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *tables)}
+    kept, held, normed = {}, [], 0
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        held.append(tensor)  # so that no storage is used twice
+        return tensor
+
+    def count(module: torch.nn.Module, args: object, output: torch.Tensor) -> None:
+        nonlocal normed
+        normed += output.numel()
+
+    for module in layer.modules():
+        if "RMSNorm" in type(module).__name__:
+            module.register_forward_hook(count)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(hidden, position_embeddings=tables, attention_mask=None, position_ids=position)
+    return sum(kept.values()), normed
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "index", "tolerance"),
+    [
+        ("tiny-llama", WIDE_HEADS, 0, 0),
+        ("tiny-qwen3", WIDE_HEADS, 0, 0),
+        ("tiny-qwen2", WIDE, 0, 0),
+        ("tiny-phi3", WIDE, 0, 0),
+        ("tiny-phi", {**WIDE, "hidden_act": "gelu"}, 0, 0),
+        ("tiny-qwen3-moe", WIDE_EXPERTS, 1, 0),  # a dense layer
+        # transformers runs expert by expert, with copies of its own.
+        ("tiny-qwen3-moe", WIDE_EXPERTS, 0, 0.1),
+        ("tiny-deepseek-v3", WIDE_LATENTS, 0, 0.01),
+        ("tiny-deepseek-v3", WIDE_LATENTS, 1, 0.1),
+        ("tiny-deepseek-v3", {**WIDE_LATENTS, "q_lora_rank": None}, 0, 0.01),
+        # Its attention in transformers is not fused: it keeps scores too.
+        ("tiny-gpt-oss", WIDE_HEADS, 1, 0.1),
+    ],
+)
+def test_kept_activations_are_those_of_autograd(
+    name: str, changes: dict[str, Any], index: int, tolerance: float
+) -> None:
+    config = read_config(name, **changes)
+    work = model_shape(config).work[f"model.layers.{index}"]
+    kept, normed = kept_of_layer(config, index)
+    # On the CPU a norm is several operations, which keep the divided input too.
+    ours = 2 * 32 * 4 * (work.saved + work.saved_fp32) + 4 * normed
+    assert ours == pytest.approx(kept, rel=tolerance)
+
+
+def test_head_keeps_its_logits_and_their_log_probabilities() -> None:
+    work = model_shape(read_config("tiny-llama")).work
+    assert (work["model.norm"].saved, work["lm_head"].saved, work["lm_head"].saved_fp32) == (2 * 32, 96, 96)
+
+
+def estimate(
+    shape: ModelShape, schedule: str, placement: Placement, num_microbatches: int, training: Training = FP32
+) -> MemoryEstimate:
+    bounds = [round(len(shape.modules) * stage / placement.num_stages) for stage in range(placement.num_stages + 1)]
+    stages = [shape.modules[start:stop] for start, stop in pairwise(bounds)]
+    return estimate_memory(shape, stages, schedule_table(schedule, placement, num_microbatches), training)
+
+
+def in_flight(schedule: str, placement: Placement, num_microbatches: int) -> list[float]:
+    """Give each stage's activations at their peak, over those of one microbatch."""
+    shape = model_shape(read_config("tiny-llama", num_hidden_layers=3 * placement.num_stages))
+    found = estimate(shape, schedule, placement, num_microbatches).stages
+    alone = estimate(shape, "GPipe", Placement(num_stages=placement.num_stages, num_ranks=placement.num_stages), 1)
+    return [stage.activations / one.activations for stage, one in zip(found, alone.stages, strict=True)]
+
+
+def test_gpipe_holds_every_microbatch_and_1f1b_one_for_each_stage_to_come() -> None:
+    four = Placement(num_stages=4, num_ranks=4)
+    assert in_flight("GPipe", four, 8) == [8, 8, 8, 8]
+    assert in_flight("1F1B", four, 8) == [4, 3, 2, 1]
+
+
+def test_interleaved_rank_holds_its_warm_up_and_one_more() -> None:
+    shape = model_shape(read_config("tiny-llama", num_hidden_layers=8))
+    stages = [("model.embed_tokens", "model.layers.0"), *((f"model.layers.{layer}",) for layer in range(1, 7))]
+    stages.append(("model.layers.7", "model.norm", "lm_head"))
+    table = schedule_table("Interleaved1F1B", Placement(num_stages=8, num_ranks=4), 16)
+    found = estimate_memory(shape, stages, table, FP32)
+    work = shape.work["model.layers.0"]
+    layer = 2 * 8 * 4 * (work.saved + work.saved_fp32)
+    # torch 2.13, `_get_warmup_ops`: (stages of the rank - 1) x ranks + 2 x ranks after it. The last rank has the head.
+    assert [rank.activations for rank in found.ranks[:3]] == [(4 + 2 * after + 1) * layer for after in (3, 2, 1)]
+
+
+def test_rank_may_hold_less_at_once_than_its_stages_one_by_one() -> None:
+    shape = model_shape(read_config("tiny-llama", num_hidden_layers=22))
+    found = estimate(shape, "ZBVZeroBubble", Placement(num_stages=8, num_ranks=4, style="v"), 8)
+    for rank, memory in enumerate(found.ranks):
+        stages = [found.stages[rank], found.stages[7 - rank]]
+        assert max(stage.activations for stage in stages) <= memory.activations
+        assert memory.activations <= sum(stage.activations for stage in stages)
+        parts = ("weights", "gradients", "optimizer", "receive_buffers")
+        for part in parts:
+            assert getattr(memory, part) == sum(getattr(stage, part) for stage in stages)
+        assert memory.temporary == max(stage.temporary for stage in stages)
+        assert memory.total == sum(getattr(memory, part) for part in (*parts, "activations", "temporary"))
+
+
+@pytest.mark.parametrize(("policy", "nbytes"), [("fp32", 16), ("bf16", 8), ("mixed", 18)])
+def test_policy_says_the_bytes_of_a_parameter(policy: str, nbytes: int) -> None:
+    shape = model_shape(read_config("tiny-llama"))
+    training = Training(policy=POLICIES[policy], microbatch=1, seq_len=4)
+    (rank,) = estimate(shape, "GPipe", Placement(num_stages=1, num_ranks=1), 1, training).ranks
+    assert rank.weights + rank.gradients + rank.optimizer == nbytes * shape.num_params
+    assert rank.receive_buffers == 0
+
+
+@pytest.mark.parametrize(("policy", "nbytes"), [("fp32", 8 + 12 / 4), ("bf16", 4 + 6 / 4), ("mixed", 6 + 12 / 4)])
+def test_fsdp_shards_what_the_optimizer_steps_and_gathers_the_rest(policy: str, nbytes: float) -> None:
+    shape = model_shape(read_config("tiny-llama"))
+    training = Training(policy=POLICIES[policy], microbatch=1, seq_len=4, shard=4)
+    (rank,) = estimate(shape, "GPipe", Placement(num_stages=1, num_ranks=1), 1, training).ranks
+    assert rank.state == nbytes * shape.num_params
+
+
+def test_tensor_parallel_ranks_share_matrices_and_each_has_the_norms() -> None:
+    shape = model_shape(read_config("tiny-qwen3-moe"))
+    norms = sum(shape.count_params(fqn) for fqn in shape.tensors if len(shape.tensors[fqn]) == 1)
+    routers = sum(shape.count_params(fqn) for fqn in shape.tensors if fqn.endswith("mlp.gate.weight"))
+    assert norms
+    assert routers
+    one, two = (
+        estimate(shape, "GPipe", Placement(num_stages=1, num_ranks=1), 1, replace(FP32, tensor=degree)).ranks[0]
+        for degree in (1, 2)
+    )
+    assert one.weights == 4 * shape.num_params
+    assert two.weights == 2 * (shape.num_params + norms + routers)
+    assert one.activations / 2 < two.activations < one.activations  # residuals are whole
+
+
+@pytest.mark.parametrize(("recompute", "checkpointed"), [("full", (0, 1, 2, 3)), (2, (0, 2)), (3, (0, 3))])
+def test_checkpointed_layers_keep_their_input(recompute: Any, checkpointed: tuple[int, ...]) -> None:
+    shape = model_shape(read_config("tiny-llama", num_hidden_layers=4))
+    alone = {module: memory_of(shape, FP32, 1)[module] - memory_of(shape, FP32, 0)[module] for module in shape.modules}
+    asked = replace(FP32, recompute=recompute)
+    kept = {module: memory_of(shape, asked, 1)[module] - memory_of(shape, asked, 0)[module] for module in shape.modules}
+    inputs = {f"model.layers.{number}": FP32.num_tokens * 4 * shape.hidden_size for number in checkpointed}
+    assert kept == {**alone, **inputs}
+
+
+def test_selective_checkpointing_keeps_what_matrices_and_attention_give() -> None:
+    shape = model_shape(read_config("tiny-llama"))
+    # q, k, v, attention and its output; gate, up and the MLP's output; the layer's input; sums of heads, norms.
+    width, keys, ffn, heads, norms = 32, 16, 80, 4, 2
+    config = read_config("tiny-llama")
+    assert (config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]) == (width, ffn, heads)
+    asked = replace(FP32, recompute="selective")
+    kept = memory_of(shape, asked, 1)["model.layers.0"] - memory_of(shape, asked, 0)["model.layers.0"]
+    assert kept == FP32.num_tokens * 4 * (2 * width + 2 * keys + width + 2 * ffn + width + width + heads + norms)
+
+
+def test_chunks_of_the_loss_keep_no_logits() -> None:
+    shape = model_shape(read_config("tiny-llama"))
+    asked = replace(FP32, loss_chunk=4)
+    assert memory_of(shape, asked, 3)["lm_head"] == memory_of(shape, asked, 0)["lm_head"]
+
+
+@pytest.mark.parametrize(("policy", "nbytes"), [("fp32", 0), ("bf16", 4), ("mixed", 0)])
+def test_cpus_round_a_bfloat16_gradient_of_a_weight_out_of_a_float32_one(policy: str, nbytes: int) -> None:
+    """With master weights, which accumulate a gradient in float32, there are four bytes besides anyhow."""
+    shape, layer = model_shape(read_config("tiny-llama")), "model.layers.0"
+    training = Training(policy=POLICIES[policy], microbatch=1, seq_len=64)
+    table = schedule_table("GPipe", Placement(num_stages=1, num_ranks=1), 1)
+    gpu, cpu = (
+        estimate_memory(shape, [(layer,)], table, replace(training, is_fused=is_fused)).ranks[0].temporary
+        for is_fused in (True, False)
+    )
+    assert cpu - gpu == nbytes * max(map(shape.count_params, shape.by_module()[layer]))
+
+
+def test_receive_buffers_are_one_for_each_microbatch_and_direction() -> None:
+    found = estimate(model_shape(read_config("tiny-llama")), "1F1B", Placement(num_stages=3, num_ranks=3), 5)
+    one_way = 5 * (2 * 8) * 32 * 4  # microbatches x tokens x width x float32
+    assert [stage.receive_buffers for stage in found.stages] == [one_way, 2 * one_way, one_way]
+
+
+def test_tied_weight_is_one_on_its_rank_with_a_gradient_for_each_name() -> None:
+    shape = model_shape(read_config("tiny-llama", tie_word_embeddings=True))
+    embedding = 96 * 32
+    one = estimate(shape, "GPipe", Placement(num_stages=1, num_ranks=1), 1).ranks[0]
+    assert one == Memory(
+        weights=4 * shape.num_params,
+        gradients=4 * (shape.num_params + embedding),
+        optimizer=8 * shape.num_params,
+        activations=one.activations,
+        temporary=one.temporary,
+    )
+    two = estimate(shape, "GPipe", Placement(num_stages=2, num_ranks=2), 1).ranks
+    assert sum(rank.weights for rank in two) == 4 * (shape.num_params + embedding)
+    assert sum(rank.optimizer for rank in two) == 8 * (shape.num_params + embedding)
+    v = estimate(shape, "ZBVZeroBubble", Placement(num_stages=4, num_ranks=2, style="v"), 4)
+    assert v.stages[3].gradients - v.stages[3].weights == 4 * embedding
+    assert sum(rank.weights for rank in v.ranks) == 4 * shape.num_params
+
+
+def test_quantised_source_is_trained_as_the_policy_says() -> None:
+    config = read_config("tiny-gpt-oss")
+    packed = model_shape({**config, "quantization_config": {"quant_method": "mxfp4"}})
+    placement = Placement(num_stages=2, num_ranks=2)
+    assert estimate(packed, "1F1B", placement, 4) == estimate(model_shape(config), "1F1B", placement, 4)
+
+
+def test_memory_of_modules_keeps_every_stage_within_its_sum() -> None:
+    shape = model_shape(read_config("tiny-llama", num_hidden_layers=10))
+    placement, bf16 = Placement(num_stages=4, num_ranks=4), Training(policy=POLICIES["bf16"], microbatch=3, seq_len=64)
+    table = schedule_table("1F1B", placement, 8)
+    stages = [shape.modules[start:stop] for start, stop in pairwise((0, 3, 6, 9, 13))]
+    found = estimate_memory(shape, stages, table, bf16).stages
+    costs = memory_of(shape, bf16, 4)
+    sums = [sum(costs[module] for module in modules) for modules in stages]
+    assert sums[0] == found[0].state + found[0].activations  # the first stage has 4 in flight
+    assert all(total >= stage.state + stage.activations for total, stage in zip(sums, found, strict=True))
+
+
+def test_deepseek_v3_takes_terabytes_to_train() -> None:
+    shape = model_shape(read_config("deepseek-v3"))
+    shape = shape.without(shape.optional)
+    training = Training(policy=POLICIES["mixed"], microbatch=1, seq_len=4096)
+    found = estimate(shape, "Interleaved1F1B", Placement(num_stages=32, num_ranks=16), 32, training)
+    assert sum(rank.weights for rank in found.ranks) == 2 * shape.num_params
+    assert sum(rank.optimizer for rank in found.ranks) == 12 * shape.num_params

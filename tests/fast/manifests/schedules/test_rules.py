@@ -1,0 +1,65 @@
+"""A schedule that cannot run is refused, with the nearest that can as a hint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from manifests.errors import UsageError
+from manifests.placement import Placement
+from manifests.schedules import SCHEDULES, check_schedule
+from tests.fast.manifests.schedules.torch_tables import placed
+from tests.refusals import refusal
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_name_is_known_in_any_case(name: str) -> None:
+    style = "v" if name in ("ZBVZeroBubble", "DualPipeV") else "loop"
+    placement = placed(2, 1 if name in ("GPipe", "1F1B") else 2, style)  # type: ignore[arg-type]
+    assert check_schedule(name.upper(), placement, 4) == check_schedule(name.lower(), placement, 4) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "num_microbatches", "group", "code"),
+    [
+        ("ZBV", placed(2), 4, None, "unknown"),
+        ("", placed(2), 4, None, "unknown"),
+        ("GPipe", placed(2), 0, None, "too-few-microbatches"),
+        ("GPipe", placed(4, 2), 8, None, "other-placement"),
+        ("1F1B", placed(4, 2, "v"), 8, None, "other-placement"),
+        ("1F1B", placed(4), 3, None, "too-few-microbatches"),
+        ("DualPipeV", placed(4, 2, "v"), 7, None, "too-few-microbatches"),
+        ("ZBVZeroBubble", placed(4, 2), 8, None, "other-placement"),
+        ("DualPipeV", placed(4), 8, None, "other-placement"),
+        ("LoopedBFS", placed(4), 8, None, "other-placement"),
+        ("InterleavedZeroBubble", placed(4, 2, "v"), 8, None, "other-placement"),
+        ("Interleaved1F1B", placed(4, 2), 9, None, "uneven-rounds"),
+        ("InterleavedZeroBubble", placed(4, 2), 14, None, "uneven-rounds"),
+        ("LoopedBFS", placed(2, 2), 8, 2, "microbatch-group"),
+        ("Interleaved1F1B", placed(4, 2), 3, 4, "too-few-microbatches"),
+        ("Interleaved1F1B", placed(2, 2), 7, 3, "microbatch-group"),
+        ("Interleaved1F1B", placed(2, 2), 7, 0, "microbatch-group"),
+    ],
+)
+def test_schedule_that_cannot_run_is_refused_with_the_nearest_that_can(
+    name: str, placement: Placement, num_microbatches: int, group: int | None, code: str, wording: Callable[[str], None]
+) -> None:
+    error = refusal(lambda: check_schedule(name, placement, num_microbatches, microbatch_group=group))
+    assert (error.code, error.where) == (f"schedule.{code}", "--schedule")
+    wording(str(error))
+
+
+def test_group_takes_what_megatron_takes() -> None:
+    """`forward_backward_pipelining_with_interleaving`: PP <= N <= M, and M % N is 0 or at least PP."""
+    for num_ranks in range(1, 6):
+        for num_microbatches in range(1, 14):
+            for group in range(-1, 15):
+                left = num_microbatches % group if group > 0 else 0
+                expected = num_ranks <= group <= num_microbatches and (left == 0 or left >= num_ranks)
+                try:
+                    check_schedule("Interleaved1F1B", placed(num_ranks, 2), num_microbatches, microbatch_group=group)
+                except UsageError:
+                    assert not expected, (num_ranks, num_microbatches, group)
+                else:
+                    assert expected, (num_ranks, num_microbatches, group)

@@ -1,0 +1,105 @@
+"""The tables are the ones torch runs, and Megatron's where torch has no groups."""
+
+from __future__ import annotations
+
+import pytest
+
+from manifests.errors import UsageError
+from manifests.placement import Placement
+from manifests.schedules import SCHEDULES, Action, actions_of, schedule_table
+from tests.fast.manifests.schedules.torch_tables import (
+    SINGLE,
+    compute_rows,
+    executed_rows,
+    placed,
+    placements_of,
+    rows_of,
+    torch_schedule,
+)
+
+
+def torch_rows(name: str, placement: Placement, num_microbatches: int) -> list[list[str]] | None:
+    """Give torch's table, or None where torch refuses."""
+    try:
+        return compute_rows(torch_schedule(name, placement, num_microbatches).pipeline_order)
+    except ValueError:
+        return None
+
+
+def our_rows(name: str, placement: Placement, num_microbatches: int) -> list[list[str]] | None:
+    try:
+        return rows_of(schedule_table(name, placement, num_microbatches))
+    except UsageError:
+        return None
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "1F1B"])
+def test_table_equals_torchs_and_is_refused_where_torch_refuses(name: str) -> None:
+    num_tables = 0
+    for num_ranks in (1, 2, 3, 4, 5, 8):
+        for placement in placements_of(name, num_ranks):
+            for num_microbatches in (*range(1, 21), 24, 31, 32):
+                expected = torch_rows(name, placement, num_microbatches)
+                assert our_rows(name, placement, num_microbatches) == expected, (placement, num_microbatches)
+                num_tables += expected is not None
+    assert num_tables >= 90
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_single_stage_table_is_what_torchs_step_executes(name: str) -> None:
+    for num_ranks in (1, 2, 3, 4, 8):
+        for num_microbatches in (1, 2, 3, 4, 7, 8, 9, 16):
+            if name == "1F1B" and num_microbatches < num_ranks:
+                assert our_rows(name, placed(num_ranks), num_microbatches) is None
+                assert torch_rows(name, placed(num_ranks), num_microbatches) is None
+            else:
+                expected = executed_rows(name, num_ranks, num_microbatches)
+                assert our_rows(name, placed(num_ranks), num_microbatches) == expected
+
+
+def test_1f1b_table_that_torch_prints_differs_from_what_it_executes_on_the_last_rank_alone() -> None:
+    printed = torch_rows("1F1B", placed(4), 6)
+    executed = executed_rows("1F1B", 4, 6)
+    assert printed is not None
+    assert printed[:3] == executed[:3]
+    assert printed[3] == ["3F1", "3B0", "3F2", "3B1", "3F3", "3B2", "3F4", "3B3", "3F5", "3B4", "3F6", "3B5"]
+    assert executed[3] == ["3F0", "3B0", "3F1", "3B1", "3F2", "3B2", "3F3", "3B3", "3F4", "3B4", "3F5", "3B5"]
+
+
+MEGATRON = schedule_table("Interleaved1F1B", placed(2, 2), 5, microbatch_group=3)
+
+
+def actions_on(rank: int) -> list[Action]:
+    return [action for step in MEGATRON.ranks[rank] for action in actions_of(step)]
+
+
+def test_groups_of_three_deal_five_microbatches_as_megatron_documents() -> None:
+    # Megatron-Core, pipeline_parallel/schedules.py, `get_schedule_table`: PP2 N3 M5 with VP2.
+    for rank in range(2):
+        forwards = [action for action in actions_on(rank) if action.kind == "F"]
+        assert [action.microbatch for action in forwards] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
+        assert [MEGATRON.placement.virtual_of(action.stage) for action in forwards] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+        backwards = [action for action in actions_on(rank) if action.kind == "B"]
+        assert [action.microbatch for action in backwards] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
+        assert [MEGATRON.placement.virtual_of(action.stage) for action in backwards] == [1, 1, 1, 0, 0, 0, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("rank", "order"),
+    [
+        # `convert_schedule_table_to_order`, same file: chunks from 1, backwards negative, 5 forwards of warm-up.
+        (0, "1 1 1 2 2 2 -2 1 -2 1 -2 2 -1 2 -1 -1 -2 -2 -1 -1"),
+        # The same by hand for 3 forwards of warm-up, (2 - 1 - 1) * 2 + (2 - 1) * 3.
+        (1, "1 1 1 2 -2 2 -2 2 -2 1 -1 1 -1 2 -1 2 -2 -2 -1 -1"),
+    ],
+)
+def test_groups_of_three_order_chunks_as_megatron_documents(rank: int, order: str) -> None:
+    chunks = [1 + MEGATRON.placement.virtual_of(action.stage) for action in actions_on(rank)]
+    signs = [1 if action.kind == "F" else -1 for action in actions_on(rank)]
+    assert [chunk * sign for chunk, sign in zip(chunks, signs, strict=True)] == [int(item) for item in order.split()]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches", "group"), [(2, 8, 2), (4, 12, 4), (4, 10, 5), (3, 5, 5)])
+def test_group_that_torch_would_choose_gives_torchs_table(num_ranks: int, num_microbatches: int, group: int) -> None:
+    table = schedule_table("Interleaved1F1B", placed(num_ranks, 2), num_microbatches, microbatch_group=group)
+    assert rows_of(table) == torch_rows("Interleaved1F1B", placed(num_ranks, 2), num_microbatches)

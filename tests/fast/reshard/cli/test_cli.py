@@ -1,0 +1,146 @@
+"""The command itself: what it prints, how it ends, what it imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.builders import EMBEDDING, HEAD, leftovers, llama_config, refusal, reshard, run, without_digest, write_model
+
+ROOT = Path(__file__).parents[4]
+VERBS = ("plan", "pack", "export", "verify", "sign", "inspect")
+COMMAND = "from reshard.cli import main; main()"
+LOADED = (
+    "import atexit, sys; atexit.register(lambda: print(*sorted({m.partition('.')[0] for m in sys.modules}), "
+    "file=sys.stderr)); "
+)
+HEAVY = {"numpy", "safetensors", "torch", "torchtitan", "transformers"}
+
+
+def subprocess_of(code: str, *args: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *map(str, args)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_pack_writes_as_many_bytes_as_its_plan_says(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", llama_config(tie_word_embeddings=True))
+    planned = reshard("plan", tmp_path / "source", "--layout", "pp=4", "--json").json
+    packed = reshard("pack", tmp_path / "source", "--layout", "pp=4", "--out", tmp_path / "out", "--json").json
+    shards = list((tmp_path / "out").rglob("*.safetensors"))
+    assert sum(shard.stat().st_size for shard in shards) == planned["write_nbytes"] == packed["nbytes"]
+    assert 2 <= packed.pop("num_threads") <= 4  # of cores, and shards
+    assert packed == {
+        "version": 1,
+        "manifest": f"{tmp_path}/out/manifest.json",
+        "num_stages": 4,
+        "num_ranks": 4,
+        "num_tensors": 39,
+        "nbytes": planned["write_nbytes"],
+        "virtual_nbytes": 0,
+        "num_streams": 0,
+    }
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    planned = reshard("plan", tmp_path / "source", "--layout", "pp=2")
+    dry = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out", "--dry-run")
+    assert (dry.code, dry.out) == (0, planned.out)
+    assert leftovers(tmp_path / "out") == []
+
+
+def test_inspect_names_model_source_layout_stages_ties_and_files(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", llama_config(tie_word_embeddings=True))
+    reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
+    lines = reshard("inspect", tmp_path / "out").out.splitlines()
+    assert lines[0] == "LlamaForCausalLM, 4 layers, 8,464 parameters"
+    assert lines[1] == f"from huggingface: {tmp_path}/source"
+    assert lines[3] == "layout pp=2: 2 stages on 2 ranks, style loop"
+    assert lines[5] == "    0     0        0  model.embed_tokens, model.layers.0-1        19   4,544  8.88 KiB"
+    assert lines[7] == f"tied: {EMBEDDING} (stage 0) = {HEAD} (stage 1)"
+    assert lines[8] == "files: config.json, generation_config.json, tokenizer.json, source.json"
+    shown = reshard("inspect", tmp_path / "out", "--json").json
+    assert shown == {
+        "version": 1,
+        "manifest": json.loads(without_digest((tmp_path / "out/manifest.json").read_bytes())),
+    }
+
+
+@pytest.mark.parametrize(
+    ("args", "where"),
+    [
+        (("layout",), "SPEC"),
+        (("pack", "x", "--layout", "pp=2"), "--out"),
+        (("export", "x", "--to", "gguf", "--out", "y"), "--to"),
+        (("plan", "x", "--layout", "pp=2", "--pp", "0"), "--pp"),
+        (("unpack",), ""),
+    ],
+)
+def test_misuse_ends_with_code_2_in_text_and_in_json(args: tuple[str, ...], where: str) -> None:
+    told, refused = reshard(*args), refusal(*args)
+    assert (told.code, told.out) == (2, "")
+    assert told.err.startswith("Usage: reshard ")
+    assert refused.found == (2, "usage.arguments", where)
+    assert told.err.splitlines()[-1].removeprefix("Error: ") in refused.text
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb_ends_with_an_example(verb: str) -> None:
+    shown = run(verb, "--help")
+    assert f"reshard {verb} ./Llama-3.2-1B" in shown.out
+
+
+@pytest.mark.parametrize("args", [("--help",), ("pack", "--help")])
+def test_help_imports_nothing_heavy(args: tuple[str, ...]) -> None:
+    assert subprocess_of(COMMAND, *args).stdout.startswith("Usage:")
+    assert set(subprocess_of(LOADED + COMMAND, *args).stderr.split()) & HEAVY == set()
+
+
+def test_plan_pack_verify_and_export_run_without_torch(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    out, again = tmp_path / "out", tmp_path / "again"
+    for args in (
+        ("plan", tmp_path / "source", "--layout", "pp=2"),
+        ("pack", tmp_path / "source", "--layout", "pp=2", "--out", out),
+        ("verify", out),
+        ("inspect", out, "--tensors"),
+        ("export", out, "--to", "hf", "--out", again),
+    ):
+        ended = subprocess_of(LOADED + COMMAND, *args)
+        assert ended.returncode == 0, ended.stderr
+        loaded = set(ended.stderr.split())
+        assert "reshard" in loaded
+        assert loaded & HEAVY == set()
+
+
+def test_exit_codes_reach_the_shell(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    assert subprocess_of(COMMAND, "plan").returncode == 2
+    assert subprocess_of(COMMAND, "plan", tmp_path, "--layout", "pp=2").returncode == 3
+    assert (
+        subprocess_of(COMMAND, "pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out").returncode
+        == 0
+    )
+    (tmp_path / "out" / "config.json").write_text("{}")
+    assert subprocess_of(COMMAND, "verify", tmp_path / "out").returncode == 4
+
+
+def test_disk_that_refuses_a_shard_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", llama_config(vocab_size=4000))
+    limited = (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)); "
+    )
+    ended = subprocess_of(limited + COMMAND, "pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
+    assert ended.returncode == 3
+    assert ended.stderr.startswith(f"error: {tmp_path}/out: ")
+    assert leftovers(tmp_path / "out") == []
+
+
+def test_path_that_the_system_refuses_is_bad_input() -> None:
+    name = "a" * 300
+    assert refusal("plan", name, "--layout", "pp=2").found == (3, "system.refused", f"{name}/manifest.json")

@@ -1,0 +1,116 @@
+"""What was verified outlives a failure, and the same command resumes from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from manifests.errors import InputError, UnreachableError
+from reshard.copy.engine import WriteOptions
+from reshard.copy.resumable import open_target
+from reshard.estimate.assumptions import Assumptions
+from reshard.formats.huggingface.write import export_huggingface
+from reshard.formats.manifest.read import open_manifest
+from reshard.formats.open import open_source
+from reshard.packing.resolve import LayoutRequest, lay_out
+from stores.hub import store as hub
+from stores.net.retries import Retries
+from tests.builders import Ended, files_in, leftovers, reshard, write_model
+from tests.servers.hub import Hub, Request, serve_hub, set_up
+
+SHARDS = 4  # of the model, and so the least number of runs of tensors that a pack verifies
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    write_model(tmp_path / "source", num_shards=SHARDS)
+    with serve_hub() as served:
+        set_up(monkeypatch, served, tmp_path / "cache")
+        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 5)
+        monkeypatch.setattr(hub, "Retries", lambda: Retries(num_attempts=2, first_wait_s=0.001))
+        served.push("org/tiny", files_in(tmp_path / "source"))
+        yield served
+
+
+def pack(out: Path, *more: str, source: str = "hf://org/tiny") -> Ended:
+    return reshard("pack", source, "--layout", "pp=4", "--out", out, *more)
+
+
+def take_data(served: Hub) -> list[Request]:
+    return [request for request in served.take_requests() if request.is_cdn and request.method == "GET"]
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)], ids=["new", "force"])
+def test_outage_keeps_what_was_verified_and_the_same_command_resumes(
+    served: Hub, tmp_path: Path, force: tuple[str, ...]
+) -> None:
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    one_by_one = ("--threads", "1", "--streams", "1")  # so that the outage comes at the same request each time
+    if force:
+        assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out).code == 0
+    old = files_in(out)
+    take_data(served)
+    assert pack(tmp_path / "whole", *one_by_one).code == 0
+    whole = take_data(served)
+    served.fail("/cdn/", after=len(whole) - 2, times=99, status=503)
+    ended = pack(out, *force, *one_by_one, "--json")
+    assert ended.code == 3
+    assert ended.json["error"]["code"] == "store.busy"
+    assert str(partial) in ended.json["error"]["hint"]
+    assert files_in(out) == old
+    served.faults.clear()
+    take_data(served)
+    assert pack(out, *force).code == 0
+    assert sum(request.nbytes for request in take_data(served)) < sum(request.nbytes for request in whole)
+    assert files_in(out) == files_in(tmp_path / "whole")
+    assert not partial.exists()
+
+
+def test_outage_before_anything_was_verified_leaves_nothing(served: Hub, tmp_path: Path) -> None:
+    served.fail("/cdn/", after=SHARDS, times=99, status=503)
+    assert pack(tmp_path / "out").code == 3
+    assert leftovers(tmp_path / "out") == []
+
+
+def test_export_is_resumed_too(tmp_path: Path) -> None:
+    source, packed, out = tmp_path / "source", tmp_path / "packed", tmp_path / "out"
+    write_model(source, num_shards=SHARDS)
+    assert reshard("pack", source, "--layout", "pp=4", "--out", packed).code == 0
+    checkpoint = open_manifest(packed)
+    left = [0.6 * sum(tensor.nbytes for tensor in checkpoint.tensors.values())]  # more than two threads have begun
+
+    def fail(nbytes: int) -> None:
+        left[0] -= nbytes
+        if left[0] < 0:
+            raise UnreachableError("server", "is away", code="store.unreachable")
+
+    with pytest.raises(UnreachableError) as refused:
+        export_huggingface(checkpoint, out, force=False, options=WriteOptions(progress=fail))
+    partial = tmp_path / ".out.partial"
+    assert str(partial) in refused.value.hint
+    inode = partial.stat().st_ino
+    assert reshard("export", packed, "--to", "hf", "--out", out).code == 0
+    assert files_in(out) == files_in(source)
+    assert out.stat().st_ino == inode
+
+
+def test_source_that_is_cut_short_meanwhile_leaves_nothing_to_resume_from(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", num_shards=SHARDS)
+    checkpoint = open_source(str(tmp_path / "source"))
+    shards = lay_out("tiny", checkpoint, LayoutRequest(spec="pp=4"), Assumptions()).plan.shards_on()
+    last = tmp_path / f"source/model-{SHARDS:05d}-of-{SHARDS:05d}.safetensors"
+
+    def cut_short(nbytes: int) -> None:
+        os.truncate(last, 100)
+
+    with (
+        pytest.raises(InputError) as refused,
+        open_target(tmp_path / "out", shards, force=False) as target,
+    ):
+        target.write_shards(shards, WriteOptions(progress=cut_short))
+    assert (refused.value.code, refused.value.where) == ("source.changed", str(last))
+    assert leftovers(tmp_path / "out") == []

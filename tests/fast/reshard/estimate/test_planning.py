@@ -1,0 +1,216 @@
+"""Options of `reshard plan`: measured times, memory limits, schedules, and layouts in and out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.builders import files_in, reshard, run, write_model
+from tests.fast.reshard.configs import modules_of, write_config, write_times
+from tests.steps import steps_of
+
+
+def test_measured_times_move_the_cut(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.json")
+    slow_head = dict.fromkeys(modules_of(4), (0.1, 0.2)) | {"lm_head": (0.5, 1.0)}
+    times = write_times(tmp_path / "times.json", slow_head)
+    flags = ("--layout", "balance:time,pp=2", "--seq-len", "8", "--json")
+    by_flops, by_time = (
+        [len(stage["modules"]) for stage in reshard("plan", config, *flags, *cost).json["stages"]]
+        for cost in ((), ("--cost", times))
+    )
+    assert (by_flops, by_time) == ([3, 4], [5, 2])
+
+
+def test_times_of_another_model_are_refused(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.json")
+    times = write_times(tmp_path / "times.json", dict.fromkeys(modules_of(3), (0.1, 0.2)))
+    ended = reshard("plan", config, "--layout", "pp=2", "--cost", times, "--json")
+    assert ended.refusal == (3, "options.cost-modules", "--cost")
+
+
+@pytest.mark.parametrize("spec", ["balance:time,pp=4", "balance:time,pp=2,vpp=2", "balance:time,pp=2,vpp=2,style=v"])
+def test_balanced_layout_keeps_a_limit_that_the_fastest_one_exceeds(spec: str, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.json", num_hidden_layers=12, vocab_size=400)
+    flags = ("--layout", spec, "--seq-len", "64", "--microbatches", "8", "--json")
+
+    def planned(*more: str) -> tuple[int, float]:
+        shown = reshard("plan", config, *flags, *more).json
+        return max(rank["memory_nbytes"]["total"] for rank in shown["ranks"]), shown["imbalance"]["stages"]
+
+    free, best = planned()
+    limited, worse = planned("--gpu-memory", f"{free - 1}B")
+    assert limited < free
+    assert best <= worse
+
+
+def test_limit_counts_what_each_stage_has_in_flight(tmp_path: Path) -> None:
+    # 1F1B on 4 ranks: the last stage, with a head whose logits are most of its memory, keeps 1 microbatch of 4.
+    config = write_config(tmp_path / "config.json", num_hidden_layers=12, vocab_size=400)
+    flags = ("--layout", "balance:time,pp=4", "--seq-len", "64", "--microbatches", "8", "--json")
+    shown = reshard("plan", config, *flags, "--gpu-memory", "840kB").json
+    assert [len(stage["modules"]) for stage in shown["stages"]] == [3, 3, 4, 5]
+    assert [rank["memory_nbytes"]["total"] for rank in shown["ranks"]] == [650752, 667136, 643584, 811520]
+
+
+@pytest.mark.parametrize("name", ["layout.toml", "layout.json"])
+@pytest.mark.parametrize(
+    ("spec", "flags"),
+    [("balance:time,pp=2", ()), ("balance:params,pp=2", ("--gpu-memory", "80GB")), ("pp=2", ("--schedule", "gpipe"))],
+)
+def test_written_layout_is_packed_as_its_plan_says(
+    name: str, spec: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    source, file = tmp_path / "source", tmp_path / name
+    write_model(source)
+    planned = run("plan", source, "--layout", spec, *flags, "--write", file, "--json").json
+    run("pack", source, "--layout", file, "--out", tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    limit = ",limit=80GiB" if flags[:1] == ("--gpu-memory",) else ""
+    assert manifest["layout"]["spec"] == spec + limit
+    assert manifest["layout"]["schedule"] == ("GPipe" if flags[:1] == ("--schedule",) else None)
+    assert [stage["modules"] for stage in manifest["stages"]] == [stage["modules"] for stage in planned["stages"]]
+    if not flags:
+        run("pack", source, "--layout", spec, "--out", tmp_path / "same")
+        assert files_in(tmp_path / "same") == files_in(tmp_path / "out")
+
+
+def test_layout_of_another_suffix_or_over_a_file_is_not_written(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.json")
+    for file, refused in (("layout.txt", (2, "options.layout-suffix", "--write")),
+                          ("config.json", (3, "output.exists", str(config)))):  # fmt: skip
+        ended = reshard("plan", config, "--layout", "pp=2", "--write", tmp_path / file, "--json")
+        assert ended.refusal == refused
+
+
+def test_pack_says_for_which_step_it_solves(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    solved = reshard("pack", tmp_path / "source", "--layout", "balance:time,pp=2", "--out", tmp_path / "out")
+    assert "1F1B, 8 microbatches of 1 x 4096 tokens in fp32" in solved.err
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "other").err == ""
+
+
+def test_limit_of_a_layout_is_the_limit_of_the_plan(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    shown = reshard("plan", tmp_path / "source", "--layout", "balance:params,pp=2,limit=80GB", "--json").json
+    assert shown["assumed"]["memory_limit_nbytes"] == 80 << 30
+
+
+@pytest.mark.parametrize(
+    ("flags", "exit_code", "code", "where"),
+    [
+        (
+            ("--layout", "balance:params,pp=2,limit=80GB", "--gpu-memory", "1GB"),
+            2,
+            "options.conflict",
+            "--gpu-memory",
+        ),
+        (("--layout", "pp=2", "--gpu-memory", "plenty"), 2, "options.memory-size", "--gpu-memory"),
+        (("--layout", "pp=2", "--schedule", "ZBVZeroBubble"), 2, "schedule.other-placement", "--schedule"),
+        (("--layout", "pp=2", "--microbatches", "1"), 2, "schedule.too-few-microbatches", "--schedule"),
+        (("--layout", "pp=2", "--strict-megatron"), 2, "layout.not-megatron", "--strict-megatron"),
+        (
+            ("--layout", "balance:params,pp=2", "--seq-len", "64", "--gpu-memory", "400000B"),
+            3,
+            "layout.memory-limit",
+            "layout",
+        ),
+    ],
+)
+def test_options_that_cannot_be_planned_are_refused(
+    flags: tuple[str, ...], exit_code: int, code: str, where: str, tmp_path: Path, wording: Callable[[str], None]
+) -> None:
+    ended = reshard("plan", write_config(tmp_path / "config.json"), "--microbatches", "64", *flags, "--json")
+    assert ended.refusal == (exit_code, code, where)
+    wording(ended.json["error"]["problem"])
+
+
+@pytest.mark.parametrize("verb", ["plan", "pack"])
+@pytest.mark.parametrize("flags", [("--pp", "4"), ("--strict-megatron",)])
+def test_flags_of_a_layout_are_refused_without_one(flags: tuple[str, ...], verb: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    packed, out = tmp_path / "packed", ("--out", tmp_path / "out") if verb == "pack" else ()
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", packed).code == 0
+    assert reshard(verb, packed, *flags, *out, "--json").refusal == (2, "options.needs-layout", flags[0])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_step_too_long_to_simulate_is_left_out(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    config = write_config(tmp_path / "config.json", num_hidden_layers=1024)
+    planned = run("plan", config, "--layout", "pp=1024")
+    (line,) = [line for line in planned.out.splitlines() if line.startswith("1F1B, 4096 microbatches on 1024 stages")]
+    wording(line)
+    shown = reshard("plan", config, "--layout", "pp=1024", "--json").json
+    simulated = (shown["bubble"], shown["step_s"], shown["ranks"][0]["bubble"], shown["stages"][0]["memory_nbytes"])
+    assert simulated == (None,) * 4
+    assert shown["stages"][0]["nbytes"] > 0
+    short = reshard("plan", config, "--layout", "pp=1024", "--schedule", "gpipe", "--microbatches", "1", "--json").json
+    assert short["bubble"] == pytest.approx(1, abs=0.01)
+
+
+def test_a_memory_limit_is_refused_where_a_step_is_too_long_to_simulate(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.json", num_hidden_layers=1024)
+    ended = reshard("plan", config, "--layout", "balance:params,pp=512", "--gpu-memory", "80GB", "--json")
+    assert ended.refusal == (2, "options.too-many-microbatches", "--microbatches")
+
+
+def test_pack_simulates_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "source")
+
+    def pack(seq_len: int) -> None:
+        reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / f"{seq_len}")
+
+    pack(4)  # caches are warm
+    packed, planned = (
+        steps_of(lambda: pack(5)),
+        steps_of(lambda: reshard("plan", tmp_path / "source", "--layout", "pp=2", "--microbatches", "100000")),
+    )
+    assert packed < planned / 5
+
+
+TRUE = Path(__file__).parents[4] / "tests" / "data" / "configs"
+
+
+def test_plan_takes_the_degrees_that_training_takes() -> None:
+    flags = ("--dp-replicate", "2", "--dp-shard", "4", "--tp", "2", "--ac", "full", "--dtype-policy", "mixed")
+    alone, shared = (
+        reshard("plan", TRUE / "llama-3.1-8b.json", "--layout", "pp=4", *given, "--json").json for given in ((), flags)
+    )
+    assumed = {name: shared["assumed"][name] for name in ("dp_replicate", "dp_shard", "tp", "ac", "loss_chunk")}
+    assert assumed == {"dp_replicate": 2, "dp_shard": 4, "tp": 2, "ac": "full", "loss_chunk": None}
+    for one, other in zip(alone["ranks"], shared["ranks"], strict=True):
+        assert other["memory_nbytes"]["activations"] < one["memory_nbytes"]["activations"] / 4
+        assert other["memory_nbytes"]["total"] < one["memory_nbytes"]["total"] / 2
+
+
+def test_loss_chunks_of_tensor_parallel_ranks_are_refused_as_in_training() -> None:
+    ended = reshard("plan", TRUE / "llama-3.1-8b.json", "--layout", "pp=4", "--tp", "2", "--loss-chunk", "8", "--json")
+    assert (ended.code, ended.json["error"]["code"]) == (2, "options.tp-loss-chunk")
+
+
+def test_where_nothing_fits_the_headline_has_the_largest_degrees_that_were_tried() -> None:
+    asked = ("plan", TRUE / "llama-3.1-8b.json", "--dtype-policy", "mixed", "--gpu-memory", "20MB")
+    assert reshard(*asked, "--layout", "pp=4").out.splitlines()[2].endswith("up to pp=32, dp-shard=32, tp=8, ac=full")
+    assert reshard(*asked, "--layout", "pp=4", "--json").json["smallest_fit"] is None
+
+
+@pytest.mark.parametrize("given", [(), ("--ac", "full"), ("--tp", "2"), ("--dp-shard", "4", "--ac", "full")])
+def test_smallest_change_that_fits_is_the_headline_and_fits(given: tuple[str, ...]) -> None:
+    asked = ("plan", TRUE / "llama-3.1-8b.json", "--dtype-policy", "mixed", "--gpu-memory", "20GB")
+    whole = reshard(*asked, "--layout", "pp=4", *given)
+    headline = whole.out.splitlines()[2]
+    assert headline.startswith("DOES NOT FIT: ranks 0")
+    found = reshard(*asked, "--layout", "pp=4", *given, "--json").json["smallest_fit"]
+    assert ",".join(found["changes"]) in headline
+    changes = dict(change.split("=") for change in found["changes"])
+    layout = f"pp={changes.pop('pp', 4)}"
+    flags = dict(zip(given[::2], given[1::2], strict=True)) | {f"--{name}": value for name, value in changes.items()}
+    words = [word for pair in flags.items() for word in pair]
+    fitting = reshard(*asked, "--layout", layout, *words, "--json").json
+    assert fitting["smallest_fit"] is None
+    assert max(rank["memory_nbytes"]["total"] for rank in fitting["ranks"]) <= 20 << 30
+    degrees = fitting["assumed"]
+    assert found["num_ranks"] == fitting["num_ranks"] * degrees["dp_shard"] * degrees["tp"]

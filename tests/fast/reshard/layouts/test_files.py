@@ -1,0 +1,188 @@
+"""Explicit layouts: TOML and JSON files of module lists, and cuts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import InputError, LayoutError, UsageError
+from reshard.layouts.inventory import inventory_of_layers
+from reshard.layouts.model import StageLayout, compress_modules
+from reshard.layouts.spelling import parse_layout
+
+NUM_LAYERS = 8
+
+
+def read(spec: str, num_ranks: int | None = None, num_mtp: int = 0) -> StageLayout:
+    return parse_layout(spec, inventory_of_layers(NUM_LAYERS, num_mtp), num_ranks=num_ranks)
+
+
+def shown(layout: StageLayout) -> list[str]:
+    return [compress_modules(stage) for stage in layout.stages]
+
+
+def written(tmp_path: Path, name: str, content: object) -> str:
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+HALVES = ["model.embed_tokens, model.layers.0-3", "model.layers.4-7, model.norm, lm_head"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        'stages = [["model.embed_tokens", "layers.0-3"], ["model.layers.4-7", "norm", "lm_head"]]',
+        'num_ranks = 2\nstyle = "loop"\nstages = [["embed_tokens", "layers.0-3"], ["layers.4-7", "norm", "lm_head"]]',
+        'stages = [["tok_embeddings", "layers.0", "layers.1-2", "layers.3"], ["layers.4-7", "norm", "output"]]',
+        'stages = [["layers.3", "layers.0-2", "embed*"], ["lm_head", "norm", "layers.4-7"]]',
+    ],
+)
+def test_toml_lists_are_read_by_any_name_and_in_any_order_within_a_stage(tmp_path, content):
+    path = written(tmp_path, "layout.toml", content)
+    layout = read(path)
+    assert shown(layout) == HALVES
+    assert layout.spec == path
+    assert layout.placement.num_ranks == 2
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [["tok_embeddings", *(f"layers.{at}" for at in range(4))], ["layers.4-7", "norm", "lm_head"]],
+        [
+            ["model.embed_tokens", *(f"model.layers.{at}" for at in range(4)), "model.rotary_emb"],
+            [*(f"model.layers.{at}" for at in range(4, 8)), "model.norm", "lm_head", "model.rotary_emb"],
+        ],
+    ],
+    ids=["torchtitan", "NeMo AutoModel"],
+)
+def test_json_lists_of_other_trainers_are_read(tmp_path, stages):
+    assert shown(read(written(tmp_path, "bare.json", stages))) == HALVES
+    assert shown(read(written(tmp_path, "object.JSON", {"stages": stages}))) == HALVES
+
+
+def test_wildcards_match_names_and_mtp_layers_are_layers(tmp_path):
+    path = written(tmp_path, "layout.toml", 'stages = [["embed_tokens"], ["layers.*"], ["*norm"], ["lm*"]]')
+    assert shown(read(path, num_mtp=1))[1] == "model.layers.0-8"
+    named = written(tmp_path, "m.toml", 'stages = [["*embeddings", "layers.0-7"], ["mtp_layers.0", "norm", "output"]]')
+    assert shown(read(named, num_mtp=1))[1] == "model.layers.8, model.norm, lm_head"
+
+
+def test_file_sets_ranks_style_and_schedule_and_stages_may_be_empty(tmp_path):
+    content = 'num_ranks = 2\nschedule = "zbvzerobubble"\nstages = [[], ["*"], [], []]'
+    layout = read(written(tmp_path, "layout.toml", content))
+    assert shown(layout) == ["", "model.embed_tokens, model.layers.0-7, model.norm, lm_head", "", ""]
+    assert (layout.placement.style, layout.placement.num_ranks, layout.schedule) == ("v", 2, "ZBVZeroBubble")
+
+
+def test_ranks_of_the_caller_must_be_those_of_the_file(tmp_path):
+    path = written(tmp_path, "layout.json", {"stages": [["*"], []], "num_ranks": 2})
+    with pytest.raises(UsageError) as error:
+        read(path, num_ranks=1)
+    assert (error.value.code, error.value.where) == ("layout.conflicting-degrees", "--pp")
+    assert read(written(tmp_path, "bare.json", [["*"], []]), num_ranks=1).placement.num_virtual == 2
+
+
+HEAD, TAIL = '"embed_tokens", "layers.0-3"', '"norm", "lm_head"'
+BAD_TOML = [
+    (f'stages = [[{HEAD}], ["layers.5-7", {TAIL}]]', "layout.uncovered-module", "l.toml: stages"),
+    (f'stages = [["layers.0-3"], ["layers.4-7", {TAIL}]]', "layout.uncovered-module", "l.toml: stages"),
+    (f'stages = [[{HEAD}, "layers.4"], ["layers.4-7", {TAIL}]]', "layout.module-twice", "l.toml: stages[1]"),
+    (f'stages = [[{HEAD}], ["layers.4-7", "nrom", "lm_head"]]', "layout.unknown-module", "l.toml: stages[1]"),
+    (f'stages = [[{HEAD}], ["layers.4-8", {TAIL}]]', "layout.unknown-module", "l.toml: stages[1]"),
+    (f'stages = [[{HEAD}], ["layers.7-4", {TAIL}]]', "layout.unknown-module", "l.toml: stages[1]"),
+    (f'stages = [["embed_tokens", "layers.*.*"], [{TAIL}]]', "layout.unknown-module", "l.toml: stages[0]"),
+    ('stages = [["embed_tokens", "blocks.*", "visual"]]', "layout.unknown-module", "l.toml"),
+    (f'stages = [["embed_tokens", "layers.4-7"], ["layers.0-3", {TAIL}]]', "layout.wrong-order", "l.toml: stages[0]"),
+    ("stages = []", "layout.invalid-field", "l.toml: stages"),
+    ("num_ranks = 2", "layout.invalid-field", "l.toml: stages"),
+    ('stages = ["*"]', "layout.invalid-field", "l.toml: stages[0]"),
+    ("stages = [[1]]", "layout.invalid-field", "l.toml: stages[0][0]"),
+    ('stages = [["*"]]\nrank = 1', "layout.unknown-key", "l.toml: rank"),
+    ('stages = [["*"]]\nx = 1', "layout.unknown-key", "l.toml: x"),
+    ('stages = [["*"]]\nnum_ranks = 0', "layout.invalid-field", "l.toml: num_ranks"),
+    ('stages = [["*"]]\nnum_ranks = true', "layout.invalid-field", "l.toml: num_ranks"),
+    (f'stages = [["*"]]\nnum_ranks = 0x{"f" * 9999}', "layout.invalid-field", "l.toml: num_ranks"),
+    ('stages = [["*"]]\nstyle = "u"', "layout.invalid-field", "l.toml: style"),
+    ('stages = [["*"]]\nstyle = ["v"]', "layout.invalid-field", "l.toml: style"),
+    ('stages = [["*"], []]\nnum_ranks = 3', "layout.indivisible-stages", "layout"),
+    ("stages = [[", "layout.not-toml", "l.toml"),
+]
+
+
+@pytest.mark.parametrize(("content", "code", "where"), BAD_TOML, ids=range(len(BAD_TOML)))
+def test_bad_toml_is_refused_by_stage_and_name(tmp_path, monkeypatch, content, code, where, wording):
+    monkeypatch.chdir(tmp_path)
+    Path("l.toml").write_text(content)
+    with pytest.raises(LayoutError) as error:
+        read("l.toml")
+    assert (error.value.code, error.value.where) == (code, where)
+    if code != "layout.not-toml":  # which ends in Python's own words
+        wording(str(error.value))
+
+
+HOSTILE = [
+    ("l.json", "[[", "layout.not-json", ""),
+    ("l.json", '{"stages": 1, "stages": 2}', "source.not-json", ""),
+    ("l.json", "3", "source.not-an-object", ""),
+    ("l.json", "[" * 100_000, "layout.not-json", ""),
+    ("l.json", '{"stages":' * 100_000, "source.json-too-deep", ""),
+    ("l.toml", "stages = " + "[" * 100_000, "layout.not-toml", ""),
+    ("l.json", b"[\xff]", "layout.not-json", ""),
+    ("l.toml", b"\xff", "layout.not-toml", ""),
+    ("l.toml", b"#" * (5 << 20), "layout.file-too-large", ""),
+    ("l.json", [[]] * 5000, "layout.too-many-stages", ": stages"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "code", "place"), HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_files_are_refused(tmp_path, name, content, code, place):
+    path = written(tmp_path, name, content)
+    with pytest.raises(InputError) as error:
+        read(path)
+    assert (error.value.code, error.value.where) == (code, path + place)
+
+
+@pytest.mark.parametrize(
+    "spec", ["nowhere.toml", "\0.json", "a" * 5000 + ".toml", "/.toml", "\udcff.json"], ids=range(5)
+)
+def test_a_file_that_does_not_exist_is_refused(spec):
+    with pytest.raises(LayoutError) as error:
+        read(spec)
+    assert error.value.code in ("layout.no-file", "layout.unreadable")
+
+
+def test_cuts_start_new_stages():
+    layout = read("cut=model.layers.2,layers.5,lm_head,pp=2")
+    assert shown(layout) == [
+        "model.embed_tokens, model.layers.0-1",
+        "model.layers.2-4",
+        "model.layers.5-7, model.norm",
+        "lm_head",
+    ]
+    assert (layout.placement.num_ranks, layout.placement.num_virtual) == (2, 2)
+    assert read("cut=layers.2,layers.5,lm_head,style=v").placement.num_ranks == 2
+    assert read("cut=layers.4").placement.num_ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "code"),
+    [
+        ("cut=layers.5,layers.3", "layout.wrong-order"),
+        ("cut=layers.5,layers.5", "layout.wrong-order"),
+        ("cut=model.layers.8", "layout.unknown-module"),
+        ("cut=layers.4,pp=3", "layout.indivisible-stages"),
+    ],
+)
+def test_bad_cuts_are_pointed_at(spec, code, wording):
+    with pytest.raises(LayoutError) as error:
+        read(spec)
+    assert (error.value.code, error.value.where) == (code, "layout")
+    wording(str(error.value))

@@ -1,0 +1,69 @@
+"""Rotary frequencies, which the files of some models hold and every model computes: they travel as they are."""
+
+from __future__ import annotations
+
+import random
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from manifests.models import model_shape, module_of
+from runner.bundle.packed import open_packed
+from runner.load.load import load_tensors
+from runner.tensors.local_shard import whole_pieces
+from stores.bundles import Bundles
+from tests.builders import Tensor, files_in, read_safetensors, run, write_model
+from tests.fast.manifests.models.built import DECODERS, TINY, read_config
+
+WITHOUT = {"tiny-gpt2", "tiny-mpt", "tiny-opt"}  # their positions are learned, or ALiBi's
+ROTARY = sorted({*TINY, *DECODERS} - WITHOUT)
+NBYTES = {"BF16": 2, "F32": 4}
+
+
+def write_with_frequencies(folder: Path, name: str) -> dict[str, Tensor]:
+    """Write a model of random bytes, with frequencies in each layer as Moonlight's and Kimi K2's files have them."""
+    config, dice = read_config(name), random.Random(0)
+    shape = model_shape(config)
+    tied = {fqn for group in shape.ties for fqn in group[1:]}
+    kinds = {fqn: ("BF16", dims) for fqn, dims in shape.tensors.items() if fqn not in tied}
+    attention = "transformer.h.{}.self_attention" if name == "tiny-falcon" else "model.layers.{}.self_attn"
+    for layer in range(shape.num_layers):
+        kinds[f"{attention.format(layer)}.rotary_emb.inv_freq"] = ("F32", (4,))
+    tensors = {
+        fqn: Tensor(dtype=dtype, shape=dims, data=dice.randbytes(prod(dims) * NBYTES[dtype]))
+        for fqn, (dtype, dims) in kinds.items()
+    }
+    return write_model(folder, config, tensors, num_shards=2)
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_frequencies_of_every_rotary_family_are_packed_and_given_back(name: str, tmp_path: Path) -> None:
+    source, out, resharded, exported = (tmp_path / name for name in ("source", "out", "resharded", "exported"))
+    tensors = write_with_frequencies(source, name)
+    run("pack", source, "--layout", "pp=2", "--out", out)
+    run("pack", out, "--layout", "pp=3", "--out", resharded)
+    for packed in (out, resharded):
+        run("verify", packed, "--against", source)
+        bundles = [read_safetensors(data) for path, data in files_in(packed).items() if path.endswith(".safetensors")]
+        assert tensors.items() <= {fqn: tensor for bundle in bundles for fqn, tensor in bundle.items()}.items()
+    run("export", resharded, "--to", "hf", "--out", exported)
+    assert files_in(exported) == files_in(source)
+
+
+@pytest.mark.parametrize("name", ["tiny-deepseek-v3", "tiny-phi"])
+def test_frequencies_are_left_where_they_are_when_weights_are_loaded(name: str, tmp_path: Path) -> None:
+    tensors = write_with_frequencies(tmp_path / "source", name)
+    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
+    packed = open_packed(tmp_path / "out")
+    held = packed.stage_modules[1]
+    room = {
+        fqn: torch.empty(dims, dtype=torch.bfloat16)
+        for fqn, dims in packed.shape.tensors.items()
+        if module_of(fqn, held) is not None
+    }
+    load_tensors(whole_pieces(room), Bundles(packed.manifest, packed.root), packed.shape)
+    assert {fqn: bytes(found.view(-1).view(torch.uint8).tolist()) for fqn, found in room.items()} == {
+        fqn: tensors[fqn].data for fqn in room
+    }

@@ -1,0 +1,254 @@
+"""The output of `reshard plan`: one whole case, then properties of every model and layout."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from manifests.models import model_shape
+from manifests.models.config import MAX_LAYERS
+from manifests.models.memory import POLICIES
+from reshard.cli import options
+from tests.builders import EMBEDDING, HEAD, llama_config, reshard, write_model
+from tests.fast.reshard.configs import modules_of, write_config, write_times
+
+ROOT = Path(__file__).parents[4]
+CONFIGS = ROOT / "tests" / "data" / "configs"
+TRUE_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*.json") if not path.stem.startswith("tiny"))
+PARTS = ("weights", "gradients", "optimizer", "activations", "receive_buffers", "temporary", "total")
+
+
+def nbytes(*parts: int) -> dict[str, int]:
+    return dict(zip(PARTS, (*parts, sum(parts)), strict=True))
+
+
+def test_plan_is_the_same_in_a_table_and_in_json(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    # A layer has 1,952 parameters and 4,352 FLOPs per token; the embedding, on both stages, 640; the head 1,280 FLOPs.
+    write_model(tmp_path, llama_config(tie_word_embeddings=True))
+    flags = ("--layout", "pp=2", "--microbatches", "4", "--seq-len", "8", "--gpu-memory", "150000B")
+    printed = reshard("plan", tmp_path, *flags).out
+    wording(printed)
+    table = [re.split(" {2,}", line.strip()) for line in printed.splitlines()[3:5]]
+    assert table == [
+        ["0", "0", "0", "embed_tokens, layers.0-1", "4,544", "8.88 KiB", "8.70 k", "102.88 KiB", "87%"],
+        ["1", "1", "0", "layers.2-3, norm, lm_head", "4,560", "8.91 KiB", "9.98 k", "92.66 KiB", "100%"],
+    ]
+    shown = reshard("plan", tmp_path, *flags, "--json").json
+    memory = [nbytes(18176, 18176, 36352, 27392, 2048, 3200), nbytes(18240, 18240, 36480, 17312, 2048, 2560)]
+    # Stage 1 starts after one forward of stage 0 and never waits; stage 0 ends with one backward.
+    step = 8704 + 12 * 9984 + 2 * 8704
+    assert shown == {
+        "version": 1,
+        "num_stages": 2,
+        "num_ranks": 2,
+        "num_virtual": 1,
+        "style": "loop",
+        "stages": [
+            {
+                "index": 0,
+                "rank": 0,
+                "virtual": 0,
+                "modules": modules_of(4)[:3],
+                "params": 4544,
+                "nbytes": 9088,
+                "forward_flops_per_token": 8704,
+                "memory_nbytes": memory[0],
+                "share_of_slowest": pytest.approx(8704 / 9984),
+            },
+            {
+                "index": 1,
+                "rank": 1,
+                "virtual": 0,
+                "modules": modules_of(4)[3:],
+                "params": 4560,
+                "nbytes": 9120,
+                "forward_flops_per_token": 9984,
+                "memory_nbytes": memory[1],
+                "share_of_slowest": 1.0,
+            },
+        ],
+        "ranks": [
+            {
+                "rank": 0,
+                "stages": [0],
+                "memory_nbytes": memory[0],
+                "share_of_slowest": pytest.approx(8704 / 9984),
+                "bubble": pytest.approx(1 - 12 * 8704 / step),
+            },
+            {
+                "rank": 1,
+                "stages": [1],
+                "memory_nbytes": memory[1],
+                "share_of_slowest": 1.0,
+                "bubble": pytest.approx(1 - 12 * 9984 / step),
+            },
+        ],
+        "smallest_fit": None,
+        "imbalance": {"stages": pytest.approx(9984 / 9344), "ranks": pytest.approx(9984 / 9344)},
+        "bubble": pytest.approx(1 - 6 * (8704 + 9984) / step),
+        "step_s": None,
+        "assumed": {
+            "schedule": "1F1B",
+            "num_microbatches": 4,
+            "microbatch": 1,
+            "seq_len": 8,
+            "dtype_policy": "fp32",
+            "dp_replicate": 1,
+            "dp_shard": 1,
+            "tp": 1,
+            "ac": "none",
+            "loss_chunk": None,
+            "memory_limit_nbytes": 150_000,
+            "times": "flops",
+            "work": "exact",
+            "stored_dtypes": None,
+        },
+        "ties": [{"owner": {"fqn": EMBEDDING, "stage": 0}, "replicas": [{"fqn": HEAD, "stage": 1}]}],
+        "read_nbytes": 18208,
+        "write_nbytes": 30496,
+    }
+
+
+@pytest.mark.parametrize("name", TRUE_CONFIGS)
+def test_stages_of_a_config_alone_sum_to_the_model(name: str) -> None:
+    config = CONFIGS / f"{name}.json"
+    shown = reshard("plan", config, "--layout", "balance:time,pp=8", "--json").json
+    shape = model_shape(json.loads(config.read_text()))
+    copies = sum(shape.count_params(replica["fqn"]) for tie in shown["ties"] for replica in tie["replicas"])
+    assert sum(stage["params"] for stage in shown["stages"]) == shape.num_params + copies
+    assert [module for stage in shown["stages"] for module in stage["modules"]] == list(shape.modules)
+    assert sum(stage["nbytes"] for stage in shown["stages"]) == shown["read_nbytes"] < shown["write_nbytes"]
+    assert max(stage["share_of_slowest"] for stage in shown["stages"]) == 1.0
+    assert {"BF16", "F16", "F32"} & set(shown["assumed"]["stored_dtypes"])
+
+
+def test_config_alone_is_planned_as_with_its_weights(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    config = llama_config(torch_dtype="bfloat16")
+    write_model(tmp_path / "whole", config)
+    (tmp_path / "bare").mkdir()
+    for bare in (tmp_path / "bare" / "config.json", tmp_path / "named.json"):
+        bare.write_text(json.dumps(config))
+    keys = ("stages", "ranks", "read_nbytes", "write_nbytes", "ties")
+    whole, *others = (
+        {key: reshard("plan", source, "--layout", "pp=2", "--json").json[key] for key in keys}
+        for source in (
+            tmp_path / "whole",
+            tmp_path / "bare",
+            tmp_path / "bare" / "config.json",
+            tmp_path / "named.json",
+        )
+    )
+    assert others == [whole] * 3
+    note = reshard("plan", tmp_path / "bare", "--layout", "pp=2").out.splitlines()[-2]
+    assert note.endswith("BF16")
+    wording(note)
+
+
+def test_quantized_config_counts_each_tensor_in_its_own_dtype(tmp_path: Path) -> None:
+    config = json.loads((CONFIGS / "deepseek-v3.json").read_text())
+    shown = reshard("plan", CONFIGS / "deepseek-v3.json", "--layout", "pp=16", "--json").json
+    (tmp_path / "plain.json").write_text(json.dumps(config | {"quantization_config": None}))
+    plain = reshard("plan", tmp_path / "plain.json", "--layout", "pp=16", "--json").json
+    sizes = {fqn: prod(dims) for fqn, dims in model_shape(config).tensors.items()}
+    scales = {fqn: size for fqn, size in sizes.items() if fqn.endswith("_scale_inv")}
+    halved = sum(sizes[fqn.removesuffix("_scale_inv")] for fqn in scales)
+    assert shown["read_nbytes"] == plain["read_nbytes"] - halved + 4 * sum(scales.values())
+    assert shown["assumed"]["stored_dtypes"] == ["BF16", "F32", "F8_E4M3"]
+    assert plain["assumed"]["stored_dtypes"] == ["BF16"]
+
+
+def test_config_alone_cannot_be_packed_or_have_tensors_dropped(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.json")
+    packed = reshard("pack", config, "--layout", "pp=2", "--out", tmp_path / "out")
+    assert packed.code == 3
+    dropped = reshard("plan", config, "--layout", "pp=2", "--drop", HEAD, "--json")
+    assert dropped.refusal == (2, "options.unknown-drop", "--drop")
+
+
+def test_unknown_dtype_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    config = write_config(tmp_path / "config.json", dtype="int3")
+    ended = reshard("plan", config, "--layout", "pp=2", "--json")
+    assert ended.refusal == (3, "config.unknown-dtype", f"{config}: dtype")
+    wording(ended.json["error"]["problem"])
+
+
+def test_256_stages_fit_on_a_screen(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    config = write_config(tmp_path / "deep.json", num_hidden_layers=254)
+    lines = reshard(
+        "plan", config, "--layout", "pp=64,vpp=4", "--microbatches", "64", "--seq-len", "4"
+    ).out.splitlines()
+    assert len(lines) < 20
+    assert max(map(len, lines)) <= 120
+    assert lines[4].split()[:5] == ["1-63", "1-63", "0", "layers.0-62:", "1"]
+    wording(lines[9])
+
+
+def test_stages_that_are_all_different_are_omitted_in_the_middle(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "deep.json", num_hidden_layers=150)
+    uneven = "|".join("t" * (1 + index % 2) for index in range(100))
+    lines = reshard("plan", config, "--layout", f"E{uneven}L", "--seq-len", "4").out.splitlines()
+    assert lines[15].split("  ")[-1] == "... 76 more rows, see --json ..."
+    assert len(lines) < 40
+
+
+@pytest.mark.parametrize(
+    ("spec", "start"),
+    [
+        ("Etttt|L", "rank 0 (stage 0) "),
+        ("E|tt|tt|L", "ranks 1-2 "),
+        ("Et|t|t|tL", "rank 3 (stage 3) "),
+        ("E|t|t|t|t|L", "no bottleneck: "),
+        ("EttttL", "no bottleneck: "),
+        ("balance:params,pp=2", "rank 1 (stage 1) "),
+    ],
+)
+def test_bottleneck_is_named(spec: str, start: str, tmp_path: Path, wording: Callable[[str], None]) -> None:
+    config = write_config(tmp_path / "config.json")
+    lines = reshard("plan", config, "--layout", spec, "--seq-len", "8").out.splitlines()
+    (line,) = [line for line in lines if "bottleneck" in line]
+    assert line.startswith(start)
+    wording(line)
+
+
+def test_even_ranks_have_no_bottleneck_and_wait_only_for_the_pipeline(
+    tmp_path: Path, wording: Callable[[str], None]
+) -> None:
+    config = write_config(tmp_path / "config.json")
+    times = write_times(tmp_path / "times.json", dict.fromkeys(modules_of(5), (0.5, 1.0)))
+    write_config(config, num_hidden_layers=5)
+    flags = ("--layout", "uniform,pp=4", "--cost", times, "--microbatches", "8")
+    lines = reshard("plan", config, *flags).out.splitlines()
+    # Two modules per rank: a forward takes 1 s, a backward 2 s. 1F1B: M + P - 1 of both.
+    wording("\n".join(line for line in lines if "bottleneck" in line or "1F1B" in line))
+    shown = reshard("plan", config, *flags, "--json").json
+    assert shown["step_s"] == pytest.approx(33)
+    assert shown["bubble"] == pytest.approx(3 / 11)
+    assert shown["assumed"]["times"] == "measured"
+
+
+def test_choices_on_the_command_line_are_those_of_the_packages() -> None:
+    from manifests.schedules import SCHEDULES
+
+    assert MAX_LAYERS == options.MAX_LAYERS
+    assert tuple(POLICIES) == options.POLICIES
+    assert SCHEDULES == options.SCHEDULES
+
+
+def test_plan_without_a_picture_imports_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.json")
+    code = (
+        "import atexit, sys; from reshard.cli import main; "
+        "atexit.register(lambda: print(*sys.modules, file=sys.stderr)); main()"
+    )
+    command = [sys.executable, "-c", code, "plan", str(config), "--layout", "balance:time,pp=2"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    loaded = set(ended.stderr.split())
+    assert "reshard.packing.resolve" in loaded
+    assert not loaded & {"torch", "numpy", "matplotlib", "transformers"}

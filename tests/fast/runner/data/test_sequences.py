@@ -1,0 +1,206 @@
+"""Documents become sequences: nothing lost, nothing twice, the same every time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manifests.errors import InputError
+from runner.config.schema import BatchOptions, DataOptions
+from runner.data.batches import IGNORED, Batch
+from runner.data.framing import load_tokenizer, special_id
+from runner.data.sequences import read_batches, read_once
+from runner.data.tokenizer import load_vocabulary
+from runner.evaluation.evaluate import mean_loss
+from tests.fast.runner.data.words import BOS, EOS, FIRST, VOCAB_SIZE, WORDS, write_documents, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def read(source: str, folder: Path, *, pack: bool, batch: BatchOptions, start: int = 0) -> Iterator[Batch]:
+    data = DataOptions(sources=(source,), pack=pack)
+    return read_batches(data, batch, folder=folder, vocab_size=VOCAB_SIZE, start=start)
+
+
+DOCUMENTS = st.lists(st.lists(st.integers(0, len(WORDS) - 1), max_size=12), min_size=1, max_size=6).filter(any)
+
+
+def ids_of(documents: list[list[int]]) -> list[list[int]]:
+    return [[BOS, *(FIRST + word for word in document), EOS] for document in documents if document]
+
+
+@given(documents=DOCUMENTS, seq_len=st.integers(1, 9), global_batch=st.integers(1, 3))
+def test_packed_sequences_are_the_documents_end_to_end_over_and_over(
+    documents: list[list[int]], seq_len: int, global_batch: int, folder: Path
+) -> None:
+    source = write_documents(folder / "data.jsonl", documents)
+    batch = BatchOptions(global_batch=global_batch, microbatch=1, seq_len=seq_len)
+    found = list(islice(read(source, folder, pack=True, batch=batch), 4))
+    tokens = torch.cat([each.tokens.flatten() for each in found])
+    stream = [token for document in ids_of(documents) for token in document]
+    endless = torch.tensor(stream * (len(tokens) // len(stream) + 2))
+    assert torch.equal(tokens, endless[: len(tokens)])
+    labels = torch.cat([each.labels.flatten() for each in found])
+    assert torch.equal(labels, endless[1 : len(tokens) + 1])
+    assert all(each.tokens.shape == each.labels.shape == (global_batch, seq_len) for each in found)
+    assert all(each.num_tokens == global_batch * seq_len for each in found)
+
+
+@given(documents=DOCUMENTS, seq_len=st.integers(1, 9))
+def test_padded_sequences_are_one_document_each(documents: list[list[int]], seq_len: int, folder: Path) -> None:
+    source = write_documents(folder / "data.jsonl", documents)
+    expected = ids_of(documents)
+    batch = BatchOptions(global_batch=len(expected), microbatch=1, seq_len=seq_len)
+    first, second = islice(read(source, folder, pack=False, batch=batch), 2)
+    assert torch.equal(first.tokens, second.tokens)
+    for tokens, labels, ids in zip(first.tokens.tolist(), first.labels.tolist(), expected, strict=True):
+        kept = min(seq_len, len(ids) - 1)
+        assert tokens[:kept] == ids[:kept]
+        assert labels == ids[1 : kept + 1] + [IGNORED] * (seq_len - kept)
+    assert first.num_tokens == sum(min(seq_len, len(ids) - 1) for ids in expected)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("source", ["synthetic", "data"])
+def test_start_skips_the_sequences_before_it(source: str, pack: bool, folder: Path) -> None:
+    name = write_documents(folder / "data.jsonl", [[1, 2, 3], [4], [5, 6, 7, 0, 1]]) if source == "data" else source
+    one = BatchOptions(global_batch=1, microbatch=1, seq_len=4)
+    two = BatchOptions(global_batch=2, microbatch=1, seq_len=4)
+    each = list(islice(read(name, folder, pack=pack, batch=one), 9))
+    for start in range(5):
+        pairs = list(islice(read(name, folder, pack=pack, batch=two, start=start), 2))
+        for position, batch in enumerate(pairs):
+            expected = each[start + 2 * position : start + 2 * position + 2]
+            assert torch.equal(batch.tokens, torch.cat([part.tokens for part in expected]))
+            assert torch.equal(batch.labels, torch.cat([part.labels for part in expected]))
+
+
+@given(documents=DOCUMENTS, seq_len=st.integers(1, 9), global_batch=st.integers(1, 3), pack=st.booleans())
+def test_reading_once_counts_every_token_once(
+    documents: list[list[int]], seq_len: int, global_batch: int, pack: bool, folder: Path
+) -> None:
+    source = write_documents(folder / "data.jsonl", documents)
+    batch = BatchOptions(global_batch=global_batch, microbatch=1, seq_len=seq_len)
+    data = DataOptions(sources=(source,), pack=pack)
+    found = list(read_once(data, batch, folder=folder, vocab_size=VOCAB_SIZE))
+    labels = torch.cat([each.labels.flatten() for each in found])
+    counted = [label for label in labels.tolist() if label != IGNORED]
+    expected = ids_of(documents)
+    if pack:
+        assert counted == [token for document in expected for token in document][1:]
+    else:
+        assert counted == [token for document in expected for token in document[1 : seq_len + 1]]
+    assert all(each.tokens.shape == (global_batch, seq_len) for each in found)
+    assert sum(each.num_tokens for each in found) == len(counted)
+
+
+def test_synthetic_tokens_depend_on_the_seed_and_stay_in_the_vocabulary(tmp_path: Path) -> None:
+    batch = BatchOptions(global_batch=4, microbatch=1, seq_len=64)
+
+    def first(seed: int) -> torch.Tensor:
+        data = DataOptions(sources=("synthetic",), seed=seed)
+        return next(read_batches(data, batch, folder=tmp_path, vocab_size=17)).tokens
+
+    assert torch.equal(first(1), first(1))
+    assert not torch.equal(first(1), first(2))
+    assert {int(token) for token in first(1).flatten()} == set(range(17))
+    assert len({tuple(row) for row in first(1).tolist()}) == 4
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_text_without_a_token_is_refused(pack: bool, tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "empty.txt").write_text(" \n \n")
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
+    batch = BatchOptions(global_batch=1, microbatch=1, seq_len=4)
+    with pytest.raises(InputError) as error:
+        next(read(str(tmp_path), folder, pack=pack, batch=batch))
+    assert (error.value.where, error.value.code) == (str(tmp_path), "data.empty")
+
+
+def test_token_beyond_the_vocabulary_is_refused_by_its_document(folder: Path) -> None:
+    source = write_documents(folder / "data.jsonl", [[0, 1], [2, 7]])
+    data = DataOptions(sources=(source,))
+    batch = BatchOptions(global_batch=1, microbatch=1, seq_len=4)
+    batches = read_batches(data, batch, folder=folder, vocab_size=VOCAB_SIZE - 1)
+    with pytest.raises(InputError) as error:
+        list(islice(batches, 9))
+    assert (error.value.where, error.value.code) == (f"{source}:2", "tokenizer.beyond-vocabulary")
+
+
+def test_tokenizer_neither_cuts_nor_fills_documents(folder: Path) -> None:
+    tokenizer = load_vocabulary(folder, VOCAB_SIZE).tokenizer
+    assert tokenizer.encode(" ".join(WORDS), add_special_tokens=False).ids == list(range(FIRST, VOCAB_SIZE))
+    assert tokenizer.encode("w1", add_special_tokens=False).ids == [FIRST + 1]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"config.json": {"bos_token_id": 2, "eos_token_id": [5, 6]}}, (2, 5)),
+        ({"config.json": {"eos_token_id": 4, "bos_token_id": 4}}, (4, 4)),
+        ({"config.json": {"bos_token_id": 3}, "generation_config.json": {"eos_token_id": 3}}, (3, 3)),
+        (
+            {
+                "config.json": {},
+                "tokenizer_config.json": {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}},
+            },
+            (0, 1),
+        ),
+    ],
+)
+def test_special_tokens_come_from_the_first_file_that_names_them(
+    files: dict[str, Any], expected: tuple[int, int], tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path)
+    for name, fields in files.items():
+        (tmp_path / name).write_text(json.dumps(fields))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (special_id(tmp_path, tokenizer, "bos"), special_id(tmp_path, tokenizer, "eos")) == expected
+
+
+def test_folder_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> None:
+    def refusal() -> tuple[str, str]:
+        with pytest.raises(InputError) as error:
+            load_vocabulary(tmp_path, VOCAB_SIZE)
+        return error.value.where.removeprefix(str(tmp_path)), error.value.code
+
+    assert refusal() == ("/tokenizer.json", "tokenizer.missing")
+    (tmp_path / "tokenizer.json").touch()
+    assert refusal() == ("/tokenizer.json", "tokenizer.broken")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert refusal() == ("/tokenizer.json", "tokenizer.broken")
+    write_tokenizer(tmp_path, eos_token_id=None)
+    assert refusal() == ("", "tokenizer.no-special-token")
+    write_tokenizer(tmp_path, eos_token_id=99)
+    assert refusal() == ("", "tokenizer.beyond-vocabulary")
+    write_tokenizer(tmp_path, eos_token_id="none")
+    assert refusal() == ("", "tokenizer.no-special-token")
+    write_tokenizer(tmp_path, eos_token_id=-1)
+    assert refusal() == ("/config.json: eos_token_id", "tokenizer.special-token")
+
+
+def test_rows_of_one_length_are_read_together_and_nothing_to_predict_is_refused(folder: Path) -> None:
+    source = write_documents(folder / "data.jsonl", [[1], [2, 3], [4], [5, 6, 7]])
+    batch = BatchOptions(global_batch=2, microbatch=1, seq_len=6)
+    data = DataOptions(sources=(source,), pack=False)
+
+    def to_even(length: int, most: int) -> int:
+        return length + length % 2
+
+    found = list(read_once(data, batch, folder=folder, vocab_size=VOCAB_SIZE, padded_length=to_even))
+    assert [each.tokens.shape for each in found] == [(2, 2), (2, 4)]  # of 2 and 2, of 3 and 4 tokens
+    assert [each.num_tokens for each in found] == [4, 7]
+    with pytest.raises(InputError) as error:
+        mean_loss(lambda _: 0.0, (), "--eval-data")
+    assert (error.value.code, error.value.where) == ("data.no-tokens", "--eval-data")

@@ -1,0 +1,37 @@
+"""A packed model opened for `runner eval`, by one rank in this process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from runner.bundle.packed import open_packed
+from runner.distributed.world import World
+from runner.evaluation.evaluate import read_model
+from runner.evaluation.options import parse_eval
+from tests.builders import run
+from tests.fast.manifests.models.catalogued import save_tiny
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(rank=0, local_rank=0, size=1, local_size=1)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-self-check",)])
+def test_generic_family_is_compared_with_the_whole_model_before_it_is_read(
+    flags: tuple[str, ...], world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny(tmp_path / "source", "Olmo3ForCausalLM")
+    run("pack", tmp_path / "source", "--layout", "pp=1", "--out", tmp_path / "packed", "--quiet")
+    options = parse_eval([str(tmp_path / "packed"), "--data", "a.txt", *flags]).read
+    with caplog.at_level(logging.INFO, "runner"):
+        read_model(open_packed(tmp_path / "packed"), options, world, torch.device("cpu"), max_seq_len=8)
+    assert ("self-check: a tiny Olmo3ForCausalLM" in caplog.text) == (not flags)

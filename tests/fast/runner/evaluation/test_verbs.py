@@ -1,0 +1,91 @@
+"""What `runner eval` takes, and what it refuses before any rank starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import UsageError
+from runner.cli import main
+from runner.config.schema import DataOptions
+from runner.evaluation.options import parse_eval
+from tests.builders import without_file
+from tests.fast.trained import write_trained
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_trained(tmp_path_factory.mktemp("verbs"), "pp=2", num_hidden_layers=1)
+
+
+def run(arguments: Sequence[object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr("sys.argv", ["runner", *map(str, arguments)])
+    main()
+    return capsys.readouterr().out
+
+
+def test_ranks_get_the_flags_as_they_were_written(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--data", "two words.txt", "--seq-len", "3", "--dtype", "bf16"]
+    (packed.parent / "two words.txt").write_text("a")
+    monkeypatch.chdir(packed.parent)
+    command = shlex.split(run(["eval", packed, *flags, "--dry-run"], monkeypatch, capsys))
+    assert command[command.index("--nproc-per-node") + 1] == "2"
+    assert command[command.index("runner.evaluation.evaluate") + 1 :] == [str(packed), *flags]
+    options = parse_eval(command[command.index("runner.evaluation.evaluate") + 1 :])
+    assert (options.data.sources, options.seq_len, options.read.dtype) == (("two words.txt",), 3, "bf16")
+    assert options.read.manifest == packed
+
+
+def test_two_dashes_before_the_flags_mean_nothing(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--data", "a.txt", "--no-pack", "--dry-run"]
+    with_dashes = run(["eval", packed, "--", *flags], monkeypatch, capsys)
+    assert with_dashes == run(["eval", packed, *flags], monkeypatch, capsys)
+    assert parse_eval([str(packed), *flags]).data == DataOptions(sources=("a.txt",), pack=False)
+
+
+def test_flag_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UsageError) as error:
+        parse_eval(["folder", "--data", "a.txt", "--prompts", "a"])
+    assert (error.value.where, error.value.code) == ("runner eval", "usage.arguments")
+
+
+def test_text_that_is_not_there_is_said_once_and_before_any_rank_starts(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(["eval", packed, "--data", "/nowhere/a.txt"], monkeypatch, capsys)
+    assert ended.value.code == 3
+    assert re.fullmatch(r"error: /nowhere/a\.txt: .*\nhint: .*\n", capsys.readouterr().err)
+
+
+def test_text_without_a_tokenizer_is_refused_before_any_rank_starts(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = packed / "tokenizer.json"
+    with without_file(packed, tokenizer.name), pytest.raises(SystemExit):
+        run(["eval", packed, "--data", "a.txt", "--dry-run"], monkeypatch, capsys)
+    assert capsys.readouterr().err.startswith(f"error: {tokenizer}: no such file [tokenizer.missing]\n")
+
+
+def test_endless_data_cannot_be_evaluated() -> None:
+    with pytest.raises(UsageError, match=r"^--data: "):
+        parse_eval(["folder", "--data", "synthetic"])
+
+
+def test_refusal_is_one_json_object_where_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run(["eval", tmp_path / "nothing", "--data", "a.txt", "--json"], monkeypatch, capsys)
+    assert exit_.value.code == 3
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["version"], str(tmp_path / "nothing") in printed["error"]["where"]) == (1, True)

@@ -1,0 +1,243 @@
+"""What `runner launch` refuses at once, before torchrun starts and torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from manifests.digest import digest_bytes
+from manifests.errors import InputError, UsageError, UserError
+from runner.checkpoint.history import checkpoint_path
+from runner.commands import cli
+from tests.builders import files_in, llama_config, reshard, write_model
+from tests.fast.manifests.models.built import build, read_config
+from tests.fast.manifests.models.catalogued import save_tiny
+from tests.fast.reshard.forged import change_file, change_manifest
+from tests.fast.trained import write_trained
+
+Words = tuple[str, ...]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("refused")
+    write_trained(place, "pp=2")
+    write_trained(place / "other", "pp=2", intermediate_size=32)
+    for name in ("pp2", "quantized"):
+        assert reshard("pack", place / "source", "--layout", "pp=2", "--out", place / name).code == 0
+    quantize(place / "quantized")
+    (place / "text").mkdir()
+    (place / "text" / "one.txt").write_text("one two three")
+    (place / "link").symlink_to(place)
+    return place
+
+
+def quantize(packed: Path) -> None:
+    """Let a config say that its weights are quantized."""
+    config = json.loads((packed / "config.json").read_bytes())
+    change_file(packed, "config.json", json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}).encode())
+
+
+REFUSED: list[tuple[str, Words, Words, str, str]] = [
+    ("quantized", (), (), "model.quantized", "PLACE/quantized/config.json: quantization_config"),
+    ("trained", (), (), "resume.undecided", "PLACE/trained/manifest.json"),
+    ("trained", (), ("--resume", "PLACE/gone"), "resume.no-checkpoint", "--resume PLACE/gone"),
+    ("trained", (), ("--resume", "PLACE/other/trained"), "resume.other-model", "PLACE/other/trained/manifest.json"),
+    ("trained", (), ("--resume", "PLACE/pp2"), "resume.no-optimizer-state", "PLACE/pp2/manifest.json"),
+    ("trained", (), ("--resume", "PLACE/trained", "--schedule", "ZBVZeroBubble"), "schedule.other-placement",
+     "--schedule"),
+    ("pp2", ("--nproc-per-node", "8"), ("--tp", "4"), "options.tp-divisor", "--tp"),
+    ("pp2", ("--nproc-per-node", "6"), (), "options.batch-size", "--global-batch"),
+    ("pp2", (), ("--data", "PLACE/gone"), "data.no-files", "PLACE/gone"),
+    ("pp2", (), ("--eval-data", "PLACE/gone"), "data.no-files", "PLACE/gone"),
+    ("pp2", (), ("--eval-data", "synthetic"), "options.needs-documents", "--eval-data"),
+    ("pp2", (), ("--save", "PLACE/trained"), "output.exists", "PLACE/trained"),
+    ("pp2", (), ("--save", "PLACE/source", "--force"), "output.not-ours", "PLACE/source"),
+]  # fmt: skip
+
+TAKEN: list[tuple[Words, str]] = [
+    (("--save", "PLACE/pp2"), "the launched PLACE/pp2"),
+    (("--save", "PLACE"), "the launched PLACE/pp2"),
+    (("--save", "PLACE/out", "--checkpoint", "PLACE/out"), "--checkpoint PLACE/out"),
+    (("--save", "PLACE/out/../out", "--checkpoint", "PLACE/out/ck"), "--checkpoint PLACE/out/ck"),
+    (("--save", "PLACE/link/out", "--log-dir", "PLACE/out/log"), "--log-dir PLACE/out/log"),
+    (("--save", "PLACE/other/trained", "--resume", "PLACE/other/trained/manifest.json"),
+     "--resume PLACE/other/trained/manifest.json"),
+    (("--save", "PLACE/text", "--data", "PLACE/te*/*.txt"), "--data PLACE/te*/*.txt"),
+    (("--save", "PLACE/text", "--eval-data", "PLACE/text/one.txt"), "--eval-data PLACE/text/one.txt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("packed", "flags", "training", "code", "where"), REFUSED)
+def test_request_that_cannot_begin_is_refused(
+    packed: str, flags: Words, training: Words, code: str, where: str, place: Path
+) -> None:
+    data = () if "--data" in training else ("--data", "synthetic")
+    words = ["launch", f"PLACE/{packed}", *flags, "--dry-run", "--", *data, *training]
+    done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
+    assert isinstance(done.exception, UserError), done.output
+    assert (done.exception.code, done.exception.where.replace(str(place), "PLACE")) == (code, where)
+
+
+@pytest.mark.parametrize("training", [(), ("--resume", "auto", "--checkpoint", "PLACE/new")])
+@pytest.mark.parametrize(
+    ("config", "num_tensor", "code"),
+    [("tiny-gpt2", 2, "options.tp-architecture"), ("tiny-llama", 3, "options.tp-divisor")],
+)
+def test_tensor_parallelism_that_no_number_of_ranks_allows_is_refused_before_ranks_are_counted(
+    config: str, num_tensor: int, code: str, training: Words, tmp_path: Path
+) -> None:
+    build(read_config(config)).save_pretrained(tmp_path / "source")
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "pp2").code == 0
+    words = ["launch", "PLACE/pp2", "--nproc-per-node", "2", "--dry-run", "--", "--data", "synthetic", *training]
+    words += ["--tp", str(num_tensor)]
+    done = CliRunner().invoke(cli, [word.replace("PLACE", str(tmp_path)) for word in words])
+    assert isinstance(done.exception, UsageError), done.output
+    assert (done.exception.code, done.exception.where) == (code, "--tp")
+
+
+@pytest.mark.parametrize(("training", "taken"), TAKEN)
+def test_save_that_would_take_something_of_the_run_away_is_refused(training: Words, taken: str, place: Path) -> None:
+    data = () if "--data" in training else ("--data", "synthetic")
+    words = ["launch", "PLACE/pp2", "--dry-run", "--", *data, "--force", *training]
+    done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
+    assert isinstance(done.exception, UsageError), done.output
+    where, problem = (text.replace(str(place), "PLACE") for text in (done.exception.where, done.exception.problem))
+    assert (done.exception.code, where) == ("output.inside-input", f"--save {training[1]}")
+    assert problem.endswith(taken)
+
+
+@pytest.mark.parametrize("flag", ["--save", "--checkpoint"])
+@pytest.mark.parametrize("inside", ["pp2/trained", "pp2/../pp2/a/b", "linked/a"])
+def test_run_that_would_save_inside_its_bundles_is_refused(flag: str, inside: str, place: Path) -> None:
+    if not (place / "linked").exists():
+        (place / "linked").symlink_to("pp2")
+    training = ["--data", "synthetic", flag, str(place / inside)]
+    done = CliRunner().invoke(cli, ["launch", str(place / "pp2"), "--dry-run", "--", *training])
+    assert isinstance(done.exception, UsageError), done.output
+    assert (done.exception.code, done.exception.where) == ("output.inside-input", f"{flag} {place}/{inside}")
+
+
+def test_run_whose_checkpoints_lie_inside_its_bundles_goes_on(place: Path, tmp_path: Path) -> None:
+    packed = shutil.copytree(place / "pp2", tmp_path / "pp2")
+    history = packed / "ck"
+    shutil.copytree(place / "trained", checkpoint_path(history, 60))
+    words = ["launch", str(packed), "--dry-run", "--", "--data", "synthetic", "--checkpoint", str(history)]
+    done = CliRunner().invoke(cli, [*words, "--resume", "auto"])
+    assert done.exception is None, done.exception
+    inside = CliRunner().invoke(cli, [*words, "--save", f"{history}/final"]).exception
+    assert isinstance(inside, UsageError)
+    assert (inside.code, inside.where) == ("output.inside-input", f"--save {history}/final")
+
+
+def test_force_does_not_replace_a_checkpoint_of_another_run(place: Path, tmp_path: Path) -> None:
+    step, log = shutil.copytree(place / "trained", checkpoint_path(tmp_path / "other", 60)), tmp_path / "log"
+    change_manifest(step, lambda document: document.update(created_by="runner 1"))
+    before = files_in(step)
+    training = ["--data", "synthetic", "--log-dir", str(log), "--save", str(step), "--force"]
+    error = CliRunner().invoke(cli, ["launch", f"{place}/pp2", "--", *training]).exception
+    assert isinstance(error, UserError)
+    assert (error.code, error.where) == ("output.is-a-step", str(step))
+    packed = reshard("pack", place / "source", "--layout", "pp=2", "--out", step, "--force")
+    assert (packed.code, "[output.is-a-step]" in packed.err) == (3, True)
+    assert files_in(step) == before
+    in_place = reshard("pack", step, "--layout", "pp=1", "--out", step, "--force")
+    assert in_place.code == 0, in_place.err  # loses nothing
+
+
+def test_save_under_the_name_of_a_checkpoint_is_refused(place: Path) -> None:
+    training = ["--data", "synthetic", "--checkpoint", f"{place}/ck", "--save", f"{place}/ck/step-000010"]
+    done = CliRunner().invoke(cli, ["launch", str(place / "pp2"), "--dry-run", "--", *training])
+    assert isinstance(done.exception, UsageError)
+    assert (done.exception.code, done.exception.where) == ("output.inside-input", f"--save {place}/ck/step-000010")
+
+
+def test_manifest_in_a_snapshot_of_the_hubs_cache_begins(place: Path) -> None:
+    cache = place / "hub" / "models--org--pp2"
+    snapshot = cache / "snapshots" / "abc"
+    (cache / "blobs").mkdir(parents=True)
+    for file in (path for path in (place / "pp2").rglob("*") if path.is_file()):
+        blob, link = cache / "blobs" / digest_bytes(file.read_bytes()), snapshot / file.relative_to(place / "pp2")
+        shutil.copy(file, blob)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    for manifest in (snapshot, snapshot / "manifest.json"):
+        done = CliRunner().invoke(cli, ["launch", str(manifest), "--dry-run", "--", "--data", "synthetic"])
+        assert done.exception is None, done.exception
+        assert f"runner.train {snapshot}/manifest.json " in done.stdout
+
+
+@pytest.mark.parametrize(
+    "training", [(), ("--resume", "auto", "--checkpoint", "PLACE/new"), ("--tp", "2"), ("--dp-shard", "auto")]
+)
+def test_request_that_can_begin_is_not(training: Words, place: Path) -> None:
+    words = ["launch", str(place / "pp2"), "--nproc-per-node", "4", "--dry-run", "--", "--data", "synthetic", *training]
+    done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
+    assert done.exception is None, done.exception
+
+
+@pytest.mark.parametrize("verb", ["launch", "eval"])
+@pytest.mark.parametrize(
+    ("changes", "where", "code"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout", "config.unsupported-value"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.rope_type", "config.unsupported-rope"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps", "config.unsupported-rope"),
+    ],
+)
+def test_config_that_no_family_models_is_refused_before_ranks_are_started_or_submitted(
+    changes: dict[str, Any], where: str, code: str, verb: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "source", llama_config(**changes))
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "packed").code == 0
+    (tmp_path / "a.txt").write_text("a")
+    words = {
+        "launch": ["--scheduler", "slurm", "--dry-run", "--", "--data", "synthetic"],
+        "eval": ["--dry-run", "--data", str(tmp_path / "a.txt")],
+    }[verb]
+    done = CliRunner().invoke(cli, [verb, str(tmp_path / "packed"), *words])
+    assert isinstance(done.exception, InputError), done.output
+    assert (done.exception.where, done.exception.code) == (f"config.json: {where}", code)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "where", "code"),
+    [
+        (
+            "BambaForCausalLM",
+            {"z_loss_coefficient": 0.1},
+            "config.json: z_loss_coefficient",
+            "config.unsupported-field",
+        ),
+        ("Gemma3ForConditionalGeneration", {}, "config.json", "config.towers"),
+    ],
+)
+def test_what_the_catalogue_says_is_not_trained_is_refused_before_ranks_are_started(
+    architecture: str, changes: dict[str, Any], where: str, code: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path / "source", architecture, **changes)
+    assert reshard("pack", tmp_path / "source", "--layout", "pp=1", "--out", tmp_path / "packed").code == 0
+    done = CliRunner().invoke(cli, ["launch", str(tmp_path / "packed"), "--dry-run", "--", "--data", "synthetic"])
+    assert isinstance(done.exception, InputError), done.output
+    assert (done.exception.where, done.exception.code) == (where, code)
+
+
+def test_eval_refuses_quantized_weights_at_once(place: Path) -> None:
+    done = CliRunner().invoke(cli, ["eval", str(place / "quantized"), "--data", "a.txt", "--dry-run"])
+    assert isinstance(done.exception, UserError)
+    assert done.exception.code == "model.quantized"
+
+
+def test_torch_is_not_imported(place: Path) -> None:
+    words = ["runner", "launch", str(place / "trained"), "--dry-run", "--", "--data", "synthetic", "--resume", "auto"]
+    script = f"import sys; sys.argv = {words}; from runner.cli import main; main(); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,216 @@
+"""Whether a log folder may be given to another job, and what sbatch is told on its command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from manifests.errors import UserError
+from runner.commands import cli
+from runner.launch.log_folder import check_free
+from runner.launch.schedulers.local_processes import record_here
+from runner.rundir.heartbeat import Beat, heartbeat_path, write_beat
+from runner.rundir.job_record import JobRecord, read_record, write_record
+from runner.rundir.state import RunState, read_state, write_state
+from tests.builders import llama_config, reshard, write_model
+
+SLURM = JobRecord(scheduler="slurm", id="7", name="tiny", output="/x/slurm-7.out")
+ELSEWHERE = JobRecord(scheduler="local", id="7", name="tiny", output="", host="elsewhere", birth="a boot 17")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with no log folder yet, and set a PATH with only the programs that a test puts there."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    return tmp_path
+
+
+def put_program(place: Path, name: str, script: str) -> None:
+    (place / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+    (place / "bin" / name).chmod(0o755)
+
+
+def put_job(place: Path, record: JobRecord) -> Path:
+    log = place / "log"
+    write_record(log, record)
+    return log
+
+
+def refusal(log: Path) -> UserError:
+    with pytest.raises(UserError) as error:
+        check_free(log)
+    assert (error.value.code, error.value.where) == ("launch.log-folder-in-use", f"--log-dir {log}")
+    return error.value
+
+
+def test_folder_of_no_job_is_free(tmp_path: Path) -> None:
+    check_free(tmp_path / "absent")
+    check_free(tmp_path)
+
+
+@pytest.mark.parametrize("word", ["PENDING", "RUNNING", "COMPLETING", "SUSPENDED"])
+def test_folder_of_a_job_that_slurm_has_not_ended_is_refused(
+    place: Path, word: str, wording: Callable[[str], None]
+) -> None:
+    put_program(place, "scontrol", f"echo JobId=7 JobState={word} Reason=None ExitCode=0:0")
+    log = put_job(place, SLURM)
+    error = refusal(log)
+    assert word in error.problem
+    if word == "PENDING":
+        wording(str(error))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "echo JobId=7 JobState=COMPLETED Reason=None ExitCode=0:0",
+        "echo JobId=7 JobState=CANCELLED Reason=None ExitCode=0:15",
+        "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1",
+    ],
+)
+def test_folder_of_a_job_that_slurm_has_ended_or_forgotten_is_free(place: Path, script: str) -> None:
+    put_program(place, "scontrol", script)
+    check_free(put_job(place, SLURM))
+
+
+@pytest.mark.parametrize(
+    ("folder", "shows", "is_free"),
+    [
+        ("a log", "StdOut=LOG/slurm-7.out", False),
+        ("a log", "StdOut=/home/other/slurm-7.out", True),  # another cluster's, or after a reset
+        ("a log", "StdOut=LOG/slurm-%j.out", False),
+        ("100% log", "StdOut=PLACE/100%% log/slurm-7.out", False),
+        ("a log", "Power=", False),  # one of an array shows none
+    ],
+)
+def test_number_that_slurm_has_given_to_another_job_is_not_the_job(
+    folder: str, shows: str, is_free: bool, place: Path
+) -> None:
+    log = place / folder
+    write_record(log, replace(SLURM, output=f"{log}/slurm-7.out"))
+    shown = shows.replace("LOG", str(log)).replace("PLACE", str(place))
+    put_program(place, "scontrol", f"echo 'JobId=7 JobState=RUNNING Reason=None StdErr=/x y {shown} Power='")
+    put_program(place, "scancel", f"echo > '{place}/cancelled'")
+    said = "slurm job 7 has ended already\n" if is_free else "cancelled slurm job 7\n"
+    assert CliRunner().invoke(cli, ["cancel", str(log)]).stdout == said
+    assert (place / "cancelled").exists() is not is_free
+    if is_free:
+        check_free(log)
+    else:
+        assert "RUNNING" in refusal(log).problem
+
+
+@pytest.mark.parametrize("scheduler", ["local", "slurm"])
+def test_copy_of_a_live_jobs_folder_is_free(scheduler: str, place: Path) -> None:
+    put_program(place, "scontrol", f"echo JobId=7 JobState=RUNNING StdOut={place}/log/slurm-7.out")
+    here = record_here(place / "log", "tiny")
+    log = put_job(place, here if scheduler == "local" else replace(SLURM, output=f"{place}/log/slurm-7.out"))
+    shutil.copytree(log, place / "copy")
+    (place / "link").symlink_to(log)
+    check_free(place / "copy")
+    refusal(place / "link")
+
+
+def test_folder_is_refused_where_slurm_cannot_be_asked(place: Path, wording: Callable[[str], None]) -> None:
+    log = put_job(place, SLURM)
+    wording(str(refusal(log)))
+
+
+def test_folder_with_a_damaged_record_is_refused(place: Path) -> None:
+    (place / "job.json").write_text("{")
+    assert f"{place}/job.json" in refusal(place).problem
+
+
+def test_job_of_another_machine_has_its_folder_while_its_ranks_send_heartbeats(
+    place: Path, wording: Callable[[str], None]
+) -> None:
+    log = put_job(place, ELSEWHERE)
+    assert "process 7 on elsewhere" in refusal(log).problem  # recorded just now: its ranks may still import
+    os.utime(log / "job.json", (0, 0))
+    check_free(log)
+    for age_s, is_free in ((300, True), (1, False)):
+        put_beat(log, time.time() - age_s)
+        if is_free:
+            check_free(log)
+    wording(str(refusal(log)))
+    write_state(log, RunState(step=3, ended="done"))
+    check_free(log)
+
+
+def put_beat(log: Path, now_s: float) -> None:
+    path = heartbeat_path(log, 0)
+    path.parent.mkdir(exist_ok=True)
+    beat = Beat(rank=0, stages=(0,), host="elsewhere", pid=8, step=3, phase="train", time=now_s)
+    write_beat(path, beat)
+
+
+def test_number_that_another_process_has_got_is_no_job(place: Path) -> None:
+    record = JobRecord(
+        scheduler="local", id=str(os.getpid()), name="tiny", output="", host=socket.gethostname(), birth="a boot 17"
+    )
+    check_free(put_job(place, record))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed")
+    write_model(folder / "model", llama_config(num_hidden_layers=2))
+    assert reshard("pack", folder / "model", "--layout", "pp=2", "--out", folder / "pp2").code == 0
+    return folder / "pp2"
+
+
+def launch(packed: Path, log: Path, *flags: str) -> Result:
+    asked = ["launch", str(packed), "--scheduler", "slurm", "--log-dir", str(log), *flags, "--", "--data", "synthetic"]
+    return CliRunner().invoke(cli, asked)
+
+
+def test_second_job_leaves_the_first_one_its_folder_and_begins_with_a_clean_one(place: Path, packed: Path) -> None:
+    put_program(place, "sbatch", "echo 8")
+    put_program(place, "scontrol", "echo JobId=7 JobState=RUNNING PartitionName=main Default=YES")
+    log = put_job(place, SLURM)
+    write_state(log, RunState(step=3, ended="failed", code=5, error="rank 1: killed"))
+    error = launch(packed, log).exception
+    assert isinstance(error, UserError)
+    assert (error.code, error.where) == ("launch.log-folder-in-use", f"--log-dir {log}")
+    assert (read_record(log), read_state(log) is None) == (SLURM, False)
+
+    put_program(place, "scontrol", "echo JobId=8 JobState=CANCELLED PartitionName=main Default=YES")
+    assert launch(packed, log).exception is None
+    put_program(place, "scontrol", "echo JobId=8 JobState=PENDING Reason=Priority")
+    found = json.loads(CliRunner().invoke(cli, ["status", str(log), "--json"]).stdout)
+    assert (found["id"], found["state"], found["error"]) == ("8", "PENDING", None)
+
+
+def test_sbatch_is_told_all_on_its_command_line_where_nothing_overrules_it(
+    place: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Source: sbatch(1): "environment variables will override any options set in a batch script"."""
+    monkeypatch.setenv("SBATCH_PARTITION", "large")  # a site's: as if --partition were it
+    put_program(place, "scontrol", "echo PartitionName=main Default=YES TotalNodes=1;"
+                                   "echo PartitionName=large Default=NO TotalNodes=9")  # fmt: skip
+    put_program(place, "sbatch", f'printf "%s\\n" "$@" > {place}/told; while read -r line; do echo "$line"; done > '
+                                 f"{place}/script; echo 8")  # fmt: skip
+    log = place / "a 100% log"
+    flags = ("--nnodes", "2", "--nproc-per-node", "1", "--account", "a b", "--time", "30",
+             "--sbatch-arg=--comment='c d'", "--sbatch-arg=-C gpu")  # fmt: skip
+    done = launch(packed, log, *flags)
+    assert done.exception is None, done.exception
+    script = (place / "script").read_text()
+    lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
+    told = (place / "told").read_text().splitlines()
+    assert told == ["--parsable", *(word for line in lines for word in shlex.split(line))]
+    output = f"--output={place}/a 100%% log/slurm-%j.out"
+    assert {output, "--account=a b", "--time=30", "--comment=c d", "-C", "gpu"} < {*told}
+    assert read_record(log).output == f"{log}/slurm-8.out"
+    assert script == launch(packed, log, *flags, "--dry-run").stdout

@@ -1,0 +1,125 @@
+"""Seconds of modules: with a clock that counts FLOPs, the FLOPs of each; and those of a run's traces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from torch.utils.flop_counter import FlopCounterMode
+
+from manifests.errors import UserError
+from manifests.placement import Placement
+from runner.bundle.packed import open_packed
+from runner.commands import cli
+from tests.builders import reshard
+from tests.fast.manifests.models.catalogued import save_tiny
+from tests.fast.runner.profiling.traced import write_metrics, write_traces
+from tests.fast.runner.tiny import save_model
+
+SEQ_LEN, ROWS = 16, 2
+SIZES = ("--seq-len", SEQ_LEN, "--microbatch", ROWS, "--repeats", 2, "--device", "cpu")
+
+
+def pack(folder: Path, layout: str = "pp=2") -> Path:
+    packed = reshard("pack", folder / "model", "--layout", layout, "--out", folder / "packed", "--quiet")
+    assert packed.code == 0, packed.err
+    return folder / "packed"
+
+
+def measured(*args: object) -> dict[str, Any]:
+    """Run `runner measure` and return its file's modules."""
+    out = Path(str(args[0])).parent / "times.json"
+    cli.main(["measure", *map(str, args), "--out", str(out), "--force"], standalone_mode=False)
+    found: dict[str, Any] = json.loads(out.read_text())["modules"]
+    return found
+
+
+@pytest.fixture
+def by_flops(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Return `measured` with a clock on which an action takes as many seconds as it has FLOPs."""
+
+    def run(*args: object) -> dict[str, Any]:
+        with FlopCounterMode(display=False) as counter:
+            clock = SimpleNamespace(perf_counter=lambda: float(counter.get_total_flops()))
+            monkeypatch.setattr("runner.profiling.trace.time", clock)
+            return measured(*args)
+
+    return run
+
+
+# torch stops the recomputation before the last product of a layer, of which it needs no result.
+@pytest.mark.parametrize(("recompute", "backward"), [("none", 2), ("full", 2.75)])
+def test_each_module_has_its_own_time(
+    recompute: str, backward: float, tmp_path: Path, by_flops: Callable[..., dict[str, Any]]
+) -> None:
+    save_model(tmp_path / "model", num_hidden_layers=2)
+    found = by_flops(pack(tmp_path), *SIZES, "--implementation", "transformers", "--ac", recompute)
+    shape = open_packed(tmp_path / "packed").shape
+    assert tuple(found) == shape.modules
+    for module, each in found.items():
+        # attention's products differ by what is masked, less than a tenth of a layer here
+        flops = shape.work[module].forward_flops(SEQ_LEN) * SEQ_LEN * ROWS
+        assert each["forward_s"] == pytest.approx(flops, rel=0.1), module
+        is_layer = ".layers." in module
+        assert each["backward_s"] == pytest.approx((backward if is_layer else 2) * flops, rel=0.1), module
+
+
+@pytest.mark.parametrize(
+    ("architecture", "with_others"),
+    [
+        ("Olmo3ForCausalLM", set()),
+        ("BioGptForCausalLM", {"biogpt.embed_positions"}),
+        # its layers take more than the hidden state
+        ("DeepseekV4ForCausalLM", {"model.norm", "head"}),
+    ],
+)
+def test_modules_of_the_catalogue_are_measured(architecture: str, with_others: set[str], tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", architecture)
+    found = measured(pack(tmp_path, "pp=1"), *SIZES, "--quiet")
+    assert set(found) == set(open_packed(tmp_path / "packed").shape.modules)
+    for module, each in found.items():
+        assert (each["forward_s"] > 0) == (module not in with_others), module
+    planned = reshard(
+        "plan", tmp_path / "packed", "--layout", "balance:time,pp=2", "--cost", tmp_path / "times.json", "--json"
+    )
+    assert (planned.code, planned.json["assumed"]["times"]) == (0, "measured"), planned.err
+
+
+def test_times_of_a_run_are_divided_among_the_modules_of_a_stage(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", num_hidden_layers=2)
+    packed, log = pack(tmp_path), tmp_path / "log"
+    log.mkdir()
+    write_metrics(log)
+    write_traces(log, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    found = measured(packed, "--run", log)
+    for stage, modules in enumerate(open_packed(packed).stage_modules):
+        assert sum(found[module]["forward_s"] for module in modules) == pytest.approx(0.010 + 0.001 * stage)
+        assert sum(found[module]["backward_s"] for module in modules) == pytest.approx(0.021)
+    assert found["model.layers.1"]["forward_s"] > found["model.norm"]["forward_s"]
+
+
+def test_run_of_other_stages_or_without_a_trace_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    save_model(tmp_path / "model", num_hidden_layers=2)
+    packed, log = pack(tmp_path), tmp_path / "log"
+    log.mkdir()
+    write_metrics(log)
+    for code in ("log.no-trace", "log.other-stages"):
+        with pytest.raises(UserError) as caught:
+            measured(packed, "--run", log)
+        assert (caught.value.code, caught.value.where) == (code, str(log))
+        wording(str(caught.value).replace(str(tmp_path), "TMP"))
+        write_traces(log, "1F1B", Placement(num_stages=4, num_ranks=4, style="loop"), 4)
+    assert not (tmp_path / "times.json").exists()
+
+
+def test_file_that_exists_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "times.json").write_text("mine")
+    ended = CliRunner().invoke(cli, ["measure", str(tmp_path), "--out", str(tmp_path / "times.json")])
+    assert isinstance(ended.exception, UserError)
+    assert ended.exception.code == "output.exists"
+    assert (tmp_path / "times.json").read_text() == "mine"

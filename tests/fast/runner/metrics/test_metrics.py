@@ -1,0 +1,171 @@
+"""The lines of metrics.jsonl, and docs/metrics.md, which lists their fields."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from manifests.errors import RankError
+from manifests.models import model_shape
+from manifests.models.memory import POLICIES, Training, estimate_memory
+from manifests.placement import Placement
+from manifests.schedules import schedule_table
+from runner.checkpoint.async_save import SaveReport
+from runner.config.flags import parse_training
+from runner.config.memory import planned_memory
+from runner.config.parallel_dims import ParallelDims
+from runner.load.load import LoadReport
+from runner.load.local_cache import CacheReport
+from runner.metrics.gauges import least_step_s, memory_nbytes, peak_flops, peak_memory_nbytes
+from runner.metrics.metrics import Metrics, RankLoad, StepTimes
+from runner.metrics.progress import StepProgress
+from runner.metrics.sinks import JsonLines
+from runner.profiling.step_times import RankTimes
+from runner.training.step import StepReport
+from tests.fast.manifests.models.built import read_config
+
+DOCS = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
+STEP = StepReport(loss=2.5, num_tokens=600, grad_norm=1.5, lr=1e-3)
+TIMES = StepTimes(
+    step_s=2.0,
+    ranks=(
+        RankTimes(data_s=0.5, compute_s=1.0, communication_s=0.25, bubble_s=0.125),
+        RankTimes(data_s=0.0, compute_s=0.75, communication_s=0.5, bubble_s=0.625),
+    ),
+)
+LOADED = RankLoad(
+    rank=1,
+    stages=(1, 3),
+    report=LoadReport(num_tensors=7, num_parts=7, nbytes=2 << 30, load_s=4.0),
+    base_nbytes=100,
+    planned_nbytes=200,
+    copied=CacheReport(nbytes=30, reused_nbytes=40, num_damaged=0, copy_s=0.5, peer_nbytes=20),
+)
+
+
+def saved(failure: RankError | None = None) -> SaveReport:
+    return SaveReport(path=Path("step-000004"), step=4, nbytes=100, stall_s=0.1, save_s=0.2, failure=failure)
+
+
+def tell_all(metrics: Metrics) -> None:
+    metrics.loaded([LOADED])
+    metrics.step(4, STEP, TIMES, peak_nbytes=4096, num_skipped=1)
+    metrics.evaluation(4, 2.25, 1000, 1)
+    metrics.checkpoint(saved())
+    metrics.checkpoint(saved(RankError("rank 1", "the disk is full", code="output.disk-full")))
+    metrics.ended([10, 20])
+
+
+def write_all(path: Path, least_step_s: float | None) -> list[dict[str, object]]:
+    with Metrics([JsonLines(path)], StepProgress(9), least_step_s=least_step_s) as metrics:
+        tell_all(metrics)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(line.pop("time") > 0 for line in lines)
+    return lines
+
+
+def test_lines_say_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded, step, evaluation, checkpoint, failed, *ended = write_all(tmp_path / "log" / "metrics.jsonl", 0.5)
+    assert loaded == {
+        "rank": 1, "stages": [1, 3], "num_tensors": 7, "load_nbytes": 2 << 30, "load_s": 4.0, "load_gib_per_s": 0.5,
+        "base_nbytes": 100, "planned_nbytes": 200,
+        "staged_nbytes": 30, "peer_nbytes": 20, "reused_nbytes": 40, "staged_s": 0.5,
+    }  # fmt: skip
+    assert step == {
+        "step": 4, "loss": 2.5, "grad_norm": 1.5, "lr": 1e-3, "num_tokens": 600, "step_s": 2.0,
+        "data_s": [0.5, 0.0], "compute_s": [1.0, 0.75], "communication_s": [0.25, 0.5], "bubble_s": [0.125, 0.625],
+        "tokens_per_s": 300.0, "peak_nbytes": 4096, "mfu": 0.25, "skipped_documents": 1,
+    }  # fmt: skip
+    assert evaluation == {"step": 4, "eval_loss": 2.25, "eval_num_tokens": 1000, "eval_skipped_documents": 1}
+    assert checkpoint == {
+        "step": 4, "checkpoint": "step-000004", "save_nbytes": 100, "stall_s": 0.1, "save_s": 0.2,
+    }  # fmt: skip
+    problem = "rank 1: the disk is full [output.disk-full]"
+    assert failed == {"step": 4, "checkpoint": "step-000004", "save_error": problem}
+    assert ended == [{"rank": 0, "peak_nbytes": 10}, {"rank": 1, "peak_nbytes": 20}]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "step 4/9  loss 2.500000  grad norm 1.5000  lr 0.001  300 tokens/s  MFU 25.0%"
+
+
+def test_every_field_is_in_the_document_and_no_other(tmp_path: Path) -> None:
+    fields = {name for line in write_all(tmp_path / "metrics.jsonl", 0.5) for name in line}
+    listed = set(re.findall(r"`([a-z_]+)`", DOCS.partition("## Where the time goes")[0]))
+    assert fields - listed == set()
+    assert listed - fields == {"time", "_s", "_nbytes", "_gib_per_s"}
+
+
+def test_utilization_is_left_out_where_it_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, step, *_ = write_all(tmp_path / "metrics.jsonl", None)
+    assert "mfu" not in step
+    assert "MFU" not in capsys.readouterr().out
+
+
+def test_other_ranks_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = Metrics()
+    metrics.loaded([LOADED])
+    metrics.step(1, STEP, TIMES, peak_nbytes=1)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GB200", 2.5e15),
+        ("NVIDIA B200", 2.25e15),
+        ("Tesla T4", None),
+    ],
+)
+def test_speed_of_a_gpu_goes_by_its_name(name: str, flops: float | None) -> None:
+    assert peak_flops(name) == flops
+
+
+def test_least_time_of_a_step_counts_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = model_shape(read_config("tiny-llama"))
+    options = parse_training(["--data", "synthetic", "--dtype", "bf16", "--global-batch", "6", "--seq-len", "32"])
+    assert least_step_s(shape, options, 2, torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    found = least_step_s(shape, options, 2, torch.device("cuda", 0))
+    assert found == shape.train_flops(32) * 6 * 32 / (2 * 989e12)
+    whole = parse_training(["--data", "synthetic", "--dtype", "fp32"])
+    assert least_step_s(shape, whole, 2, torch.device("cuda", 0)) is None
+
+
+def test_memory_is_the_processs_own() -> None:
+    filled = torch.ones(64 << 20, dtype=torch.uint8)
+    for nbytes in (memory_nbytes(torch.device("cpu")), peak_memory_nbytes(torch.device("cpu"))):
+        assert filled.nbytes <= nbytes < 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        ((), "fp32"),
+        (("--dtype", "bf16", "--loss-chunk", "8"), "bf16"),
+        (("--dtype", "bf16", "--master-dtype", "fp32", "--ac", "selective"), "mixed"),
+    ],
+)
+def test_memory_of_a_run_is_what_reshard_plan_says_of_it(flags: tuple[str, ...], policy: str) -> None:
+    shape = model_shape(read_config("tiny-llama"))
+    stages = (shape.modules[:2], shape.modules[2:])
+    table = schedule_table("1F1B", Placement(num_stages=2, num_ranks=2), 4)
+    options = parse_training(["--data", "synthetic", "--microbatch", "2", "--seq-len", "32", *flags])
+    degrees = ParallelDims(pipeline=2, replicate=3, shard=2, tensor=4)
+    training = Training(
+        policy=POLICIES[policy],
+        microbatch=2,
+        seq_len=32,
+        shard=2,
+        tensor=4,
+        recompute=options.compute.recompute,
+        loss_chunk=options.compute.loss_chunk,
+    )
+    assert planned_memory(shape, stages, table, options, degrees) == estimate_memory(shape, stages, table, training)

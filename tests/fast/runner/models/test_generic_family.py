@@ -1,0 +1,198 @@
+"""Every architecture of the catalogue that trains: its stages against transformers' whole model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from manifests.errors import UserError
+from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of
+from runner.config.architectures import TORCHTITAN, check_trainable, is_generic
+from runner.models import family_for
+from runner.models.regions import pieces_in, regions_of
+from tests.fast.manifests.models.catalogued import DOZEN, config_of
+from tools.parity import Trained, compare
+from tools.tiny_models import DROPOUTS
+
+GENERIC = tuple(name for name in catalogued() if is_generic(name))
+SLOW = pytest.mark.slow
+# With the config as it is `test_catalogue` compares all of them in 1, 2 and 4 stages, among the slow tests.
+WAYS = (
+    *((name, 4, False) for name in GENERIC if name in DOZEN),
+    *(pytest.param(name, 2, True, marks=() if name in DOZEN else SLOW) for name in GENERIC),
+    *(pytest.param(name, (1, 4)[row % 2], True, marks=SLOW) for row, name in enumerate(GENERIC)),
+)
+REFUSED = (("DbrxForCausalLM", "tie_word_embeddings"), ("DiffLlamaForCausalLM", "attention_dropout"))  # by transformers
+# Embeddings, residuals and logits that are scaled; sliding, chunked and linear attention in turn with full; dense
+# layers among sparse ones, which have shared experts; and ties.
+HARD = tuple(
+    pytest.param(name, changes, marks=marks, id=name)
+    for name, changes, marks in (
+        ("GraniteForCausalLM", {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22}, ()),
+        ("Glm4MoeForCausalLM", {"n_shared_experts": 2, "first_k_dense_replace": 2, "use_qk_norm": True}, ()),
+        ("GraniteMoeHybridForCausalLM",
+         {"embedding_multiplier": 12.0, "shared_intermediate_size": 48, "layer_types": ["attention", "mamba"] * 2},
+         SLOW),
+        ("MiniCPM3ForCausalLM", {"scale_emb": 3.0, "dim_model_base": 16}, SLOW),
+        ("Olmo3ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 4}, SLOW),
+        ("Cohere2ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"] * 2, "logit_scale": 0.25}, SLOW),
+        ("Qwen3NextForCausalLM",
+         {"layer_types": ["full_attention", "linear_attention"] * 2, "mlp_only_layers": [1]}, SLOW),
+        ("Qwen3_5MoeForCausalLM", {"layer_types": ["full_attention", "linear_attention"] * 2}, SLOW),
+        ("MiniMaxForCausalLM", {"layer_types": ["linear_attention", "full_attention"] * 2}, SLOW),
+        ("Llama4ForCausalLM", {"interleave_moe_layer_step": 1, "attention_chunk_size": 4}, SLOW),
+        ("DeepseekV2ForCausalLM", {"q_lora_rank": None, "n_shared_experts": 2}, SLOW),
+        ("Ernie4_5_MoeForCausalLM", {"moe_num_shared_experts": 1, "moe_layer_start_index": 2}, SLOW),
+    )
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "num_stages", "is_changed"), WAYS)
+def test_stages_compute_what_the_whole_model_does(architecture: str, num_stages: int, is_changed: bool) -> None:
+    entry, changes = entry_for(architecture), dict[str, object]()
+    if is_changed:
+        default = config_of(architecture).to_dict()
+        changes = {name: 0.1 for name in DROPOUTS if name in default and name != "layerdrop"}
+        if entry.ties:
+            changes["tie_word_embeddings"] = not default["tie_word_embeddings"]
+        changes = {name: value for name, value in changes.items() if (architecture, name) not in REFUSED}
+    check(compare(entry, num_stages, **changes))
+
+
+@pytest.mark.parametrize(("architecture", "changes"), HARD)
+def test_stages_compute_what_the_whole_model_does_where_a_config_is_hard(
+    architecture: str, changes: dict[str, Any]
+) -> None:
+    before = config_of(architecture).to_dict()
+    assert all(before[name] != value for name, value in changes.items())
+    for num_stages in (1, 2, 4):
+        check(compare(entry_for(architecture), num_stages, tie_word_embeddings=True, **changes))
+
+
+_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 8}
+_LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+# Fields that our side reads, or that only training shows.
+FIELDS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("Olmo3ForCausalLM", {"pad_token_id": 5}),
+    ("OlmoeForCausalLM", {"pad_token_id": 5, "num_experts_per_tok": 1}),
+    ("Gemma2ForCausalLM", {"pad_token_id": 5, "tie_word_embeddings": True}),
+    ("Gemma2ForCausalLM", {"final_logit_softcapping": 0.5, "attn_logit_softcapping": 0.5}),
+    ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 7, "hidden_activation": "gelu"}),
+    ("Olmo2ForCausalLM", {"rope_parameters": _YARN}),
+    ("Olmo2ForCausalLM", {"rope_parameters": _LINEAR}),
+    ("Olmo2ForCausalLM", {"rope_parameters": {**_LINEAR, "rope_type": "dynamic"}}),
+    ("Olmo2ForCausalLM", {"use_cache": False}),
+    ("Olmo2ForCausalLM", {"attention_dropout": 0.3}),
+    ("OlmoeForCausalLM", {"router_aux_loss_coef": 0.5}),
+    ("OlmoeForCausalLM", {"norm_topk_prob": True, "clip_qkv": 0.05}),
+    ("GPTNeoXForCausalLM", {"use_parallel_residual": False, "hidden_dropout": 0.2}),
+    ("GPTNeoXForCausalLM", {"rope_parameters": {**_LINEAR, "partial_rotary_factor": 0.5}}),
+)
+
+
+@pytest.mark.parametrize(("architecture", "changes"), FIELDS)
+def test_fields_of_a_config_give_the_gradients_of_transformers(architecture: str, changes: dict[str, object]) -> None:
+    check(compare(entry_for(architecture), 2, **changes))
+
+
+@pytest.mark.parametrize("architecture", ["OlmoeForCausalLM", "GraniteMoeForCausalLM"])
+def test_a_loss_that_stages_would_leave_out_is_refused(architecture: str) -> None:
+    with pytest.raises(UserError) as refused:
+        compare(entry_for(architecture), 2, output_router_logits=True)
+    assert (refused.value.code, refused.value.where) == (
+        "config.unsupported-field", "config.json: output_router_logits",
+    )  # fmt: skip
+
+
+HANDING_ON = (
+    ("Gemma4ForCausalLM", {"num_kv_shared_layers": 2}),
+    ("Gemma3nForCausalLM", {"num_kv_shared_layers": 2}),
+    ("GlmMoeDsaForCausalLM", {"indexer_types": ["full", "shared", "shared", "full"]}),
+    ("DeepseekV4ForCausalLM", {"tie_word_embeddings": True}),
+)
+
+
+@pytest.mark.parametrize(("architecture", "changes"), HANDING_ON)
+def test_what_layers_take_beside_the_hidden_state_is_handed_on(architecture: str, changes: dict[str, object]) -> None:
+    entry = entry_for(architecture)
+    check(compare(entry, 4, **changes))
+
+
+def entry_for(architecture: str) -> CatalogueEntry:
+    entry = entry_of(architecture)
+    assert entry is not None
+    return entry
+
+
+def check(found: Trained) -> None:
+    assert found.compared.logits == 0
+    assert found.compared.loss <= 1e-6
+    assert found.compared.gradients <= 1e-6
+    assert found.weights <= 1e-6
+
+
+def test_architectures_that_cannot_be_cut_are_refused_with_the_reason() -> None:
+    refused = [name for name in catalogued() if not is_generic(name) and name not in TORCHTITAN]
+    assert refused
+    for name in refused:
+        with pytest.raises(UserError) as caught:
+            check_trainable(name)
+        assert (caught.value.code, caught.value.where) == ("model.no-family", "config.json: architectures")
+        entry = entry_of(name)
+        assert entry is not None
+        assert entry.refused in caught.value.problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "seq_len", "code", "where"),
+    [
+        ({}, 129, "options.sequence-length", "--seq-len"),
+        ({"output_router_logits": True}, 8, "config.unsupported-field", "config.json: output_router_logits"),
+        ({"z_loss_coefficient": 0.1}, 8, "config.unsupported-field", "config.json: z_loss_coefficient"),
+        ({"num_hidden_layers": "four"}, 8, "config.refused-by-transformers", "config.json"),
+    ],
+)
+def test_what_would_train_wrongly_is_refused(changes: dict[str, object], seq_len: int, code: str, where: str) -> None:
+    config = {**config_of("Qwen3NextForCausalLM").to_dict(), "architectures": ["Qwen3NextForCausalLM"], **changes}
+    with pytest.raises(UserError) as caught:
+        family_for(config, max_seq_len=seq_len)
+    assert (caught.value.code, caught.value.where) == (code, where)
+
+
+def test_an_infinity_is_read_as_transformers_writes_it() -> None:
+    written = json.loads(config_of("BambaForCausalLM").to_json_string(use_diff=False))
+    assert written["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    family_for({**written, "architectures": ["BambaForCausalLM"]}, max_seq_len=8)
+
+
+def test_modules_that_the_model_lacks_and_inputs_on_two_stages_are_refused() -> None:
+    config = {**config_of("GPTBigCodeForCausalLM").to_dict(), "architectures": ["GPTBigCodeForCausalLM"]}
+    family = family_for(config, max_seq_len=8)
+    assert family.modules[:3] == ("transformer.wte", "transformer.wpe", "transformer.h.0")
+    handing_on = {**config_of("Gemma4ForCausalLM").to_dict(), "architectures": ["Gemma4ForCausalLM"]}
+    with pytest.raises(UserError) as caught:
+        family_for(handing_on, max_seq_len=8).build(("model.norm",))
+    assert (caught.value.code, caught.value.where) == ("model.split-inputs", "config.json")
+    for modules, code in ((("transformer.wte",), "model.split-inputs"), (("mtp",), "config.mtp-layers")):
+        with pytest.raises(UserError) as caught:
+            family.build(modules)
+        assert (caught.value.code, caught.value.where) == (code, "config.json")
+
+
+def test_regions_are_found_in_boxes_of_a_parameter() -> None:
+    experts = torch.arange(48.0).reshape(2, 6, 4)  # two experts, each three rows of either matrix
+    files = {f"{expert}.{name}": experts[expert, 3 * part : 3 * part + 3]
+             for expert in range(2) for part, name in enumerate("ab")}  # fmt: skip
+    regions = regions_of(experts, files)
+    assert regions is not None
+    assert regions_of(experts, {**files, "1.b": files["1.b"].clone()}) is None
+    assert regions_of(experts, {"0.a": files["0.a"]}) is None
+    box = experts[1:, 2:5].clone()  # rows of both matrices of the second expert
+    found = {piece.fqn: piece for region in regions if (piece := pieces_in(region, box, (1, 2, 0))) is not None}
+    assert {fqn: piece.offset for fqn, piece in found.items()} == {"1.a": (2, 0), "1.b": (0, 0)}
+    for fqn, piece in found.items():
+        low = piece.offset[0]
+        assert piece.memory.equal(files[fqn][low : low + piece.memory.shape[0]])

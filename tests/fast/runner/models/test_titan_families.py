@@ -1,0 +1,309 @@
+"""What torchtitan's families build, what they call things, and what they refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from manifests.errors import InputError
+from manifests.models import model_shape
+from runner import models as families
+from runner.bundle.packed import open_packed
+from runner.checkpoint.save import write_shard
+from runner.checkpoint.state import held_weights
+from runner.load.load import load_tensors
+from runner.models import Family, family_for
+from runner.models.experts import grouped_product
+from runner.models.titan_fields import TITAN_FIELDS
+from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
+from runner.tensors.local_shard import whole_pieces
+from stores.bundles import Bundles
+from tests.builders import Tensor, reshard, run
+from tests.fast.manifests.models.built import read_config
+from tests.fast.reshard.transforms.test_dequantize import MXFP4, fp8, values_in, write_quantized
+from tests.fast.runner.models.titans import TITANS, save_titan
+from tests.fast.runner.tiny import CPU, split_evenly
+
+TINY = ("tiny-deepseek-v3", "tiny-gpt-oss", "tiny-llama", "tiny-mistral", "tiny-qwen3", "tiny-qwen3-moe")
+# Fields as on the hub.
+MISTRAL: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "hidden_act": "silu",
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+}  # fmt: skip
+QWEN3: dict[str, Any] = {
+    **read_config("qwen3-32b"), "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
+}  # fmt: skip
+TRUE: dict[str, dict[str, Any]] = {
+    **{name: read_config(name) for name in ("deepseek-v3", "gpt-oss-120b", "qwen3-235b-a22b", "qwen3-32b")},
+    "deepseek-r1": {**read_config("deepseek-v3"), "num_nextn_predict_layers": 1, "aux_loss_alpha": 0.001},
+    "gpt-oss-20b": {**read_config("gpt-oss-120b"), "num_hidden_layers": 24, "num_local_experts": 32,
+                    "layer_types": ["sliding_attention", "full_attention"] * 12},
+    "mistral-7b-v0.1": {**MISTRAL, "vocab_size": 32000, "sliding_window": 4096, "rope_theta": 10000.0},
+    "mistral-7b-v0.3": {**MISTRAL, "vocab_size": 32768, "sliding_window": None, "rope_theta": 1000000.0},
+    "qwen3-0.6b": QWEN3,
+    "qwen3-8b": {**read_config("qwen3-32b"), "hidden_size": 4096, "intermediate_size": 12288,
+                 "num_hidden_layers": 36, "num_attention_heads": 32},
+    "qwen3-30b-a3b": {**read_config("qwen3-235b-a22b"), "hidden_size": 2048, "intermediate_size": 6144,
+                      "moe_intermediate_size": 768, "num_attention_heads": 32, "num_hidden_layers": 48},
+}  # fmt: skip
+
+
+def plain(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: found for name, found in config.items() if name != "quantization_config"}
+
+
+def built_tensors(family: Family, modules: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    (chunk,) = build_chunks(family, (modules,), (0,))
+    pieces = [*hf_pieces(chunk), *hf_constants(chunk)]
+    assert all(piece.is_whole for piece in pieces)
+    found = {piece.fqn: piece.shape for piece in pieces}
+    assert len(found) == len(pieces)
+    return found
+
+
+@pytest.mark.parametrize("variant", TITANS, ids=lambda variant: " ".join([variant[0], *variant[1]]))
+def test_built_tensors_are_those_of_the_files(variant: tuple[str, dict[str, Any]]) -> None:
+    config = read_config(variant[0], **variant[1])
+    family = family_for(config, max_seq_len=8)
+    assert built_tensors(family, family.modules) == model_shape(config).tensors
+
+
+@pytest.mark.parametrize("name", TRUE)
+def test_stage_of_a_true_model_is_built_without_memory_and_holds_its_own_tensors(name: str) -> None:
+    config = TRUE[name]
+    family, shape = family_for(config, max_seq_len=4096), model_shape(plain(config))
+    modules = (*family.modules[:2], *family.modules[-4:-2])
+    body, owned = family.build(modules), shape.by_module()
+    assert all(tensor.is_meta for tensor in (*body.parameters(), *body.buffers()))
+    assert built_tensors(family, modules) == {fqn: shape.tensors[fqn] for module in modules for fqn in owned[module]}
+
+
+EXPERTS = {
+    "tiny-qwen3-moe": ("layers.2.moe.routed_experts.inner_experts.w1_EFD", (8, 24, 32)),
+    "tiny-deepseek-v3": ("layers.2.moe.routed_experts.inner_experts.w2_EDF", (8, 32, 24)),
+    "tiny-gpt-oss": ("layers.2.moe.routed_experts.inner_experts.mlp1_weight_EGD", (8, 128, 32)),
+}
+FAMILIES = {name: family_for(read_config(name), max_seq_len=8) for name in EXPERTS}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(EXPERTS)), st.tuples(*[st.tuples(st.integers(0, 200), st.integers(0, 200))] * 3))
+def test_pieces_of_any_box_of_stacked_experts_are_boxes_of_their_tensors(
+    name: str, drawn: tuple[tuple[int, int], ...]
+) -> None:
+    parameter, sizes = EXPERTS[name]
+    stacked = torch.arange(prod(sizes), dtype=torch.float32).view(sizes)
+    pieces = FAMILIES[name].pieces(parameter, stacked, (0, 0, 0))
+    whole = {piece.fqn: piece.memory for piece in pieces}
+    assert all(piece.is_whole for piece in pieces)
+    bounds = [sorted((low % (size + 1), high % (size + 1))) for (low, high), size in zip(drawn, sizes, strict=True)]
+    box = stacked[tuple(slice(*pair) for pair in bounds)]
+    found = FAMILIES[name].pieces(parameter, box, tuple(low for low, _ in bounds))
+    assert sum(piece.memory.numel() for piece in found) == box.numel()
+    for piece in found:
+        begins = zip(piece.offset, piece.memory.shape, strict=True)
+        assert torch.equal(piece.memory, whole[piece.fqn][tuple(slice(at, at + size) for at, size in begins)])
+
+
+@pytest.mark.parametrize("width", [24, 22])  # of which one is no multiple of 16 bytes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_product_is_each_experts_own_bit_for_bit_and_an_idle_one_gets_zeros(
+    width: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(10, 32, generator=generator).to(dtype).requires_grad_()
+    weights = torch.randn(4, width, 32, generator=generator).to(dtype).requires_grad_()
+    counts = torch.tensor([3, 0, 5, 2])
+    found = grouped_product(rows, weights, counts)
+    expected = torch.cat([part @ weight.T for part, weight in zip(rows.split([3, 0, 5, 2]), weights, strict=True)])
+    assert torch.equal(found, expected)
+    one, other = (torch.autograd.grad(out.float().square().sum(), (rows, weights)) for out in (found, expected))
+    assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+    assert not one[1][1].any()
+
+
+def packed_titan(folder: Path, name: str) -> Bundles:
+    save_titan(folder / "source", name)
+    run("pack", folder / "source", "--layout", "pp=2", "--out", folder / "packed", "--quiet")
+    launched = open_packed(folder / "packed")
+    return Bundles(launched.manifest, launched.root)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_what_a_bundle_holds_is_loaded_and_held_to_the_last_byte(name: str, tmp_path: Path) -> None:
+    bundles, config = packed_titan(tmp_path, name), read_config(name)
+    stored = load_file(tmp_path / "source" / "model.safetensors")
+    family = family_for(config, max_seq_len=8)
+    chunks = build_chunks(family, split_evenly(family.modules, 3), range(3))
+    for chunk in chunks:
+        materialize(chunk, device=CPU, dtype=torch.float32)
+    load_tensors(
+        [piece for chunk in chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk))], bundles, model_shape(config)
+    )
+    held = [piece for kinds in held_weights(chunks, ()).values() for pieces in kinds.values() for piece in pieces]
+    assert {piece.fqn for piece in held} == stored.keys()
+    assert all(torch.equal(piece.memory, stored[piece.fqn]) for piece in held)
+
+
+@pytest.mark.parametrize("expert", [0, 5])
+def test_dropped_expert_is_an_error_and_never_a_guess(expert: int, tmp_path: Path) -> None:
+    """torchtitan's own adapter leaves out all of a layer's experts where one is missing, and says nothing."""
+    bundles, config = packed_titan(tmp_path, "tiny-qwen3-moe"), read_config("tiny-qwen3-moe")
+    lost = f"model.layers.2.mlp.experts.{expert}.up_proj.weight"
+    first, second = bundles.manifest.stages
+    (shard,) = second.shards
+    root = tmp_path / "packed"
+    stored = load_file(root / shard.path)  # lies in the file, which is written anew below
+    tensors = {fqn: tensor.clone() for fqn, tensor in stored.items() if fqn != lost}
+    assert len(tensors) == len(stored) - 1
+    left = write_shard(whole_pieces(tensors), root, shard.path)
+    bundles = Bundles(replace(bundles.manifest, stages=(first, replace(second, shards=(left,)))), root)
+    family = family_for(config, max_seq_len=8)
+    (chunk,) = build_chunks(family, (family.modules,), (0,))
+    materialize(chunk, device=CPU, dtype=torch.float32)
+    with pytest.raises(InputError) as error:
+        load_tensors([*hf_pieces(chunk), *hf_constants(chunk)], bundles, model_shape(config))
+    assert (error.value.code, error.value.where) == ("shard.missing-tensor", f"{tmp_path}/packed: stages[1]")
+    assert lost in error.value.problem
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "section"), [("tiny-deepseek-v3", {}, fp8(8, 16)), ("tiny-gpt-oss", {"hidden_size": 96}, MXFP4)]
+)
+def test_quantized_source_is_refused_until_it_is_packed_plain_and_then_has_its_values(
+    name: str, changes: dict[str, Any], section: dict[str, Any], tmp_path: Path
+) -> None:
+    config = read_config(name, **changes)
+    stored = write_quantized(tmp_path / "source", {**config, "quantization_config": section})
+    for out, flags in (("kept", ()), ("plain", ("--dequantize", "fp32"))):
+        asked = ("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / out, "--quiet")
+        assert reshard(*asked, *flags).code == 0
+    with pytest.raises(InputError) as error:
+        open_packed(tmp_path / "kept")
+    assert (error.value.code, error.value.where) == (
+        "model.quantized", f"{tmp_path}/kept/config.json: quantization_config"
+    )  # fmt: skip
+    launched = open_packed(tmp_path / "plain")
+    family = family_for(launched.config, max_seq_len=8)
+    (chunk,) = build_chunks(family, (family.modules,), (0,))
+    materialize(chunk, device=CPU, dtype=torch.float32)
+    pieces = [*hf_pieces(chunk), *hf_constants(chunk)]
+    load_tensors(pieces, Bundles(launched.manifest, launched.root), launched.shape)
+    for piece in pieces:
+        expected = dequantized(piece.fqn, stored, (8, 16))
+        assert torch.equal(piece.memory.nan_to_num(), expected.nan_to_num()), piece.fqn
+
+
+def dequantized(fqn: str, stored: dict[str, Tensor], block: tuple[int, int]) -> torch.Tensor:
+    """Give a tensor's values, by torch alone or by transformers."""
+    if f"{fqn}_blocks" in stored:
+        blocks, scales = (values_in(stored[f"{fqn}_{part}"]) for part in ("blocks", "scales"))
+        return convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    values = values_in(stored[fqn]).float()
+    if f"{fqn}_scale_inv" in stored:
+        scales = values_in(stored[f"{fqn}_scale_inv"]).repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        values = values * scales[: values.shape[0], : values.shape[1]]
+    return values
+
+
+DEEPSEEK = """
+import json, resource
+import torchtitan.models.deepseek_v3.model
+from runner.pipeline.chunk import build_chunks
+from runner.models import family_for
+import runner.models.deepseek_v3
+from tests.steps import steps_of
+config = json.load(open("tests/data/configs/deepseek-v3.json"))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+family = family_for(config, max_seq_len=4096)
+share = -(-len(family.modules) // 32)
+stages = [family.modules[at : at + share] for at in range(0, len(family.modules), share)]
+chunks = build_chunks(family, stages, (1, 17))  # of 16 ranks with 2 stages each
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(steps_of(lambda: build_chunks(family, stages, (1, 17))), sum(1 for c in chunks for _ in c.modules()), grown)
+assert sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters()) > 20e9
+"""
+
+
+def test_rank_of_deepseek_v3_is_built_in_few_steps_a_module_and_300_mb() -> None:
+    done = subprocess.run([sys.executable, "-c", DEEPSEEK], timeout=120, capture_output=True, text=True, check=True)
+    num_steps, num_modules, grown_kib = map(int, done.stdout.split())
+    assert num_steps < 5000 * num_modules
+    assert grown_kib * 1024 < 300e6
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "where"),
+    [
+        ("tiny-mistral", {"attention_dropout": 0.1},
+         "attention_dropout"),
+        ("tiny-mistral", {"sliding_window": 0}, "sliding_window"),
+        ("tiny-qwen3", {"attention_bias": True}, "attention_bias"),
+        ("tiny-qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("tiny-qwen3", {"layer_types": ["chunked_attention"] * 4},
+         "layer_types"),
+        ("tiny-qwen3", {"layer_types": ["sliding_attention"] * 4},
+         "sliding_window"),
+        ("tiny-qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+         "rope_scaling.original_max_position_embeddings"),
+        ("tiny-qwen3-moe", {"output_router_logits": True},
+         "output_router_logits"),
+        ("tiny-deepseek-v3", {"scoring_func": "softmax"},
+         "scoring_func"),
+        ("tiny-deepseek-v3", {"num_key_value_heads": 2},
+         "num_key_value_heads"),
+        ("tiny-deepseek-v3", {"n_group": 8},
+         "n_group"),
+        ("tiny-deepseek-v3", {"topk_group": 3}, "topk_group"),
+        ("tiny-deepseek-v3", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ("tiny-gpt-oss", {"swiglu_limit": -1}, "swiglu_limit"),
+        ("tiny-gpt-oss", {"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)  # fmt: skip
+def test_field_that_is_not_supported_is_refused_by_name(
+    name: str, changes: dict[str, Any], where: str, wording: Callable[[str], None]
+) -> None:
+    config = read_config(name, **changes)
+    with pytest.raises(InputError) as error:
+        family_for(config, max_seq_len=8)
+    assert error.value.where == f"config.json: {where}"
+    wording(f"{error.value.code}: {error.value}")
+    with pytest.raises(InputError) as at_launch:  # without torch
+        TITAN_FIELDS[config["architectures"][0]](config, "config.json")
+    assert str(at_launch.value) == str(error.value)
+
+
+def test_every_family_on_torchtitan_reads_its_config_as_the_launcher_does() -> None:
+    assert families.FAMILIES.keys() == TITAN_FIELDS.keys()
+    for name in TINY:
+        family = family_for(read_config(name), max_seq_len=8)
+        assert isinstance(family, TITAN_FIELDS[family.architecture])
+
+
+@pytest.mark.parametrize("pad", [96, -97, True, "5", 5.0])
+@pytest.mark.parametrize("name", TINY)
+def test_padding_token_outside_the_vocabulary_is_refused(name: str, pad: object) -> None:
+    with pytest.raises(InputError) as error:
+        family_for(read_config(name, pad_token_id=pad), max_seq_len=8)
+    assert (error.value.code, error.value.where) == ("config.pad-token", "config.json: pad_token_id")
+
+
+def test_layer_that_predicts_further_tokens_is_refused_for_training() -> None:
+    family = family_for(read_config("tiny-deepseek-v3", num_nextn_predict_layers=1), max_seq_len=8)
+    assert family.modules[-3:] == ("model.layers.3", "model.norm", "lm_head")
+    with pytest.raises(InputError) as error:
+        family.build(("model.layers.3", "model.layers.4", "model.norm"))
+    assert (error.value.code, error.value.where) == ("config.mtp-layers", "config.json: num_nextn_predict_layers")

@@ -1,0 +1,107 @@
+"""torchtitan's families whole and cut into stages, against the models that transformers loads (fp32)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner.pipeline.chunk import hf_constants, hf_pieces
+from tests.fast.runner.models.decoders import Variant, variant_ids
+from tests.fast.runner.models.titans import (
+    TITANS,
+    batch_of,
+    chunks_of,
+    forward,
+    gradients_in,
+    in_files,
+    load,
+    loss_of,
+    save_titan,
+    worst,
+)
+
+
+@pytest.mark.parametrize("variant", TITANS, ids=variant_ids(TITANS))
+def test_logits_and_gradients_are_those_of_transformers_and_cutting_changes_no_bit(
+    variant: Variant, tmp_path: Path
+) -> None:
+    name, changes = variant
+    save_titan(tmp_path, name, **changes)
+    model, batch, tied = load(tmp_path), batch_of(0), bool(changes.get("tie_word_embeddings"))
+    expected = model(batch.tokens).logits
+    torch.autograd.backward(loss_of(expected, batch))
+    assert expected.abs().max() > 0.5
+
+    chunks = chunks_of(tmp_path, 1)
+    whole = forward(chunks, batch.tokens)
+    torch.autograd.backward(loss_of(whole, batch))
+    assert (whole - expected).abs().max() <= 5e-6
+    gradients = gradients_in(chunks, tied=tied)
+    assert worst(gradients, in_files(model, tmp_path, gradients=True)) <= 1e-5
+    for num_stages in (2, 3, len(chunks[0].family.modules)):
+        cut = chunks_of(tmp_path, num_stages)
+        logits = forward(cut, batch.tokens)
+        torch.autograd.backward(loss_of(logits, batch))
+        assert torch.equal(logits, whole)
+        found = gradients_in(cut, tied=tied)
+        assert all(torch.equal(found[fqn], gradients[fqn]) for fqn in gradients)
+
+
+@pytest.mark.parametrize("variant", TITANS, ids=variant_ids(TITANS))
+def test_three_steps_of_adamw_go_where_those_of_transformers_go(variant: Variant, tmp_path: Path) -> None:
+    name, changes = variant
+    save_titan(tmp_path, name, **{**changes, "tie_word_embeddings": False})
+    model, chunks = load(tmp_path), chunks_of(tmp_path, 2)
+    constants = [piece.memory.clone() for chunk in chunks for piece in hf_constants(chunk)]
+    ours = torch.optim.AdamW([weight for chunk in chunks for weight in chunk.parameters()], lr=1e-3, eps=1e-6)
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    for batch in map(batch_of, range(3)):
+        found, expected = loss_of(forward(chunks, batch.tokens), batch), loss_of(model(batch.tokens).logits, batch)
+        assert found.item() == pytest.approx(expected.item(), abs=1e-5)
+        for optimizer, loss in ((ours, found), (theirs, expected)):
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+    pieces = (piece for chunk in chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk)))
+    weights = {piece.fqn: piece.memory for piece in pieces}
+    assert worst(weights, in_files(model, tmp_path, gradients=False)) <= 1e-3
+    assert all(
+        torch.equal(piece.memory, constant)
+        for piece, constant in zip((p for c in chunks for p in hf_constants(c)), constants, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "wrong"),
+    [
+        ("tiny-mistral", "sliding_window", 15),
+        ("tiny-qwen3-moe", "norm_topk_prob", True),
+        ("tiny-deepseek-v3", "topk_group", 2),
+        ("tiny-deepseek-v3", "routed_scaling_factor", 2.49),
+        ("tiny-gpt-oss", "swiglu_limit", 0.1),
+        ("tiny-gpt-oss", "layer_types", ["sliding_attention"] * 4),
+    ],
+)
+def test_planted_wrong_field_is_caught(name: str, field: str, wrong: object, tmp_path: Path) -> None:
+    save_titan(tmp_path, name, **({"sliding_window": 16} if name == "tiny-mistral" else {}))
+    batch = batch_of(0)
+    with torch.no_grad():
+        expected = load(tmp_path)(batch.tokens).logits
+        found = forward(chunks_of(tmp_path, 1, changes={field: wrong}), batch.tokens)
+    assert (found - expected).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["tiny-mistral", "tiny-qwen3", "tiny-qwen3-moe", "tiny-deepseek-v3", "tiny-gpt-oss"])
+def test_in_bf16_logits_are_near_and_what_is_not_trained_stays_exact(name: str, tmp_path: Path) -> None:
+    save_titan(tmp_path, name)
+    batch, exact, half = batch_of(0), chunks_of(tmp_path, 2), chunks_of(tmp_path, 2, torch.bfloat16)
+    with torch.no_grad():
+        expected, found = forward(exact, batch.tokens), forward(half, batch.tokens)
+    assert found.dtype == torch.bfloat16
+    # A token near the edge between two experts may change sides: the median tells of the rest.
+    assert (found - expected).abs().median() <= 0.02 * expected.abs().max()
+    pairs = zip(exact, half, strict=True)
+    for one, other in ((a, b) for chunk, like in pairs for a, b in zip(chunk.buffers(), like.buffers(), strict=True)):
+        assert one.dtype == other.dtype

@@ -1,0 +1,121 @@
+"""torchtitan's families on transformers' own model classes (`--implementation transformers`), bit for bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from manifests.errors import UserError
+from runner.config.architectures import TORCHTITAN, choose_implementation, generic_entry
+from runner.models import family_for
+from runner.models.generic import Generic
+from runner.pipeline.chunk import hf_constants
+from tests.fast.manifests.models.built import TINY, read_config
+from tests.fast.runner.models.decoders import SEQ_LEN, Variant, variant_ids
+from tests.fast.runner.models.titans import (
+    TITANS,
+    batch_of,
+    chunks_of,
+    forward,
+    gradients_in,
+    in_files,
+    load,
+    loss_of,
+    save_titan,
+    worst,
+)
+
+
+@pytest.mark.parametrize("variant", TITANS, ids=variant_ids(TITANS))
+def test_logits_and_gradients_are_bitwise_those_of_transformers_however_it_is_cut(
+    variant: Variant, tmp_path: Path
+) -> None:
+    name, changes = variant
+    save_titan(tmp_path, name, **changes)
+    batch, tied = batch_of(0), bool(changes.get("tie_word_embeddings"))
+    aligned = "moe_intermediate_size" not in changes  # else transformers' grouped products refuse it
+    model = load(tmp_path, experts=None if aligned else "eager")
+    expected = model(batch.tokens).logits
+    torch.autograd.backward(loss_of(expected, batch))
+    gradients = in_files(model, tmp_path, gradients=True)
+    assert expected.abs().max() > 0.5
+    for num_stages in (1, 2, 3):
+        chunks = chunks_of(tmp_path, num_stages, implementation="transformers")
+        logits = forward(chunks, batch.tokens)
+        torch.autograd.backward(loss_of(logits, batch))
+        assert torch.equal(logits, expected)
+        found = gradients_in(chunks, tied=tied)
+        assert found.keys() == gradients.keys()
+        assert [fqn for fqn, gradient in found.items() if not torch.equal(gradient, gradients[fqn])] == []
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_both_implementations_compute_the_same(name: str, tmp_path: Path) -> None:
+    save_titan(tmp_path, name)
+    batch, found = batch_of(0), {}
+    for implementation in ("torchtitan", "transformers"):
+        chunks = chunks_of(tmp_path, 2, implementation=implementation)
+        logits = forward(chunks, batch.tokens)
+        torch.autograd.backward(loss_of(logits, batch))
+        found[implementation] = logits, gradients_in(chunks, tied=False)
+    (ours, our_gradients), (theirs, their_gradients) = found.values()
+    assert (ours - theirs).abs().max() <= 5e-6
+    assert worst(our_gradients, their_gradients) <= 1e-5
+
+
+def test_bias_that_steers_experts_stays_float32_in_bf16(tmp_path: Path) -> None:
+    save_titan(tmp_path, "tiny-deepseek-v3")
+    chunks = chunks_of(tmp_path, 2, torch.bfloat16, implementation="transformers")
+    constants = [piece for chunk in chunks for piece in hf_constants(chunk)]
+    assert constants
+    assert {piece.memory.dtype for piece in constants} == {torch.float32}
+    assert all(piece.memory.any() for piece in constants)
+
+
+def test_every_family_of_torchtitan_has_both() -> None:
+    assert all(generic_entry(name) for name in TORCHTITAN)
+    assert {read_config(name)["architectures"][0] for name in TINY} == set(TORCHTITAN)
+
+
+def test_without_torchtitan_its_families_train_on_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    assert {choose_implementation(name) for name in TORCHTITAN} == {"transformers"}
+    assert isinstance(family_for(read_config("tiny-llama"), max_seq_len=SEQ_LEN), Generic)
+    with pytest.raises(UserError) as error:
+        family_for(read_config("tiny-llama"), max_seq_len=SEQ_LEN, implementation="torchtitan")
+    assert (error.value.code, error.value.where) == ("system.missing-package", "torchtitan")
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "MptForCausalLM", "Olmo3ForCausalLM"])
+def test_torchtitan_is_refused_for_a_family_that_it_lacks(name: str) -> None:
+    assert choose_implementation(name) == "transformers"
+    with pytest.raises(UserError) as error:
+        choose_implementation(name, "torchtitan")
+    assert error.value.code == "options.implementation"
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("tiny-llama", "pretraining_tp", 2),
+        ("tiny-qwen3", "is_causal", False),
+        ("tiny-deepseek-v3", "scoring_func", "softmax"),
+        ("tiny-gpt-oss", "output_router_logits", True),
+    ],
+)
+def test_field_that_transformers_ignores_is_refused(name: str, field: str, value: object) -> None:
+    with pytest.raises(UserError) as error:
+        family_for(read_config(name, **{field: value}), max_seq_len=8, implementation="transformers")
+    assert (error.value.code, error.value.where) == ("config.unsupported-value", f"config.json: {field}")
+
+
+def test_layers_for_further_tokens_are_refused() -> None:
+    config = read_config("tiny-deepseek-v3", num_nextn_predict_layers=1)
+    family = family_for(config, max_seq_len=8, implementation="transformers")
+    assert not [module for module in family.modules if module.endswith(f".{config['num_hidden_layers']}")]
+    with pytest.raises(UserError) as error:
+        family.build((f"model.layers.{config['num_hidden_layers']}",))
+    assert error.value.code == "config.mtp-layers"

@@ -1,0 +1,120 @@
+"""Combinations for which torch or torchtitan would compute wrong gradients are refused with an alternative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import UsageError
+from manifests.store import read_manifest
+from runner.config.flags import parse_training
+from runner.config.schema import BatchOptions
+from runner.pipeline.timetable import choose_timetable
+from runner.preflight.combinations import REFUSED, Combination, check_combination, check_divides, combine, share_of
+from tests.builders import run, write_model
+
+ZERO_BUBBLE: dict[str, Any] = {"schedule": "ZBVZeroBubble", "splits_backward": True}
+GENERIC: dict[str, Any] = {"is_generic": True, "architecture": "Olmo3ForCausalLM"}
+OWN: dict[str, Any] = {"is_unverified": True, "architecture": "MineForCausalLM"}
+REFUSALS: list[tuple[dict[str, Any], str, str]] = [
+    ({**ZERO_BUBBLE, "is_compiled": True}, "--compile", "schedule.compiled-layers"),
+    (
+        {"num_tensor": 2, "architecture": "MixtralForCausalLM", "whole_because": "there is no plan"},
+        "--tp",
+        "options.tp-architecture",
+    ),
+    ({"num_tensor": 2, "implementation": "transformers"}, "--tp", "options.tp-implementation"),
+    ({"num_tensor": 2, "has_loss_chunks": True}, "--loss-chunk", "options.tp-loss-chunk"),
+    ({"num_tensor": 2, "is_compiled": True}, "--compile", "options.tp-compiled-layers"),
+    ({**OWN, "num_shards": 2}, "--dp-shard", "options.catalogue-combination"),
+    ({**GENERIC, "is_compiled": True}, "--compile", "options.catalogue-combination"),
+    ({**OWN, "has_loss_chunks": True}, "--loss-chunk", "options.catalogue-combination"),
+    ({**OWN, **ZERO_BUBBLE}, "--schedule", "options.catalogue-combination"),
+    ({"num_mtp_layers": 1}, "manifest", "manifest.mtp-layers"),
+]
+
+
+@pytest.mark.parametrize(("found", "where", "code"), REFUSALS)
+def test_combination_that_trains_wrong_is_refused(
+    found: dict[str, Any], where: str, code: str, wording: Callable[[str], None]
+) -> None:
+    with pytest.raises(UsageError) as error:
+        check_combination(Combination(**found))
+    assert (error.value.where, error.value.code) == (where, code)
+    wording(str(error.value))
+
+
+def test_every_rule_is_tested() -> None:
+    applied = [[rule.applies(Combination(**found)) for rule in REFUSED] for found, *_ in REFUSALS]
+    assert [row.index(True) for row in applied] == list(range(len(REFUSED)))
+    assert all(sum(row) == 1 for row in applied)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {},
+        {"is_compiled": True},
+        ZERO_BUBBLE,
+        {"num_tensor": 2},
+        {**GENERIC, "num_shards": 2, "num_tensor": 2, "implementation": "transformers"},
+        {**GENERIC, **ZERO_BUBBLE, "has_loss_chunks": True},
+    ],
+)
+def test_combination_that_is_known_to_be_right_passes(found: dict[str, Any]) -> None:
+    check_combination(Combination(**found))
+
+
+def test_all_refusals_are_reported_at_once(wording: Callable[[str], None]) -> None:
+    with pytest.raises(UsageError) as error:
+        check_combination(Combination(is_compiled=True, num_tensor=2, has_loss_chunks=True))
+    assert (error.value.where, error.value.code) == ("--loss-chunk", "options.tp-loss-chunk")
+    wording(str(error.value))
+
+
+def test_data_parallel_pipelines_split_a_batch_evenly(wording: Callable[[str], None]) -> None:
+    batch = BatchOptions(global_batch=24, microbatch=2, seq_len=8)
+    assert share_of(batch, 3) == BatchOptions(global_batch=8, microbatch=2, seq_len=8)
+    for num_replicas in (5, 16):
+        with pytest.raises(UsageError) as error:
+            share_of(batch, num_replicas)
+        assert (error.value.where, error.value.code) == ("--global-batch", "options.batch-size")
+        wording(str(error.value))
+
+
+def test_combination_is_read_from_manifest_options_and_timetable(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    run("pack", tmp_path / "model", "--layout", "pp=2,vpp=2,style=v", "--out", tmp_path / "packed")
+    manifest = read_manifest(tmp_path / "packed")
+    options = parse_training(["--data", "synthetic", "--compile", "--global-batch", "4"])
+    found = combine(manifest, options, choose_timetable(options.schedule, manifest, options.batch.num_microbatches))
+    assert found == Combination(schedule="ZBVZeroBubble", splits_backward=True, is_compiled=True)
+    for architecture, refused in (("MptForCausalLM", False), ("Qwen2ForCausalLM", False), ("Olmo3ForCausalLM", True)):
+        other = replace(manifest, model=replace(manifest.model, architecture=architecture))
+        assert combine(other, options, choose_timetable(None, manifest, 4)).is_generic == refused
+    # Layers numbered after the model's are for multi-token prediction.
+    last = replace(manifest.stages[-1], modules=(*manifest.stages[-1].modules, "model.layers.4", "model.layers.5"))
+    longer = replace(manifest, stages=(*manifest.stages[:-1], last))
+    assert combine(longer, options, choose_timetable(None, manifest, 4)).num_mtp_layers == 2
+
+
+def test_ties_are_checked_every_so_many_steps_and_before_checkpoints() -> None:
+    args = ["--data", "synthetic", "--steps", "10"]
+    often = parse_training([*args, "--check-ties-every", "4"])
+    assert [step for step in range(1, 11) if often.checks_ties_after(step)] == [4, 8]
+    saving = parse_training([*args, "--checkpoint", "here", "--checkpoint-every", "3"])
+    assert [step for step in range(1, 11) if saving.checks_ties_after(step)] == [3, 6, 9, 10]
+
+
+def test_tensor_parallel_ranks_have_whole_heads_and_vocabulary_rows(wording: Callable[[str], None]) -> None:
+    config = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 24, "vocab_size": 96}
+    check_divides(config, 2)
+    check_divides({**config, "vocab_size": 97}, 1)
+    with pytest.raises(UsageError) as error:
+        check_divides(config, 4)
+    assert (error.value.where, error.value.code) == ("--tp", "options.tp-divisor")
+    wording(str(error.value))

@@ -1,0 +1,191 @@
+"""Training requests seen as a whole: refused before any rank starts, or noted where something comes to nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from manifests.errors import InputError, UserError
+from runner.bundle.packed import Packed, open_packed
+from runner.checkpoint.resume import remembered
+from runner.commands import cli
+from runner.config.flags import parse_training, recall
+from runner.preflight.preflight import check_length, expert_notes, notes
+from tests.builders import reshard, without_file
+from tests.fast.trained import write_trained
+
+Wording = Callable[[str], None]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer, packed as `packed`, and `trained`, the same with moments after step 60."""
+    place = tmp_path_factory.mktemp("requests")
+    write_trained(place, "pp=2", num_hidden_layers=1)
+    assert reshard("pack", place / "source", "--layout", "pp=2", "--out", place / "packed").code == 0
+    (place / "texts").mkdir()
+    (place / "texts" / "a.txt").write_text("a text")
+    return place
+
+
+def refusal(place: Path, *training: str, packed: str = "packed") -> UserError:
+    """Return how `runner launch --dry-run` refuses these training options, with `place` as PLACE."""
+    words = ["launch", f"PLACE/{packed}", "--dry-run", "--", *training]
+    done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
+    assert isinstance(done.exception, UserError), done.output
+    error = done.exception
+    return error.changed(
+        where=error.where.replace(str(place), "PLACE"),
+        problem=error.problem.replace(str(place), "PLACE"),
+        hint=error.hint.replace(str(place), "PLACE"),
+    )
+
+
+@pytest.mark.parametrize("flag", ["--log-dir", "--checkpoint", "--save"])
+@pytest.mark.parametrize("data", [("--data", "PLACE/texts"), ("--data", "synthetic", "--eval-data", "PLACE/texts/.")])
+def test_run_does_not_write_where_it_reads(place: Path, flag: str, data: tuple[str, ...], wording: Wording) -> None:
+    apart = () if flag == "--log-dir" else ("--log-dir", "PLACE/log")
+    error = refusal(place, *data, *apart, flag, "PLACE/texts/x/../below")
+    assert (error.code, error.where) == ("output.inside-data", f"{flag} PLACE/texts/x/../below")
+    if flag == "--save" and "synthetic" not in data:
+        wording(str(error))
+
+
+@pytest.mark.parametrize(
+    ("files", "shown"),
+    [
+        (("a.txt", "b.jsonl", "c.md"), "'PLACE/*.jsonl' 'PLACE/*.txt'"),
+        (("below/a.txt",), ""),  # a glob of these would find the log, too
+    ],
+)
+def test_hint_names_texts_that_lie_there(files: tuple[str, ...], shown: str, place: Path, tmp_path: Path) -> None:
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    hint = refusal(place, "--data", str(tmp_path), "--save", f"{tmp_path}/out").hint.replace(str(tmp_path), "PLACE")
+    assert hint.endswith(shown)
+    assert ("PLACE" in hint) is bool(shown)
+
+
+def test_working_folder_is_no_data_where_the_log_goes_by_default(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place / "texts")
+    assert refusal(place, "--data", ".").where.startswith("--log-dir runner-log/")
+
+
+def test_checkpoints_are_not_saved_below_a_file(place: Path) -> None:
+    error = refusal(place, "--data", "synthetic", "--checkpoint", "PLACE/texts/a.txt")
+    assert (error.code, error.where) == ("output.not-a-folder", "--checkpoint PLACE/texts/a.txt")
+
+
+@pytest.mark.parametrize("data", [("--data", "PLACE/texts"), ("--data", "synthetic", "--eval-data", "PLACE/texts")])
+def test_texts_need_a_tokenizer(place: Path, data: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    with without_file(place / "packed", "tokenizer.json"):
+        assert refusal(place, *data).where == "PLACE/packed/tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("line", "flags", "code"),
+    [
+        (b'{"body": "a text"}', (), "data.no-text"),
+        (b'{"text": 5}', (), "data.no-text"),
+        (b"not json", (), "data.not-json"),
+        (b'{"body": "a text"}', ("--text-field", "body"), ""),
+        (b'{"body": "a text"}', ("--skip-bad-documents",), ""),
+        (b"  ", (), ""),
+        (b'{"body": "' + b"x" * (1 << 20) + b'"}', (), ""),  # left to the ranks
+    ],
+)
+def test_first_line_without_text_is_refused_before_ranks_start(
+    line: bytes, flags: tuple[str, ...], code: str, place: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(line + b'\n{"text": "a text", "body": "a text"}\n')
+    error = refusal(place, "--data", str(tmp_path), *flags)
+    assert error.code == (code or "tokenizer.broken")  # what is looked at next
+    if code:
+        assert error.where == f"{tmp_path / 'a.jsonl'}:1"
+        other = refusal(place, "--data", "synthetic", "--eval-data", str(tmp_path / "a.jsonl"), *flags)
+        assert (other.code, other.where) == (code, error.where)
+
+
+def test_a_model_with_experts_is_noted_to_be_unbalanced(wording: Wording) -> None:
+    dense = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight")
+    assert expert_notes(dense) == ()
+    for name in ("mlp.experts.7.up_proj.weight", "block_sparse_moe.input_linear.weight", "mlp.experts.gate_up_proj"):
+        (note,) = expert_notes((*dense, f"model.layers.0.{name}"))
+    wording(note)
+
+
+def test_a_file_of_the_manifest_that_is_missing_is_named(place: Path) -> None:
+    source = place / "packed" / "source.json"
+    source.rename(source.with_suffix(".kept"))
+    try:
+        with pytest.raises(InputError) as error:
+            open_packed(place / "packed")
+    finally:
+        source.with_suffix(".kept").rename(source)
+    assert (error.value.code, error.value.where) == ("manifest.missing-file", str(source))
+
+
+def test_sequences_are_not_longer_than_learned_positions(place: Path) -> None:
+    packed = open_packed(place / "packed")
+    config = {"architectures": ["GPT2LMHeadModel"], "n_positions": 64}
+    learned = replace(packed, config=config, shape=replace(packed.shape, architecture="GPT2LMHeadModel"))
+    check_length(learned, parse_training(["--data", "synthetic", "--seq-len", "64"]))
+    with pytest.raises(UserError) as error:
+        check_length(learned, parse_training(["--data", "synthetic", "--seq-len", "65"]))
+    assert error.value.where == "--seq-len"
+
+
+def noted(origin: Packed, *training: str, is_resumed: bool = False) -> list[str]:
+    asked = parse_training(["--data", "synthetic", *training])
+    state = origin.manifest.training if is_resumed else None
+    options = asked if state is None else recall(asked, remembered(state))
+    return notes(asked, options, origin.manifest, state)
+
+
+@pytest.mark.parametrize(
+    ("training", "flag"),
+    [
+        ((), "--checkpoint"),
+        (("--steps", "0"), ""),
+        (("--checkpoint", "c"), ""),
+        (("--save", "s"), ""),
+        (("--save", "s", "--steps", "2", "--trace", "5"), "--trace 5"),
+        (("--save", "s", "--steps", "5", "--trace", "5-9"), ""),
+        (("--save", "s", "--resume", "auto", "--restart-data"), "--restart-data"),
+        (("--save", "s", "--resume-weights-only", "--resume", "d"), ""),  # refused without it: resumed_state
+        (("--save", "s", "--lr", "0.1", "--min-lr", "1"), "--min-lr 1.0"),
+        (("--save", "s", "--decay", "cosine", "--min-lr", "1e-5"), ""),
+    ],
+)  # fmt: skip
+def test_flag_without_effect_is_noted(place: Path, training: tuple[str, ...], flag: str, wording: Wording) -> None:
+    found = noted(open_packed(place / "packed"), *training)
+    assert len(found) == bool(flag)
+    for note in found:
+        assert flag in note
+        wording(note)
+
+
+def test_family_that_lacks_its_usual_modules_is_noted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = open_packed(place / "packed")
+    assert noted(packed, "--save", "s") == noted(packed, "--save", "s", "--implementation", "transformers") == []
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    (note,) = noted(packed, "--save", "s")
+    assert "torchtitan" in note
+    assert noted(packed, "--save", "s", "--implementation", "transformers") == []
+
+
+def test_what_a_run_takes_from_its_checkpoint_is_said(place: Path, wording: Wording) -> None:
+    trained = open_packed(place / "trained")
+    saving = ("--save", "s", "--steps", "90", "--trace", "60")
+    *before, taken = noted(trained, *saving, "--lr", "0.1", "--microbatch", "2", is_resumed=True)
+    assert [note.startswith("--trace 60 ") for note in before] == [True]
+    wording(taken)
+    assert noted(trained, "--save", "s", "--resume-weights-only") == []
+    (taken,) = noted(trained, "--steps", "60", "--trace", "60", is_resumed=True)  # it has ended, and takes no step
+    assert "--max-norm 0.5" in taken

@@ -1,0 +1,326 @@
+"""A run's page, from metrics and traces whose numbers are known."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html import unescape
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from manifests.errors import InputError, UserError
+from manifests.placement import Placement
+from runner.profiling.trace import Recorder, RunShape, Tracer, trace_path
+from runner.report.page import planned, write_report, write_trace
+from runner.report.read import read_run
+from tests.fast.runner.profiling.traced import write_metrics, write_traces
+
+CASES = (("1F1B", 4, "loop", 6), ("Interleaved1F1B", 8, "loop", 8), ("ZBVZeroBubble", 8, "v", 8))
+
+
+@pytest.mark.parametrize(("schedule", "num_stages", "style", "num_microbatches"), CASES)
+def test_bubble_of_ranks_that_keep_to_the_schedule_is_the_planned_one(
+    tmp_path: Path, schedule: str, num_stages: int, style: str, num_microbatches: int
+) -> None:
+    write_metrics(tmp_path)
+    placement = Placement(num_stages=num_stages, num_ranks=4, style=style)  # type: ignore[arg-type]
+    bubble = write_traces(tmp_path, schedule, placement, num_microbatches)
+    traces = read_run(tmp_path).traces
+    assert traces is not None
+    assert traces.steps[0].bubble == pytest.approx(bubble, rel=1e-6)
+    assert planned(traces).bubble == pytest.approx(bubble, rel=1e-6)
+
+
+def test_page_is_not_written_under_the_name_of_another_kind_of_file(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    with pytest.raises(UserError) as error:
+        write_report(tmp_path, tmp_path / "r.pdf")
+    assert error.value.where == "--out"
+    assert not (tmp_path / "r.pdf").exists()
+
+
+def test_page_that_exists_is_replaced_only_by_force(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("mine")
+    with pytest.raises(InputError) as error:
+        write_report(tmp_path, tmp_path / "report.html")
+    assert (error.value.code, error.value.where) == ("output.exists", str(tmp_path / "report.html"))
+    assert (tmp_path / "report.html").read_text() == "mine"
+
+
+def test_page_stands_alone_and_tells_measured_and_planned(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    bubble = write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    said = write_report(tmp_path, tmp_path / "report.html")
+    assert said == f"4 steps, last loss 3.600000; bubble {bubble:.1%} measured, {bubble:.1%} planned"
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('<svg class="chart"') == 2
+    assert page.count('<svg class="pipeline"') == 1
+    assert "://" not in page.replace("'http://www.w3.org/2000/svg'", "")
+    assert not re.search(r'(?:src|href)="|@import|url\(', page)
+    assert "<td>bubble</td>" in page
+
+
+def test_picture_of_the_pipeline_has_every_action_as_it_ran_and_as_planned(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    picture = page[page.index('<svg class="pipeline"') :]
+    root = ElementTree.fromstring(picture[: picture.index("</svg>") + len("</svg>")])
+    tips = [box.findtext("title") or "" for box in root.iter("rect") if box.get("class") == "act"]
+    assert len(tips) == len(set(tips)) == 2 * 2 * 2 * 4  # measured and planned, ranks, forward and backward
+    for how in ("ran", "planned"):
+        assert f"rank 1, stage 1: forward, microbatch 0, {how}: 11.00 ms from 10.00 ms" in tips
+    assert root.get("role") == "img"
+    assert {"step 3", "1F1B"} <= set(re.findall(r"step \d|1F1B", root.findtext("title") or ""))
+    assert root.findtext("desc")
+
+
+def test_two_runs_are_compared_on_one_page(tmp_path: Path) -> None:
+    for name, num_steps in (("first", 4), ("second", 6)):
+        (tmp_path / name).mkdir()
+        write_metrics(tmp_path / name, num_steps)
+        write_traces(tmp_path / name, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    write_report(tmp_path / "first", tmp_path / "report.html", other_dir=tmp_path / "second")
+    page = (tmp_path / "report.html").read_text()
+    assert "<h1>first, compared with second</h1>" in page
+    assert "<th>first</th><th>second</th>" in page
+    assert "<td>steps</td><td>1 to 4</td><td>1 to 6</td>" in page
+    assert page.count('<svg class="pipeline"') == 2
+    curves = json.loads(unescape(re.findall(r'data-curves="([^"]*)"', page)[0]))
+    assert curves["values"]["training loss of second"] == [[s, 4.0 - s / 10] for s in range(1, 7)]
+    with pytest.raises(UserError) as error:
+        write_report(tmp_path / "first", tmp_path / "other.html", other_dir=tmp_path / "third")
+    assert (error.value.code, error.value.where) == ("launch.no-run", str(tmp_path / "third"))
+
+
+def test_loss_that_is_not_finite_is_an_alarm_and_a_gap_in_the_curve(tmp_path: Path) -> None:
+    losses = [4.0, 3.0, math.nan, 2.0]
+    write_lines(tmp_path, [{"step": s, "loss": loss, "tokens_per_s": 1.0} for s, loss in enumerate(losses, 1)])
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert re.search(r"<p class=alarm>.*at step 3</p>", page)
+    path = re.findall(r'class="curve own" d="([^"]*)"', page)[0]
+    assert path.count("M") == 2
+
+
+@pytest.mark.parametrize(("schedule", "num_stages", "style", "num_microbatches"), CASES)
+def test_merged_trace_has_a_slice_per_action_and_an_arrow_per_transfer_between_ranks(
+    tmp_path: Path, schedule: str, num_stages: int, style: str, num_microbatches: int
+) -> None:
+    write_metrics(tmp_path)
+    placement = Placement(num_stages=num_stages, num_ranks=4, style=style)  # type: ignore[arg-type]
+    write_traces(tmp_path, schedule, placement, num_microbatches)
+    assert write_trace(tmp_path, tmp_path / "merged.json") == 1
+    events = json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
+    assert all(event["tid"] >= 0 and event.get("ts", 0) >= 0 for event in events)
+    slices = [event for event in events if event["ph"] == "X" and event["tid"]]
+    names = {event["name"] for event in slices}
+    assert {"forward", "backward"} <= names | ({"backward"} if "backward, weight gradients" in names else set())
+    assert len([event for event in slices if event["name"] == "forward"]) == num_stages * num_microbatches
+    begins = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    crossings = sum(placement.rank_of(s) != placement.rank_of(s + 1) for s in range(num_stages - 1))
+    assert begins.keys() == ends.keys()
+    assert len(begins) >= 2 * crossings * num_microbatches - (schedule == "ZBVZeroBubble") * num_microbatches
+    for number, begin in begins.items():
+        end = ends[number]
+        assert end["bp"] == "e"
+        assert end["ts"] > begin["ts"]
+        sender, receiver = (
+            next(each for each in slices if (each["pid"], each["tid"]) == (event["pid"], event["tid"])
+                 and each["ts"] <= event["ts"] <= each["ts"] + each["dur"])
+            for event in (begin, end)
+        )  # fmt: skip
+        assert sender["args"]["microbatch"] == receiver["args"]["microbatch"]
+        assert abs(sender["args"]["stage"] - receiver["args"]["stage"]) == 1
+        assert sender["pid"] != receiver["pid"]
+
+
+def test_run_without_traces_has_no_merged_trace(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    with pytest.raises(UserError) as error:
+        write_trace(tmp_path, tmp_path / "merged.json")
+    assert (error.value.code, error.value.where) == ("log.no-trace", str(tmp_path / "trace"))
+
+
+def test_page_begins_with_what_the_run_is(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    launch = {"argv": ["runner", "launch", "<packed>"], "host": "node-7", "versions": {"torch": "2.13.0"}}
+    launch |= {"manifest": {"path": "/packed", "digest": "blake3:12"}, "resolved": {"num_ranks": 4, "lr": 0.5}}
+    (tmp_path / "run.json").write_text(json.dumps({"id": "c0ffee", "name": "tiny", "launches": [launch]}))
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    head = page[: page.index("<td>steps</td>")]
+    for fact in ("tiny c0ffee", "/packed", "blake3:12", "runner launch &#x27;&lt;packed&gt;&#x27;", "node-7", "4"):
+        assert f"<td>{fact}</td>" in head
+    assert "torch 2.13.0" in head
+
+
+def test_run_without_traces_has_a_page_too(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    assert write_report(tmp_path, tmp_path / "report.html") == "4 steps, last loss 3.600000"
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "code"),
+    [
+        (None, "", "log.unreadable"),
+        (b"", "", "log.no-steps"),
+        (b'{"eval_loss": 1, "step": 2}\n{\n', ":2", "log.not-json"),
+        (b"3\n", ":1", "log.not-an-object"),
+        (b"[" * 100_000 + b"\n", ":1", "log.not-json"),
+        (b"\xff\n", "", "log.not-utf8"),
+        (b'{"step": 1, "loss": 2}\n', ":1: tokens_per_s", "log.bad-field"),
+        (b'{"step": "1", "loss": 2, "tokens_per_s": 1}\n', ":1: step", "log.bad-field"),
+        (b'{"step": 1, "loss": 1%s, "tokens_per_s": 1}\n' % (b"0" * 400), ":1: loss", "log.bad-field"),
+        (b'{"rank": [0], "load_s": 1, "stages": []}\n', ":1: rank", "log.bad-field"),
+        (b'{"step": 1, "loss": 2, "tokens_per_s": 1, "step_s": 1, "bubble_s": [1]}\n', ":1", "log.bad-field"),
+    ],
+)
+def test_folder_of_no_run_is_refused(tmp_path: Path, text: bytes | None, where: str, code: str) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_bytes(text)
+    with pytest.raises(InputError) as error:
+        read_run(tmp_path)
+    assert (error.value.where, error.value.code) == (f"{tmp_path}/metrics.jsonl{where}", code)
+
+
+def plan_of(log_dir: Path) -> None:
+    traces = read_run(log_dir).traces
+    assert traces is not None
+    planned(traces)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "code"),
+    [
+        ('"num_stages": 2', '"num_stages": 0', "log.bad-field"),
+        ('"num_stages": 2', '"num_stages": 2000000000', "log.mixed-traces"),
+        ('"num_microbatches": 4', '"num_microbatches": 40000000', "log.mixed-traces"),
+        ('"kind": "F"', '"kind": "Q"', "log.bad-field"),
+        ('"dur"', '"during"', "log.bad-field"),
+        ('"tid": 1', '"tid": 7', "log.bad-field"),
+        ('"schedule": "1F1B"', '"schedule": "2F2B"', "schedule."),
+    ],
+)
+def test_trace_that_is_not_as_traces_are_is_refused(tmp_path: Path, before: str, after: str, code: str) -> None:
+    write_metrics(tmp_path)
+    write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    for rank in (0, 1):
+        path = trace_path(tmp_path, rank)
+        path.write_text(path.read_text().replace(before, after))
+    with pytest.raises(UserError) as error:
+        plan_of(tmp_path)
+    assert error.value.where.startswith(str(tmp_path / "trace"))
+    assert error.value.code.startswith(code)
+
+
+def test_traces_of_different_runs_are_not_mixed(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    path = trace_path(tmp_path, 1)
+    path.write_text(path.read_text().replace('"num_microbatches": 4', '"num_microbatches": 8'))
+    with pytest.raises(InputError) as error:
+        read_run(tmp_path)
+    assert error.value.code == "log.mixed-traces"
+
+
+def test_recorded_actions_are_in_the_trace_in_their_order_and_within_the_step(tmp_path: Path) -> None:
+    recorder = Recorder(torch.device("cpu"))
+    shape = RunShape(schedule="1F1B", num_stages=1, num_ranks=1, style="loop", num_microbatches=1)
+    tracer = Tracer(tmp_path, 0, shape)
+    recorder.start()
+    with recorder.action("F", 0, 0):
+        pass
+    recorder.loss(0, lambda: torch.zeros(()))()
+    with recorder.action("B", 0, 0):
+        pass
+    recorder.stop()
+    tracer.add(7, recorder)
+    events = [event for event in json.loads(trace_path(tmp_path, 0).read_text())["traceEvents"] if event["ph"] == "X"]
+    whole, *actions = events
+    assert [event["name"] for event in events] == ["step 7", "F0", "L0", "B0"]
+    begins = [event["ts"] for event in actions]
+    assert begins == sorted(begins)
+    for event in actions:
+        assert whole["ts"] <= event["ts"]
+        assert event["ts"] + event["dur"] <= whole["ts"] + whole["dur"] + 1
+
+
+def write_lines(log_dir: Path, lines: list[dict[str, object]]) -> None:
+    (log_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def attempt(first: int, last: int, loss: float) -> list[dict[str, object]]:
+    """Give the lines of two ranks that take these steps, and save after each second one."""
+    lines: list[dict[str, object]] = [
+        {"rank": rank, "stages": [rank], "load_s": 1.0, "base_nbytes": 100 << 20, "planned_nbytes": 50 << 20}
+        for rank in (0, 1)
+    ]
+    for step in range(first, last + 1):
+        times = {"step_s": 1.0, "data_s": [0.1, 0.0], "compute_s": [0.5, 0.4], "communication_s": [0.1, 0.1]}
+        lines.append(
+            {"step": step, "loss": loss, "tokens_per_s": 1.0, "peak_nbytes": 160 << 20, "bubble_s": [0.2, 0.4], **times}
+        )
+        if step % 2 == 0:
+            lines.append({"step": step, "checkpoint": f"c/step-{step:06d}", "stall_s": 0.1})
+    return lines
+
+
+def test_steps_that_a_later_attempt_has_overtaken_are_forgotten(tmp_path: Path) -> None:
+    ended: list[dict[str, object]] = [{"rank": rank, "peak_nbytes": (150 + rank) << 20} for rank in (0, 1)]
+    write_lines(tmp_path, [*attempt(1, 7, 3.0), *attempt(5, 6, 2.0), *attempt(7, 8, 1.0), *ended])
+    run = read_run(tmp_path)
+    assert [(line["step"], line["loss"]) for line in run.steps] == [
+        (1, 3.0), (2, 3.0), (3, 3.0), (4, 3.0), (5, 2.0), (6, 2.0), (7, 1.0), (8, 1.0),
+    ]  # fmt: skip
+    assert [line["step"] for line in run.checkpoints] == [2, 4, 6, 8]
+    assert run.begins == (1, 5, 7)
+    assert run.peaks_nbytes == {0: 150 << 20, 1: 151 << 20}
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>attempts</td><td>3, from steps 1, 5, 7</td>" in page
+    assert "Attempts began at steps 1, 5, 7." in page
+    assert "No step was traced" in page
+    assert "<td>0</td><td>100.0</td><td>500.0</td><td>100.0</td><td>200.0</td>" in page  # ms: data, compute, …
+    assert "<td>1</td><td>1</td><td>100.0</td><td>51.0</td><td>50.0</td><td>1.02</td>" in page  # memory of rank 1
+
+
+def test_times_are_those_of_as_many_ranks_as_the_last_attempt_had(tmp_path: Path) -> None:
+    parts = ("data_s", "compute_s", "communication_s", "bubble_s")
+    alone = [{**line, **{part: [9.0] for part in parts}} if "loss" in line else line for line in attempt(1, 4, 3.0)]
+    write_lines(tmp_path, [*alone, *attempt(5, 6, 2.0)])
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>1</td><td>0.0</td><td>400.0</td><td>100.0</td><td>400.0</td>" in page
+    assert "Medians over 2 steps" in page
+
+
+def test_run_that_was_killed_is_drawn_as_far_as_it_came(tmp_path: Path) -> None:
+    write_lines(tmp_path, [*attempt(1, 9, 3.0), *attempt(1, 3, 2.0)])
+    with open(tmp_path / "metrics.jsonl", "a") as stream:
+        stream.write('{"step": 4, "lo')
+    assert write_report(tmp_path, tmp_path / "report.html") == "3 steps, last loss 2.000000"
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>0</td><td>0</td><td>100.0</td><td>60.0</td><td>50.0</td><td>1.20</td>" in page  # the peak so far
+    assert "<td>1</td><td>1</td><td>100.0</td><td></td><td>50.0</td><td></td>" in page
+    assert "The run did not finish" in page
+
+
+def test_steps_that_not_every_rank_has_traced_are_left_out(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    path = trace_path(tmp_path, 0)
+    document = json.loads(path.read_text())
+    later = [{**event, "args": {**event["args"], "step": 4}} for event in document["traceEvents"]]
+    path.write_text(json.dumps({**document, "traceEvents": document["traceEvents"] + later}))
+    traces = read_run(tmp_path).traces
+    assert traces is not None
+    assert [step.step for step in traces.steps] == [3]
+    path.write_text(json.dumps({**document, "traceEvents": later}))
+    assert read_run(tmp_path).traces is None

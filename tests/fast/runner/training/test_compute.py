@@ -1,0 +1,273 @@
+"""Recomputed layers, chunked heads and masters, on one rank: same numbers, less memory, finer weights."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from manifests.errors import UsageError
+from manifests.models.memory import Recompute
+from manifests.placement import Placement
+from runner.config.schema import BatchOptions, ComputeOptions, OptimOptions
+from runner.models import family_for
+from runner.pipeline.chunk import StageChunk, build_chunks, layers_of, materialize, named_hf_parameters, part_of
+from runner.pipeline.schedule import Schedule, build_schedule
+from runner.pipeline.stage_metadata import plan_stage_metadata
+from runner.pipeline.timetable import find_timetable
+from runner.training.compute import apply_compute_options
+from runner.training.mixed_precision import keep_masters, kept, round_masters
+from runner.training.optimizer import Optimizer
+from tests.fast.manifests.models import built
+from tests.fast.runner.tiny import CPU, fill, padded_batch, read_config, save_model, split_evenly
+
+BATCH = BatchOptions(global_batch=4, microbatch=2, seq_len=32)
+HALF = ComputeOptions(dtype="bf16", master_dtype="bf16")
+MIXED = ComputeOptions(dtype="bf16", master_dtype="fp32")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model(path, num_hidden_layers=4)
+    return path
+
+
+def build(folder: Path, options: ComputeOptions, num_stages: int = 1) -> tuple[tuple[StageChunk, ...], Schedule]:
+    family = family_for(read_config(folder), max_seq_len=BATCH.seq_len)
+    stage_modules = split_evenly(family.modules, num_stages)
+    placement = Placement(num_stages=num_stages, num_ranks=1)
+    chunks = build_chunks(family, stage_modules, range(num_stages))
+    dtype = DTYPES[options.dtype]
+    fill(chunks, folder, dtype)
+    if options.has_masters:
+        keep_masters(chunks, torch.float32)
+        whole = build_chunks(family, stage_modules, range(num_stages))
+        fill(whole, folder)
+        for (_, parameter), (_, weight) in zip(parameters_of(chunks), parameters_of(whole), strict=True):
+            kept(parameter).copy_(weight.detach())
+        round_masters(parameter for _, parameter in parameters_of(chunks))
+    apply_compute_options(chunks, num_stages, options)
+    timetable = find_timetable("1F1B", placement, BATCH.num_microbatches)
+    return chunks, build_schedule(timetable, chunks, plan_stage_metadata(family, stage_modules, dtype), BATCH)
+
+
+def parameters_of(chunks: Iterable[StageChunk]) -> list[tuple[str, torch.nn.Parameter]]:
+    return [item for chunk in chunks for item in named_hf_parameters(chunk)]
+
+
+def gradients_of(chunks: Iterable[StageChunk]) -> Mapping[str, torch.Tensor]:
+    return {fqn: parameter.grad for fqn, parameter in parameters_of(chunks) if parameter.grad is not None}
+
+
+def train(folder: Path, options: ComputeOptions, num_stages: int = 1) -> tuple[float, Mapping[str, torch.Tensor]]:
+    """Give loss and gradients of a forward and backward."""
+    chunks, schedule = build(folder, options, num_stages)
+    batch = padded_batch(0, size=4)
+    loss = schedule.train(batch)
+    assert loss is not None
+    assert schedule.evaluate(batch) == pytest.approx(loss, rel=1e-6)
+    return loss, gradients_of(chunks)
+
+
+def peak_nbytes(folder: Path, options: ComputeOptions) -> int:
+    """Give the most memory that torch's allocator gave out at a time during a forward and backward."""
+    _, schedule = build(folder, options)
+    gc.collect()  # what earlier tests left would be freed, and subtracted, meanwhile
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        schedule.train(padded_batch(0, size=4))
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective", 2, 3])
+def test_recomputed_layers_give_the_same_bits(folder: Path, recompute: Recompute) -> None:
+    loss, gradients = train(folder, ComputeOptions())
+    again, found = train(folder, ComputeOptions(recompute=recompute), num_stages=2)
+    assert again == loss
+    assert found.keys() == gradients.keys()
+    assert all(torch.equal(found[fqn], gradient) for fqn, gradient in gradients.items())
+
+
+def test_the_more_is_recomputed_the_less_is_kept(folder: Path) -> None:
+    ways: tuple[Recompute, ...] = ("full", 2, "selective", "none")
+    full, half, selective, none = (peak_nbytes(folder, ComputeOptions(recompute=way)) for way in ways)
+    assert full < half < none
+    assert full < selective < none
+    assert full < 0.6 * none
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 1000])
+def test_head_in_chunks_gives_the_same_gradients(folder: Path, num_tokens: int) -> None:
+    loss, gradients = train(folder, ComputeOptions())
+    again, found = train(folder, ComputeOptions(loss_chunk=num_tokens), num_stages=2)
+    assert again == pytest.approx(loss, rel=1e-6)
+    for fqn, gradient in gradients.items():
+        assert float((found[fqn] - gradient).norm() / gradient.norm()) < 1e-6, fqn
+
+
+def test_chunks_bound_the_memory_of_logits(tmp_path: Path) -> None:
+    save_model(tmp_path, num_hidden_layers=1, vocab_size=4000, hidden_size=16, intermediate_size=32)
+    logits_nbytes = BATCH.microbatch * BATCH.seq_len * 4000 * 4
+    whole, chunked = (peak_nbytes(tmp_path, ComputeOptions(loss_chunk=size)) for size in (None, 8))
+    assert whole - chunked > 2 * logits_nbytes
+
+
+def test_logits_are_whole_where_they_are_asked_for(folder: Path) -> None:
+    tokens = padded_batch(0, size=4).tokens
+    _, plain = build(folder, ComputeOptions())
+    _, chunked = build(folder, ComputeOptions(loss_chunk=8))
+    expected, found = plain.logits(tokens), chunked.logits(tokens)
+    assert expected is not None
+    assert found is not None
+    assert torch.equal(found, expected)
+
+
+def test_names_are_those_of_the_model_whatever_is_recomputed(folder: Path) -> None:
+    plain, _ = build(folder, ComputeOptions())
+    changed, _ = build(folder, ComputeOptions(recompute="full", is_compiled=True, loss_chunk=8))
+    assert [fqn for fqn, _ in parameters_of(changed)] == [fqn for fqn, _ in parameters_of(plain)]
+    assert list(changed[0].state_dict()) == list(plain[0].state_dict())
+
+
+def test_parts_are_found_by_their_hugging_face_names(folder: Path) -> None:
+    (chunk,), _ = build(folder, ComputeOptions())
+    assert [number for number, _ in layers_of(chunk)] == [0, 1, 2, 3]
+    assert {type(layer) for _, layer in layers_of(chunk)} == {type(chunk.body.get_submodule("layers.0"))}
+    assert part_of(chunk, "lm_head") is chunk.body.get_submodule("lm_head")
+
+
+def test_head_must_be_on_the_last_stage(folder: Path, wording: Callable[[str], None]) -> None:
+    family = family_for(read_config(folder), max_seq_len=8)
+    chunks = build_chunks(family, (family.modules, ()), (0, 1))
+    with pytest.raises(UsageError) as error:
+        apply_compute_options(chunks, 2, ComputeOptions(loss_chunk=8))
+    assert (error.value.where, error.value.code) == ("--loss-chunk", "options.loss-chunk")
+    wording(str(error.value))
+
+
+def test_model_that_changes_its_logits_after_the_head_is_refused(wording: Callable[[str], None]) -> None:
+    family = family_for(built.read_config("tiny-gemma2"), max_seq_len=8)
+    chunks = build_chunks(family, (family.modules,), (0,))
+    for chunk in chunks:
+        materialize(chunk, device=CPU, dtype=torch.float32)
+    for _, parameter in parameters_of(chunks):
+        torch.nn.init.normal_(parameter)
+    with pytest.raises(UsageError) as error:
+        apply_compute_options(chunks, 1, ComputeOptions(loss_chunk=8))
+    assert (error.value.where, error.value.code) == ("--loss-chunk", "options.loss-chunk")
+    wording(str(error.value))
+
+
+def steps(folder: Path, options: ComputeOptions, count: int) -> tuple[list[float], tuple[StageChunk, ...]]:
+    chunks, schedule = build(folder, options)
+    optimizer = Optimizer(parameters_of(chunks), OptimOptions(lr=1e-3, max_norm=0))
+    losses = []
+    for step in range(count):
+        optimizer.zero_gradients()
+        loss = schedule.train(padded_batch(step % 4, size=4))
+        assert loss is not None
+        losses.append(loss)
+        optimizer.step(step)
+    return losses, chunks
+
+
+def test_masters_follow_float32_closely_and_keep_what_bfloat16_would_lose(folder: Path) -> None:
+    expected, wanted = steps(folder, ComputeOptions(), 20)
+    mixed, chunks = steps(folder, MIXED, 20)
+    _, halves = steps(folder, HALF, 20)
+    assert expected[-1] < expected[0] - 1
+    assert max(abs(found - loss) for found, loss in zip(mixed, expected, strict=True)) < 0.02
+    weights = dict(parameters_of(wanted))
+    off_by = [
+        sum(
+            float((kept(each).detach().float() - weights[fqn].detach()).square().sum())
+            for fqn, each in parameters_of(run)
+        )
+        for run in (chunks, halves)
+    ]
+    assert off_by[0] < 0.25 * off_by[1]
+    for fqn, parameter in parameters_of(chunks):
+        assert (parameter.dtype, kept(parameter).dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(parameter, kept(parameter).bfloat16()), fqn
+        assert not torch.equal(parameter.float(), kept(parameter)), fqn
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, fqn: str) -> None:
+    """See that a matrix's gradient has the same bits, and a norm's, which autograd has in float32, was not rounded."""
+    if found.dim() > 1:
+        assert torch.equal(found, expected), fqn
+    else:
+        assert 0 < float((found - expected).norm() / expected.norm()) < 2**-8, fqn
+
+
+def test_gradients_of_microbatches_are_added_up_in_float32(folder: Path) -> None:
+    chunks, schedule = build(folder, MIXED)
+    schedule.train(padded_batch(0, size=4))
+    found = {fqn: gradient.clone() for fqn, gradient in gradients_of(chunks).items()}
+    parts: list[Mapping[str, torch.Tensor]] = []
+    batch = padded_batch(0, size=4)
+    for rows in (slice(0, 2), slice(2, 4)):
+        one, _ = build(folder, HALF)
+        loss = torch.nn.functional.cross_entropy(
+            one[0].body(batch.tokens[rows]).flatten(0, 1).float(), batch.labels[rows].flatten(), reduction="sum"
+        )
+        torch.autograd.backward(loss / batch.num_tokens)
+        parts.append(gradients_of(one))
+    for fqn, gradient in found.items():
+        assert gradient.dtype == torch.float32
+        assert_near(gradient, parts[0][fqn].float() + parts[1][fqn].float(), fqn)
+
+
+def test_masters_take_the_steps_that_torch_takes_in_float32(folder: Path) -> None:
+    chunks, schedule = build(folder, MIXED)
+    optimizer = Optimizer(parameters_of(chunks), OptimOptions(lr=1e-3, max_norm=0))
+    weights = {fqn: torch.nn.Parameter(kept(parameter).clone()) for fqn, parameter in parameters_of(chunks)}
+    reference = torch.optim.AdamW(weights.values(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(3):
+        optimizer.zero_gradients()
+        schedule.train(padded_batch(step, size=4))
+        for fqn, gradient in gradients_of(chunks).items():
+            weights[fqn].grad = gradient.clone()
+        reference.step()
+        optimizer.step(step)
+    for fqn, parameter in parameters_of(chunks):
+        assert torch.equal(kept(parameter), weights[fqn]), fqn
+        assert torch.equal(optimizer.moment(parameter, "exp_avg"), reference.state[weights[fqn]]["exp_avg"]), fqn
+
+
+@pytest.fixture
+def alone() -> Iterator[DeviceMesh]:
+    """One rank that FSDP can shard over."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_masters_get_the_gradients_of_fsdps_mixed_precision(folder: Path, alone: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    (whole,), _ = build(folder, ComputeOptions())
+    for module in (*(layer for _, layer in layers_of(whole)), whole.body):
+        fully_shard(module, mesh=alone, mp_policy=policy)
+        module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator] # gloo has no other
+    batch = padded_batch(0, size=4)
+    for rows in (slice(0, 2), slice(2, 4)):
+        whole.body.set_requires_gradient_sync(rows.start > 0)  # type: ignore[operator]
+        logits = whole.body(batch.tokens[rows]).flatten(0, 1).float()
+        loss = torch.nn.functional.cross_entropy(logits, batch.labels[rows].flatten(), reduction="sum")
+        torch.autograd.backward(loss / batch.num_tokens)
+    chunks, schedule = build(folder, MIXED)
+    schedule.train(batch)
+    found = gradients_of(chunks)
+    for fqn, parameter in named_hf_parameters(whole):
+        assert isinstance(parameter.grad, DTensor)
+        assert_near(found[fqn], parameter.grad.to_local(), fqn)

@@ -1,0 +1,178 @@
+"""The self-check: what it lets pass, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from manifests.errors import ModelError, UserError
+from runner.config.schema import ComputeOptions, Dtype
+from runner.models import family_for
+from runner.models.generic import Generic
+from runner.pipeline import self_check
+from runner.pipeline.self_check import SelfChecked
+from runner.training.self_check import RunOptions, check_stages
+from tests.fast.manifests.models.built import DECODERS, read_config
+from tests.fast.manifests.models.catalogued import config_of, quiet
+from tests.fast.runner.models.twins import NAME, TwinForCausalLM, entry_of_twin, twin_config
+
+
+@pytest.fixture
+def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Generic]:
+    monkeypatch.setattr(transformers, NAME, TwinForCausalLM, raising=False)
+    return lambda wrong: Generic(entry_of_twin(), twin_config(wrong), max_seq_len=8)
+
+
+def check(family: Generic, *sizes: int, run: RunOptions | None = None) -> None:
+    """Check stages of so many modules each; the last one has the rest."""
+    bounds = [0, *itertools.accumulate(sizes), len(family.modules)]
+    with quiet():
+        check_stages(family, [family.modules[low:high] for low, high in itertools.pairwise(bounds)], run)
+
+
+@pytest.mark.parametrize("sizes", [(), (3, 2), (1, 0, 4, 2)])
+def test_a_right_twin_passes_however_it_is_cut(sizes: tuple[int, ...], twin: Callable[[str], Generic]) -> None:
+    check(twin("nothing"), *sizes)
+
+
+@pytest.mark.parametrize("wrong", ["scales", "skips", "reads", "loses"])
+def test_what_a_model_does_outside_its_layers_is_refused(
+    wrong: str, twin: Callable[[str], Generic], wording: Callable[[str], None]
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        check(twin(wrong), 3)
+    assert (caught.value.code, caught.value.where) == ("model.self-check-failed", "config.json")
+    assert caught.value.exit_code == 3  # no restart helps
+    if wrong == "reads":  # the others say numbers
+        wording(str(caught.value))
+
+
+# A layer that is another one when it is recomputed, stages that scale between layers in bfloat16, a head that reads
+# all tokens, and a product whose backward may run once: each with the option that it is wrong with.
+WRONG_WITH: Mapping[str, tuple[str, RunOptions]] = {
+    "differs": ("--ac full", RunOptions(compute=ComputeOptions(recompute="full"))),
+    "narrows": ("--dtype bf16 --master-dtype fp32", RunOptions(compute=ComputeOptions(dtype="bf16"))),
+    "centers": ("--loss-chunk 512", RunOptions(compute=ComputeOptions(loss_chunk=512))),
+    "doubles": ("--schedule ZBVZeroBubble", RunOptions(splitting="ZBVZeroBubble")),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_WITH)
+def test_what_is_wrong_with_an_option_alone_is_refused_by_its_name(
+    wrong: str, twin: Callable[[str], Generic], wording: Callable[[str], None]
+) -> None:
+    where, run = WRONG_WITH[wrong]
+    all_at_once = ComputeOptions(dtype="bf16", recompute="full", loss_chunk=512)
+    family, splitting = twin(wrong), WRONG_WITH["doubles"][1].splitting
+    check(family, 3)
+    for options in (run, RunOptions(compute=all_at_once, splitting=splitting)):
+        with pytest.raises(ModelError) as caught:
+            check(family, 3, run=options)
+        assert (caught.value.code, caught.value.where) == ("model.self-check-failed", where)
+    if wrong == "differs":
+        wording(re.sub(r"the gradient .*", "…", str(caught.value)))
+
+
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+def test_right_stages_pass_with_all_options(master: Dtype, twin: Callable[[str], Generic]) -> None:
+    compute = ComputeOptions(dtype="bf16", master_dtype=master, recompute="full", loss_chunk=512)
+    check(twin("nothing"), 1, 0, 4, run=RunOptions(compute=compute, splitting="ZBVZeroBubble"))
+    check(twin("nothing"), 3, run=RunOptions(compute=replace(compute, recompute="selective")))
+
+
+def test_buffers_that_transformers_keeps_in_float32_are_not_rounded(twin: Callable[[str], Generic]) -> None:
+    check(twin("rounds"), 3, run=RunOptions(compute=ComputeOptions(dtype="bf16")))
+
+
+def test_gemma_3n_whose_layers_change_results_in_place_is_recomputed_right() -> None:
+    config = config_of("Gemma3nForCausalLM")
+    family = family_for({**config.to_dict(), "architectures": ["Gemma3nForCausalLM"]}, max_seq_len=8)
+    assert isinstance(family, Generic)
+    check(family, len(family.modules) // 2, run=RunOptions(compute=ComputeOptions(recompute="selective")))
+
+
+def test_logits_in_float32_pass_where_no_stage_sends_them() -> None:
+    config = config_of("NemotronHForCausalLM")
+    family = family_for({**config.to_dict(), "architectures": ["NemotronHForCausalLM"]}, max_seq_len=8)
+    assert isinstance(family, Generic)
+    check(family, run=RunOptions(compute=ComputeOptions(dtype="bf16", recompute="full")))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compiled_layers_are_compared_with_eager_ones(twin: Callable[[str], Generic]) -> None:
+    check(twin("nothing"), 3, run=RunOptions(compute=ComputeOptions(is_compiled=True)))
+
+
+def test_a_model_that_cannot_be_small_says_so(twin: Callable[[str], Generic], wording: Callable[[str], None]) -> None:
+    with pytest.raises(ModelError) as caught:
+        check(twin("large"), 3)
+    assert (caught.value.code, caught.value.where) == ("model.no-self-check", "config.json")
+    wording(str(caught.value))
+
+
+def test_dropout_draws_the_same_numbers_in_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("GPTNeoXForCausalLM", hidden_dropout=0.1, attention_dropout=0.1, tie_word_embeddings=True)
+    family = family_for({**config.to_dict(), "architectures": ["GPTNeoXForCausalLM"]}, max_seq_len=8)
+    assert isinstance(family, Generic)
+    check(family, 2, 2)
+    monkeypatch.setattr(self_check, "_seed_by_name", lambda model: None)
+    with pytest.raises(ModelError) as caught:
+        check(family, 2, 2)
+    assert caught.value.code == "model.self-check-failed"
+
+
+def test_random_numbers_of_the_run_are_untouched(twin: Callable[[str], Generic]) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    check(twin("nothing"))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_families_on_torchtitan_are_not_checked() -> None:
+    llama = read_config("tiny-llama")
+    assert not isinstance(family_for(llama, max_seq_len=8, implementation="torchtitan"), SelfChecked)
+    assert isinstance(family_for(llama, max_seq_len=8, implementation="transformers"), SelfChecked)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("tiny-gpt2", {}), ("tiny-mixtral", {}), ("tiny-mpt", {}), ("tiny-opt", {"word_embed_proj_dim": 16})],
+)
+def test_architectures_of_the_table_take_every_option_with_each_module_on_its_own_stage(
+    name: str, changes: Mapping[str, int]
+) -> None:
+    family = family_for(read_config(name, **changes), max_seq_len=8)
+    assert isinstance(family, Generic)
+    options = ComputeOptions(recompute="selective", loss_chunk=5)
+    check(family, *[1] * (len(family.modules) - 1), run=RunOptions(compute=options, splitting="ZBVZeroBubble"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DECODERS)
+def test_compiled_layers_of_architectures_of_the_table_compute_what_the_whole_model_does(name: str) -> None:
+    family = family_for(read_config(name), max_seq_len=8)
+    assert isinstance(family, Generic)
+    options = ComputeOptions(recompute="full", is_compiled=True)
+    check(family, *[1] * (len(family.modules) - 1), run=RunOptions(compute=options))
+
+
+@pytest.mark.parametrize(("heads", "width", "is_right"), [(2, 32, True), (4, 32, False)])
+def test_head_dim_stays_right_in_the_tiny_model_or_is_refused(heads: int, width: int, is_right: bool) -> None:
+    """StableLM's heads are as wide as their share of the hidden size; `head_dim` is read for what rotates alone."""
+    config = config_of("StableLmForCausalLM", num_attention_heads=heads, num_key_value_heads=heads, head_dim=width)
+    fields = {**config.to_dict(), "architectures": ["StableLmForCausalLM"]}
+    if is_right:
+        family = family_for(fields, max_seq_len=8)
+        check_stages(family, [family.modules[:3], family.modules[3:]])  # type: ignore[arg-type]
+        return
+    with pytest.raises(UserError) as caught:
+        family_for(fields, max_seq_len=8)
+    assert caught.value.where == "config.json: head_dim"

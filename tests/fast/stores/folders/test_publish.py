@@ -1,0 +1,328 @@
+"""Folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import UnreachableError, UserError
+from stores.folders.owned import write_record
+from stores.folders.publish import publishing
+from tests.builders import files_in
+from tests.refusals import refusal
+
+ROOT = Path(__file__).parents[4]
+
+
+def find_owned(folder: Path) -> set[str] | None:
+    return {"ours", "below/file"} if (folder / "ours").exists() else None
+
+
+def publish(
+    out: Path, text: str = "new", *, force: bool = False, meanwhile: Callable[[], object] = lambda: None
+) -> None:
+    with publishing(out, force=force, find_owned=find_owned) as folder:
+        (folder / "ours").write_text(text)
+        meanwhile()
+        (folder / "below").mkdir()
+        (folder / "below" / "file").write_text(text)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def refused(out: Path, *, force: bool = False) -> UserError:
+    """Return the error of a publication, which names the output."""
+    error = refusal(lambda: publish(out, force=force))
+    assert error.where == str(out)
+    return error
+
+
+def test_folder_appears_when_the_block_ends_and_not_before(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    with publishing(out, force=False, find_owned=find_owned) as folder:
+        (folder / "ours").write_text("new")
+        assert not out.exists()
+        assert folder == tmp_path / "deep" / ".out.partial"
+    assert names_in(tmp_path / "deep") == ["out"]
+    assert names_in(out) == ["ours"]
+
+
+def test_empty_folder_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    publish(tmp_path / "out")
+    assert names_in(tmp_path) == ["out"]
+    assert names_in(tmp_path / "out") == ["below", "ours"]
+
+
+@pytest.mark.parametrize("out", [".", "../out", "../link", "{tmp}/out"])
+@pytest.mark.parametrize("force", [False, True])
+def test_working_folder_is_refused_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, force: bool
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to("out")
+    monkeypatch.chdir(tmp_path / "out")
+    if force:
+        (tmp_path / "out" / "ours").write_text("old")
+    error = refusal(lambda: publish(Path(out.format(tmp=tmp_path)), force=force))
+    assert (error.code, Path.cwd()) == ("output.working-folder", tmp_path / "out")
+    assert names_in(tmp_path) == ["link", "out"]
+
+
+def test_folder_around_the_working_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "out" / "below")
+    assert refusal(lambda: publish(Path(".."), force=True)).code == "output.working-folder"
+    assert Path.cwd() == tmp_path / "out" / "below"
+
+
+def test_folder_that_exists_is_refused_and_kept(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    out, file = tmp_path / "out", tmp_path / "file"
+    publish(out, "old")
+    file.touch()
+    ours, theirs = refused(out), refused(file)
+    assert (ours.code, theirs.code) == ("output.exists", "output.exists")
+    wording(f"{ours}\n{theirs}")
+    file.unlink()
+    assert (out / "ours").read_text() == "old"
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_force_replaces_the_old_folder(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    publish(out, "old")
+    publish(out, "new", force=True)
+    assert names_in(tmp_path) == ["out"]
+    assert names_in(out) == ["below", "ours"]
+    assert (out / "below" / "file").read_text() == "new"
+
+
+def test_force_keeps_the_old_folder_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    publish(out, "old")
+    with publishing(out, force=True, find_owned=find_owned) as folder:
+        (folder / "ours").write_text("new")
+        assert (out / "ours").read_text() == "old"
+    assert (out / "ours").read_text() == "new"
+
+
+def test_force_replaces_only_folders_of_ours(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    home, file, link = tmp_path / "home", tmp_path / "file", tmp_path / "link"
+    home.mkdir()
+    (home / "thesis.tex").touch()
+    file.touch()
+    publish(tmp_path / "out")
+    link.symlink_to(tmp_path / "out")
+    before = names_in(tmp_path)
+    for out in (home, file, link):
+        error = refused(out, force=True)
+        assert error.code == "output.not-ours"
+    wording(str(error))
+    assert names_in(tmp_path) == before
+    assert names_in(home) == ["thesis.tex"]
+
+
+def test_the_journal_goes_with_the_rename_and_comes_back_when_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+
+    def publish_from_journal() -> None:
+        with publishing(
+            out, force=True, find_owned=find_owned, wanted=["ours"], outlives_errors=True, is_resumable=lambda _: True
+        ) as folder:
+            (folder / "ours").write_text("new")
+            (folder / ".journal").write_text('{"names": []}')
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+        assert refusal(publish_from_journal).code == "output.unwritable"
+    assert (partial / ".journal").read_text() == '{"names": []}'
+    publish_from_journal()
+    assert names_in(out) == ["ours"]
+    (out / ".journal").write_text("theirs")
+    publish_from_journal()
+    assert {path.name: path.read_text() for path in out.iterdir()} == {"ours": "new", ".journal": "theirs"}
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_failure_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        publish(tmp_path / "out", meanwhile=lambda: 1 / 0)
+    assert names_in(tmp_path) == []
+
+
+def test_failure_leaves_the_old_folder(tmp_path: Path) -> None:
+    publish(tmp_path / "out", "old")
+    with pytest.raises(KeyboardInterrupt):
+        publish(tmp_path / "out", force=True, meanwhile=lambda: signal.raise_signal(signal.SIGINT))
+    assert names_in(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "ours").read_text() == "old"
+
+
+def test_what_a_kill_left_is_cleared_away(tmp_path: Path) -> None:
+    partial = tmp_path / ".out.partial"
+    (partial / "stage-000").mkdir(parents=True)
+    write_record(partial, ["stage-000/model.safetensors", "link"])
+    (partial / "stage-000" / "model.safetensors").write_bytes(b"half")
+    (partial / "stage-000" / ".model.safetensors.partial").write_bytes(b"quarter")
+    (partial / "link").symlink_to(tmp_path)
+    publish(tmp_path / "out")
+    assert names_in(tmp_path) == ["out"]
+    assert names_in(tmp_path / "out") == ["below", "ours"]
+
+
+@pytest.mark.parametrize("record", [None, b"", b"{}\n", b'{"names": ["ours"]}\n', b"mine"])
+def test_partial_folder_of_others_is_refused_and_kept(
+    record: bytes | None, tmp_path: Path, wording: Callable[[str], None]
+) -> None:
+    partial = tmp_path / ".out.partial"
+    for name in ("thesis.tex", ".config.json.partial", "below/deep/notes"):
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        (partial / name).write_text("years of work")
+    if record is not None:
+        (partial / ".journal").write_bytes(record)
+    before = files_in(tmp_path)
+    error = refusal(lambda: publish(tmp_path / "out"))
+    assert (error.code, error.where) == ("output.foreign-partial", str(partial))
+    assert files_in(tmp_path) == before
+    if record is None:
+        wording(str(error).replace(str(tmp_path), "TMP"))
+
+
+def test_a_partial_folder_that_is_a_link_is_not_followed(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").touch()
+    (tmp_path / ".out.partial").symlink_to(home)
+    error = refused(tmp_path / "out")
+    assert error.code == "output.cannot-lock"
+    wording(str(error))
+    assert names_in(home) == ["thesis.tex"]
+
+
+def test_folder_that_another_process_is_writing_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    out = tmp_path / "out"
+    code = (
+        "import sys; from pathlib import Path; from stores.folders.publish import publishing\n"
+        "with publishing(Path(sys.argv[1]), force=False, find_owned=lambda _: None) as folder:\n"
+        "    (folder / 'ours').write_text('theirs'); print('writing', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, out], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == "writing\n"
+        error = refused(out)
+        assert error.code == "output.in-use"
+        wording(str(error))
+        assert names_in(tmp_path) == [".out.partial"]
+        other.stdin.close()
+        assert other.wait(30) == 0
+    assert (out / "ours").read_text() == "theirs"
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_folder_that_came_to_be_meanwhile_is_not_replaced_unasked(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def appear() -> None:
+        out.mkdir()
+        (out / "ours").write_text("theirs")
+
+    assert refusal(lambda: publish(out, meanwhile=appear)).code == "output.exists"
+    assert (out / "ours").read_text() == "theirs"
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_old_folder_is_locked_while_it_is_taken_away(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    publish(out, "old")
+    held = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert refused(out, force=True).code == "output.in-use"
+    finally:
+        os.close(held)
+    assert (out / "ours").read_text() == "old"
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_folder_that_cannot_be_made_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    (tmp_path / "file").touch()
+    error = refused(tmp_path / "file" / "out")
+    assert error.code == "output.unwritable"
+    wording(str(error))
+
+
+def test_write_that_the_system_refuses_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from stores.folders.publish import publishing\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "try:\n"
+        "    with publishing(Path(sys.argv[1]), force=False, find_owned=lambda _: None) as folder:\n"
+        "        (folder / 'big').write_bytes(bytes(8192))\n"
+        "except Exception as error: print(type(error).__name__, error.code, error.where)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, out], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.stdout == f"OutputError output.unwritable {out}\n"
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_commit_that_cannot_be_brought_to_disk_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    out, fsync = tmp_path / "out", os.fsync
+    if is_there:
+        out.mkdir()
+        (out / "old").write_text("old")
+
+    def fails_above(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails_above)
+    with (
+        pytest.raises(UnreachableError) as error,
+        publishing(out, force=True, find_owned=lambda folder: {"old"}) as folder,
+    ):
+        (folder / "new").write_text("new")
+    assert error.value.code == "output.unwritable"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == (["old", "out"] if is_there else [])
+
+
+def test_interrupted_commit_is_undone_and_what_is_kept_is_the_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rerun would not find there what the journal says: seed 433 of the struck commands."""
+    out, fsync = tmp_path / "out", os.fsync
+    out.mkdir()
+    (out / "old").write_text("old")
+
+    def interrupted_above(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path):
+            raise KeyboardInterrupt
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", interrupted_above)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        publishing(out, force=True, find_owned=lambda folder: {"old"}, is_resumable=lambda folder: True) as folder,
+    ):
+        (folder / ".journal").write_text("new")
+    assert names_in(out) == ["old"]
+    assert names_in(tmp_path / ".out.partial") == [".journal"]
