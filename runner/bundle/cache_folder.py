@@ -10,7 +10,6 @@ tensor. There is no fsync: damage by a power loss is found like any other damage
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import shutil
@@ -35,6 +34,7 @@ from manifests.schema import Holds, Manifest, Shard
 from manifests.store import open_shard
 from runner.bundle.verified_read import verified_blocks
 from stores.base import InputFile
+from stores.folders.lock import open_locked
 from stores.local import LocalFile
 
 FLAG = "--stage-to-local"
@@ -50,15 +50,15 @@ def node_folder(directory: Path, name: str, digest: str) -> Path:
     Raises:
         InputError: a variable is not set on this node.
     """
-    found = os.path.expandvars(directory)
-    if "$" in found:
+    expanded = os.path.expandvars(directory)
+    if "$" in expanded:
         raise InputError(
             f"{FLAG} {directory}",
             "contains an environment variable that is not set on this node",
             "set it for the ranks, or use a path without variables",
             code="options.cache-variable",
         )
-    return Path(found) / f"{name[:80]}-{digest.removeprefix(PREFIX)[:16]}"
+    return Path(expanded) / f"{name[:80]}-{digest.removeprefix(PREFIX)[:16]}"
 
 
 def check_cacheable(manifest: Manifest, where: str) -> None:
@@ -176,22 +176,11 @@ class CacheFolder:
 
     def _lock(self, partial: Path, stop: threading.Event) -> int:
         """Lock a shard that is being copied, until the returned descriptor is closed."""
-        seen, since_s = -1, time.monotonic()
-        while True:
-            # O_NONBLOCK: opening a pipe (FIFO) that nobody reads fails, and does not wait for a reader.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            descriptor = os.open(partial, flags, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_at(partial, descriptor):
-                    return descriptor
-                wait_s = 0.0  # the other process has renamed it
-            except BlockingIOError:
-                wait_s = _POLL_S
-            nbytes = os.fstat(descriptor).st_size
-            os.close(descriptor)
-            if nbytes != seen:
-                seen, since_s = nbytes, time.monotonic()
+        last_nbytes, since_s = -1, time.monotonic()
+        # O_NONBLOCK: opening a pipe (FIFO) that nobody reads fails, and does not wait for a reader.
+        while (descriptor := open_locked(partial, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK)) is None:
+            if (nbytes := _nbytes_on_disk(partial)) != last_nbytes:
+                last_nbytes, since_s = nbytes, time.monotonic()
             if time.monotonic() - since_s > self.limit_s:
                 raise LaunchError(
                     str(partial),
@@ -199,8 +188,9 @@ class CacheFolder:
                     f"end that process, or use another {FLAG}",
                     code="launch.cache-stalled",
                 )
-            if stop.wait(wait_s):
+            if stop.wait(_POLL_S):
                 raise CancelledError
+        return descriptor
 
 
 def _copy(file: InputFile, shard: Shard, descriptor: int, stop: threading.Event) -> None:
@@ -212,13 +202,6 @@ def _copy(file: InputFile, shard: Shard, descriptor: int, stop: threading.Event)
 
 def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def _nbytes_on_disk(path: Path) -> int:
@@ -244,10 +227,10 @@ def _write_errors(path: Path) -> Iterator[None]:
             hint = "the disk has filled up since copying began: free space on it"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = f"choose a folder for {FLAG} that this user can write on every node"
-        said = refused_by_system(
+        refusal = refused_by_system(
             str(error.filename or path), error, "cannot be written", hint, code="store.cache-unwritable"
         )
-        if isinstance(said, UnreachableError):
-            raise said from error
+        if isinstance(refusal, UnreachableError):
+            raise refusal from error
         # The node's fault, so not an InputError: resuming must not skip the checkpoint for it.
-        raise UserError(said.where, said.problem, said.hint, code=said.code) from error
+        raise UserError(refusal.where, refusal.problem, refusal.hint, code=refusal.code) from error

@@ -1,4 +1,4 @@
-"""Lock files that exclude processes of any machine, record their owner, and are taken over from dead owners.
+"""Locks on files and folders: for this machine's processes (`open_locked`), or for those of any machine (`locking`).
 
 # Note [Lock files]
 A lock file is a small file that names its owner, locked with flock. That excludes processes of one machine, and of
@@ -34,6 +34,33 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 _SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "glusterfs", "wekafs", "9p")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """A process, this one by default, with the machine, boot and PID namespace that its PID refers to."""
+
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    birth: str = field(default_factory=lambda: birth_of(os.getpid()) or "")
+    namespace: str = field(default_factory=lambda: pid_namespace())
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it can be looked up by its PID."""
+        boot, _, _ = (birth_of(os.getpid()) or "").partition(" ")
+        return bool(boot) and self.birth.partition(" ")[0] == boot and self.namespace == pid_namespace()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is running; for local processes only."""
+        return birth_of(self.pid) == self.birth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Owner(Process):
+    nonce: str = field(default_factory=lambda: uuid.uuid4().hex)
+    doing: str = ""
+
+
 def birth_of(pid: int) -> str | None:
     """Return the start time of a process, in a form unique to it; None if it has exited."""
     try:
@@ -45,26 +72,30 @@ def birth_of(pid: int) -> str | None:
     return None if state in "ZX" else f"{boot} {fields[18]}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Owner:
-    """A process, with the machine, boot and PID namespace that its PID refers to."""
+def pid_namespace() -> str:
+    """Return the process namespace in which this process's number means something."""
+    with contextlib.suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
 
-    host: str = field(default_factory=socket.gethostname)
-    pid: int = field(default_factory=os.getpid)
-    birth: str = field(default_factory=lambda: birth_of(os.getpid()) or "")
-    namespace: str = field(default_factory=lambda: pid_namespace())
-    nonce: str = field(default_factory=lambda: uuid.uuid4().hex)
-    doing: str = ""
 
-    @property
-    def is_here(self) -> bool:
-        own = birth_of(os.getpid()) or ""
-        return self.birth.partition(" ")[0] == own.partition(" ")[0] and self.namespace == pid_namespace()
+def open_locked(path: Path, flags: int) -> int | None:
+    """Open and lock a file or folder until the descriptor is closed, or the process ends.
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether it is running; for processes of this machine only."""
-        return birth_of(self.pid) == self.birth
+    None: another process has locked it, or has just removed or renamed it.
+
+    Raises:
+        OSError: it cannot be opened, or its file system has no locks.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        if _flock(descriptor) and _is_at(path, descriptor):
+            return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
 
 
 @contextlib.contextmanager
@@ -75,9 +106,8 @@ def locking(path: Path, where: str, doing: str, *, stale_s: float = _STALE_S) ->
         LaunchError: another process has the lock; it is named, with what it is `doing`.
         OutputError: the file cannot be written.
     """
-    own = _Owner(doing=doing)
     try:
-        descriptor = _acquire(path, own, where, stale_s)
+        descriptor = _acquire(path, _Owner(doing=doing), where, stale_s)
     except OSError as error:
         raise refused_by_system(where, error, f"{path} cannot be written", code="output.unwritable") from error
     ended = threading.Event()
@@ -94,11 +124,11 @@ def locking(path: Path, where: str, doing: str, *, stale_s: float = _STALE_S) ->
         os.close(descriptor)
 
 
-def _acquire(path: Path, own: _Owner, where: str, stale_s: float) -> int:
+def _acquire(path: Path, claimant: _Owner, where: str, stale_s: float) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            is_locked = _lock(descriptor)
+            is_locked = _flock_if_supported(descriptor)
             owner = _read(descriptor) if is_locked else _read_named(descriptor)
             if not _is_at(path, descriptor):  # released or taken over meanwhile
                 os.close(descriptor)
@@ -111,10 +141,10 @@ def _acquire(path: Path, own: _Owner, where: str, stale_s: float) -> int:
                 _remove_judged(path, descriptor)
                 os.close(descriptor)
                 continue
-            _write(descriptor, own)
+            _write(descriptor, claimant)
             if _is_shared(path):
                 time.sleep(_SETTLE_S)
-                if (winner := _read_again(path)) is not None and winner.nonce != own.nonce:
+                if (winner := _read_again(path)) is not None and winner.nonce != claimant.nonce:
                     raise _in_use(where, winner)
             return descriptor
         except BaseException:
@@ -123,12 +153,19 @@ def _acquire(path: Path, own: _Owner, where: str, stale_s: float) -> int:
             raise
 
 
-def _lock(descriptor: int) -> bool:
-    """Return whether the file could be locked; True on a file system without locks."""
+def _flock(descriptor: int) -> bool:
+    """Return whether the file could be locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    return True
+
+
+def _flock_if_supported(descriptor: int) -> bool:
+    """Return whether the file could be locked; True on a file system without locks."""
+    try:
+        return _flock(descriptor)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
@@ -137,7 +174,7 @@ def _lock(descriptor: int) -> bool:
 
 def _is_alive(owner: _Owner, path: Path, descriptor: int, stale_s: float) -> bool:
     """Return whether an owner is alive: by its process, or on another machine by waiting for its heartbeat."""
-    if owner.is_here:
+    if owner.is_local:
         return owner.is_alive
     first = os.fstat(descriptor).st_mtime_ns
     while True:
@@ -163,8 +200,8 @@ def _remove_judged(path: Path, descriptor: int) -> None:
 
 def _read(descriptor: int) -> _Owner | None:
     try:
-        found = json.loads(os.pread(descriptor, 1 << 16, 0))
-        return _Owner(**{**found, "pid": int(found["pid"])})
+        fields = json.loads(os.pread(descriptor, 1 << 16, 0))
+        return _Owner(**{**fields, "pid": int(fields["pid"])})
     except (ValueError, TypeError, KeyError):
         return None
 
@@ -219,13 +256,6 @@ def _is_shared(path: Path) -> bool:
                 kind = words[words.index("-") + 1]
                 return kind in _SHARED or kind.startswith("fuse")
     return False
-
-
-def pid_namespace() -> str:
-    """Return the process namespace in which this process's number means something."""
-    with contextlib.suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""
 
 
 def _in_use(where: str, owner: _Owner | None) -> InputError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from manifests.errors import InputError, OutputError, refused_by_system
 from manifests.store import read_manifest, sync_folder, write_file
+from stores.folders.lock import open_locked
 from stores.folders.owned import (
     RECORD_NAME,
     FindOwned,
@@ -195,19 +195,15 @@ def _make_partial(out: Path) -> Path:
 
 def _lock(folder: Path, out: Path) -> int:
     """Lock a folder until the descriptor is closed."""
-    descriptor = -1
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.stat(folder).st_ino != os.fstat(descriptor).st_ino:
-            raise BlockingIOError  # the holder published or removed it meanwhile
+        descriptor = open_locked(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:  # published or removed by its owner meanwhile
+        descriptor = None
     except OSError as error:
-        if descriptor >= 0:
-            os.close(descriptor)
-        if isinstance(error, BlockingIOError | FileNotFoundError):
-            hint = "wait for that process, or stop it"
-            raise OutputError(str(out), "another process is writing to it", hint, code="output.in-use") from error
         raise refused_by_system(str(out), error, f"{folder} cannot be locked", code="output.cannot-lock") from error
+    if descriptor is None:
+        hint = "wait for that process, or stop it"
+        raise OutputError(str(out), "another process is writing to it", hint, code="output.in-use")
     return descriptor
 
 

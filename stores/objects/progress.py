@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Collection, Mapping
-from pathlib import Path
-from typing import Any, Protocol, Self
+from dataclasses import asdict
+from typing import Protocol, Self
 
 from manifests.digest import digest_bytes
 from stores.base import PROGRESS_NAME
+from stores.folders.lock import Process
 from stores.objects.client import ObjectEntry
 from stores.objects.store import Client
 
@@ -30,7 +30,7 @@ class CompletedObjects:
         self.plan, self.lock, self.folder, self.names = plan, digest_bytes(lock), folder, frozenset(names)
         self.is_stopped = False
         self._objects: dict[str, tuple[int, str]] = {}
-        self._process = _this_process()
+        self._process = Process()
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._num_changes = self._num_written = 0  # those that the bucket's record has
 
@@ -40,11 +40,12 @@ class CompletedObjects:
 
     def is_over(self, lock: bytes) -> bool:
         """Return whether the owner of the lock wrote this record and is known to have exited."""
-        return digest_bytes(lock) == self.lock and (self.is_stopped or _has_ended(self._process))
+        has_exited = self._process.is_local and not self._process.is_alive
+        return digest_bytes(lock) == self.lock and (self.is_stopped or has_exited)
 
     def completed(self, listed: Mapping[str, ObjectEntry]) -> dict[str, ObjectEntry]:
         """Return the completed objects that are unchanged."""
-        same = (name for name, known in self._objects.items() if name in listed and _facts(listed[name]) == known)
+        same = (name for name, facts in self._objects.items() if name in listed and _facts(listed[name]) == facts)
         return {name: listed[name] for name in same}
 
     def add(self, client: _Writable, entries: Mapping[str, ObjectEntry]) -> None:
@@ -72,7 +73,7 @@ class CompletedObjects:
             document = json.dumps(
                 {
                     "plan": self.plan, "claim": self.lock, "folder": self.folder, "names": sorted(self.names),
-                    "stopped": self.is_stopped, "process": self._process, "objects": self._objects,
+                    "stopped": self.is_stopped, "process": asdict(self._process), "objects": self._objects,
                 }
             )  # fmt: skip
         client.put(PROGRESS_NAME, document.encode())
@@ -82,11 +83,11 @@ class CompletedObjects:
     def decode(cls, data: bytes) -> Self | None:
         """Parse a record; None if it is not usable."""
         try:
-            found = json.loads(data)
-            progress = cls(str(found["plan"]), b"", str(found["folder"]), set(map(str, found["names"])))
-            progress.lock, progress.is_stopped = str(found["claim"]), found["stopped"] is True
-            progress._process = dict(found["process"])
-            progress._objects = {str(name): (int(size), str(etag)) for name, (size, etag) in found["objects"].items()}
+            record = json.loads(data)
+            progress = cls(str(record["plan"]), b"", str(record["folder"]), set(map(str, record["names"])))
+            progress.lock, progress.is_stopped = str(record["claim"]), record["stopped"] is True
+            progress._process = Process(**{**record["process"], "pid": int(record["process"]["pid"])})
+            progress._objects = {str(name): (int(size), str(etag)) for name, (size, etag) in record["objects"].items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
         return progress
@@ -101,31 +102,3 @@ def read_progress(client: Client, listed: Mapping[str, ObjectEntry]) -> Complete
 
 def _facts(entry: ObjectEntry) -> tuple[int, str] | None:
     return (entry.nbytes, entry.etag) if entry.etag else None
-
-
-def _this_process() -> dict[str, Any]:
-    return {**_system(), "pid": os.getpid(), "begun": _begun(os.getpid())}
-
-
-def _system() -> dict[str, str]:
-    """Return what identifies this machine, its boot and its PID namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    try:
-        return {"boot": boot.read_text().strip(), "processes": os.readlink("/proc/self/ns/pid")}
-    except OSError:
-        return {}
-
-
-def _begun(pid: int) -> str:
-    """Return a process's start time, in ticks since boot; "" if it does not exist."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
-
-
-def _has_ended(process: Mapping[str, Any]) -> bool:
-    system = _system()
-    is_here = bool(system) and {key: process.get(key) for key in system} == system
-    pid, begun = process.get("pid"), process.get("begun")
-    return is_here and isinstance(pid, int) and bool(begun) and _begun(pid) != begun

@@ -26,7 +26,7 @@ def test_probe_leaves_nothing_where_it_wrote(tmp_path: Path) -> None:
 
 
 def test_probe_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
-    killed = "import os; from manifests import probe; probe.write_file = lambda *_: os.kill(os.getpid(), 9)"
+    killed = "import os; from stores.folders import probe; probe.write_file = lambda *_: os.kill(os.getpid(), 9)"
     code = f"{killed}; import pathlib; probe.check_writable(pathlib.Path({str(tmp_path)!r}), 'x')"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == -9
     (left,) = tmp_path.iterdir()
