@@ -40,12 +40,15 @@ SUITES: dict[str, tuple[tuple[str, ...], bool]] = {
         True,
     ),
     "both implementations": (("tests/fast/runner/models/test_titans_on_transformers.py",), False),
-    "families": (("tests/process/test_families.py",), True),
-    "parity": (("tests/process/test_parity.py",), True),
-    "schedules": (("tests/fast/manifests/schedules", "tests/process/test_schedule_csv.py"), True),
-    "ties": (("tests/process/test_ties.py",), True),
-    "checkpoints": (("tests/process/test_resume.py",), True),
-    "FSDP and TP": (("tests/process/test_parallel.py", "tests/process/test_sharded_cycle.py"), False),
+    "families": (("tests/process/runner/models/test_families.py",), True),
+    "parity": (("tests/process/runner/pipeline/test_parity.py",), True),
+    "schedules": (("tests/fast/manifests/schedules", "tests/process/runner/pipeline/test_schedule_csv.py"), True),
+    "ties": (("tests/process/runner/pipeline/test_ties.py",), True),
+    "checkpoints": (("tests/process/runner/checkpoint/test_resume.py",), True),
+    "FSDP and TP": (
+        ("tests/process/runner/parallel/test_parallel.py", "tests/process/runner/parallel/test_sharded_cycle.py"),
+        False,
+    ),
 }
 INTRODUCTION = """# Compatibility
 

@@ -15,8 +15,8 @@ from tests.fast.runner.models.titans import in_files, load, save_titan
 from tests.fast.runner.tiny import padded_batch, save_model
 from tests.gpu.conftest import Record
 from tests.gpu.jobs import SEQ_LEN, VOCAB_SIZE, Job, gradients_of, pack, run_jobs
-from tests.process.parity_cases import CHANGES
-from tests.process.parity_reference import worst
+from tests.process.runner.pipeline.parity_cases import CHANGES
+from tests.process.runner.pipeline.parity_reference import worst
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 

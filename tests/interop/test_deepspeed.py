@@ -102,7 +102,7 @@ def test_training_goes_from_deepspeed_to_the_runner_and_back(
     args = [*batch, "--resume", "auto", "--steps", "5", "--lr", "4e-3", "--checkpoint", str(tmp_path / "history")]
     job = {"root": str(tmp_path / "packed"), "args": [*args, "--log-dir", str(tmp_path / "log")]}
     (tmp_path / "jobs.json").write_text(json.dumps([{**job, "log": str(tmp_path / "runner.log")}]))
-    launch(2, "resume_worker.py", tmp_path / "jobs.json")
+    launch(2, "runner/checkpoint/resume_worker.py", tmp_path / "jobs.json")
     lines = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
     ours = [line["loss"] for line in lines if "loss" in line]
     history, back = tmp_path / "history" / "step-000005", tmp_path / "back"

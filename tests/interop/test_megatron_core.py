@@ -142,7 +142,7 @@ def test_training_goes_from_megatron_core_to_the_runner_and_back(tmp_path: Path,
     args = [*batch, "--resume", "auto", "--steps", "4", "--checkpoint", str(tmp_path / "history")]
     job = {"root": str(tmp_path / "packed"), "args": [*args, "--log-dir", str(tmp_path / "log")]}
     (tmp_path / "jobs.json").write_text(json.dumps([{**job, "log": str(tmp_path / "runner.log")}]))
-    launch(2, "resume_worker.py", tmp_path / "jobs.json")
+    launch(2, "runner/checkpoint/resume_worker.py", tmp_path / "jobs.json")
     lines = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
     ours = [line["loss"] for line in lines if "loss" in line]
     reshard.export(tmp_path / "history" / "step-000004", tmp_path / "back", to="megatron")

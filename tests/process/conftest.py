@@ -47,7 +47,7 @@ def packed_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["moto", pytest.param("ceph", marks=pytest.mark.slow)])
 def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    from tests.process.buckets import BUCKET, start_server
+    from tests.process.stores.objects.buckets import BUCKET, start_server
 
     with start_server(request.param, tmp_path_factory.mktemp("server")) as server:
         server.bucket(BUCKET)
@@ -57,7 +57,7 @@ def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture
 def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     """Give a server that has `BUCKET`: tests run on every kind that there is."""
-    from tests.process.buckets import become
+    from tests.process.stores.objects.buckets import become
 
     become(monkeypatch, s3_server.environment())
     return s3_server
@@ -65,7 +65,7 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 
 @pytest.fixture(scope="module")
 def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
-    from tests.process.buckets import BUCKET
+    from tests.process.stores.objects.buckets import BUCKET
     from tests.servers.s3 import start_moto
 
     with start_moto(tmp_path_factory.mktemp("moto")) as server:
@@ -76,7 +76,7 @@ def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer
 @pytest.fixture
 def moto(moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[MotoServer]:
     """Give the server that logs its requests and fails on demand."""
-    from tests.process.buckets import become
+    from tests.process.stores.objects.buckets import become
 
     become(monkeypatch, moto_server.environment())
     yield moto_server

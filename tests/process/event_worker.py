@@ -26,7 +26,7 @@ from reshard.formats.huggingface import write as export  # noqa: F401 - once, no
 
 KIND = sys.argv[1] if sys.argv[1:] else ""
 if KIND == "saves":
-    from tests.process.save_once import save_once
+    from tests.process.runner.checkpoint.save_once import save_once
 elif KIND == "buckets":  # their client starts no threads before it is used
     import obstore.store  # noqa: F401
 

@@ -2,7 +2,7 @@
 
 torchrun's ranks import torch, torchtitan and transformers for themselves, which takes each of them most of ten
 seconds, and far longer than most tests. Here one process imports them, once for all tests, and is forked. What
-torchrun itself does, `tests/process/test_launch.py` and others see through `runner launch`.
+torchrun itself does, `tests/process/runner/launch/test_launch.py` and others see through `runner launch`.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class Rank:
 def started(
     num_ranks: int, script: str, *arguments: str | Path, folders: Sequence[Path] = (), **environment: str
 ) -> Iterator[list[Rank]]:
-    """Start a script of this folder on so many gloo ranks, each in its folder or in ROOT, and leave none of them."""
+    """Start a script below this folder on so many gloo ranks, each in its folder or in ROOT, and leave none of them."""
     context = get_context("forkserver")
     context.set_forkserver_preload(list(_IMPORTED))
     _start_server()
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-    argv = (str(ROOT / "tests" / "process" / script), *map(str, arguments))
+    argv = (str(Path(__file__).with_name(script)), *map(str, arguments))
     shared = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_PORT": str(store.port)}
     ranks = []
     with TemporaryDirectory() as place:
@@ -93,7 +93,7 @@ def started(
 
 
 def launch(num_ranks: int, script: str, *arguments: str | Path, timeout_s: float = 150) -> list[str]:
-    """Run a script of this folder on so many gloo ranks, see that all of them end well, and return what each printed.
+    """Run a script below this folder on so many gloo ranks, see that all of them end well, and return what each printed.
 
     On a busy machine, TEST_PATIENCE in the environment is a factor for its time.
     """

@@ -38,8 +38,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_every_example_is_run_by_a_test_and_told_in_the_page() -> None:
     scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
-    started = ("test_train_example.py", "test_own_models.py", "titan_worker.py")
-    tests = Path(__file__).read_text() + "".join((ROOT / "tests" / "process" / name).read_text() for name in started)
+    started = ("test_train_example.py", "models/test_own_models.py", "models/titan_worker.py")
+    tests = Path(__file__).read_text() + "".join(
+        (ROOT / "tests" / "process" / "runner" / name).read_text() for name in started
+    )
     page = api.render()
     for script in scripts:
         named = (f'"{script}"', f'examples/{script}"', f"from examples.{script.removesuffix('.py')} import")

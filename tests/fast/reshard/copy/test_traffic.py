@@ -20,7 +20,7 @@ from tests.fast.manifests.models.built import read_config
 from tests.fast.reshard.transforms.test_dequantize import fp8, write_quantized
 from tests.fast.sliced import CUTS, cut_up
 from tests.fast.trained import write_trained
-from tests.process.buckets import become
+from tests.process.stores.objects.buckets import become
 
 BIG = llama_config(hidden_size=512, num_attention_heads=16, intermediate_size=64, vocab_size=64)  # sectors are full
 NBYTES = 18208  # of the tensors of llama_config(), in BF16

@@ -22,7 +22,7 @@ from runner.pipeline.stage_metadata import TensorMetadata, plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from tests.fast.runner.models.test_families import LLAMA
 from tests.fast.runner.tiny import CPU, fill, padded_batch, read_config, save_model, split_evenly
-from tests.process.nested_cases import Toy
+from tests.process.runner.pipeline.nested_cases import Toy
 
 FAMILY = family_for(LLAMA, max_seq_len=8)
 EMBEDDING, *LAYERS, NORM, HEAD = FAMILY.modules

@@ -1,0 +1,77 @@
+"""`--stage-to-local` on several nodes: each shard is read from the store once, and sent to the others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.store import read_manifest
+from tests.builders import flip
+from tests.process.torchrun import started
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+NUM_NODES = 3
+
+
+def cache_on_nodes(packed: Path, place: Path, case: str) -> list[dict[str, Any]]:
+    """Return what each node has copied, or its error."""
+    with started(NUM_NODES, "runner/bundle/node_cache_worker.py", packed, place, case) as ranks:
+        assert [rank.wait(60) for rank in ranks] == [0] * NUM_NODES, [rank.said for rank in ranks]
+    return [json.loads((place / f"{case}-{rank}.json").read_text()) for rank in range(NUM_NODES)]
+
+
+def shards_of(packed: Path) -> dict[str, bytes]:
+    return {shard.path: (packed / shard.path).read_bytes() for shard in read_manifest(packed).shards}
+
+
+def cached_on(place: Path, case: str, node: int) -> dict[str, bytes]:
+    folder = place / case / f"node{node}"
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("case", "num_read", "num_received", "num_reused"),
+    [("empty", 2, 4, 0), ("cached", 0, 4, 2), ("damaged", 2, 2, 2)],
+)
+def test_each_shard_is_read_once_from_the_store_or_a_node_that_has_it(
+    case: str, num_read: int, num_received: int, num_reused: int, packed: Path, tmp_path: Path
+) -> None:
+    """Two shards on three nodes, equal in bytes to a thousandth. A damaged copy is found by those that receive it."""
+    shards = shards_of(packed)
+    if case != "empty":
+        for path in shards:
+            (tmp_path / case / "node1" / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(packed / path, tmp_path / case / "node1" / path)
+    if case == "damaged":
+        flip(tmp_path / case / "node1" / min(shards), -5)
+    reports = cache_on_nodes(packed, tmp_path, case)
+    nbytes = sum(map(len, shards.values())) / 2
+    counts = [
+        round(sum(map(count, reports)) / nbytes)
+        for count in (
+            lambda report: report["nbytes"] - report["peer_nbytes"],
+            lambda report: report["peer_nbytes"],
+            lambda report: report["reused_nbytes"],
+        )
+    ]
+    assert counts == [num_read, num_received, num_reused]
+    for node in (0, 2):
+        assert cached_on(tmp_path, case, node) == shards
+
+
+@pytest.mark.parametrize(("case", "code"), [("lost", "store.unreadable"), ("link", "store.cache-unwritable")])
+def test_node_that_fails_ends_the_load_on_all(case: str, code: str, packed: Path, tmp_path: Path) -> None:
+    """One cannot read what it sends; one cannot write what it receives."""
+    if case == "link":
+        for path in shards_of(packed):
+            partial = tmp_path / case / "node2" / Path(path).parent / f".{Path(path).name}.partial"
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            partial.symlink_to(tmp_path / "elsewhere")
+    reports = cache_on_nodes(packed, tmp_path, case)
+    assert [report["code"] for report in reports] == [code] * NUM_NODES
+    assert not (tmp_path / "elsewhere").exists()

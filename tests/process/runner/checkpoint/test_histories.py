@@ -1,0 +1,88 @@
+"""What becomes of a folder of checkpoints, and of its run, when something in it is damaged, launched or in the way.
+
+One rank trains; each run starts from scratch, from files.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from manifests.store import read_manifest
+from runner.checkpoint.history import checkpoint_path
+from tests.builders import flip, reshard
+from tests.fast.runner.tiny import save_model
+from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train for 4 steps, saving after 2 and 4, and begin others with what that left."""
+    place = tmp_path_factory.mktemp("histories")
+    save_model(place / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=80)
+    assert reshard("pack", place / "model", "--layout", "pp=1", "--out", place / "packed").code == 0
+    run_jobs(1, [saving(place, "whole", place / "packed", "--checkpoint-every", 2, steps=4)])
+    shutil.copytree(place / "whole", place / "damaged")
+    flip(checkpoint_path(place / "damaged", 4) / "stage-000/exp_avg/model.safetensors", -9, 4)
+    shutil.copytree(checkpoint_path(place / "whole", 2), checkpoint_path(place / "launched", 2))
+    shutil.copytree(place / "whole", place / "copied")
+    shutil.copytree(checkpoint_path(place / "copied", 2), checkpoint_path(place / "copied", 10))
+    (place / "blocked").mkdir()
+    for step in (1, 2):
+        checkpoint_path(place / "blocked", step).touch()
+    going_on = ("--resume", "auto", "--checkpoint-every", 2, "--keep", 1)
+    jobs = [
+        saving(place, "damaged", place / "packed", *going_on, "--save", place / "final", steps=8),
+        saving(place, "launched", checkpoint_path(place / "launched", 2), *going_on, steps=8),
+        saving(place, "copied", place / "packed", *going_on, steps=6),
+        saving(place, "blocked", place / "packed", "--checkpoint-every", 1, "--checkpoint-sync", steps=2),
+    ]
+    run_jobs(1, jobs)
+    return place
+
+
+def saving(place: Path, name: str, root: Path, *args: object, steps: int) -> dict[str, object]:
+    sizes = ("--data", "synthetic", "--seq-len", 16, "--global-batch", 2)
+    return job(root, place / f"{name}-log", *sizes, "--checkpoint", place / name, "--steps", steps, *args)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_attempt_that_was_passed_over_leaves_nothing_in_memory(place: Path) -> None:
+    told = said(place / "damaged-log")
+    assert f"warning: {checkpoint_path(place / 'damaged', 4)} cannot be resumed: " in told
+    # The weights of the damaged one, whose moments cannot be read; then of the one before, and its moments.
+    assert [line for line in told.splitlines() if "in memory" in line] == 2 * ["1 stages in memory"]
+
+
+def test_trained_weights_are_saved_when_the_checkpoint_that_they_came_from_is_gone(place: Path) -> None:
+    assert names_in(place / "damaged") == ["step-000008"]
+    parents = [Path(parent.location) for parent in read_manifest(place / "final").parents]
+    assert parents == [place / "packed", checkpoint_path(place / "damaged", 2)]
+
+
+def test_checkpoint_that_is_launched_stays_whatever_keep_says(place: Path) -> None:
+    assert "error:" not in said(place / "launched-log")
+    assert names_in(place / "launched") == ["step-000002", "step-000008"]
+
+
+def test_copy_under_the_name_of_a_later_step_costs_no_progress(place: Path) -> None:
+    copied = checkpoint_path(place / "copied", 10)
+    assert f"warning: {copied}: its manifest says step 2" in said(place / "copied-log")
+    assert [line["step"] for line in lines_of(place / "copied-log") if "loss" in line] == [5, 6]
+    assert names_in(place / "copied") == ["step-000006", "step-000010"]
+
+
+def test_run_whose_last_save_fails_has_failed(place: Path) -> None:
+    last = checkpoint_path(place / "blocked", 2)
+    where = f"rank 0: {last}"
+    assert f" at {where}\n" in said(place / "blocked-log")
+    failed = {line["step"]: line["save_error"] for line in lines_of(place / "blocked-log") if "save_error" in line}
+    assert list(failed) == [1, 2]
+    assert failed[2].startswith(where)

@@ -1,0 +1,239 @@
+"""`runner eval` against `transformers`, over pipelines of real ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaForCausalLM
+
+from tests.builders import reshard, run
+from tests.fast.manifests.models.built import TINY
+from tests.fast.runner.models.decoders import VARIANTS, Variant, variant_ids
+from tests.fast.runner.models.titans import TITANS, YARN, load, save_titan
+from tests.fast.runner.tiny import load_model, save_model
+from tests.process.local_jobs import ROOT, runner
+from tests.process.torchrun import launch
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+WORDS = [f"w{number}" for number in range(300)]
+ENDS = {"bos_token_id": 60, "eos_token_id": 61}
+FAMILY_TEXT = "w1 w2 w3 w14 w15 w9 w26 w5 w3"
+LAYOUTS = {1: ("pp=1",), 2: ("pp=2", "pp=2,vpp=2", "pp=2,vpp=2,style=v"), 4: ("pp=4", "pp=4,vpp=2")}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied model with a tokenizer of whole words, and a text of uneven documents."""
+    place = tmp_path_factory.mktemp("reading")
+    save_model(place / "source", tie_word_embeddings=True, bos_token_id=300, eos_token_id=301)
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(place / "source" / "tokenizer.json"))
+    documents = (" ".join(WORDS[(7 * row + i * i) % 300] for i in range(3 + row % 41)) for row in range(40))
+    (place / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    for layout in (layout for layouts in LAYOUTS.values() for layout in layouts):
+        run("pack", place / "source", "--layout", layout, "--out", place / layout)
+    return place
+
+
+def loss_of(model: LlamaForCausalLM, text: Path) -> tuple[float, int]:
+    """All documents end to end, eos after each, every token predicted once in windows of 32."""
+    ids: list[int] = []
+    for line in text.read_text().splitlines():
+        ids += [*(int(word[1:]) for word in json.loads(line)["text"].split()), 301]
+    total, count = 0.0, len(ids) - 1
+    for begin in range(0, count, 32):
+        window = torch.tensor([ids[begin : begin + 33]])
+        num_labels = window.shape[1] - 1
+        with torch.no_grad():
+            logits = model(window[:, :-1]).logits[0]
+        total += torch.nn.functional.cross_entropy(logits, window[0, 1:]).item() * num_labels
+    return total / count, count
+
+
+def check(place: Path, layout: str) -> None:
+    jobs = [[str(place / layout), "--data", str(place / "text.jsonl"), "--seq-len", "32", "--microbatch", "2"]]
+    (place / "jobs.json").write_text(json.dumps(jobs))
+    num_ranks = next(ranks for ranks, layouts in LAYOUTS.items() if layout in layouts)
+    launch(num_ranks, "runner/evaluation/reading_worker.py", place / "jobs.json", place / f"{layout}.jsonl")
+    loss, num_tokens = json.loads((place / f"{layout}.jsonl").read_text())
+    expected, count = loss_of(load_model(place / "source"), place / "text.jsonl")
+    assert (loss, num_tokens) == (pytest.approx(expected, rel=1e-6), count)
+
+
+@pytest.mark.parametrize("layout", ["pp=2"])
+def test_pipeline_evaluates_as_transformers_does(place: Path, layout: str) -> None:
+    check(place, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [layout for layouts in LAYOUTS.values() for layout in layouts if layout != "pp=2"])
+def test_every_layout_evaluates_as_transformers_does(place: Path, layout: str) -> None:
+    check(place, layout)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A form of a family's model, on so many ranks."""
+
+    number: int
+    variant: Variant
+    num_ranks: int
+
+    @property
+    def name(self) -> str:
+        return f"pp={self.num_ranks} {variant_ids([self.variant])[0]}"
+
+    def folder(self, place: Path, what: str) -> Path:
+        return place / f"{self.number:03d}-{what}"
+
+
+def cases_of() -> tuple[Case, ...]:
+    """Give a model's forms on two ranks and on four in turn."""
+    forms = (*TITANS, *VARIANTS, *FORMS)
+    turns = [sum(name == form[0] for name, _ in forms[:number]) for number, form in enumerate(forms)]
+    return tuple(
+        Case(number=number, variant=form, num_ranks=(2, 4)[turn % 2])
+        for number, (form, turn) in enumerate(zip(forms, turns, strict=True))
+    )
+
+
+TIED = {"tie_word_embeddings": True}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}  # fmt: skip
+# What the logits' tests leave out.
+FORMS: tuple[Variant, ...] = (
+    *((name, TIED) for name in TINY if name != "tiny-qwen3"),  # which is among them
+    ("tiny-llama", {"num_key_value_heads": 1, "rope_scaling": LLAMA3}),
+    ("tiny-qwen2", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("tiny-qwen2", {"rope_scaling": YARN, "max_position_embeddings": 96, "num_key_value_heads": 4}),
+    # The texts grow longer than 64 tokens, and change to the other factors.
+    ("tiny-phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64, "num_key_value_heads": 1}),
+)
+CASES = cases_of()
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What every model loses on a text: one launch for each number of ranks."""
+    place = tmp_path_factory.mktemp("families")
+    ids = {word: index for index, word in enumerate(WORDS[:60])}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    (place / "text.jsonl").write_text("".join(json.dumps({"text": FAMILY_TEXT}) + "\n" for _ in range(5)))
+    for num_ranks in (2, 4):
+        jobs, cases = [], [case for case in CASES if case.num_ranks == num_ranks]
+        for case in cases:
+            source, packed = (case.folder(place, what) for what in ("source", "packed"))
+            name, changes = case.variant
+            save_titan(source, name, **changes, **ENDS)
+            tokenizer.save(str(source / "tokenizer.json"))
+            run("pack", source, "--layout", f"pp={num_ranks}", "--out", packed)
+            text = ["--data", str(place / "text.jsonl"), "--seq-len", "16", "--no-pack"]
+            jobs += [[str(packed), *text]]
+        (place / "jobs.json").write_text(json.dumps(jobs))
+        launch(
+            num_ranks, "runner/evaluation/reading_worker.py", place / "jobs.json", place / "found.jsonl", timeout_s=900
+        )
+        found = (place / "found.jsonl").read_text().splitlines()
+        for number, case in enumerate(cases):
+            case.folder(place, "found").write_text(found[number])
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_family_evaluates_as_transformers_does(case: Case, families: Path) -> None:
+    loss, num_tokens = json.loads(case.folder(families, "found").read_text())
+    model = load(case.folder(families, "source")).eval()
+    ids = torch.tensor([[*(int(word[1:]) for word in FAMILY_TEXT.split()), 61]])
+    with torch.no_grad():
+        logits = model(ids[:, :-1]).logits[0].float()
+    expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item()
+    assert (loss, num_tokens) == (pytest.approx(expected, rel=1e-5), 5 * (ids.shape[1] - 1))
+
+
+LENGTHS = (3, 9, 15, 16, 17, 20, 9, 12, 18)  # of documents; frequencies change after 16
+DEPENDENT: dict[str, Variant] = {
+    "longrope": ("tiny-phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 16}),
+    "dynamic": ("tiny-qwen2", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 16}),
+}
+
+
+@pytest.fixture(scope="module")
+def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What models whose RoPE depends on the length lose, under several --seq-len; one launch."""
+    place = tmp_path_factory.mktemp("lengths")
+    ids = {word: index for index, word in enumerate(WORDS[:60])}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    lines = [" ".join(f"w{token}" for token in tokens_of(length - 1)) for length in LENGTHS]  # and eos
+    (place / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    jobs = []
+    for name, (config, changes) in DEPENDENT.items():
+        save_titan(place / name, config, **changes, **ENDS)
+        tokenizer.save(str(place / name / "tokenizer.json"))
+        packed = place / f"{name}-pp=2"
+        assert reshard("pack", place / name, "--layout", "pp=2", "--out", packed).code == 0
+        text = ["--data", str(place / "text.jsonl"), "--seq-len"]
+        jobs += [[str(packed), *text, *how] for how in (["20", "--no-pack"], ["41", "--no-pack"], ["32"])]
+    (place / "jobs.json").write_text(json.dumps(jobs))
+    launch(2, "runner/evaluation/reading_worker.py", place / "jobs.json", place / "found.jsonl")
+    return place
+
+
+def tokens_of(length: int) -> list[int]:
+    return [1 + (7 * i + i * i + length) % 59 for i in range(length)]
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_loss_is_that_of_each_text_alone_where_frequencies_depend_on_the_length(name: str, lengths: Path) -> None:
+    found = [json.loads(line) for line in (lengths / "found.jsonl").read_text().splitlines()]
+    short, long, packed = found[:3] if name == "longrope" else found[3:6]
+    texts = [[*tokens_of(length - 1), 61] for length in LENGTHS]
+    joined = [token for text in texts for token in text]
+    for (loss, num_tokens), windows in ((short, texts), (long, texts), (packed, windows_of(joined, 32))):
+        total, count = loss_alone(lengths / name, windows)
+        assert (loss, num_tokens) == (pytest.approx(total / count, rel=1e-6), count)
+
+
+def windows_of(ids: list[int], seq_len: int) -> list[list[int]]:
+    return [ids[begin : begin + seq_len + 1] for begin in range(0, len(ids) - 1, seq_len)]
+
+
+def loss_alone(folder: Path, windows: list[list[int]]) -> tuple[float, int]:
+    """Sum the losses of sequences without any padding, each by a model that has seen no other; and count them."""
+    total = 0.0
+    for window in windows:
+        with torch.no_grad():
+            logits = load(folder).eval()(torch.tensor([window[:-1]])).logits[0].float()
+        total += torch.nn.functional.cross_entropy(logits, torch.tensor(window[1:]), reduction="sum").item()
+    return total, sum(len(window) - 1 for window in windows)
+
+
+def test_loss_is_printed_as_one_json_object(place: Path) -> None:
+    done = runner("eval", place / "pp=2", "--data", place / "text.jsonl", "--seq-len", 32, "--json")
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    expected, count = loss_of(load_model(place / "source"), place / "text.jsonl")
+    assert (printed["version"], printed["num_tokens"]) == (1, count)
+    assert printed["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_loss_that_cannot_be_printed_is_said_in_a_sentence(place: Path) -> None:
+    command = [sys.executable, "-m", "runner.cli", "eval", place / "pp=1", "--data", place / "text.jsonl"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 3, done.stderr
+    assert "standard output: " in done.stderr
+    assert "Traceback" not in done.stderr

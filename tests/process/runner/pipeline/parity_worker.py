@@ -1,0 +1,172 @@
+"""A rank that trains every case of its world size and saves what came of it: all but the slow ones, or a family's.
+
+usage: parity_worker.py MODELS OUT normal|FAMILY
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from manifests.schedules import lower, write_csv
+from runner.models import family_for
+from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
+from runner.pipeline.schedule import Schedule, build_schedule
+from runner.pipeline.stage_metadata import plan_stage_metadata
+from runner.pipeline.timetable import Timetable, find_timetable
+from runner.training.gradient_norm import StepTotals
+from runner.training.optimizer import Optimizer
+from runner.training.step import Engine, eval_step, train_step
+from runner.training.ties import build_ties, check_equal, lead_parameters
+from tests.fast.runner.models.decoders import fill_pieces
+from tests.fast.runner.tiny import CPU, head_tie, padded_batch, read_config, split_evenly
+from tests.process.runner.pipeline.parity_cases import (
+    BATCH,
+    COMPARED,
+    EVALUATED,
+    HALF_BATCH,
+    LLAMA,
+    NORMAL,
+    OPTIM,
+    REPLICATED,
+    SEQ_LEN,
+    SLOW,
+    TEXT,
+    Case,
+    Replicated,
+    batch_of,
+    cut_modules,
+    cut_of,
+    folder_of,
+    texts,
+)
+from tests.process.runner.pipeline.parity_plants import (
+    PIPELINES,
+    DataParallel,
+    StepsFollowersToo,
+    drop_expert,
+    forwards_last_first,
+    stop_training_expert,
+)
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def run_case(case: Case, models: Path, out: Path, rank: int) -> dict[str, Any]:
+    folder, placement = folder_of(models, case.family, case.weights), case.placement
+    family = family_for(read_config(folder), max_seq_len=SEQ_LEN)
+    stage_modules = (
+        cut_modules(family.modules, case.shares) if case.shares else split_evenly(family.modules, placement.num_stages)
+    )
+    chunks = build_chunks(family, stage_modules, placement.stages_on(rank))
+    fill_pieces(chunks, folder, case.dtype)
+    plant_expert(case, chunks)
+    groups = [head_tie(stage_modules)] if case.weights == "tied" else []
+    ties = build_ties(groups, chunks, placement, TIMEOUT)
+    check_equal(ties)
+    parameters = lead_parameters(chunks, ties)
+    metadata, timetable = plan_stage_metadata(family, stage_modules, case.dtype), timetable_of(case, out)
+    if case.plant in PIPELINES:
+        schedule: Schedule = PIPELINES[case.plant](timetable, chunks, metadata, BATCH)
+    else:
+        schedule = build_schedule(timetable, chunks, metadata, BATCH)
+    optimizer = Optimizer(parameters, OPTIM)
+    engine = Engine(
+        schedule=schedule,
+        ties=() if case.plant == "tie_not_summed" else ties,
+        totals=StepTotals(parameters, () if case.plant == "tie_counted_twice" else ties, device=CPU),
+        optimizer=StepsFollowersToo(optimizer, ties) if case.plant == "tie_stepped_twice" else optimizer,
+    )
+    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "evals": [], "num_tokens": []}
+    whole, text = texts(case.vocab_size)
+    found["logits"], found["text_logits"] = schedule.logits(whole), schedule.logits(text, TEXT)
+    for step in range(case.steps):
+        batch = batch_of(step, case.vocab_size) if schedule.has_first or schedule.has_last else None
+        cut = replace(cut_of(step), microbatch=case.microbatch)
+        if step < EVALUATED:
+            found["evals"].append(eval_step(engine, batch, cut))
+        report = train_step(engine, batch, step, cut)
+        found["losses"].append(report.loss)
+        found["norms"].append(report.grad_norm)
+        found["num_tokens"].append(report.num_tokens)
+        if step < COMPARED:
+            found["gradients"].append(gradients_of(chunks))
+    found["parameters"] = {
+        piece.fqn: piece.memory.clone() for chunk in chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk))
+    }
+    if case.plant is None:
+        check_equal(ties)
+    return found
+
+
+def plant_expert(case: Case, chunks: tuple[StageChunk, ...]) -> None:
+    if case.plant == "expert_dropped":
+        drop_expert(chunks)
+    if case.plant == "expert_not_trained":
+        stop_training_expert(chunks)
+
+
+def timetable_of(case: Case, out: Path) -> Timetable:
+    if case.plant == "losses_out_of_order":
+        table = lower(forwards_last_first(case.table))
+        return Timetable(name="unchecked.csv", placement=case.placement, file=table)
+    if not case.is_csv:
+        return find_timetable(case.schedule, case.placement, BATCH.num_microbatches)
+    path = out / f"{case.name}-{dist.get_rank()}.csv"
+    path.write_text(write_csv(case.table))
+    return find_timetable(str(path), case.placement, BATCH.num_microbatches)
+
+
+def run_replicated(case: Replicated, models: Path) -> dict[str, Any]:
+    """Give the gradients of one step on ranks (replica, pipeline rank) = (0, 0), (0, 1), (1, 0), (1, 1)."""
+    replica, rank = divmod(dist.get_rank(), 2)
+    pipelines = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    replicas = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    folder = folder_of(models, LLAMA, "untied")
+    family = family_for(read_config(folder), max_seq_len=SEQ_LEN)
+    stage_modules = split_evenly(family.modules, case.placement.num_stages)
+    chunks = build_chunks(family, stage_modules, case.placement.stages_on(rank))
+    fill_pieces(chunks, folder)
+    metadata = plan_stage_metadata(family, stage_modules, torch.float32)
+    timetable = find_timetable(case.schedule, case.placement, HALF_BATCH.num_microbatches)
+    schedule = DataParallel(timetable, chunks, metadata, HALF_BATCH, pipelines[replica])
+    schedule.replicas = replicas[rank]
+    whole, half = padded_batch(0), slice(4 * replica, 4 * replica + 4)
+    schedule.train(replace(whole, tokens=whole.tokens[half], labels=whole.labels[half]))
+    return {"gradients": gradients_of(chunks)}
+
+
+def gradients_of(chunks: tuple[StageChunk, ...]) -> dict[str, torch.Tensor]:
+    """Copy the gradients by Hugging Face FQN; a tied member that another leads on this rank has none."""
+    pieces = (piece for chunk in chunks for piece in hf_pieces(chunk, lambda weight: weight.grad))
+    return {piece.fqn: piece.memory.clone() for piece in pieces}
+
+
+def main(models: Path, out: Path, cases: tuple[Case, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    for case in cases:
+        if case.num_ranks == dist.get_world_size():
+            save(run_case(case, models, out, dist.get_rank()), out / case.name)
+    if cases == NORMAL and dist.get_world_size() == 4:
+        for replicated in REPLICATED:
+            save(run_replicated(replicated, models), out / replicated.schedule)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def save(found: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    torch.save(found, folder / f"rank{dist.get_rank()}.pt")
+
+
+if __name__ == "__main__":
+    which = sys.argv[3]
+    chosen = NORMAL if which == "normal" else tuple(case for case in SLOW if case.family == which)
+    main(Path(sys.argv[1]), Path(sys.argv[2]), chosen)

@@ -1,0 +1,73 @@
+"""What tests of buckets share: servers by name, an environment to reach them with, and a worker whose memory counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import InputError
+from tests.servers.ceph import missing_for_ceph, start_ceph
+from tests.servers.s3 import S3Server, start_moto
+
+BUCKET = "checkpoints"  # that the servers of `conftest.py` have
+MIB = 1 << 20
+ROOT = Path(__file__).parents[4]
+
+
+def start_server(name: str, folder: Path) -> AbstractContextManager[S3Server]:
+    missing = missing_for_ceph() if name == "ceph" else None
+    if missing:
+        pytest.skip(f"NOT RUN against Ceph: {missing}")
+    return start_ceph(folder) if name == "ceph" else start_moto(folder)
+
+
+def become(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    """Put on an environment, and nothing else of this machine's AWS settings."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    nowhere = {
+        "AWS_SHARED_CREDENTIALS_FILE": "/nowhere/credentials",
+        "AWS_CONFIG_FILE": "/nowhere/config",
+        "AWS_METADATA_ENDPOINT": "http://127.0.0.1:1",
+    }
+    for name, value in (nowhere | environment).items():
+        monkeypatch.setenv(name, value)
+
+
+def url_of(name: str) -> str:
+    return f"s3://{BUCKET}/{name}"
+
+
+def problem(call: Any) -> str:
+    """Return the whole message with which a call is refused."""
+    with pytest.raises(InputError) as caught:
+        call()
+    return str(caught.value)
+
+
+def refusal(call: Any) -> tuple[str, str]:
+    """Return code and place of the error with which a call is refused."""
+    with pytest.raises(InputError) as caught:
+        call()
+    return caught.value.code, caught.value.where
+
+
+def start_worker(*args: str | int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.process.stores.objects.bucket_worker", *map(str, args)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def measured(*args: str | int) -> tuple[int, str]:
+    """Run the worker; give its peak of anonymous memory in bytes, and the SHA-256 of the bytes that it moved."""
+    worker = start_worker(*args)
+    out, _ = worker.communicate(timeout=100)
+    assert worker.returncode == 0
+    found = json.loads(out.splitlines()[-1])
+    return found["peak_nbytes"], found["sha256"]

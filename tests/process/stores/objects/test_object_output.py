@@ -1,0 +1,387 @@
+"""Checkpoints written into a bucket of a real S3 server: whole or unreadable, whatever happens to the writer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import threading
+from collections.abc import Collection
+
+import pytest
+
+from manifests.codec import encode_manifest
+from manifests.errors import InputError
+from reshard.tensors.lazy import MemoryFile
+from stores.base import LOCK_NAME, Blocks, read_whole
+from stores.objects import output as object_output
+from stores.objects.client import ObstoreClient
+from stores.objects.lock import new_lock
+from stores.objects.output import ObjectTarget, Wanted, open_output
+from stores.objects.store import open_objects
+from stores.objects.uplink import MAX_PARTS, NUM_PARTS, part_nbytes
+from stores.objects.writable import WritableClient, remove_objects
+from tests.fast.manifests.drawn_manifests import full_manifest
+from tests.process.stores.objects.buckets import BUCKET, MIB, become, measured, problem, refusal, url_of
+from tests.servers.s3 import Fault, MotoServer, S3Server, Strike, strike
+
+pytestmark = pytest.mark.process
+
+MANIFEST = encode_manifest(full_manifest())
+CONFIG = b'{"architectures": []}'
+
+
+def shard(nbytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def write(target: ObjectTarget, name: str, data: bytes, header_nbytes: int = 4096) -> None:
+    """Write an object as the engine does: its header, then blocks of 1 MiB through one buffer."""
+    writer = target.writer(name, len(data), [data[:header_nbytes]])
+    buffer = memoryview(bytearray(MIB + 8))
+    for position in range(header_nbytes, len(data), MIB):
+        piece = data[position : position + MIB]
+        buffer[8 : 8 + len(piece)] = piece
+        writer.write(buffer, 8, 8 + len(piece), position)
+        buffer[:] = bytes(len(buffer))
+    writer.finish()
+
+
+def write_checkpoint(url: str, seed: int = 0, *, force: bool = False, nbytes: int = MIB) -> bytes:
+    """Write a checkpoint of one stage, and give its shard."""
+    data = shard(nbytes, seed)
+    with open_output(url, force=force) as target:
+        target.put("config.json", CONFIG)
+        write(target, target.place("stage-000/model.safetensors"), data)
+        target.commit(MANIFEST)
+    return data
+
+
+def test_what_is_written_reads_back(s3: S3Server) -> None:
+    large, small = shard(30 * MIB + 123), shard(5000, seed=1)  # several parts, and less than one
+    with open_output(url_of("whole/1")) as target:
+        target.put("config.json", CONFIG)
+        write(target, "stage-000/model.safetensors", large)
+        write(target, "stage-001/model.safetensors", small)
+        target.commit(MANIFEST)
+    expected = {
+        "config.json": CONFIG,
+        "manifest.json": MANIFEST,
+        "stage-000/model.safetensors": large,
+        "stage-001/model.safetensors": small,
+    }
+    assert s3.objects(BUCKET, "whole/") == {f"whole/1/{name}": data for name, data in expected.items()}
+    folder = open_objects(url_of("whole/1"))
+    assert {name: read_whole(folder.file(name)) for name in folder.names()} == expected
+    assert s3.uploads(BUCKET, "whole/") == []
+
+
+def test_writers_may_be_open_together(s3: S3Server) -> None:
+    data = [shard(20 * MIB, seed) for seed in range(2)]
+    with open_output(url_of("together")) as target:
+        writers = [target.writer(f"{number}", len(one), [one[:1]]) for number, one in enumerate(data)]
+        for position in range(1, 20 * MIB, MIB):
+            for writer, one in zip(writers, data, strict=True):
+                piece = one[position : position + MIB]
+                writer.write(memoryview(piece), 0, len(piece), position)
+        for writer in writers:
+            writer.finish()
+        target.commit(MANIFEST)
+    assert s3.objects(BUCKET, "together/") == {
+        "together/0": data[0], "together/1": data[1], "together/manifest.json": MANIFEST
+    }  # fmt: skip
+
+
+def test_nothing_is_readable_before_the_commit(s3: S3Server) -> None:
+    url = url_of("early")
+    with open_output(url) as target:
+        target.put("config.json", CONFIG)
+        write(target, "stage-000/model.safetensors", shard(MIB))
+        assert refusal(open_objects(url).names) == ("store.unfinished", url)
+        assert refusal(lambda: open_objects(url).file("manifest.json")) == (
+            "store.no-such-file",
+            f"{url}/manifest.json",
+        )
+        target.commit(MANIFEST)
+    assert open_objects(url).names() == ("config.json", "manifest.json", "stage-000/model.safetensors")
+
+
+def test_failure_leaves_nothing_and_no_unfinished_upload(s3: S3Server) -> None:
+    def fail() -> None:
+        with open_output(url_of("failed")) as target:
+            target.put("config.json", CONFIG)
+            write(target, "stage-000/model.safetensors", shard(MIB))
+            writer = target.writer("stage-001/model.safetensors", 32 * MIB, [shard(20 * MIB)])
+            assert writer.is_open
+            assert s3.uploads(BUCKET, "failed/") == ["failed/stage-001/model.safetensors"]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert s3.uploads(BUCKET, "failed/") == []
+    assert s3.objects(BUCKET, "failed") == {}
+
+
+def test_interrupt_as_a_small_file_arrives_leaves_nothing(moto: MotoServer) -> None:
+    def write_config() -> None:
+        with open_output(url_of("interrupted")) as target:
+            target.written()  # no request of its opening is left
+            # Of two requests that `put` makes, the first of which looks at the lock, at the second.
+            strike(moto.endpoint, Strike(pid=os.getpid(), act="SIGINT", at=1, is_done=True))
+            target.put("config.json", CONFIG)
+
+    with pytest.raises(KeyboardInterrupt):
+        write_config()
+    moto.settle()
+    assert [request.path for request in moto.requests("PUT", "interrupted/config.json")] != []
+    assert moto.objects(BUCKET, "interrupted/") == {}
+
+
+def test_interrupt_while_a_small_file_is_sent_beside_leaves_nothing(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_removed, put = threading.Event(), ObstoreClient.put
+
+    def remove_and_tell(client: WritableClient, names: Collection[str]) -> None:
+        remove_objects(client, names)
+        is_removed.set()
+
+    def put_late(client: ObstoreClient, name: str, data: bytes) -> None:
+        if name == "config.json":
+            os.kill(os.getpid(), signal.SIGINT)
+            is_removed.wait(1)
+        put(client, name, data)
+
+    def write_config() -> None:
+        with open_output(url_of("beside")) as target:
+            target.copy("config.json", Blocks(MemoryFile("config.json", CONFIG)))
+            target.commit(MANIFEST)  # waits for it
+
+    monkeypatch.setattr("stores.objects.output.remove_objects", remove_and_tell)
+    monkeypatch.setattr(ObstoreClient, "put", put_late)
+    with pytest.raises(KeyboardInterrupt):
+        write_config()
+    assert s3.objects(BUCKET, "beside/") == {}
+
+
+def test_checkpoint_that_is_being_replaced_stays_readable_until_the_new_one_is_committed(s3: S3Server) -> None:
+    url = url_of("kept")
+    write_checkpoint(url)
+    old = s3.objects(BUCKET, "kept/")
+    pins = {name: open_objects(url).file(name).fingerprint for name in open_objects(url).names()}
+    with open_output(url, force=True) as target:
+        target.put("config.json", b"{}")
+        write(target, target.place("stage-000/model.safetensors"), shard(MIB, seed=1))
+        assert {name: s3.objects(BUCKET, "kept/")[name] for name in old} == old
+        folder = open_objects(url)
+        assert {name: folder.file(name).fingerprint for name in folder.names() if name in pins} == pins
+    assert s3.objects(BUCKET, "kept/") == old  # it was not committed
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+def test_replacement_that_fails_leaves_the_old_checkpoint(moto: MotoServer, method: str) -> None:
+    url = url_of(f"unreplaced-{method}")
+    write_checkpoint(url)
+    old = moto.objects(BUCKET, f"unreplaced-{method}/")
+    moto.fail(Fault(method=method, address="/packed-", what="status", status=403, times=99))
+    code, _ = refusal(lambda: write_checkpoint(url, 1, force=True, nbytes=20 * MIB))
+    assert code == "store.denied"
+    moto.fail()
+    assert moto.objects(BUCKET, f"unreplaced-{method}/") == old
+    assert moto.uploads(BUCKET, f"unreplaced-{method}/") == []
+
+
+def test_objects_of_others_are_never_replaced(s3: S3Server) -> None:
+    s3.client().put_object(Bucket=BUCKET, Key="theirs/data.csv", Body=b"1,2")
+    url = url_of("theirs")
+    assert refusal(lambda: open_output(url, force=True)) == ("output.not-ours", url)
+    assert s3.objects(BUCKET, "theirs/") == {"theirs/data.csv": b"1,2"}
+
+
+def test_objects_that_came_before_the_lock_are_refused_and_kept(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, theirs = url_of("between"), {"between/config.json": b"theirs", "between/model.safetensors": b"theirs too"}
+
+    def lock_of_the_later() -> bytes:  # listed before, created afterwards
+        for key, data in theirs.items():
+            s3.client().put_object(Bucket=BUCKET, Key=key, Body=data)
+        return new_lock()
+
+    monkeypatch.setattr(object_output, "new_lock", lock_of_the_later)
+
+    def write_beside() -> None:
+        wanted = Wanted(shards=("model.safetensors",), small=("config.json",))
+        with open_output(url, wanted=wanted, plan="plan") as target:
+            write(target, "model.safetensors", shard(MIB))
+
+    assert refusal(write_beside) == ("output.exists", url)
+    assert s3.objects(BUCKET, "between/") == theirs
+
+
+def test_second_writer_is_refused_until_the_first_has_ended(s3: S3Server) -> None:
+    url = url_of("contended")
+    with open_output(url) as target:
+        target.put("config.json", CONFIG)
+        assert refusal(lambda: open_output(url)) == ("output.unfinished", url)
+        said = problem(lambda: open_output(url))
+        assert re.search(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC\b", said)
+        for shown in (f"{len(CONFIG)} bytes", socket.gethostname(), f"process {os.getpid()}", "--force"):
+            assert shown in said
+    write_checkpoint(url)
+
+
+def test_writer_that_was_taken_over_commits_nothing_and_removes_nothing(s3: S3Server) -> None:
+    url = url_of("taken")
+    first = open_output(url, wanted=Wanted(small={"config.json"}))
+    first.put("config.json", b"of the first")
+    second = write_checkpoint(url, seed=1, force=True)
+    expected = {
+        "taken/config.json": CONFIG,
+        "taken/manifest.json": MANIFEST,
+        "taken/stage-000/model.safetensors": second,
+    }
+    assert refusal(lambda: first.commit(MANIFEST))[0] == "store.no-such-file"
+    first.abort()
+    assert s3.objects(BUCKET, "taken/") == expected
+
+    with open_output(url, force=True) as third:
+        fourth = open_output(url, force=True)
+        assert refusal(lambda: third.commit(MANIFEST)) == ("output.contended", url)
+    fourth.commit(MANIFEST)
+    assert s3.objects(BUCKET, "taken/") == {"taken/manifest.json": MANIFEST}
+
+
+def test_writer_that_was_taken_over_writes_over_nothing(s3: S3Server) -> None:
+    url, data = url_of("late"), shard(MIB)
+    first = open_output(url)
+    late = first.writer("stage-000/model.safetensors", len(data), [data])
+    second = write_checkpoint(url, seed=1, force=True)
+    for act in (late.finish, lambda: first.put("config.json", b"late"), first.writer("config.json", 1, [b"l"]).finish):
+        assert refusal(act) == ("store.no-such-file", f"{url}/{LOCK_NAME}")
+    first.abort()
+    assert s3.objects(BUCKET, "late/") == {
+        "late/config.json": CONFIG,
+        "late/manifest.json": MANIFEST,
+        "late/stage-000/model.safetensors": second,
+    }
+
+
+def test_object_that_got_lost_is_missed_before_the_commit(s3: S3Server) -> None:
+    url = url_of("lost")
+    with open_output(url) as target:
+        target.put("config.json", CONFIG)
+        s3.client().delete_object(Bucket=BUCKET, Key="lost/config.json")
+        assert refusal(lambda: target.commit(MANIFEST)) == ("output.lost-object", f"{url}/config.json")
+    assert s3.objects(BUCKET, "lost/") == {}
+
+
+def test_stranger_and_wrong_bucket_are_refused_before_anything_is_written(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "s3://no-such-bucket/a"
+    assert refusal(lambda: open_output(url)) == ("store.no-such-bucket", url)
+    become(monkeypatch, s3.environment(s3.stranger))
+    assert refusal(lambda: open_output(url_of("denied"))) == ("store.denied", url_of("denied"))
+    assert s3.objects(BUCKET, "denied") == {}
+
+
+def test_hub_is_not_written() -> None:
+    with pytest.raises(InputError) as refused:
+        open_output("hf://org/name")
+    assert (refused.value.where, refused.value.code) == ("hf://org/name", "output.unwritable")
+
+
+def test_store_without_conditional_writes_still_refuses_what_is_there(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
+    url = url_of("unconditional")
+    write_checkpoint(url)
+    assert refusal(lambda: open_output(url)) == ("output.exists", url)
+    assert LOCK_NAME not in "".join(s3.objects(BUCKET, "unconditional/"))
+
+
+def test_store_that_has_no_conditional_writes_is_told_how_to_be_used(moto: MotoServer) -> None:
+    moto.fail(Fault(method="PUT", address=LOCK_NAME, what="status", status=501, times=99))
+    assert refusal(lambda: open_output(url_of("unsupported"))) == (
+        "store.refused",
+        f"{url_of('unsupported')}/{LOCK_NAME}",
+    )
+    assert "AWS_CONDITIONAL_PUT=disabled" in problem(lambda: open_output(url_of("unsupported")))
+
+
+@pytest.mark.parametrize(("method", "address"), [("PUT", "partNumber=2"), ("POST", "uploadId="), ("POST", "uploads=")])
+def test_upload_that_the_store_refuses_is_aborted(moto: MotoServer, method: str, address: str) -> None:
+    url = url_of("refused")
+    moto.fail(Fault(method=method, address=address, what="status", status=403))
+
+    def upload() -> None:
+        with open_output(url) as target:
+            write(target, "stage-000/model.safetensors", shard(40 * MIB))
+
+    assert refusal(upload) == ("store.denied", f"{url}/stage-000/model.safetensors")
+    assert moto.uploads(BUCKET, "refused/") == []
+    assert moto.objects(BUCKET, "refused") == {}
+
+
+def test_busy_server_gets_its_parts_again(moto: MotoServer) -> None:
+    moto.fail(
+        Fault(method="PUT", address="busy/model.safetensors", what="status", times=2),
+        Fault(method="PUT", address="busy/manifest.json", what="status"),
+    )
+    data = shard(20 * MIB)
+    with open_output(url_of("busy")) as target:
+        write(target, "model.safetensors", data)
+        target.commit(MANIFEST)
+    assert moto.objects(BUCKET, "busy/") == {"busy/manifest.json": MANIFEST, "busy/model.safetensors": data}
+
+
+def test_write_whose_answer_is_lost_is_known_to_be_ours(moto: MotoServer) -> None:
+    moto.fail(
+        Fault(method="PUT", address=f"answerless/{LOCK_NAME}", what="lost"),
+        Fault(method="PUT", address="answerless/manifest.json", what="lost"),
+    )
+    data = write_checkpoint(url_of("answerless"))
+    assert moto.objects(BUCKET, "answerless/") == {
+        "answerless/config.json": CONFIG,
+        "answerless/manifest.json": MANIFEST,
+        "answerless/stage-000/model.safetensors": data,
+    }
+    assert [request.status for request in moto.requests("PUT", "answerless/manifest.json")] == [503, 412]
+
+
+def test_commit_without_any_answer_removes_nothing(moto: MotoServer) -> None:
+    moto.fail(Fault(method="PUT", address="undecided/manifest.json", what="lost", status=403))
+    assert refusal(lambda: write_checkpoint(url_of("undecided"))) == (
+        "store.denied",
+        f"{url_of('undecided')}/manifest.json",
+    )
+    names = ("config.json", "manifest.json", "stage-000/model.safetensors")
+    assert open_objects(url_of("undecided")).names() == names  # it had taken place
+
+
+def test_manifest_is_the_last_object_that_is_written(moto: MotoServer) -> None:
+    write_checkpoint(url_of("order"))
+    written = [request.path.removeprefix(f"/{BUCKET}/order/") for request in moto.requests("PUT", "/order/")]
+    assert written == [LOCK_NAME, "config.json", "stage-000/model.safetensors", "manifest.json"]
+    listed = [request for request in moto.requests("GET", f"/{BUCKET}") if "prefix=order" in request.query]
+    assert len(listed) == 3  # before and after the lock, and before the commit
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 8 * MIB * MAX_PARTS, 8 * MIB * MAX_PARTS + 1, 345 << 30, 1 << 40])
+def test_object_of_any_length_fits_in_the_parts_that_a_store_takes(nbytes: int) -> None:
+    assert part_nbytes(nbytes) >= 5 * MIB  # what S3 takes
+    assert part_nbytes(nbytes) % MIB == 0
+    assert nbytes <= part_nbytes(nbytes) * MAX_PARTS
+
+
+def test_written_memory_does_not_grow_with_the_object(s3: S3Server) -> None:
+    nbytes = (64 if isinstance(s3, MotoServer) else 512) * MIB
+    peak_nbytes, digest = measured("write", url_of("long"), "file", nbytes)
+    (key,) = [key for key in s3.objects(BUCKET, "long/") if key.endswith("/file")]
+    assert hashlib.sha256(s3.objects(BUCKET, key)[key]).hexdigest() == digest
+    assert peak_nbytes < (8 * (NUM_PARTS + 1) + 24) * MIB  # parts, and Python
+    assert json.loads(s3.objects(BUCKET, "long/manifest.json")["long/manifest.json"]) == {}

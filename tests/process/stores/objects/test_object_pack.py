@@ -1,0 +1,272 @@
+"""The verbs on buckets of a real S3 server: what they write there is what they write here, byte for byte."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stores.base import LOCK_NAME, PROGRESS_NAME
+from tests.builders import (
+    INDEX,
+    files_in,
+    llama_config,
+    random_tensors,
+    refusal,
+    reshard,
+    weights_path,
+    without_digest,
+    write_model,
+)
+from tests.process.stores.objects.buckets import BUCKET, MIB, measured, url_of
+from tests.servers.s3 import Fault, MotoServer, S3Server
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).parents[4]
+STAGE_0 = "model-00001-of-00002.safetensors"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied model of 30 MiB in three files: some of its shards are sent in several parts."""
+    folder = tmp_path_factory.mktemp("models") / "source"
+    config = llama_config(hidden_size=512, intermediate_size=1536, vocab_size=8000, tie_word_embeddings=True)
+    write_model(folder, config, random_tensors(config), num_shards=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 190 MiB in one file, which takes a while to send."""
+    folder = tmp_path_factory.mktemp("models") / "large"
+    config = llama_config(hidden_size=1024, intermediate_size=4096, vocab_size=16000)
+    write_model(folder, config, random_tensors(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(source: Path) -> Path:
+    out = source.with_name("packed")
+    assert run("pack", source, "--layout", "pp=2", "--out", out)
+    return out
+
+
+def run(*args: str | Path, code: int = 0) -> str:
+    """Run the command, and give what it said."""
+    ended = reshard(*args)
+    assert ended.code == code, ended.err
+    return ended.out + ended.err
+
+
+def objects_in(s3: S3Server, name: str) -> dict[str, bytes]:
+    """Return the objects of a prefix, named as below it."""
+    return {key.removeprefix(f"{name}/"): data for key, data in s3.objects(BUCKET, f"{name}/").items()}
+
+
+def upload(s3: S3Server, folder: Path, name: str) -> str:
+    for path, data in files_in(folder).items():
+        s3.client().put_object(Bucket=BUCKET, Key=f"{name}/{path}", Body=data)
+    return url_of(name)
+
+
+def without_origin(files: dict[str, bytes]) -> dict[str, object]:
+    """Return files with the manifest as a document, less what says where its source lay."""
+    document = json.loads(without_digest(files["manifest.json"]))
+    for key in ("source", "parents"):
+        del document[key]
+    return {**files, "manifest.json": document}
+
+
+def test_pack_in_a_bucket_is_the_pack_in_a_folder(s3: S3Server, source: Path, packed: Path) -> None:
+    said = run("pack", source, "--layout", "pp=2", "--out", url_of("packed"))
+    assert url_of("packed/manifest.json") in said
+    assert objects_in(s3, "packed") == files_in(packed)
+    assert s3.uploads(BUCKET, "packed/") == []
+
+
+def test_long_auxiliary_file_is_sent_in_parts_and_replaced(s3: S3Server, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", url_of("carried")
+    write_model(source, llama_config())
+    for number, content in enumerate((b"first", b"other"), 1):
+        with open(source / "long.dat", "wb") as file:
+            file.truncate(20 * MIB + number)
+            file.write(content)
+        run("pack", source, "--layout", f"pp={number}", "--out", out, *(["--force"] if number > 1 else []))
+        assert objects_in(s3, "carried")["long.dat"] == (source / "long.dat").read_bytes()
+        assert LOCK_NAME not in objects_in(s3, "carried")
+        assert s3.uploads(BUCKET, "carried/") == []
+        assert run("verify", out)
+
+
+def test_checkpoint_goes_through_buckets_and_comes_back(
+    s3: S3Server, source: Path, packed: Path, tmp_path: Path
+) -> None:
+    model = upload(s3, source, "round/model")
+    first, second = url_of("round/first"), url_of("round/second")
+    run("pack", model, "--layout", "pp=2", "--out", first)
+    assert without_origin(objects_in(s3, "round/first")) == without_origin(files_in(packed))
+    run("pack", f"{first}/manifest.json", "--layout", "pp=4", "--out", second)
+    run("pack", second, "--layout", "pp=2", "--out", tmp_path / "third")
+    assert without_origin(files_in(tmp_path / "third")) == without_origin(files_in(packed))
+    run("export", tmp_path / "third", "--to", "hf", "--out", tmp_path / "here")
+    run("export", second, "--to", "hf", "--out", url_of("round/there"))
+    assert files_in(tmp_path / "here") == objects_in(s3, "round/there") == files_in(source)
+
+
+def test_verbs_that_read_take_a_manifest_in_a_bucket(s3: S3Server, source: Path, packed: Path) -> None:
+    url = upload(s3, packed, "read")
+    assert run("verify", url).endswith("all digests match the manifest\n")
+    assert "not verified" in run("verify", f"{url}/manifest.json", "--quick")
+    assert run("verify", url, "--against", source).endswith(f"all tensors equal those of {source}\n")
+    assert run("verify", packed, "--against", url, "--stage", "1")
+    assert run("inspect", url, "--tensors") == run("inspect", packed, "--tensors")
+    assert json.loads(run("inspect", url, "--json")) == json.loads(run("inspect", packed, "--json"))
+    assert "tensors are equal, 0 differ\n" in run("diff", url, source)
+    assert run("plan", url) == run("plan", packed)
+
+
+def test_damage_in_a_bucket_is_found(s3: S3Server, packed: Path) -> None:
+    url = upload(s3, packed, "damaged")
+    data = (packed / STAGE_0).read_bytes()
+    s3.client().put_object(Bucket=BUCKET, Key=f"damaged/{STAGE_0}", Body=data[:-1] + bytes([data[-1] ^ 1]))
+    found = json.loads(run("verify", url, "--json", code=4))["differences"]
+    assert [difference["where"].partition(": ")[0] for difference in found] == [f"{url}/{STAGE_0}"]
+    s3.client().put_object(Bucket=BUCKET, Key=f"damaged/{STAGE_0}", Body=data[:-1])
+    assert f"{url}/{STAGE_0}: expected {len(data)} bytes (manifest.json), found {len(data) - 1}" in run(
+        "verify", url, "--quick", code=4
+    )
+    s3.client().delete_object(Bucket=BUCKET, Key=f"damaged/{STAGE_0}")
+    assert run("export", url, "--to", "hf", "--out", url_of("undamaged"), code=3) == (
+        f"error: {url}/{STAGE_0}: there is no such object [store.no-such-file]\n"
+    )
+
+
+def test_place_without_a_manifest_is_said_to_be_one(s3: S3Server) -> None:
+    url = url_of("nothing")
+    assert refusal("verify", url).found == (3, "manifest.missing", url)
+
+
+def test_virtual_bundles_lie_in_a_bucket_and_refer_to_one(
+    s3: S3Server, source: Path, packed: Path, tmp_path: Path
+) -> None:
+    model, url = upload(s3, source, "virtual/model"), url_of("virtual/packed")
+    run("pack", model, "--layout", "pp=2", "--virtual", "--out", url)
+    assert not [name for name in objects_in(s3, "virtual/packed") if name.startswith("stage-")]
+    run("verify", url, "--against", source)
+    run("pack", url, "--out", tmp_path / "real")
+    run("pack", url, "--stages", "1", "--out", url_of("virtual/half"))
+    run("pack", url_of("virtual/half"), "--out", url_of("virtual/real"))
+    expected = without_origin(files_in(packed))
+    assert without_origin(files_in(tmp_path / "real")) == expected
+    assert without_origin(objects_in(s3, "virtual/real")) == expected
+    upload(s3, source, "virtual/model")  # the same bytes, written again
+    s3.client().put_object(Bucket=BUCKET, Key="virtual/model/model-00002-of-00003.safetensors", Body=b"changed")
+    assert run("pack", url, "--out", tmp_path / "late", code=3).startswith(
+        f"error: {model}/model-00002-of-00003.safetensors: expected "
+    )
+    assert not (tmp_path / "late").exists()
+
+
+def test_manifest_is_replaced_by_force_in_one_step(s3: S3Server, source: Path, packed: Path, tmp_path: Path) -> None:
+    url = upload(s3, packed, "replaced")
+    assert run("pack", source, "--layout", "pp=4", "--out", url, code=3).startswith(
+        f"error: {url}: already exists [output.exists]\n"
+    )
+    assert objects_in(s3, "replaced") == files_in(packed)
+    run("pack", url, "--layout", "pp=4", "--out", url, "--force")  # it reads what it replaces
+    found = objects_in(s3, "replaced")
+    first = weights_path(0, 4)
+    assert len([name for name in found if name.endswith(f"/{first}")]) == 1
+    assert {STAGE_0, first}.isdisjoint(found)
+    weight_map = json.loads(found[INDEX])["weight_map"]
+    assert set(weight_map.values()) <= found.keys()
+    assert run("verify", url, "--against", source)
+    run("export", url, "--to", "hf", "--out", tmp_path / "back")
+    assert files_in(tmp_path / "back") == files_in(source)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_pack_that_is_interrupted_leaves_nothing(s3: S3Server, large: Path, number: int) -> None:
+    command = (
+        sys.executable,
+        "-m",
+        "reshard",
+        "pack",
+        large,
+        "--layout",
+        "pp=2",
+        "--out",
+        url_of("interrupted"),
+    )
+    worker = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not s3.uploads(BUCKET, "interrupted/") and worker.poll() is None:
+        pass
+    worker.send_signal(number)
+    assert worker.communicate(timeout=60)[1].split() == ["interrupted"]
+    assert worker.returncode == 130
+    assert objects_in(s3, "interrupted") == {}
+    assert s3.uploads(BUCKET, "interrupted/") == []
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_model(s3: S3Server, large: Path) -> None:
+    nbytes = (large / "model.safetensors").stat().st_size
+    peak_nbytes, _ = measured("pack", str(large), url_of("large"), "--memory", "80MiB")
+    assert s3.uploads(BUCKET, "large/") == []
+    assert peak_nbytes < (80 + 24) * MIB < nbytes  # parts, and Python
+
+
+def test_commit_that_was_refused_is_made_by_the_same_command(moto: MotoServer, source: Path, packed: Path) -> None:
+    pack = ("pack", source, "--layout", "pp=2", "--out", url_of("uncommitted"))
+    moto.fail(Fault(method="PUT", address="uncommitted/manifest.json", what="status", status=403))
+    assert "manifest.json: access is denied (403)" in run(*pack, code=3)
+    num_shards = len(moto.requests("PUT", "uncommitted/stage-")) + len(moto.requests("POST", "uncommitted/stage-"))
+    run(*pack)
+    assert objects_in(moto, "uncommitted") == files_in(packed)
+    again = len(moto.requests("PUT", "uncommitted/stage-")) + len(moto.requests("POST", "uncommitted/stage-"))
+    assert again == num_shards
+
+
+def test_manifest_is_the_last_object_and_the_config_that_of_an_export(
+    moto: MotoServer, source: Path, packed: Path
+) -> None:
+    run("pack", source, "--layout", "pp=2", "--out", url_of("order/packed"))
+    run("export", packed, "--to", "hf", "--out", url_of("order/model"))
+    log = [json.loads(line) for line in moto.log.read_text().splitlines()]
+    for name, last in (("order/packed", "manifest.json"), ("order/model", "config.json")):
+        changes = [each for each in log if f"/{name}/" in each["path"] and each["method"] in ("PUT", "POST")]
+        names = [each["path"].partition(f"/{name}/")[2] for each in changes]
+        written = [each for each in names if each != PROGRESS_NAME]  # a record may be late, and is then removed
+        assert (written[0], written[-1], written.count(last)) == (LOCK_NAME, last, 1)
+
+
+def test_source_is_read_once_where_digests_are_known_or_it_fits_into_memory_and_twice_where_not(
+    moto: MotoServer, tmp_path: Path
+) -> None:
+    config = llama_config(hidden_size=256, intermediate_size=1024)
+    write_model(tmp_path / "model", config, random_tensors(config))  # in one file, so that no gap is bridged
+    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed")
+    model = upload(moto, tmp_path / "model", "counted/model")
+    manifest = upload(moto, tmp_path / "packed", "counted/packed")
+    nbytes = (tmp_path / "model" / "model.safetensors").stat().st_size
+
+    def read(*args: str) -> float:
+        """Run the command, and give how often it read the weights."""
+        before = len(moto.requests("GET", "counted/"))
+        run(*args)
+        sent = moto.requests("GET", "counted/")[before:]
+        return sum(request.sent_nbytes for request in sent if request.path.endswith(".safetensors")) / nbytes
+
+    for memory, times in (("640MB", 1), ("1MB", 2)):
+        pack = ("pack", model, "--layout", "pp=1", "--out", url_of(f"counted/a{times}"), "--memory", memory)
+        plan = json.loads(run(*pack, "--dry-run", "--json"))
+        assert read(*pack) == pytest.approx(times, rel=0.04)
+        assert plan["read_nbytes"] / nbytes == pytest.approx(times, rel=0.04)
+    assert read("pack", manifest, "--out", url_of("counted/b")) == pytest.approx(1, rel=0.04)
+    assert read("export", manifest, "--to", "hf", "--out", url_of("counted/c")) == pytest.approx(1, rel=0.04)

@@ -1,0 +1,153 @@
+"""A checkpoint of a bucket that `--force` replaces: what its manifest names goes, what others put beside it stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manifests.codec import encode_manifest
+from manifests.errors import InputError
+from stores.base import LOCK_NAME, PROGRESS_NAME
+from stores.objects.output import ObjectTarget, Wanted, open_output
+from stores.objects.store import open_objects
+from tests.builders import files_in, llama_config, refusal, reshard, write_model
+from tests.fast.manifests.drawn_manifests import full_manifest
+from tests.process.stores.objects.buckets import BUCKET, url_of
+from tests.servers.s3 import Fault, MotoServer, S3Server
+
+pytestmark = pytest.mark.process
+
+SHARD = "stage-000/model.safetensors"
+WANTED = Wanted(shards=[SHARD], small=["config.json", "manifest.json"])
+
+
+def commit(target: ObjectTarget, data: bytes) -> None:
+    """Write a shard and a small file, and the manifest that names them."""
+    target.put("config.json", data)
+    path = target.place(SHARD)
+    target.writer(path, len(data), [data]).finish()
+    full = full_manifest()
+    first = replace(full.stages[0], shards=(replace(full.stages[0].shards[0], path=path),))
+    target.commit(encode_manifest(replace(full, stages=(first, *full.stages[1:]))))
+
+
+def objects_in(s3: S3Server, name: str) -> dict[str, bytes]:
+    return {key.removeprefix(f"{name}/"): data for key, data in s3.objects(BUCKET, f"{name}/").items()}
+
+
+def put(s3: S3Server, name: str, data: bytes = b"theirs") -> None:
+    s3.client().put_object(Bucket=BUCKET, Key=name, Body=data)
+
+
+def test_pack_that_replaces_a_manifest_removes_nothing_but_what_that_names(s3: S3Server, tmp_path: Path) -> None:
+    write_model(tmp_path / "source", llama_config(tie_word_embeddings=True), num_shards=2)
+    run, nested = url_of("run"), url_of("run/step-100")
+    for out in (run, nested):
+        assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out).code == 0
+    put(s3, "run/notes.txt")
+    theirs = {key: data for key, data in objects_in(s3, "run").items() if key.startswith(("step-100/", "notes"))}
+    for layout in ("pp=4", "pp=1"):
+        replaced = reshard("pack", tmp_path / "source", "--layout", layout, "--out", run, "--force")
+        assert replaced.code == 0, replaced.err
+        found = objects_in(s3, "run")
+        assert {key: data for key, data in found.items() if key in theirs} == theirs
+        shards = {key.partition("/")[0] for key in found.keys() - theirs.keys() if key.endswith(".safetensors")}
+        assert len(shards) == 1  # one packed-…, the last
+    assert LOCK_NAME not in found
+    for out in (run, nested):
+        assert reshard("verify", out, "--against", tmp_path / "source").code == 0
+
+
+def test_what_a_killed_writer_left_of_its_own_is_removed_by_the_next(s3: S3Server) -> None:
+    url = url_of("left")
+    with open_output(url, wanted=WANTED) as target:
+        commit(target, b"first")
+    put(s3, "left/notes.txt")
+    killed = open_output(url, force=True, wanted=WANTED)
+    vain = killed.place(SHARD)
+    killed.writer(vain, 4, [b"vain"]).finish()
+    assert objects_in(s3, "left").keys() == {
+        "config.json", "manifest.json", "notes.txt", LOCK_NAME, PROGRESS_NAME, SHARD, vain
+    }  # fmt: skip
+    with open_output(url, force=True, wanted=WANTED) as target:
+        commit(target, b"second")
+    assert objects_in(s3, "left").keys() == {"config.json", "manifest.json", "notes.txt", target.place(SHARD)}
+
+
+def test_what_was_replaced_before_a_kill_is_removed_by_the_next(moto: MotoServer) -> None:
+    url = url_of("unremoved")
+    with open_output(url, wanted=WANTED) as target:
+        commit(target, b"first")
+    put(moto, "unremoved/notes.txt")
+    moto.fail(Fault(method="POST", address="?delete", what="status", status=403, times=99))
+    with open_output(url, force=True, wanted=WANTED) as second:
+        commit(second, b"second")
+    moto.fail()
+    assert objects_in(moto, "unremoved").keys() == {
+        "config.json", "manifest.json", "notes.txt", LOCK_NAME, PROGRESS_NAME, SHARD, second.place(SHARD)
+    }  # fmt: skip
+    assert open_objects(url).names()  # it can be read
+    with open_output(url, force=True, wanted=WANTED):
+        assert objects_in(moto, "unremoved").keys() == {
+            "config.json", "manifest.json", "notes.txt", LOCK_NAME, PROGRESS_NAME, second.place(SHARD)
+        }  # fmt: skip
+    assert objects_in(moto, "unremoved")["config.json"] == b"second"  # the third was not committed
+    assert objects_in(moto, "unremoved").keys() == {
+        "config.json", "manifest.json", "notes.txt", second.place(SHARD)
+    }  # fmt: skip
+
+
+def test_small_files_that_came_before_a_manifest_that_never_did_are_removed_by_the_next_but_one(
+    moto: MotoServer,
+) -> None:
+    """Killed as the new manifest was to be written, and its successor before it could remove anything."""
+    url = url_of("early")
+    with open_output(url, wanted=WANTED) as first:
+        commit(first, b"first")
+    moto.fail(Fault(method="PUT", address="early/manifest.json", what="status", status=403, times=99))
+    with open_output(url, force=True, wanted=WANTED) as killed:
+        killed.put("extra.txt", b"new")
+        with pytest.raises(InputError):
+            commit(killed, b"second")
+    moto.fail(Fault(method="POST", address="?delete", what="status", status=403, times=99))
+    with pytest.raises(InputError):
+        open_output(url, force=True, wanted=WANTED)
+    moto.fail()
+    assert "extra.txt" in objects_in(moto, "early")
+    with open_output(url, force=True, wanted=WANTED) as third:
+        commit(third, b"third")
+    assert objects_in(moto, "early").keys() == {"config.json", "manifest.json", third.place(SHARD)}
+
+
+@pytest.mark.parametrize("name", ["step-100/manifest.json", f"step-100/{LOCK_NAME}"])
+def test_unfinished_output_is_removed_without_another_inside(s3: S3Server, name: str) -> None:
+    first = f"inside-{len(name)}"
+    url = url_of(first)
+    open_output(url, wanted=WANTED).put("config.json", b"{}")  # and no more: it was killed
+    put(s3, f"{first}/{name}")
+    with open_output(url, force=True, wanted=WANTED):
+        assert objects_in(s3, first).keys() == {name, LOCK_NAME, PROGRESS_NAME}
+    # It is not committed, and still unfinished: otherwise all that is there would be another's, and refused.
+    assert objects_in(s3, first).keys() == {name, LOCK_NAME, PROGRESS_NAME}
+    with open_output(url, force=True, wanted=WANTED) as target:
+        commit(target, b"new")
+    assert objects_in(s3, first).keys() == {name, SHARD, "config.json", "manifest.json"}
+    assert objects_in(s3, first)[name] == b"theirs"
+
+
+def test_export_never_removes_the_model_that_it_is_made_of(s3: S3Server, tmp_path: Path) -> None:
+    write_model(tmp_path / "source", num_shards=2)
+    for path, data in files_in(tmp_path / "source").items():
+        put(s3, f"model/{path}", data)
+    virtual = ("pack", url_of("model"), "--layout", "pp=2", "--virtual", "--out")
+    for packed in (url_of("virtual"), str(tmp_path / "virtual")):
+        assert reshard(*virtual, packed).code == 0
+        for bucket in ("s3://checkpoints", "S3://checkpoints", "s3a://checkpoints", "s3://checkpoints/"):
+            for end in ("model", "model/"):
+                refused = refusal("export", packed, "--to", "hf", "--out", f"{bucket}/{end}", "--force")
+                assert refused.found == (3, "output.overlaps-source", f"{bucket}/{end}")
+        refused = refusal("export", packed, "--to", "hf", "--out", f"{url_of('model')}/again", "--force")
+        assert refused.found == (2, "output.overlaps-source", "--out")
+    assert objects_in(s3, "model") == files_in(tmp_path / "source")

@@ -1,0 +1,183 @@
+"""Outputs in a bucket that were left unfinished are resumed: what was completed is not sent again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stores.base import LOCK_NAME, PROGRESS_NAME
+from tests.builders import Ended, files_in, llama_config, random_tensors, reshard, run, weights_path, write_model
+from tests.process.stores.objects.buckets import BUCKET, url_of
+from tests.servers.s3 import Fault, MotoServer
+
+pytestmark = pytest.mark.process
+
+ROOT = Path(__file__).parents[4]
+LAST = weights_path(3, 4)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "source"
+    config = llama_config(hidden_size=256, intermediate_size=512, vocab_size=2000)
+    write_model(folder, config, random_tensors(config), num_shards=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packed(source: Path) -> Path:
+    out = source.with_name("packed")
+    assert pack(source, out).code == 0
+    return out
+
+
+def pack(source: Path, out: Path | str, *more: str) -> Ended:
+    return reshard("pack", source, "--layout", "pp=4", "--out", out, *more)
+
+
+def objects_in(moto: MotoServer, name: str) -> dict[str, bytes]:
+    return {key.removeprefix(f"{name}/"): data for key, data in moto.objects(BUCKET, f"{name}/").items()}
+
+
+def sent(moto: MotoServer, name: str) -> list[str]:
+    """Give the shards that were sent, in order."""
+    requests = moto.requests("PUT", f"/{name}/") + moto.requests("POST", f"/{name}/")
+    return [request.path.partition(f"/{name}/")[2] for request in requests if request.path.endswith(".safetensors")]
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)], ids=["new", "force"])
+def test_refused_upload_keeps_completed_objects_and_the_same_command_resumes(
+    moto: MotoServer, source: Path, packed: Path, force: tuple[str, ...]
+) -> None:
+    name = f"resumed{len(force)}"
+    if force:
+        assert reshard("pack", source, "--layout", "pp=2", "--out", url_of(name)).code == 0
+    moto.fail(*(Fault(method=method, address=LAST, what="status", status=403, times=99) for method in ("PUT", "POST")))
+    ended = pack(source, url_of(name), *force, "--json")
+    assert (ended.code, ended.json["error"]["code"]) == (3, "store.denied")
+    assert url_of(name) in ended.json["error"]["hint"]
+    assert reshard("verify", url_of(name)).code == (0 if force else 3)
+    assert moto.uploads(BUCKET, f"{name}/") == []
+    before = len(sent(moto, name))
+    moto.fail()
+    assert pack(source, url_of(name), *force).code == 0
+    again = sent(moto, name)[before:]
+    assert 1 <= len(again) < 4
+    assert any(path.endswith(LAST) for path in again)
+    found = objects_in(moto, name)
+    shards = {key: data for key, data in found.items() if key.endswith(".safetensors")}
+    expected = {path: data for path, data in files_in(packed).items() if path.endswith(".safetensors")}
+    assert sorted(shards.values()) == sorted(expected.values())
+    assert not {LOCK_NAME, PROGRESS_NAME} & found.keys()
+    assert reshard("verify", url_of(name), "--against", source).code == 0
+
+
+def test_killed_pack_is_resumed_on_its_machine_without_force(moto: MotoServer, source: Path, packed: Path) -> None:
+    url = url_of("dead")
+    moto.fail(Fault(method="PUT", address=LAST, what="status", status=503, times=10_000))
+    command = (sys.executable, "-m", "reshard", "pack", source, "--layout", "pp=4", "--out", url)
+    worker = subprocess.Popen(command, cwd=ROOT, env={**os.environ}, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(json.loads(objects_in(moto, "dead").get(PROGRESS_NAME, '{"objects": {}}'))["objects"]) < 3:
+        assert worker.poll() is None
+        assert time.monotonic() < deadline
+    assert pack(source, url, "--json").json["error"]["code"] == "output.unfinished"  # it is alive
+    worker.send_signal(signal.SIGKILL)
+    worker.wait(10)
+    moto.fail()
+    before = len(sent(moto, "dead"))
+    assert pack(source, url).code == 0
+    assert sent(moto, "dead")[before:] == [LAST]
+    assert objects_in(moto, "dead") == files_in(packed)
+
+
+def test_interrupt_that_must_wait_for_the_store_says_so_and_a_second_one_ends_at_once(
+    moto: MotoServer, source: Path, packed: Path
+) -> None:
+    url = url_of("waiting")
+    moto.fail(Fault(method="PUT", address=LAST, what="status", status=503, times=10_000))
+    command = (sys.executable, "-m", "reshard", "pack", source, "--layout", "pp=4", "--out", url)
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ}, stderr=subprocess.PIPE) as worker:
+        assert worker.stderr is not None
+        try:
+            deadline = time.monotonic() + 60
+            while not any(path.endswith(LAST) for path in sent(moto, "waiting")):
+                assert worker.poll() is None
+                assert time.monotonic() < deadline
+            worker.terminate()
+            assert worker.stderr.readline() != b""  # it waits
+            worker.terminate()  # as some schedulers do
+            worker.send_signal(signal.SIGINT)
+            assert worker.wait(10) == 130
+        finally:
+            worker.kill()
+            moto.fail()
+    assert pack(source, url).code == 0
+    assert objects_in(moto, "waiting") == files_in(packed)
+
+
+def test_export_whose_replacement_was_cut_short_is_refused_with_a_code_until_the_same_command_has_finished(
+    moto: MotoServer, source: Path, packed: Path
+) -> None:
+    url = url_of("cut-short")
+    command = ("export", packed, "--to", "hf", "--out", url, "--force")
+    assert reshard(*command).code == 0
+    moto.fail(Fault(method="PUT", address="cut-short/config.json", what="status", status=403, times=99))
+    assert reshard(*command).code == 3
+    moto.fail()
+    refused = reshard("plan", url, "--layout", "pp=1", "--json").json["error"]
+    assert (refused["code"], refused["where"]) == ("store.unfinished", url)
+    assert reshard(*command).code == 0
+    assert objects_in(moto, "cut-short") == files_in(source)
+    assert reshard("plan", url, "--layout", "pp=1").code == 0
+
+
+def test_export_whose_last_answer_is_lost_has_not_lost_what_is_resumed_from(moto: MotoServer, packed: Path) -> None:
+    """The lock and the record of completed objects go in one request: a lock without a record resumes nothing."""
+    moto.fail(Fault(method="POST", address="?delete", what="lost", status=403, times=99))
+    assert reshard("export", packed, "--to", "hf", "--out", url_of("last-answer")).code == 3
+    moto.fail()
+    assert {LOCK_NAME, PROGRESS_NAME}.isdisjoint(objects_in(moto, "last-answer"))
+
+
+def test_object_that_others_wrote_over_is_sent_again(moto: MotoServer, source: Path, packed: Path) -> None:
+    moto.fail(Fault(method="PUT", address=LAST, what="status", status=403, times=99))
+    assert pack(source, url_of("meddled")).code == 3
+    moto.fail()
+    first = weights_path(0, 4)
+    data = files_in(packed)[first]
+    moto.client().put_object(Bucket=BUCKET, Key=f"meddled/{first}", Body=data[:-1] + bytes([data[-1] ^ 1]))
+    assert pack(source, url_of("meddled")).code == 0
+    assert objects_in(moto, "meddled") == files_in(packed)
+
+
+def test_another_plan_resumes_nothing(moto: MotoServer, source: Path) -> None:
+    moto.fail(Fault(method="PUT", address=LAST, what="status", status=403, times=99))
+    assert pack(source, url_of("other")).code == 3
+    moto.fail()
+    other = ("pack", source, "--layout", "pp=2", "--out", url_of("other"))
+    refused = reshard(*other, "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (3, "output.unfinished")
+    assert reshard(*other, "--force").code == 0
+    found = objects_in(moto, "other")
+    assert sorted(name for name in found if name.endswith(".safetensors")) == [
+        weights_path(0, 2), weights_path(1, 2)
+    ]  # fmt: skip
+
+
+def test_steady_throttling_of_a_source_is_waited_out(
+    moto: MotoServer, source: Path, packed: Path, tmp_path: Path
+) -> None:
+    for path, data in files_in(source).items():
+        moto.client().put_object(Bucket=BUCKET, Key=f"busy-source/{path}", Body=data)
+    moto.fail(Fault(method="GET", address="busy-source/model-", what="status", status=503, times=8))
+    run("pack", url_of("busy-source"), "--layout", "pp=4", "--out", tmp_path / "out")
+    shards = {path: data for path, data in files_in(tmp_path / "out").items() if path.endswith(".safetensors")}
+    assert shards.items() <= files_in(packed).items()
