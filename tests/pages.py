@@ -137,9 +137,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "docs/cluster.md": {"error: rank 2, stage 2": "output; the launcher's tests have its wording"},
     "docs/folders.md": {"Llama-3.2-1B-pp2/": "compared with the files of a packed folder"},
     "docs/layouts.md": {'{"version": 1, "modules"': "the form of a file, which the block after it writes and reads"},
-    "docs/own-models.md": {
-        "[project.entry-points": "tests/process/runner/models/test_own_models.py has such a pyproject.toml"
-    },
+    "docs/own-models.md": {"[project.entry-points": "its test, test_own_models.py, has such a pyproject.toml"},
 }
 
 

@@ -45,10 +45,7 @@ SUITES: dict[str, tuple[tuple[str, ...], bool]] = {
     "schedules": (("tests/fast/manifests/schedules", "tests/process/runner/pipeline/test_schedule_csv.py"), True),
     "ties": (("tests/process/runner/pipeline/test_ties.py",), True),
     "checkpoints": (("tests/process/runner/checkpoint/test_resume.py",), True),
-    "FSDP and TP": (
-        ("tests/process/runner/parallel/test_parallel.py", "tests/process/runner/parallel/test_sharded_cycle.py"),
-        False,
-    ),
+    "FSDP and TP": (("tests/process/runner/parallel",), False),
 }
 INTRODUCTION = """# Compatibility
 

@@ -93,7 +93,7 @@ def started(
 
 
 def launch(num_ranks: int, script: str, *arguments: str | Path, timeout_s: float = 150) -> list[str]:
-    """Run a script below this folder on so many gloo ranks, see that all of them end well, and return what each printed.
+    """Run a script below this folder on so many gloo ranks, which must all succeed; return what each printed.
 
     On a busy machine, TEST_PATIENCE in the environment is a factor for its time.
     """
