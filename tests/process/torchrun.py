@@ -74,7 +74,7 @@ def started(
     context.set_forkserver_preload(list(_IMPORTED))
     _start_server()
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-    argv = (str(Path(__file__).with_name(script)), *map(str, arguments))
+    argv = (str(Path(__file__).parent / script), *map(str, arguments))
     shared = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_PORT": str(store.port)}
     ranks = []
     with TemporaryDirectory() as place:
