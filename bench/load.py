@@ -158,9 +158,9 @@ def _nbytes(tensors: list[Any]) -> int:
 
 def _shard(packed: Path) -> Path:
     """Return the only shard of the stage."""
-    from manifests.store import read_manifest
+    from stores.manifest_file import open_manifest
 
-    (shard,) = read_manifest(packed).stages[STAGE].shards
+    (shard,) = open_manifest(packed).manifest.stages[STAGE].shards
     return packed / shard.path
 
 

@@ -24,7 +24,8 @@ import measure
 from checkpoints import llama_of, write_checkpoint
 
 from manifests.schema import MOMENTS, OptimizerState, ParameterGroup, Stage, TrainingState
-from manifests.store import read_manifest, write_manifest
+from manifests.store import write_manifest
+from stores.manifest_file import open_manifest
 
 WIDTH = 1024
 BYTES_PER_PARAMETER = 12  # in float32: weight, exp_avg, exp_avg_sq
@@ -78,7 +79,7 @@ def write_trained(root: Path, gb: float) -> int:
     write_checkpoint(source, config, num_shards=2, dtype="F32")
     measure.run_quietly([*measure.RESHARD, "pack", str(source), "--layout", "pp=8", "--out", str(trained), "--quiet"])
     shutil.rmtree(source)
-    manifest = read_manifest(trained)
+    manifest = open_manifest(trained).manifest
     group = ParameterGroup(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
     state = TrainingState(
         step=100, num_tokens=0, dtype="F32", optimizer=OptimizerState(name="AdamW", max_norm=1.0, groups=(group,))

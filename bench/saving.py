@@ -36,7 +36,6 @@ def rank(packed: Path, turns: int, out: Path, device: str) -> None:
 
     from manifests.models import module_of
     from manifests.schema import MOMENTS, WEIGHTS, DataPosition
-    from manifests.store import parent_of
     from runner.bundle.packed import open_packed
     from runner.checkpoint.async_save import Saver
     from runner.checkpoint.history import claim_history
@@ -64,7 +63,7 @@ def rank(packed: Path, turns: int, out: Path, device: str) -> None:
     tensors = [piece.memory for pieces in held[number].values() for piece in pieces]
     is_gpu = device == "cuda"
     rooms = [torch.zeros(tensor.shape, pin_memory=is_gpu) for tensor in tensors]
-    context = SaveContext(manifest=found.manifest, root=found.root, parents=(parent_of(found.root),))
+    context = SaveContext(manifest=found.manifest, root=found.root, parents=(found.read.parent,))
 
     def copy() -> None:
         for room, tensor in zip(rooms, tensors, strict=True):
@@ -121,9 +120,9 @@ def check(checkpoint: Path, stage: int, held: dict[Any, Any], expected: Sequence
     import torch
     from safetensors.torch import load_file
 
-    from manifests.store import read_manifest
+    from stores.manifest_file import open_manifest
 
-    shards = {shard.holds: checkpoint / shard.path for shard in read_manifest(checkpoint).stages[stage].shards}
+    shards = {shard.holds: checkpoint / shard.path for shard in open_manifest(checkpoint).manifest.stages[stage].shards}
     saved = {holds: load_file(path) for holds, path in shards.items()}
     names = [(holds, piece.fqn) for holds, pieces in held.items() for piece in pieces]
     for (holds, fqn), tensor in zip(names, expected, strict=True):

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from manifests.codec import decode_manifest, encode_manifest
+from manifests.codec import encode_manifest
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, ManifestError, ShardError, SourceError, refused_by_system
 from manifests.headertext import NO_NAMES
@@ -17,39 +17,11 @@ from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.jsontext import MAX_CONFIG_NBYTES, parse_config
 from manifests.regular import open_regular
 from manifests.safetensors import Header, read_header
-from manifests.schema import Manifest, Parent, Shard
+from manifests.schema import Manifest, Shard
 
 _MAX_SMALL_NBYTES = 1 << 30
 _UNFINISHED = "the output is unfinished or not packed; pack a model with reshard pack SOURCE --layout SPEC --out DIR"
 _DAMAGED = "the shard was changed or removed after it was written; copy or write the checkpoint again"
-
-
-def find_manifest(path: Path) -> Path:
-    """Return the path of manifest.json from its own path or its folder's."""
-    return path / MANIFEST_NAME if path.is_dir() else path
-
-
-def locate_manifest(path: Path) -> Path:
-    """Return the path of manifest.json as `find_manifest`, with links to the checkpoint's folder resolved."""
-    path = find_manifest(path)
-    found = path.resolve()
-    # In the hub's cache, the link's target has another name and is in a folder without the checkpoint's other files.
-    return found if found.name == MANIFEST_NAME else path.parent.resolve() / path.name
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Read and check a manifest, named by its file or its folder.
-
-    Raises:
-        ManifestError: missing, or not valid (see `decode_manifest`).
-        InputError: the file cannot be read.
-    """
-    file = find_manifest(path)
-    if not file.exists():
-        raise no_manifest(str(path), path)
-    manifest = decode_manifest(read_small_file(file), str(file))
-    check_links(file.parent, manifest)
-    return manifest
 
 
 def check_links(folder: Path, manifest: Manifest) -> None:
@@ -205,9 +177,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def parent_of(root: Path, location: str = "") -> Parent:
-    """Return the manifest in `root`, which came from `location`, as the parent of another one."""
-    found = digest_bytes(read_small_file(root / MANIFEST_NAME))
-    return Parent(location=location or str(root.resolve()), digest=found)

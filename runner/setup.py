@@ -15,7 +15,6 @@ from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UnreachableError
 from manifests.invariants import SOURCE_FILES
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
-from manifests.store import parent_of
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
 from runner.checkpoint.save import SaveContext
@@ -171,7 +170,7 @@ def _begin(
         if options.self_check and mesh.rank == 0:
             splitting = timetable.name if timetable.splits_backward else None
             self_check(family, launched.stage_modules, RunOptions(compute=options.compute, splitting=splitting))
-    check_same_manifest(origin.where, save_context.parents[-1].digest)
+    check_same_manifest(origin.where, origin.read.digest)
     if options.self_check and mesh.degrees.tensor > 1 and isinstance(family, SelfChecked):
         pair = pair_mesh(mesh.rank)
         with together("self-check"):
@@ -228,7 +227,7 @@ class _Start:
 
 def _read_start(launched: Packed, found: Origin, options: TrainOptions) -> _Start:
     is_launched = found.folder == launched.root
-    origin = launched if is_launched else open_packed(found.folder, found.manifest)
+    origin = launched if is_launched else open_packed(found.read or found.folder)
     said = check_fits(origin, launched)
     said += tuple(f"{name} is not listed in {launched.where}, so it is not verified" for name in launched.unnamed)
     training, asked = resumed_state(origin, options.resume, is_launched=is_launched), options
@@ -272,7 +271,7 @@ def _save_context_of(launched: Packed, origin: Packed, options: TrainOptions, me
     return SaveContext(
         manifest=replace(launched.manifest, files=files),
         root=launched.root,
-        parents=(*origin.manifest.parents, parent_of(origin.root, origin.location)),
+        parents=(*origin.manifest.parents, origin.read.parent),
         named=None if options.resume.source in (None, "auto") else origin.root,
         writer=mesh.writer,
         num_writers=mesh.num_writers,

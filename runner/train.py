@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from manifests.errors import UserError
 from manifests.schema import TrainingState
-from manifests.store import locate_manifest
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import Saver
 from runner.checkpoint.data_position import check_same_files, digests_of
@@ -55,7 +54,7 @@ from runner.steps import train_steps
 from runner.training.step import eval_step
 from runner.training.ties import check_equal
 from stores.address import is_url
-from stores.manifest_file import find_manifest_file
+from stores.manifest_file import open_manifest
 
 T = TypeVar("T")
 logger = logging.getLogger("runner")
@@ -66,8 +65,8 @@ def train(address: str, options: TrainOptions, world: World) -> None:
     with alone(world.rank):
         log_to_file(options.log_dir, world.rank)
         enable_flight_recorder(options.log_dir, os.environ)
-        file = find_manifest_file(address)
-        manifest, digest = file.read()
+        read = open_manifest(address)
+    manifest = read.manifest
     check_combination(tensor_parallel(manifest, options))
     options.degrees.resolve(manifest.layout.num_ranks, world.size)
     set_rank_label(world.rank, stages_of(manifest, world.rank, world.size))
@@ -75,11 +74,11 @@ def train(address: str, options: TrainOptions, world: World) -> None:
         device = device_of(world, options.device)
     join_world(device, options.timeout_s)
     if is_url(address):
-        launched = fetch_to_cache(file, manifest, digest, options, world)
+        launched = fetch_to_cache(read, options, world)
     else:
-        check_same_manifest(str(file), digest)
+        check_same_manifest(str(read), read.digest)
         with together("manifest"):
-            launched = open_packed(locate_manifest(Path(address)).parent, manifest)
+            launched = open_packed(read)
     run(launched, options, world, device)
 
 
@@ -125,7 +124,7 @@ def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[O
         if world.rank == 0:
             clear_state(options.log_dir)
             clear_beats(options.log_dir)
-            origins = find_origins(Origin(launched.root, launched.manifest), options)
+            origins = find_origins(Origin(launched.root, launched.read), options)
             for folder, step in find_misnamed(options.checkpoint.history) if options.checkpoint else ():
                 logger.warning("warning: %s: its manifest says step %d: not a checkpoint of this run", folder, step)
     folders = from_rank_0(tuple(origin.folder for origin in origins))

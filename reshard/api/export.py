@@ -16,10 +16,11 @@ from reshard.copy.progress import Progress, counting
 from reshard.formats.dcp.write import export_dcp
 from reshard.formats.deepspeed.write import TIED_KEY, DeepSpeedForm, export_deepspeed
 from reshard.formats.huggingface.write import ExportResult, export_huggingface
-from reshard.formats.manifest.read import open_manifest
+from reshard.formats.manifest.read import open_packed
 from reshard.formats.megatron.write import export_megatron
 from reshard.transforms.cast import ExportDtype, cast_checkpoint
 from stores.address import is_url
+from stores.manifest_file import open_manifest
 
 ExportForm = Literal["hf", "dcp", "deepspeed", "universal", "megatron"]
 ExportNames = Literal["hf", "torchtitan", "pipeline"]
@@ -81,7 +82,7 @@ def export(
     if to == "universal" and dtype not in ("source", "fp32"):
         problem = f"--to universal has float32 weights, not {dtype}"
         raise UsageError("--dtype", problem, "leave it out", code="options.conflict")
-    checkpoint = open_manifest(manifest)
+    checkpoint = open_packed(open_manifest(manifest))
     address = str(out) if is_url(out) else Path(out)
     if to != "hf":
         has_weights_alone = weights_only or to not in _HAVE_STATE

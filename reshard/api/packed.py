@@ -15,7 +15,7 @@ from reshard.tensors.slices import merge_slices
 from reshard.transforms.cast import FLOATS, STORED, cast_tensor
 from stores.base import read_config
 from stores.bundles import Bundles, TensorAt, join_slices
-from stores.manifest_file import find_manifest_file
+from stores.manifest_file import open_manifest
 
 if TYPE_CHECKING:
     from reshard.tensors.arrays import Array, Framework, Tensor
@@ -182,6 +182,5 @@ def open(manifest: str | Path) -> PackedModel:
         >>> reshard.open("model-pp2").manifest.model.architecture
         'LlamaForCausalLM'
     """
-    file = find_manifest_file(manifest)
-    found, _ = file.read()
-    return PackedModel(location=str(file), manifest=found, bundles=Bundles(found, file.folder))
+    read = open_manifest(manifest)
+    return PackedModel(location=str(read), manifest=read.manifest, bundles=Bundles(read.manifest, read.folder))

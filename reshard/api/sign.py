@@ -6,7 +6,7 @@ from pathlib import Path
 
 from reshard.api.arguments import names_parameters
 from reshard.checks.signature import sign_manifest
-from stores.manifest_file import find_manifest_file
+from stores.manifest_file import open_manifest
 
 
 @names_parameters
@@ -28,4 +28,4 @@ def sign(manifest: str | Path, *, key: str | Path, password: str | None = None, 
         >>> reshard.verify("model-pp2", public_key="key.pub").equal
         True
     """
-    return sign_manifest(find_manifest_file(manifest), Path(key), password=password, force=force)
+    return sign_manifest(open_manifest(manifest), Path(key), password=password, force=force)

@@ -10,7 +10,7 @@ from reshard.api.arguments import names_parameters
 from reshard.checks.verify import VerifyOptions, VerifyResult, nbytes_to_read, verify_manifest
 from reshard.copy.progress import Progress, counting
 from reshard.formats.open import open_source
-from stores.manifest_file import read_manifest_file
+from stores.manifest_file import open_manifest
 
 
 @names_parameters
@@ -44,7 +44,7 @@ def verify(
     if quick and against is not None:
         problem = "conflicts with --against, which reads all tensors"
         raise UsageError("--quick", problem, "leave one of the two out", code="options.conflict")
-    read = read_manifest_file(manifest)
+    read = open_manifest(manifest)
     options = VerifyOptions(
         public_key=None if public_key is None else Path(public_key),
         quick=quick,

@@ -19,7 +19,7 @@ from reshard.formats.dcp.check import check_dcp
 from reshard.formats.dcp.read import read_dcp_tensors, read_dcp_weights
 from reshard.formats.deepspeed.read import open_deepspeed
 from reshard.formats.huggingface.check import read_weights
-from reshard.formats.manifest.read import open_manifest
+from reshard.formats.manifest.read import open_packed
 from reshard.formats.megatron.read import read_megatron_weights
 from reshard.formats.megatron.tracker import find_iteration
 from reshard.formats.open import open_source
@@ -27,7 +27,7 @@ from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.finding import Contents, Finding, Findings
 from stores.base import Folder
 from stores.bundles import TensorAt
-from stores.manifest_file import ManifestFile, ReadManifest, find_manifest_file
+from stores.manifest_file import open_manifest
 from stores.open import open_store
 
 CheckpointKind = Literal["huggingface", "manifest", "dcp", "deepspeed"]
@@ -149,14 +149,13 @@ def _kind(files: Collection[str]) -> CheckpointKind:
 
 def _open(address: str) -> Folder:
     if address.endswith(f"/{MANIFEST_NAME}") or address == MANIFEST_NAME:
-        return find_manifest_file(address).folder
+        return open_manifest(address).folder
     return find_iteration(address, open_store(address))
 
 
 def _check_manifest(folder: Folder, findings: Findings, *, reads_tensors: bool) -> Contents:
     """Check a packed folder by its manifest: sizes, headers, names, and digests of its auxiliary files."""
-    file = ManifestFile(folder)
-    read = ReadManifest(file, *file.read())
+    read = open_manifest(folder)
     done = verify_manifest(read, VerifyOptions(quick=True))
     for where, problem, code in done.differences:
         hint = "" if code else "copy the files that differ once more, or pack again; reshard verify reads every byte"
@@ -165,7 +164,7 @@ def _check_manifest(folder: Folder, findings: Findings, *, reads_tensors: bool) 
         num_tensors=done.num_tensors,
         num_files=sum(len(stage.shards) for stage in read.manifest.stages),
         nbytes=done.nbytes,
-        tensors=open_manifest(file).tensors if reads_tensors and not done.differences else {},
+        tensors=open_packed(read).tensors if reads_tensors and not done.differences else {},
     )
 
 

@@ -15,20 +15,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from manifests.digest import digest_bytes
 from manifests.errors import InputError, ManifestError, OutputError, SignatureError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
 from manifests.store import write_file
 from stores.base import read_whole
 from stores.folders.probe import check_new_file
 from stores.local import LocalFolder
-from stores.manifest_file import ManifestFile
+from stores.manifest_file import ReadManifest
 
 SIGNATURE_NAME = "manifest.sig"
 _MOST_NBYTES = 1 << 20  # of a signature; common ones take a few KB
 
 
-def sign_manifest(file: ManifestFile, key: Path, *, password: str | None = None, force: bool = False) -> Path:
+def sign_manifest(read: ReadManifest, key: Path, *, password: str | None = None, force: bool = False) -> Path:
     """Sign a manifest with an elliptic-curve key (PEM) and write the signature beside it.
 
     Raises:
@@ -37,24 +36,24 @@ def sign_manifest(file: ManifestFile, key: Path, *, password: str | None = None,
         InputError: the key cannot be read, or model-signing is not installed.
     """
     signing = _module("signing")
-    if not isinstance(file.folder, LocalFolder):
+    if not isinstance(read.folder, LocalFolder):
         hint = "sign the folder on this machine before it is uploaded, or upload its manifest.sig"
-        raise OutputError(str(file), "signatures are written to files only", hint, code="output.unwritable")
-    out = file.folder.path / SIGNATURE_NAME
+        raise OutputError(str(read), "signatures are written to files only", hint, code="output.unwritable")
+    out = read.folder.path / SIGNATURE_NAME
     check_new_file(out, "signature", force=force)
-    manifest, _ = file.read()
-    if manifest.virtual is not None:
-        problem = f"references bytes in {manifest.virtual.location} whose digests it does not have"
+    if read.manifest.virtual is not None:
+        problem = f"references bytes in {read.manifest.virtual.location} whose digests it does not have"
         hint = "a signature would not cover them; pack without --virtual first"
-        raise ManifestError(str(file), problem, hint, code="manifest.unrooted-bytes")
+        raise ManifestError(str(read), problem, hint, code="manifest.unrooted-bytes")
     try:
         secret = None if password is None else password.encode()
         signer = signing.Config().use_elliptic_key_signer(private_key=key, password=secret)
     except Exception as error:  # whatever the reader of keys meets
         raise _bad_key("--key", key, error, "private", "; --ask-password for an encrypted one") from error
     with TemporaryDirectory() as folder:
-        signature = Path(folder) / SIGNATURE_NAME
-        signer.sign(file.folder.path / file.name, signature)
+        signed, signature = Path(folder) / MANIFEST_NAME, Path(folder) / SIGNATURE_NAME
+        signed.write_bytes(read.data)
+        signer.sign(signed, signature)
         try:
             write_file(out, signature.read_bytes())
         except OSError as error:
@@ -62,35 +61,31 @@ def sign_manifest(file: ManifestFile, key: Path, *, password: str | None = None,
     return out
 
 
-def check_signature(file: ManifestFile, digest: str, public_key: Path) -> str:
-    """Check that a key signed the manifest with this digest; return where its signature is.
+def check_signature(read: ReadManifest, public_key: Path) -> str:
+    """Check that a key signed a manifest; return where its signature is.
 
     Raises:
         SignatureError: there is none, it is of another key or another manifest, or it is damaged.
         InputError: the key or the signature cannot be read, or model-signing is not installed.
     """
     verifying = _module("verifying")
-    if SIGNATURE_NAME not in file.folder.names():
-        where = f"{file.folder}/{SIGNATURE_NAME}"
+    if SIGNATURE_NAME not in read.folder.names():
+        where = f"{read.folder}/{SIGNATURE_NAME}"
         raise SignatureError(where, "no such file", "sign with reshard sign", code="signature.missing")
-    stored = file.folder.file(SIGNATURE_NAME)
+    stored = read.folder.file(SIGNATURE_NAME)
     where, signature = str(stored), read_whole(stored, most_nbytes=_MOST_NBYTES)
-    data = read_whole(file.folder.file(file.name))
     try:
         verifier = verifying.Config().use_elliptic_key_verifier(public_key=public_key)
     except Exception as error:  # whatever the reader of keys meets
         raise _bad_key("--public-key", public_key, error, "public") from error
     with TemporaryDirectory() as folder:
-        (Path(folder) / MANIFEST_NAME).write_bytes(data)
+        (Path(folder) / MANIFEST_NAME).write_bytes(read.data)
         (Path(folder) / SIGNATURE_NAME).write_bytes(signature)
         try:
             with redirect_stdout(sys.stderr):  # it warns of old signatures there
                 verifier.verify(Path(folder) / MANIFEST_NAME, Path(folder) / SIGNATURE_NAME)
         except Exception as error:  # whatever a signature by anybody makes it raise
-            raise _refused(where, str(file), public_key, error) from error
-    if digest_bytes(data) != digest:
-        problem = f"{file} changed while it was verified"
-        raise SignatureError(where, problem, "verify it again", code="signature.other-manifest")
+            raise _refused(where, str(read), public_key, error) from error
     return where
 
 

@@ -79,19 +79,19 @@ def verify_manifest(
         UsageError: it has no such stage.
     """
     options = options or VerifyOptions()
-    file, manifest, digest = read.file, read.manifest, read.digest
-    signature = None if options.public_key is None else check_signature(file, digest, options.public_key)
+    manifest = read.manifest
+    signature = None if options.public_key is None else check_signature(read, options.public_key)
     stages, described = _choose(manifest, options.stages), None
     with suppress(InputError):  # reported at the end, if nothing else is
-        described = describe(file, manifest, digest, options.against.shape if options.against else None)
-    bundles = Bundles(manifest, file.folder, described.names if described else NO_NAMES)
-    index = read_own_index(manifest, file.folder, bundles.names)
+        described = describe(read, options.against.shape if options.against else None)
+    bundles = Bundles(manifest, read.folder, described.names if described else NO_NAMES)
+    index = read_own_index(manifest, read.folder, bundles.names)
     bundles.read_ahead(stages, (WEIGHTS, *MOMENTS))
     differences: list[Difference] = []
     readers_by_kind = {holds: _intact_readers(bundles, stages, holds, differences) for holds in (WEIGHTS, *MOMENTS)}
     of_index = [index] if isinstance(index, Difference) else []
     if isinstance(index, ShardIndex) and not differences:
-        of_index += index_differences(index, manifest, file.folder, stages, _each(readers_by_kind[WEIGHTS]))
+        of_index += index_differences(index, manifest, read.folder, stages, _each(readers_by_kind[WEIGHTS]))
     index, bundles.names = None, NO_NAMES
     counts, of_source = _Counts(), list[Difference]()
     for holds, readers in readers_by_kind.items():
@@ -104,16 +104,16 @@ def verify_manifest(
             wanted = _wanted(expected, options.against.shape, stages, manifest, dropped)
             of_source += missing_from(names, wanted, manifest.ties)
         del names  # of a million tensors, they take 40 MB
-    differences += _unlike_their_files(manifest, file.folder)
+    differences += _unlike_their_files(manifest, read.folder)
     if options.against is not None:
-        differences += [*of_source, *_unlike_files_of(options.against, manifest, file.folder)]
+        differences += [*of_source, *_unlike_files_of(options.against, manifest, read.folder)]
     if not differences and options.stages is None:
         try:
-            open_described(described or describe(file, manifest, digest), bundles)
+            open_described(described or describe(read), bundles)
         except InputError as error:  # an incomplete model, its files intact
             differences, of_index = [Difference(error.where, error.problem)], []
     differences += of_index
-    differences += misleading_files(manifest, file.folder, file.name)
+    differences += misleading_files(manifest, read.folder, read.name)
     return VerifyResult(
         num_tensors=counts.num_tensors,
         nbytes=counts.nbytes,

@@ -13,14 +13,14 @@ from manifests.schema import ModelDescription
 from manifests.store import links_out_of
 from reshard.archives.names import is_dcp, is_deepspeed, is_megatron
 from reshard.formats.huggingface.read import open_folder
-from reshard.formats.manifest.read import open_manifest
+from reshard.formats.manifest.read import open_packed
 from reshard.formats.megatron.tracker import find_iteration
 from reshard.formats.model_file import read_model_file
 from reshard.tensors.checkpoint import Checkpoint
 from stores.address import is_url
 from stores.base import Folder
 from stores.local import LocalFile, LocalFolder
-from stores.manifest_file import ManifestFile, find_manifest_file
+from stores.manifest_file import ReadManifest, open_manifest
 from stores.open import open_store
 
 
@@ -37,14 +37,14 @@ def open_source(
     of the shape `like` share it.
 
     Raises:
-        InputError: nothing there, or an invalid checkpoint; see `open_manifest`, `open_folder`,
+        InputError: nothing there, or an invalid checkpoint; see `open_packed`, `open_folder`,
             `open_dcp`, `open_megatron` and `open_deepspeed`.
     """
     if _is_named(source):
-        return _open_manifest(find_manifest_file(source), drop, like)
+        return _open_packed(open_manifest(source), drop, like)
     folder = find_iteration(source, open_store(source))
     if _contains_manifest(folder):
-        return _open_manifest(ManifestFile(folder), drop, like)
+        return _open_packed(open_manifest(folder), drop, like)
     if is_megatron(folder.names()):
         from reshard.formats.megatron.read import open_megatron
 
@@ -116,7 +116,7 @@ def _contains_manifest(folder: Folder) -> bool:
     return not isinstance(folder, LocalFolder) and MANIFEST_NAME in folder.names()
 
 
-def _open_manifest(manifest: ManifestFile, drop: frozenset[str], like: ModelShape | None) -> Checkpoint:
+def _open_packed(read: ReadManifest, drop: frozenset[str], like: ModelShape | None) -> Checkpoint:
     if drop:
         raise InputError(
             "--drop",
@@ -124,6 +124,6 @@ def _open_manifest(manifest: ManifestFile, drop: frozenset[str], like: ModelShap
             "drop tensors when packing the original checkpoint",
             code="options.drop-from-manifest",
         )
-    if isinstance(manifest.folder, LocalFolder):
-        manifest.folder.check_name()
-    return open_manifest(manifest, like)
+    if isinstance(read.folder, LocalFolder):
+        read.folder.check_name()
+    return open_packed(read, like)

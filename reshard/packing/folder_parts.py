@@ -23,7 +23,7 @@ from manifests.index import INDEX_NAME, has_index
 from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
 from manifests.schema import Manifest
-from manifests.store import open_shard, read_manifest, read_small_file, write_file, write_manifest
+from manifests.store import open_shard, read_small_file, write_file, write_manifest
 from reshard.copy.destination import FolderTarget
 from reshard.copy.resumable import keep_only
 from reshard.packing.parts_place import OF_PART, FileFacts, Merged
@@ -31,6 +31,7 @@ from stores.base import check_whole
 from stores.folders.owned import RECORD_NAME, files_in, files_of_manifest
 from stores.folders.publish import check_not_a_step, check_target, partial_of, publishing
 from stores.local import LocalFile
+from stores.manifest_file import open_manifest
 
 _COMMIT_NAME = "commit.json"  # identifies the folder that is about to get the output's name
 _OURS = re.compile(r"parts-[0-9a-f]{12}/\.?part-[0-9]{5}-of-[0-9]{5}(\.partial)?/.+|moved\.json")
@@ -78,7 +79,7 @@ class FolderParts:
             self._clear_away()
         elif folders or not (self._out / MANIFEST_NAME).is_file():
             return None
-        return read_manifest(self._out)
+        return open_manifest(self._out).manifest
 
     def publish(self, merged: Merged) -> Manifest:
         try:

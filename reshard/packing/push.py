@@ -27,7 +27,7 @@ from stores.folders.owned import files_in
 from stores.hub.store import HubFolder
 from stores.hub.upload import HubUpload, open_upload, staging_folder
 from stores.local import LocalFolder
-from stores.manifest_file import ReadManifest, find_manifest_file, read_manifest_file
+from stores.manifest_file import ReadManifest, open_manifest
 
 _MOST_FILE_NBYTES = 50_000_000_000  # of one file on the hub
 
@@ -71,7 +71,7 @@ def push_folder(folder: Path, address: HubAddress, options: PushOptions) -> Push
         ShardError: a file is too large for the hub.
         StoreError, UnreachableError, OutputError: as `open_upload` and `HubUpload.commit`.
     """
-    read = read_manifest_file(folder)
+    read = open_manifest(folder)
     manifest, digest = read.manifest, read.digest
     local = _check_whole(read)
     files = _files_of(local, manifest)
@@ -128,11 +128,11 @@ def staged(address: HubAddress) -> Iterator[Path]:
 
 
 def _check_whole(read: ReadManifest) -> LocalFolder:
-    folder, virtual = read.file.folder, read.manifest.virtual
+    folder, virtual = read.folder, read.manifest.virtual
     assert isinstance(folder, LocalFolder), "a path"
     if virtual is not None:
         problem = f"references bytes in {virtual.location}, which would not be uploaded"
-        raise ManifestError(str(read.file), problem, "pack without --virtual first", code="manifest.unrooted-bytes")
+        raise ManifestError(str(read), problem, "pack without --virtual first", code="manifest.unrooted-bytes")
     differences = verify_manifest(read, VerifyOptions(quick=True)).differences
     if differences:
         first, more = differences[0], f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
@@ -143,10 +143,10 @@ def _check_whole(read: ReadManifest) -> LocalFolder:
 
 def _check_same(folder: Path, digest: str) -> None:
     """Refuse a folder that was replaced while its files were sent: some of them are of the new one."""
-    file = find_manifest_file(folder)
-    if file.read()[1] != digest:
+    read = open_manifest(folder)
+    if read.digest != digest:
         problem = "was replaced while its files were sent"
-        raise ManifestError(str(file), problem, "push it again", code="manifest.replaced")
+        raise ManifestError(str(read), problem, "push it again", code="manifest.replaced")
 
 
 def _files_of(folder: LocalFolder, manifest: Manifest) -> dict[str, Path]:

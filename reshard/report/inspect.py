@@ -15,16 +15,15 @@ from reshard.formatting import show_numbers
 from reshard.layouts.model import compress_modules
 from reshard.report.text import table, table_lines, tie_lines
 from stores.bundles import Bundles, TensorAt
-from stores.manifest_file import Address, ManifestFile, find_manifest_file
+from stores.manifest_file import Address, ReadManifest, open_manifest
 
 _LINES_IN_PIECE = 4096
 
 
 def inspect_text(address: Address, with_tensors: bool) -> Iterator[str]:
     """Yield the output in pieces: with tensors it may have a million lines."""
-    file = find_manifest_file(address)
-    manifest, _ = file.read()
-    layout = manifest.layout
+    read = open_manifest(address)
+    manifest, layout = read.manifest, read.manifest.layout
     rows = [
         (
             str(stage.index),
@@ -51,7 +50,7 @@ def inspect_text(address: Address, with_tensors: bool) -> Iterator[str]:
         *_virtual_lines(manifest),
         "files: " + ", ".join(file.path for file in manifest.files),
     ]
-    tensors = _tensors(manifest, file) if with_tensors else []
+    tensors = _tensors(read) if with_tensors else []
     yield printable("\n".join(lines)) + "\n"
     if with_tensors:
         columns = ("stage", "tensor", "dtype", "shape", "blake3")
@@ -62,13 +61,12 @@ def inspect_text(address: Address, with_tensors: bool) -> Iterator[str]:
 
 def inspect_json(address: Address, with_tensors: bool) -> Iterator[str]:
     """Yield one JSON object, in pieces."""
-    file = find_manifest_file(address)
-    manifest, _ = file.read()
-    begun = json.dumps({"version": 1, "manifest": manifest_document(manifest)})
+    read = open_manifest(address)
+    begun = json.dumps({"version": 1, "manifest": manifest_document(read.manifest)})
     if not with_tensors:
         yield begun + "\n"
         return
-    listed = map(json.dumps, starmap(_object, _tensors(manifest, file)))
+    listed = map(json.dumps, starmap(_object, _tensors(read)))
     yield begun.removesuffix("}") + ', "tensors": ['
     separator = ""
     while some := ", ".join(islice(listed, _LINES_IN_PIECE)):
@@ -77,8 +75,8 @@ def inspect_json(address: Address, with_tensors: bool) -> Iterator[str]:
     yield "]}\n"
 
 
-def _tensors(manifest: Manifest, file: ManifestFile) -> list[tuple[int, TensorAt]]:
-    bundles = Bundles(manifest, file.folder)
+def _tensors(read: ReadManifest) -> list[tuple[int, TensorAt]]:
+    manifest, bundles = read.manifest, Bundles(read.manifest, read.folder)
     bundles.read_ahead(manifest.stages)
     return [(stage.index, tensor) for stage in manifest.stages for tensor in bundles.tensors_on(stage)]
 

@@ -17,10 +17,11 @@ from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, StoredTensors, is_sized_by_files, model_shape
 from manifests.safetensors import parse_header
 from manifests.schema import Manifest
-from manifests.store import read_config, read_manifest, read_small_file
+from manifests.store import read_config, read_small_file
 from stores.base import Folder, check_whole
 from stores.bundles import Bundles
 from stores.local import LocalFile
+from stores.manifest_file import Address, ReadManifest, open_manifest
 
 TOKENIZER = "tokenizer.json"
 _READ_BY_NAME = (TOKENIZER, "tokenizer_config.json", "generation_config.json")
@@ -31,10 +32,14 @@ class Packed:
     """A manifest in the folder `root`, checked against its config. Its bundles are in the folder too, or in `store`."""
 
     root: Path
-    manifest: Manifest
+    read: ReadManifest
     config: Mapping[str, Any]
     shape: ModelShape
     store: Folder | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.read.manifest
 
     @property
     def where(self) -> str:
@@ -64,15 +69,19 @@ class Packed:
         return tuple(stage.modules for stage in self.manifest.stages)
 
 
-def open_packed(folder: Path, manifest: Manifest | None = None) -> Packed:
-    """Read a manifest, unless it is given, and its config, and verify the auxiliary files.
+def open_packed(source: Address | ReadManifest, copied_to: Path | None = None) -> Packed:
+    """Open a manifest, unless it has been read, read its config, and verify the auxiliary files.
+
+    A remote manifest and its auxiliary files are `copied_to` a folder of this machine.
 
     Raises:
         ManifestError: the manifest is invalid or a file is missing.
         ModelError: the weights are quantized, or the stages are not the config's model.
         InputError: a file cannot be read, or its digest does not match.
     """
-    manifest, path = manifest or read_manifest(folder), folder / "config.json"
+    read = source if isinstance(source, ReadManifest) else open_manifest(source)
+    manifest, folder = read.manifest, copied_to or read.root
+    path = folder / "config.json"
     digest = _digest_of(path.name, manifest)
     if digest is None:
         raise ManifestError(
@@ -100,7 +109,7 @@ def open_packed(folder: Path, manifest: Manifest | None = None) -> Packed:
     stored = _read_stored(folder, manifest) if is_sized_by_files(config, str(path), description) else None
     shape = model_shape(config, str(path), stored, description)
     check_model(manifest, shape, str(folder / MANIFEST_NAME))
-    return Packed(root=folder, manifest=manifest, config=config, shape=shape)
+    return Packed(root=folder, read=read, config=config, shape=shape, store=read.folder if copied_to else None)
 
 
 def _read_stored(folder: Path, manifest: Manifest) -> StoredTensors:

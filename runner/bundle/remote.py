@@ -4,44 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from manifests.errors import UsageError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
-from manifests.schema import Manifest
-from manifests.store import locate_manifest, read_manifest, write_file
+from manifests.store import write_file
 from runner.bundle.packed import Packed, open_packed
 from runner.config.architectures import check_trainable
 from stores.address import is_url
-from stores.base import Blocks, read_whole
-from stores.manifest_file import ManifestFile, find_manifest_file
+from stores.base import Blocks
+from stores.manifest_file import ReadManifest, open_manifest
 
 
-def fetch(file: ManifestFile, folder: Path, read: tuple[Manifest, str] | None = None) -> Packed:
-    """Download a manifest and its auxiliary files to a folder, verify them, and open the manifest there.
+def fetch(read: ReadManifest, folder: Path) -> Packed:
+    """Download a manifest's auxiliary files to a folder, verify them, write the manifest, and open it there.
 
-    `read` is the manifest and its digest, if the file has been read already. Several processes may do so at once:
-    each file gets its name when it is whole, the manifest last.
+    Several processes may do so at once: each file gets its name when it is whole, the manifest last.
 
     Raises:
         InputError: a file is missing or damaged, or cannot be written; and as `open_packed`.
     """
-    manifest, digest = read or file.read()
-    check_trainable(manifest.model.architecture, is_described=manifest.model.description is not None)
+    _check_trainable(read)
     try:
-        for auxiliary in manifest.files:
+        for auxiliary in read.manifest.files:
             path = folder / auxiliary.path
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, Blocks(file.folder.file(auxiliary.path), auxiliary.compared_digest), is_durable=False)
+            write_file(path, Blocks(read.folder.file(auxiliary.path), auxiliary.compared_digest), is_durable=False)
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(folder / MANIFEST_NAME, read_whole(file.folder.file(file.name), digest), is_durable=False)
+        write_file(folder / MANIFEST_NAME, read.data, is_durable=False)
     except OSError as error:
         raise refused_by_system(
             str(error.filename or folder), error, "cannot be written", code="output.unwritable"
         ) from error
-    return replace(open_packed(folder, manifest), store=file.folder)
+    return open_packed(read, copied_to=folder)
 
 
 @contextmanager
@@ -53,10 +49,9 @@ def opened(manifest: str, *, is_staged: bool) -> Iterator[tuple[str, Packed]]:
         InputError: there is no manifest, or its model cannot be trained; and as `fetch`.
     """
     if not is_url(manifest):
-        path = locate_manifest(Path(manifest))
-        found = read_manifest(path)
-        check_trainable(found.model.architecture, is_described=found.model.description is not None)
-        yield str(path), open_packed(path.parent, found)
+        read = open_manifest(manifest)
+        _check_trainable(read)
+        yield str(read.root / read.name), open_packed(read)
         return
     if not is_staged:
         raise UsageError(
@@ -65,10 +60,15 @@ def opened(manifest: str, *, is_staged: bool) -> Iterator[tuple[str, Packed]]:
             "add --stage-to-local DIR, which copies the bundles of a node's ranks to its own disk",
             code="options.remote-manifest",
         )
-    file = find_manifest_file(manifest)
+    read = open_manifest(manifest)
     with TemporaryDirectory(prefix="runner-") as folder:
-        revision = f"@{file.folder.revision}" if file.folder.revision else ""  # a branch of the hub may change
-        yield file.folder.location + revision, fetch(file, Path(folder))
+        revision = f"@{read.folder.revision}" if read.folder.revision else ""  # a branch of the hub may change
+        yield read.folder.location + revision, fetch(read, Path(folder))
+
+
+def _check_trainable(read: ReadManifest) -> None:
+    model = read.manifest.model
+    check_trainable(model.architecture, is_described=model.description is not None)
 
 
 def name_of(location: str) -> str:

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from manifests.errors import InputError, UnreachableError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
-from manifests.store import open_shard, read_manifest, sync_folder
+from manifests.store import open_shard, sync_folder
 from stores.folders.lock import locking
 from stores.folders.owned import check_ours, files_of_manifest, foreign_files, remove_tree, write_record
+from stores.manifest_file import open_manifest
 
 logger = logging.getLogger("runner")
 
@@ -75,7 +76,7 @@ def _stored_steps(history: Path) -> list[tuple[Path, int | None]]:
 def _stored_step(checkpoint: Path) -> int | None:
     """Return the step in a checkpoint's manifest, 0 for a model without training; None if it cannot be read."""
     try:
-        training = read_manifest(checkpoint).training
+        training = open_manifest(checkpoint).manifest.training
     except UnreachableError:
         raise
     except InputError:
@@ -149,7 +150,7 @@ def prune(
     Raises:
         InputError: `newest` cannot be read back, and nothing was removed; or one cannot be removed.
     """
-    for shard in read_manifest(newest).shards:
+    for shard in open_manifest(newest).manifest.shards:
         beat()
         open_shard(newest, shard)
     last = step_of(newest)

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from manifests.errors import InputError, refused_by_system
-from manifests.store import read_manifest
 from runner.config.flags import TrainOptions
 from stores.folders.owned import files_of_manifest
 from stores.folders.probe import check_room, check_writable, folder_of
 from stores.folders.publish import check_not_a_step, check_partial, check_target, exchange, partial_of
+from stores.manifest_file import open_manifest
 
 _HINT = "choose a folder that this user can write to on every node"
 
@@ -43,7 +43,7 @@ def check_outputs(options: TrainOptions) -> None:
 def replaced_note(save: Path) -> str | None:
     """Return what is lost when `--save` replaces a checkpoint that was trained; None if there is none."""
     try:
-        training = read_manifest(save).training
+        training = open_manifest(save).manifest.training
     except InputError:
         return None
     if training is None:

@@ -16,17 +16,17 @@ from manifests.schema import (
     BatchSizes,
     DataCursor,
     DataPosition,
-    Manifest,
     OptimizerState,
     ParameterGroup,
     TrainedDtype,
     TrainingState,
 )
-from manifests.store import read_manifest, read_small_file
+from manifests.store import read_small_file
 from runner.bundle.packed import Packed
 from runner.checkpoint.history import checkpoint_path, find_checkpoints, find_misnamed, step_of
 from runner.config.flags import TrainOptions, flag_of
 from runner.config.schema import Dtype, ResumeOptions
+from stores.manifest_file import ReadManifest, open_manifest
 
 _OPTIMIZER = "AdamW"
 _DTYPES: Mapping[TrainedDtype, Dtype] = {"F32": "fp32", "BF16": "bf16"}
@@ -38,10 +38,10 @@ _RESUME_NEWEST = "resume from the newest with --resume auto, or choose another -
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The folder of a manifest to start from, and the manifest, if it was decoded to choose this one."""
+    """The folder of a manifest to start from, and the manifest, if it was read to choose this one."""
 
     folder: Path
-    manifest: Manifest | None = None
+    read: ReadManifest | None = None
 
 
 def find_origins(launched: Origin, options: TrainOptions) -> tuple[Origin, ...]:
@@ -58,9 +58,9 @@ def find_origins(launched: Origin, options: TrainOptions) -> tuple[Origin, ...]:
     if source == "auto" and past:
         return tuple(map(Origin, past))
     origin = launched.folder if source in (None, "auto") else _named(source, history)
-    manifest = launched.manifest if origin == launched.folder else None
-    manifest = manifest or read_manifest(origin)
-    training = manifest.training
+    read = launched.read if origin == launched.folder else None
+    read = read or open_manifest(origin)
+    training = read.manifest.training
     if source == "auto" and history is None and (training is None or training.optimizer is None):
         problem = f"has nothing to resume: {origin} has no optimizer state, and --checkpoint DIR is missing"
         raise UsageError(
@@ -77,14 +77,14 @@ def find_origins(launched: Origin, options: TrainOptions) -> tuple[Origin, ...]:
             _RESUME_NEWEST,
             code="checkpoint.folder-in-use",
         )
-    if past and not _descends_from(past[0], origin, manifest):
+    if past and not _descends_from(past[0], read):
         raise CheckpointError(
             str(past[0].parent),
             f"already contains {past[0].name}, from which {origin} does not descend",
             _RESUME_NEWEST,
             code="checkpoint.folder-in-use",
         )
-    return (Origin(origin.resolve(), manifest),)
+    return (Origin(origin.resolve(), read),)
 
 
 def resumed_state(origin: Packed, resume: ResumeOptions, *, is_launched: bool) -> TrainingState | None:
@@ -255,10 +255,10 @@ def _named(source: str, history: Path | None) -> Path:
     return folder
 
 
-def _descends_from(newest: Path, origin: Path, manifest: Manifest) -> bool:
+def _descends_from(newest: Path, origin: ReadManifest) -> bool:
     """Whether `origin` is the newest checkpoint, a copy of it, or descends from it: resharded, or trained further."""
-    past, own = (digest_bytes(read_small_file(folder / MANIFEST_NAME)) for folder in (newest, origin))
-    return past in {own, *(parent.digest for parent in manifest.parents)}
+    digest = digest_bytes(read_small_file(newest / MANIFEST_NAME))
+    return digest in {origin.digest, *(parent.digest for parent in origin.manifest.parents)}
 
 
 def _without_decay(group: ParameterGroup, shape: ModelShape) -> ParameterGroup:

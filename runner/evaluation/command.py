@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from manifests.store import find_manifest, read_manifest
 from runner.bundle.packed import check_tokenizer, open_packed
 from runner.config.architectures import check_trainable
 from runner.data.files import find_files
@@ -14,6 +13,7 @@ from runner.evaluation.options import PLAIN, eval_options, with_flags
 from runner.launch.schedulers.local import launch_here
 from runner.preflight.preflight import check_model
 from stores.folders.probe import check_stdout
+from stores.manifest_file import open_manifest
 
 _ARGS = "runner.args"
 
@@ -42,14 +42,14 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
       runner eval ./Llama-3.2-1B-pp2 --data held-out.jsonl --seq-len 2048
     """
     options = eval_options(**values)
-    path = find_manifest(options.read.manifest)
-    manifest = read_manifest(path)
+    read = open_manifest(options.read.manifest)
+    manifest = read.manifest
     check_trainable(manifest.model.architecture, is_described=manifest.model.description is not None)
-    check_model(open_packed(path.parent, manifest))
+    check_model(open_packed(read))
     check_stdout()
     if not dry_run:
         find_files(options.data.sources)
-    check_tokenizer(path.parent)
+    check_tokenizer(read.root)
     # --dry-run is for the launcher, which prints the command.
     words = [word for word in context.meta[_ARGS] if word != "--dry-run"]
     num_ranks, worker = manifest.layout.num_ranks, "runner.evaluation.evaluate"

@@ -9,14 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from manifests.errors import DataError, ModelError
 from manifests.schedules import default_schedule
-from manifests.schema import Manifest
-from manifests.store import locate_manifest, read_manifest
 from runner.bundle.packed import Packed, open_packed
 from runner.config.schema import BatchOptions, ComputeOptions
 from runner.data.bad import Skipped, log_skipped
@@ -40,6 +37,7 @@ from runner.training.self_check import RunOptions, self_check
 from runner.training.ties import check_loaded
 from stores.bundles import Bundles
 from stores.folders.probe import print_result
+from stores.manifest_file import ReadManifest, open_manifest
 
 
 def mean_loss(loss_of: Callable[[Batch], float], batches: Iterable[Batch], where: str = "--data") -> tuple[float, int]:
@@ -63,11 +61,11 @@ def evaluate(options: EvalOptions, world: World) -> None:
     Raises:
         UserError: on all ranks alike, if the loss is infinite or not a number, or if one of them fails.
     """
-    root, manifest, device = meet(options.read, world)
+    manifest, device = meet(options.read, world)
     started_s = time.perf_counter()
     skipped = Skipped(on_skip=log_skipped if world.rank == 0 else None)
     with together("manifest"):
-        packed = open_packed(root, manifest)
+        packed = open_packed(manifest)
     loss, num_tokens = loss_over(options, packed, world, device, skipped)
     if not math.isfinite(loss):
         raise ModelError(
@@ -158,17 +156,17 @@ class ReadModel:
         return placement.rank_of(placement.num_stages - 1)
 
 
-def meet(options: ReadOptions, world: World) -> tuple[Path, Manifest, torch.device]:
-    """Meet the other ranks; return the folder of the manifest, the manifest, and this rank's device."""
+def meet(options: ReadOptions, world: World) -> tuple[ReadManifest, torch.device]:
+    """Meet the other ranks; return the manifest, and this rank's device."""
     with alone(world.rank):
-        path = locate_manifest(options.manifest)
-        manifest = read_manifest(path)
+        read = open_manifest(options.manifest)
+    manifest = read.manifest
     check_world(manifest, world.size)
     set_rank_label(world.rank, stages_of(manifest, world.rank, world.size))
     with alone(world.rank):
         device = device_of(world, options.device)
     join_world(device, options.timeout_s)
-    return path.parent, manifest, device
+    return read, device
 
 
 def read_model(

@@ -13,10 +13,8 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem, ShellComplete
 
-from manifests.codec import encode_manifest
 from manifests.command.signals import deferred
 from manifests.command.sizes import read_size
-from manifests.digest import digest_bytes
 from manifests.errors import UsageError
 from manifests.schedules import Table
 from runner.bundle.cache_folder import check_cacheable
@@ -173,7 +171,7 @@ def launch(
         path=options.log_dir if scheduler == "local" else options.log_dir.resolve(),
         name=name or name_of(launched.location),
         manifest=address,
-        digest=digest_bytes(encode_manifest(launched.manifest)),
+        digest=launched.read.digest,
         options=options,
         is_chosen=is_chosen,
     )

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from manifests.command.sizes import show_bytes
 from manifests.errors import ShardError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Shard
-from manifests.store import parent_of
 from runner.bundle.cache_folder import CacheFolder, assign_shards, check_cacheable, node_folder, shards_of
 from runner.bundle.packed import Packed, open_packed
 from runner.bundle.remote import fetch, name_of
@@ -31,7 +30,7 @@ from runner.load.node_broadcast import ReceivedFile, Transfer, Wanted, open_grou
 from runner.load.same_manifest import check_same_manifest
 from runner.parallel.mesh import Mesh
 from stores.bundles import Bundles
-from stores.manifest_file import ManifestFile
+from stores.manifest_file import ReadManifest
 
 logger = logging.getLogger("runner")
 
@@ -71,29 +70,26 @@ def local_cache_of(
     if options.stage_to_local is None:
         return None
     check_cacheable(origin.manifest, origin.where)
-    digest = parent_of(origin.root).digest
-    path = node_folder(options.stage_to_local, name_of(origin.location), digest)
+    path = node_folder(options.stage_to_local, name_of(origin.location), origin.read.digest)
     modules = _modules_on_node(launched.manifest, mesh, world)
     holds = (WEIGHTS, *MOMENTS) if has_moments else (WEIGHTS,)
     return LocalCache(origin.bundles, CacheFolder(path=path, limit_s=options.timeout_s), modules, holds, world)
 
 
-def fetch_to_cache(file: ManifestFile, manifest: Manifest, digest: str, options: TrainOptions, world: World) -> Packed:
+def fetch_to_cache(read: ReadManifest, options: TrainOptions, world: World) -> Packed:
     """Download a remote manifest's auxiliary files to every node, and open it there. Every rank calls this.
-
-    `manifest` and `digest` are what this rank read of `file`.
 
     Raises:
         UserError: on all ranks, whichever failed.
     """
     assert options.stage_to_local is not None, "checked by the launcher"
-    check_same_manifest(str(file), digest)
+    check_same_manifest(str(read), read.digest)
     with together("manifest"):
-        folder = node_folder(options.stage_to_local, name_of(file.folder.location), digest).resolve()
+        folder = node_folder(options.stage_to_local, name_of(read.folder.location), read.digest).resolve()
         if world.local_rank == 0:
-            fetch(file, folder, (manifest, digest))
+            fetch(read, folder)
     with together("manifest"):
-        return replace(open_packed(folder, manifest), store=file.folder)
+        return open_packed(read, copied_to=folder)
 
 
 def _modules_on_node(launched: Manifest, mesh: Mesh, world: World) -> frozenset[str]:

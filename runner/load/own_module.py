@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from manifests.errors import InputError, ModelError, UsageError
 from manifests.models import module_of
-from manifests.store import locate_manifest
 from runner.bundle.packed import Packed, open_packed
 from runner.load.load import LoadReport, load_tensors, some_of
 from runner.tensors.dtensor import local_of, local_offset
@@ -91,7 +90,7 @@ def load_stages(
     if is_url(manifest):
         hint = "copy it here first: reshard pack URL --out DIR"
         raise UsageError(str(manifest), "is not on this machine", hint, code="options.remote-manifest")
-    packed = open_packed(locate_manifest(Path(manifest)).parent)
+    packed = open_packed(manifest)
     placement = packed.manifest.placement
     if not 0 <= rank < placement.num_ranks:
         problem = f"there is no pipeline rank {rank}: the layout has {placement.num_ranks}"

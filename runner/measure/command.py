@@ -11,7 +11,7 @@ import click
 
 from manifests.errors import LogError, OutputError
 from manifests.models.memory import parse_recompute
-from manifests.store import find_manifest, write_file
+from manifests.store import write_file
 from runner.bundle.packed import Packed, open_packed
 from runner.config.architectures import Implementation
 from runner.config.declared import WholeNumber
@@ -62,7 +62,7 @@ def measure(
     """
     check_new_file(out, "--out", force=force)
     recompute = parse_recompute(ac)
-    packed = open_packed(find_manifest(manifest).parent)
+    packed = open_packed(manifest)
     if run is not None:
         found, how = read_seconds(packed, run)
     else:

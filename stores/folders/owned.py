@@ -30,7 +30,8 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
 from manifests.readers import is_consulted
 from manifests.schema import Manifest
-from manifests.store import read_manifest, read_small_file, write_file
+from manifests.store import read_small_file, write_file
+from stores.manifest_file import open_manifest
 
 # Returns the paths below a folder that may be removed; None: the folder was not written by this command.
 FindOwned = Callable[[Path], Collection[str] | None]
@@ -50,7 +51,7 @@ def files_of_manifest(folder: Path) -> Collection[str] | None:
         UnreachableError: the disk, the mount or the network failed.
     """
     try:
-        manifest = read_manifest(folder)
+        manifest = open_manifest(folder).manifest
     except UnreachableError:
         raise
     except InputError:

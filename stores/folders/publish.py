@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from manifests.errors import InputError, OutputError, refused_by_system
-from manifests.store import read_manifest, sync_folder, write_file
+from manifests.store import sync_folder, write_file
 from stores.folders.lock import open_locked
 from stores.folders.owned import (
     RECORD_NAME,
@@ -25,6 +25,7 @@ from stores.folders.owned import (
     write_record,
 )
 from stores.folders.probe import check_writable
+from stores.manifest_file import open_manifest
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -123,7 +124,7 @@ def check_not_a_step(out: Path) -> None:
     """
     training = None
     with suppress(InputError):
-        manifest = read_manifest(out)
+        manifest = open_manifest(out).manifest
         training = manifest.training if manifest.created_by.startswith("runner ") else None
     if training is not None and Path(os.path.abspath(out)).name == f"step-{training.step:06d}":
         state = " with optimizer state" if training.optimizer is not None else ""

@@ -11,7 +11,7 @@ from manifests.index import INDEX_NAME
 from manifests.invariants import SOURCE_NAME, check_model
 from manifests.models import ModelShape, is_sized_by_files, model_shape, module_of
 from manifests.models.config import CONFIG_NAME
-from manifests.schema import MODEL_CARD_NAME, MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Stage
+from manifests.schema import MODEL_CARD_NAME, MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Stage
 from reshard.copy.engine import hash_tensors
 from reshard.formats.huggingface.model_card import has_section, without_section
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
@@ -22,16 +22,14 @@ from reshard.tensors.source_index import SourceRecord, read_record
 from reshard.tensors.tensor_map import TensorMap
 from stores.base import Folder, read_config, read_whole
 from stores.bundles import Bundles, TensorAt, join_slices
-from stores.manifest_file import Address, ManifestFile, find_manifest_file
+from stores.manifest_file import ReadManifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Described:
     """What a manifest and its auxiliary files say of the model, before any shard is read."""
 
-    file: ManifestFile
-    manifest: Manifest
-    digest: str  # of the manifest's file
+    read: ReadManifest
     record: SourceRecord
     shape: ModelShape
 
@@ -41,7 +39,7 @@ class Described:
         return {fqn: fqn for fqn in self.shape.tensors}
 
 
-def open_manifest(address: Address | ManifestFile, like: ModelShape | None = None) -> Checkpoint:
+def open_packed(read: ReadManifest, like: ModelShape | None = None) -> Checkpoint:
     """Read a manifest's headers and check that they cover the model exactly, including optimizer state if any.
 
     Tensors are in the order of the original source, whatever the stages are. A model of the shape `like` shares it.
@@ -52,14 +50,13 @@ def open_manifest(address: Address | ManifestFile, like: ModelShape | None = Non
         ShardError: a header is invalid, a tensor is unknown or on the wrong stage, or copies of a tied weight differ.
         SourceError: a tensor is missing.
     """
-    file = address if isinstance(address, ManifestFile) else find_manifest_file(address)
-    described = describe(file, *file.read(), like)
-    bundles = Bundles(described.manifest, file.folder, described.names)
-    bundles.read_ahead(described.manifest.stages, (WEIGHTS, *MOMENTS))
+    described = describe(read, like)
+    bundles = Bundles(read.manifest, read.folder, described.names)
+    bundles.read_ahead(read.manifest.stages, (WEIGHTS, *MOMENTS))
     return open_described(described, bundles)
 
 
-def describe(file: ManifestFile, manifest: Manifest, digest: str, like: ModelShape | None = None) -> Described:
+def describe(read: ReadManifest, like: ModelShape | None = None) -> Described:
     """Read a manifest's config and source.json, and check that they are those of its stages.
 
     Raises:
@@ -67,11 +64,11 @@ def describe(file: ManifestFile, manifest: Manifest, digest: str, like: ModelSha
         ModelError: config.json is invalid or unsupported.
         SourceError: one of the two does not match its digest.
     """
-    folder = file.folder
+    manifest, folder = read.manifest, read.folder
     small = {auxiliary.path: auxiliary for auxiliary in manifest.files}
     for needed in (CONFIG_NAME, SOURCE_NAME):
         if needed not in small:
-            raise ManifestError(f"{file}: files", f"{needed} is not listed", code="manifest.missing-file")
+            raise ManifestError(f"{read}: files", f"{needed} is not listed", code="manifest.missing-file")
     config_file, record_file = folder.file(CONFIG_NAME), folder.file(SOURCE_NAME)
     config = read_config(config_file, small[CONFIG_NAME].digest)
     record = read_record(record_file, small[SOURCE_NAME].digest)
@@ -79,35 +76,35 @@ def describe(file: ManifestFile, manifest: Manifest, digest: str, like: ModelSha
     needs_files = is_sized_by_files(config, str(config_file), description)
     stored_names = record.stored(str(record_file)) if needs_files else None
     shape = shared_shape(model_shape(config, str(config_file), stored_names, description), like)
-    check_model(manifest, shape, str(file))
-    _check_files(manifest.files, record, str(file))
-    return Described(file=file, manifest=manifest, digest=digest, record=record, shape=shape)
+    check_model(manifest, shape, str(read))
+    _check_files(manifest.files, record, str(read))
+    return Described(read=read, record=record, shape=shape)
 
 
 def open_described(described: Described, bundles: Bundles) -> Checkpoint:
-    """Read the headers of a described manifest that its `bundles` have not read yet; see `open_manifest`."""
-    file, manifest, record = described.file, described.manifest, described.record
+    """Read the headers of a described manifest that its `bundles` have not read yet; see `open_packed`."""
+    where, manifest, record = str(described.read), described.read.manifest, described.record
     bundles.names = bundles.names or described.names
-    originals = _open_originals(bundles, record, str(file))
-    stored = _stored_tensors(bundles, WEIGHTS, str(file))
+    originals = _open_originals(bundles, record, where)
+    stored = _stored_tensors(bundles, WEIGHTS, where)
     shape = without_absent(described.shape, stored)
-    _check_ties(manifest, stored, str(file))
+    _check_ties(manifest, stored, where)
     tensors, record = _tensors_of_source(bundles, stored, record, shape)
-    _check_strays(manifest, stored, tensors, str(file))
+    _check_strays(manifest, stored, tensors, where)
     del stored
-    check_coverage(tensors, shape, str(file))
+    check_coverage(tensors, shape, where)
     moments = {}
     if manifest.training and manifest.training.optimizer:
         moments = {holds: _moments(bundles, holds, record, shape) for holds in MOMENTS}
     bundles.names = NO_NAMES
-    folder = file.folder
+    folder = described.read.folder
     return Checkpoint(
         shape=shape,
         tensors=tensors,
         auxiliary=tuple(_auxiliary_at(folder, listed) for listed in manifest.files if listed.path != SOURCE_NAME),
         record=record,
         source=manifest.source,
-        parents=(*manifest.parents, Parent(location=folder.location, digest=described.digest)),
+        parents=(*manifest.parents, described.read.parent),
         manifest=manifest,
         originals=originals,
         moments=moments,

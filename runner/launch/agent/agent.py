@@ -23,7 +23,6 @@ from manifests.command.console import open_streams
 from manifests.command.interpreter import leave_out_working_folder, safe_environment
 from manifests.command.signals import INTERRUPTED, end_at_signals, say_interrupted
 from manifests.errors import RankError, UserError, error_json
-from manifests.store import read_manifest
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
 from runner.preflight.torch_version import check_torch
@@ -31,6 +30,7 @@ from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, read_reports
 from runner.rundir.heartbeat import Beat, read_beats
 from runner.rundir.rank_label import place_of, stages_of
 from runner.rundir.state import RunState, clear_state, read_state, write_state
+from stores.manifest_file import open_manifest
 
 if TYPE_CHECKING:
     from torch.distributed import DistError
@@ -219,7 +219,7 @@ def _place(beats: Sequence[Beat], rank: int) -> str:
         if beat.rank == rank:
             return place_of(rank, beat.stages, node)
     try:
-        manifest = read_manifest(Path(_after(sys.argv, _WORKER)))
+        manifest = open_manifest(_after(sys.argv, _WORKER)).manifest
         world_size = _number("--nnodes") * _number("--nproc-per-node")
         return place_of(rank, stages_of(manifest, rank, world_size), node)
     except (UserError, LookupError, ValueError):

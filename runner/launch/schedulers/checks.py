@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from manifests.errors import UsageError
-from manifests.store import find_manifest
+from manifests.invariants import MANIFEST_NAME
 from stores.address import is_url
 
 _SIGNAL = re.compile(r"USR2@(\d{1,5})")
@@ -112,7 +112,7 @@ def shown_address(address: str, written: str, mounts: Sequence[str]) -> str:
     """Return a manifest's address as a container sees it: as written, if a mount has it only under that path."""
     path = Path(os.path.normpath(Path.cwd() / written))
     is_named = not is_url(address) and not is_shown(Path(address), mounts) and is_shown(path, mounts)
-    return str(find_manifest(path)) if is_named else address
+    return str(path / MANIFEST_NAME if path.is_dir() else path) if is_named else address
 
 
 def check_read(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:

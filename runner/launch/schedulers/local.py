@@ -125,10 +125,10 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
     check_sinks(options)
     check_apart(options, launched.root)
     check_outputs(options)
-    origins, training = find_origins(Origin(launched.root, launched.manifest), options), None
+    origins, training = find_origins(Origin(launched.root, launched.read), options), None
     if options.resume.source != "auto":
         (found,) = origins
-        origin = launched if found.folder == launched.root else open_packed(found.folder, found.manifest)
+        origin = launched if found.folder == launched.root else open_packed(found.read or found.folder)
         check_fits(origin, launched)
         training = resumed_state(origin, options.resume, is_launched=origin is launched)
         if training is not None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from manifests.digest import digest_bytes
 from manifests.safetensors import header_template, layout_tensors
 from manifests.schema import Shard
-from manifests.store import open_shard, read_manifest, read_small_file, write_file, write_manifest
+from manifests.store import open_shard, read_small_file, write_file, write_manifest
+from stores.manifest_file import open_manifest
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.refusals import refusal, refused
 
@@ -28,8 +29,8 @@ def write_shard(folder: Path) -> Shard:
 
 def test_manifest_is_read_by_its_file_and_by_its_folder(tmp_path: Path) -> None:
     write_manifest(tmp_path, full_manifest())
-    assert read_manifest(tmp_path) == full_manifest()
-    assert read_manifest(tmp_path / "manifest.json") == full_manifest()
+    assert open_manifest(tmp_path).manifest == full_manifest()
+    assert open_manifest(tmp_path / "manifest.json").manifest == full_manifest()
     assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
@@ -55,7 +56,7 @@ def test_place_without_a_manifest_is_refused_with_what_is_there(tmp_path: Path, 
         ("model", "not-packed"),
         ("run", "missing"),
     ):
-        error = refusal(lambda: read_manifest(tmp_path / place))  # noqa: B023 - called at once
+        error = refusal(lambda: open_manifest(tmp_path / place).manifest)  # noqa: B023 - called at once
         assert (error.code, error.where) == (f"manifest.{code}", f"{tmp_path}/{place}")
         messages.append(str(error))
     assert f"{tmp_path}/run/step-1000000" in error.hint
@@ -64,7 +65,10 @@ def test_place_without_a_manifest_is_refused_with_what_is_there(tmp_path: Path, 
 
 def test_refusals_of_a_manifest_name_its_file(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
-    assert refused(lambda: read_manifest(tmp_path)) == ("manifest.not-a-manifest", f"{tmp_path}/manifest.json: format")
+    assert refused(lambda: open_manifest(tmp_path).manifest) == (
+        "manifest.not-a-manifest",
+        f"{tmp_path}/manifest.json: format",
+    )
 
 
 def test_shard_that_is_as_the_manifest_says_is_opened(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from manifests.digest import digest_bytes
 from manifests.schema import Layout, Manifest, Model, OriginalFile, Source, Span, Stage, TieGroup, TieMember, Virtual
-from manifests.store import read_manifest
 from stores.bundles import Bundles
 from stores.local import LocalFile
+from stores.manifest_file import open_manifest
 from tests.builders import (
     INDEX,
     Tensor,
@@ -124,7 +124,7 @@ def test_virtual_bundles_on_the_hub_are_read_by_their_own_bytes_at_their_commit(
     commit = push_in_order(hub, tmp_path / "source")
     headers = 2 * 128 << 10  # of two files, read with what follows them
     run("pack", "hf://org/model", "--layout", "pp=4", "--virtual", "--out", tmp_path / "virtual")
-    virtual = read_manifest(tmp_path / "virtual").virtual
+    virtual = open_manifest(tmp_path / "virtual").manifest.virtual
     assert virtual is not None
     assert (virtual.location, virtual.revision) == ("hf://org/model", commit)
     weights = [request for request in hub.take_requests() if request.is_cdn and request.range]
@@ -133,7 +133,7 @@ def test_virtual_bundles_on_the_hub_are_read_by_their_own_bytes_at_their_commit(
     hub.push("org/model", {"config.json": b"{}"})  # the branch moves on
     run("pack", tmp_path / "virtual", "--stages", "1", "--out", tmp_path / "part")
     sent = sum(request.nbytes for request in hub.take_requests())
-    stage = read_manifest(tmp_path / "part").stages[1]
+    stage = open_manifest(tmp_path / "part").manifest.stages[1]
     assert stage.nbytes <= sent <= 1.02 * stage.nbytes + headers + 20_000  # and a listing of the commit
 
     assert reshard("pack", tmp_path / "source", "--layout", "pp=4", "--out", tmp_path / "whole").code == 0
@@ -145,7 +145,7 @@ def test_a_stage_asks_the_hub_for_the_headers_of_its_own_files_alone(hub: Hub, t
     commit = push_in_order(hub, tmp_path / "source")
     run("pack", "hf://org/model", "--layout", "pp=4", "--virtual", "--out", tmp_path / "virtual")
     hub.take_requests()
-    manifest = read_manifest(tmp_path / "virtual")
+    manifest = open_manifest(tmp_path / "virtual").manifest
     tensors = Bundles(manifest, tmp_path / "virtual").tensors_on(manifest.stages[0])
     asked = {request.path for request in hub.take_requests() if request.path.endswith(".safetensors")}
     assert asked == {f"/org/model/resolve/{commit}/model-1.safetensors"}

@@ -14,10 +14,11 @@ from reshard.copy.engine import WriteOptions
 from reshard.copy.resumable import open_target
 from reshard.estimate.assumptions import Assumptions
 from reshard.formats.huggingface.write import export_huggingface
-from reshard.formats.manifest.read import open_manifest
+from reshard.formats.manifest.read import open_packed
 from reshard.formats.open import open_source
 from reshard.packing.resolve import LayoutRequest, lay_out
 from stores.hub import store as hub
+from stores.manifest_file import open_manifest
 from stores.net.retries import Retries
 from tests.builders import Ended, files_in, leftovers, reshard, write_model
 from tests.servers.hub import Hub, Request, serve_hub, set_up
@@ -80,7 +81,7 @@ def test_export_is_resumed_too(tmp_path: Path) -> None:
     source, packed, out = tmp_path / "source", tmp_path / "packed", tmp_path / "out"
     write_model(source, num_shards=SHARDS)
     assert reshard("pack", source, "--layout", "pp=4", "--out", packed).code == 0
-    checkpoint = open_manifest(packed)
+    checkpoint = open_packed(open_manifest(packed))
     left = [0.6 * sum(tensor.nbytes for tensor in checkpoint.tensors.values())]  # more than two threads have begun
 
     def fail(nbytes: int) -> None:

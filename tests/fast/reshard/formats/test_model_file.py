@@ -11,7 +11,7 @@ import pytest
 
 import reshard as api
 from manifests.errors import UserError
-from manifests.store import read_manifest
+from stores.manifest_file import open_manifest
 from tests.builders import (
     HEAD,
     Tensor,
@@ -97,9 +97,9 @@ def test_export_of_a_resharded_pack_gives_back_every_byte(
     ):
         run(*args, "--quiet")
     assert files_in(exported) == files_in(source)
-    model = read_manifest(packed).model
+    model = open_manifest(packed).manifest.model
     assert (model.architecture, model.num_layers) == ("MyForCausalLM", 4)
-    assert read_manifest(other).model == model
+    assert open_manifest(other).manifest.model == model
 
 
 def test_python_functions_take_the_file_too(tmp_path: Path) -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import InputError
-from manifests.store import read_manifest
 from reshard.copy.engine import WriteOptions
 from reshard.estimate.assumptions import Assumptions
 from reshard.formats.huggingface.write import export_huggingface
-from reshard.formats.manifest.read import open_manifest
+from reshard.formats.manifest.read import open_packed
 from reshard.formats.open import open_source
 from reshard.packing.pack import PackOptions, pack
 from reshard.packing.parts import pack_part
@@ -23,6 +22,7 @@ from reshard.plans.partition import parse_part
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.transforms.cast import cast_checkpoint
 from stores.bundles import Bundles
+from stores.manifest_file import open_manifest
 from tests.builders import leftovers, llama_config, reshard, write_model
 
 Change = Callable[[Path], None]
@@ -128,19 +128,19 @@ def test_export_and_reshard_of_bundles_that_change_are_refused(
     changed = original if is_virtual else tmp_path / "packed/model-00002-of-00002.safetensors"
     out, before = tmp_path / "out", changed.read_bytes()
     for convert in (False, True):
-        checkpoint, options = open_manifest(tmp_path / "packed"), after_a_block(lambda: change(changed))
+        checkpoint, options = open_packed(open_manifest(tmp_path / "packed")), after_a_block(lambda: change(changed))
         if convert:  # which reads tensors as files that are made of others
             checkpoint = cast_checkpoint(checkpoint, "fp32")
         assert_refused(lambda: export_huggingface(checkpoint, out, force=False, options=options), changed, out)  # noqa: B023
         restore(changed, before, tmp_path / "packed", source)
-    checkpoint, options = open_manifest(tmp_path / "packed"), after_a_block(lambda: change(changed))
+    checkpoint, options = open_packed(open_manifest(tmp_path / "packed")), after_a_block(lambda: change(changed))
     assert_refused(lambda: pack(checkpoint, laid_out(checkpoint), PackOptions(out=out, write=options)), changed, out)
 
 
 def test_verify_and_load_of_originals_that_change_are_refused(source: Path, tmp_path: Path) -> None:
     packed, changed = tmp_path / "packed", source / "model-00002-of-00002.safetensors"
     assert reshard("pack", source, "--layout", "pp=2", "--virtual", "--out", packed).code == 0
-    bundles = Bundles(read_manifest(packed), packed)
+    bundles = Bundles(open_manifest(packed).manifest, packed)
     tensors = [tensor for stage in bundles.manifest.stages for tensor in bundles.tensors_on(stage)]
     tensor = next(tensor for tensor in tensors if str(tensor.file) == str(changed))
     reader = tensor.file.open(((tensor.begin, tensor.end),))

@@ -12,10 +12,10 @@ from safetensors import safe_open
 
 from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES
 from manifests.paths import shard_path
-from manifests.store import read_manifest
 from reshard.packing.prepare import PackRequest, prepare_pack
 from reshard.packing.resolve import LayoutRequest
 from reshard.plans.pack_plan import lay_out_shard
+from stores.manifest_file import open_manifest
 from tests.builders import (
     EMBEDDING,
     HEAD,
@@ -77,7 +77,7 @@ def test_the_root_has_every_tensor_of_the_model_once_as_the_index_says(
 @pytest.mark.parametrize("most", ["45GB", "3KB", "1B"])
 def test_shards_of_a_stage_are_consecutive_and_no_larger_than_asked(most: str, tmp_path: Path) -> None:
     write_model(tmp_path / "source")
-    manifest = read_manifest(pack(tmp_path / "source", "pp=4", tmp_path / "out", "--max-shard-size", most))
+    manifest = open_manifest(pack(tmp_path / "source", "pp=4", tmp_path / "out", "--max-shard-size", most)).manifest
     of_stages = [[shard.path for shard in stage.shards] for stage in manifest.stages]
     assert [path for paths in of_stages for path in paths] == sorted(shard.path for shard in manifest.shards)
     assert all(of_stages)
@@ -93,7 +93,7 @@ def test_tied_replica_of_another_stage_is_in_that_stages_folder_and_not_in_the_i
     tensors = write_model(tmp_path / "source", llama_config(tie_word_embeddings=True))
     out = pack(tmp_path / "source", "pp=2", tmp_path / "out")
     replicas = "stage-001/tied/model.safetensors"
-    assert [shard.path for shard in read_manifest(out).stages[1].shards] == [
+    assert [shard.path for shard in open_manifest(out).manifest.stages[1].shards] == [
         "model-00002-of-00002.safetensors", replicas
     ]  # fmt: skip
     assert read_safetensors((out / replicas).read_bytes()) == {HEAD: tensors[EMBEDDING]}
@@ -115,7 +115,7 @@ def test_replica_that_the_source_stores_too_is_in_the_index_once(tmp_path: Path)
 def test_optimizer_state_is_in_folders_of_the_stages(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2", tie_word_embeddings=True)
     out = pack(trained, "pp=3", tmp_path / "out", "--max-shard-size", "2KB")
-    manifest = read_manifest(out)
+    manifest = open_manifest(out).manifest
     moments = {shard.path for shard in manifest.shards if shard.holds != "weights"}
     assert all(path.startswith(("stage-000/exp_avg", "stage-001/exp_avg", "stage-002/exp_avg")) for path in moments)
     of_first = [path for path in moments if path.startswith("stage-000/exp_avg/")]

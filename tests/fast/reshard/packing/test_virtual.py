@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifests.store import read_manifest
+from stores.manifest_file import open_manifest
 from tests.builders import (
     Tensor,
     files_in,
@@ -90,7 +90,7 @@ def test_resharding_virtual_bundles_equals_packing_their_source(folder: Folder, 
 def test_only_the_manifest_and_small_files_are_written(out: Path) -> None:
     files = files_in(out)
     assert set(files) == {"manifest.json", "source.json", "config.json", "generation_config.json", "tokenizer.json"}
-    manifest = read_manifest(out)
+    manifest = open_manifest(out).manifest
     assert manifest.virtual is not None
     assert (manifest.virtual.location, manifest.virtual.revision) == (str(out.parent / "source"), None)
     assert [file.path for file in manifest.virtual.files] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -265,7 +265,7 @@ def test_chosen_stages_are_packed_and_the_others_are_virtual(tmp_path: Path) -> 
     write_model(source, llama_config(tie_word_embeddings=True), num_shards=3)
     run("pack", source, "--layout", "pp=4", "--out", whole)
     run("pack", source, "--layout", "pp=4", "--stages", "0,2-3", "--out", part)
-    found, expected = read_manifest(part).stages, read_manifest(whole).stages
+    found, expected = open_manifest(part).manifest.stages, open_manifest(whole).manifest.stages
     assert [bool(stage.spans) for stage in found] == [False, True, False, False]
     assert [replace(stage, shards=()) for stage in found[0::2]] == [
         replace(stage, shards=()) for stage in expected[0::2]
@@ -287,7 +287,7 @@ def test_chosen_stages_are_packed_and_the_others_are_virtual(tmp_path: Path) -> 
     run("pack", part, "--out", tmp_path / "rest")
     assert files_in(tmp_path / "rest") | {"manifest.json": b""} == files_in(whole) | {"manifest.json": b""}
     run("pack", part, "--stages", "0-3", "--out", tmp_path / "all")
-    assert read_manifest(tmp_path / "all").virtual is None
+    assert open_manifest(tmp_path / "all").manifest.virtual is None
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,11 @@ import pytest
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, ShardError, UnreachableError, UserError
 from manifests.schema import MOMENTS, WEIGHTS, Manifest, Shard
-from manifests.store import read_manifest
 from runner.bundle.cache_folder import CacheFolder, assign_shards, check_cacheable, node_folder, shards_of
 from runner.bundle.remote import fetch, opened
 from runner.rundir.exit_report import code_of
 from stores.local import LocalFolder
-from stores.manifest_file import find_manifest_file
+from stores.manifest_file import open_manifest
 from tests.builders import files_in, flip, llama_config, reshard, weights_path, write_model
 from tests.fast.trained import write_trained
 from tests.servers.hub import serve_hub, set_up
@@ -45,7 +44,7 @@ def folder(tmp_path: Path) -> CacheFolder:
 
 
 def shard_of(trained: Path) -> Shard:
-    return next(read_manifest(trained).shards)
+    return next(open_manifest(trained).manifest.shards)
 
 
 def ensure(folder: CacheFolder, trained: Path, shard: Shard, stop: threading.Event = NOBODY_STOPS) -> bool:
@@ -57,7 +56,7 @@ def names_in(folder: CacheFolder) -> list[str]:
 
 
 def test_shards_are_those_of_the_modules_and_kinds_that_are_asked_for(trained: Path) -> None:
-    manifest = read_manifest(trained)
+    manifest = open_manifest(trained).manifest
     modules = {*manifest.stages[1].modules, manifest.stages[3].modules[0]}
     weights = shards_of(manifest, modules, (WEIGHTS,))
     assert [shard.path for shard in weights] == [weights_path(stage, 4) for stage in (1, 3)]
@@ -68,7 +67,7 @@ def test_shards_are_those_of_the_modules_and_kinds_that_are_asked_for(trained: P
 
 
 def test_shards_are_distributed_evenly_each_to_one_rank(trained: Path) -> None:
-    shards = tuple(read_manifest(trained).shards)
+    shards = tuple(open_manifest(trained).manifest.shards)
     assigned = assign_shards(shards, 4)
     assert sorted(shard.path for own in assigned for shard in own) == sorted(shard.path for shard in shards)
     totals = [sum(shard.nbytes for shard in own) for own in assigned]
@@ -99,7 +98,7 @@ def test_partial_copy_of_a_killed_process_is_overwritten(trained: Path, folder: 
 
 @pytest.mark.parametrize("content", [b"", b"short", None], ids=["empty", "short", "another shard"])
 def test_foreign_file_of_that_name_is_replaced(trained: Path, folder: CacheFolder, content: bytes | None) -> None:
-    shard, *others = read_manifest(trained).shards
+    shard, *others = open_manifest(trained).manifest.shards
     path = folder.path / shard.path
     path.parent.mkdir(parents=True)
     path.write_bytes((trained / others[-1].path).read_bytes() if content is None else content)
@@ -164,7 +163,7 @@ def test_copying_ends_soon_when_another_rank_has_failed(trained: Path, folder: C
 def test_full_disk_is_refused_before_copying(
     trained: Path, folder: CacheFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shards = tuple(read_manifest(trained).shards)
+    shards = tuple(open_manifest(trained).manifest.shards)
     old = folder.path.parent / "step-000005-00112233445566ff"
     old.mkdir(parents=True)
     (old / "x").write_bytes(b"x" * 4096)
@@ -204,7 +203,7 @@ def test_disk_that_fails_ends_a_job_as_a_lost_rank_does_unless_it_is_full(
     if code == 3:
         wording(shards.value.hint)
     with pytest.raises(UserError) as small:
-        fetch(find_manifest_file(trained), folder.path)
+        fetch(open_manifest(trained), folder.path)
     assert (shards.value.code, small.value.code) == ("store.cache-unwritable", "output.unwritable")
     assert (code_of(shards.value), code_of(small.value)) == (code, code)
     # With an InputError, a run would skip the checkpoint for an older one.
@@ -212,7 +211,7 @@ def test_disk_that_fails_ends_a_job_as_a_lost_rank_does_unless_it_is_full(
 
 
 def test_link_that_leads_out_of_the_folder_is_not_followed(trained: Path, folder: CacheFolder, tmp_path: Path) -> None:
-    moment = next(shard for shard in read_manifest(trained).shards if shard.holds == MOMENTS[0])
+    moment = next(shard for shard in open_manifest(trained).manifest.shards if shard.holds == MOMENTS[0])
     shard, elsewhere = moment, tmp_path / "elsewhere"
     elsewhere.mkdir()
     folder.path.mkdir(parents=True)
@@ -264,7 +263,7 @@ def test_folder_is_named_by_the_manifest_and_may_have_variables_of_the_node(
 def test_virtual_bundles_cannot_be_cached(tmp_path: Path, wording: Callable[[str], None]) -> None:
     write_model(tmp_path / "model", llama_config())
     assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--virtual", "--out", tmp_path / "v").code == 0
-    manifest: Manifest = read_manifest(tmp_path / "v")
+    manifest: Manifest = open_manifest(tmp_path / "v").manifest
     with pytest.raises(UserError) as error:
         check_cacheable(manifest, "v/manifest.json")
     assert (error.value.where, error.value.code) == ("--stage-to-local", "options.cache-virtual")
@@ -272,7 +271,7 @@ def test_virtual_bundles_cannot_be_cached(tmp_path: Path, wording: Callable[[str
 
 
 def test_auxiliary_files_of_a_store_are_downloaded_and_verified(trained: Path, tmp_path: Path) -> None:
-    found = fetch(find_manifest_file(trained), tmp_path / "here")
+    found = fetch(open_manifest(trained), tmp_path / "here")
     assert (found.root, found.location) == (tmp_path / "here", str(trained))
     names = {path.name for path in (tmp_path / "here").iterdir()}
     assert names == {"manifest.json", *(file.path for file in found.manifest.files)}
@@ -280,20 +279,17 @@ def test_auxiliary_files_of_a_store_are_downloaded_and_verified(trained: Path, t
     shutil.copytree(trained, tmp_path / "bad")
     flip(tmp_path / "bad" / "config.json", -5)
     with pytest.raises(InputError) as error:
-        fetch(find_manifest_file(tmp_path / "bad"), tmp_path / "there")
+        fetch(open_manifest(tmp_path / "bad"), tmp_path / "there")
     assert error.value.where == f"{tmp_path}/bad/config.json"
     assert not (tmp_path / "there" / "manifest.json").exists()
 
 
-def test_manifest_that_is_replaced_after_it_was_read_is_not_fetched(trained: Path, tmp_path: Path) -> None:
+def test_manifest_that_is_replaced_after_it_was_read_is_copied_as_it_was_read(trained: Path, tmp_path: Path) -> None:
     source = shutil.copytree(trained, tmp_path / "source")
-    read = find_manifest_file(source).read()
-    assert fetch(find_manifest_file(source), tmp_path / "here", read).manifest is read[0]
-    (source / "manifest.json").write_bytes((source / "manifest.json").read_bytes() + b" ")
-    with pytest.raises(InputError) as error:
-        fetch(find_manifest_file(source), tmp_path / "there", read)
-    assert (error.value.where, error.value.code) == (str(source / "manifest.json"), "source.digest-mismatch")
-    assert not (tmp_path / "there" / "manifest.json").exists()
+    read = open_manifest(source)
+    (source / "manifest.json").write_bytes(b"{}")
+    assert fetch(read, tmp_path / "here").read is read
+    assert (tmp_path / "here" / "manifest.json").read_bytes() == (trained / "manifest.json").read_bytes()
 
 
 def test_manifest_on_the_hub_is_launched_at_the_commit_that_is_found(
@@ -305,9 +301,9 @@ def test_manifest_on_the_hub_is_launched_at_the_commit_that_is_found(
         with opened("hf://org/pp4", is_staged=True) as (address, launched):
             assert address == f"hf://org/pp4@{commit}"
             assert launched.location == "hf://org/pp4"
-            assert launched.manifest == read_manifest(trained)
+            assert launched.manifest == open_manifest(trained).manifest
         hub.push("org/pp4", {"config.json": b"{}"})
-        again = fetch(find_manifest_file(address), tmp_path / "node")
+        again = fetch(open_manifest(address), tmp_path / "node")
         shard = shard_of(trained)
         folder = CacheFolder(path=tmp_path / "node", limit_s=5)
         assert folder.ensure(again.bundles.root.file(shard.path), shard, NOBODY_STOPS)

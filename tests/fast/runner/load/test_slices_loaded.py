@@ -66,7 +66,8 @@ def in_slices(packed: Packed, tensors: dict[str, torch.Tensor], rows: int, colum
     )
     stages = list(packed.manifest.stages)
     stages[STAGE] = replace(stages[STAGE], shards=shards)
-    return replace(packed, manifest=replace(packed.manifest, stages=tuple(stages)))
+    manifest = replace(packed.manifest, stages=tuple(stages))
+    return replace(packed, read=replace(packed.read, manifest=manifest))
 
 
 @pytest.mark.parametrize("stored", [(1, 1), (2, 1), (2, 2), (3, 1), (5, 4)])

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from manifests.digest import digest_bytes
-from manifests.store import read_manifest
 from runner.bundle.cache_folder import CacheFolder, node_folder
 from stores.local import LocalFolder
+from stores.manifest_file import open_manifest
 from tests.builders import flip, reshard
 from tests.process.local_jobs import runner
 from tests.process.runner.training_jobs import job, lines_of, losses_of, run_jobs, said
@@ -40,11 +40,11 @@ def copies_of(packed: Path, scratch: Path) -> Path:
 @pytest.mark.slow
 def test_ranks_that_read_rows_share_one_copy_and_never_a_damaged_one(packed: Path, tmp_path: Path) -> None:
     scratch, losses = tmp_path / "scratch", list[list[float]]()
-    nbytes = sum(shard.nbytes for shard in read_manifest(packed).shards)
+    nbytes = sum(shard.nbytes for shard in open_manifest(packed).manifest.shards)
     for name, staged in (
         ("first", nbytes),
         ("again", 0),
-        ("damaged", read_manifest(packed).stages[1].shards[0].nbytes),
+        ("damaged", open_manifest(packed).manifest.stages[1].shards[0].nbytes),
     ):
         if name == "damaged":  # no digest proves the rows that a rank reads
             flip(copies_of(packed, scratch) / SECOND)
@@ -55,7 +55,7 @@ def test_ranks_that_read_rows_share_one_copy_and_never_a_damaged_one(packed: Pat
         assert min(rank["staged_s"] for rank in ranks) > 0
         losses.append(losses_of(tmp_path / name))
     assert losses[0] == losses[1] == losses[2]
-    cached, shards = copies_of(packed, scratch), {shard.path for shard in read_manifest(packed).shards}
+    cached, shards = copies_of(packed, scratch), {shard.path for shard in open_manifest(packed).manifest.shards}
     assert {path for path in scratch.rglob("*") if path.is_file()} == {cached / path for path in shards}
     assert all((cached / path).read_bytes() == (packed / path).read_bytes() for path in shards)
 
@@ -65,7 +65,7 @@ def cached(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     """Jobs that find a damaged copy, a damaged original and a disk that is too small; no --small where none is."""
     place = tmp_path_factory.mktemp("cached")
     folder = CacheFolder(path=copies_of(packed, place / "scratch"), limit_s=10)
-    for shard in read_manifest(packed).shards:
+    for shard in open_manifest(packed).manifest.shards:
         folder.ensure(LocalFolder(packed).file(shard.path), shard, threading.Event())
     flip(folder.path / FIRST)
     bad = shutil.copytree(packed, place / "bad-original")
@@ -124,8 +124,8 @@ def test_manifest_in_a_bucket_is_trained_from_copies(packed: Path, moto: MotoSer
     (folder,) = scratch.iterdir()
     assert folder.name.startswith("pp2-")
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    carried = {file.path for file in read_manifest(packed).files}
-    assert names == {"manifest.json", *carried, *(shard.path for shard in read_manifest(packed).shards)}
-    trained = read_manifest(tmp_path / "log-trained")
+    carried = {file.path for file in open_manifest(packed).manifest.files}
+    assert names == {"manifest.json", *carried, *(shard.path for shard in open_manifest(packed).manifest.shards)}
+    trained = open_manifest(tmp_path / "log-trained").manifest
     assert trained.parents[-1].location == url_of("pp2")
-    assert trained.files == read_manifest(tmp_path / "local-trained").files
+    assert trained.files == open_manifest(tmp_path / "local-trained").manifest.files

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from manifests.store import read_manifest
+from stores.manifest_file import open_manifest
 from tests.builders import flip
 from tests.process.torchrun import started
 
@@ -26,7 +26,7 @@ def cache_on_nodes(packed: Path, place: Path, case: str) -> list[dict[str, Any]]
 
 
 def shards_of(packed: Path) -> dict[str, bytes]:
-    return {shard.path: (packed / shard.path).read_bytes() for shard in read_manifest(packed).shards}
+    return {shard.path: (packed / shard.path).read_bytes() for shard in open_manifest(packed).manifest.shards}
 
 
 def cached_on(place: Path, case: str, node: int) -> dict[str, bytes]:

@@ -11,7 +11,6 @@ from torch import distributed as dist
 
 from manifests.errors import UserError
 from manifests.schema import WEIGHTS, DataPosition, TrainingState
-from manifests.store import parent_of
 from runner.bundle.packed import open_packed
 from runner.checkpoint.async_save import Saver
 from runner.checkpoint.history import claim_history, claim_output
@@ -44,7 +43,7 @@ def _save_in_history(folder: Path, history: Path, step: int) -> None:
     packed = open_packed(folder)
     options = parse_training(["--data", "synthetic", "--checkpoint", str(history), "--keep", "2"])
     assert options.checkpoint is not None
-    context = SaveContext(manifest=packed.manifest, root=packed.root, parents=(parent_of(packed.root),))
+    context = SaveContext(manifest=packed.manifest, root=packed.root, parents=(packed.read.parent,))
     held = held_by(0, packed)
     for piece in (piece for kinds in held.values() for pieces in kinds.values() for piece in pieces):
         piece.memory.fill_(step)
@@ -58,7 +57,7 @@ def _save_in_history(folder: Path, history: Path, step: int) -> None:
 
 def _save_weights(folder: Path, out: Path, step: int, *, force: bool) -> None:
     packed = open_packed(folder)
-    context = SaveContext(manifest=packed.manifest, root=packed.root, parents=(parent_of(packed.root),))
+    context = SaveContext(manifest=packed.manifest, root=packed.root, parents=(packed.read.parent,))
     held = {index: {WEIGHTS: kinds[WEIGHTS]} for index, kinds in held_by(0, packed).items()}
     for pieces in (pieces for kinds in held.values() for pieces in kinds.values()):
         for piece in pieces:

@@ -23,7 +23,6 @@ from torch import distributed as dist
 
 from manifests.models import module_of
 from manifests.schema import MOMENTS, WEIGHTS, DataPosition, Holds
-from manifests.store import parent_of
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import Saver, SaveReport
 from runner.checkpoint.history import claim_history, find_checkpoints, step_of
@@ -75,7 +74,7 @@ def main(folder: Path, history: Path, last: int, full: int) -> None:
     with ExitStack() as stack:
         if rank == 0:
             stack.enter_context(claim_history(history))
-        context = SaveContext(manifest=packed.manifest, root=packed.root, parents=(parent_of(packed.root),))
+        context = SaveContext(manifest=packed.manifest, root=packed.root, parents=(packed.read.parent,))
         assert options.checkpoint is not None
         saver = stack.enter_context(Saver(context, options.checkpoint, held, SAVE_TIMEOUT))
         for step in range(first, last + 1):

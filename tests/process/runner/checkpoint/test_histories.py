@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from manifests.store import read_manifest
 from runner.checkpoint.history import checkpoint_path
+from stores.manifest_file import open_manifest
 from tests.builders import flip, reshard
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
@@ -63,7 +63,7 @@ def test_attempt_that_was_passed_over_leaves_nothing_in_memory(place: Path) -> N
 
 def test_trained_weights_are_saved_when_the_checkpoint_that_they_came_from_is_gone(place: Path) -> None:
     assert names_in(place / "damaged") == ["step-000008"]
-    parents = [Path(parent.location) for parent in read_manifest(place / "final").parents]
+    parents = [Path(parent.location) for parent in open_manifest(place / "final").manifest.parents]
     assert parents == [place / "packed", checkpoint_path(place / "damaged", 2)]
 
 

@@ -20,10 +20,11 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
-from manifests.store import open_shard, read_manifest
+from manifests.store import open_shard
 from runner.checkpoint.history import claim_history
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.sequences import read_batches
+from stores.manifest_file import open_manifest
 from tests.builders import flip, reshard, run
 from tests.fast.runner.tiny import load_model, save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
@@ -82,7 +83,7 @@ class Runs:
 
 def digests_in(checkpoint: Path) -> dict[tuple[str, str], str]:
     """Give the digest of every tensor, by kind and FQN; tied copies of one kind are equal."""
-    manifest, found = read_manifest(checkpoint), dict[tuple[str, str], str]()
+    manifest, found = open_manifest(checkpoint).manifest, dict[tuple[str, str], str]()
     for shard in manifest.shards:
         header = open_shard(checkpoint, shard)
         found |= {(shard.holds, fqn): digest for fqn, digest in header.digests(shard.path).items()}
@@ -263,7 +264,7 @@ def test_four_ranks_to_two_to_one_to_four_are_bitwise_the_uninterrupted_four(wei
     assert {step: line for part in found for step, line in part.items()} == after_middle(expected)
     last = runs.checkpoint(f"across-pp=4,vpp=2-{weights}")
     assert digests_in(last) == digests_in(runs.checkpoint(f"whole-4-1F1B-{weights}"))
-    state = read_manifest(last).training
+    state = open_manifest(last).manifest.training
     assert state is not None
     assert state.data is not None
     assert (state.step, state.data.num_sequences) == (STEPS, STEPS * GLOBAL_BATCH)
@@ -300,7 +301,7 @@ def check_cut(weights: str, runs: Runs) -> None:
     assert runs.losses(f"offline-{weights}") == after_middle(expected)
     last = runs.checkpoint(f"offline-{weights}")
     assert digests_in(last) == digests_in(runs.checkpoint(f"whole-4-1F1B-{weights}"))
-    locations = [Path(parent.location) for parent in read_manifest(last).parents]
+    locations = [Path(parent.location) for parent in open_manifest(last).manifest.parents]
     assert locations == [runs.packed(weights, "pp=4"), parent, cut]
 
 
@@ -348,7 +349,7 @@ def test_each_save_says_how_long_training_paused(runs: Runs) -> None:
     saves = [line for line in runs.lines("whole-4-1F1B-tied") if "checkpoint" in line]
     assert [(line["step"], Path(line["checkpoint"]).name) for line in saves] == [(3, "step-000003"), (6, "step-000006")]
     for line in saves:
-        shards = list(read_manifest(Path(line["checkpoint"])).shards)
+        shards = list(open_manifest(Path(line["checkpoint"])).manifest.shards)
         assert line["save_nbytes"] == sum(shard.nbytes for shard in shards)
         assert line["stall_s"] > 0
         assert line["save_s"] > 0
@@ -379,7 +380,7 @@ def test_weights_only_begins_at_step_0_and_says_what_stays_behind(runs: Runs) ->
     assert f"starting at step 0 with the weights of {middle}; " in runs.said("anew")
     assert "not resumed: AdamW state at step 3" in runs.said("anew")
     assert [line["step"] for line in runs.lines("anew")] == [1]
-    state = read_manifest(runs.place / "saved").training
+    state = open_manifest(runs.place / "saved").manifest.training
     assert state is not None
     assert (state.step, state.optimizer) == (1, None)
 

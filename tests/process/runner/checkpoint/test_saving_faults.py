@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from manifests.store import read_manifest
 from runner.checkpoint.history import checkpoint_path, find_checkpoints, step_of
+from stores.manifest_file import open_manifest
 from tests.builders import llama_config, reshard, write_model
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
@@ -52,7 +52,7 @@ def check(checkpoint: Path) -> None:
     """See that a checkpoint is whole, and that every number in it is of its own step."""
     verified = reshard("verify", checkpoint)
     assert verified.code == 0, verified.out
-    step, manifest = step_of(checkpoint), read_manifest(checkpoint)
+    step, manifest = step_of(checkpoint), open_manifest(checkpoint).manifest
     assert manifest.training is not None
     assert manifest.training.step == step
     assert sorted(shard.holds for shard in manifest.shards) == sorted(2 * KINDS)

@@ -15,9 +15,9 @@ import pytest
 from pyarrow import parquet
 
 from manifests.schema import TrainingState
-from manifests.store import read_manifest
 from runner.bundle.packed import open_packed
 from runner.checkpoint.skipped import read_skipped
+from stores.manifest_file import open_manifest
 from tests.builders import reshard
 from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
 from tests.fast.runner.tiny import save_model
@@ -102,7 +102,7 @@ def resumed(runs: Runs, how: str, root: Path, name: str) -> dict[str, object]:
 
 
 def state_of(checkpoint: Path) -> TrainingState:
-    state = read_manifest(checkpoint).training
+    state = open_manifest(checkpoint).manifest.training
     assert state is not None
     return state
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from manifests.store import find_manifest
 from runner.bundle.packed import open_packed
 from runner.distributed.world import World, join_world
 from runner.evaluation.evaluate import loss_over
@@ -26,7 +25,7 @@ CPU = torch.device("cpu")
 
 def run_job(args: list[str], world: World) -> tuple[float, int]:
     evaluated = parse_eval(args)
-    return loss_over(evaluated, open_packed(find_manifest(evaluated.read.manifest).parent), world, CPU)
+    return loss_over(evaluated, open_packed(evaluated.read.manifest), world, CPU)
 
 
 def main(jobs: Path, out: Path) -> None:

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from manifests.store import read_manifest
 from runner.preflight.torch_version import TESTED
+from stores.manifest_file import open_manifest
 from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
 from tests.process.local_jobs import ROOT, runner
@@ -139,7 +139,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 def check_ranks(lines: list[dict[str, Any]], packed: Path) -> None:
     """See what is said of each rank before the first step and after the last, and where a step's time went."""
-    manifest, before, after = read_manifest(packed), lines[:2], lines[-2:]
+    manifest, before, after = open_manifest(packed).manifest, lines[:2], lines[-2:]
     assert [(line["rank"], line["stages"], line["load_nbytes"]) for line in before] == [
         (stage.index, [stage.index], stage.nbytes) for stage in manifest.stages
     ]

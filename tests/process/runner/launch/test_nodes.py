@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from manifests.digest import digest_bytes
-from manifests.store import read_manifest
 from runner.bundle.cache_folder import node_folder
+from stores.manifest_file import open_manifest
 from tests.builders import reshard
 from tests.process.local_jobs import pack_tiny
 from tests.servers.network import Network, missing_for_network, start_network
@@ -155,7 +155,7 @@ def written_by(number: int, history: Path, step: str) -> set[Path]:
 
 
 def paths_on(stage: int, folder: Path) -> set[str]:
-    return {shard.path for shard in read_manifest(folder).stages[stage].shards}
+    return {shard.path for shard in open_manifest(folder).manifest.stages[stage].shards}
 
 
 def hosts_of_ranks(log: Path) -> list[str]:
@@ -171,11 +171,11 @@ def test_nodes_with_the_same_stage_read_it_from_the_store_once(network: Network,
     flags = ("--stage-to-local", tmp_path / "DISK" / "copies")
     run_pods(network, container_of(halves, log, *flags, training=("--steps", "1", "--dp-replicate", "2")), tmp_path)
     read = [path for node in NODES for path in opened_by(node, tmp_path) if path.is_relative_to(halves)]
-    assert sorted(read) == sorted(halves / shard.path for shard in read_manifest(halves).shards)
+    assert sorted(read) == sorted(halves / shard.path for shard in open_manifest(halves).manifest.shards)
     ranks = [
         line for line in map(json.loads, (log / "metrics.jsonl").read_text().splitlines()) if "peer_nbytes" in line
     ]
-    nbytes = sum(shard.nbytes for shard in read_manifest(halves).shards)
+    nbytes = sum(shard.nbytes for shard in open_manifest(halves).manifest.shards)
     assert [sum(rank[name] for rank in ranks) for name in ("staged_nbytes", "peer_nbytes")] == [2 * nbytes, nbytes]
     first = folder_of(halves)
     for number, node in enumerate(NODES):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from manifests.store import read_manifest
+from stores.manifest_file import open_manifest
 from tests.builders import INDEX, reshard, run
 from tests.fast.runner.tiny import EMBEDDING, HEAD, save_model
 from tests.process.local_jobs import runner
@@ -81,7 +81,7 @@ def test_training_on_virtual_bundles_gives_the_losses_of_copies(trained: Path) -
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_rank_opens_its_own_stages_shards_and_no_other(rank: int, trained: Path) -> None:
     packed = trained / "copies" / "packed"
-    shards = {str(packed / shard.path) for shard in read_manifest(packed).stages[rank].shards}
+    shards = {str(packed / shard.path) for shard in open_manifest(packed).manifest.stages[rank].shards}
     assert opened_by(rank, trained / "copies") == shards
     assert shards >= {str(packed / f"model-0000{rank + 1}-of-00002.safetensors")}
 

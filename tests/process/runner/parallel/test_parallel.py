@@ -17,7 +17,8 @@ import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from manifests.store import open_shard, read_manifest
+from manifests.store import open_shard
+from stores.manifest_file import open_manifest
 from tests.builders import run
 from tests.fast.runner.models.titans import save_titan
 from tests.process.runner.parallel.parallel_cases import LAYOUTS, MODELS, NORMAL, SLOW_4, SLOW_8, SLOW_MIXED, Case
@@ -97,7 +98,7 @@ def run_cases(place: Path, num_ranks: int, cases: Sequence[Case]) -> None:
 def found_by(place: Path, case: Case) -> list[dict[str, Any]]:
     """Give what each rank found."""
     files = sorted(place.glob(f"{case.name}-?.pt"))
-    assert len(files) == read_manifest(place / case.packed).layout.num_ranks * (
+    assert len(files) == open_manifest(place / case.packed).manifest.layout.num_ranks * (
         case.replicate * case.shard * case.tensor
     )
     return [torch.load(file) for file in files]
@@ -121,7 +122,7 @@ def check_against_one_rank(place: Path, case: Case) -> None:
         return
     ranks, (reference,) = found_by(place, case), found_by(place, case.reference)
     expected, found = whole([reference], "gradients"), whole(ranks, "gradients")
-    for group in read_manifest(place / case.packed).ties:  # copies of one weight
+    for group in open_manifest(place / case.packed).manifest.ties:  # copies of one weight
         for replica in group.replicas:
             assert found.pop(replica.fqn, found[group.owner.fqn]).equal(found[group.owner.fqn])
             expected.pop(replica.fqn, None)
@@ -171,7 +172,7 @@ def planned_nbytes(place: Path, case: Case, stages: list[int], number: int) -> i
     Of experts in a tensor each, shards have some. Columns that are less than a page apart are read with what
     lies between.
     """
-    manifest = read_manifest(place / case.packed)
+    manifest = open_manifest(place / case.packed).manifest
     entries = [
         entry
         for stage in (manifest.stages[index] for index in stages)
@@ -214,7 +215,7 @@ def test_rank_reads_its_own_rows_and_no_byte_more_whole_matrix(case: Case, train
 
 
 def check_reads(place: Path, case: Case) -> None:
-    manifest = read_manifest(place / case.packed)
+    manifest = open_manifest(place / case.packed).manifest
     stage_of = {shard.path: stage.index for stage in manifest.stages for shard in stage.shards}
     for number, rank in enumerate(found_by(place, case)):
         assert {stage_of[name] for name, _, _ in rank["read"]} == set(rank["stages"])
@@ -241,7 +242,7 @@ def test_tensors_read_in_part_are_read_once_more_to_be_verified_and_those_sent_o
     rows, sent = (found_by(trained, case) for case in NORMAL[1:3])
     assert all(rank["num_parts"] > 0 for rank in rows)
     assert all(rank["num_parts"] == 0 for rank in sent)
-    manifest = read_manifest(trained / "untied-pp=2")
+    manifest = open_manifest(trained / "untied-pp=2").manifest
     for stage in manifest.stages:
         assert sum(rank["loaded"] for rank in sent if rank["stages"] == [stage.index]) == stage.nbytes
         checked = [rank["verified"] for rank in rows if rank["stages"] == [stage.index]]
@@ -283,7 +284,7 @@ class Runs:
     def tensors(self, name: str, step: int = STEPS) -> dict[tuple[str, str], torch.Tensor]:
         """Give every tensor of a checkpoint, by kind and FQN, as torch's own reader puts slices together."""
         folder, found = self.checkpoint(name, step), dict[tuple[str, str], torch.Tensor]()
-        for shard in read_manifest(folder).shards:
+        for shard in open_manifest(folder).manifest.shards:
             reader = HuggingFaceStorageReader(str((folder / shard.path).parent))
             known = reader.read_metadata().state_dict_metadata
             state = {fqn: torch.full(it.size, torch.nan) for fqn, it in known.items() if hasattr(it, "size")}
@@ -325,7 +326,7 @@ def test_training_goes_on_on_other_degrees_with_what_was_saved(runs: Runs) -> No
 
 def test_sharded_ranks_write_slices_of_their_own_that_torch_reads(runs: Runs) -> None:
     """`Runs.tensors` is torch's reader: it fills what was left NaN, and finds what one pipeline wrote whole."""
-    manifest = read_manifest(runs.checkpoint("sharded"))
+    manifest = open_manifest(runs.checkpoint("sharded")).manifest
     for stage in manifest.stages:
         names = sorted(shard.path for shard in stage.shards if shard.holds == "weights")
         assert names == [f"stage-{stage.index:03d}/model-{part:05d}-of-00002.safetensors" for part in (1, 2)]

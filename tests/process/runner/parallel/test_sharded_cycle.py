@@ -10,7 +10,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from manifests.schema import WEIGHTS
-from manifests.store import read_manifest
+from stores.manifest_file import open_manifest
 from tests.builders import reshard, run
 from tests.process.runner.parallel.test_parallel import MIDDLE, STEPS, Runs, pack_model
 
@@ -65,7 +65,7 @@ def test_checkpoint_of_slices_is_verified_and_cut_anew_without_a_change(name: st
 def test_merged_slices_are_the_tensors_that_torchs_reader_puts_together(name: str, runs: Runs) -> None:
     expected, folder = runs.tensors(name, MIDDLE), cut(runs, name, "merged")
     found = dict[tuple[str, str], torch.Tensor]()
-    for shard in read_manifest(folder).shards:
+    for shard in open_manifest(folder).manifest.shards:
         with safe_open(folder / shard.path, "pt") as file:
             found |= {(shard.holds, fqn): file.get_tensor(fqn) for fqn in file.keys()}  # noqa: SIM118
     assert expected.keys() == found.keys()

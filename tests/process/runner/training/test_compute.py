@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from manifests.store import open_shard, read_manifest
+from manifests.store import open_shard
+from stores.manifest_file import open_manifest
 from tests.builders import reshard
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.training.compute_cases import COMPILED, REST, SPANNING, Case
@@ -55,7 +56,7 @@ def test_masters_are_saved_and_a_resumed_run_ends_with_the_same_bits(model: Path
     run_jobs(2, jobs)
     whole, *others = (tmp_path / name / "saved" / "step-000004" for name in ("whole", "resumed", "cut anew"))
     assert all(digests_in(resumed) == digests_in(whole) for resumed in others)
-    training = read_manifest(whole).training
+    training = open_manifest(whole).manifest.training
     assert training is not None
     assert (training.dtype, training.compute_dtype) == ("F32", "BF16")
     with safe_open(whole / "model-00001-of-00002.safetensors", "pt") as file:
@@ -66,7 +67,7 @@ def test_masters_are_saved_and_a_resumed_run_ends_with_the_same_bits(model: Path
 
 def digests_in(checkpoint: Path) -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], str] = {}
-    for shard in read_manifest(checkpoint).shards:
+    for shard in open_manifest(checkpoint).manifest.shards:
         digests = open_shard(checkpoint, shard).digests(shard.path)
         found |= {(shard.holds, fqn): digest for fqn, digest in digests.items()}
     return found

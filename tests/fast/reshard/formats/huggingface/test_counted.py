@@ -15,9 +15,9 @@ import pytest
 from manifests.invariants import check_manifest, check_model
 from manifests.models import model_shape
 from manifests.schema import TieGroup, TieMember
-from manifests.store import read_manifest
 from reshard.formats.huggingface.read import open_folder
 from stores.local import LocalFolder
+from stores.manifest_file import open_manifest
 from tests.builders import llama_config, reshard, write_model
 
 NUM_LAYERS = 40
@@ -88,7 +88,7 @@ def test_shards_are_looked_up_a_few_times_each(source: Path) -> None:
 
 
 def test_modules_are_looked_up_a_few_times_each(packed: Path) -> None:
-    manifest, shape = read_manifest(packed), model_shape(CONFIG)
+    manifest, shape = open_manifest(packed).manifest, model_shape(CONFIG)
     stages = tuple(replace(stage, modules=tuple(map(Name, stage.modules))) for stage in manifest.stages)
     last = Name(f"{stages[3].modules[-3]}.weight")
     ties = tuple(TieGroup(owner=TieMember(fqn=last, stage=3), replicas=()) for _ in range(NUM_LAYERS))
@@ -101,7 +101,7 @@ def test_modules_are_looked_up_a_few_times_each(packed: Path) -> None:
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_verify_opens_each_header_once(packed: Path, quick: bool) -> None:
-    shards = [str(packed / shard.path) for stage in read_manifest(packed).stages for shard in stage.shards]
+    shards = [str(packed / shard.path) for stage in open_manifest(packed).manifest.stages for shard in stage.shards]
     with opened_files() as found:
         assert reshard("verify", packed, *(["--quick"] if quick else [])).code == 0
     # Without --quick the data is read too: by one reader for each run of it.

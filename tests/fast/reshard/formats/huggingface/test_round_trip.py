@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from manifests.store import read_manifest
+from stores.manifest_file import open_manifest
 from tests.builders import (
     DTYPE_BITS,
     EMBEDDING,
@@ -75,7 +75,7 @@ def test_four_stages_to_two_and_back_keep_every_digest(tied: bool, tmp_path: Pat
     assert digests_in(tmp_path / "a") == digests_in(tmp_path / "b") == digests_in(tmp_path / "c")
     first, last = files_in(tmp_path / "a"), files_in(tmp_path / "c")
     assert {name for name in first if first[name] != last[name]} == {"manifest.json"}
-    locations = [parent.location for parent in read_manifest(tmp_path / "c").parents]
+    locations = [parent.location for parent in open_manifest(tmp_path / "c").manifest.parents]
     assert locations == [str(tmp_path / "a"), str(tmp_path / "b")]
 
 
@@ -84,7 +84,7 @@ def test_pack_replaces_the_very_manifest_that_it_reads(tmp_path: Path) -> None:
     run("pack", tmp_path / "source", "--layout", "pp=4", "--out", tmp_path / "out")
     before = digests_in(tmp_path / "out")
     run("pack", tmp_path / "out", "--layout", "pp=2", "--out", tmp_path / "out", "--force")
-    assert read_manifest(tmp_path / "out").layout.num_stages == 2
+    assert open_manifest(tmp_path / "out").manifest.layout.num_stages == 2
     assert digests_in(tmp_path / "out") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
@@ -122,7 +122,7 @@ def test_tied_copy_that_the_source_lacks_is_in_the_bundle_of_the_stage_that_uses
     missing = HEAD if stored == EMBEDDING else EMBEDDING
     bundle = read_safetensors((tmp_path / f"out/stage-00{stage}/tied/model.safetensors").read_bytes())
     assert bundle[missing] == tensors[stored]
-    (tie,) = read_manifest(tmp_path / "out").ties
+    (tie,) = open_manifest(tmp_path / "out").manifest.ties
     assert (tie.owner.fqn, [replica.fqn for replica in tie.replicas]) == (stored, [missing])
 
 

@@ -31,8 +31,9 @@ from transformers import AutoModelForCausalLM
 
 from manifests.errors import ModelError, SourceError, UserError
 from manifests.models import model_shape
-from manifests.store import read_manifest, write_manifest
+from manifests.store import write_manifest
 from reshard.formats.megatron.arguments import arguments_in, arguments_of, check_arguments, config_of
+from stores.manifest_file import open_manifest
 from tests.builders import EMBEDDING, HEAD, llama_config, random_tensors, refusal, reshard, run, write_model
 from tests.fast.manifests.models.built import read_config
 from tests.fast.reshard.forged import change_manifest
@@ -426,7 +427,7 @@ def test_tied_weight_that_is_stored_as_the_head_is_the_embedding(dtype: str, tmp
 def test_one_weight_decay_of_all_parameters_is_named_as_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     packed = tmp_path / "packed"
     run("pack", TRAINED, "--layout", "pp=2", "--out", packed)
-    manifest = read_manifest(packed)
+    manifest = open_manifest(packed).manifest
     trained = manifest.training
     assert trained is not None
     assert trained.optimizer is not None
@@ -501,7 +502,7 @@ def test_clipping_that_is_switched_off_is_a_norm_of_zero(tmp_path: Path) -> None
     common["optimizer"]["optimizer"]["param_groups"][0]["lr"] = [0.1]
     torch.save(common, saved / "common.pt")
     run("pack", saved, "--layout", "pp=1", "--out", tmp_path / "out")
-    trained = read_manifest(tmp_path / "out").training
+    trained = open_manifest(tmp_path / "out").manifest.training
     assert trained is not None
     assert trained.optimizer is not None
     assert (trained.optimizer.max_norm, trained.learning_rate) == (0.0, None)
@@ -550,4 +551,4 @@ def test_what_else_a_trainer_saved_is_named(tmp_path: Path) -> None:
     saved = copytree(TRAINED, tmp_path / "iter_0000001")
     torch.save(torch.load(saved / "common.pt", weights_only=False) | {"tokens": 7}, saved / "common.pt")
     run("pack", saved, "--layout", "pp=1", "--out", tmp_path / "out")
-    assert {"tokens", "opt_param_scheduler"} <= set(read_manifest(tmp_path / "out").source.left_out)
+    assert {"tokens", "opt_param_scheduler"} <= set(open_manifest(tmp_path / "out").manifest.source.left_out)
