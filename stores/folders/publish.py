@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from manifests.errors import InputError, OutputError, refused_by_system
@@ -16,10 +16,9 @@ from stores.folders.lock import open_locked
 from stores.folders.owned import (
     RECORD_NAME,
     FindOwned,
+    check_only_ours,
     check_ours,
-    check_room,
     empty,
-    keep_others,
     remove_replaced,
     remove_tree,
     write_record,
@@ -46,22 +45,21 @@ def publishing(
 
     A kill leaves `.NAME.partial` beside an unchanged `out`. The next run removes it, or resumes it if `is_resumable`
     allows; such a folder also survives an interrupt, and any error if it `outlives_errors`. One with files that are not
-    recorded as ours is refused: see Note [Whose a folder under construction is]. With `force`, a folder for which
-    `find_owned` returns files is replaced atomically: these files are removed, all others are kept (see Note [Files of
-    others in an output]). If a `wanted` file would replace somebody else's, nothing is written. The record, from which
-    a run may resume, is removed right before the folder becomes `out`.
+    recorded as ours is refused: see Note [Whose a folder under construction is]. With `force`, a folder that has no
+    other files than `find_owned` returns is replaced atomically (see Note [Files of others in an output]). The record,
+    from which a run may resume, is removed right before the folder becomes `out`.
 
     Raises:
         OutputError: `out` exists and may not be replaced, or another process is writing it.
     """
     if out.name in ("", ".."):
         out = out.resolve()  # `.` has no name for the partial folder
-    check_target(out, force, find_owned, wanted)
+    check_target(out, force, find_owned)
     partial = _make_partial(out)
     lock = _lock(partial, out)
     try:
         is_resumed = is_resumable(partial)
-        check_ours(partial, find_owned, wanted=wanted, linked=out)
+        check_ours(partial, find_owned, wanted=wanted)
     except BaseException:  # the folder belongs to another command, or to nobody whom we know
         os.close(lock)
         raise
@@ -74,7 +72,7 @@ def publishing(
         if not _is_free(out):  # to be replaced: check it now rather than after writing everything
             check_writable(out.parent, str(out), exchange=exchange)
         yield partial
-        check_target(out, force, find_owned)  # it may have appeared since
+        _find_replaced(out, force, find_owned)  # it may have appeared since
         _swap_in(partial, out, find_owned)
     except BaseException as error:
         hint = _space_hint(error, out.parent)
@@ -88,20 +86,26 @@ def publishing(
         os.close(lock)
 
 
-def check_target(out: Path, force: bool, find_owned: FindOwned, wanted: Collection[str] = ()) -> None:
+def check_target(out: Path, force: bool, find_owned: FindOwned) -> None:
     """Check that `out` can be written: it does not exist, is empty, or may be replaced.
 
     Raises:
-        OutputError: it is a mount point, has the working folder, exists and may not be replaced, or has files of others
-            at the paths of `wanted` ones.
+        OutputError: it is a mount point, has the working folder, exists and may not be replaced, or has files
+            of others.
     """
     check_not_mounted(out)
     if _has_working_folder(out):
         problem = "is or has the working folder, which would be replaced: the shell would stay in a deleted one"
         hint = f"run the command beside it, with {out.resolve().name or 'the folder'} as the output"
         raise OutputError(str(out), problem, hint, code="output.working-folder")
+    if files := _find_replaced(out, force, find_owned):
+        check_only_ours(out, files)
+
+
+def _find_replaced(out: Path, force: bool, find_owned: FindOwned) -> Collection[str]:
+    """Return the files of ours in the folder to replace; none if it does not exist or is empty."""
     if _is_free(out):
-        return
+        return ()
     files = find_owned(out) if out.is_dir() and not out.is_symlink() else None
     if not force:
         otherwise = "replace it with --force" if files is not None else "remove it"
@@ -113,7 +117,7 @@ def check_target(out: Path, force: bool, find_owned: FindOwned, wanted: Collecti
             "choose another folder, or remove it",
             code="output.not-ours",
         )
-    check_room(out, files, wanted)
+    return files
 
 
 def check_not_a_step(out: Path) -> None:
@@ -175,7 +179,7 @@ def check_partial(out: Path, find_owned: FindOwned) -> None:
         OutputError: it has files that we did not write.
     """
     if (partial := partial_of(out)).is_dir():
-        check_ours(partial, find_owned, linked=out)
+        check_ours(partial, find_owned)
 
 
 def partial_of(out: Path) -> Path:
@@ -209,10 +213,7 @@ def _lock(folder: Path, out: Path) -> int:
 
 
 def _drop_links(partial: Path) -> None:
-    """Remove symbolic links from a folder that an earlier run left, so that nothing is written through them.
-
-    They are links to others' files that were about to be kept, or somebody put them there.
-    """
+    """Remove symbolic links from a folder that an earlier run left, so that nothing is written through them."""
     for path in partial.rglob("*"):
         if path.is_symlink():
             path.unlink()
@@ -235,15 +236,14 @@ def _swap_in(partial: Path, out: Path, find_owned: FindOwned) -> None:
     old = _lock(out, out)  # it gets the name of the partial folder, in which nobody may write
     try:
         files = find_owned(out) or ()
-        if is_taken := os.path.lexists(out / RECORD_NAME):  # by a file of others, which stays
-            (partial / RECORD_NAME).unlink(missing_ok=True)
-        keep_others(out, files, partial)
         _sync_tree(partial)
-        with nullcontext() if is_taken else _removed(partial / RECORD_NAME):
+        with _removed(partial / RECORD_NAME):
             _rename_for_good(lambda: exchange(partial, out), lambda: exchange(partial, out), out.parent)
-        with suppress(OSError):  # as in `remove_replaced`
-            write_record(partial, files)
-        remove_replaced(partial, {*files, RECORD_NAME}, out)
+        if not os.path.lexists(partial / RECORD_NAME):
+            with suppress(OSError):  # as in `remove_replaced`
+                write_record(partial, files)
+                files = {*files, RECORD_NAME}
+        remove_replaced(partial, files)
     finally:
         os.close(old)
 
@@ -264,11 +264,11 @@ def _removed(path: Path) -> Iterator[None]:
 
 def _take_after(out: Path, partial: Path) -> None:
     """Copy owner and mode of the folder that is replaced, as far as permitted."""
-    found = out.stat()
+    replaced = out.stat()
     with suppress(OSError):
-        os.chown(partial, found.st_uid, found.st_gid)
+        os.chown(partial, replaced.st_uid, replaced.st_gid)
     with suppress(OSError):
-        os.chmod(partial, found.st_mode & 0o7777)
+        os.chmod(partial, replaced.st_mode & 0o7777)
 
 
 def _rename_for_good(rename: Callable[[], None], undo: Callable[[], None], folder: Path) -> None:

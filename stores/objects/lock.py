@@ -4,7 +4,7 @@
 A process that locks a prefix records there, before it writes the first object, the names that it will write (see
 `stores.objects.progress`), after checking that none of them exists. The lock object lists names too: of objects that
 the new output replaces, and of those that earlier writers left unfinished. `--force` removes objects that are listed
-so, or in the manifest or the record of the old output. Everything else is kept.
+so, or in the manifest or the record of the old output. A prefix that has others is refused.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from manifests.codec import decode_manifest
 from manifests.errors import InputError, OutputError, UnreachableError
 from manifests.invariants import MANIFEST_NAME
-from manifests.readers import is_consulted
 from stores.base import LOCK_NAME, PROGRESS_NAME, read_whole
-from stores.folders.owned import files_in, read_with_output
+from stores.folders.owned import files_in, foreign_error
 from stores.objects.client import ObjectEntry
 from stores.objects.store import Client, ObjectFile
 
@@ -69,7 +68,6 @@ class ListedObjects:
     listed: Mapping[str, ObjectEntry]
     ours: frozenset[str] = frozenset()
     old: frozenset[str] = frozenset()
-    is_unfinished: bool = False  # a writer had left it locked
 
     @property
     def has_manifest(self) -> bool:
@@ -97,7 +95,7 @@ def check_existing(
     """Determine what an output may replace; `known` are names that earlier writers left for removal.
 
     Raises:
-        OutputError: existing objects may not be replaced, or others' objects have the names of new ones.
+        OutputError: existing objects may not be replaced, or are of others.
     """
     others = {name: entry for name, entry in listed.items() if name not in _WORKING}
     if not others and not is_unfinished:
@@ -109,17 +107,10 @@ def check_existing(
         problem = "exists, and is not what this command writes; --force does not replace it"
         raise OutputError(client.url, problem, _HINT, code="output.not-ours")
     ours = frozenset({*named, *known} & others.keys())
-    has_manifest = MANIFEST_NAME in named
-    old = frozenset(named) if has_manifest else ours if wanted.last in named else frozenset()
-    new = set(wanted.small) | (set() if has_manifest else set(wanted.shards))
-    if in_the_way := sorted((new & others.keys()) - ours):
-        problem = "was not written by this command, and the new output has an object of this name"
-        hint = "move it elsewhere, or choose another --out"
-        raise OutputError(f"{client.url}/{in_the_way[0]}", problem, hint, code="output.foreign-file")
-    if consulted := sorted(name for name in others.keys() - ours if is_consulted(name)):
-        where, hint = f"{client.url}/{consulted[0]}", "move it elsewhere, or choose another --out"
-        raise OutputError(where, read_with_output(consulted), hint, code="output.foreign-file")
-    return ListedObjects(listed=listed, ours=ours, old=old, is_unfinished=is_unfinished)
+    if foreign := sorted(others.keys() - ours):
+        raise foreign_error(client.url, foreign)
+    old = frozenset(named) if MANIFEST_NAME in named else ours if wanted.last in named else frozenset()
+    return ListedObjects(listed=listed, ours=ours, old=old)
 
 
 def new_lock() -> bytes:

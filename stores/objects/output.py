@@ -45,11 +45,11 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
     that is done where its writer is known to have ended.
 
     With `force`, an output that can be read is replaced, see `ObjectTarget`. What a writer left unfinished is removed
-    first. Objects of others stay, see Note [Objects of others in a prefix].
+    first. A prefix with objects of others is refused, see Note [Objects of others in a prefix].
 
     Raises:
-        InputError: something is there that may not be replaced, or is where a new object would be; another process
-            is writing there, or the bucket does not exist, cannot be reached or may not be written.
+        InputError: something is there that may not be replaced, or is of others; another process is writing there, or
+            the bucket does not exist, cannot be reached or may not be written.
     """
     wanted = wanted or Wanted()
     client = open_writable(url)
@@ -294,12 +294,6 @@ class ObjectTarget:
             listed = list_objects(self._client)
             written = {*self._nbytes, *self._kept} - self._old
             if self._found.is_in_place and not self._restore_mark(listed):
-                self._progress.stop(self._client)
-                return
-            working = {PROGRESS_NAME, LOCK_NAME}
-            if self._found.is_unfinished and listed.keys() - written - working:
-                # Unlocked, it would be others' objects alone, to which nothing may be added.
-                remove_objects(self._client, [*(written & listed.keys())])
                 self._progress.stop(self._client)
                 return
             remove_objects(self._client, [*({*written, PROGRESS_NAME} & listed.keys()), LOCK_NAME])

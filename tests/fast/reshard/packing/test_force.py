@@ -44,32 +44,30 @@ def test_folder_with_a_manifest_of_another_program_is_not_replaced(source: Path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["app", "source"]
 
 
-def test_forced_pack_keeps_what_it_did_not_write(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    assert pack(source, out, "pp=4").code == 0
-    out.chmod(0o2750)
-    sentinels = plant_in(out, beside_ours="stage-003")
-    packed = pack(source, out, "pp=2", "--force")
-    assert packed.code == 0, packed.err
-    sentinels.check()
-    assert reshard("verify", out).code == 0
-    assert sorted(path.name for path in out.glob("stage-*")) == ["stage-001", "stage-003"]
-    assert len(list(out.glob("model-*"))) == 2
-    assert [path.name for path in (out / "stage-003").iterdir()] == ["notes.txt"]
-    assert out.stat().st_mode & 0o7777 == 0o2750
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
-
-
-def test_others_file_where_a_new_one_would_be_stops_a_pack_before_it_begins(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "stage-003", "model-00002-of-00004.safetensors", ".journal", ".git/HEAD"]
+)
+def test_folder_with_a_file_of_others_is_not_replaced(name: str, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert pack(source, out, "pp=1").code == 0
-    for name in ("model-00002-of-00004.safetensors", "stage-003"):
-        (out / name).parent.mkdir(exist_ok=True)
-        (out / name).write_text("mine")
-        before = files_in(out)
-        assert refusal(pack(source, out, "pp=4", "--force", "--json")) == (3, "output.foreign-file", str(out / name))
-        assert files_in(out) == before
-        (out / name).unlink()
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("mine")
+    before = files_in(tmp_path)
+    for flags in ((), ("--part", "1/2")):
+        assert refusal(pack(source, out, "pp=4", "--force", "--json", *flags)) == (3, "output.foreign-file", str(out))
+        assert files_in(tmp_path) == before
+
+
+def test_the_refusal_lists_files_links_and_folders_and_changes_none(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert pack(source, out, "pp=2").code == 0
+    (out / "a").symlink_to("nothing")
+    (out / "b").mkdir()
+    sentinels = plant_in(out, beside_ours="stage-001")
+    error = json.loads(pack(source, out, "pp=4", "--force", "--json").out)["error"]
+    assert error["problem"].endswith(": .git, a, b, dangling, link and 9 more"), error
+    sentinels.check()
+    assert reshard("verify", out).code == 0
 
 
 def test_others_folder_behind_a_link_is_not_emptied(source: Path, tmp_path: Path) -> None:
@@ -83,31 +81,36 @@ def test_others_folder_behind_a_link_is_not_emptied(source: Path, tmp_path: Path
     assert files_in(theirs) == before
 
 
-def test_forced_commit_of_parts_keeps_what_it_did_not_write(source: Path, tmp_path: Path) -> None:
+def test_forced_commit_of_parts_does_not_replace_a_folder_with_files_of_others(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert pack(source, out, "pp=4").code == 0
-    sentinels = plant_in(out, beside_ours="stage-003")
     for part in ("1/2", "2/2"):
         assert pack(source, out, "pp=2", "--part", part, "--force").code == 0
-        sentinels.check()
+    (out / "notes.txt").write_text("mine")
+    before = files_in(tmp_path)
+    assert refusal(reshard("commit", out, "--force", "--json")) == (3, "output.foreign-file", str(out))
+    assert files_in(tmp_path) == before
+    (out / "notes.txt").unlink()
     assert reshard("commit", out, "--force").code == 0
-    sentinels.check()
-    assert reshard("verify", out).code == 0
-    assert [path.name for path in (out / "stage-003").iterdir()] == ["notes.txt"]
+    assert len(list(out.glob("model-*"))) == 2
 
 
-def test_forced_export_keeps_what_it_did_not_write(source: Path, tmp_path: Path) -> None:
+def test_forced_export_does_not_replace_a_folder_with_files_of_others(source: Path, tmp_path: Path) -> None:
     packed, out = tmp_path / "packed", tmp_path / "out"
     assert pack(source, packed, "pp=2").code == 0
     assert export(packed, out).code == 0
-    assert files_in(out) == files_in(source)
+    (out / "config.json").write_text("{}")
     sentinels = plant_in(out)
+    before = files_in(out)
+    assert refusal(export(packed, out, "--force", "--json")) == (3, "output.foreign-file", str(out))
+    sentinels.check()
+    assert files_in(out) == before
+    shutil.rmtree(out)
+    assert export(packed, out).code == 0
+    (out / "config.json").write_text("{}")
     for _ in range(2):
-        (out / "config.json").write_text("{}")
-        exported = export(packed, out, "--force")
-        assert exported.code == 0, exported.err
-        sentinels.check()
-        assert files_in(source).items() <= files_in(out).items()
+        assert export(packed, out, "--force").code == 0
+        assert files_in(out) == files_in(source)
 
 
 @pytest.mark.parametrize("change", ["model of others", "trained since", "made again", "record of others"])

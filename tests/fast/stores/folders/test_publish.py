@@ -101,7 +101,9 @@ def test_folder_that_exists_is_refused_and_kept(tmp_path: Path, wording: Callabl
 def test_force_replaces_the_old_folder(tmp_path: Path) -> None:
     out = tmp_path / "out"
     publish(out, "old")
+    out.chmod(0o2750)
     publish(out, "new", force=True)
+    assert out.stat().st_mode & 0o7777 == 0o2750
     assert names_in(tmp_path) == ["out"]
     assert names_in(out) == ["below", "ours"]
     assert (out / "below" / "file").read_text() == "new"
@@ -114,6 +116,33 @@ def test_force_keeps_the_old_folder_until_the_new_one_is_whole(tmp_path: Path) -
         (folder / "ours").write_text("new")
         assert (out / "ours").read_text() == "old"
     assert (out / "ours").read_text() == "new"
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "below/notes.txt", ".journal", "empty/"])
+def test_folder_with_a_file_of_others_is_not_replaced(tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    publish(out, "old")
+    if name.endswith("/"):
+        (out / name).mkdir()
+    else:
+        (out / name).write_text("mine")
+    before = files_in(tmp_path)
+    assert refused(out, force=True).code == "output.foreign-file"
+    assert files_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".journal"])
+def test_file_that_is_added_to_a_folder_while_its_successor_is_written_stays(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    publish(out, "old")
+    publish(out, "new", force=True, meanwhile=lambda: (out / name).write_text("mine"))
+    assert files_in(out) == {"ours": b"new", "below/file": b"new"}
+    assert files_in(partial)[name] == b"mine"
+    assert set(files_in(partial)) <= {name, ".journal"}
+    assert str(partial) in caplog.text
+    assert refusal(lambda: publish(out, force=True)).code == "output.foreign-partial"
 
 
 def test_force_replaces_only_folders_of_ours(tmp_path: Path, wording: Callable[[str], None]) -> None:
@@ -150,9 +179,6 @@ def test_the_journal_goes_with_the_rename_and_comes_back_when_that_fails(
     assert (partial / ".journal").read_text() == '{"names": []}'
     publish_from_journal()
     assert names_in(out) == ["ours"]
-    (out / ".journal").write_text("theirs")
-    publish_from_journal()
-    assert {path.name: path.read_text() for path in out.iterdir()} == {"ours": "new", ".journal": "theirs"}
     assert names_in(tmp_path) == ["out"]
 
 

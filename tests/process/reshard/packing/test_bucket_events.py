@@ -144,7 +144,6 @@ def begin(place: Place, worker: Worker, operation: str, output: Output) -> Objec
         command = place.command(operation.split()[-1], output.url)
         command = tuple("pp=2" if arg in ("pp=3", "pp=4") else arg for arg in command)
         assert worker.run(*command)[0] == 0, worker.said.read_text()
-        return plant_objects(output.moto.client(), BUCKET, output.name)
     return plant_objects(output.moto.client(), BUCKET, output.name, inside=False)
 
 

@@ -83,15 +83,13 @@ def write_torch_model(folder: Path, config: dict[str, Any]) -> None:
 
 
 def begin(place: Place, operation: str, folder: Path) -> tuple[Path, list[Sentinels]]:
-    """Make a place for an output: others' files around it and, where one is there to be replaced, in it."""
+    """Make a place for an output, with others' files around it, and in some operations an output to replace."""
     out = folder / "out"
     sentinels = [plant_in(folder)]
     if operation == "forced export":
         assert reshard("export", place.folder / "packed", "--to", "hf", "--out", out).code == 0
     elif operation.startswith("forced"):
         shutil.copytree(place.folder / "packed", out)
-    if out.exists():
-        sentinels.append(plant_in(out))
     return out, sentinels
 
 

@@ -113,10 +113,9 @@ def strike_save(place: Place, worker: Worker, seed: int, folder: Path, kind: str
         for name, data in old.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).write_bytes(data)
-        sentinels.append(plant_in(out))
 
     def ours() -> dict[str, bytes] | None:
-        return {name: data for name, data in files_in(out).items() if not is_planted(name)} if out.exists() else None
+        return files_in(out) if out.exists() else None
 
     for act in acts_of(seed, KINDS, chance):
         at = chance.randrange(place.num_changes[kind] + 20 * (kind == "forced save"))

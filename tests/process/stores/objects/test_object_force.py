@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stores.base import LOCK_NAME
-from tests.bucket_sentinels import is_planted, plant_objects
+from tests.bucket_sentinels import plant_objects
 from tests.builders import Ended, files_in, llama_config, reshard, weights_path, write_model
 from tests.process.stores.objects.buckets import BUCKET, url_of
 from tests.servers.s3 import Fault, MotoServer
@@ -46,10 +46,6 @@ def objects_in(moto: MotoServer, name: str) -> dict[str, bytes]:
     return {key.removeprefix(f"{name}/"): data for key, data in moto.objects(BUCKET, f"{name}/").items()}
 
 
-def ours_in(moto: MotoServer, name: str) -> dict[str, bytes]:
-    return {path: data for path, data in objects_in(moto, name).items() if path and not is_planted(path)}
-
-
 def put(moto: MotoServer, key: str, data: bytes) -> None:
     moto.client().put_object(Bucket=BUCKET, Key=key, Body=data)
 
@@ -76,16 +72,21 @@ def test_forced_export_replaces_no_model_that_it_did_not_write(
     assert moto.objects(BUCKET, name) == before
 
 
-def test_forced_export_keeps_what_it_did_not_write(moto: MotoServer, source: Path, packed: Path) -> None:
-    assert export(packed, "kept/model").code == 0
-    assert objects_in(moto, "kept/model") == files_in(source)
-    sentinels = plant_objects(moto.client(), BUCKET, "kept/model")
-    for _ in range(2):
-        put(moto, "kept/model/config.json", b"{}")
-        exported = export(packed, "kept/model", "--force")
-        assert exported.code == 0, exported.err
-        sentinels.check()
-        assert ours_in(moto, "kept/model") == files_in(source)
+def test_forced_command_replaces_no_output_with_objects_of_others(moto: MotoServer, source: Path, packed: Path) -> None:
+    assert (export(packed, "foreign/model").code, pack(source, "foreign/bundles").code) == (0, 0)
+    for name, command in (("model", export), ("bundles", pack)):
+        put(moto, f"foreign/{name}/config.json", b"{}")
+        before = moto.objects(BUCKET, f"foreign/{name}")
+        plant_objects(moto.client(), BUCKET, f"foreign/{name}")
+        planted = moto.objects(BUCKET, f"foreign/{name}")
+        ended = command(packed, f"foreign/{name}", "--force")
+        assert refusal(ended) == (3, "output.foreign-file", url_of(f"foreign/{name}"))
+        assert moto.objects(BUCKET, f"foreign/{name}") == planted
+        for key in planted.keys() - before.keys():
+            if key.startswith(f"foreign/{name}/"):
+                moto.client().delete_object(Bucket=BUCKET, Key=key)
+        assert command(packed, f"foreign/{name}", "--force").code == 0
+    assert objects_in(moto, "foreign/model") == files_in(source)
 
 
 def test_forced_export_whose_shards_are_refused_leaves_the_old_one(
@@ -106,7 +107,7 @@ def test_forced_export_whose_shards_are_refused_leaves_the_old_one(
 
 
 @pytest.mark.parametrize("again", ["same plan", "another plan", "export"])
-def test_forced_command_on_an_unfinished_output_keeps_what_is_of_others(
+def test_unfinished_output_with_objects_of_others_is_not_touched(
     moto: MotoServer, source: Path, packed: Path, again: str
 ) -> None:
     name = f"unfinished/{again.replace(' ', '-')}"
@@ -114,25 +115,23 @@ def test_forced_command_on_an_unfinished_output_keeps_what_is_of_others(
     assert refusal(pack(source, name))[1] == "store.denied"
     moto.fail()
     assert LOCK_NAME in objects_in(moto, name)
-    sentinels = plant_objects(moto.client(), BUCKET, name)
-    if again == "export":
-        ended = export(packed, name, "--force")
-    else:
-        ended = pack(
-            source,
-            name,
-            *(["--force"] if again == "another plan" else []),
-            layout={"another plan": "pp=2"}.get(again, "pp=4"),
-        )
+
+    def rerun() -> Ended:
+        if again == "export":
+            return export(packed, name, "--force")
+        if again == "same plan":
+            return pack(source, name)
+        return pack(source, name, "--force", layout="pp=2")
+
+    put(moto, f"{name}/notes.txt", b"mine")
+    before = moto.objects(BUCKET, name)
+    assert refusal(rerun()) == (3, "output.foreign-file", url_of(name))
+    assert moto.objects(BUCKET, name) == before
+    moto.client().delete_object(Bucket=BUCKET, Key=f"{name}/notes.txt")
+    ended = rerun()
     assert ended.code == 0, ended.out + ended.err
-    sentinels.check()
-    if again == "export":
-        assert ours_in(moto, name) == files_in(source)
-    else:
-        assert LOCK_NAME not in objects_in(moto, name)
-        assert len([path for path in ours_in(moto, name) if path.endswith(".safetensors")]) == (
-            2 if again == "another plan" else 4
-        )
+    num_shards = len([path for path in objects_in(moto, name) if path.endswith(".safetensors")])
+    assert (LOCK_NAME in objects_in(moto, name), num_shards) == (False, 4 if again == "same plan" else 2)
 
 
 def test_manifest_of_another_program_is_not_replaced(moto: MotoServer, source: Path, packed: Path) -> None:
@@ -142,19 +141,6 @@ def test_manifest_of_another_program_is_not_replaced(moto: MotoServer, source: P
     assert refusal(pack(source, "app", "--force")) == (3, "output.not-ours", url_of("app"))
     assert refusal(export(packed, "app", "--force")) == (3, "output.not-ours", url_of("app"))
     assert moto.objects(BUCKET, "app") == before
-
-
-def test_others_object_where_a_new_one_would_be_stops_a_command_before_it_writes(
-    moto: MotoServer, source: Path, packed: Path
-) -> None:
-    write_model(source.with_name("extended"), llama_config(num_hidden_layers=4), num_shards=2)
-    (source.with_name("extended") / "special_tokens_map.json").write_text("{}")
-    assert pack(source, "way").code == 0
-    put(moto, "way/special_tokens_map.json", b"theirs")
-    before = moto.objects(BUCKET, "way")
-    ended = pack(source.with_name("extended"), "way", "--force")
-    assert refusal(ended) == (3, "output.foreign-file", f"{url_of('way')}/special_tokens_map.json")
-    assert moto.objects(BUCKET, "way") == before
 
 
 def test_bundles_are_not_replaced_by_an_export_nor_an_export_by_bundles(

@@ -1,4 +1,4 @@
-"""A checkpoint of a bucket that `--force` replaces: what its manifest names goes, what others put beside it stays."""
+"""A checkpoint in a bucket that `--force` replaces: what its manifest names goes; objects of others are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manifests.errors import InputError
 from stores.base import LOCK_NAME, PROGRESS_NAME
 from stores.objects.output import ObjectTarget, Wanted, open_output
 from stores.objects.store import open_objects
-from tests.builders import files_in, llama_config, refusal, reshard, write_model
+from tests.builders import Ended, files_in, llama_config, refusal, reshard, write_model
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.stores.objects.buckets import BUCKET, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server
@@ -41,21 +41,23 @@ def put(s3: S3Server, name: str, data: bytes = b"theirs") -> None:
     s3.client().put_object(Bucket=BUCKET, Key=name, Body=data)
 
 
-def test_pack_that_replaces_a_manifest_removes_nothing_but_what_that_names(s3: S3Server, tmp_path: Path) -> None:
+def test_pack_that_replaces_a_manifest_removes_what_that_names(s3: S3Server, tmp_path: Path) -> None:
     write_model(tmp_path / "source", llama_config(tie_word_embeddings=True), num_shards=2)
     run, nested = url_of("run"), url_of("run/step-100")
-    for out in (run, nested):
-        assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out).code == 0
-    put(s3, "run/notes.txt")
-    theirs = {key: data for key, data in objects_in(s3, "run").items() if key.startswith(("step-100/", "notes"))}
+
+    def pack(out: str, layout: str, *flags: str) -> Ended:
+        return reshard("pack", tmp_path / "source", "--layout", layout, "--out", out, *flags)
+
+    assert (pack(run, "pp=2").code, pack(nested, "pp=2").code) == (0, 0)
+    before = objects_in(s3, "run")
+    refused = pack(run, "pp=4", "--force", "--json")  # another checkpoint is in it
+    assert (refused.code, refused.json["error"]["code"]) == (3, "output.foreign-file")
+    assert objects_in(s3, "run") == before
     for layout in ("pp=4", "pp=1"):
-        replaced = reshard("pack", tmp_path / "source", "--layout", layout, "--out", run, "--force")
-        assert replaced.code == 0, replaced.err
-        found = objects_in(s3, "run")
-        assert {key: data for key, data in found.items() if key in theirs} == theirs
-        shards = {key.partition("/")[0] for key in found.keys() - theirs.keys() if key.endswith(".safetensors")}
-        assert len(shards) == 1  # one packed-…, the last
-    assert LOCK_NAME not in found
+        assert pack(nested, layout, "--force").code == 0
+        objects = objects_in(s3, "run/step-100")
+        assert len({key.partition("/")[0] for key in objects if key.endswith(".safetensors")}) == 1  # the last packed-…
+        assert LOCK_NAME not in objects
     for out in (run, nested):
         assert reshard("verify", out, "--against", tmp_path / "source").code == 0
 
@@ -64,16 +66,15 @@ def test_what_a_killed_writer_left_of_its_own_is_removed_by_the_next(s3: S3Serve
     url = url_of("left")
     with open_output(url, wanted=WANTED) as target:
         commit(target, b"first")
-    put(s3, "left/notes.txt")
     killed = open_output(url, force=True, wanted=WANTED)
     vain = killed.place(SHARD)
     killed.writer(vain, 4, [b"vain"]).finish()
     assert objects_in(s3, "left").keys() == {
-        "config.json", "manifest.json", "notes.txt", LOCK_NAME, PROGRESS_NAME, SHARD, vain
+        "config.json", "manifest.json", LOCK_NAME, PROGRESS_NAME, SHARD, vain
     }  # fmt: skip
     with open_output(url, force=True, wanted=WANTED) as target:
         commit(target, b"second")
-    assert objects_in(s3, "left").keys() == {"config.json", "manifest.json", "notes.txt", target.place(SHARD)}
+    assert objects_in(s3, "left").keys() == {"config.json", "manifest.json", target.place(SHARD)}
 
 
 def test_what_was_replaced_before_a_kill_is_removed_by_the_next(moto: MotoServer) -> None:
@@ -122,19 +123,18 @@ def test_small_files_that_came_before_a_manifest_that_never_did_are_removed_by_t
 
 
 @pytest.mark.parametrize("name", ["step-100/manifest.json", f"step-100/{LOCK_NAME}"])
-def test_unfinished_output_is_removed_without_another_inside(s3: S3Server, name: str) -> None:
+def test_unfinished_output_with_another_inside_is_refused(s3: S3Server, name: str) -> None:
     first = f"inside-{len(name)}"
     url = url_of(first)
     open_output(url, wanted=WANTED).put("config.json", b"{}")  # and no more: it was killed
     put(s3, f"{first}/{name}")
-    with open_output(url, force=True, wanted=WANTED):
-        assert objects_in(s3, first).keys() == {name, LOCK_NAME, PROGRESS_NAME}
-    # It is not committed, and still unfinished: otherwise all that is there would be another's, and refused.
-    assert objects_in(s3, first).keys() == {name, LOCK_NAME, PROGRESS_NAME}
+    before = objects_in(s3, first)
+    assert refusal(lambda: open_output(url, force=True, wanted=WANTED)) == ("output.foreign-file", url)
+    assert objects_in(s3, first) == before
+    s3.client().delete_object(Bucket=BUCKET, Key=f"{first}/{name}")
     with open_output(url, force=True, wanted=WANTED) as target:
         commit(target, b"new")
-    assert objects_in(s3, first).keys() == {name, SHARD, "config.json", "manifest.json"}
-    assert objects_in(s3, first)[name] == b"theirs"
+    assert objects_in(s3, first).keys() == {SHARD, "config.json", "manifest.json"}
 
 
 def test_export_never_removes_the_model_that_it_is_made_of(s3: S3Server, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from manifests.digest import digest_bytes
 from manifests.errors import ModelError
 from manifests.models import check_readable
 from manifests.readers import is_consulted
-from tests.builders import Ended, edit_manifest, files_in, reshard
+from tests.builders import Ended, edit_manifest, reshard
 from tests.fast.reshard.checks.test_sign import write_keys
 from tests.fast.trained import write_trained
 
@@ -156,23 +156,6 @@ def test_verify_names_every_file_that_a_reader_consults(packed: Path, tmp_path: 
     (packed / "dangling.json").symlink_to(packed / "nothing")
     assert str(packed / "config.linked.json") in refused_names(packed)
     assert str(packed / "dangling.json") not in refused_names(packed)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "chat_template.jinja", "custom_generate/generate.py"])
-def test_no_force_keeps_a_file_that_readers_take_along(models: Path, packed: Path, tmp_path: Path, name: str) -> None:
-    exported = tmp_path / "exported"
-    assert reshard("export", models / "P", "--to", "hf", "--out", exported).code == 0
-    for out in (packed, exported):
-        plant(out, "notes.txt")
-        plant(out, name)
-        before = files_in(out)
-        if out == packed:
-            ended = pack(models / "M", out, "--force")
-        else:
-            ended = reshard("export", models / "P", "--to", "hf", "--out", out, "--force", "--json")
-        error = ended.json["error"]
-        assert (ended.code, error["code"], error["where"]) == (3, "output.foreign-file", str(out / name))
-        assert files_in(out) == before
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "adapter_config.json"])
