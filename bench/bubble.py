@@ -82,7 +82,7 @@ def be_rank(wait_s: float, arguments: Sequence[str]) -> None:
 
 def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dict[str, object]:
     """Run a case, and return its measured and its simulated bubble."""
-    from runner.report.charts import standalone
+    from manifests.schedules.picture import standalone
     from runner.report.page import planned, write_report
     from runner.report.read import read_run
 

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from manifests.placement import Placement
 
 ComputeKind = Literal["F", "B", "I", "W"]
+TracedKind = Literal[ComputeKind, "L"]
 TransferKind = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 UpkeepKind = Literal["UNSHARD", "RESHARD", "REDUCE_GRAD"]
 
@@ -16,11 +17,12 @@ class Action(NamedTuple):
     """One stage computes one microbatch. A step has up to half a million.
 
     F is the forward and B the backward. Zero-bubble schedules split B into I, the gradient of the stage's input,
-    for which the previous stage waits, and W, the gradients of its weights, which can be delayed.
+    for which the previous stage waits, and W, the gradients of its weights, which can be delayed. L is the loss: traces
+    have it apart from the last stage's forward, schedules do not.
     """
 
     stage: int
-    kind: ComputeKind
+    kind: TracedKind
     microbatch: int
 
     def __str__(self) -> str:

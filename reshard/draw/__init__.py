@@ -56,8 +56,7 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
     """
     from manifests.collector import collector_paused
     from manifests.command.palette import THEMES
-    from reshard.draw.page import html_page
-    from reshard.draw.sheet import draw_sheet
+    from reshard.draw.sheet import draw_sheet, html_page
 
     if planned.forecast.step is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The ranks, one row each: the time of a microbatch, and memory compared with the limit."""
+"""The ranks, one row each: one step of the schedule, compute time, and memory compared with the limit."""
 
 from __future__ import annotations
 
@@ -8,19 +8,115 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
-from manifests.command.palette import MEMORY_COLORS, PLAIN, Theme
+from manifests.command.palette import MEMORY_COLORS, PLAIN, Theme, ink_on
 from manifests.command.sizes import show_bytes
-from reshard.draw.scale import byte_scale, draw_bars, height_of, ticks
-from reshard.draw.theme import SMALLEST_PT
+from manifests.placement import Placement
+from manifests.schedules.picture import Box, View, action_color, legend_of, ticks, view_of
+from reshard.draw.theme import SMALLEST_PT, byte_scale, draw_bars, height_of, label_numbers, width_of
 from reshard.estimate.training_estimate import Forecast
 from reshard.formatting import number_runs
 
 MOST_LABELLED = 40  # ranks; with more, rows have no room for a number
 _ROW = 0.82  # filled share of a row
+_MOST_BOXES = 6000  # of a schedule; more are drawn as pixels
+_DIGIT_PT = 0.64 * SMALLEST_PT
+_TICK_PT = 45  # between two numbers of the axis of time, at least
 _LEGEND_PT = 38  # below the axis
 _DASHED = (0, (4, 2))
+
+
+def draw_schedule(axes: Axes, forecast: Forecast, theme: Theme) -> None:
+    """Draw every action, or of a long step its beginning and its end; blanks are waiting."""
+    num_ranks, placement = forecast.placement.num_ranks, forecast.placement
+    view = view_of(forecast.timeline, forecast.num_microbatches, _readable_s(forecast, width_of(axes)))
+    boxes, width_s = list(view.boxes(forecast.timeline)), view.width_s or 1.0
+    axes.set_xlim(0, width_s)
+    rows = ((0.0, width_s, *row_edges(rank, num_ranks)) for rank in range(num_ranks))
+    draw_bars(axes, rows, theme.faint, linewidth=0)
+    is_raster = len(boxes) > _MOST_BOXES
+    _draw_boxes(axes, boxes, placement, edgecolor=theme.paper, rasterized=is_raster)
+    if not is_raster and height_of(axes) / num_ranks >= 1.3 * SMALLEST_PT:
+        _number_microbatches(axes, boxes, placement)
+    number_rows(axes, forecast, theme)
+    _number_times(axes, view, forecast)
+    title = f"Schedule: {forecast.schedule}, {forecast.num_microbatches} microbatches"
+    axes.set_title(title, pad=20 if view.num_cut else 6)
+    if view.num_cut:
+        _mark_cut(axes, view, theme)
+    entries = legend_of({box.action.kind for box in boxes}, placement)
+    entries.append((f"waiting, {forecast.timeline.bubble:.1%} of the time", theme.faint))
+    if is_raster:
+        entries.append(("mixed: too short to tell apart", "none"))
+    put_legend(axes, [Patch(color=color, label=text) for text, color in entries], 4 if len(entries) == 4 else 3)
+
+
+def _readable_s(forecast: Forecast, width_pt: float) -> float:
+    """Return how many seconds fit, with forwards half as wide as the number of a microbatch."""
+    digits = len(str(forecast.num_microbatches - 1))
+    return 2 * _mean_forward_s(forecast) * width_pt / (_DIGIT_PT * digits + 2)
+
+
+def _mean_forward_s(forecast: Forecast) -> float:
+    return sum(time.forward for time in forecast.times) / len(forecast.times)
+
+
+def _draw_boxes(axes: Axes, boxes: Sequence[Box], placement: Placement, *, rasterized: bool, edgecolor: str) -> None:
+    """Draw the boxes, one path for all of a color, to keep the file small. Pixels mix what is shorter than one."""
+    colors = {
+        action: action_color(action, placement) for action in {box.action._replace(microbatch=0) for box in boxes}
+    }
+    groups: dict[str, list[Box]] = {}
+    for box in boxes:
+        groups.setdefault(colors[box.action._replace(microbatch=0)], []).append(box)
+    point = axes.get_xlim()[1] / width_of(axes)
+    for color, members in groups.items():
+        shortest_pt = min(box.right - box.left for box in members) / point
+        bars = ((box.left, box.right, *row_edges(box.rank, placement.num_ranks)) for box in members)
+        linewidth = 0 if rasterized else min(0.4, shortest_pt / 12)
+        draw_bars(axes, bars, color, edgecolor=edgecolor, linewidth=linewidth, rasterized=rasterized)
+
+
+def _number_microbatches(axes: Axes, boxes: Sequence[Box], placement: Placement) -> None:
+    """Write the microbatch into each box that is wide enough."""
+    point = axes.get_xlim()[1] / width_of(axes)
+    for box in boxes:
+        label = str(box.action.microbatch)
+        if (box.right - box.left) / point >= _DIGIT_PT * len(label) + 2:
+            axes.text(
+                (box.left + box.right) / 2, box.rank, label, ha="center", va="center_baseline", fontsize=SMALLEST_PT,
+                color=ink_on(action_color(box.action, placement)),
+            )  # fmt: skip
+
+
+def _number_times(axes: Axes, view: View, forecast: Forecast) -> None:
+    """Number the axis on both sides of a cut: in ms if times were measured, else in mean forward passes of a stage."""
+    name, unit = "time, ms", 1e-3
+    if not forecast.assumed.measured:
+        name, unit = "time, in mean forward passes of a stage", _mean_forward_s(forecast) or 1.0
+    most = max(2, int(width_of(axes) / _TICK_PT))
+    # The interval is that of the visible time, as if it were one piece.
+    first, second = ticks(0, (view.width_s or unit) / unit, most)[:2]
+    spare_s = _TICK_PT / 2 * view.width_s / width_of(axes) if view.num_cut else 0.0
+    times = [number * (second - first) for number in range(int(view.end_s / unit / (second - first)) + 1)]
+    shown = [t for t in times if t * unit <= view.head_s - spare_s or t * unit >= view.tail_s + spare_s]
+    axes.set_xticks([view.place(t * unit) for t in shown], [f"{t:g}" for t in shown])
+    axes.set_xlabel(name)
+
+
+def _mark_cut(axes: Axes, view: View, theme: Theme) -> None:
+    """Blank the gap, and name the phases above the rows."""
+    left, right = view.head_s, view.head_s + view.gap_s
+    axes.axvspan(left, right, color=theme.paper, linewidth=0, zorder=4)
+    for edge in (left, right):
+        axes.axvline(edge, color=theme.quiet, linewidth=0.8, linestyle=(0, (2, 2)), zorder=5)
+    middle = f"steady state, {view.num_cut} microbatches cut"
+    names = (0.0, "warm-up", "left"), ((left + right) / 2, middle, "center"), (view.width_s, "drain", "right")
+    for place, text, side in names:
+        axes.annotate(
+            text, (place, 1), (0, 4), xycoords=axes.get_xaxis_transform(), textcoords="offset points", ha=side,
+            va="bottom", fontsize=SMALLEST_PT, color=theme.quiet,
+        )  # fmt: skip
 
 
 def draw_work(axes: Axes, forecast: Forecast, theme: Theme) -> None:
@@ -67,7 +163,7 @@ def draw_memory(axes: Axes, forecast: Forecast, theme: Theme) -> None:
     right = max(most, limit or 0) / scale.unit * 1.35 or 1
     axes.set(
         xlim=(0, right),
-        xticks=[tick for tick in MaxNLocator(nbins=5).tick_values(0, right) if tick <= right],
+        xticks=ticks(0, right, 5),
         xlabel=f"{scale.name}, estimated for {forecast.assumed.policy}",
     )
     axes.set_title(title, color=limit_color)
@@ -100,7 +196,7 @@ def number_rows(axes: Axes, forecast: Forecast, theme: Theme, *, labels: bool = 
     if not labels:
         axes.set_yticks([])
         return
-    shown = ticks(num_ranks, MOST_LABELLED, marked[:8])
+    shown = label_numbers(num_ranks, MOST_LABELLED, marked[:8])
     axes.set_yticks(shown, [str(rank) for rank in shown])
     axes.set_ylabel("rank")
     for rank, label in zip(shown, axes.get_yticklabels(), strict=True):

@@ -1,9 +1,12 @@
-"""The whole picture on one sheet, as SVG or PNG."""
+"""The whole picture on one sheet, as SVG or PNG, or in an HTML page without scripts."""
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
+from html import escape
+from string import Template
 from typing import Literal
 
 from matplotlib.axes import Axes
@@ -11,21 +14,59 @@ from matplotlib.figure import Figure
 
 from manifests.command.palette import THEMES, Theme
 from manifests.command.sizes import show_bytes
-from reshard.draw.ranks import draw_memory, draw_work
-from reshard.draw.schedule import draw_schedule
+from reshard.draw.ranks import draw_memory, draw_schedule, draw_work
 from reshard.draw.stages import draw_stages
 from reshard.draw.theme import describe, drawing, follow_reader
 from reshard.layouts.errors import shorten
 from reshard.packing.resolve import PlanResult
 from reshard.plans.pack_plan import traffic_of
 from reshard.report.layout import placement_line
-from reshard.report.plan_summary import bottleneck, memory_line, not_fitting, schedule_line
+from reshard.report.plan_summary import bottleneck, memory_line, not_fitting, plan_text, schedule_line
 
 # Inches.
 _WIDTH, _LEFT, _RIGHT = 13.0, 0.62, 0.25
 _TITLE, _STAGES, _EACH_TIE, _BELOW_STAGES, _BELOW_RANKS, _GAP = 0.32, 0.8, 0.22, 1.2, 1.05, 0.22
 _SHARES = (0.6, 0.14, 0.26)  # of the width: schedule, work, memory
 _DPI = 130
+
+_PAGE = Template("""\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>$title</title>
+<style>
+:root { $light }
+@media (prefers-color-scheme: dark) { :root { $dark } }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1300px; padding: 8px 16px 24px;
+       background: var(--paper); color: var(--ink); overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; margin: .5em 0; }
+p { margin: .3em 0; color: var(--quiet); }
+p.lead { font-weight: bold; color: var(--ink); }
+p.alarm { font-weight: bold; color: var(--alarm); font-size: 1.15rem; }
+figure { margin: 1em 0; overflow-x: auto; }
+svg { display: block; width: 100%; min-width: 1248px; height: auto; }
+pre { overflow-x: auto; font-size: 12px; overflow-wrap: normal; }
+@page { size: landscape; }
+@media print {
+  figure { overflow: visible; break-inside: avoid; } svg { min-width: 0; }
+  pre { overflow: visible; font-size: 7pt; white-space: pre-wrap; }
+}
+</style>
+</head>
+<body>
+<h1>$title</h1>
+$facts
+<figure tabindex="0" aria-label="the plan, drawn">
+$picture
+</figure>
+<pre tabindex="0" aria-label="the plan, as a table">$table</pre>
+</body>
+</html>
+""")
 
 
 def draw_sheet(planned: PlanResult, theme: Theme | None, form: Literal["svg", "png"], *, header: bool = True) -> bytes:
@@ -38,9 +79,26 @@ def draw_sheet(planned: PlanResult, theme: Theme | None, form: Literal["svg", "p
         picture = _save(sheet_of(planned, colors, header=header), form)
     if form == "png":
         return picture
-    told = ". ".join(text for text, *_ in facts(planned, colors)[1:])
-    svg = describe(picture.decode(), headline(planned), told)
+    description = ". ".join(text for text, *_ in facts(planned, colors)[1:])
+    svg = describe(picture.decode(), headline(planned), description)
     return (svg if theme else follow_reader(svg)).encode()
+
+
+def html_page(planned: PlanResult) -> str:
+    """Return the page, without scripts and in the reader's theme: what to know first, the picture, and the table."""
+    texts = [text for text, *_ in facts(planned, THEMES["light"])[1:]]
+    num_alarms = len(not_fitting(planned))
+    kinds = ["alarm"] * num_alarms + ["lead"] + [""] * (len(texts) - num_alarms - 1)
+    svg = draw_sheet(planned, None, "svg", header=False).decode()
+    picture = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg") :]).rstrip()
+    return _PAGE.substitute(
+        title=escape(headline(planned)),
+        light=THEMES["light"].css,
+        dark=THEMES["dark"].css,
+        facts="\n".join(f'<p class="{kind}">{escape(text)}</p>' for kind, text in zip(kinds, texts, strict=True)),
+        picture=picture,
+        table=escape(plan_text(planned)),
+    )
 
 
 def sheet_of(planned: PlanResult, theme: Theme, *, header: bool = True) -> Figure:
@@ -106,6 +164,6 @@ def _write_header(figure: Figure, lines: Sequence[tuple[str, str, float, str]], 
 def _save(figure: Figure, form: str) -> bytes:
     buffer = io.BytesIO()
     # No time and no library version: the same plan gives the same bytes.
-    nothing = {"svg": dict.fromkeys(("Creator", "Date", "Format", "Type")), "png": {"Software": None}}
-    figure.savefig(buffer, format=form, dpi=_DPI, metadata=nothing[form])
+    metadata = {"svg": dict.fromkeys(("Creator", "Date", "Format", "Type")), "png": {"Software": None}}
+    figure.savefig(buffer, format=form, dpi=_DPI, metadata=metadata[form])
     return buffer.getvalue()

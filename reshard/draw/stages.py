@@ -11,8 +11,7 @@ from matplotlib.path import Path
 from manifests.command.palette import KIND_COLORS, Theme
 from manifests.models import module_of
 from manifests.schema import WEIGHTS, TieMember
-from reshard.draw.scale import Scale, byte_scale, draw_bars, height_of, ticks
-from reshard.draw.theme import SMALLEST_PT
+from reshard.draw.theme import SMALLEST_PT, Scale, byte_scale, draw_bars, height_of, label_numbers
 from reshard.formatting import show_numbers
 from reshard.packing.resolve import PlanResult
 
@@ -38,8 +37,8 @@ def draw_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
         for stage, height in parts:
             bottoms[stage] += height
     lines = (num_stages <= _MOST_SIZED) + (planned.layout.placement.num_virtual > 1) + 1.5 * len(_ties(planned))
-    room = 1 - 1.35 * SMALLEST_PT * lines / height_of(axes)  # for text and arcs above the tallest bar
-    axes.set(xlim=(-0.6, num_stages - 0.4), ylim=(0, (max(bottoms) or 1) / room))
+    share = 1 - 1.35 * SMALLEST_PT * lines / height_of(axes)  # for text and arcs above the tallest bar
+    axes.set(xlim=(-0.6, num_stages - 0.4), ylim=(0, (max(bottoms) or 1) / share))
     _draw_bands(axes, planned, theme)
     feet = _write_sizes(axes, planned, bottoms, scale)
     _mark_stages(axes, planned, theme)
@@ -53,13 +52,13 @@ def draw_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
 def stage_bytes(planned: PlanResult) -> dict[str, list[int]]:
     """Return the bytes of every stage's weights, by kind of module."""
     kind_of = _kinds(planned)
-    found = {kind: [0] * len(planned.plan.stages) for kind in KIND_COLORS if kind in kind_of.values()}
+    by_kind = {kind: [0] * len(planned.plan.stages) for kind in KIND_COLORS if kind in kind_of.values()}
     for stage in planned.plan.stages:
         for entry in (entry for shard in stage.shards if shard.holds == WEIGHTS for entry in shard.entries):
             module = module_of(entry.name, kind_of)
             assert module is not None, entry.name
-            found[kind_of[module]][stage.index] += entry.nbytes
-    return found
+            by_kind[kind_of[module]][stage.index] += entry.nbytes
+    return by_kind
 
 
 def _kinds(planned: PlanResult) -> Mapping[str, str]:
@@ -110,7 +109,7 @@ def _mark_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
     """Write the number, the rank and the layers of stages below the bars, and highlight the bottleneck."""
     placement = planned.layout.placement
     marked = [stage for rank in planned.forecast.bottleneck[:4] for stage in placement.stages_on(rank)]
-    shown = ticks(placement.num_stages, _MOST_LABELLED, marked if len(marked) <= _MOST_LABELLED // 2 else ())
+    shown = label_numbers(placement.num_stages, _MOST_LABELLED, marked if len(marked) <= _MOST_LABELLED // 2 else ())
     texts = [f"{stage}\n{placement.rank_of(stage)}\n{_layers(planned, stage)}" for stage in shown]
     axes.set_xticks(shown, texts, fontsize=SMALLEST_PT)
     axes.tick_params(axis="x", length=0)
@@ -126,9 +125,9 @@ def _mark_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
 def _layers(planned: PlanResult, stage: int) -> str:
     """Return the numbers of a stage's layers, those of multi-token prediction after the others."""
     inventory = planned.inventory
-    first, own = inventory.num_inputs, set(planned.plan.stages[stage].modules)
+    first, modules = inventory.num_inputs, set(planned.plan.stages[stage].modules)
     layers = inventory.modules[first : inventory.layers_stop]
-    return show_numbers(number for number, module in enumerate(layers) if module in own) or "-"
+    return show_numbers(number for number, module in enumerate(layers) if module in modules) or "-"
 
 
 def _ties(planned: PlanResult) -> list[tuple[TieMember, TieMember]]:

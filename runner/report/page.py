@@ -13,11 +13,13 @@ from statistics import median
 
 from manifests.command.palette import WORK_COLORS
 from manifests.errors import LaunchError, LogError, OutputError, UsageError, UserError
+from manifests.placement import Placement
 from manifests.schedules import Timeline, simulate
+from manifests.schedules.picture import legend_of, pipeline_svg
 from manifests.store import write_file
 from runner.pipeline.timetable import find_timetable
 from runner.profiling.step_times import stage_costs
-from runner.report.charts import STYLE, Curve, actions_of_plan, draw_curves, draw_pipeline, legend
+from runner.report.charts import STYLE, Curve, draw_curves
 from runner.report.perfetto import merged_trace
 from runner.report.read import RunLog, StepTrace, Traces, read_run
 from runner.rundir.run_record import config_of
@@ -255,7 +257,8 @@ def _times(run: RunLog) -> list[str]:
 def _pipelines(traced: dict[str, tuple[Traces, Timeline]]) -> list[str]:
     """Draw a typical step of each run as it ran and as planned; all of them have one time axis."""
     steps = {name: _typical(traces.steps) for name, (traces, _) in traced.items()}
-    end_s = max((max(steps[name].seconds, plan.makespan_s) for name, (_, plan) in traced.items()), default=0.0)
+    timelines = [timeline for name, (_, plan) in traced.items() for timeline in (steps[name].timeline, plan)]
+    end_s = max((timeline.makespan_s for timeline in timelines), default=0.0)
     pictures = [
         part
         for name, (traces, plan) in traced.items()
@@ -280,8 +283,8 @@ def _pipeline(of: str, traces: Traces, step: StepTrace, plan: Timeline, end_s: f
     title = f"Pipeline{of}: step {step.step} as it ran, and as {traces.schedule} plans it"
     return [
         f"<h2>{html.escape(title)}</h2>",
-        legend(kinds),
-        draw_pipeline(title, step, actions_of_plan(plan), traces.placement, end_s),
+        _legend(kinds, traces.placement),
+        pipeline_svg(title, {"ran": step.timeline, "planned": plan}, traces.placement, end_s),
         _table(
             ("", "measured", "planned"),
             [
@@ -293,6 +296,12 @@ def _pipeline(of: str, traces: Traces, step: StepTrace, plan: Timeline, end_s: f
         f"<h2>Time of one microbatch on each stage{html.escape(of)}, in ms</h2>",
         _table(("stage", "rank", *(WORK_COLORS[kind][0] for kind in kinds)), rows),
     ]
+
+
+def _legend(kinds: Sequence[str], placement: Placement) -> str:
+    keys = [(name, f'fill="{color}"') for name, color in legend_of(kinds, placement)] + [("waiting", 'class="wait"')]
+    square = '<svg width="11" height="11" aria-hidden="true"><rect width="11" height="11" {}/></svg> {}'
+    return '<p class="legend">' + " &nbsp; ".join(square.format(style, name) for name, style in keys) + "</p>"
 
 
 def _memory(run: RunLog) -> list[str]:
@@ -324,7 +333,7 @@ def _mib(nbytes: float | None) -> str:
 
 def _typical(steps: Sequence[StepTrace]) -> StepTrace:
     """Return the step with the median time."""
-    return sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
+    return sorted(steps, key=lambda step: step.timeline.makespan_s)[len(steps) // 2]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:

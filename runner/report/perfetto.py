@@ -11,12 +11,11 @@ from itertools import count
 from typing import Any
 
 from manifests.command.palette import WORK_COLORS
-from manifests.schedules import Action
+from manifests.schedules import TimedAction
 from manifests.schedules.order import Result, input_of, result_of
-from runner.report.read import StepTrace, TracedAction, Traces
+from runner.report.read import StepTrace, Traces
 
 _STEP_TID = 0  # the thread of stage n is n + 1
-_Placed = tuple[int, TracedAction]  # rank and action
 
 
 def merged_trace(traces: Traces) -> bytes:
@@ -38,44 +37,41 @@ def _names(traces: Traces) -> Iterator[dict[str, Any]]:
 
 
 def _slices(step: StepTrace, zero_s: float) -> Iterator[dict[str, Any]]:
-    for rank, actions in enumerate(step.ranks):
-        begin_s, end_s = min(each.begin_s for each in actions), max(each.end_s for each in actions)
+    for rank, spans in enumerate(step.timeline.ranks):
+        start_s, end_s = min(span.start_s for span in spans), max(span.end_s for span in spans)
         whole = {"name": f"step {step.step}", "ph": "X", "pid": rank, "tid": _STEP_TID}
-        yield {**whole, "ts": (zero_s + begin_s) * 1e6, "dur": (end_s - begin_s) * 1e6, "args": {"step": step.step}}
-        for action in actions:
+        yield {**whole, "ts": (zero_s + start_s) * 1e6, "dur": (end_s - start_s) * 1e6, "args": {"step": step.step}}
+        for action, start_s, end_s in spans:
             yield {
                 "name": WORK_COLORS[action.kind][0],
                 "ph": "X",
                 "pid": rank,
                 "tid": action.stage + 1,
-                "ts": (zero_s + action.begin_s) * 1e6,
-                "dur": (action.end_s - action.begin_s) * 1e6,
+                "ts": (zero_s + start_s) * 1e6,
+                "dur": (end_s - start_s) * 1e6,
                 "args": {"step": step.step, "microbatch": action.microbatch, "stage": action.stage},
             }
 
 
 def _arrows(step: StepTrace, zero_s: float, num_stages: int, flows: Iterator[int]) -> Iterator[dict[str, Any]]:
     """Yield an arrow from each action to the one on another rank that receives its result."""
-    placed = [(rank, each) for rank, actions in enumerate(step.ranks) for each in actions if each.kind != "L"]
-    done: dict[Result, _Placed] = {}
-    for rank, action in placed:
-        done.setdefault(result_of(_action(action)), (rank, action))
-    for rank, action in placed:
-        wanted = input_of(_action(action), num_stages)
-        sender = done.get(wanted) if wanted else None
-        if sender is None or sender[0] == rank:
+    spans_of = enumerate(step.timeline.ranks)
+    placed = [(rank, span) for rank, spans in spans_of for span in spans if span.action.kind != "L"]
+    senders: dict[Result, tuple[int, TimedAction]] = {}
+    for rank, span in placed:
+        senders.setdefault(result_of(span.action), (rank, span))
+    for rank, span in placed:
+        needed = input_of(span.action, num_stages)
+        if needed not in senders or senders[needed][0] == rank:
             continue
-        name = "activations" if action.kind == "F" else "gradients"
+        sender, sent = senders[needed]
+        name = "activations" if span.action.kind == "F" else "gradients"
         both = {"name": name, "cat": "transfer", "id": next(flows)}
-        sent, received = _middle(sender[1], 0.999), _middle(action, 0.001)
-        yield {**both, "ph": "s", "pid": sender[0], "tid": sender[1].stage + 1, "ts": (zero_s + sent) * 1e6}
-        yield {**both, "ph": "f", "bp": "e", "pid": rank, "tid": action.stage + 1, "ts": (zero_s + received) * 1e6}
+        sent_s, received_s = zero_s + _within(sent, 0.999), zero_s + _within(span, 0.001)
+        yield {**both, "ph": "s", "pid": sender, "tid": sent.action.stage + 1, "ts": sent_s * 1e6}
+        yield {**both, "ph": "f", "bp": "e", "pid": rank, "tid": span.action.stage + 1, "ts": received_s * 1e6}
 
 
-def _action(traced: TracedAction) -> Action:
-    return Action(stage=traced.stage, kind=traced.kind, microbatch=traced.microbatch)  # type: ignore[arg-type]
-
-
-def _middle(action: TracedAction, share: float) -> float:
+def _within(span: TimedAction, share: float) -> float:
     """Return a time within an action: a flow's end belongs to the slice around it."""
-    return action.begin_s + share * (action.end_s - action.begin_s)
+    return span.start_s + share * (span.end_s - span.start_s)

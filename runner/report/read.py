@@ -5,44 +5,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from manifests.errors import InputError, LogError
 from manifests.placement import Placement
+from manifests.schedules import Action, TimedAction, Timeline
 from runner.report.lines import Line, check_events, check_line, check_run, read_object, read_text
 from runner.rundir.run_record import read_record_of, run_id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TracedAction:
-    """An action of a trace, in seconds from the start of its step."""
-
-    kind: str
-    stage: int
-    microbatch: int
-    begin_s: float
-    end_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StepTrace:
-    """One step: the actions of each rank, from the start of the first one, at `zero_s`, to the end of the last."""
+    """One step, from the start of its first action, at `zero_s`, to the end of its last. Transfers count as bubble."""
 
     step: int
     zero_s: float  # by the clock of the ranks
-    ranks: tuple[tuple[TracedAction, ...], ...]
-
-    @property
-    def seconds(self) -> float:
-        return max(action.end_s for rank in self.ranks for action in rank)
-
-    @property
-    def bubble(self) -> float:
-        """The fraction of all ranks' time in which they do not compute; transfers are part of it."""
-        busy_s = sum(action.end_s - action.begin_s for rank in self.ranks for action in rank)
-        return max(0.0, 1 - busy_s / (len(self.ranks) * self.seconds)) if self.seconds else 0.0
+    timeline: Timeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,19 +39,20 @@ class Traces:
     @property
     def bubble(self) -> float:
         """The median over the steps."""
-        return median(step.bubble for step in self.steps)
+        return median(step.timeline.bubble for step in self.steps)
 
     @property
     def seconds(self) -> float:
-        return median(step.seconds for step in self.steps)
+        return median(step.timeline.makespan_s for step in self.steps)
 
     def seconds_of(self, kind: str) -> tuple[float, ...]:
         """Return the median time of one microbatch on each stage, over all steps; 0 where none ran."""
-        found: dict[int, list[float]] = defaultdict(list)
+        times: dict[int, list[float]] = defaultdict(list)
         for step in self.steps:
-            for action in (action for rank in step.ranks for action in rank if action.kind == kind):
-                found[action.stage].append(action.end_s - action.begin_s)
-        return tuple(median(found[stage]) if stage in found else 0.0 for stage in range(self.placement.num_stages))
+            for action, start_s, end_s in chain.from_iterable(step.timeline.ranks):
+                if action.kind == kind:
+                    times[action.stage].append(end_s - start_s)
+        return tuple(median(times[stage]) if stage in times else 0.0 for stage in range(self.placement.num_stages))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +133,7 @@ class _Attempts:
         self.steps.append(line)
 
 
-def _read_traces(folder: Path, own: str) -> Traces | None:
+def _read_traces(folder: Path, this_run: str) -> Traces | None:
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
         return None
@@ -160,18 +142,18 @@ def _read_traces(folder: Path, own: str) -> Traces | None:
     if any(document.get("run") != run for document in documents):
         hint = "remove the folder, and run with --trace again"
         raise LogError(str(folder), "contains traces of different runs", hint, code="log.mixed-traces")
-    if own and run.get("run", own) not in (own, ""):
+    if this_run and run.get("run", this_run) not in (this_run, ""):
         return None  # of another run
     try:
         placement = Placement(num_stages=run["num_stages"], num_ranks=run["num_ranks"], style=run["style"])
     except InputError as error:
         raise error.within(f"{paths[0]}: run") from error
     # With data or tensor parallelism several ranks share their stages: one pipeline is shown.
-    each = max(1, len(documents) // placement.num_ranks)
+    num_pipelines = max(1, len(documents) // placement.num_ranks)
     if len(documents) % placement.num_ranks:
         problem = f"expected a trace of each of {placement.num_ranks} pipeline ranks, found {len(documents)}"
         raise LogError(str(folder), problem, code="log.mixed-traces")
-    pipeline = [check_events(documents[at], run, str(paths[at])) for at in range(0, len(documents), each)]
+    pipeline = [check_events(documents[at], run, str(paths[at])) for at in range(0, len(documents), num_pipelines)]
     # A killed run may have traced a step on some ranks only.
     steps = sorted(set.intersection(*({event["args"]["step"] for event in events} for events in pipeline)))
     if not steps:
@@ -191,20 +173,21 @@ def _read_traces(folder: Path, own: str) -> Traces | None:
 def _step(step: int, pipeline: Sequence[Sequence[Line]]) -> StepTrace:
     ranks = [[event for event in events if event["args"]["step"] == step] for events in pipeline]
     zero = min(event["ts"] for events in ranks for event in events)
+    spans = tuple(
+        tuple(_timed(event, zero) for event in sorted(events, key=lambda event: event["ts"])) for events in ranks
+    )
     return StepTrace(
         step=step,
         zero_s=zero / 1e6,
-        ranks=tuple(
-            tuple(
-                TracedAction(
-                    kind=event["args"]["kind"],
-                    stage=event["tid"],
-                    microbatch=event["args"]["microbatch"],
-                    begin_s=(event["ts"] - zero) / 1e6,
-                    end_s=(event["ts"] - zero + event["dur"]) / 1e6,
-                )
-                for event in sorted(events, key=lambda event: event["ts"])
-            )
-            for events in ranks
+        timeline=Timeline(
+            ranks=spans,
+            makespan_s=max(span.end_s for rank in spans for span in rank),
+            busy_s=tuple(sum(span.end_s - span.start_s for span in rank) for rank in spans),
         ),
     )
+
+
+def _timed(event: Line, zero: float) -> TimedAction:
+    action = Action(event["tid"], event["args"]["kind"], event["args"]["microbatch"])
+    start = event["ts"] - zero
+    return TimedAction(action, start / 1e6, (start + event["dur"]) / 1e6)

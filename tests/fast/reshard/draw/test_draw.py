@@ -16,9 +16,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from manifests.command.palette import THEMES
-from manifests.placement import Placement
-from manifests.schedules import StageCosts, schedule_table, simulate
-from reshard.draw.schedule import view_of
 from reshard.draw.sheet import sheet_of
 from reshard.draw.stages import stage_bytes
 from reshard.draw.theme import drawing
@@ -190,28 +187,6 @@ def test_256_ranks_are_drawn_in_a_small_file_with_the_slow_one_marked(tmp_path: 
     assert "Schedule: GPipe, 8 microbatches" in texts
     assert texts.count("101") == 3  # the stage, its rank, the row of the rank
     assert (tmp_path / "deep.svg").stat().st_size < 1_500_000
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
-def test_many_microbatches_are_drawn_as_warm_up_a_little_steady_state_and_drain(schedule: str) -> None:
-    placement = Placement(num_stages=4, num_ranks=4, style="loop")
-    timeline = simulate(schedule_table(schedule, placement, 64), StageCosts.of((1.0,) * 4, (2.0,) * 4))
-    view = view_of(timeline, 64, timeline.makespan_s / 2)
-    boxes = list(view.boxes(timeline))
-    drawn = {(box.rank, box.action) for box in boxes}
-    all_of = {(rank, span.action) for rank, spans in enumerate(timeline.ranks) for span in spans}
-    if schedule == "GPipe":  # no steady state, in which all ranks run both
-        assert (view.num_cut, drawn) == (0, all_of)
-        return
-    assert view.num_cut > 40
-    assert {box.action.microbatch for box in boxes} < set(range(64))
-    warm_up = {(rank, span.action) for rank, spans in enumerate(timeline.ranks) for span in spans[:4]}
-    drain = {(rank, span.action) for rank, spans in enumerate(timeline.ranks) for span in spans[-4:]}
-    assert warm_up | drain <= drawn
-    for box in boxes:
-        assert 0 <= box.left < box.right <= view.width_s + 1e-9
-        assert not view.head_s + 1e-9 < box.right < view.head_s + view.gap_s
-    assert view_of(timeline, 64, timeline.makespan_s).num_cut == 0
 
 
 def test_many_short_actions_become_pixels(tmp_path: Path) -> None:

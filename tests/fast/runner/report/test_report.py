@@ -31,7 +31,7 @@ def test_bubble_of_ranks_that_keep_to_the_schedule_is_the_planned_one(
     bubble = write_traces(tmp_path, schedule, placement, num_microbatches)
     traces = read_run(tmp_path).traces
     assert traces is not None
-    assert traces.steps[0].bubble == pytest.approx(bubble, rel=1e-6)
+    assert traces.steps[0].timeline.bubble == pytest.approx(bubble, rel=1e-6)
     assert planned(traces).bubble == pytest.approx(bubble, rel=1e-6)
 
 
