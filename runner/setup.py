@@ -20,7 +20,7 @@ from runner.checkpoint.resume import Origin, check_fits, override_notes, remembe
 from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
 from runner.config.flags import TrainOptions, recall
-from runner.data.batches import Batch, rows_of
+from runner.data.batches import Batch, Rows, rows_of
 from runner.distributed.fail_together import from_rank_0, together
 from runner.distributed.world import World
 from runner.load.deferred import DeferredVerification
@@ -85,7 +85,12 @@ class Ready:
 
     def rows_of(self, batch: Batch) -> Batch:
         """Return the rows of a batch that this rank's pipeline trains on."""
-        return rows_of(batch, self.mesh.data_rank, self.mesh.degrees.data)
+        return rows_of(batch, self.rows)
+
+    @property
+    def rows(self) -> Rows:
+        """Which rows of each batch this rank's pipeline trains on."""
+        return Rows(number=self.mesh.data_rank, count=self.mesh.degrees.data)
 
     def held_state(self) -> Held:
         """Return the weights and optimizer state that this rank writes, as a checkpoint stores them."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import torch
 
@@ -15,41 +15,58 @@ IGNORED = -100  # the label of positions that are ignored in the loss
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
-    """One sequence.
+    """The token ids of one sequence: those that it begins with, and the label of the last one."""
 
-    Shapes: tokens and labels (L,).
-    """
+    ids: array[int]  # at most the sequence length + 1; none in a sequence that fills up a batch
+    cursor: Cursor | None = None  # of the next sequence
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    cursor: Cursor | None  # of the next sequence; None for synthetic data, which is found by number
+    @property
+    def num_labels(self) -> int:
+        return max(0, len(self.ids) - 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """The sequences of one optimizer step.
+    """The sequences of one optimizer step, or one rank's rows of them.
 
     Shapes: tokens and labels (B, L), int64; labels are the next tokens, or IGNORED.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
-    num_tokens: int  # labels that are not IGNORED, at least 1
-    cursor: Cursor | None = None  # that of the last sequence
+    num_tokens: int  # labels of the whole batch that are not IGNORED, at least 1
+    cursor: Cursor | None = None  # that of the last sequence; None for synthetic data, which is found by number
 
 
-def batch_samples(samples: Iterator[Sample], global_batch: int) -> Iterator[Batch]:
-    """Yield batches of `global_batch` sequences; an incomplete last one is dropped."""
-    while group := tuple(islice(samples, global_batch)):
-        if len(group) < global_batch:
-            return
-        tokens, labels = (torch.stack([getattr(sample, part) for sample in group]) for part in ("tokens", "labels"))
-        num_tokens = int((labels != IGNORED).sum())
-        yield Batch(tokens=tokens, labels=labels, num_tokens=num_tokens, cursor=group[-1].cursor)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """The rows of data-parallel rank `number` of `count`."""
+
+    number: int = 0
+    count: int = 1
+
+    def within(self, global_batch: int) -> slice:
+        num_rows = global_batch // self.count
+        return slice(self.number * num_rows, (self.number + 1) * num_rows)
 
 
-def rows_of(batch: Batch, number: int, count: int) -> Batch:
-    """Return the rows of data-parallel rank `number` of `count`; `num_tokens` is still the whole batch's."""
-    each = len(batch.tokens) // count
-    rows = slice(number * each, (number + 1) * each)
-    return replace(batch, tokens=batch.tokens[rows], labels=batch.labels[rows])
+WHOLE_BATCH = Rows()
+
+
+def build_batch(samples: Sequence[Sample], seq_len: int, filler: int, rows: Rows = WHOLE_BATCH) -> Batch:
+    """Build these rows of a batch, padded with `filler` and IGNORED."""
+    own = samples[rows.within(len(samples))]
+    tokens = torch.full((len(own), seq_len), filler)
+    labels = torch.full((len(own), seq_len), IGNORED)
+    for row, sample in enumerate(own):
+        if sample.num_labels:
+            ids = torch.frombuffer(sample.ids, dtype=torch.int32)
+            tokens[row, : sample.num_labels], labels[row, : sample.num_labels] = ids[:-1], ids[1:]
+    num_tokens = sum(sample.num_labels for sample in samples)
+    return Batch(tokens=tokens, labels=labels, num_tokens=num_tokens, cursor=samples[-1].cursor)
+
+
+def rows_of(batch: Batch, rows: Rows) -> Batch:
+    """Return these rows of a whole batch; `num_tokens` is still the whole batch's."""
+    part = rows.within(len(batch.tokens))
+    return replace(batch, tokens=batch.tokens[part], labels=batch.labels[part])

@@ -5,13 +5,23 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
 from manifests.schema import SourcePosition
 from runner.config.schema import DataOptions
-from runner.data.files import LINES, ROWS, Document, find_files, line_offsets, read_documents, row_document
+from runner.data.files import (
+    LINES,
+    ROWS,
+    Document,
+    file_nbytes,
+    find_files,
+    line_document,
+    line_offsets,
+    read_documents,
+    row_document,
+)
 from runner.data.parquet import group_sizes, read_group
 from runner.data.shuffle import shuffled
 
@@ -92,8 +102,9 @@ class _Shuffled:
         if file.suffix == ROWS:
             yield from self._read_group(position, file, index, items[index], (*key, item))
         elif file.suffix == LINES:
-            for document in islice(read_documents(file, self._text_field, items[index]), 1):
-                yield PlacedDocument(document=document, begin=replace(position, offset=0), after=after)
+            end = items[index + 1] if index + 1 < len(items) else file_nbytes(file)
+            document = line_document(file, self._text_field, items[index], end)
+            yield PlacedDocument(document=document, begin=replace(position, offset=0), after=after)
         else:
             for document in read_documents(file, self._text_field, position.offset):
                 yield PlacedDocument(document=document, begin=position, after=after)

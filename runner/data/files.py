@@ -12,17 +12,14 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from manifests.errors import (
-    DataError,
-    printable,
-    refused_by_system,
-)
+from manifests.errors import DataError, printable, refused_by_system
 from manifests.jsontext import kind_of
 from runner.data.bad import MOST_NBYTES, BadDocumentError, too_long
-from runner.data.parquet import read_rows, text_of
+from runner.data.parquet import nbytes_of, read_rows, text_of
 
 TEXT, LINES, ROWS = SUFFIXES = (".txt", ".jsonl", ".parquet")
 _OTHERS = 'convert other formats to .jsonl, with a line {"text": "…"} for each document'
@@ -42,7 +39,8 @@ class Document:
 
     file: Path
     begin: int  # its offset
-    end: int  # the offset of the file's next document
+    end: int  # the offset of the file's next document, or before it
+    nbytes: int  # of its text in the file, at least
     pieces: Iterator[tuple[int, str]]
 
     @property
@@ -103,6 +101,16 @@ def line_offsets(file: Path) -> array[int]:
     return offsets
 
 
+def file_nbytes(file: Path) -> int:
+    """Return the size of a file.
+
+    Raises:
+        DataError: it cannot be opened.
+    """
+    with _open(file) as stream:
+        return stream.seek(0, 2)
+
+
 def _lines(stream: BinaryIO, begin: int, most_nbytes: int) -> Iterator[tuple[int, int, bytes]]:
     """Yield the lines from an offset on: where each begins and ends, and its first bytes, at most so many."""
     while line := stream.readline(most_nbytes):
@@ -136,10 +144,8 @@ def _files_of(source: str) -> Iterator[Path]:
 
 
 def _read_text(file: Path, text_field: str, begin: int) -> Iterator[Document]:
-    with _open(file) as stream:
-        size = stream.seek(0, 2)
-    if begin < size:
-        yield Document(file=file, begin=begin, end=size, pieces=_text_pieces(file, begin))
+    if begin < (size := file_nbytes(file)):
+        yield Document(file=file, begin=begin, end=size, nbytes=size - begin, pieces=_text_pieces(file, begin))
 
 
 def _text_pieces(file: Path, begin: int) -> Iterator[tuple[int, str]]:
@@ -180,7 +186,18 @@ def _read_json_lines(file: Path, text_field: str, begin: int) -> Iterator[Docume
         for first, end, line in _lines(stream, begin, MOST_NBYTES):
             if not line.isspace():
                 pieces = _json_pieces(line, text_field, file, first, end - first)
-                yield Document(file=file, begin=first, end=end, pieces=pieces)
+                yield Document(file=file, begin=first, end=end, nbytes=end - first, pieces=pieces)
+
+
+def line_document(file: Path, text_field: str, begin: int, end: int) -> Document:
+    """Return the document of the line at an offset, which is read when its pieces are; the next one is at `end`."""
+    pieces = _line_pieces(file, text_field, begin)
+    return Document(file=file, begin=begin, end=end, nbytes=end - begin, pieces=pieces)
+
+
+def _line_pieces(file: Path, text_field: str, begin: int) -> Iterator[tuple[int, str]]:
+    for document in islice(_read_json_lines(file, text_field, begin), 1):
+        yield from document.pieces
 
 
 def _json_pieces(line: bytes, text_field: str, file: Path, begin: int, nbytes: int) -> Iterator[tuple[int, str]]:
@@ -253,17 +270,18 @@ def _line_at(file: Path, offset: int, num_lines: int = 0) -> str:
 
 
 def _read_parquet(file: Path, text_field: str, begin: int) -> Iterator[Document]:
-    for row, found in enumerate(read_rows(file, text_field, begin), start=begin):
-        yield row_document(file, text_field, row, found)
+    for row, value in enumerate(read_rows(file, text_field, begin), start=begin):
+        yield row_document(file, text_field, row, value)
 
 
-def row_document(file: Path, column: str, row: int, found: Any) -> Document:
-    """Return the document of a row, counted from 0; `found` is its Arrow value."""
-    return Document(file=file, begin=row, end=row + 1, pieces=_row_pieces(file, column, row, found))
+def row_document(file: Path, column: str, row: int, value: Any) -> Document:
+    """Return the document of a row, counted from 0; `value` is its Arrow value."""
+    pieces = _row_pieces(file, column, row, value)
+    return Document(file=file, begin=row, end=row + 1, nbytes=nbytes_of(value), pieces=pieces)
 
 
-def _row_pieces(file: Path, column: str, row: int, found: Any) -> Iterator[tuple[int, str]]:
-    yield from _bounded(row, text_of(found, file, column, row))
+def _row_pieces(file: Path, column: str, row: int, value: Any) -> Iterator[tuple[int, str]]:
+    yield from _bounded(row, text_of(value, file, column, row))
 
 
 _READERS: Mapping[str, Callable[[Path, str, int], Iterator[Document]]] = {

@@ -64,14 +64,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, text: str, where: str) -> list[int]:
-    """Return the ids of a text, without special tokens.
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text, without special tokens. Other threads run meanwhile: `Tokenizer.encode` keeps the GIL.
 
     Raises:
-        DataError: the tokenizer fails on the text at `where`.
+        DataError: the tokenizer fails on the text.
     """
-    encoded = _guarded(where, "the tokenizer fails", tokenizer.encode, text, add_special_tokens=False)
-    ids: list[int] = encoded.ids
+    batch = _guarded("", "the tokenizer fails", tokenizer.encode_batch_fast, [text], add_special_tokens=False)
+    ids: list[int] = batch[0].ids
     return ids
 
 

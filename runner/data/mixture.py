@@ -12,9 +12,7 @@ from runner.config.schema import DataOptions
 from runner.data.bad import Skipped
 from runner.data.documents import DocumentSource, PlacedDocument
 from runner.data.shuffle import draw
-from runner.data.tokenizer import Vocabulary
-
-_Ids = Iterator[tuple[int, list[int]]]  # of pieces, see `Vocabulary.encode`
+from runner.data.tokenizer import Pieces, TokenIds, Tokenize, Tokenized, Vocabulary, tokenize_alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +31,7 @@ class Cursor(DataCursor):
 class Drawn:
     """A document's ids, piece by piece, each with the cursor of its first id; and the cursor after them."""
 
-    runs: Iterator[tuple[Cursor, list[int]]]
+    runs: Iterator[tuple[Cursor, TokenIds]]
     skipped: Skipped | None
     following: Cursor
 
@@ -50,7 +48,7 @@ def first_cursor(num_sources: int) -> DataCursor:
 
 def draw_documents(
     data: DataOptions, sources: Sequence[DocumentSource], vocabulary: Vocabulary, cursor: DataCursor, *,
-    is_endless: bool, skipped: Skipped | None = None,
+    is_endless: bool, skipped: Skipped | None = None, tokenize: Tokenize = tokenize_alone,
 ) -> Iterator[Drawn]:  # fmt: skip
     """Yield the documents with any token from a cursor on, for one epoch of each source or without end.
 
@@ -60,69 +58,82 @@ def draw_documents(
     Raises:
         DataError: see `runner.data.files`; a source has no text; or nothing is at the cursor.
     """
-    positions, left = list(cursor.sources), cursor.num_tokens
+    positions, num_consumed = list(cursor.sources), cursor.num_tokens
+    epochs = [_read_epochs(*start, is_endless=is_endless) for start in zip(sources, positions, strict=True)]
     readers = [
-        _read_passes(source, position, vocabulary, skipped, is_endless=is_endless)
-        for source, position in zip(sources, positions, strict=True)
+        _read_text(source, position, vocabulary, skipped, tokenize(vocabulary, documents))
+        for source, position, documents in zip(sources, positions, epochs, strict=True)
     ]
     for number in count(cursor.num_documents):
         chosen = draw(data.weights, data.seed, number) if len(sources) > 1 else 0
         if (following := next(readers[chosen], None)) is None:
             return
-        found, ids = following
-        positions[chosen] = found.begin
+        placed, pieces = following
+        positions[chosen] = placed.begin
         begin = Cursor(num_documents=number, num_tokens=0, sources=tuple(positions), num_skipped=_num(skipped))
-        positions[chosen] = found.after
-        runs = _placed(ids, begin, chosen, found.document.begin)
+        positions[chosen] = placed.after
+        runs = _placed(pieces, begin, chosen, placed.document.begin)
         yield Drawn(
-            runs=_skip(runs, left, sources[chosen]) if left else runs,
+            runs=_skip(runs, num_consumed, sources[chosen]) if num_consumed else runs,
             skipped=skipped,
             following=Cursor(num_documents=number + 1, num_tokens=0, sources=tuple(positions)),
         )
-        left = 0
+        num_consumed = 0
 
 
-def _read_passes(
-    source: DocumentSource,
-    position: SourcePosition,
-    vocabulary: Vocabulary,
-    skipped: Skipped | None,
-    *,
-    is_endless: bool,
-) -> Iterator[tuple[PlacedDocument, _Ids]]:
+def _read_epochs(
+    source: DocumentSource, position: SourcePosition, *, is_endless: bool
+) -> Iterator[PlacedDocument | None]:
+    """Yield the documents of a source from a position on, and None after each epoch."""
     if position.item > source.num_items:
         raise _nothing_at(source)
     while True:
-        is_empty = position == _first_position(position.epoch)  # not the rest of an epoch
         for item in range(position.item, source.num_items):
             offset = position.offset if item == position.item else 0
-            for found in source.read(replace(position, item=item, offset=offset)):
-                ids = vocabulary.encode(found.document, skipped)
-                if (first := next(ids, None)) is not None:
-                    is_empty = False
-                    yield found, chain((first,), ids)
-        if is_empty:
-            raise _no_text(source, _num(skipped))
+            yield from source.read(replace(position, item=item, offset=offset))
+        yield None
         if not is_endless:
             return
         position = _first_position(position.epoch + 1)
 
 
-def _placed(ids: _Ids, begin: Cursor, chosen: int, first: int) -> Iterator[tuple[Cursor, list[int]]]:
+def _read_text(
+    source: DocumentSource,
+    position: SourcePosition,
+    vocabulary: Vocabulary,
+    skipped: Skipped | None,
+    documents: Tokenized,
+) -> Iterator[tuple[PlacedDocument, Pieces]]:
+    """Yield the documents with any token, in their frames; refuse a whole epoch without one."""
+    is_empty = position == _first_position(position.epoch)  # not the rest of an epoch
+    for tokenized in documents:
+        if tokenized is None:
+            if is_empty:
+                raise _no_text(source, _num(skipped))
+            is_empty = True
+            continue
+        placed, pieces = tokenized
+        framed = vocabulary.framed(placed.document, pieces, skipped)
+        if (first := next(framed, None)) is not None:
+            is_empty = False
+            yield placed, chain((first,), framed)
+
+
+def _placed(pieces: Pieces, begin: Cursor, chosen: int, first: int) -> Iterator[tuple[Cursor, TokenIds]]:
     """Yield each piece's ids with their cursor: the first piece is at `begin`, the others at their own offset."""
-    at, offset, num_tokens = begin, first, 0
-    for piece_offset, piece in ids:
+    cursor, offset, num_tokens = begin, first, 0
+    for piece_offset, ids in pieces:
         if piece_offset != offset:
             sources = list(begin.sources)
             sources[chosen] = replace(sources[chosen], offset=piece_offset)
-            at, offset, num_tokens = replace(begin, sources=tuple(sources)), piece_offset, 0
-        yield replace(at, num_tokens=num_tokens), piece
-        num_tokens += len(piece)
+            cursor, offset, num_tokens = replace(begin, sources=tuple(sources)), piece_offset, 0
+        yield replace(cursor, num_tokens=num_tokens), ids
+        num_tokens += len(ids)
 
 
 def _skip(
-    runs: Iterator[tuple[Cursor, list[int]]], num_tokens: int, source: DocumentSource
-) -> Iterator[tuple[Cursor, list[int]]]:
+    runs: Iterator[tuple[Cursor, TokenIds]], num_tokens: int, source: DocumentSource
+) -> Iterator[tuple[Cursor, TokenIds]]:
     for cursor, ids in runs:
         if num_tokens < len(ids):
             yield replace(cursor, num_tokens=cursor.num_tokens + num_tokens), ids[num_tokens:]

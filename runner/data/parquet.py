@@ -81,12 +81,17 @@ def text_of(value: Any, file: Path, column: str, row: int) -> str:
     where = f"{file}: row {row + 1}"
     if not value.is_valid:
         raise BadDocumentError(where, f"expected text in column {column!r}, found null", code="data.no-text")
-    if (nbytes := value.as_buffer().size) > MOST_NBYTES:
+    if (nbytes := nbytes_of(value)) > MOST_NBYTES:
         raise too_long(where, nbytes)
     try:
         return str(value.as_py())
     except UnicodeDecodeError as error:
         raise BadDocumentError(where, f"is not UTF-8: {error.reason}", code="data.not-utf8") from error
+
+
+def nbytes_of(value: Any) -> int:
+    """Return the size of a row's text in bytes; 0 for null."""
+    return int(value.as_buffer().size) if value.is_valid else 0
 
 
 @contextmanager

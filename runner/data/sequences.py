@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -15,10 +16,10 @@ from manifests.errors import DataError
 from manifests.schema import DataCursor
 from runner.config.schema import SYNTHETIC, BatchOptions, DataOptions
 from runner.data.bad import Skipped
-from runner.data.batches import IGNORED, Batch, Sample, batch_samples
+from runner.data.batches import WHOLE_BATCH, Batch, Rows, Sample, build_batch
 from runner.data.documents import open_sources
 from runner.data.mixture import Cursor, Drawn, draw_documents, first_cursor
-from runner.data.tokenizer import load_vocabulary
+from runner.data.tokenizer import Tokenize, load_vocabulary, tokenize_alone
 
 _MOST_WAITING = 64  # lengths with incomplete batches
 
@@ -32,8 +33,10 @@ def read_batches(
     start: int = 0,
     cursor: DataCursor | None = None,
     skipped: Skipped | None = None,
+    rows: Rows = WHOLE_BATCH,
+    tokenize: Tokenize = tokenize_alone,
 ) -> Iterator[Batch]:
-    """Yield batches without end; the first begins with sequence number `start`, which is at the cursor.
+    """Yield these rows of batches without end; the first begins with sequence number `start`, which is at the cursor.
 
     The same options always yield the same sequences. Each batch has the cursor of the next one; without a cursor,
     everything before `start` is read. The tokenizer is in `folder`; `synthetic` needs neither. `skipped` counts invalid
@@ -44,12 +47,15 @@ def read_batches(
             iterating.
     """
     if data.sources == (SYNTHETIC,):
-        return batch_samples(_synthetic(data.seed, vocab_size, batch.seq_len, start), batch.global_batch)
+        return _synthetic(data.seed, vocab_size, batch, start, rows)
     vocabulary, sources = load_vocabulary(folder, vocab_size, data.framing), open_sources(data)
-    begin = cursor or first_cursor(len(sources))
-    documents = draw_documents(data, sources, vocabulary, begin, is_endless=True, skipped=_counted(data, skipped))
-    samples = _samples(documents, data, batch.seq_len, vocabulary.filler)
-    return batch_samples(samples if cursor else islice(samples, start, None), batch.global_batch)
+    documents = draw_documents(
+        data, sources, vocabulary, cursor or first_cursor(len(sources)),
+        is_endless=True, skipped=_counted(data, skipped), tokenize=tokenize,
+    )  # fmt: skip
+    samples = islice(_samples(documents, data, batch.seq_len), 0 if cursor else start, None)
+    groups = iter(lambda: tuple(islice(samples, batch.global_batch)), ())
+    return (build_batch(group, batch.seq_len, vocabulary.filler, rows) for group in groups)
 
 
 def read_once(
@@ -76,24 +82,23 @@ def read_once(
     vocabulary, sources = load_vocabulary(folder, vocab_size, data.framing), open_sources(data)
     begin = first_cursor(len(sources))
     documents = draw_documents(data, sources, vocabulary, begin, is_endless=False, skipped=_counted(data, skipped))
-    samples = _samples(documents, data, batch.seq_len, vocabulary.filler)
-    for seq_len, group in _alike(samples, batch, padded_length):
-        nothing = _filled_up([], seq_len, vocabulary.filler)
-        yield from batch_samples(islice(chain(group, repeat(nothing)), batch.global_batch), batch.global_batch)
+    samples, empty = _samples(documents, data, batch.seq_len), Sample(ids=array("i"))
+    for seq_len, group in _of_one_length(samples, batch, padded_length):
+        filled = tuple(islice(chain(group, repeat(empty)), batch.global_batch))
+        yield build_batch(filled, seq_len, vocabulary.filler)
 
 
-def _alike(
+def _of_one_length(
     samples: Iterable[Sample], batch: BatchOptions, padded_length: Callable[[int, int], int]
 ) -> Iterator[tuple[int, list[Sample]]]:
     """Yield groups of samples of one length, at most a batch; samples without labels are dropped."""
     waiting: dict[int, list[Sample]] = {}
     for sample in samples:
-        places = (sample.labels != IGNORED).nonzero()
-        if not len(places):
+        if not sample.num_labels:
             continue
-        seq_len = padded_length(int(places[-1]) + 1, batch.seq_len)
+        seq_len = padded_length(sample.num_labels, batch.seq_len)
         group = waiting.setdefault(seq_len, [])
-        group.append(replace(sample, tokens=sample.tokens[:seq_len], labels=sample.labels[:seq_len]))
+        group.append(replace(sample, ids=sample.ids[: seq_len + 1]))
         if len(group) == batch.global_batch or len(waiting) > _MOST_WAITING:
             full = seq_len if len(group) == batch.global_batch else next(iter(waiting))
             yield full, waiting.pop(full)
@@ -105,13 +110,13 @@ def _counted(data: DataOptions, skipped: Skipped | None) -> Skipped | None:
     return (skipped or Skipped()) if data.skip_bad_documents else None
 
 
-def _samples(documents: Iterable[Drawn], data: DataOptions, seq_len: int, filler: int) -> Iterator[Sample]:
-    return _packed(documents, seq_len, filler) if data.pack else _padded(documents, seq_len, filler)
+def _samples(documents: Iterable[Drawn], data: DataOptions, seq_len: int) -> Iterator[Sample]:
+    return _packed(documents, seq_len) if data.pack else _padded(documents, seq_len)
 
 
-def _packed(documents: Iterable[Drawn], seq_len: int, filler: int) -> Iterator[Sample]:
+def _packed(documents: Iterable[Drawn], seq_len: int) -> Iterator[Sample]:
     """Split concatenated documents: each sequence begins with the last token of the previous one."""
-    ids: list[int] = []
+    ids = array("i")
     runs: deque[tuple[int, Cursor]] = deque()  # the index of each run's first id, counted over all ids, and its cursor
     num_cut = 0
     for run, more in chain.from_iterable(document.runs for document in documents):
@@ -120,11 +125,11 @@ def _packed(documents: Iterable[Drawn], seq_len: int, filler: int) -> Iterator[S
         num_used = (len(ids) - 1) // seq_len * seq_len
         for begin in range(0, num_used, seq_len):
             cursor = _cursor_at(num_cut + begin + seq_len, runs)
-            yield _filled_up(ids[begin : begin + seq_len + 1], seq_len, filler, cursor)
+            yield Sample(ids=ids[begin : begin + seq_len + 1], cursor=cursor)
         del ids[:num_used]
         num_cut += num_used
     if len(ids) > 1:
-        yield _filled_up(ids, seq_len, filler)
+        yield Sample(ids=ids)
 
 
 def _cursor_at(place: int, runs: deque[tuple[int, Cursor]]) -> Cursor:
@@ -135,25 +140,24 @@ def _cursor_at(place: int, runs: deque[tuple[int, Cursor]]) -> Cursor:
     return replace(cursor, num_tokens=cursor.num_tokens + place - begin)
 
 
-def _padded(documents: Iterable[Drawn], seq_len: int, filler: int) -> Iterator[Sample]:
-    """Make each document one sequence, truncated or padded."""
+def _padded(documents: Iterable[Drawn], seq_len: int) -> Iterator[Sample]:
+    """Make each document one sequence, truncated where it is longer."""
     for document in documents:
-        ids = chain.from_iterable(ids for _, ids in document.runs)
-        yield _filled_up(list(islice(ids, seq_len + 1)), seq_len, filler, document.after)
+        ids = array("i")
+        for _, more in document.runs:
+            ids += more
+            if len(ids) > seq_len:
+                break
+        yield Sample(ids=ids[: seq_len + 1], cursor=document.after)
 
 
-def _filled_up(ids: list[int], seq_len: int, filler: int, cursor: Cursor | None = None) -> Sample:
-    """Return at most seq_len + 1 ids as tokens and labels, padded with `filler` and IGNORED."""
-    tokens, labels = torch.full((seq_len,), filler), torch.full((seq_len,), IGNORED)
-    num_labels = max(0, len(ids) - 1)
-    tokens[:num_labels], labels[:num_labels] = torch.tensor(ids[:num_labels]), torch.tensor(ids[1:])
-    return Sample(tokens=tokens, labels=labels, cursor=cursor)
-
-
-def _synthetic(seed: int, vocab_size: int, seq_len: int, start: int) -> Iterator[Sample]:
-    for number in count(start):
-        # A generator uses only 32 bits of its seed: hash both numbers into them.
-        stirred = blake2b(f"{seed} {number}".encode(), digest_size=4).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(stirred, "little"))
-        window = torch.randint(vocab_size, (seq_len + 1,), generator=generator)
-        yield Sample(tokens=window[:-1], labels=window[1:], cursor=None)
+def _synthetic(seed: int, vocab_size: int, batch: BatchOptions, start: int, rows: Rows) -> Iterator[Batch]:
+    for first in count(start, batch.global_batch):
+        windows = []
+        for number in range(first, first + batch.global_batch)[rows.within(batch.global_batch)]:
+            # A generator uses only 32 bits of its seed: hash both numbers into them.
+            stirred = blake2b(f"{seed} {number}".encode(), digest_size=4).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(stirred, "little"))
+            windows.append(torch.randint(vocab_size, (batch.seq_len + 1,), generator=generator))
+        tokens, labels = (torch.stack([window[part] for window in windows]) for part in (slice(-1), slice(1, None)))
+        yield Batch(tokens=tokens, labels=labels, num_tokens=batch.global_batch * batch.seq_len)

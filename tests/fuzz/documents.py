@@ -19,7 +19,7 @@ from runner.config.schema import DataOptions
 from runner.data.bad import Skipped
 from runner.data.documents import open_sources
 from runner.data.mixture import Cursor, draw_documents, first_cursor
-from runner.data.tokenizer import Vocabulary, load_vocabulary
+from runner.data.tokenizer import TokenIds, Vocabulary, load_vocabulary
 from tests.fast.runner.data.words import VOCAB_SIZE, write_tokenizer
 from tests.fuzz.folder import check_refusal, scratch
 
@@ -96,7 +96,7 @@ def _check_read(file: Path, data: DataOptions) -> None:
         assert list(_runs(data, later, len(expected))) == expected
 
 
-def _runs(data: DataOptions, cursor: DataCursor, count: int) -> Iterator[tuple[Cursor, list[int]]]:
+def _runs(data: DataOptions, cursor: DataCursor, count: int) -> Iterator[tuple[Cursor, TokenIds]]:
     """Read the first pieces of documents from a cursor on."""
     skipped = Skipped(count=getattr(cursor, "num_skipped", 0)) if data.skip_bad_documents else None
     documents = draw_documents(data, open_sources(data), _vocabulary(), cursor, is_endless=True, skipped=skipped)

@@ -33,9 +33,10 @@ def check(text: bytes) -> None:
     for name in _FILES:
         if name in found:
             (folder / name).write_bytes(json.dumps(found[name]).encode("utf-8", "surrogatepass"))
-    document = Document(file=Path("a.jsonl"), begin=0, end=9, pieces=iter(((0, "ab ba é\n"), (5, " ab"))))
+    document = Document(file=Path("a.jsonl"), begin=0, end=9, nbytes=9, pieces=iter(((0, "ab ba é\n"), (5, " ab"))))
     try:
-        runs = list(load_vocabulary(folder, _SIZE).encode(document))
+        vocabulary = load_vocabulary(folder, _SIZE)
+        runs = list(vocabulary.framed(document, vocabulary.tokenize(document)))
     except UserError as error:
         check_refusal(error, folder, "a.jsonl")
         return

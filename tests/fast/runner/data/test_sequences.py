@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -204,3 +205,25 @@ def test_rows_of_one_length_are_read_together_and_nothing_to_predict_is_refused(
     with pytest.raises(InputError) as error:
         mean_loss(lambda _: 0.0, (), "--eval-data")
     assert (error.value.code, error.value.where) == ("data.no-tokens", "--eval-data")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="bytes read are counted in /proc")
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_bytes_read_grow_with_the_documents_and_not_with_their_square(
+    shuffle: bool, tmp_path: Path, folder: Path
+) -> None:
+    source = write_documents(tmp_path / "a.jsonl", [[number % 8] * 20 for number in range(2000)])
+    data, batch = (
+        DataOptions(sources=(source,), shuffle=shuffle),
+        BatchOptions(global_batch=1, microbatch=1, seq_len=22),
+    )
+    batches = read_batches(data, batch, folder=folder, vocab_size=VOCAB_SIZE)
+    begun = bytes_read()
+    assert sum(1 for _ in islice(batches, 1990)) == 1990
+    blocks = 2000 * (64 << 10) if shuffle else 0  # a shuffled line is read by itself, in a block of a buffer's size
+    assert bytes_read() - begun < 3 * Path(source).stat().st_size + blocks
+
+
+def bytes_read() -> int:
+    """Return how many bytes this process has read so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
