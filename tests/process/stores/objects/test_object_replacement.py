@@ -15,6 +15,7 @@ from stores.objects.store import open_objects
 from tests.builders import Ended, files_in, llama_config, refusal, reshard, write_model
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.stores.objects.buckets import BUCKET, url_of
+from tests.refusals import refused
 from tests.servers.s3 import Fault, MotoServer, S3Server
 
 pytestmark = pytest.mark.process
@@ -81,22 +82,21 @@ def test_what_was_replaced_before_a_kill_is_removed_by_the_next(moto: MotoServer
     url = url_of("unremoved")
     with open_output(url, wanted=WANTED) as target:
         commit(target, b"first")
-    put(moto, "unremoved/notes.txt")
     moto.fail(Fault(method="POST", address="?delete", what="status", status=403, times=99))
     with open_output(url, force=True, wanted=WANTED) as second:
         commit(second, b"second")
     moto.fail()
     assert objects_in(moto, "unremoved").keys() == {
-        "config.json", "manifest.json", "notes.txt", LOCK_NAME, PROGRESS_NAME, SHARD, second.place(SHARD)
+        "config.json", "manifest.json", LOCK_NAME, PROGRESS_NAME, SHARD, second.place(SHARD)
     }  # fmt: skip
     assert open_objects(url).names()  # it can be read
     with open_output(url, force=True, wanted=WANTED):
         assert objects_in(moto, "unremoved").keys() == {
-            "config.json", "manifest.json", "notes.txt", LOCK_NAME, PROGRESS_NAME, second.place(SHARD)
+            "config.json", "manifest.json", LOCK_NAME, PROGRESS_NAME, second.place(SHARD)
         }  # fmt: skip
     assert objects_in(moto, "unremoved")["config.json"] == b"second"  # the third was not committed
     assert objects_in(moto, "unremoved").keys() == {
-        "config.json", "manifest.json", "notes.txt", second.place(SHARD)
+        "config.json", "manifest.json", second.place(SHARD)
     }  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def test_unfinished_output_with_another_inside_is_refused(s3: S3Server, name: st
     open_output(url, wanted=WANTED).put("config.json", b"{}")  # and no more: it was killed
     put(s3, f"{first}/{name}")
     before = objects_in(s3, first)
-    assert refusal(lambda: open_output(url, force=True, wanted=WANTED)) == ("output.foreign-file", url)
+    assert refused(lambda: open_output(url, force=True, wanted=WANTED)) == ("output.foreign-file", url)
     assert objects_in(s3, first) == before
     s3.client().delete_object(Bucket=BUCKET, Key=f"{first}/{name}")
     with open_output(url, force=True, wanted=WANTED) as target:
