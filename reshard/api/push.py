@@ -6,7 +6,7 @@ from pathlib import Path
 
 from manifests.errors import StoreError, UsageError
 from reshard.api.arguments import names_parameters
-from reshard.packing.push import PushOptions, PushResult, push_folder
+from reshard.packing.push import PushResult, push_folder
 from stores.address import SCHEME, HubAddress, is_url, parse_hub_address
 
 
@@ -33,7 +33,6 @@ def push(
     Units: bytes.
     Raises:
         ManifestError: there is no manifest, it is damaged or of a virtual pack, or files are damaged or missing.
-        ShardError: a file is larger than the hub takes (50 GB).
         StoreError: the name is malformed, there is no token or no write access, the repository is public and `public`
             is not set, or the hub refuses something.
         OutputError: the branch has another model and `force` is not set (`output.exists`), or another commit was made
@@ -55,5 +54,4 @@ def push(
         problem = f"conflicts with the branch of {repository}"
         raise UsageError("--revision", problem, "name the branch once", code="options.conflict")
     target = HubAddress(repo=address.repo, revision=revision or address.revision)
-    options = PushOptions(is_public=public, force=force, message=message)
-    return push_folder(Path(folder), target, options)
+    return push_folder(Path(folder), target, is_public=public, force=force, message=message)

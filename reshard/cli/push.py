@@ -34,11 +34,9 @@ def push(
     """
     from reshard.api.arguments import names_flags
     from reshard.api.push import push as run
-    from reshard.report.done import push_json, push_text, warning_lines
+    from reshard.report.done import push_json, push_text
     from stores.hub.upload import showing_bars
 
     with showing_bars(not quiet):
         done = names_flags(run)(folder, repository, revision=revision, public=public, message=message, force=force)
-    for line in () if quiet else warning_lines(done):
-        click.echo(line, err=True)
     options.print_result(quiet, as_json, lambda: push_json(done), lambda: push_text(done, folder))

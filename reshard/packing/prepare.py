@@ -156,14 +156,13 @@ class PreparedPack:
         return PackResult(manifest=manifest, out=self.request.out, hub=hub, used=self.request.parallelism.used)
 
     def _run_and_push(self, address: HubAddress, progress: Progress | None) -> PackResult:
-        from reshard.packing.push import PushOptions, check_free, push_folder, staged
+        from reshard.packing.push import check_free, push_folder, staged
 
-        options = PushOptions(force=self.request.force)
-        check_free(address, options)
+        check_free(address, force=self.request.force)
         with staged(address) as folder:
             here = replace(self, request=replace(self.request, out=folder, force=True))
             done = here.run(progress)
-            push_folder(folder, address, options)
+            push_folder(folder, address, force=self.request.force)
         return replace(done, out=self.request.out)
 
     def run_part(self, progress: Progress | None = None) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from manifests.codec import decode_manifest
 from manifests.command.sizes import show_bytes
-from manifests.errors import ManifestError, ShardError, UserError
-from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES
+from manifests.errors import ManifestError, OutputError, UserError
+from manifests.index import INDEX_NAME
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import is_in_stage_folder
 from manifests.schema import MODEL_CARD_NAME, Manifest, Source
@@ -22,30 +22,19 @@ from reshard.formats.huggingface.read import is_beside
 from reshard.formats.huggingface.torch_files import TORCH_INDEX_NAME, is_torch_shard
 from reshard.tensors.source_index import SUFFIX
 from stores.address import SCHEME, HubAddress, parse_hub_address
-from stores.base import Folder, read_file_header, read_whole
+from stores.base import Folder, read_whole
 from stores.folders.owned import files_in
 from stores.hub.store import HubFolder
 from stores.hub.upload import HubUpload, open_upload, staging_folder
 from stores.local import LocalFolder
 from stores.manifest_file import ReadManifest, open_manifest
 
-_MOST_FILE_NBYTES = 50_000_000_000  # of one file on the hub
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PushOptions:
-    """How to push; `message` is the commit's, None: one that names the model and its layout."""
-
-    is_public: bool = False
-    force: bool = False
-    message: str | None = None
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushResult:
     """What the branch has now: `revision` is its commit, made now if `is_new`; `removed` files were of another model.
 
-    `nbytes`: of all files. `large_headers`: shards whose headers are too long for some readers of the hub.
+    `nbytes`: of all files.
     """
 
     repository: str
@@ -56,60 +45,71 @@ class PushResult:
     num_files: int
     nbytes: int
     removed: tuple[str, ...]
-    large_headers: tuple[str, ...]
 
 
-def push_folder(folder: Path, address: HubAddress, options: PushOptions) -> PushResult:
+def push_folder(
+    folder: Path, address: HubAddress, *, is_public: bool = False, force: bool = False, message: str | None = None
+) -> PushResult:
     """Upload what a folder's manifest lists, with its signature and a model card, in one commit.
 
     The repository has the whole checkpoint or nothing of it. Files of the repository that belong to another model
-    (those of its manifest, and weights and indexes that readers would mix in) are removed; others are kept.
+    (those of its manifest, and weights and indexes that readers would mix in) are removed; others are kept. The
+    `message` of the commit names the model and its layout by default.
 
     Raises:
         ManifestError: the folder has no valid manifest, is a virtual pack, has damaged or missing files, or was
             replaced meanwhile.
-        ShardError: a file is too large for the hub.
-        StoreError, UnreachableError, OutputError: as `open_upload` and `HubUpload.commit`.
+        StoreError, UnreachableError, OutputError: as `open_upload`, `check_free` and `HubUpload.commit`.
     """
     read = open_manifest(folder)
     manifest, digest = read.manifest, read.digest
     local = _check_whole(read)
-    files = _files_of(local, manifest)
-    upload = open_upload(address, is_public=options.is_public)
+    upload = open_upload(address, is_public=is_public)
     card = _card(local, upload.head, card_section(manifest, digest, str(upload.address)), manifest)
-    content: dict[str, Path | bytes] = {MODEL_CARD_NAME: card, **files}  # the manifest last
+    names = sorted(set(files_in(manifest)) - {MANIFEST_NAME, MODEL_CARD_NAME})
+    signature = [SIGNATURE_NAME] if SIGNATURE_NAME in local.names() else []
+    # The manifest last: it vouches for the others.
+    paths = {name: local.path / name for name in (*names, *signature, MANIFEST_NAME)}
+    content: dict[str, Path | bytes] = {MODEL_CARD_NAME: card, **paths}
     stale = _stale(upload.head, set(content))
-    nbytes = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in content.values())
-    done = upload.commit(
+    replaced = () if upload.head_has_last(content) else paths.keys() & upload.head.files.keys()
+    _check_nothing_lost(upload, {*stale, *replaced}, force)
+    revision = upload.commit(
         content,
-        without=stale,
-        may_replace=options.force,
-        message=options.message or _message(manifest),
+        removed=stale,
+        message=message or _message(manifest),
         before_commit=lambda: _check_same(folder, digest),
     )
     return PushResult(
         repository=f"hf://{upload.address.repo}",
         branch=upload.branch,
-        revision=done.revision,
-        is_new=done.is_new,
+        revision=revision,
+        is_new=revision != upload.head.revision,
         is_private=upload.head.is_private,
         num_files=len(content),
-        nbytes=nbytes,
+        nbytes=len(card) + sum(path.stat().st_size for path in paths.values()),
         removed=stale,
-        large_headers=tuple(_large_headers(local, manifest)),
     )
 
 
-def check_free(address: HubAddress, options: PushOptions) -> HubUpload:
+def check_free(address: HubAddress, *, force: bool) -> None:
     """Open the branch that a pack will be pushed to, before hours of packing.
 
     Raises:
         OutputError: it has a model already, and `force` is not set.
         StoreError, UnreachableError: as `open_upload`.
     """
-    upload = open_upload(address, is_public=options.is_public)
-    upload.check_free(_stale(upload.head, set()), may_replace=options.force)
-    return upload
+    upload = open_upload(address, is_public=False)
+    _check_nothing_lost(upload, _stale(upload.head, set()), force)
+
+
+def _check_nothing_lost(upload: HubUpload, names: Collection[str], force: bool) -> None:
+    """Refuse to replace or remove files, unless `force` is set or the main branch keeps them."""
+    if names and not force and not upload.is_shared:
+        shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+        problem = f"has other files, which would be replaced: {shown}"
+        hint = "add --force (the repository's history keeps them), or name another branch"
+        raise OutputError(str(upload.address), problem, hint, code="output.exists")
 
 
 @contextmanager
@@ -149,24 +149,12 @@ def _check_same(folder: Path, digest: str) -> None:
         raise ManifestError(str(read), problem, "push it again", code="manifest.replaced")
 
 
-def _files_of(folder: LocalFolder, manifest: Manifest) -> dict[str, Path]:
-    """Return the files to upload, the manifest last."""
-    names = sorted(set(files_in(manifest)) - {MANIFEST_NAME, MODEL_CARD_NAME})
-    signature = [SIGNATURE_NAME] if SIGNATURE_NAME in folder.names() else []
-    files = {name: folder.path / name for name in (*names, *signature, MANIFEST_NAME)}
-    for name, path in files.items():
-        if (nbytes := path.stat().st_size) > _MOST_FILE_NBYTES:
-            problem = f"expected at most {_MOST_FILE_NBYTES} bytes, the most that the hub takes, found {nbytes}"
-            hint = f"reshard pack {folder} --max-shard-size 40GB --out DIR; a single larger tensor cannot be pushed"
-            raise ShardError(str(folder.file(name)), problem, hint, code="shard.too-large-for-hub")
-    return files
-
-
 def _card(folder: LocalFolder, head: HubFolder, section: str, manifest: Manifest) -> bytes:
     """Return the model card: the repository's own text, or else the folder's, with our section."""
-    place: Folder | None = next((each for each in (head, folder) if MODEL_CARD_NAME in each.names()), None)
-    own = b"" if place is None else without_section(read_whole(place.file(MODEL_CARD_NAME)))
-    return with_section(own, section, base_model_of(manifest.source))
+    folders: tuple[Folder, ...] = (head, folder)
+    cards = [place.file(MODEL_CARD_NAME) for place in folders if MODEL_CARD_NAME in place.names()]
+    text = without_section(read_whole(cards[0])) if cards else b""
+    return with_section(text, section, base_model_of(manifest.source))
 
 
 def _stale(head: HubFolder, wanted: set[str]) -> tuple[str, ...]:
@@ -185,12 +173,6 @@ def _is_weights(name: str) -> bool:
     if name in (INDEX_NAME, TORCH_INDEX_NAME, SIGNATURE_NAME, MANIFEST_NAME) or is_torch_shard(name):
         return True
     return name.endswith(SUFFIX) and (is_in_stage_folder(name) or ("/" not in name and not is_beside(name)))
-
-
-def _large_headers(folder: LocalFolder, manifest: Manifest) -> Iterator[str]:
-    for shard in manifest.shards:
-        if read_file_header(folder.file(shard.path)).nbytes > MOST_READ_HEADER_NBYTES:
-            yield shard.path
 
 
 def _message(manifest: Manifest) -> str:

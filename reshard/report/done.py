@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,7 +168,6 @@ def push_json(done: PushResult) -> dict[str, Any]:
         "num_files": done.num_files,
         "nbytes": done.nbytes,
         "removed": list(done.removed),
-        "large_headers": list(done.large_headers),
     }
 
 
@@ -183,12 +180,6 @@ def push_text(done: PushResult, folder: Path) -> str:
     removed = [f"removed, of another model: {', '.join(done.removed)}"] if done.removed else []
     lines = [f"pushed {shlex.quote(str(folder))} to {place} ({kind}): {size}, commit {done.revision[:12]}", *removed]
     return "\n".join((*lines, f"verify: reshard verify {place}"))
-
-
-def warning_lines(done: PushResult) -> Iterator[str]:
-    for path in done.large_headers:
-        what = f"warning: the header of {json.dumps(path)} is above 25 MB"
-        yield f"{what}, which huggingface_hub and others do not read: pack with a smaller --max-shard-size"
 
 
 def diff_json(found: DiffResult) -> dict[str, Any]:

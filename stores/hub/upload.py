@@ -1,8 +1,8 @@
 """Uploads to a model repository on the Hugging Face hub: many files, one commit, by `huggingface_hub`.
 
 It sends no file again that is already there or that an interrupted upload has sent, and makes no commit that changes
-nothing. `create_commit` is what its `upload_folder` calls; here it gets the files that are listed, not those that match
-patterns, and a model card that is in no folder.
+nothing. Its `upload_folder` would leave out what the repository's .gitignore names, and takes no model card that is in
+no folder; `create_commit` is what that calls.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_session
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
     are_progress_bars_disabled,
@@ -29,21 +29,13 @@ from manifests.schema import MODEL_CARD_NAME
 from stores.address import HubAddress
 from stores.base import read_whole
 from stores.hub.calls import AGENT, LOG_IN, asking, check_endpoint, configured_token, without_token
-from stores.hub.client import uploading
 from stores.hub.store import HubFolder, open_hub
 from stores.net.retries import PassingError, Retries, keep_trying
 
 _MAIN = "main"
+_CONNECT_S = 30.0
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Commit:
-    """A commit of the repository. `is_new`: it was made now; otherwise it had the same files already."""
-
-    revision: str
-    is_new: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,92 +54,67 @@ class HubUpload:
     def branch(self) -> str:
         return self.address.revision or _MAIN
 
+    def head_has_last(self, files: Mapping[str, Path | bytes]) -> bool:
+        """Return whether the branch has the last of these files, which vouches for the others, as a manifest does."""
+        return _has_last(self.head, files)
+
     def commit(
         self,
         files: Mapping[str, Path | bytes],
         *,
-        without: Collection[str],
-        may_replace: bool,
+        removed: Collection[str],
         message: str,
         before_commit: Callable[[], object],
-    ) -> Commit:
-        """Send files, then add them to the branch and remove those `without` which it should be, in one commit.
+    ) -> str:
+        """Send files, then add them to the branch and remove others, in one commit, and return the branch's revision.
 
-        The last of `files` vouches for the others, as a manifest does: where it is, the same files are.
         `before_commit` is called when all files are sent, and may raise.
 
         Raises:
             StoreError: the hub refuses a file, the card's metadata or the commit.
-            OutputError: files would be replaced or removed, and `may_replace` is not set (the model card always may
-                be); or another commit was made meanwhile.
+            OutputError: another commit was made meanwhile.
             UnreachableError: the hub cannot be reached; what was sent is not sent again.
         """
-        is_there = self._has_last(self.head, files)
-        replaced = [] if is_there else [path for path in files if path in self.head.files and path != MODEL_CARD_NAME]
-        self.check_free([*without, *replaced], may_replace=may_replace)
         added = [CommitOperationAdd(path, data) for path, data in files.items()]
-        self._keep_asking(lambda api: self._send(api, added))
+        deleted = [CommitOperationDelete(path, is_folder=False) for path in removed]
+        _retry(self.address, self.retries, lambda api: self._send(api, added))
         before_commit()
-        removed = [CommitOperationDelete(path, is_folder=False) for path in without]
 
-        def commit_once(api: HfApi) -> Commit:
+        def commit_once(api: HfApi) -> str:
             try:
-                done = api.create_commit(
+                return api.create_commit(
                     self.address.repo,
-                    [*removed, *added],
+                    [*deleted, *added],
                     commit_message=message,
                     revision=self.branch,
                     parent_commit=self.head.revision,
-                )
+                ).oid
             except HfHubHTTPError as error:
                 if error.response.status_code not in (HTTPStatus.CONFLICT, HTTPStatus.PRECONDITION_FAILED):
                     raise
-                return self._made_before(files, error)
+                head = open_hub(self.address, self.retries)
+                if head.revision != self.head.revision and _has_last(head, files):
+                    return head.revision  # of an attempt whose answer was lost
+                problem = "another commit was made to this branch meanwhile"
+                hint = "run again: files that were sent are not sent again"
+                raise OutputError(str(self.address), problem, hint, code="output.contended") from error
             except ValueError as error:  # of the card's front matter, which the hub reads first
                 problem, hint = str(error), "correct README.md, in the repository if it has one, or in the folder"
                 where = f"{self.address}/{MODEL_CARD_NAME}"
                 raise StoreError(where, problem, hint, code="store.invalid-card") from error
-            return Commit(revision=done.oid, is_new=done.oid != self.head.revision)
 
-        return self._keep_asking(commit_once)
-
-    def check_free(self, lost: Collection[str], *, may_replace: bool) -> None:
-        """Refuse to replace or remove files, unless that is allowed or the main branch keeps them.
-
-        Raises:
-            OutputError: naming some of them.
-        """
-        if lost and not may_replace and not self.is_shared:
-            shown = ", ".join(sorted(lost)[:3]) + (", ..." if len(lost) > 3 else "")
-            hint = "add --force (the repository's history keeps them), or name another branch"
-            raise OutputError(
-                str(self.address), f"has other files, which would be replaced: {shown}", hint, code="output.exists"
-            )
+        return _retry(self.address, self.retries, commit_once)
 
     def _send(self, api: HfApi, files: list[CommitOperationAdd]) -> None:
         repo, branch = self.address.repo, self.branch
         try:  # the repository's .gitignore would leave files out of the commit, without an error
             api.preupload_lfs_files(repo, files, revision=branch, free_memory=False, gitignore_content="\n")
         except (RuntimeError, ConnectionError, TimeoutError) as error:  # names the file; those of hf_xet have no cause
-            raise error.__cause__ or _unsent(error) from error
-
-    def _made_before(self, files: Mapping[str, Path | bytes], error: HfHubHTTPError) -> Commit:
-        """Return the branch's newest commit if it is ours, whose answer was lost."""
-        head = open_hub(self.address, self.retries)
-        if head.revision != self.head.revision and self._has_last(head, files):
-            return Commit(revision=head.revision, is_new=True)
-        problem = "another commit was made to this branch meanwhile"
-        hint = "run again: files that were sent are not sent again"
-        raise OutputError(str(self.address), problem, hint, code="output.contended") from error
-
-    def _has_last(self, folder: HubFolder, files: Mapping[str, Path | bytes]) -> bool:
-        """Return whether a commit has the last of the files, which vouches for the others."""
-        path, content = list(files.items())[-1]
-        data = content if isinstance(content, bytes) else content.read_bytes()
-        return path in folder.files and folder.files[path].nbytes == len(data) and read_whole(folder.file(path)) == data
-
-    def _keep_asking(self, call: Callable[[HfApi], Answer]) -> Answer:
-        return _keep_asking(self.address, call, self.retries)
+            if error.__cause__ is not None:
+                raise error.__cause__ from error
+            problem = f"sending to {constants.ENDPOINT} failed: {without_token(str(error))}"
+            hint = "check the network and HF_ENDPOINT; HF_HUB_DISABLE_XET=1 uploads without hf_xet"
+            raise PassingError(problem, hint) from error
 
 
 def open_upload(address: HubAddress, *, is_public: bool, retries: Retries | None = None) -> HubUpload:
@@ -202,20 +169,31 @@ def _open(address: HubAddress, create: Callable[[HfApi], object], retries: Retri
     except StoreError as error:
         if error.code not in ("store.no-such-repository", "store.no-such-revision"):
             raise
-    _keep_asking(address, create, retries)
+    _retry(address, retries, create)
     return open_hub(address, retries)
 
 
-def _keep_asking(address: HubAddress, call: Callable[[HfApi], Answer], retries: Retries) -> Answer:
+def _has_last(folder: HubFolder, files: Mapping[str, Path | bytes]) -> bool:
+    path, content = list(files.items())[-1]
+    data = content if isinstance(content, bytes) else content.read_bytes()
+    return path in folder.files and folder.files[path].nbytes == len(data) and read_whole(folder.file(path)) == data
+
+
+def _retry(address: HubAddress, retries: Retries, call: Callable[[HfApi], Answer]) -> Answer:
     api = HfApi(library_name=AGENT)
 
     def attempt() -> Answer:
-        with uploading(retries.idle_s):
-            return asking(address, lambda: call(api))
+        _limit(get_session(), retries.idle_s)
+        return asking(address, lambda: call(api))
 
     return keep_trying(attempt, str(address), retries, threading.Event())
 
 
-def _unsent(error: Exception) -> PassingError:
-    hint = "check the network and HF_ENDPOINT; HF_HUB_DISABLE_XET=1 uploads without hf_xet"
-    return PassingError(f"sending to {constants.ENDPOINT} failed: {without_token(str(error))}", hint)
+def _limit(client: Any, idle_s: float) -> None:
+    """Let requests time out that send and receive no byte for `idle_s`: the hub's client has no timeouts.
+
+    Those that a client of the user's has are kept.
+    """
+    timeout, connect_s = client.timeout, min(idle_s, _CONNECT_S)
+    limits = ((timeout.connect, connect_s), (timeout.read, idle_s), (timeout.write, idle_s))
+    client.timeout = (*(limit_s if set_s is None else set_s for set_s, limit_s in limits), timeout.pool)

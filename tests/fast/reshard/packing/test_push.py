@@ -14,7 +14,7 @@ import pytest
 import reshard as api
 from manifests.digest import digest_bytes
 from reshard.formats.huggingface.model_card import with_section, without_section
-from tests.builders import edit_manifest, files_in, llama_config, refusal, reshard, run, write_model
+from tests.builders import edit_manifest, files_in, llama_config, refusal, reshard, write_model
 from tests.refusals import refused
 from tests.servers.hub import MEMBER, STRANGER, Hub, serve_hub, set_up
 
@@ -285,18 +285,6 @@ def test_virtual_pack_is_not_pushed(hub: Hub, tmp_path: Path, packed: Path) -> N
     source = packed.parent / "source"
     assert reshard("pack", source, "--layout", "pp=2", "--virtual", "--out", virtual).code == 0
     assert refusal("push", virtual, NAME).found[1] == "manifest.unrooted-bytes"
-
-
-def test_file_larger_than_the_hub_takes_is_refused(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = pack(tmp_path)
-    monkeypatch.setattr("reshard.packing.push._MOST_FILE_NBYTES", 1000)
-    assert refused(lambda: api.push(packed, NAME)) == ("shard.too-large-for-hub", str(packed / SHARD))
-
-
-def test_header_above_the_readers_limit_is_named(hub: Hub, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard.packing.push.MOST_READ_HEADER_NBYTES", 100)
-    ended = run("push", packed, NAME)
-    assert f'"{SHARD}"' in ended.err
 
 
 def test_card_with_metadata_that_the_hub_refuses_is_refused(hub: Hub, packed: Path) -> None:
