@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from reshard.api.sign import sign
     from reshard.api.verify import verify
     from reshard.checks.check import CheckResult
-    from reshard.checks.compare import Difference
     from reshard.checks.diff import DiffResult, TensorDifference
     from reshard.checks.verify import VerifyResult
     from reshard.copy.parallelism import Parallelism
@@ -63,7 +62,6 @@ __all__ = [
     "CheckResult",
     "Conversion",
     "DiffResult",
-    "Difference",
     "ExportResult",
     "Finding",
     "Forecast",
@@ -152,7 +150,6 @@ __getattr__, __dir__ = lazy_attributes(
         "reshard.estimate.costs": ("ModuleTime",),
         "reshard.estimate.training_estimate": ("Forecast", "StepEstimate"),
         "reshard.layouts.model": ("StageLayout",),
-        "reshard.checks.compare": ("Difference",),
         "reshard.checks.diff": ("DiffResult", "TensorDifference"),
         "reshard.formats.huggingface.write": ("ExportResult",),
         "reshard.packing.hub_check": ("HubReport",),

@@ -51,6 +51,11 @@ class TensorAt:
     part: Slice | None = None  # None: the whole tensor
 
     @property
+    def place(self) -> str:
+        """Its file and name, for messages."""
+        return f"{self.file}: {self.name!r}"
+
+    @property
     def digest(self) -> str | None:
         """Its digest in hex, without a prefix."""
         return None if self.blake3 is None else self.blake3.hex()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from manifests.errors import InputError, SourceError, UnreachableError, UsageError
+from manifests.errors import InputError, SourceError, UnreachableError, UsageError, UserError
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import ModelDescription
 from reshard.archives.names import METADATA_NAME, is_deepspeed, is_megatron
-from reshard.checks.against import check_against
+from reshard.checks.compare import compare_checkpoints
 from reshard.checks.digests import check_digests, check_digests_place, write_digests
 from reshard.checks.model import check_model
-from reshard.checks.values import check_values
 from reshard.checks.verify import VerifyOptions, verify_manifest
 from reshard.formats.dcp.check import check_dcp
 from reshard.formats.dcp.read import read_dcp_tensors, read_dcp_weights
@@ -25,6 +24,7 @@ from reshard.formats.megatron.tracker import find_iteration
 from reshard.formats.open import open_source
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.finding import Contents, Finding, Findings
+from reshard.transforms.arithmetic import FLOATS, count_not_finite
 from stores.base import Folder
 from stores.bundles import TensorAt
 from stores.manifest_file import open_manifest
@@ -121,7 +121,7 @@ def check_checkpoint(
         here, other = contents.tensors, _tensors_of(options.against, are_stored=kind == "dcp")
         if kind == "dcp" and here and not _is_dcp(_open(options.against)):
             here = _dcp_weights(folder)
-        check_against(here, other, options.against, findings, count, reads_bytes=options.reads_bytes)
+        compare_checkpoints(here, other, options.against, findings, count, reads_bytes=options.reads_bytes)
     if options.digests == "verify":
         check_digests(folder, findings, count)
     wrote = options.digests == "write" and not findings
@@ -137,6 +137,28 @@ def check_checkpoint(
         findings=tuple(findings),
         wrote_digests=wrote,
     )
+
+
+def check_values(tensors: Iterable[TensorAt], findings: Findings, progress: Callable[[int], object]) -> None:
+    """Read floating-point tensors; report those that have NaN or infinity, and matrices of zeros alone.
+
+    Vectors of zeros are common, such as biases that nobody trained.
+    """
+    for tensor in tensors:
+        if tensor.dtype not in FLOATS or not tensor.nbytes:
+            continue
+        try:
+            num_broken, is_zero = count_not_finite(tensor, progress)
+        except UserError as error:
+            findings.add_error(error)
+            continue
+        if num_broken:
+            count = f"{num_broken} value{'s' if num_broken > 1 else ''}"
+            problem, hint = f"{count} of it NaN or infinite", "take an earlier checkpoint, or download it again"
+            findings.add(tensor.place, problem, hint, code="check.not-finite")
+        elif is_zero and len(tensor.shape) > 1:
+            hint = "was it ever written? take an earlier checkpoint, or download it again"
+            findings.add(tensor.place, "all values are zero", hint, code="check.all-zero")
 
 
 def _kind(files: Collection[str]) -> CheckpointKind:
@@ -157,9 +179,11 @@ def _check_manifest(folder: Folder, findings: Findings, *, reads_tensors: bool) 
     """Check a packed folder by its manifest: sizes, headers, names, and digests of its auxiliary files."""
     read = open_manifest(folder)
     done = verify_manifest(read, VerifyOptions(quick=True))
-    for where, problem, code in done.differences:
-        hint = "" if code else "copy the files that differ once more, or pack again; reshard verify reads every byte"
-        findings.add(where, problem, hint, code=code or "check.manifest")
+    for finding in done.differences:
+        hint = (
+            "" if finding.code else "copy the files that differ again, or pack again; reshard verify reads every byte"
+        )
+        findings.add(finding.where, finding.problem, hint, code=finding.code or "check.manifest")
     return Contents(
         num_tensors=done.num_tensors,
         num_files=sum(len(stage.shards) for stage in read.manifest.stages),

@@ -1,109 +1,132 @@
-"""Stored tensors compared with those of a source: which differ, which are missing, which are unexpected."""
+"""Stored tensors compared with those of a source, or of another checkpoint: names, kinds and bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from manifests.digest import PREFIX
 from manifests.errors import InputError
 from manifests.schema import TieGroup
 from reshard.copy.engine import hash_tensors
 from reshard.copy.runs import ByteCounter
-from reshard.tensors.comparison import are_of_one_kind, other_kind
+from reshard.formatting import count_of, some
+from reshard.tensors.comparison import are_of_one_kind, compare, other_kind
+from reshard.tensors.finding import Findings
 from stores.bundles import TensorAt
 
 _BATCH = 1 << 14
 _Item = TypeVar("_Item")
 
 
-class Difference(NamedTuple):
-    """A difference: where it is (a file, or a tensor in one), what it is, and a code of its own if it has one."""
-
-    where: str
-    problem: str
-    code: str = ""
-
-
 def in_batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:
     """Yield items some at a time: enough to read them together, and not a million."""
-    left = iter(items)
-    while batch := list(islice(left, _BATCH)):
+    remaining = iter(items)
+    while batch := list(islice(remaining, _BATCH)):
         yield batch
 
 
 def hash_each(
-    tensors: Sequence[TensorAt], progress: ByteCounter, differences: list[Difference]
+    tensors: Sequence[TensorAt], progress: ByteCounter, findings: Findings, *, code: str = ""
 ) -> Sequence[str | None]:
-    """Hash all tensors; one that cannot be read is added to `differences` and gets None."""
+    """Hash all tensors; one that cannot be read is added to `findings` and gets None."""
     try:
         return hash_tensors(tensors, progress)
     except (InputError, OSError):
-        found: list[str | None] = []
+        digests: list[str | None] = []
         for tensor in tensors:
             try:
-                found += hash_tensors([tensor])
+                digests += hash_tensors([tensor])
             except (InputError, OSError) as error:
-                differences.append(Difference(str(tensor.file), str(error)))
-                found.append(None)
-        return found
+                findings.add(tensor.file, str(error), code=code)
+                digests.append(None)
+        return digests
 
 
-def differences_from(
-    source: Mapping[str, TensorAt],
-    stored: Mapping[TensorAt, str | None],
-    ties: Sequence[TieGroup],
-    progress: ByteCounter,
-) -> list[Difference]:
-    """Compare tensors, given with the hex digests of their bytes, with those of a source, which are read.
-
-    A name that the source does not store is compared with a tensor that it is tied to.
-    """
-    differences: list[Difference] = []
-    pairs: list[tuple[TensorAt, TensorAt]] = []
-    for tensor, digest in stored.items():
-        origin = next((source[fqn] for fqn in _names(tensor.name, ties) if fqn in source), None)
-        if origin is None:
-            differences.append(Difference(f"{tensor.file}: {tensor.name!r}", "the source has no such tensor"))
-        elif not are_of_one_kind(origin, tensor):
-            differences.append(Difference(f"{tensor.file}: {tensor.name!r}", other_kind(origin, tensor)))
-        elif digest is not None:
-            pairs.append((origin, tensor))
-    differences += other_bytes(pairs, [stored[tensor] for _, tensor in pairs], progress, differences)
-    return differences
-
-
-def other_bytes(
+def compare_bytes(
     pairs: Sequence[tuple[TensorAt, TensorAt]],
     digests: Sequence[str | None],
     progress: ByteCounter,
-    unreadable: list[Difference],
-) -> list[Difference]:
-    """Compare tensors of one kind, pairs of which is expected and which is there, whose hex digests are given.
+    findings: Findings,
+    *,
+    code: str = "",
+    unreadable_code: str = "",
+) -> None:
+    """Compare tensors of one kind, pairs of an expected and an actual one, whose hex digests are given.
 
-    Expected tensors are read; those that cannot be are added to `unreadable`.
+    Expected tensors are read.
     """
-    expected = hash_each([origin for origin, _ in pairs], progress, unreadable)
-    return [
-        Difference(
-            f"{tensor.file}: {tensor.name!r}", f"expected {PREFIX}{wanted} ({origin.file}), found {PREFIX}{digest}"
-        )
-        for (origin, tensor), wanted, digest in zip(pairs, expected, digests, strict=True)
-        if None not in (wanted, digest) and wanted != digest
-    ]
+    unreadable = Findings()
+    expected_digests = hash_each([expected for expected, _ in pairs], progress, unreadable, code=unreadable_code)
+    for (expected, tensor), wanted, digest in zip(pairs, expected_digests, digests, strict=True):
+        if None not in (wanted, digest) and wanted != digest:
+            problem = f"expected {PREFIX}{wanted} ({expected.file}), found {PREFIX}{digest}"
+            findings.add(tensor.place, problem, code=code)
+    findings.extend(unreadable)
 
 
-def missing_from(stored: Collection[str], wanted: Iterable[TensorAt], ties: Sequence[TieGroup]) -> list[Difference]:
-    """Name the tensors of a source that are stored under none of their names."""
-    return [
-        Difference(f"{tensor.file}: {tensor.name!r}", "is in no bundle")
-        for tensor in wanted
-        if not any(fqn in stored for fqn in _names(tensor.name, ties))
-    ]
+def compare_with_source(
+    source: Mapping[str, TensorAt],
+    digests: Mapping[TensorAt, str | None],
+    ties: Sequence[TieGroup],
+    progress: ByteCounter,
+    findings: Findings,
+) -> None:
+    """Compare stored tensors, with the hex digests of their bytes, with those of a source, which are read.
+
+    A name that the source does not store is compared with a tensor that it is tied to.
+    """
+    pairs: list[tuple[TensorAt, TensorAt]] = []
+    for tensor, digest in digests.items():
+        origin = next((source[fqn] for fqn in _tied_names(tensor.name, ties) if fqn in source), None)
+        if origin is None:
+            findings.add(tensor.place, "the source has no such tensor")
+        elif not are_of_one_kind(origin, tensor):
+            findings.add(tensor.place, other_kind(origin, tensor))
+        elif digest is not None:
+            pairs.append((origin, tensor))
+    compare_bytes(pairs, [digests[tensor] for _, tensor in pairs], progress, findings)
 
 
-def _names(fqn: str, ties: Sequence[TieGroup]) -> Iterator[str]:
+def report_missing(
+    stored: Collection[str], expected: Iterable[TensorAt], ties: Sequence[TieGroup], findings: Findings
+) -> None:
+    """Report the tensors of a source that are stored under none of their names."""
+    for tensor in expected:
+        if not any(fqn in stored for fqn in _tied_names(tensor.name, ties)):
+            findings.add(tensor.place, "is in no bundle")
+
+
+def compare_checkpoints(
+    tensors: Mapping[str, TensorAt],
+    other: Mapping[str, TensorAt],
+    location: str,
+    findings: Findings,
+    progress: ByteCounter,
+    *,
+    reads_bytes: bool,
+) -> None:
+    """Report tensors that only one of two checkpoints has, or that differ; `location` is the other's."""
+    comparison = compare(other, tensors, are_of_one_kind)
+    for names, problem in ((comparison.missing, "missing here"), (comparison.unexpected, f"not in {location}")):
+        if names:
+            sentence = f"{count_of(names, 'tensor')} {problem}: {some(names)}"
+            hint = "the two are of different models or versions, or one is incomplete"
+            findings.add(location, sentence, hint, names, code="check.other-names")
+    for name in comparison.different:
+        findings.add(tensors[name].place, other_kind(other[name], tensors[name]), code="check.other-kind")
+    if not reads_bytes:
+        return
+    unequal = {*comparison.unexpected, *comparison.different}
+    pairs = [(other[name], tensor) for name, tensor in tensors.items() if name not in unequal]
+    unreadable = Findings()
+    digests = hash_each([tensor for _, tensor in pairs], progress, unreadable, code="check.unreadable")
+    compare_bytes(pairs, digests, progress, findings, code="check.other-bytes", unreadable_code="check.unreadable")
+    findings.extend(unreadable)
+
+
+def _tied_names(fqn: str, ties: Sequence[TieGroup]) -> Iterator[str]:
     yield fqn
     for group in ties:
         fqns = [member.fqn for member in group.members]

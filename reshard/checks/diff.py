@@ -80,13 +80,14 @@ def diff_checkpoints(
             continue
         for fqns in in_batches(chain(left, (fqn for fqn in right if fqn not in left))):
             here, there = ({fqn: tensors[fqn] for fqn in fqns if fqn in tensors} for tensors in (left, right))
-            same = {fqn for fqn in here if fqn in there and _are_same_slices(here[fqn], there[fqn])}
-            known = set() if reads_bytes else same
-            here, there = (_with_digests(tensors, known, reads_bytes, progress) for tensors in (here, there))
+            equal = {fqn for fqn in here if fqn in there and _are_same_slices(here[fqn], there[fqn])}
+            unread = set() if reads_bytes else equal
+            here, there = (_with_digests(tensors, unread, reads_bytes, progress) for tensors in (here, there))
             for fqn in fqns:
-                found = _compare(holds, fqn, here.get(fqn), there.get(fqn))
-                if found is not None:
-                    differences.append(_measure(found, here.get(fqn), there.get(fqn)) if with_norms else found)
+                pair = here.get(fqn), there.get(fqn)
+                difference = _compare(holds, fqn, *pair)
+                if difference is not None:
+                    differences.append(_measure(difference, *pair) if with_norms else difference)
                     continue
                 num_equal += 1
                 num_moved += len({modules.get(module_of(fqn, modules) or "") for modules in stages} - {None}) > 1
@@ -102,9 +103,9 @@ def diff_checkpoints(
 
 def nbytes_to_hash(a: Checkpoint, b: Checkpoint, *, reads_bytes: bool = False) -> int:
     """Return an estimate of the bytes to read for digests."""
-    found = (_tensors(checkpoint, holds) for checkpoint in (a, b) for holds in (WEIGHTS, *MOMENTS))
+    kinds = (_tensors(checkpoint, holds) for checkpoint in (a, b) for holds in (WEIGHTS, *MOMENTS))
     return sum(
-        tensor.nbytes for tensors in found for tensor in tensors.values() if reads_bytes or tensor.blake3 is None
+        tensor.nbytes for tensors in kinds for tensor in tensors.values() if reads_bytes or tensor.blake3 is None
     )
 
 
@@ -114,27 +115,27 @@ def _tensors(checkpoint: Checkpoint, holds: Holds) -> Mapping[str, TensorAt]:
 
 def _are_same_slices(a: TensorAt, b: TensorAt) -> bool:
     """Whether two tensors are sliced alike with equal digests, so that neither must be read."""
-    left, right = ([(one.dtype, one.part, one.blake3) for one in slices_of(tensor)] for tensor in (a, b))
+    left, right = ([(part.dtype, part.part, part.blake3) for part in slices_of(tensor)] for tensor in (a, b))
     return len(left) > 1 and left == right and all(digest is not None for *_, digest in left)
 
 
 def _boxes(tensor: TensorAt) -> list[Slice | None]:
-    return [one.part for one in slices_of(tensor)]
+    return [part.part for part in slices_of(tensor)]
 
 
 def _with_digests(
-    tensors: dict[str, TensorAt], same: Collection[str], reads_bytes: bool, progress: ByteCounter
+    tensors: dict[str, TensorAt], equal: Collection[str], reads_bytes: bool, progress: ByteCounter
 ) -> dict[str, TensorAt]:
-    """Return the tensors with digests, computed for all but those that are known to be equal."""
-    unknown = [
-        tensor for tensor in tensors.values() if (reads_bytes or tensor.blake3 is None) and tensor.name not in same
+    """Return the tensors with digests, computed for all but those whose slices have equal ones."""
+    unread = [
+        tensor for tensor in tensors.values() if (reads_bytes or tensor.blake3 is None) and tensor.name not in equal
     ]
-    unknown.sort(key=lambda tensor: (str(tensor.file), tensor.begin))  # one of A and B may be in another order
-    found = hash_tensors(unknown, progress)
-    for tensor, digest in zip(unknown, found, strict=True):
+    unread.sort(key=lambda tensor: (str(tensor.file), tensor.begin))  # one of A and B may be in another order
+    digests = hash_tensors(unread, progress)
+    for tensor, digest in zip(unread, digests, strict=True):
         check_digest(tensor, digest)
-    blank = ((number, tensor) for number, tensor in enumerate(unknown) if tensor.blake3 is None)
-    return tensors | {tensor.name: replace(tensor, blake3=found.raw(number)) for number, tensor in blank}
+    blank = ((number, tensor) for number, tensor in enumerate(unread) if tensor.blake3 is None)
+    return tensors | {tensor.name: replace(tensor, blake3=digests.raw(number)) for number, tensor in blank}
 
 
 def _compare(holds: Holds, fqn: str, a: TensorAt | None, b: TensorAt | None) -> TensorDifference | None:
@@ -162,13 +163,13 @@ def _layout(checkpoint: Checkpoint) -> str:
     return f"{layout.spec}: {layout.num_stages} stages on {layout.num_ranks} ranks, style {layout.style}"
 
 
-def _measure(found: TensorDifference, a: TensorAt | None, b: TensorAt | None) -> TensorDifference:
+def _measure(difference: TensorDifference, a: TensorAt | None, b: TensorAt | None) -> TensorDifference:
     """Add the norms, in float64, if both are floating point and of the same shape."""
     if a is None or b is None or a.shape != b.shape or not {a.dtype, b.dtype} <= FLOATS:
-        return found
+        return difference
     from reshard.transforms.arithmetic import norms_of  # numpy
 
     norm, norm_a = norms_of(a, b)
     if not (math.isfinite(norm) and math.isfinite(norm_a)):
-        return replace(found, problem=f"{found.problem}, and not all values are finite")
-    return replace(found, norm=norm, norm_a=norm_a)
+        return replace(difference, problem=f"{difference.problem}, and not all values are finite")
+    return replace(difference, norm=norm, norm_a=norm_a)

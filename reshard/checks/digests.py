@@ -11,6 +11,7 @@ from manifests.digest import PREFIX
 from manifests.errors import OutputError, SourceError, UserError
 from manifests.jsontext import parse_json_object
 from manifests.store import write_file
+from reshard.tensors.comparison import compare
 from reshard.tensors.finding import Findings
 from stores.base import Blocks, Folder, is_hidden, read_whole
 from stores.folders.probe import check_new_file
@@ -54,25 +55,24 @@ def check_digests(folder: Folder, findings: Findings, progress: OnBytes) -> None
     Raises:
         SourceError: there is no `digests.json` that can be read.
     """
-    expected = _read(folder)
-    names = _names(folder)
-    for name in names:
-        where = str(folder.file(name))
-        if name not in expected:
-            hint = "remove it, or write the digests again"
-            findings.add(where, f"is not in {DIGESTS_NAME}", hint, code="check.unlisted-file")
-            continue
+    expected, entries = _read(folder), dict[str, dict[str, Any]]()
+    unreadable = Findings()
+    for name in _names(folder):
         try:
-            found = _entry(folder, name, progress)
+            entries[name] = _entry(folder, name, progress) if name in expected else {}
         except UserError as error:
-            findings.add_error(error)
-            continue
-        wanted = expected[name]
-        if found != wanted:
-            problem = f"expected {_shown(wanted)}, found {_shown(found)}"
-            hint = "the file was changed or damaged; download or copy it again"
-            findings.add(where, problem, hint, code="check.changed-file")
-    for name in sorted(expected.keys() - set(names)):
+            unreadable.add_error(error)
+            entries[name] = expected[name]
+    comparison = compare(expected, entries)
+    for name in comparison.unexpected:
+        hint = "remove it, or write the digests again"
+        findings.add(folder.file(name), f"is not in {DIGESTS_NAME}", hint, code="check.unlisted-file")
+    for name in comparison.different:
+        problem = f"expected {_shown(expected[name])}, found {_shown(entries[name])}"
+        hint = "the file was changed or damaged; download or copy it again"
+        findings.add(folder.file(name), problem, hint, code="check.changed-file")
+    findings.extend(unreadable)
+    for name in sorted(comparison.missing):
         problem, hint = f"is missing; {DIGESTS_NAME} has it", "download or copy it again"
         findings.add(f"{folder}/{name}", problem, hint, code="check.absent-file")
 

@@ -12,86 +12,91 @@ from manifests.errors import InputError, refused_by_system
 from manifests.index import INDEX_NAME, has_index, is_indexed, replicas_elsewhere
 from manifests.readers import ADAPTER_NAMES, CONSULTED_FOLDERS, is_consulted, is_weights
 from manifests.schema import WEIGHTS, Manifest, Stage
-from reshard.checks.compare import Difference
 from reshard.formats.huggingface.weight_map import ShardIndex, read_shard_index
+from reshard.formatting import count_of, some
+from reshard.tensors.comparison import compare_emptying
+from reshard.tensors.finding import Findings
 from stores.base import Folder, read_whole
 from stores.bundles import TensorAt
 from stores.folders.owned import files_in
 from stores.local import LocalFolder
 
-_MOST_SHOWN = 3
 
-
-def read_own_index(manifest: Manifest, folder: Folder, names: Mapping[str, str]) -> ShardIndex | Difference | None:
-    """Return the index beside a manifest, its names as `read_shard_index`, or what is wrong with it; None: none."""
+def read_index(manifest: Manifest, folder: Folder, names: Mapping[str, str], findings: Findings) -> ShardIndex | None:
+    """Return the index beside a manifest, its names as `read_shard_index`, if there is one that can be read."""
     if not has_index(manifest):
         return None
     file = folder.file(INDEX_NAME)
     try:
         return read_shard_index(read_whole(file), str(file), names)
     except InputError as error:
-        return Difference(error.where, error.problem)
+        findings.add(error.where, error.problem)
+        return None
 
 
-def index_differences(
-    index: ShardIndex, manifest: Manifest, folder: Folder, stages: Collection[Stage], weights: Iterable[TensorAt]
-) -> Iterator[Difference]:
-    """Yield what the index says otherwise than the shards of these stages, which have these `weights`.
+def check_index(
+    index: ShardIndex,
+    manifest: Manifest,
+    folder: Folder,
+    stages: Collection[Stage],
+    weights: Iterable[TensorAt],
+    findings: Findings,
+) -> None:
+    """Report where an index differs from the shards of these stages, which have these `weights`.
 
-    What is found as expected is removed from the index.
+    The index is emptied meanwhile: the names of a million tensors are in memory once.
     """
-    where, listed = str(folder.file(INDEX_NAME)), index.weight_map
-    shards = (shard for stage in stages for shard in stage.shards)
-    indexed = [shard.path for shard in shards if is_indexed(shard.holds, shard.path)]
+    where, is_all = str(folder.file(INDEX_NAME)), len(stages) == len(manifest.stages)
+    indexed = [shard.path for stage in stages for shard in stage.shards if is_indexed(shard.holds, shard.path)]
     paths, replicas = {folder.file(path): path for path in indexed}, replicas_elsewhere(manifest.ties)
-    missing, moved, total = [], [], 0
-    for tensor in weights:
-        path = paths.get(tensor.file)
-        total += 0 if path is None else tensor.nbytes
-        if tensor.name not in replicas:
-            found = listed.pop(tensor.name, None)
-            if found is None:
-                missing.append(tensor.name)
-            elif found != path:
-                moved.append(tensor.name)
-    is_all = len(stages) == len(manifest.stages)
-    unknown = [name for name, path in listed.items() if is_all or path in indexed]
+    total = 0
+
+    def places() -> Iterator[tuple[str, str | None]]:
+        nonlocal total
+        for tensor in weights:
+            path = paths.get(tensor.file)
+            total += 0 if path is None else tensor.nbytes
+            if tensor.name not in replicas:
+                yield tensor.name, path
+
+    listed = index.weight_map
+    comparison = compare_emptying(listed, places())
+    missing = [name for name in comparison.missing if is_all or listed[name] in indexed]
     for names, problem in (
-        (missing, "the manifest's shards have {}, which the index does not list"),
-        (moved, "the index lists {} in another shard than the manifest's"),
-        (unknown, "the index lists {}, which the manifest's shards do not have"),
+        (comparison.unexpected, "the manifest's shards have {}, which the index does not list"),
+        (comparison.different, "the index lists {} in another shard than the manifest's"),
+        (missing, "the index lists {}, which the manifest's shards do not have"),
     ):
         if names:
-            shown = ", ".join(map(repr, names[:_MOST_SHOWN])) + (", ..." if len(names) > _MOST_SHOWN else "")
-            count = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
-            yield Difference(f"{where}: weight_map", problem.format(f"{count} ({shown})"))
+            sentence = problem.format(f"{count_of(names, 'tensor')} ({some(names)})")
+            findings.add(f"{where}: weight_map", sentence)
     if is_all and (index.total_size != total or isinstance(index.total_size, bool)):
         problem = f"expected {total} (its tensors), found {str(index.total_size)[:80]}"
-        yield Difference(f"{where}: metadata.total_size", problem)
+        findings.add(f"{where}: metadata.total_size", problem)
 
 
-def misleading_files(manifest: Manifest, folder: Folder, own_name: str) -> Iterator[Difference]:
-    """Yield the files for which other programs read something else than the weights of a manifest, the file `own_name`.
+def check_names(manifest: Manifest, folder: Folder, manifest_name: str, findings: Findings) -> None:
+    """Report files for which other programs read something else than the weights of a manifest.
 
     They are not listed, or listed as something else than readers take them for: see Note [Names that readers consult].
 
     Raises:
         InputError: the folder cannot be listed.
     """
-    listed = {*files_in(manifest), own_name}
+    listed = {*files_in(manifest), manifest_name}
     for name in _names(folder):
         if is_consulted(name) and name not in listed and _is_file(folder, name):
             problem = "is not in the manifest, and programs that open the folder may read it: move it out of the folder"
-            yield Difference(str(folder.file(name)), problem, code="manifest.unlisted-file")
+            findings.add(folder.file(name), problem, code="manifest.unlisted-file")
     in_root = [shard for shard in manifest.shards if "/" not in shard.path]
     for shard in in_root:
         if shard.holds != WEIGHTS or (shard.path == "model.safetensors" and len(in_root) > 1):
             problem = f"has {shard.holds} of a stage, and readers take a file of this name for the weights of the model"
-            yield Difference(str(folder.file(shard.path)), problem, code="manifest.misleading-name")
+            findings.add(folder.file(shard.path), problem, code="manifest.misleading-name")
     for file in manifest.files:
         if is_weights(file.path) or file.path in ADAPTER_NAMES:
             problem = "is not a shard of the manifest, and readers take a file of this name for weights"
-            yield Difference(str(folder.file(file.path)), problem, code="manifest.misleading-name")
+            findings.add(folder.file(file.path), problem, code="manifest.misleading-name")
 
 
 def _names(folder: Folder) -> Iterable[str]:

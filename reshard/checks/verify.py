@@ -13,13 +13,14 @@ from manifests.headertext import NO_NAMES
 from manifests.invariants import SOURCE_NAME
 from manifests.models import ModelShape, module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage, TieGroup
-from reshard.checks.compare import Difference, differences_from, hash_each, in_batches, missing_from
-from reshard.checks.index_check import index_differences, misleading_files, read_own_index
+from reshard.checks.compare import compare_with_source, hash_each, in_batches, report_missing
+from reshard.checks.index_check import check_index, check_names, read_index
 from reshard.checks.signature import check_signature
 from reshard.copy.runs import ByteCounter
-from reshard.formats.huggingface.weight_map import ShardIndex
 from reshard.formats.manifest.read import describe, open_described
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
+from reshard.tensors.comparison import compare
+from reshard.tensors.finding import Finding, Findings
 from reshard.tensors.slices import merge_slices
 from stores.base import Blocks, Folder, check_whole
 from stores.bundles import Bundles, TensorAt, join_slices
@@ -51,8 +52,8 @@ class VerifyResult:
     compared_nbytes: int
     source: str | None
     num_beyond: int  # tensors of the optimizer state, if the source has none
-    differences: tuple[Difference, ...]
-    signature: str | None = None  # where it is, if it was asked for
+    differences: tuple[Finding, ...]
+    signature: str | None = None  # where it is, if a public key was given
 
     @property
     def equal(self) -> bool:
@@ -85,42 +86,43 @@ def verify_manifest(
     with suppress(InputError):  # reported at the end, if nothing else is
         described = describe(read, options.against.shape if options.against else None)
     bundles = Bundles(manifest, read.folder, described.names if described else NO_NAMES)
-    index = read_own_index(manifest, read.folder, bundles.names)
+    findings, of_index, of_source = Findings(), Findings(), Findings()
+    index = read_index(manifest, read.folder, bundles.names, of_index)
     bundles.read_ahead(stages, (WEIGHTS, *MOMENTS))
-    differences: list[Difference] = []
-    readers_by_kind = {holds: _intact_readers(bundles, stages, holds, differences) for holds in (WEIGHTS, *MOMENTS)}
-    of_index = [index] if isinstance(index, Difference) else []
-    if isinstance(index, ShardIndex) and not differences:
-        of_index += index_differences(index, manifest, read.folder, stages, _each(readers_by_kind[WEIGHTS]))
+    readers_by_kind = {holds: _intact_readers(bundles, stages, holds, findings) for holds in (WEIGHTS, *MOMENTS)}
+    if index is not None and not findings:
+        check_index(index, manifest, read.folder, stages, _tensors_of(readers_by_kind[WEIGHTS]), of_index)
     index, bundles.names = None, NO_NAMES
-    counts, of_source = _Counts(), list[Difference]()
+    counts = _Counts()
     for holds, readers in readers_by_kind.items():
         expected = None if options.against is None else _expected(options.against, holds)
-        names = _compare(readers, expected, manifest.ties, options, progress, counts, (differences, of_source))
+        names = _compare(readers, expected, manifest.ties, options, progress, counts, (findings, of_source))
         if options.against is not None and expected is None:  # a source without optimizer state
             counts.num_beyond += len(names)
         elif options.against is not None and expected is not None:
             dropped = described.record.dropped if described else ()
-            wanted = _wanted(expected, options.against.shape, stages, manifest, dropped)
-            of_source += missing_from(names, wanted, manifest.ties)
+            sources = _belonging(expected, options.against.shape, stages, manifest, dropped)
+            report_missing(names, sources, manifest.ties, of_source)
         del names  # of a million tensors, they take 40 MB
-    differences += _unlike_their_files(manifest, read.folder)
+    _check_files(manifest, read.folder, findings)
     if options.against is not None:
-        differences += [*of_source, *_unlike_files_of(options.against, manifest, read.folder)]
-    if not differences and options.stages is None:
+        findings.extend(of_source)
+        _compare_files(options.against, manifest, read.folder, findings)
+    if not findings and options.stages is None:
         try:
             open_described(described or describe(read), bundles)
         except InputError as error:  # an incomplete model, its files intact
-            differences, of_index = [Difference(error.where, error.problem)], []
-    differences += of_index
-    differences += misleading_files(manifest, read.folder, read.name)
+            findings.add(error.where, error.problem)
+            of_index = Findings()
+    findings.extend(of_index)
+    check_names(manifest, read.folder, read.name, findings)
     return VerifyResult(
         num_tensors=counts.num_tensors,
         nbytes=counts.nbytes,
         compared_nbytes=counts.compared_nbytes,
         source=options.against.location if options.against else None,
         num_beyond=counts.num_beyond,
-        differences=tuple(dict.fromkeys(differences)),  # stages may share original files
+        differences=tuple(findings),
         signature=signature,
     )
 
@@ -128,12 +130,14 @@ def verify_manifest(
 def nbytes_to_read(manifest: Manifest, options: VerifyOptions) -> int:
     """Return an estimate of the bytes to read; refuses stages that do not exist, as `verify_manifest`."""
     stages = _choose(manifest, options.stages)
-    own = 0 if options.quick else sum(shard.nbytes for stage in stages for shard in stage.shards)
-    return own if options.against is None else own + sum(stage.nbytes * (2 if stage.spans else 1) for stage in stages)
+    nbytes = 0 if options.quick else sum(shard.nbytes for stage in stages for shard in stage.shards)
+    if options.against is not None:
+        nbytes += sum(stage.nbytes * (2 if stage.spans else 1) for stage in stages)
+    return nbytes
 
 
-def _choose(manifest: Manifest, wanted: frozenset[int] | None) -> list[Stage]:
-    for index in sorted(wanted or ()):
+def _choose(manifest: Manifest, indices: frozenset[int] | None) -> list[Stage]:
+    for index in sorted(indices or ()):
         if index >= len(manifest.stages):
             raise UsageError(
                 "--stage",
@@ -141,7 +145,7 @@ def _choose(manifest: Manifest, wanted: frozenset[int] | None) -> list[Stage]:
                 "stages are numbered from 0",
                 code="options.unknown-stage",
             )
-    return [stage for stage in manifest.stages if wanted is None or stage.index in wanted]
+    return [stage for stage in manifest.stages if indices is None or stage.index in indices]
 
 
 @dataclass(slots=True)
@@ -154,9 +158,7 @@ class _Counts:
     num_beyond: int = 0
 
 
-def _intact_readers(
-    bundles: Bundles, stages: Sequence[Stage], holds: Holds, differences: list[Difference]
-) -> list[_FileReader]:
+def _intact_readers(bundles: Bundles, stages: Sequence[Stage], holds: Holds, findings: Findings) -> list[_FileReader]:
     """Read the headers of these stages; return what yields the tensors of each file whose header is intact."""
     readers = []
     for read in (read for stage in stages for read in bundles.file_readers(stage, (holds,))):
@@ -164,11 +166,11 @@ def _intact_readers(
             read()
             readers.append(read)
         except InputError as error:
-            differences.append(Difference(error.where, error.problem))
+            findings.add(error.where, error.problem)
     return readers
 
 
-def _each(readers: Iterable[_FileReader]) -> Iterator[TensorAt]:
+def _tensors_of(readers: Iterable[_FileReader]) -> Iterator[TensorAt]:
     return (tensor for read in readers for tensor in read())
 
 
@@ -183,80 +185,80 @@ def _compare(
     options: VerifyOptions,
     progress: ByteCounter,
     counts: _Counts,
-    differences: tuple[list[Difference], list[Difference]],
+    findings: tuple[Findings, Findings],
 ) -> Collection[str]:
     """Compare tensors, some at a time, with their digests and with those of the source; return their names.
 
-    `differences` are those from the digests and those from the source.
+    `findings` are those of the digests and those of the source.
     """
-    of_bytes, of_source = differences
+    of_bytes, of_source = findings
     are_whole: dict[str, bool] = {}
     sliced: dict[TensorAt, str | None] = {}
     twice: set[str] = set()
-    for tensors in in_batches(_each(readers)):
+    for tensors in in_batches(_tensors_of(readers)):
         compared = [tensor for tensor in tensors if options.against or (tensor.blake3 and not options.quick)]
-        digests = hash_each(compared, progress, of_bytes)
-        of_bytes += _unlike_their_digests(compared, digests)
+        digests = dict(zip(compared, hash_each(compared, progress, of_bytes), strict=True))
+        _check_digests(digests, of_bytes)
         counts.nbytes += sum(tensor.nbytes for tensor in tensors)
         counts.compared_nbytes += sum(tensor.nbytes for tensor in compared)
-        found = dict(zip(compared, digests, strict=True)) if expected is not None else {}
         for tensor in tensors:
             is_whole = tensor.part is None
             if tensor.name in are_whole and (is_whole or are_whole[tensor.name]):
                 twice.add(tensor.name)
             are_whole[tensor.name] = is_whole
-            if not is_whole and tensor in found:
-                sliced[tensor] = found.pop(tensor)
+            if expected is not None and not is_whole and tensor in digests:
+                sliced[tensor] = digests.pop(tensor)
         if expected is not None:
-            of_source += differences_from(expected, found, ties, progress)
+            compare_with_source(expected, digests, ties, progress, of_source)
     counts.num_tensors += len(are_whole)
     if expected is not None:
-        sliced |= {tensor: None for tensor in _each(readers) if tensor.name in twice} if twice else {}
-        of_source += differences_from(expected, _merged(sliced, of_source, progress), ties, progress)
+        sliced |= {tensor: None for tensor in _tensors_of(readers) if tensor.name in twice} if twice else {}
+        compare_with_source(expected, _merged(sliced, of_source, progress), ties, progress, of_source)
     return are_whole
 
 
 def _merged(
-    digests: Mapping[TensorAt, str | None], differences: list[Difference], progress: ByteCounter
+    digests: Mapping[TensorAt, str | None], findings: Findings, progress: ByteCounter
 ) -> Mapping[TensorAt, str | None]:
     """Return the tensors of these slices with their hex digests, for which they are read again."""
     try:
         joined = join_slices(digests).values()
     except InputError as error:
-        differences.append(Difference(error.where, error.problem))
+        findings.add(error.where, error.problem)
         return {}
     whole = {merge_slices(parts): digests[parts[0]] for parts in joined if len(parts) == 1}
     sliced = [parts for parts in joined if len(parts) > 1]
     merged = [merge_slices(parts) for parts in sliced if all(digests[part] == part.digest for part in parts)]
-    return whole | dict(zip(merged, hash_each(merged, progress, differences), strict=True))
+    return whole | dict(zip(merged, hash_each(merged, progress, findings), strict=True))
 
 
-def _unlike_their_digests(tensors: Sequence[TensorAt], digests: Sequence[str | None]) -> Iterator[Difference]:
-    for tensor, found in zip(tensors, digests, strict=True):
-        if None not in (found, tensor.blake3) and found != tensor.digest:
-            problem = f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}"
-            yield Difference(f"{tensor.file}: {tensor.name!r}", problem)
+def _check_digests(digests: Mapping[TensorAt, str | None], findings: Findings) -> None:
+    for tensor, digest in digests.items():
+        if None not in (digest, tensor.blake3) and digest != tensor.digest:
+            findings.add(tensor.place, f"expected {PREFIX}{tensor.digest}, found {PREFIX}{digest}")
 
 
-def _unlike_their_files(manifest: Manifest, folder: Folder) -> Iterator[Difference]:
+def _check_files(manifest: Manifest, folder: Folder, findings: Findings) -> None:
     for auxiliary in manifest.files:
         try:
             check_whole(folder.file(auxiliary.path), auxiliary.compared_digest)
         except InputError as error:
-            yield Difference(error.where, error.problem)
+            findings.add(error.where, error.problem)
 
 
-def _unlike_files_of(source: Checkpoint, manifest: Manifest, folder: Folder) -> Iterator[Difference]:
+def _compare_files(source: Checkpoint, manifest: Manifest, folder: Folder, findings: Findings) -> None:
     """Compare auxiliary files, by their digests, with those of a source; `source.json` is the manifest's own."""
-    expected = {auxiliary.path: auxiliary for auxiliary in source.auxiliary}
-    found = {auxiliary.path: auxiliary.digest for auxiliary in manifest.files if auxiliary.path != SOURCE_NAME}
-    for path, digest in found.items():
-        if path not in expected:
-            yield Difference(str(folder.file(path)), f"is not in {source.location}")
-        elif (other := _digest_of(expected[path])) != digest:
-            yield Difference(str(folder.file(path)), f"expected {other} ({source.location}), found {digest}")
-    for path in sorted(expected.keys() - found.keys()):
-        yield Difference(str(folder.file(path)), f"is in {source.location}, but not in the manifest")
+    digests = {auxiliary.path: auxiliary.digest for auxiliary in manifest.files if auxiliary.path != SOURCE_NAME}
+    expected = {
+        auxiliary.path: _digest_of(auxiliary) if auxiliary.path in digests else "" for auxiliary in source.auxiliary
+    }
+    comparison = compare(expected, digests)
+    for path in comparison.unexpected:
+        findings.add(folder.file(path), f"is not in {source.location}")
+    for path in comparison.different:
+        findings.add(folder.file(path), f"expected {expected[path]} ({source.location}), found {digests[path]}")
+    for path in sorted(comparison.missing):
+        findings.add(folder.file(path), f"is in {source.location}, but not in the manifest")
 
 
 def _digest_of(auxiliary: AuxiliaryAt) -> str:
@@ -268,7 +270,7 @@ def _digest_of(auxiliary: AuxiliaryAt) -> str:
     return blocks.digest
 
 
-def _wanted(
+def _belonging(
     tensors: Mapping[str, TensorAt],
     shape: ModelShape,
     stages: Sequence[Stage],

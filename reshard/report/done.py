@@ -120,8 +120,8 @@ def verify_json(done: VerifyResult) -> dict[str, Any]:
         "nbytes": done.nbytes,
         "compared_nbytes": done.compared_nbytes,
         "differences": [
-            {"where": where, "problem": problem, **({"code": code} if code else {})}
-            for where, problem, code in done.differences
+            {"where": each.where, "problem": each.problem, **({"code": each.code} if each.code else {})}
+            for each in done.differences
         ],
         **({} if done.signature is None else {"signature": done.signature}),
         **({"code": done.code} if done.code else {}),
@@ -152,7 +152,7 @@ def _verified(done: VerifyResult, manifest: str) -> str:
         return f"verified {read}: all digests match the manifest"
     count = "1 problem" if len(done.differences) == 1 else f"{len(done.differences)} problems"
     lines = [f"{manifest}: {count} found; checked {read}"]
-    lines += [printable(f"  {where}: {problem}", lines=False) for where, problem, _ in done.differences]
+    lines += [printable(f"  {each.where}: {each.problem}", lines=False) for each in done.differences]
     hint = () if done.source else ("hint: copy the damaged files again, or pack or save the checkpoint again",)
     return "\n".join((*lines, *hint))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ _Actual = TypeVar("_Actual")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The names that are only expected, that are only there, and that are in both and differ, in their orders."""
+    """Names that are only expected, that are only actual, and whose values differ, each in the order of its input."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -34,6 +34,17 @@ def compare(
             name for name, value in actual.items() if name in expected and not is_equal(expected[name], value)
         ),
     )
+
+
+def compare_emptying(expected: dict[str, _Expected], actual: Iterable[tuple[str, _Actual]]) -> Comparison:
+    """Compare as `compare`, in the memory of `expected` alone: what is as expected is removed from it."""
+    unexpected, different = [], []
+    for name, value in actual:
+        if name not in expected:
+            unexpected.append(name)
+        elif expected.pop(name) != value:
+            different.append(name)
+    return Comparison(missing=tuple(expected), unexpected=tuple(unexpected), different=tuple(different))
 
 
 def compare_with_shape(tensors: Mapping[str, TensorAt], shape: ModelShape) -> Comparison:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import _TYPES as TORCH
 
 from manifests.headertext import DTYPE_BITS
-from reshard.checks.values import check_values
+from reshard.checks.check import check_values
 from reshard.tensors.finding import Findings
 from stores.bundles import TensorAt
 from stores.local import LocalFile
