@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from manifests.errors import InputError, UserError
 from manifests.models import ARCHITECTURES, model_shape
 from runner.config.architectures import TORCHTITAN, is_generic
-from runner.models import family_for
+from runner.models import family_for, generic
 from runner.pipeline.chunk import StageChunk, build_chunks, materialize
 from runner.training.rng import seed_rng
 from tests.fast.manifests.models.built import DECODERS, TRUE_DECODERS, read_config
@@ -274,7 +274,7 @@ def test_parameters_that_files_have_not_are_refused(monkeypatch: pytest.MonkeyPa
             config.n_inner = 48
             super().__init__(config)
 
-    monkeypatch.setattr(transformers, "GPT2LMHeadModel", Changed)
+    monkeypatch.setattr(generic.transformers, "GPT2LMHeadModel", Changed)
     with pytest.raises(InputError) as error:
         family_for(read_config("tiny-gpt2"), max_seq_len=8)
     assert (error.value.code, error.value.where) == ("system.wrong-version", f"transformers {transformers.__version__}")

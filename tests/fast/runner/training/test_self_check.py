@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 
 from manifests.errors import ModelError, UserError
 from runner.config.schema import ComputeOptions, Dtype
-from runner.models import family_for
+from runner.models import family_for, generic
 from runner.models.generic import Generic
 from runner.pipeline import self_check
 from runner.pipeline.self_check import SelfChecked
@@ -25,7 +24,8 @@ from tests.fast.runner.models.twins import NAME, TwinForCausalLM, entry_of_twin,
 
 @pytest.fixture
 def twin(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Generic]:
-    monkeypatch.setattr(transformers, NAME, TwinForCausalLM, raising=False)
+    # Not the module of that name: transformers imports itself again when a model of experts is built.
+    monkeypatch.setattr(generic.transformers, NAME, TwinForCausalLM, raising=False)
     return lambda wrong: Generic(entry_of_twin(), twin_config(wrong), max_seq_len=8)
 
 
