@@ -80,6 +80,12 @@ def run(*args: str | Path) -> Ended:
     return ended
 
 
+def pack(source: str | Path, out: str | Path, layout: str = "pp=2", *flags: str | Path) -> Path:
+    """Pack a source, which must succeed, and return its output."""
+    run("pack", source, "--layout", layout, "--out", out, *flags)
+    return Path(out)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refusal:
     """How the command refused something: `found` is its exit code, the error's code and its place."""

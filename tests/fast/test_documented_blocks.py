@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import llama_config, reshard, write_model
+from tests.builders import llama_config, pack, write_model
 from tests.pages import NOT_RUN, PAGES, ROOT, RUN, SECTIONS_OF, blocks_of
 
 
@@ -71,7 +71,7 @@ def test_listing_of_a_packed_folder_is_what_pack_writes(tmp_path: Path) -> None:
     listed = {name for line in lines for name in line.split(", ")} - {"tokenizer", "…"}
     write_model(tmp_path / "model", llama_config(tie_word_embeddings=True))
     (tmp_path / "model" / "SHA256SUMS").write_text("")
-    assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "out").code == 0
+    pack(tmp_path / "model", tmp_path / "out")
     packed = tmp_path / "out"
     found = {path.relative_to(packed).as_posix() for path in packed.rglob("*") if path.is_file()}
     assert found == {*listed, "tokenizer.json", "generation_config.json"}

@@ -15,9 +15,9 @@ from tests.builders import (
     Tensor,
     llama_config,
     llama_shapes,
+    pack,
     random_tensors,
     read_safetensors,
-    run,
     write_model,
 )
 from tests.fast.reshard.forged import change_manifest, digest, read_stage, shard_of
@@ -67,7 +67,7 @@ def write_trained(folder: Path, layout: str, *, seed: int = 0, **config: Any) ->
     sizes = llama_config(**config)
     write_model(folder / "source", sizes, random_tensors(sizes, dtypes=["F32"], seed=seed))
     out = folder / "trained"
-    run("pack", folder / "source", "--layout", layout, "--out", out)
+    pack(folder / "source", out, layout)
     for index in range(len(json.loads((out / "manifest.json").read_text())["stages"])):
         for moment, tensors in random_moments(sizes, seed).items():
             write_moments(out, index, moment, {fqn: tensors[fqn] for fqn in sorted(read_stage(out, index))})

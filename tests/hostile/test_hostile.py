@@ -18,7 +18,7 @@ from runner.cli import main as run_runner
 from runner.load.load import load_tensors
 from runner.tensors.local_shard import whole_pieces
 from stores.bundles import Bundles
-from tests.builders import INDEX, llama_config, reshard, write_model
+from tests.builders import INDEX, llama_config, pack, reshard, write_model
 from tests.fast.reshard.forged import change_manifest
 from tests.hostile.make import CONFIGS, FILES, INDEXES, MANIFESTS, SHARD_NAMES, SHARDS, Hostile, write_files
 from tests.refusals import refused
@@ -37,7 +37,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile")
     write_model(folder / "one", CONFIG)
     write_model(folder / "two", CONFIG, num_shards=2)
-    assert reshard("pack", folder / "one", "--layout", "pp=2", "--out", folder / "packed").code == 0
+    pack(folder / "one", folder / "packed")
     return folder
 
 

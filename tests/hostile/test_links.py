@@ -19,6 +19,7 @@ from tests.builders import (
     files_in,
     leftovers,
     llama_config,
+    pack,
     random_tensors,
     reshard,
     write_model,
@@ -37,9 +38,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def packed(source: Path) -> Path:
-    out = source.with_name("packed")
-    assert reshard("pack", source, "--layout", "pp=2", "--out", out).code == 0
-    return out
+    return pack(source, source.with_name("packed"))
 
 
 def into_cache(folder: Path, cache: Path) -> Path:
@@ -56,7 +55,7 @@ def into_cache(folder: Path, cache: Path) -> Path:
 
 def test_source_in_the_cache_of_the_hub_is_followed(source: Path, packed: Path, tmp_path: Path) -> None:
     snapshot, out = into_cache(source, tmp_path / "models--a--b"), tmp_path / "out"
-    assert reshard("pack", snapshot, "--layout", "pp=2", "--out", out).code == 0
+    pack(snapshot, out)
     assert not any(path.is_symlink() for path in out.rglob("*"))
     found, expected = files_in(out), files_in(packed)
     assert found.pop("manifest.json") != expected.pop("manifest.json")  # which names the source
@@ -68,7 +67,7 @@ def test_source_of_links_to_files_anywhere_is_followed(source: Path, packed: Pat
     farm.mkdir()
     for path in source.iterdir():
         (farm / path.name).symlink_to(path)
-    assert reshard("pack", farm, "--layout", "pp=2", "--out", out).code == 0
+    pack(farm, out)
     assert (out / SHARD).read_bytes() == (packed / SHARD).read_bytes()
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.builders import run
+from tests.builders import pack, run
 from tests.interop.make_deepspeed_golden import GPT2, LLAMA, MPT, transformers_name
 from tests.interop.test_readers import part_of_interop
 from tests.process.torchrun import launch
@@ -60,7 +60,7 @@ def test_pipeline_module_loads_exported_layers_and_saves_them(name: str, job: di
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]))
     model.save_pretrained(tmp_path / "model")
-    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed")
+    pack(tmp_path / "model", tmp_path / "packed")
     run("export", tmp_path / "packed", "--to", "deepspeed", "--out", tmp_path / "out")
     theirs = {"load": str(tmp_path / "out"), "how": "module", "save": str(tmp_path / "theirs"), "save_at": 0}
     _, loaded = train(tmp_path / "run", name, **theirs | job)
@@ -69,7 +69,7 @@ def test_pipeline_module_loads_exported_layers_and_saves_them(name: str, job: di
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[fqn], expected[fqn]) for fqn in expected)
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(MODELS[name]))
-    run("pack", tmp_path / "theirs", "--layout", "pp=1", "--out", tmp_path / "again")
+    pack(tmp_path / "theirs", tmp_path / "again", "pp=1")
     run("export", tmp_path / "again", "--to", "hf", "--out", tmp_path / "back")
     found = load_file(tmp_path / "back" / "model.safetensors")
     head = found.pop("lm_head.weight") if MODELS[name]["tie_word_embeddings"] and "lm_head.weight" in found else None
@@ -97,7 +97,7 @@ def test_training_goes_from_deepspeed_to_the_runner_and_back(
     folders = ("--input_folder", step, "--output_folder", f"{step}_universal")
     deepspeed("-m", "deepspeed.checkpoint.ds_to_universal", *folders, *convert)
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(MODELS[name]))
-    run("pack", f"{step}_universal", "--layout", "pp=2", "--out", tmp_path / "packed")
+    pack(f"{step}_universal", tmp_path / "packed")
     batch = ("--seq-len", "16", "--global-batch", "4", "--microbatch", "1", "--data", "synthetic", "--seed", "1")
     args = [*batch, "--resume", "auto", "--steps", "5", "--lr", "4e-3", "--checkpoint", str(tmp_path / "history")]
     job = {"root": str(tmp_path / "packed"), "args": [*args, "--log-dir", str(tmp_path / "log")]}

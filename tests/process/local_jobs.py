@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.builders import reshard
+from tests.builders import pack
 from tests.fast.runner.tiny import save_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,10 +23,7 @@ SMALL = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "8", "--tim
 def pack_tiny(folder: Path, num_stages: int) -> Path:
     """Save a tiny tied model in `folder` and pack it in so many stages."""
     save_model(folder / "tied", tie_word_embeddings=True)
-    out = folder / f"pp{num_stages}"
-    packed = reshard("pack", folder / "tied", "--layout", f"pp={num_stages}", "--out", out)
-    assert packed.code == 0, packed.err
-    return out
+    return pack(folder / "tied", folder / f"pp{num_stages}", f"pp={num_stages}")
 
 
 def runner(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

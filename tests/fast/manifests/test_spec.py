@@ -15,7 +15,7 @@ import manifests
 from manifests import schema
 from manifests.safetensors import DTYPE_BITS
 from tests.builders import DTYPE_BITS as LIBRARY_BITS
-from tests.builders import HEAD, Tensor, llama_config, reshard, write_model
+from tests.builders import HEAD, Tensor, llama_config, pack, write_model
 
 SPEC = Path(manifests.__file__).with_name("SPEC.md").read_text()
 
@@ -61,7 +61,7 @@ def test_dtypes_of_the_table_are_the_ones_that_are_read() -> None:
 @pytest.mark.parametrize(("flags", "reader"), [((), "tensors_of_stage"), (("--virtual",), "tensors_in_spans")])
 def test_readers_of_the_specification_read_a_packed_model(tmp_path: Path, flags: tuple[str, ...], reader: str) -> None:
     tensors = write_model(tmp_path / "source", llama_config(tie_word_embeddings=True), num_shards=2)
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=3", "--out", tmp_path / "out", *flags).code == 0
+    pack(tmp_path / "source", tmp_path / "out", "pp=3", *flags)
     code = textwrap.dedent(SPEC.partition("## Reading\n")[2].partition("A real reader")[0])
     names: dict[str, Any] = {}
     exec(compile(code, "SPEC.md", "exec"), names)

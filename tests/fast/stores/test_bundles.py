@@ -19,8 +19,8 @@ from tests.builders import (
     files_in,
     index_of,
     llama_config,
+    pack,
     random_tensors,
-    reshard,
     run,
     weights_path,
     write_model,
@@ -123,7 +123,7 @@ def push_in_order(hub: Hub, folder: Path) -> str:
 def test_virtual_bundles_on_the_hub_are_read_by_their_own_bytes_at_their_commit(hub: Hub, tmp_path: Path) -> None:
     commit = push_in_order(hub, tmp_path / "source")
     headers = 2 * 128 << 10  # of two files, read with what follows them
-    run("pack", "hf://org/model", "--layout", "pp=4", "--virtual", "--out", tmp_path / "virtual")
+    pack("hf://org/model", tmp_path / "virtual", "pp=4", "--virtual")
     virtual = open_manifest(tmp_path / "virtual").manifest.virtual
     assert virtual is not None
     assert (virtual.location, virtual.revision) == ("hf://org/model", commit)
@@ -136,14 +136,14 @@ def test_virtual_bundles_on_the_hub_are_read_by_their_own_bytes_at_their_commit(
     stage = open_manifest(tmp_path / "part").manifest.stages[1]
     assert stage.nbytes <= sent <= 1.02 * stage.nbytes + headers + 20_000  # and a listing of the commit
 
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=4", "--out", tmp_path / "whole").code == 0
+    pack(tmp_path / "source", tmp_path / "whole", "pp=4")
     alone, in_root = tmp_path / "part/stage-001/model.safetensors", tmp_path / "whole" / weights_path(1, 4)
     assert alone.read_bytes() == in_root.read_bytes()
 
 
 def test_a_stage_asks_the_hub_for_the_headers_of_its_own_files_alone(hub: Hub, tmp_path: Path) -> None:
     commit = push_in_order(hub, tmp_path / "source")
-    run("pack", "hf://org/model", "--layout", "pp=4", "--virtual", "--out", tmp_path / "virtual")
+    pack("hf://org/model", tmp_path / "virtual", "pp=4", "--virtual")
     hub.take_requests()
     manifest = open_manifest(tmp_path / "virtual").manifest
     tensors = Bundles(manifest, tmp_path / "virtual").tensors_on(manifest.stages[0])

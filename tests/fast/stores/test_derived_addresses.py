@@ -9,7 +9,7 @@ from huggingface_hub import constants, snapshot_download
 
 from stores.hub.store import HubFolder
 from stores.open import open_store
-from tests.builders import files_in, refusal, reshard, run, write_model
+from tests.builders import files_in, pack, refusal, reshard, write_model
 from tests.refusals import refused
 from tests.servers.hub import MEMBER, Hub
 
@@ -24,7 +24,7 @@ def here(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("ckpt/step-000009", "ml/iter_0000004", "ml/release", "free/name"):
         hub.push(name, files_in(source))
     work = tmp_path / "work"
-    run("pack", source, "--layout", "pp=1", "--out", work / "ckpt" / "step-000001")
+    pack(source, work / "ckpt" / "step-000001", "pp=1")
     (work / "ml").mkdir()
     monkeypatch.chdir(work)
     monkeypatch.setenv("HF_TOKEN", MEMBER)

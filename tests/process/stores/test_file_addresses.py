@@ -10,7 +10,7 @@ from manifests.errors import InputError
 from stores.base import read_whole
 from stores.objects.output import open_output
 from stores.objects.store import open_objects
-from tests.builders import edit_manifest, files_in, reshard, run, write_model
+from tests.builders import edit_manifest, files_in, pack, reshard, run, write_model
 from tests.process.stores.objects.buckets import refusal
 
 pytestmark = pytest.mark.process
@@ -18,15 +18,15 @@ pytestmark = pytest.mark.process
 
 def test_checkpoint_goes_through_an_address_of_a_folder(tmp_path: Path) -> None:
     write_model(tmp_path / "model", num_shards=2)
-    assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "here").code == 0
+    pack(tmp_path / "model", tmp_path / "here")
     url = f"file://{tmp_path}/written"
-    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", url)
+    pack(tmp_path / "model", url)
     folder = open_objects(url)
     assert {name: read_whole(folder.file(name)) for name in folder.names()} == files_in(tmp_path / "here")
     assert reshard("verify", url, "--against", tmp_path / "model").code == 0
     again = reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", url, "--json")
     assert again.refusal == (3, "output.exists", url)
-    assert reshard("pack", url, "--layout", "pp=1", "--out", url, "--force").code == 0
+    pack(url, url, "pp=1", "--force")
     assert reshard("verify", url, "--against", tmp_path / "model").code == 0
     run("export", url, "--to", "hf", "--out", f"{url}-back")
     folder = open_objects(f"{url}-back")
@@ -80,7 +80,7 @@ def test_scheme_of_no_store_is_refused_by_every_verb(scheme: str, tmp_path: Path
 @pytest.mark.parametrize("verb", [("inspect", "--tensors"), ("verify",), ("pack",), ("export",)])
 def test_manifest_cannot_name_a_server_for_its_virtual_bundles(verb: tuple[str, ...], tmp_path: Path) -> None:
     write_model(tmp_path / "model")
-    run("pack", tmp_path / "model", "--layout", "pp=1", "--virtual", "--out", tmp_path / "packed")
+    pack(tmp_path / "model", tmp_path / "packed", "pp=1", "--virtual")
     edit_manifest(tmp_path / "packed", lambda document: document["virtual"].update(location="http://192.0.2.7/model"))
     out = tmp_path / "out"
     given = {"pack": ("--out", out), "export": ("--to", "hf", "--out", out)}.get(verb[0], ())

@@ -15,7 +15,7 @@ from manifests.errors import UserError
 from manifests.models import ARCHITECTURES, StoredTensors, model_shape
 from manifests.models.catalogue import catalogued, entry_of
 from runner.models import family_for
-from tests.builders import files_in, llama_config, random_tensors, reshard, run, write_model
+from tests.builders import files_in, llama_config, pack, random_tensors, reshard, run, write_model
 from tests.fast.manifests.models.catalogued import DOZEN, build_meta, check_table, config_of, save_tiny, stored_by
 from tools.parity import compare
 
@@ -92,12 +92,12 @@ def test_towers_go_with_the_first_stage_and_can_be_dropped(tmp_path: Path) -> No
     plan = reshard("plan", source, "--layout", "pp=2", "--json")
     towers = {"vision_tower", "multi_modal_projector"}
     assert [len(towers.intersection(stage["modules"])) for stage in plan.json["stages"]] == [2, 0]
-    assert reshard("pack", source, "--layout", "pp=2", "--out", whole, "--quiet").code == 0
+    pack(source, whole, "pp=2", "--quiet")
     with pytest.raises(UserError) as caught:
         family(whole).build(("vision_tower", "language_model.model.layers.0"))
     assert caught.value.code == "config.towers"
     dropped = [word for tower in sorted(towers) for word in ("--drop", tower)]
-    assert reshard("pack", source, "--layout", "pp=2", "--out", text, *dropped, "--quiet").code == 0
+    pack(source, text, "pp=2", *dropped, "--quiet")
     modules = [
         module for stage in json.loads((text / "manifest.json").read_text())["stages"] for module in stage["modules"]
     ]
@@ -164,7 +164,7 @@ def test_tensors_of_a_field_are_packed_and_trained_and_never_to_be_dropped(
     architecture: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     save_tiny(tmp_path / "source", architecture, **changes)
-    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "packed", "--quiet")
+    pack(tmp_path / "source", tmp_path / "packed", "pp=2", "--quiet")
     entry = entry_of(architecture)
     assert entry is not None
     assert compare(entry, 2, **changes).is_equal

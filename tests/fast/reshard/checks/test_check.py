@@ -26,10 +26,10 @@ from tests.builders import (
     Ended,
     Tensor,
     llama_config,
+    pack,
     random_tensors,
     read_safetensors,
     reshard,
-    run,
     write_model,
 )
 from tests.builders import write_safetensors as write_shard
@@ -302,7 +302,7 @@ def test_tensor_under_its_old_and_its_new_name_is_there_twice(tmp_path: Path) ->
 def test_other_checkpoint_of_the_same_model_has_no_problem_and_another_one_has(folder: Path, tmp_path: Path) -> None:
     write_model(tmp_path / "other", llama_config(), healthy_tensors())
     assert problems(folder, "--against", tmp_path / "other", "--bytes") == []
-    run("pack", folder, "--layout", "pp=2", "--out", tmp_path / "packed")
+    pack(folder, tmp_path / "packed")
     assert problems(folder, "--against", tmp_path / "packed", "--bytes") == []
     tensors = healthy_tensors()
     tensors["model.more.weight"] = tensors[NORM]
@@ -348,7 +348,7 @@ def test_digests_are_written_once_all_is_well_and_name_each_file_that_changes(fo
 
 def test_packed_folder_is_checked_by_its_manifest(folder: Path, tmp_path: Path) -> None:
     packed = tmp_path / "packed"
-    assert reshard("pack", folder, "--layout", "pp=2", "--out", packed).code == 0
+    pack(folder, packed)
     assert problems(packed, "--values") == []
     truncate("model-00002-of-00002.safetensors")(packed)
     assert problems(packed) == [("check.manifest", "model-00002-of-00002.safetensors")]

@@ -13,21 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.builders import HEAD, Tensor, flip, llama_config, random_tensors, reshard, run, write_model
+from tests.builders import HEAD, Tensor, flip, llama_config, pack, random_tensors, reshard, run, write_model
 from tests.fast.reshard.formats.dcp.test_dcp_source import huggingface_state, save_in_halves
 from tests.fast.trained import read_moments, write_moments, write_trained
 
 UP = "model.layers.3.mlp.up_proj.weight"
 
 
-def pack(source: Path, layout: str, out: Path) -> Path:
-    assert reshard("pack", source, "--layout", layout, "--out", out).code == 0
-    return out
-
-
 def test_same_tensors_on_other_stages_are_equal(tmp_path: Path, wording: Callable[[str], None]) -> None:
     trained = write_trained(tmp_path, "pp=2", tie_word_embeddings=True)
-    other = pack(trained, "pp=2,style=v", tmp_path / "v")
+    other = pack(trained, tmp_path / "v", "pp=2,style=v")
     ended = run("diff", trained, other)
     wording(ended.out)
     found = reshard("diff", trained, other, "--json").json
@@ -37,7 +32,7 @@ def test_same_tensors_on_other_stages_are_equal(tmp_path: Path, wording: Callabl
 
 def test_each_difference_is_named_with_its_kind(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2")
-    other = pack(trained, "pp=2", tmp_path / "other")
+    other = pack(trained, tmp_path / "other")
     moments = read_moments(other, 1, "exp_avg")
     moments[UP] = replace(moments[UP], data=bytes(len(moments[UP].data)))
     moments[HEAD] = replace(moments[HEAD], dtype="I32")
@@ -88,7 +83,7 @@ def test_norm_of_a_difference_is_numpys(dtype: str, tmp_path: Path) -> None:
 
 def test_values_that_are_not_finite_are_said_and_the_report_stays_json(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2")
-    other = pack(trained, "pp=2", tmp_path / "other")
+    other = pack(trained, tmp_path / "other")
     moments = read_moments(other, 1, "exp_avg")
     moments[UP] = replace(moments[UP], data=np.full(24 * 16, math.inf, "<f4").tobytes())
     write_moments(other, 1, "exp_avg", moments)
@@ -99,7 +94,7 @@ def test_values_that_are_not_finite_are_said_and_the_report_stays_json(tmp_path:
 
 def test_verify_against_the_parent_compares_optimizer_state_too(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2")
-    other = pack(trained, "pp=4", tmp_path / "other")
+    other = pack(trained, tmp_path / "other", "pp=4")
     assert reshard("verify", other, "--against", trained).code == 0
     moments = read_moments(other, 3, "exp_avg_sq")
     write_moments(other, 3, "exp_avg_sq", {**moments, HEAD: replace(moments[HEAD], data=bytes(4 * 40 * 16))})
@@ -111,7 +106,7 @@ def test_verify_against_the_parent_compares_optimizer_state_too(tmp_path: Path) 
 
 def test_norms_are_given_unless_they_are_not_wanted(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2")
-    other = pack(trained, "pp=2", tmp_path / "other")
+    other = pack(trained, tmp_path / "other")
     for out, value in ((trained, 3.0), (other, 4.0)):
         moments = read_moments(out, 1, "exp_avg")
         moments[UP] = replace(moments[UP], data=np.full(24 * 16, value, "<f4").tobytes())
@@ -136,7 +131,7 @@ def test_same_values_in_another_dtype_differ_by_nothing(tmp_path: Path) -> None:
 
 def test_with_bytes_damage_behind_a_right_digest_is_found(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2")
-    other = pack(trained, "pp=1", tmp_path / "other")
+    other = pack(trained, tmp_path / "other", "pp=1")
     assert reshard("diff", trained, other, "--bytes").code == 0
     shard = other / "stage-000" / "exp_avg" / "model.safetensors"
     flip(shard, -1, 64)

@@ -14,7 +14,7 @@ import pytest
 
 import reshard as api
 from manifests.errors import InputError, SignatureError
-from tests.builders import edit_manifest, flip, llama_config, reshard, write_model
+from tests.builders import edit_manifest, flip, llama_config, pack, reshard, write_model
 from tests.fast.reshard.forged import change_stage
 
 pytest.importorskip("model_signing", reason="pip install 'reshard[sign]'")
@@ -49,7 +49,7 @@ def out(tmp_path: Path) -> Path:
     write_model(tmp_path / "source", llama_config())
     for name in ("one", "two"):
         write_keys(tmp_path, name)
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out").code == 0
+    pack(tmp_path / "source", tmp_path / "out")
     signed = reshard("sign", tmp_path / "out", "--key", tmp_path / "one.pem", "--json")
     assert (signed.code, signed.json) == (0, {"version": 1, "signature": str(tmp_path / "out" / "manifest.sig")})
     return tmp_path / "out"
@@ -148,7 +148,7 @@ def test_file_that_is_no_signature_is_refused(text: str, out: Path) -> None:
 
 def test_signature_of_another_checkpoint_is_refused(out: Path) -> None:
     other = out.with_name("other")
-    assert reshard("pack", out, "--layout", "pp=4", "--out", other).code == 0
+    pack(out, other, "pp=4")
     assert verify(other) == (4, "signature.missing")
     (other / "manifest.sig").write_bytes((out / "manifest.sig").read_bytes())
     assert verify(other) == (4, "signature.other-manifest")
@@ -165,7 +165,7 @@ def test_signing_again_needs_force_and_files_of_others_are_kept(out: Path) -> No
 
 def test_virtual_pack_is_not_signed(out: Path) -> None:
     virtual = out.with_name("virtual")
-    assert reshard("pack", out.parent / "source", "--layout", "pp=2", "--virtual", "--out", virtual).code == 0
+    pack(out.parent / "source", virtual, "pp=2", "--virtual")
     refused = reshard("sign", virtual, "--key", out.parent / "one.pem", "--json")
     assert refused.refusal[:2] == (3, "manifest.unrooted-bytes")
     assert not (virtual / "manifest.sig").exists()

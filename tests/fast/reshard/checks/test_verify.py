@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import Tensor, files_in, flip, llama_config, random_tensors, refusal, reshard, run, write_model
+from tests.builders import (
+    Tensor,
+    files_in,
+    flip,
+    llama_config,
+    pack,
+    random_tensors,
+    refusal,
+    reshard,
+    write_model,
+)
 from tests.fast.reshard.forged import digest, read_stage
 from tests.servers.hub import serve_hub, set_up
 
@@ -21,8 +31,7 @@ FIRST, SHARD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safeten
 def out(tmp_path: Path) -> Path:
     """Pack a tied model into two stages."""
     write_model(tmp_path / "source", llama_config(tie_word_embeddings=True))
-    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
-    return tmp_path / "out"
+    return pack(tmp_path / "source", tmp_path / "out")
 
 
 def differences(out: Path) -> list[tuple[str, str]]:
@@ -43,7 +52,7 @@ def differences(out: Path) -> list[tuple[str, str]]:
 def test_names_of_files_do_not_control_the_terminal(tmp_path: Path) -> None:
     write_model(tmp_path / "source", llama_config())
     (tmp_path / "source" / "\x9b2J.txt").write_text("one")
-    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
+    pack(tmp_path / "source", tmp_path / "out")
     (tmp_path / "out" / "\x9b2J.txt").write_text("two")
     text = reshard("verify", tmp_path / "out").out
     assert "2J.txt" in text
@@ -181,7 +190,7 @@ def test_bundles_equal_their_source(out: Path) -> None:
     ended = reshard("verify", out, "--against", source)
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.endswith(f" {source}\n")
-    run("pack", out, "--layout", "pp=3", "--out", out.parent / "other")
+    pack(out, out.parent / "other", "pp=3")
     assert reshard("verify", out.parent / "other", "--against", out).code == 0
 
 
@@ -211,7 +220,7 @@ def test_tensors_that_the_source_lacks_are_listed(out: Path, tmp_path: Path) -> 
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     tensors = random_tensors(config) | {name: Tensor(dtype="F32", shape=(2,), data=bytes(8))}
     write_model(tmp_path / "more", config, tensors)
-    run("pack", tmp_path / "more", "--layout", "pp=1", "--out", tmp_path / "out2")
+    pack(tmp_path / "more", tmp_path / "out2", "pp=1")
     ended = reshard("verify", tmp_path / "out2", "--against", tmp_path / "source", "--json")
     assert [found["problem"] for found in ended.json["differences"]] == ["the source has no such tensor"]
 
@@ -220,13 +229,13 @@ def test_tensors_that_were_dropped_are_not_missed(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     tensors = random_tensors(llama_config()) | {name: Tensor(dtype="F32", shape=(2,), data=bytes(8))}
     write_model(tmp_path / "source", llama_config(), tensors)
-    run("pack", tmp_path / "source", "--layout", "pp=1", "--drop", name, "--out", tmp_path / "out")
+    pack(tmp_path / "source", tmp_path / "out", "pp=1", "--drop", name)
     assert reshard("verify", tmp_path / "out", "--against", tmp_path / "source").code == 0
 
 
 def test_virtual_bundles_are_compared_where_there_is_a_source(out: Path) -> None:
     source, virtual = out.parent / "source", out.parent / "virtual"
-    run("pack", source, "--layout", "pp=2", "--virtual", "--out", virtual)
+    pack(source, virtual, "pp=2", "--virtual")
     alone = reshard("verify", virtual, "--json").json
     assert (alone["equal"], alone["nbytes"], alone["compared_nbytes"]) == (True, 18208, 0)
     against = reshard("verify", virtual, "--against", out, "--json").json

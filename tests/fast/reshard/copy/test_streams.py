@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import llama_config, reshard, write_model
+from tests.builders import llama_config, pack, reshard, write_model
 
 ROOT = Path(__file__).parents[4]
 FULL = Path("/dev/full")
@@ -21,7 +21,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIO
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("streams")
     write_model(place / "source", llama_config(tie_word_embeddings=True))
-    assert reshard("pack", place / "source", "--layout", "pp=2", "--out", place / "packed").code == 0
+    pack(place / "source", place / "packed")
     return place
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import files_in, llama_config, reshard, write_model
+from tests.builders import files_in, llama_config, pack, reshard, write_model
 
 CONFIG = llama_config(hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
 
@@ -31,8 +31,8 @@ def strict_umask() -> Iterator[None]:
 
 @pytest.mark.parametrize("flags", [("--io", "direct"), ("--io", "buffered"), ("--no-sync",)], ids=" ".join)
 def test_every_road_to_the_disk_writes_the_same_bytes(flags: tuple[str, ...], source: Path, tmp_path: Path) -> None:
-    assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "plain").code == 0
-    assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "asked", *flags).code == 0
+    pack(source, tmp_path / "plain")
+    pack(source, tmp_path / "asked", "pp=2", *flags)
     assert files_in(tmp_path / "asked") == files_in(tmp_path / "plain")
     assert reshard("export", tmp_path / "asked", "--to", "hf", "--out", tmp_path / "back", *flags).code == 0
     assert files_in(tmp_path / "back") == files_in(source)
@@ -40,7 +40,7 @@ def test_every_road_to_the_disk_writes_the_same_bytes(flags: tuple[str, ...], so
 
 @pytest.mark.usefixtures("strict_umask")
 def test_files_have_the_modes_that_the_umask_leaves(source: Path, tmp_path: Path) -> None:
-    assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "out").code == 0
+    pack(source, tmp_path / "out")
     assert reshard("export", tmp_path / "out", "--to", "hf", "--out", tmp_path / "back").code == 0
     found = [tmp_path / "out", tmp_path / "back", *(tmp_path / "out").rglob("*"), *(tmp_path / "back").rglob("*")]
     assert {stat.S_IMODE(path.stat().st_mode) for path in found if path.is_file()} == {0o640}
@@ -66,7 +66,7 @@ def test_everything_is_on_disk_before_the_folder_has_its_name(
         events.append(f"{old} -> {new}")
         rename(old, new)
 
-    assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "packed").code == 0
+    pack(source, tmp_path / "packed")
     monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", noted_rename)
     command = {"pack": ("pack", source, "--layout", "pp=3"), "export": ("export", tmp_path / "packed", "--to", "hf")}

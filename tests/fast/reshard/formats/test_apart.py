@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import files_in, llama_config, random_tensors, refusal, reshard, run, write_model
+from tests.builders import files_in, llama_config, pack, random_tensors, refusal, reshard, write_model
 
 OVERLAPS = "output.overlaps-source"
 
@@ -20,7 +20,7 @@ def place(tmp_path: Path) -> Path:
     write_model(tmp_path / "source", num_shards=2)
     (tmp_path / "link").symlink_to("source")
     for name, flags in (("packed", ()), ("virtual", ("--virtual",))):
-        run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / name, *flags)
+        pack(tmp_path / "source", tmp_path / name, "pp=2", *flags)
     return tmp_path
 
 
@@ -71,7 +71,7 @@ def test_export_removes_no_file_that_a_link_of_the_source_leads_to(tmp_path: Pat
     (tmp_path / "source").mkdir()
     for name in files_in(tmp_path / "elsewhere"):
         (tmp_path / "source" / name).symlink_to(tmp_path / "elsewhere" / name)
-    run("pack", tmp_path / "source", "--layout", "pp=2", "--virtual", "--out", tmp_path / "packed")
+    pack(tmp_path / "source", tmp_path / "packed", "pp=2", "--virtual")
     before, out = files_in(tmp_path / "elsewhere"), tmp_path / "elsewhere"
     refused = refusal("export", tmp_path / "packed", "--to", "hf", "--out", out, "--force")
     assert refused.found == (2, OVERLAPS, "--out")
@@ -103,7 +103,7 @@ def test_virtual_pack_inside_the_original_files_is_refused(place: Path) -> None:
 
 def test_source_inside_the_output_is_not_removed_with_it(place: Path) -> None:
     inside = place / "packed" / "step-100"
-    assert reshard("pack", place / "source", "--layout", "pp=2", "--out", inside).code == 0
+    pack(place / "source", inside)
     write_model(place / "packed" / "model")
     before = files_in(place / "packed")
     for source in (inside, inside / "manifest.json", place / "packed" / "model"):
@@ -117,12 +117,12 @@ def test_source_inside_the_output_is_not_removed_with_it(place: Path) -> None:
 def test_conversion_does_not_replace_the_bytes_that_it_converts(out: str, tmp_path: Path) -> None:
     config = llama_config()
     write_model(tmp_path / "source", config, random_tensors(config, dtypes=["F32"]))
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "packed").code == 0
+    pack(tmp_path / "source", tmp_path / "packed")
     before = files_in(tmp_path / "packed")
     out = out.replace("PLACE", str(tmp_path)) if "://" in out else str(tmp_path / out)
     for source in (tmp_path / "packed", tmp_path / "packed/manifest.json"):
         assert refusal("pack", source, "--dtype", "bf16", "--out", out, "--force").found == (3, OVERLAPS, out)
     assert files_in(tmp_path / "packed") == before
-    assert reshard("pack", tmp_path / "packed", "--layout", "pp=1", "--out", out, "--force").code == 0
+    pack(tmp_path / "packed", out, "pp=1", "--force")
     assert json.loads((tmp_path / "packed/manifest.json").read_text())["layout"]["num_stages"] == 1
     assert reshard("verify", tmp_path / "packed", "--against", tmp_path / "source").code == 0

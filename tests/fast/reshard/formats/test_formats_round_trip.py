@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests.models import model_shape
-from tests.builders import DTYPE_BITS, Tensor, read_safetensors, run, write_model
+from tests.builders import DTYPE_BITS, Tensor, pack, read_safetensors, run, write_model
 
 Config = dict[str, Any]
 ARCHITECTURES = {
@@ -96,7 +96,7 @@ def by_export(*flags: str) -> Callable[[Path, Mapping[str, Tensor]], Path]:
     """Return a way that packs the folder and exports the pack."""
 
     def export(place: Path, tensors: Mapping[str, Tensor]) -> Path:
-        run("pack", place / "source", "--layout", "pp=2", "--out", place / "first")
+        pack(place / "source", place / "first")
         run("export", place / "first", *flags, "--out", place / "there")
         return place / "there"
 
@@ -129,7 +129,7 @@ def test_a_model_comes_back_with_every_bit(way: str, data: st.DataObject) -> Non
         place = Path(temporary)
         write_model(place / "source", config, tensors)
         there = go(place, tensors)
-        run("pack", there, "--layout", "pp=1", "--out", place / "again")
+        pack(there, place / "again", "pp=1")
         run("export", place / "again", "--to", "hf", "--out", place / "back")
         found = read_safetensors((place / "back" / "model.safetensors").read_bytes())
         for owner, *replicas in model_shape(config).ties:  # torchtitan has a tied head as well

@@ -17,6 +17,7 @@ from tests.builders import (
     Tensor,
     files_in,
     llama_config,
+    pack,
     random_tensors,
     refusal,
     reshard,
@@ -241,7 +242,7 @@ def test_folder_that_was_packed_without_its_tie_is_refused(tmp_path: Path, wordi
     write_own(tmp_path / "source", random_tensors(llama_config()))
     description = write_description(tmp_path / "model.toml", ties=[["model.embed_tokens.weight", HEAD]], tied=False)
     out = tmp_path / "out"
-    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", out, "--model", description)
+    pack(tmp_path / "source", out, "pp=2", "--model", description)
     config = json.loads((out / "config.json").read_text())
     change_file(out, "config.json", json.dumps(config | {"tie_word_embeddings": False}).encode())
     change_manifest(out, lambda document: document["model"]["description"].update(tied=True))
@@ -266,9 +267,7 @@ def test_index_of_another_model_and_a_catalogue_entry_that_disagrees_are_refused
 def test_manifest_is_not_described_a_second_time(tmp_path: Path, wording: Callable[[str], None]) -> None:
     write_own(tmp_path / "source")
     given = write_description(tmp_path / "model.toml")
-    assert (
-        reshard("pack", tmp_path / "source", "--layout", "pp=2", "--model", given, "--out", tmp_path / "out").code == 0
-    )
+    pack(tmp_path / "source", tmp_path / "out", "pp=2", "--model", given)
     for verb in (("plan", tmp_path / "out"), ("check", tmp_path / "out")):
         refused = refusal(*verb, "--model", given)
         assert refused.found == (2, "options.model-of-manifest", "--model")
@@ -281,9 +280,7 @@ def test_manifest_is_not_described_a_second_time(tmp_path: Path, wording: Callab
 def test_manifest_with_a_description_that_no_file_could_have_is_refused(tmp_path: Path) -> None:
     write_own(tmp_path / "source")
     given = write_description(tmp_path / "model.toml")
-    assert (
-        reshard("pack", tmp_path / "source", "--layout", "pp=2", "--model", given, "--out", tmp_path / "out").code == 0
-    )
+    pack(tmp_path / "source", tmp_path / "out", "pp=2", "--model", given)
     path = tmp_path / "out" / "manifest.json"
     document = json.loads(path.read_text())
     for key, value, code, place in (

@@ -18,6 +18,7 @@ from tests.builders import (
     files_in,
     flip,
     llama_config,
+    pack,
     read_safetensors,
     refusal,
     reshard,
@@ -27,11 +28,6 @@ from tests.fast.trained import MOMENTS, STATE, random_moments, read_moments, wri
 
 UP, LAST_UP = "model.layers.1.mlp.up_proj.weight", "model.layers.3.mlp.up_proj.weight"
 LAYOUTS = ("pp=1", "pp=2", "pp=4", "pp=2,vpp=2", "pp=2,style=v", "pp=3")
-
-
-def pack(source: Path, layout: str, out: Path) -> Path:
-    run("pack", source, "--layout", layout, "--out", out)
-    return out
 
 
 def manifest_of(out: Path) -> dict[str, Any]:
@@ -56,7 +52,7 @@ def moments_in(out: Path) -> dict[tuple[int, str, str], Tensor]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_optimizer_state_is_resharded_with_its_weights(layout: str, tied: bool, tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=4", tie_word_embeddings=tied)
-    out = pack(trained, layout, tmp_path / "out")
+    out = pack(trained, tmp_path / "out", layout)
     assert reshard("verify", out).code == 0, reshard("verify", out).out
     expected, found = random_moments(llama_config(tie_word_embeddings=tied)), moments_in(out)
     for stage in manifest_of(out)["stages"]:
@@ -75,8 +71,8 @@ def test_optimizer_state_is_resharded_with_its_weights(layout: str, tied: bool, 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_and_back_restores_every_byte(layout: str, tied: bool, tmp_path: Path) -> None:
-    trained = pack(write_trained(tmp_path, "pp=2", tie_word_embeddings=tied), "pp=4", tmp_path / "first")
-    again = pack(pack(trained, layout, tmp_path / "other"), "pp=4", tmp_path / "again")
+    trained = pack(write_trained(tmp_path, "pp=2", tie_word_embeddings=tied), tmp_path / "first", "pp=4")
+    again = pack(pack(trained, tmp_path / "other", layout), tmp_path / "again", "pp=4")
     before, after = files_in(trained), files_in(again)
     assert {name for name in after if after[name] != before.get(name)} == {"manifest.json"}
     assert after.keys() == before.keys()

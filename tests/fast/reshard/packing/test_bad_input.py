@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.builders import INDEX, files_in, leftovers, llama_config, refusal, reshard, write_model
+from tests.builders import INDEX, files_in, leftovers, llama_config, pack, refusal, reshard, write_model
 from tests.fast.reshard.forged import change_manifest, digest
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -194,7 +194,7 @@ def test_manifest_with_a_file_that_a_pack_would_lose_is_refused(
     name: str, tmp_path: Path, wording: Callable[[str], None]
 ) -> None:
     write_model(tmp_path / "source")
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "old").code == 0
+    pack(tmp_path / "source", tmp_path / "old")
     (tmp_path / "old" / name).write_bytes(b"notes")
     file = {"path": name, "nbytes": 5, "digest": digest(b"notes")}
     change_manifest(tmp_path / "old", lambda document: document["files"].insert(0, file))

@@ -22,11 +22,11 @@ from tests.builders import (
     files_in,
     llama_config,
     llama_shapes,
+    pack,
     random_tensors,
     read_safetensors,
     refusal,
     reshard,
-    run,
     write_model,
 )
 from tests.fast.sliced import CUTS, cut_up
@@ -35,11 +35,6 @@ from tests.fast.trained import write_trained
 GOLDEN = Path(__file__).parents[3] / "data" / "golden"
 SOURCE = GOLDEN / "source-of-packed-v1"
 NORM = "model.norm.weight"
-
-
-def pack(source: Path, layout: str, out: Path, *args: str) -> Path:
-    run("pack", source, "--layout", layout, "--out", out, *args)
-    return out
 
 
 def weight_map(folder: Path) -> dict[str, str]:
@@ -64,7 +59,7 @@ def test_the_root_has_every_tensor_of_the_model_once_as_the_index_says(
     layout: str, tied: bool, most: str, tmp_path: Path
 ) -> None:
     tensors = write_model(tmp_path / "source", llama_config(tie_word_embeddings=tied), num_shards=2)
-    out = pack(tmp_path / "source", layout, tmp_path / "out", "--max-shard-size", most)
+    out = pack(tmp_path / "source", tmp_path / "out", layout, "--max-shard-size", most)
     files = in_root(out)
     assert sorted(files) == [f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))]
     assert weight_map(out) == {fqn: name for name, fqns in files.items() for fqn in fqns}
@@ -77,7 +72,7 @@ def test_the_root_has_every_tensor_of_the_model_once_as_the_index_says(
 @pytest.mark.parametrize("most", ["45GB", "3KB", "1B"])
 def test_shards_of_a_stage_are_consecutive_and_no_larger_than_asked(most: str, tmp_path: Path) -> None:
     write_model(tmp_path / "source")
-    manifest = open_manifest(pack(tmp_path / "source", "pp=4", tmp_path / "out", "--max-shard-size", most)).manifest
+    manifest = open_manifest(pack(tmp_path / "source", tmp_path / "out", "pp=4", "--max-shard-size", most)).manifest
     of_stages = [[shard.path for shard in stage.shards] for stage in manifest.stages]
     assert [path for paths in of_stages for path in paths] == sorted(shard.path for shard in manifest.shards)
     assert all(of_stages)
@@ -91,7 +86,7 @@ def test_shards_of_a_stage_are_consecutive_and_no_larger_than_asked(most: str, t
 
 def test_tied_replica_of_another_stage_is_in_that_stages_folder_and_not_in_the_index(tmp_path: Path) -> None:
     tensors = write_model(tmp_path / "source", llama_config(tie_word_embeddings=True))
-    out = pack(tmp_path / "source", "pp=2", tmp_path / "out")
+    out = pack(tmp_path / "source", tmp_path / "out")
     replicas = "stage-001/tied/model.safetensors"
     assert [shard.path for shard in open_manifest(out).manifest.stages[1].shards] == [
         "model-00002-of-00002.safetensors", replicas
@@ -105,7 +100,7 @@ def test_replica_that_the_source_stores_too_is_in_the_index_once(tmp_path: Path)
     tensors = random_tensors(llama_config())
     tensors[HEAD] = tensors[EMBEDDING]
     write_model(tmp_path / "source", config, tensors)
-    out = pack(tmp_path / "source", "pp=2", tmp_path / "out")
+    out = pack(tmp_path / "source", tmp_path / "out")
     assert weight_map(out).keys() == tensors.keys() - {HEAD}
     assert reshard("verify", out).code == 0
     assert reshard("export", out, "--to", "hf", "--out", tmp_path / "again").code == 0
@@ -114,7 +109,7 @@ def test_replica_that_the_source_stores_too_is_in_the_index_once(tmp_path: Path)
 
 def test_optimizer_state_is_in_folders_of_the_stages(tmp_path: Path) -> None:
     trained = write_trained(tmp_path, "pp=2", tie_word_embeddings=True)
-    out = pack(trained, "pp=3", tmp_path / "out", "--max-shard-size", "2KB")
+    out = pack(trained, tmp_path / "out", "pp=3", "--max-shard-size", "2KB")
     manifest = open_manifest(out).manifest
     moments = {shard.path for shard in manifest.shards if shard.holds != "weights"}
     assert all(path.startswith(("stage-000/exp_avg", "stage-001/exp_avg", "stage-002/exp_avg")) for path in moments)
@@ -146,16 +141,16 @@ def test_slices_get_no_index_unless_they_are_merged(tmp_path: Path) -> None:
     copied = reshard("pack", sliced, "--layout", "pp=1", "--out", tmp_path / "copied")
     assert f"without {INDEX_NAME}" in copied.out
     assert not list((tmp_path / "copied").glob("model*"))
-    merged = pack(sliced, "pp=1", tmp_path / "merged", "--merge-slices")
+    merged = pack(sliced, tmp_path / "merged", "pp=1", "--merge-slices")
     assert weight_map(merged).keys() == llama_shapes(llama_config()).keys()
 
 
 def test_parts_write_the_index_when_they_are_merged(tmp_path: Path) -> None:
     write_model(tmp_path / "source", llama_config(tie_word_embeddings=True))
     limit = ("--max-shard-size", "2KB")
-    whole = pack(tmp_path / "source", "pp=2", tmp_path / "whole", *limit)
+    whole = pack(tmp_path / "source", tmp_path / "whole", "pp=2", *limit)
     for number in (3, 1, 2):
-        pack(tmp_path / "source", "pp=2", tmp_path / "parts", *limit, "--part", f"{number}/3")
+        pack(tmp_path / "source", tmp_path / "parts", "pp=2", *limit, "--part", f"{number}/3")
         assert not (tmp_path / "parts").exists()
     assert reshard("commit", tmp_path / "parts").code == 0
     assert files_in(tmp_path / "parts") == files_in(whole)
@@ -164,7 +159,7 @@ def test_parts_write_the_index_when_they_are_merged(tmp_path: Path) -> None:
 def test_parts_with_another_shard_size_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "source")
     out = tmp_path / "out"
-    pack(tmp_path / "source", "pp=2", out, "--part", "1/2")
+    pack(tmp_path / "source", out, "pp=2", "--part", "1/2")
     again = ("pack", tmp_path / "source", "--layout", "pp=2", "--out", out, "--part", "2/2")
     assert refusal(*again, "--max-shard-size", "1KB").found == (3, "output.other-plan", str(out))
 
@@ -210,7 +205,7 @@ def test_verify_refuses_an_index_that_disagrees_with_the_manifest(
     change: Callable[[dict[str, Any]], object], where: str, stages: list[int], tmp_path: Path
 ) -> None:
     write_model(tmp_path / "source")
-    index = pack(tmp_path / "source", "pp=2", tmp_path / "out") / INDEX_NAME
+    index = pack(tmp_path / "source", tmp_path / "out") / INDEX_NAME
     document = json.loads(index.read_bytes())
     change(document)
     index.write_text(json.dumps(document))
@@ -223,7 +218,7 @@ def test_verify_refuses_an_index_that_disagrees_with_the_manifest(
 @pytest.mark.parametrize("text", [None, b"{", b'{"weight_map": []}'])
 def test_verify_refuses_a_missing_or_damaged_index(text: bytes | None, tmp_path: Path) -> None:
     write_model(tmp_path / "source")
-    index = pack(tmp_path / "source", "pp=2", tmp_path / "out") / INDEX_NAME
+    index = pack(tmp_path / "source", tmp_path / "out") / INDEX_NAME
     index.unlink() if text is None else index.write_bytes(text)
     found = reshard("verify", tmp_path / "out", "--json")
     assert found.code == 4
@@ -232,10 +227,10 @@ def test_verify_refuses_a_missing_or_damaged_index(text: bytes | None, tmp_path:
 
 def test_force_replaces_the_index_and_removes_it_with_the_shards_that_it_lists(tmp_path: Path) -> None:
     write_model(tmp_path / "source")
-    out = pack(tmp_path / "source", "pp=4", tmp_path / "out")
-    pack(tmp_path / "source", "pp=2", out, "--force")
+    out = pack(tmp_path / "source", tmp_path / "out", "pp=4")
+    pack(tmp_path / "source", out, "pp=2", "--force")
     assert len(set(weight_map(out).values())) == 2
-    pack(tmp_path / "source", "pp=2", out, "--force", "--virtual")
+    pack(tmp_path / "source", out, "pp=2", "--force", "--virtual")
     assert not (out / INDEX_NAME).exists()
 
 
@@ -257,14 +252,14 @@ def test_golden_folder_is_verified_exported_and_resharded_for_ever(tmp_path: Pat
     assert reshard("verify", folder, "--against", SOURCE).code == 0
     assert reshard("export", folder, "--to", "hf", "--out", tmp_path / "exported").code == 0
     assert files_in(tmp_path / "exported") == files_in(SOURCE)
-    pack(folder, "pp=2", tmp_path / "again")
+    pack(folder, tmp_path / "again")
     wanted = {path: data for path, data in files_in(folder).items() if path != "manifest.json"}
     assert {path: data for path, data in files_in(tmp_path / "again").items() if path != "manifest.json"} == wanted
 
 
 def test_folder_without_shards_in_its_root_needs_no_index(tmp_path: Path) -> None:
     """One more file of this name in its root is somebody's own, which readers would take for its index."""
-    out = pack(SOURCE, "pp=2", tmp_path / "out", "--virtual")
+    out = pack(SOURCE, tmp_path / "out", "pp=2", "--virtual")
     assert not (out / INDEX_NAME).exists()
     assert reshard("verify", out).code == 0
     (out / INDEX_NAME).write_text("mine")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.builders import EMBEDDING, HEAD, Tensor, leftovers, llama_config, refusal, reshard, run, write_model
+from tests.builders import EMBEDDING, HEAD, Tensor, leftovers, llama_config, pack, refusal, reshard, write_model
 from tests.fast.reshard.forged import change_file, change_manifest, change_stage, digest, read_stage
 
 FIRST, LAST = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -22,8 +22,7 @@ STRAY = "model.layers.3.mlp.side_proj.weight"
 def out(tmp_path: Path) -> Path:
     """Pack a tied model into two stages."""
     write_model(tmp_path / "source", llama_config(tie_word_embeddings=True))
-    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
-    return tmp_path / "out"
+    return pack(tmp_path / "source", tmp_path / "out")
 
 
 def refused(out: Path) -> tuple[str, str]:

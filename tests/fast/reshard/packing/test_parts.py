@@ -23,7 +23,18 @@ from reshard.plans.pack_plan import OutputShard, lay_out_shard
 from reshard.plans.partition import Part, shards_of_part
 from reshard.tensors.lazy import MemoryFile
 from stores.bundles import TensorAt
-from tests.builders import Ended, files_in, leftovers, llama_config, random_tensors, refusal, reshard, run, write_model
+from tests.builders import (
+    Ended,
+    files_in,
+    leftovers,
+    llama_config,
+    pack,
+    random_tensors,
+    refusal,
+    reshard,
+    run,
+    write_model,
+)
 
 ROOT = Path(__file__).resolve().parents[4]
 CONFIG = llama_config(
@@ -47,7 +58,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(source: Path) -> dict[str, bytes]:
     out = source.parent / "whole"
-    assert reshard("pack", source, "--layout", SPEC, "--out", out).code == 0
+    pack(source, out, SPEC)
     return files_in(out)
 
 
@@ -79,7 +90,7 @@ def test_parts_in_any_order_have_the_bytes_of_one_pack(
 
 
 def test_parts_of_chosen_stages_have_the_bytes_of_one_pack(source: Path, tmp_path: Path) -> None:
-    assert reshard("pack", source, "--layout", SPEC, "--out", tmp_path / "whole", "--stages", "1-3").code == 0
+    pack(source, tmp_path / "whole", SPEC, "--stages", "1-3")
     for part in ("1/2", "2/2"):
         assert pack_part(source, tmp_path / "out", part, "--stages", "1-3").code == 0
     assert reshard("commit", tmp_path / "out").code == 0
@@ -92,8 +103,7 @@ def test_more_parts_than_shards_are_refused_naming_the_most(flag: str, source: P
     refused = refusal("pack", source, "--layout", SPEC, "--out", tmp_path / "out", *asked)
     assert refused.found == (2, "options.too-many-parts", flag)
     assert "at most 4 parts" in refused.text
-    assert reshard("pack", source, "--layout", SPEC, "--out", tmp_path / "out", *asked[2:],
-                   flag, asked[1].replace("5", "4")).code == 0  # fmt: skip
+    pack(source, tmp_path / "out", SPEC, *asked[2:], flag, asked[1].replace("5", "4"))
 
 
 @pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [100, 1, 1, 1], [1, 1, 1, 100], [7, 3, 50, 2, 9, 1, 30]], ids=str)
@@ -176,7 +186,7 @@ def test_whole_pack_and_parts_leave_each_others_work_alone(
 ) -> None:
     out = tmp_path / "out"
     assert pack_part(source, out, "1/2").code == 0
-    assert reshard("pack", source, "--layout", "pp=2", "--out", out).code == 0
+    pack(source, out)
     assert refusal(*part_of(source, out, "2/2")).found == (3, "output.exists", str(out))
     assert pack_part(source, out, "2/2", "--force").code == 0
     assert refusal("commit", out).found == (3, "output.exists", str(out))
@@ -211,7 +221,7 @@ def test_damaged_part_is_not_committed_and_is_packed_again_alone(
 def test_shards_of_another_pack_are_not_committed(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     write_model(tmp_path / "old", CONFIG, random_tensors(CONFIG, dtypes=["F32"], seed=1), num_shards=3)
-    assert reshard("pack", tmp_path / "old", "--layout", SPEC, "--out", tmp_path / "other").code == 0
+    pack(tmp_path / "old", tmp_path / "other", SPEC)
     assert pack_part(source, out, "1/1").code == 0
     place = place_of(out, "00001-of-00001")
     for shard in place.rglob("*.safetensors"):
@@ -239,7 +249,7 @@ def test_commit_that_was_killed_at_any_change_is_finished_by_a_commit(
     """With what it replaces, the folder of that has the name of the partial one when the commit is killed."""
     flags = ("--force",) if is_there else ()
     write_model(tmp_path / "old", CONFIG, random_tensors(CONFIG, dtypes=["F32"], seed=1), num_shards=3)
-    assert reshard("pack", tmp_path / "old", "--layout", SPEC, "--out", tmp_path / "older").code == 0
+    pack(tmp_path / "old", tmp_path / "older", SPEC)
     for number in range(40):
         place = tmp_path / str(number)
         place.mkdir()
@@ -472,7 +482,7 @@ def test_commit_that_has_ended_says_so_when_it_is_run_again(tmp_path: Path) -> N
     write_model(tmp_path / "source")
     out = tmp_path / "out"
     for number in (1, 2):
-        run("pack", tmp_path / "source", "--layout", "pp=2", "--out", out, "--part", f"{number}/2")
+        pack(tmp_path / "source", out, "pp=2", "--part", f"{number}/2")
     first = reshard("commit", out, "--json")
     before = files_in(out)
     for flags in ((), ("--force",)):

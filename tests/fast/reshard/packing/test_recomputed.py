@@ -14,7 +14,7 @@ from runner.bundle.packed import open_packed
 from runner.load.load import load_tensors
 from runner.tensors.local_shard import whole_pieces
 from stores.bundles import Bundles
-from tests.builders import Tensor, files_in, read_safetensors, run, write_model
+from tests.builders import Tensor, files_in, pack, read_safetensors, run, write_model
 from tests.fast.manifests.models.built import DECODERS, TINY, read_config
 
 WITHOUT = {"tiny-gpt2", "tiny-mpt", "tiny-opt"}  # their positions are learned, or ALiBi's
@@ -42,8 +42,8 @@ def write_with_frequencies(folder: Path, name: str) -> dict[str, Tensor]:
 def test_frequencies_of_every_rotary_family_are_packed_and_given_back(name: str, tmp_path: Path) -> None:
     source, out, resharded, exported = (tmp_path / name for name in ("source", "out", "resharded", "exported"))
     tensors = write_with_frequencies(source, name)
-    run("pack", source, "--layout", "pp=2", "--out", out)
-    run("pack", out, "--layout", "pp=3", "--out", resharded)
+    pack(source, out)
+    pack(out, resharded, "pp=3")
     for packed in (out, resharded):
         run("verify", packed, "--against", source)
         bundles = [read_safetensors(data) for path, data in files_in(packed).items() if path.endswith(".safetensors")]
@@ -55,7 +55,7 @@ def test_frequencies_of_every_rotary_family_are_packed_and_given_back(name: str,
 @pytest.mark.parametrize("name", ["tiny-deepseek-v3", "tiny-phi"])
 def test_frequencies_are_left_where_they_are_when_weights_are_loaded(name: str, tmp_path: Path) -> None:
     tensors = write_with_frequencies(tmp_path / "source", name)
-    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
+    pack(tmp_path / "source", tmp_path / "out")
     packed = open_packed(tmp_path / "out")
     held = packed.stage_modules[1]
     room = {

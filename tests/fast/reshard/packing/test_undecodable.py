@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import files_in, refusal, reshard, write_model
+from tests.builders import files_in, pack, refusal, reshard, write_model
 
 ODD = os.fsdecode(b"x\xff")
 
@@ -31,7 +31,7 @@ def add_weights(place: Path) -> Path:
 
 def rename_manifest(place: Path) -> Path:
     write_model(place / "source")
-    assert reshard("pack", place / "source", "--layout", "pp=2", "--out", place / "packed").code == 0
+    pack(place / "source", place / "packed")
     (place / "packed").rename(place / ODD)
     return place / ODD
 
@@ -57,7 +57,7 @@ def test_manifest_that_was_moved_to_such_a_place_is_verified_and_exported(tmp_pa
 @pytest.mark.parametrize("verb", ["pack", "export"])
 def test_output_of_such_a_name_is_refused(verb: str, tmp_path: Path) -> None:
     write_model(tmp_path / "source")
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "packed").code == 0
+    pack(tmp_path / "source", tmp_path / "packed")
     given = (tmp_path / "packed", "--to", "hf") if verb == "export" else (tmp_path / "source", "--layout", "pp=2")
     assert refusal(verb, *given, "--out", tmp_path / ODD).found == (2, "options.not-utf8", "--out")
     assert not (tmp_path / ODD).exists()

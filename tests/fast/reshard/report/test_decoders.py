@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from manifests.models import model_shape
 from reshard.layouts.inventory import class_names, inventory_of_modules
-from tests.builders import files_in, leftovers, refusal, reshard, run
+from tests.builders import files_in, leftovers, pack, refusal, reshard, run
 from tests.fast.manifests.models.built import DECODERS, build, perturb, read_config
 from tests.fast.runner.models.decoders import name_as_openai_did, save_decoder
 
@@ -29,7 +29,7 @@ def save(folder: Path, name: str, **changes: Any) -> None:
 def pack_and_export(source: Path, tmp_path: Path, layout: str = "pp=3") -> dict[str, Any]:
     """Pack, reshard, export, see that every byte came back, and return the first manifest."""
     for origin, out, spec in ((source, "packed", layout), (tmp_path / "packed", "resharded", "balance:params,pp=2")):
-        run("pack", origin, "--layout", spec, "--out", tmp_path / out, "--quiet")
+        pack(origin, tmp_path / out, spec, "--quiet")
     run("export", tmp_path / "resharded", "--to", "hf", "--out", tmp_path / "exported", "--quiet")
     assert files_in(tmp_path / "exported") == files_in(source)
     manifest: dict[str, Any] = json.loads((tmp_path / "packed" / "manifest.json").read_text())
@@ -72,7 +72,7 @@ def test_gpt2_without_prefix_is_packed_under_its_fqns_and_exported_as_it_was(tmp
 def test_tensor_without_prefix_is_dropped_by_either_name(named: str, tmp_path: Path) -> None:
     openai_gpt2(tmp_path)
     out = tmp_path / "packed"
-    assert reshard("pack", tmp_path / "gpt2", "--layout", "pp=2", "--out", out, "--drop", named).code == 0
+    pack(tmp_path / "gpt2", out, "pp=2", "--drop", named)
     assert json.loads((out / "source.json").read_text())["dropped"] == ["h.2.attn.bias"]
     assert reshard("export", out, "--to", "hf", "--out", tmp_path / "exported").code == 0
     left = load_file(tmp_path / "exported" / "model.safetensors").keys()

@@ -21,7 +21,7 @@ from reshard.tensors.checksums import combined_crc, verify_records, with_records
 from stores.base import read_range
 from stores.bundles import TensorAt
 from stores.local import LocalFile
-from tests.builders import files_in, flip, llama_config, refusal, reshard, run
+from tests.builders import files_in, flip, llama_config, pack, refusal, reshard
 from tests.fast.reshard.formats.dcp.test_dcp_source import huggingface_state, save
 from tests.fast.reshard.formats.deepspeed.test_deepspeed_source import GOLDEN
 from tests.fast.reshard.formats.huggingface.test_torch_files import NAME, state_of, write_folder
@@ -100,7 +100,7 @@ def test_a_flipped_bit_of_a_weight_is_refused_and_nothing_is_published(kind: str
         assert str(path) in where
         assert not out.exists()
         flip(damaged, position, bit)
-    run("pack", source, "--layout", "pp=2", "--out", out)
+    pack(source, out)
 
 
 def test_message_names_the_file_the_record_and_both_checksums(wording: Callable[[str], None], tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_archives_without_checksums_are_packed(tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(True)
     for source in sources:
         assert all(info.CRC == 0 for info in zipfile.ZipFile(sources[0] / NAME).infolist())
-        run("pack", source, "--layout", "pp=2", "--out", tmp_path / f"{source.name}-out")
+        pack(source, tmp_path / f"{source.name}-out")
 
 
 def test_the_rest_of_a_record_is_compared_where_a_tensor_is_a_part_of_it(tmp_path: Path) -> None:

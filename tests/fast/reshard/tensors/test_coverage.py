@@ -17,10 +17,10 @@ from tests.builders import (
     files_in,
     leftovers,
     llama_config,
+    pack,
     random_tensors,
     refusal,
     reshard,
-    run,
     write_model,
     write_safetensors,
 )
@@ -72,7 +72,7 @@ def test_stray_tensor_is_refused_and_may_be_dropped_by_name(
     assert found == ("source.unknown-tensor", "SOURCE")
     if num_shards == 1:
         wording(text)
-    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out", "--drop", STRAY)
+    pack(tmp_path / "source", tmp_path / "out", "pp=2", "--drop", STRAY)
     rows = reshard("inspect", tmp_path / "out", "--tensors", "--json").json["tensors"]
     assert sorted(row["fqn"] for row in rows) == sorted(tensors)
 
@@ -116,7 +116,7 @@ def test_tied_copies_that_differ_are_refused_and_one_may_be_dropped(
     found, text = refused(tmp_path / "source")
     assert found == ("source.tied-values-differ", "SOURCE/model.safetensors")
     wording(text)
-    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out", "--drop", HEAD)
+    pack(tmp_path / "source", tmp_path / "out", "pp=2", "--drop", HEAD)
     rows = reshard("inspect", tmp_path / "out", "--tensors", "--json").json["tensors"]
     assert {row["fqn"]: row["blake3"] for row in rows}[HEAD] == rows[0]["blake3"]
 
@@ -172,7 +172,7 @@ def test_dropping_what_is_not_there_or_what_the_model_requires_is_refused(
 
 def test_dropping_from_a_manifest_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
     write_model(tmp_path / "source")
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "packed").code == 0
+    pack(tmp_path / "source", tmp_path / "packed")
     found, text = refused(tmp_path / "packed", "--drop", UP)
     assert found == ("options.drop-from-manifest", "--drop")
     wording(text)

@@ -23,7 +23,7 @@ from reshard.copy.engine import hash_tensors
 from reshard.tensors.lazy import MemoryFile, read_blocks
 from reshard.tensors.slices import merge_slices, pieces_of
 from stores.bundles import TensorAt
-from tests.builders import Tensor, files_in, flip, read_safetensors, reshard, run, weights_path
+from tests.builders import Tensor, files_in, flip, pack, read_safetensors, reshard, run, weights_path
 from tests.fast.sliced import CUTS, KINDS, cut_up, rewrite_slices, slices_in
 from tests.fast.trained import write_trained
 
@@ -31,15 +31,10 @@ UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.
 Shards = list[dict[str, tuple[Tensor, list[int], list[int]]]]
 
 
-def pack(source: Path, layout: str, out: Path, *args: str) -> Path:
-    run("pack", source, "--layout", layout, "--out", out, *args)
-    return out
-
-
 def sliced_and_whole(folder: Path, cut: str, layout: str = "pp=2", **config: Any) -> tuple[Path, Path]:
     """Return a checkpoint in slices, and the same one in whole tensors."""
     whole = write_trained(folder, layout, **config)
-    sliced = pack(whole, layout, folder / "sliced")
+    sliced = pack(whole, folder / "sliced", layout)
     cut_up(sliced, CUTS[cut])
     return sliced, whole
 
@@ -92,15 +87,15 @@ def test_slices_longer_than_a_block_are_merged(cut: str, shape: tuple[int, int],
 def test_merged_slices_are_the_whole_checkpoint(cut: str, tied: bool, tmp_path: Path) -> None:
     sliced, whole = sliced_and_whole(tmp_path, cut, tie_word_embeddings=tied)
     assert reshard("verify", sliced).code == 0, reshard("verify", sliced).out
-    merged = pack(sliced, "pp=4", tmp_path / "merged", "--merge-slices")
-    assert tensor_files(merged) == tensor_files(pack(whole, "pp=4", tmp_path / "expected"))
+    merged = pack(sliced, tmp_path / "merged", "pp=4", "--merge-slices")
+    assert tensor_files(merged) == tensor_files(pack(whole, tmp_path / "expected", "pp=4"))
     assert reshard("verify", merged, "--against", sliced).code == 0
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_slices_are_copied_as_they_are_and_keep_their_digests(cut: str, tmp_path: Path) -> None:
     sliced, whole = sliced_and_whole(tmp_path, cut)
-    four = pack(sliced, "pp=4", tmp_path / "four")
+    four = pack(sliced, tmp_path / "four", "pp=4")
     assert reshard("verify", four, "--against", sliced).code == 0
     assert reshard("verify", four, "--against", whole).code == 0
     before = {(kind, fqn, str(one)) for kind in KINDS for index in range(2) for held in slices_in(sliced, index, kind)
@@ -108,7 +103,7 @@ def test_slices_are_copied_as_they_are_and_keep_their_digests(cut: str, tmp_path
     after = {(kind, fqn, str(one)) for kind in KINDS for index in range(4) for held in slices_in(four, index, kind)
              for fqn, one in held.items()}  # fmt: skip
     assert after == before
-    again = pack(pack(four, "pp=2", tmp_path / "two"), "pp=4", tmp_path / "again")
+    again = pack(pack(four, tmp_path / "two"), tmp_path / "again", "pp=4")
     assert tensor_files(again) == tensor_files(four)
 
 
@@ -124,7 +119,7 @@ def test_diff_compares_the_values_of_tensors_that_are_sliced_differently(
     tmp_path: Path, wording: Callable[[str], None]
 ) -> None:
     sliced, whole = sliced_and_whole(tmp_path, "columns")
-    four = pack(sliced, "pp=4", tmp_path / "four")
+    four = pack(sliced, tmp_path / "four", "pp=4")
     ended = run("diff", sliced, whole)
     wording(ended.out)
     ended = reshard("diff", sliced, four, "--json")
@@ -219,8 +214,8 @@ def test_damage_of_a_slice_is_named(verb: str, tmp_path: Path) -> None:
 
 def test_manifest_of_slices_counts_a_tensor_once(tmp_path: Path) -> None:
     sliced, whole = sliced_and_whole(tmp_path, "both")
-    four = pack(sliced, "pp=4", tmp_path / "four")
-    expected = pack(whole, "pp=4", tmp_path / "expected")
+    four = pack(sliced, tmp_path / "four", "pp=4")
+    expected = pack(whole, tmp_path / "expected", "pp=4")
     counts = [
         [(stage["num_tensors"], stage["nbytes"]) for stage in json.loads((out / "manifest.json").read_text())["stages"]]
         for out in (four, expected)
@@ -234,8 +229,8 @@ def test_torchs_own_reader_loads_a_stage_of_slices(kind: str, tmp_path: Path) ->
     from torch.distributed import checkpoint
 
     sliced, whole = sliced_and_whole(tmp_path, "both")
-    four = pack(sliced, "pp=4", tmp_path / "four")
-    expected = pack(whole, "pp=4", tmp_path / "expected")
+    four = pack(sliced, tmp_path / "four", "pp=4")
+    expected = pack(whole, tmp_path / "expected", "pp=4")
     below = Path("stage-001") / ("" if kind == "weights" else kind)
     at = weights_path(1, 4) if kind == "weights" else below / "model.safetensors"
     tensors = read_safetensors((expected / at).read_bytes())

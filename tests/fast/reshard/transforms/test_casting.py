@@ -19,6 +19,7 @@ from tests.builders import (
     files_in,
     flip,
     llama_config,
+    pack,
     random_tensors,
     refusal,
     reshard,
@@ -83,7 +84,7 @@ def export(out: Path, *args: str) -> Path:
 @pytest.mark.parametrize("before", ["F64", "F32", "F16", "BF16"])
 def test_values_are_cast_as_torch_casts_them(before: str, after: str, tmp_path: Path) -> None:
     tensors = write_values(tmp_path / "source", before, after)
-    run("pack", tmp_path / "source", "--layout", "pp=2", "--dtype", FLAGS[after], "--out", tmp_path / "out")
+    pack(tmp_path / "source", tmp_path / "out", "pp=2", "--dtype", FLAGS[after])
     assert reshard("verify", tmp_path / "out").code == 0
     found = tensors_in(tmp_path / "out")
     assert found.keys() == tensors.keys()
@@ -125,9 +126,7 @@ def test_wider_dtype_and_back_gives_every_byte_of_the_source(dtype: str, tmp_pat
     for fqn, values in numbers.items():
         tensors[fqn] = replace(tensors[fqn], dtype=dtype, data=values.view(torch.uint8).numpy().tobytes())
     write_model(tmp_path / "source", llama_config(torch_dtype="float16"), tensors, num_shards=2)
-    assert (
-        reshard("pack", tmp_path / "source", "--layout", "pp=2", "--dtype", "fp32", "--out", tmp_path / "out").code == 0
-    )
+    pack(tmp_path / "source", tmp_path / "out", "pp=2", "--dtype", "fp32")
     assert {tensor.dtype for tensor in tensors_in(tmp_path / "out").values()} == {"F32"}
     assert files_in(export(tmp_path / "out")) == files_in(tmp_path / "source")
 
@@ -142,7 +141,7 @@ def test_trained_weights_are_exported_in_the_dtype_of_the_source_and_untrained_o
         tensors[fqn] = replace(tensor, data=values.view(torch.uint8).numpy().tobytes())
     write_model(tmp_path / "source", config, tensors, num_shards=2)
     out = tmp_path / "out"
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--dtype", "fp32", "--out", out).code == 0
+    pack(tmp_path / "source", out, "pp=2", "--dtype", "fp32")
     step = torch.randn(24 * 16)
 
     def train(stage: dict[str, Tensor]) -> None:
@@ -168,7 +167,7 @@ def test_export_in_one_dtype_says_so_in_index_and_config(
 ) -> None:
     config = llama_config(**{key: "float16"})
     tensors = write_model(tmp_path / "source", config, random_tensors(config, dtypes=["F16"]), num_shards=2)
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out").code == 0
+    pack(tmp_path / "source", tmp_path / "out")
     ended = reshard("export", tmp_path / "out", "--to", "hf", "--dtype", flag, "--out", tmp_path / "exported", "--json")
     assert ended.json["casts"] == [{"from": "F16", "to": stored, "num_tensors": 39}]
     for fqn, tensor in tensors_in(tmp_path / "exported").items():
@@ -189,7 +188,7 @@ def test_transformers_loads_trained_weights_in_the_dtype_of_the_source(tmp_path:
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "source")
     out = tmp_path / "out"
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--dtype", "fp32", "--out", out).code == 0
+    pack(tmp_path / "source", out, "pp=2", "--dtype", "fp32")
     for dtype, stored in (("source", torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)):
         exported = tmp_path / f"as-{dtype}"
         run("export", out, "--to", "hf", "--dtype", dtype, "--out", exported)
@@ -202,7 +201,7 @@ def test_transformers_loads_trained_weights_in_the_dtype_of_the_source(tmp_path:
 def test_damage_of_what_is_cast_is_named(tmp_path: Path) -> None:
     write_model(tmp_path / "source", num_shards=2)
     out = tmp_path / "out"
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out).code == 0
+    pack(tmp_path / "source", out)
     shard = out / "model-00002-of-00002.safetensors"
     flip(shard)
     refused = refusal("export", out, "--to", "hf", "--dtype", "fp32", "--out", tmp_path / "exported")
@@ -231,7 +230,7 @@ def test_source_dtype_that_nothing_is_cast_to_is_refused(tmp_path: Path) -> None
     tensors[UP] = replace(tensors[UP], dtype="F8_E4M3", data=random.Random(0).randbytes(24 * 16))
     write_model(tmp_path / "source", tensors=tensors)
     out = tmp_path / "out"
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", out).code == 0
+    pack(tmp_path / "source", out)
     for dtype in ("fp32", "bf16"):
         refused = refusal("export", out, "--to", "hf", "--dtype", dtype, "--out", tmp_path / "exported")
         assert refused.found == (2, "source.cannot-cast", "--dtype")

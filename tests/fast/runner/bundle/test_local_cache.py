@@ -22,7 +22,7 @@ from runner.bundle.remote import fetch, opened
 from runner.rundir.exit_report import code_of
 from stores.local import LocalFolder
 from stores.manifest_file import open_manifest
-from tests.builders import files_in, flip, llama_config, reshard, weights_path, write_model
+from tests.builders import files_in, flip, llama_config, pack, weights_path, write_model
 from tests.fast.trained import write_trained
 from tests.servers.hub import serve_hub, set_up
 
@@ -34,8 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of four stages, with optimizer state."""
     folder = tmp_path_factory.mktemp("copies")
     first = write_trained(folder, "pp=2", tie_word_embeddings=False)
-    assert reshard("pack", first, "--layout", "pp=4", "--out", folder / "pp4").code == 0
-    return folder / "pp4"
+    return pack(first, folder / "pp4", "pp=4")
 
 
 @pytest.fixture
@@ -262,7 +261,7 @@ def test_folder_is_named_by_the_manifest_and_may_have_variables_of_the_node(
 
 def test_virtual_bundles_cannot_be_cached(tmp_path: Path, wording: Callable[[str], None]) -> None:
     write_model(tmp_path / "model", llama_config())
-    assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--virtual", "--out", tmp_path / "v").code == 0
+    pack(tmp_path / "model", tmp_path / "v", "pp=2", "--virtual")
     manifest: Manifest = open_manifest(tmp_path / "v").manifest
     with pytest.raises(UserError) as error:
         check_cacheable(manifest, "v/manifest.json")

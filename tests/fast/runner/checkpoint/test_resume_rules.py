@@ -27,7 +27,7 @@ from runner.checkpoint.resume import (
 )
 from runner.config.flags import TrainOptions, parse_training, recall
 from runner.training.optimizer import lr_at
-from tests.builders import reshard
+from tests.builders import pack
 from tests.fast.reshard.forged import change_file, change_manifest
 from tests.fast.trained import STATE, write_trained
 
@@ -39,9 +39,7 @@ GROUP = STATE["optimizer"]["groups"][0]
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that nobody trained, beside `trained`, the same with moments after step 60."""
     trained = write_trained(tmp_path_factory.mktemp("rules"), "pp=2", num_hidden_layers=1)
-    out = trained.with_name("packed")
-    assert reshard("pack", trained.with_name("source"), "--layout", "pp=1", "--out", out).code == 0
-    return out
+    return pack(trained.with_name("source"), trained.with_name("packed"), "pp=1")
 
 
 @pytest.fixture
@@ -150,7 +148,7 @@ def test_copy_of_the_newest_and_what_was_made_out_of_it_may_be_named(trained: Pa
     history, cut = history_of(trained, 30, 60), tmp_path / "cut"
     copied = shutil.copytree(checkpoint_path(history, 60), tmp_path / "copied")
     assert origins(trained, options("--resume", copied, "--checkpoint", history)) == (copied,)
-    assert reshard("pack", checkpoint_path(history, 60), "--layout", "pp=1", "--out", cut).code == 0
+    pack(checkpoint_path(history, 60), cut, "pp=1")
     assert origins(cut, options("--resume", cut, "--checkpoint", history)) == (cut,)
 
 

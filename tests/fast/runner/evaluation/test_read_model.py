@@ -14,7 +14,7 @@ from runner.bundle.packed import open_packed
 from runner.distributed.world import World
 from runner.evaluation.evaluate import read_model
 from runner.evaluation.options import parse_eval
-from tests.builders import run
+from tests.builders import pack
 from tests.fast.manifests.models.catalogued import save_tiny
 
 
@@ -30,7 +30,7 @@ def test_generic_family_is_compared_with_the_whole_model_before_it_is_read(
     flags: tuple[str, ...], world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_tiny(tmp_path / "source", "Olmo3ForCausalLM")
-    run("pack", tmp_path / "source", "--layout", "pp=1", "--out", tmp_path / "packed", "--quiet")
+    pack(tmp_path / "source", tmp_path / "packed", "pp=1", "--quiet")
     options = parse_eval([str(tmp_path / "packed"), "--data", "a.txt", *flags]).read
     with caplog.at_level(logging.INFO, "runner"):
         read_model(open_packed(tmp_path / "packed"), options, world, torch.device("cpu"), max_seq_len=8)

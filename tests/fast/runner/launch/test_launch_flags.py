@@ -15,7 +15,7 @@ from runner.config.parallel_dims import ParallelDims
 from runner.launch.command import check_gpus, memories_gib
 from runner.launch.nodes import check_groups, check_ranks
 from runner.launch.schedulers.checks import parse_time
-from tests.builders import llama_config, reshard, write_model
+from tests.builders import llama_config, pack, write_model
 
 Wording = Callable[[str], None]
 TRAINING = ("--data", "synthetic", "--steps", "4")
@@ -27,8 +27,8 @@ JOBSET = ("--scheduler", "jobset", "--image", "i", "--name", "tiny")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("flags")
     write_model(folder / "model", llama_config(num_hidden_layers=4))
-    assert reshard("pack", folder / "model", "--layout", "pp=4", "--out", folder / "pp4").code == 0
-    assert reshard("pack", folder / "model", "--layout", "pp=4", "--virtual", "--out", folder / "virtual").code == 0
+    pack(folder / "model", folder / "pp4", "pp=4")
+    pack(folder / "model", folder / "virtual", "pp=4", "--virtual")
     return folder / "pp4"
 
 
@@ -311,7 +311,7 @@ def test_stages_that_do_not_fit_this_machines_gpus_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wording: Wording
 ) -> None:
     write_model(tmp_path / "model", llama_config(num_hidden_layers=4, vocab_size=5000))  # 80,000 embeddings
-    assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "pp2").code == 0
+    pack(tmp_path / "model", tmp_path / "pp2")
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\nprintf '0, GPU-aa11, 1\\n1, GPU-bb22, 1\\n'\n")
     driver.chmod(0o755)

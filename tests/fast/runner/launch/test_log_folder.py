@@ -22,7 +22,7 @@ from runner.launch.schedulers.local_processes import record_here
 from runner.rundir.heartbeat import Beat, heartbeat_path, write_beat
 from runner.rundir.job_record import JobRecord, read_record, write_record
 from runner.rundir.state import RunState, read_state, write_state
-from tests.builders import llama_config, reshard, write_model
+from tests.builders import llama_config, pack, write_model
 
 SLURM = JobRecord(scheduler="slurm", id="7", name="tiny", output="/x/slurm-7.out")
 ELSEWHERE = JobRecord(scheduler="local", id="7", name="tiny", output="", host="elsewhere", birth="a boot 17")
@@ -166,8 +166,7 @@ def test_number_that_another_process_has_got_is_no_job(place: Path) -> None:
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packed")
     write_model(folder / "model", llama_config(num_hidden_layers=2))
-    assert reshard("pack", folder / "model", "--layout", "pp=2", "--out", folder / "pp2").code == 0
-    return folder / "pp2"
+    return pack(folder / "model", folder / "pp2")
 
 
 def launch(packed: Path, log: Path, *flags: str) -> Result:

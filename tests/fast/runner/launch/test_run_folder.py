@@ -15,7 +15,7 @@ from runner.config.flags import TrainOptions, parse_training
 from runner.launch.run_folder import RunFolder, choose_folder
 from runner.report.read import read_run
 from runner.rundir.run_record import config_of, find_run, note_resolved, read_record_of, run_id
-from tests.builders import llama_config, reshard, write_model
+from tests.builders import llama_config, pack, write_model
 
 PARTS = {key: [0.25] for key in ("data_s", "compute_s", "communication_s", "bubble_s")}
 STEP = {"loss": 2.0, "grad_norm": 1.0, "lr": 0.1, "num_tokens": 1, "step_s": 1.0, "tokens_per_s": 1.0, **PARTS}
@@ -180,7 +180,7 @@ def test_damaged_record_says_what_is_left_of_it(run: dict[str, Any]) -> None:
 
 def test_launch_without_a_folder_hands_the_chosen_one_to_the_ranks(place: Path) -> None:
     write_model(place / "source", llama_config())
-    assert reshard("pack", place / "source", "--layout", "pp=2", "--out", place / "packed").code == 0
+    pack(place / "source", place / "packed")
     done = CliRunner().invoke(cli, ["launch", str(place / "packed"), "--dry-run", "--", "--data", "synthetic"])
     assert done.exception is None, done.exception
     words = done.stdout.split()

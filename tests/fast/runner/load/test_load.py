@@ -19,7 +19,7 @@ from runner.bundle.packed import Packed, open_packed
 from runner.load.load import load_tensors
 from runner.tensors.local_shard import whole_pieces
 from stores.bundles import Bundles
-from tests.builders import EMBEDDING, HEAD, Tensor, flip, llama_config, random_tensors, reshard
+from tests.builders import EMBEDDING, HEAD, Tensor, flip, llama_config, pack, random_tensors
 from tests.fast.trained import random_moments, read_moments, write_moments, write_trained
 
 UP = "model.layers.3.mlp.up_proj.weight"
@@ -33,7 +33,7 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     folder = tmp_path_factory.mktemp("load")
     trained = write_trained(folder, "pp=2", tie_word_embeddings=request.param)
     for layout in LAYOUTS:
-        assert reshard("pack", trained, "--layout", layout, "--out", folder / layout).code == 0
+        pack(trained, folder / layout, layout)
     return {layout: open_packed(folder / layout) for layout in LAYOUTS}
 
 

@@ -30,7 +30,7 @@ from runner.models.titan_fields import TITAN_FIELDS
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
 from runner.tensors.local_shard import whole_pieces
 from stores.bundles import Bundles
-from tests.builders import Tensor, reshard, run
+from tests.builders import Tensor, pack, reshard
 from tests.fast.manifests.models.built import read_config
 from tests.fast.reshard.transforms.test_dequantize import MXFP4, fp8, values_in, write_quantized
 from tests.fast.runner.models.titans import TITANS, save_titan
@@ -137,7 +137,7 @@ def test_grouped_product_is_each_experts_own_bit_for_bit_and_an_idle_one_gets_ze
 
 def packed_titan(folder: Path, name: str) -> Bundles:
     save_titan(folder / "source", name)
-    run("pack", folder / "source", "--layout", "pp=2", "--out", folder / "packed", "--quiet")
+    pack(folder / "source", folder / "packed", "pp=2", "--quiet")
     launched = open_packed(folder / "packed")
     return Bundles(launched.manifest, launched.root)
 

@@ -15,7 +15,7 @@ from runner.config.schema import BatchOptions
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import REFUSED, Combination, check_combination, check_divides, combine, share_of
 from stores.manifest_file import open_manifest
-from tests.builders import run, write_model
+from tests.builders import pack, write_model
 
 ZERO_BUBBLE: dict[str, Any] = {"schedule": "ZBVZeroBubble", "splits_backward": True}
 GENERIC: dict[str, Any] = {"is_generic": True, "architecture": "Olmo3ForCausalLM"}
@@ -88,7 +88,7 @@ def test_data_parallel_pipelines_split_a_batch_evenly(wording: Callable[[str], N
 
 def test_combination_is_read_from_manifest_options_and_timetable(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
-    run("pack", tmp_path / "model", "--layout", "pp=2,vpp=2,style=v", "--out", tmp_path / "packed")
+    pack(tmp_path / "model", tmp_path / "packed", "pp=2,vpp=2,style=v")
     manifest = open_manifest(tmp_path / "packed").manifest
     options = parse_training(["--data", "synthetic", "--compile", "--global-batch", "4"])
     found = combine(manifest, options, choose_timetable(options.schedule, manifest, options.batch.num_microbatches))

@@ -16,7 +16,7 @@ from runner.checkpoint.resume import remembered
 from runner.commands import cli
 from runner.config.flags import parse_training, recall
 from runner.preflight.preflight import check_length, expert_notes, notes
-from tests.builders import reshard, without_file
+from tests.builders import pack, without_file
 from tests.fast.trained import write_trained
 
 Wording = Callable[[str], None]
@@ -27,7 +27,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a tokenizer, packed as `packed`, and `trained`, the same with moments after step 60."""
     place = tmp_path_factory.mktemp("requests")
     write_trained(place, "pp=2", num_hidden_layers=1)
-    assert reshard("pack", place / "source", "--layout", "pp=2", "--out", place / "packed").code == 0
+    pack(place / "source", place / "packed")
     (place / "texts").mkdir()
     (place / "texts" / "a.txt").write_text("a text")
     return place

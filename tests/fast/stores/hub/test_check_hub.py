@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import INDEX, files_in, llama_config, reshard, write_model
+from tests.builders import INDEX, files_in, llama_config, pack, reshard, write_model
 from tests.servers.hub import Hub
 
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -87,7 +87,7 @@ def test_signature_of_a_packed_repository_is_beside_its_manifest(hub: Hub, tmp_p
     for name in ("one", "two"):
         write_keys(tmp_path, name)
     out = tmp_path / "packed"
-    assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", out).code == 0
+    pack(tmp_path / "model", out)
     hub.push("org/unsigned", files_in(out))
     assert reshard("sign", out, "--key", tmp_path / "one.pem").code == 0
     hub.push("org/packed", files_in(out))

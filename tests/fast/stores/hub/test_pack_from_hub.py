@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from manifests.safetensors import read_header
-from tests.builders import files_in, llama_config, reshard, run, write_model
+from tests.builders import files_in, llama_config, pack, reshard, run, write_model
 from tests.servers.hub import AGENTS, Hub, Request, serve_hub, set_up
 
 
@@ -39,7 +39,7 @@ def test_a_pack_asks_for_each_file_once_and_each_header_in_one_request(
     write_model(tmp_path / "source", num_shards=3)
     files = files_in(tmp_path / "source")
     commit = hub.push("org/tiny", files)
-    assert reshard("pack", "hf://org/tiny", "--layout", "pp=2", "--out", tmp_path / "out").code == 0
+    pack("hf://org/tiny", tmp_path / "out")
 
     def kind(request: Request) -> str:
         return "data" if request.status == 206 else "answer" if request.status == 200 else "redirect"
@@ -61,7 +61,7 @@ def test_manifest_on_the_hub_keeps_its_layout_however_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path / "source")
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "packed").code == 0
+    pack(tmp_path / "source", tmp_path / "packed")
     with serve_hub() as hub:
         set_up(monkeypatch, hub, tmp_path / "cache")
         hub.push("org/packed", files_in(tmp_path / "packed"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import files_in, llama_config, reshard, write_model
+from tests.builders import files_in, llama_config, pack, write_model
 from tests.servers.hub import MEMBER, Hub, serve_hub
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -24,7 +24,7 @@ def num_sent(hub: Hub) -> int:
 def test_push_that_is_killed_leaves_nothing_and_is_resumed(tmp_path: Path) -> None:
     write_model(tmp_path / "source", llama_config(num_hidden_layers=4))
     out = tmp_path / "out"
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=4", "--out", out).code == 0
+    pack(tmp_path / "source", out, "pp=4")
     with serve_hub() as hub:
         env = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": MEMBER}
         env |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}

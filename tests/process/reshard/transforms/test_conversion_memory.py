@@ -13,7 +13,7 @@ import pytest
 
 from manifests.models import model_shape
 from manifests.safetensors import encode_header, layout_tensors
-from tests.builders import llama_config, reshard, run
+from tests.builders import llama_config, pack, reshard
 from tests.fast.manifests.models.built import read_config
 from tests.fast.reshard.forged import change_manifest
 from tests.fast.sliced import CUTS, cut_up
@@ -66,8 +66,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = llama_config(hidden_size=1024, vocab_size=1 << 16, num_hidden_layers=2, tie_word_embeddings=True)
     folder = tmp_path_factory.mktemp("memory")
     source = write_zeros(folder / "source", config)
-    run("pack", source, "--layout", "pp=1", "--out", folder / "packed")
-    return folder / "packed"
+    return pack(source, folder / "packed", "pp=1")
 
 
 def test_cast_takes_no_more_for_a_large_tensor(packed: Path, tmp_path: Path) -> None:

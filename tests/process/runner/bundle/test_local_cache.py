@@ -15,7 +15,7 @@ from manifests.digest import digest_bytes
 from runner.bundle.cache_folder import CacheFolder, node_folder
 from stores.local import LocalFolder
 from stores.manifest_file import open_manifest
-from tests.builders import flip, reshard
+from tests.builders import flip, pack
 from tests.process.local_jobs import runner
 from tests.process.runner.training_jobs import job, lines_of, losses_of, run_jobs, said
 from tests.process.stores.objects.buckets import url_of
@@ -111,7 +111,7 @@ def test_node_without_room_is_refused_before_anything_is_copied(cached: Path) ->
 
 @pytest.mark.slow
 def test_manifest_in_a_bucket_is_trained_from_copies(packed: Path, moto: MotoServer, tmp_path: Path) -> None:
-    assert reshard("pack", packed, "--layout", "pp=2", "--out", url_of("pp2")).code == 0
+    pack(packed, url_of("pp2"))
     scratch = tmp_path / "scratch"
     for manifest, log, *flags in (
         (url_of("pp2/manifest.json"), "log", "--stage-to-local", scratch),

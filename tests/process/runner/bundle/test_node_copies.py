@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import reshard
+from tests.builders import pack
 from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
 from tests.fast.runner.tiny import save_model
 from tests.process.torchrun import started
@@ -27,7 +27,7 @@ def nodes(tmp_path: Path) -> tuple[Path, Path]:
     nodes = (tmp_path / "node0", tmp_path / "node1")
     for node in nodes:
         node.mkdir()
-        assert reshard("pack", source, "--layout", "pp=2", "--out", node / "packed").code == 0
+        pack(source, node / "packed")
     return nodes
 
 
@@ -35,7 +35,7 @@ def test_nodes_with_different_copies_of_a_checkpoint_are_refused(nodes: tuple[Pa
     other = tmp_path / "other"
     save_model(other, num_hidden_layers=2, bos_token_id=BOS, eos_token_id=EOS, initializer_range=0.05)
     write_tokenizer(other, **json.loads((other / "config.json").read_text()))
-    assert reshard("pack", other, "--layout", "pp=2", "--force", "--out", nodes[1] / "packed").code == 0
+    pack(other, nodes[1] / "packed", "pp=2", "--force")
     check_refused(nodes, *RUN, code="manifest.differs-between-ranks", where="packed/manifest.json")
 
 

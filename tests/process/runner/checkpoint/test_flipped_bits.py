@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.builders import INDEX, run
+from tests.builders import INDEX, pack
 from tests.fast.runner.data.words import WORDS, write_tokenizer
 from tests.fast.runner.tiny import HEAD, save_model
 from tests.process.torchrun import launch
@@ -69,7 +69,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(source, **json.loads((source / "config.json").read_text()))
     for layout in (1, 2):
         for name, flags in ((f"pp{layout}", ()), (f"virtual{layout}", ("--virtual",))):
-            run("pack", source, "--layout", f"pp={layout}", "--out", place / name, *flags)
+            pack(source, place / name, f"pp={layout}", *flags)
     chosen = random.Random(SEED)
     lines = (" ".join(chosen.choice(WORDS) for _ in range(30)) for _ in range(40))
     (place / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))

@@ -12,7 +12,7 @@ import pytest
 
 from runner.checkpoint.history import checkpoint_path
 from stores.manifest_file import open_manifest
-from tests.builders import flip, reshard
+from tests.builders import flip, pack
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 
@@ -24,7 +24,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train for 4 steps, saving after 2 and 4, and begin others with what that left."""
     place = tmp_path_factory.mktemp("histories")
     save_model(place / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=80)
-    assert reshard("pack", place / "model", "--layout", "pp=1", "--out", place / "packed").code == 0
+    pack(place / "model", place / "packed", "pp=1")
     run_jobs(1, [saving(place, "whole", place / "packed", "--checkpoint-every", 2, steps=4)])
     shutil.copytree(place / "whole", place / "damaged")
     flip(checkpoint_path(place / "damaged", 4) / "stage-000/exp_avg/model.safetensors", -9, 4)

@@ -25,7 +25,7 @@ from runner.checkpoint.history import claim_history
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.sequences import read_batches
 from stores.manifest_file import open_manifest
-from tests.builders import flip, reshard, run
+from tests.builders import flip, pack, reshard
 from tests.fast.runner.tiny import load_model, save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 
@@ -105,7 +105,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     make_sources(runs.place)
     for weights in WEIGHTS:
         for layout in (V, *(layout for layouts in LAYOUTS.values() for layout in layouts.values())):
-            run("pack", runs.place / weights, "--layout", layout, "--out", runs.packed(weights, layout))
+            pack(runs.place / weights, runs.packed(weights, layout), layout)
     run_jobs(4, whole(runs, 4, WHOLE))
     run_jobs(2, [*whole(runs, 2, WHOLE), *across(runs, "pp=2", "whole-4-1F1B", MIDDLE, 4), *to_v(runs, "tied")])
     run_jobs(1, [*whole(runs, 1, WHOLE), *across(runs, "pp=1", "across-pp=2", 4, 5)])
@@ -203,7 +203,7 @@ def from_v(runs: Runs, weights: str) -> list[dict[str, Any]]:
 def offline(runs: Runs, weights: str) -> dict[str, Any]:
     """Cut a checkpoint of four ranks for two, without torch, and go on from what came of it."""
     cut, name = runs.place / f"cut-{weights}", f"offline-{weights}"
-    run("pack", runs.checkpoint(f"whole-4-1F1B-{weights}", MIDDLE), "--layout", "pp=2,vpp=2", "--out", cut)
+    pack(runs.checkpoint(f"whole-4-1F1B-{weights}", MIDDLE), cut, "pp=2,vpp=2")
     return runs.job(name, cut, *data_of(weights, runs.place), "--resume", "auto", "--checkpoint", runs.history(name))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runner.checkpoint.history import checkpoint_path, find_checkpoints
-from tests.builders import files_in, llama_config, reshard, write_model
+from tests.builders import files_in, llama_config, pack, write_model
 from tests.process.events import NUM_SAVE_EVENTS, Worker, acts_of, chunks_of, emptied, is_planted, start_worker
 from tests.sentinels import plant_in
 
@@ -49,7 +49,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 def place(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> Place:
     folder = tmp_path_factory.mktemp("saves")
     write_model(folder / "source", llama_config(num_hidden_layers=2))
-    assert reshard("pack", folder / "source", "--layout", "pp=1", "--out", folder / "packed").code == 0
+    pack(folder / "source", folder / "packed", "pp=1")
     expected, num_changes, packed = dict[tuple[str, int], dict[str, bytes]](), dict[str, int](), folder / "packed"
 
     def save(kind: str, out: Path, step: int) -> None:

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from runner.checkpoint.history import checkpoint_path, find_checkpoints, step_of
 from stores.manifest_file import open_manifest
-from tests.builders import llama_config, reshard, write_model
+from tests.builders import llama_config, pack, reshard, write_model
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 from tests.process.torchrun import Rank, started
@@ -36,8 +36,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 2.4 million parameters, 29 MB in a checkpoint."""
     folder = tmp_path_factory.mktemp("saving")
     write_model(folder / "source", llama_config(**SIZES))
-    assert reshard("pack", folder / "source", "--layout", "pp=2", "--out", folder / "packed").code == 0
-    return folder / "packed"
+    return pack(folder / "source", folder / "packed")
 
 
 def two_savers(
@@ -132,7 +131,7 @@ def test_save_on_a_slow_disk_may_take_longer_than_ranks_wait_for_each_other(pack
 def test_run_whose_last_save_fails_was_not_stopped_and_saved(tmp_path: Path) -> None:
     """The disk fills up, then the run is asked to stop."""
     save_model(tmp_path / "model", num_hidden_layers=1, vocab_size=1 << 13)
-    assert reshard("pack", tmp_path / "model", "--layout", "pp=1", "--out", tmp_path / "packed").code == 0
+    pack(tmp_path / "model", tmp_path / "packed", "pp=1")
     history = tmp_path / "history"
     words = (
         tmp_path / "packed/manifest.json", "--data", "synthetic", "--seq-len", "16", "--checkpoint", history,
@@ -156,7 +155,7 @@ def test_run_whose_last_save_fails_was_not_stopped_and_saved(tmp_path: Path) -> 
 
 def test_killed_training_resumes_from_its_newest_checkpoint_and_repeats_the_steps_after_it(tmp_path: Path) -> None:
     save_model(tmp_path / "model", num_hidden_layers=2)
-    assert reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed").code == 0
+    pack(tmp_path / "model", tmp_path / "packed")
     history, log = tmp_path / "history", tmp_path / "log"
     training = (
         "--data", "synthetic", "--seq-len", "16", "--global-batch", "4", "--checkpoint", history,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import reshard
+from tests.builders import pack, reshard
 from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.training_jobs import lines_of
@@ -23,8 +23,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = folder / "source"
     save_model(source, num_hidden_layers=1, bos_token_id=BOS, eos_token_id=EOS)
     write_tokenizer(source, **json.loads((source / "config.json").read_text()))
-    assert reshard("pack", source, "--layout", "pp=1", "--out", folder / "packed").code == 0
-    return folder / "packed"
+    return pack(source, folder / "packed", "pp=1")
 
 
 def train(packed: Path, place: Path, *words: str | Path) -> tuple[int | None, list[str]]:

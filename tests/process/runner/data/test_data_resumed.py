@@ -18,7 +18,7 @@ from manifests.schema import TrainingState
 from runner.bundle.packed import open_packed
 from runner.checkpoint.skipped import read_skipped
 from stores.manifest_file import open_manifest
-from tests.builders import reshard
+from tests.builders import pack
 from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.checkpoint.test_resume import MIDDLE, STEPS, Runs, after_middle, digests_in
@@ -62,7 +62,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     spoil(runs.place)
     write_documents(runs.place / "text.txt", documents[57:])
     for layout in ("pp=1", "pp=2"):
-        assert reshard("pack", source, "--layout", layout, "--out", runs.packed("untied", layout)).code == 0
+        pack(source, runs.packed("untied", layout), layout)
     recipe = ("--skip-bad-documents", "--seq-len", 24, "--global-batch", 8, "--lr", 2e-3, "--checkpoint-every", MIDDLE)
     whole = [(f"whole-{name}", data_of(name, runs.place)) for name in NAMES]
     two, one = runs.packed("untied", "pp=2"), runs.packed("untied", "pp=1")
@@ -126,7 +126,7 @@ def test_documents_that_are_no_text_are_counted_alike_whether_resumed_or_not(nam
     assert 0 < whole[MIDDLE] < whole[STEPS]
     assert others == 2 * [after_middle(whole)]
     repacked = runs.place / f"repacked-{name}"
-    assert reshard("pack", runs.checkpoint(f"whole-{name}", MIDDLE), "--layout", "pp=1", "--out", repacked).code == 0
+    pack(runs.checkpoint(f"whole-{name}", MIDDLE), repacked, "pp=1")
     assert [read_skipped(open_packed(folder)) for folder in (repacked, runs.checkpoint(f"fewer-{name}"))] == [
         whole[MIDDLE],
         whole[STEPS],

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM
 
-from tests.builders import reshard, run
+from tests.builders import pack
 from tests.fast.manifests.models.built import TINY
 from tests.fast.runner.models.decoders import VARIANTS, Variant, variant_ids
 from tests.fast.runner.models.titans import TITANS, YARN, load, save_titan
@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     documents = (" ".join(WORDS[(7 * row + i * i) % 300] for i in range(3 + row % 41)) for row in range(40))
     (place / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     for layout in (layout for layouts in LAYOUTS.values() for layout in layouts):
-        run("pack", place / "source", "--layout", layout, "--out", place / layout)
+        pack(place / "source", place / layout, layout)
     return place
 
 
@@ -137,7 +137,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
             name, changes = case.variant
             save_titan(source, name, **changes, **ENDS)
             tokenizer.save(str(source / "tokenizer.json"))
-            run("pack", source, "--layout", f"pp={num_ranks}", "--out", packed)
+            pack(source, packed, f"pp={num_ranks}")
             text = ["--data", str(place / "text.jsonl"), "--seq-len", "16", "--no-pack"]
             jobs += [[str(packed), *text]]
         (place / "jobs.json").write_text(json.dumps(jobs))
@@ -184,7 +184,7 @@ def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_titan(place / name, config, **changes, **ENDS)
         tokenizer.save(str(place / name / "tokenizer.json"))
         packed = place / f"{name}-pp=2"
-        assert reshard("pack", place / name, "--layout", "pp=2", "--out", packed).code == 0
+        pack(place / name, packed)
         text = ["--data", str(place / "text.jsonl"), "--seq-len"]
         jobs += [[str(packed), *text, *how] for how in (["20", "--no-pack"], ["41", "--no-pack"], ["32"])]
     (place / "jobs.json").write_text(json.dumps(jobs))

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from runner.preflight.torch_version import TESTED
 from stores.manifest_file import open_manifest
-from tests.builders import reshard
+from tests.builders import pack, reshard
 from tests.fast.runner.tiny import save_model
 from tests.process.local_jobs import ROOT, runner
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
@@ -47,7 +47,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(source: Path) -> Path:
-    return pack(source, "pp=2", source.parent / "pp2")
+    return pack(source, source.parent / "pp2")
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +58,6 @@ def text(source: Path) -> Path:
     documents = (" ".join(WORDS[(7 * row + 3 * i) % 300] for i in range(n)) for row, n in enumerate(lengths))
     path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
     return path
-
-
-def pack(source: Path, layout: str, out: Path) -> Path:
-    assert reshard("pack", source, "--layout", layout, "--out", out).code == 0
-    return out
 
 
 def launch(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -169,11 +164,11 @@ def loss_of(model: LlamaForCausalLM, text: Path) -> tuple[float, int]:
 
 @pytest.mark.slow
 def test_tied_weight_stored_once_trains_on_one_rank(source: Path, tmp_path: Path) -> None:
-    packed = pack(source, "pp=1", tmp_path / "pp1")
+    packed = pack(source, tmp_path / "pp1", "pp=1")
     trained = tmp_path / "trained"
     done = launch(packed, "--", "--data", "synthetic", *SMALL, "--save", trained, "--log-dir", tmp_path)
     assert done.returncode == 0, done.stderr
-    two = pack(trained, "pp=2", tmp_path / "pp2")
+    two = pack(trained, tmp_path / "pp2")
     assert launch(two, "--", "--data", "synthetic", *SMALL, "--log-dir", tmp_path).returncode == 0
 
 

@@ -17,7 +17,7 @@ import yaml
 from manifests.digest import digest_bytes
 from runner.bundle.cache_folder import node_folder
 from stores.manifest_file import open_manifest
-from tests.builders import reshard
+from tests.builders import pack
 from tests.process.local_jobs import pack_tiny
 from tests.servers.network import Network, missing_for_network, start_network
 
@@ -166,7 +166,7 @@ def hosts_of_ranks(log: Path) -> list[str]:
 @pytest.mark.slow
 def test_nodes_with_the_same_stage_read_it_from_the_store_once(network: Network, packed: Path, tmp_path: Path) -> None:
     halves = tmp_path / "pp2"
-    assert reshard("pack", packed, "--layout", "pp=2", "--out", halves).code == 0
+    pack(packed, halves)
     log = tmp_path / "log"
     flags = ("--stage-to-local", tmp_path / "DISK" / "copies")
     run_pods(network, container_of(halves, log, *flags, training=("--steps", "1", "--dp-replicate", "2")), tmp_path)

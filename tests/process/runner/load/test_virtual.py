@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stores.manifest_file import open_manifest
-from tests.builders import INDEX, reshard, run
+from tests.builders import INDEX, pack, reshard
 from tests.fast.runner.tiny import EMBEDDING, HEAD, save_model
 from tests.process.local_jobs import runner
 from tests.process.runner.training_jobs import job, losses_of, run_jobs, said
@@ -33,20 +33,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def pack(source: str | Path, out: Path, *flags: str) -> Path:
-    run("pack", source, "--layout", "pp=2", "--out", out, *flags)
-    return out
-
-
 @pytest.fixture(scope="module")
 def trained(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Training on copies and on virtual bundles of one source, and on a source that changed since it was packed."""
     out, jobs = tmp_path_factory.mktemp("trained"), []
     for name, flags in (("copies", ()), ("virtual", ("--virtual",))):
-        packed, opened = pack(source, out / name / "packed", *flags), out / name / "opened"
+        packed, opened = pack(source, out / name / "packed", "pp=2", *flags), out / name / "opened"
         jobs.append(job(packed, out / name, *TRAINING, "--save", out / name / "saved", opened=opened))
     changed = shutil.copytree(source, out / "changed" / "source")
-    packed = pack(changed, out / "changed" / "packed", "--virtual")
+    packed = pack(changed, out / "changed" / "packed", "pp=2", "--virtual")
     os.utime(file_of_rank_1_alone(changed))
     run_jobs(2, [job(packed, out / "changed", *TRAINING), *jobs])
     return out
@@ -112,7 +107,7 @@ def test_training_on_originals_in_a_bucket_gives_the_losses_of_copies(
             server.client().put_object(Bucket="models", Key=f"tied/{path.name}", Body=path.read_bytes())
         environment = {"AWS_CONFIG_FILE": "/nowhere", "AWS_SHARED_CREDENTIALS_FILE": "/nowhere", **server.environment()}
         become(monkeypatch, environment)
-        packed = pack("s3://models/tied", tmp_path / "virtual", "--virtual")
+        packed = pack("s3://models/tied", tmp_path / "virtual", "pp=2", "--virtual")
         before = len(server.requests("GET", "models/tied/"))
         done = runner("launch", packed, "--", *TRAINING, "--log-dir", tmp_path)
         assert done.returncode == 0, done.stderr

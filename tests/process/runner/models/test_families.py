@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from runner.data.batches import Batch
-from tests.builders import reshard
+from tests.builders import pack, reshard
 from tests.fast.runner.models.decoders import name_as_openai_did, save_decoder, tied_name
 from tests.fast.runner.models.titans import in_files, load, save_titan
 from tests.fast.runner.tiny import HEAD
@@ -53,9 +53,9 @@ def run_cases(place: Path, which: str, cases: tuple[Case, ...], timeout_s: int) 
         save_titan(source, case.model, **case.changes)
         if case.is_openai:
             name_as_openai_did(source)
-        packed = reshard("pack", source, "--layout", case.layout, "--pp", str(case.num_ranks // case.num_shards),
-                         "--out", case.folder(place, "packed"), "--quiet")  # fmt: skip
-        assert packed.code == 0, packed.err
+        pack(
+            source, case.folder(place, "packed"), case.layout, "--pp", str(case.num_ranks // case.num_shards), "--quiet"
+        )
     for num_ranks in sorted({case.num_ranks for case in cases}):
         launch(num_ranks, "runner/models/family_worker.py", place, which, timeout_s=timeout_s)
     return place
@@ -172,8 +172,7 @@ RANDOM = {
 
 def whole_and_resumed(place: Path, *resumed: str) -> list[dict[str, Any]]:
     """Pack a model, and describe four steps, and two steps from the middle of those with more flags."""
-    packed = reshard("pack", place / "source", "--layout", "pp=2", "--out", place / "packed", "--quiet")
-    assert packed.code == 0, packed.err
+    pack(place / "source", place / "packed", "pp=2", "--quiet")
     flags = ("--data", "synthetic", "--seq-len", 16, "--global-batch", 4, "--lr", LR, "--steps", 4, "--checkpoint")
     resumed = ("--resume", place / "whole" / "step-000002", *resumed)
     return [

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from manifests.store import open_shard
 from stores.manifest_file import open_manifest
-from tests.builders import run
+from tests.builders import pack
 from tests.fast.runner.models.titans import save_titan
 from tests.process.runner.parallel.parallel_cases import LAYOUTS, MODELS, NORMAL, SLOW_4, SLOW_8, SLOW_MIXED, Case
 from tests.process.runner.training_jobs import job, lines_of, run_jobs
@@ -77,7 +77,7 @@ def pack_model(place: Path, model: str) -> None:
     name, changes = MODELS[model]
     save_titan(place / model, name, **changes)
     for layout in LAYOUTS:
-        run("pack", place / model, "--layout", layout, "--out", place / f"{model}-{layout}")
+        pack(place / model, place / f"{model}-{layout}", layout)
 
 
 def run_cases(place: Path, num_ranks: int, cases: Sequence[Case]) -> None:

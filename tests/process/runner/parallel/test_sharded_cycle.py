@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from manifests.schema import WEIGHTS
 from stores.manifest_file import open_manifest
-from tests.builders import reshard, run
+from tests.builders import pack, reshard, run
 from tests.process.runner.parallel.test_parallel import MIDDLE, STEPS, Runs, pack_model
 
 pytestmark = [
@@ -37,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     for name in NAMES:
         for way in WAYS:
             merge = ("--merge-slices",) if way == "merged" else ()
-            run("pack", runs.checkpoint(name, MIDDLE), "--layout", "pp=4", *merge, "--out", cut(runs, name, way))
+            pack(runs.checkpoint(name, MIDDLE), cut(runs, name, way), "pp=4", *merge)
             runs.add(f"{name} {way}", cut(runs, name, way).name, "--resume", "auto")
     runs.go()
     for name, (model, _) in SHARED.items():

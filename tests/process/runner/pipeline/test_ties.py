@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.builders import run
+from tests.builders import pack
 from tests.fast.runner.tiny import EMBEDDING, SIZES, save_model
 from tests.process.runner.pipeline.ties_worker import QUERY, UP
 from tests.process.runner.training_jobs import job, lines_of, said
@@ -91,13 +91,13 @@ def test_gradient_that_is_not_finite_is_named_on_all_ranks_alike(ranks: list[dic
 def test_tie_that_breaks_in_a_run_ends_it_at_the_next_check(every: int, num_steps: int, tmp_path: Path) -> None:
     """Step 2 of 4 leaves rank 1 with another weight, as a fault of its memory would."""
     save_model(tmp_path / "model", tie_word_embeddings=True, num_hidden_layers=2)
-    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed", "--quiet")
+    pack(tmp_path / "model", tmp_path / "packed", "pp=2", "--quiet")
     assert steps_with_a_broken_tie(tmp_path, "--steps", 4, "--check-ties-every", every) == list(range(1, num_steps + 1))
 
 
 def test_tie_that_breaks_is_found_before_the_checkpoint_of_a_run_that_is_stopped(tmp_path: Path) -> None:
     save_model(tmp_path / "model", tie_word_embeddings=True, num_hidden_layers=2)
-    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed", "--quiet")
+    pack(tmp_path / "model", tmp_path / "packed", "pp=2", "--quiet")
     steps = steps_with_a_broken_tie(tmp_path, "--steps", 1000, "--check-ties-every", 1000, stops=True)
     assert len(steps) < 1000
 

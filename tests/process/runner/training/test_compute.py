@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from manifests.store import open_shard
 from stores.manifest_file import open_manifest
-from tests.builders import reshard
+from tests.builders import pack
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.training.compute_cases import COMPILED, REST, SPANNING, Case
 from tests.process.runner.training_jobs import job, run_jobs
@@ -41,8 +41,8 @@ def test_every_way_to_compute_gives_the_gradients_of_the_plain_one(model: Path, 
 
 def test_masters_are_saved_and_a_resumed_run_ends_with_the_same_bits(model: Path, tmp_path: Path) -> None:
     packed, interleaved = tmp_path / "packed", tmp_path / "interleaved"
-    assert reshard("pack", model, "--layout", "pp=2", "--out", packed).code == 0
-    assert reshard("pack", model, "--layout", "pp=2,vpp=2", "--out", interleaved).code == 0
+    pack(model, packed)
+    pack(model, interleaved, "pp=2,vpp=2")
     flags = "--data synthetic --seq-len 16 --global-batch 4 --lr 1e-3 --dtype bf16 --master-dtype fp32"
     flags += " --ac full --loss-chunk 6"
     jobs = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import reshard
+from tests.builders import pack
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.training.memory_cases import PIPELINE, SAMPLE, SHARED, SIZES, WARM_UP, Case
 from tests.process.torchrun import launch
@@ -20,8 +20,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("memory")
     save_model(place / "model", **SIZES)
-    assert reshard("pack", place / "model", "--layout", "pp=2", "--out", place / "packed").code == 0
-    return place / "packed"
+    return pack(place / "model", place / "packed")
 
 
 def check(packed: Path, out: Path, num_ranks: int, cases: Sequence[Case]) -> None:

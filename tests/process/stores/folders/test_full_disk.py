@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import llama_config, refusal, reshard, write_model
+from tests.builders import llama_config, pack, refusal, reshard, write_model
 
 pytestmark = [
     pytest.mark.process,
@@ -32,7 +32,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("full")
     config = llama_config(hidden_size=512, intermediate_size=2048, num_hidden_layers=3, vocab_size=2048)
     write_model(folder / "source", config, num_shards=2)
-    assert reshard("pack", folder / "source", "--layout", "pp=2", "--out", folder / "packed").code == 0
+    pack(folder / "source", folder / "packed")
     return folder / "source"
 
 

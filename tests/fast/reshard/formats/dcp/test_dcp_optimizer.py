@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM
 
-from tests.builders import refusal, run
+from tests.builders import pack, refusal, run
 from tests.fast.reshard.formats.dcp.test_dcp_source import CONFIGS, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -85,7 +85,7 @@ def test_torch_resumes_from_what_its_optimizer_becomes(
     optimizer = groups(model)
     train(model, optimizer, 0)
     source = save(tmp_path / "step-2", "llama", form(model, optimizer))
-    run("pack", source, "--layout", "pp=2", "--out", tmp_path / "packed")
+    pack(source, tmp_path / "packed")
     manifest = json.loads((tmp_path / "packed" / "manifest.json").read_text())
     assert manifest["training"]["learning_rate"]["peak"] == 0.01
     assert "left_out" not in manifest["source"] or manifest["source"]["left_out"] == []

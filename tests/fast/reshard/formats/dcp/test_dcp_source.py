@@ -35,7 +35,7 @@ from transformers import (
 from reshard.copy.journal import plan_key
 from reshard.packing.prepare import PackRequest, prepare_pack
 from reshard.packing.resolve import LayoutRequest
-from tests.builders import refusal, reshard, run
+from tests.builders import pack, refusal, reshard, run
 
 SIZES = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -165,7 +165,7 @@ def test_checkpoint_with_names_of_hugging_face(nested: bool, tmp_path: Path) -> 
     saved = {"model": state} if nested else state
     source = save(tmp_path / "step-7", "llama", {**saved, **others(state)})
     assert_equal(exported(source), state)
-    run("pack", source, "--layout", "pp=1", "--out", tmp_path / "other")
+    pack(source, tmp_path / "other", "pp=1")
     manifest = json.loads((tmp_path / "other" / "manifest.json").read_text())
     assert manifest["source"]["left_out"] == ["dataloader", "optimizer"]
 
@@ -281,7 +281,7 @@ def test_parameter_groups_have_the_names_of_the_whole_model(tmp_path: Path) -> N
         dcp.save({**state, "optimizer": optimizer}, checkpoint_id=tmp_path / "step-3", no_dist=True)
     written = config.to_dict() | {"architectures": ["GPT2LMHeadModel"]}
     (tmp_path / "step-3" / "config.json").write_text(json.dumps(written))
-    run("pack", tmp_path / "step-3", "--layout", "pp=1", "--out", tmp_path / "out")
+    pack(tmp_path / "step-3", tmp_path / "out", "pp=1")
     found = json.loads((tmp_path / "out" / "manifest.json").read_text())["training"]["optimizer"]["groups"]
     lines = sorted(f"transformer.{name}" for name in state if state[name].dim() == 1)
     assert [(group["weight_decay"], group["fqns"]) for group in found] == [(0.1, []), (0.0, lines)]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, Qwen3Config
 
-from tests.builders import refusal, run
+from tests.builders import pack, refusal, run
 from tests.fast.reshard.formats.deepspeed.test_deepspeed_source import GOLDEN, MOMENTS, STEPS, moments_of
 from tests.fast.trained import write_trained
 
@@ -41,7 +41,7 @@ def assert_alike(ours: dict[str, Any], theirs: dict[str, Any], where: str) -> No
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "llama-deepspeed", "mpt"])
 def test_layers_are_exported_as_deepspeed_wrote_them(name: str, tmp_path: Path) -> None:
-    run("pack", GOLDEN / name, "--layout", "pp=2", "--out", tmp_path / "packed")
+    pack(GOLDEN / name, tmp_path / "packed")
     run("export", tmp_path / "packed", "--to", "deepspeed", "--out", tmp_path / "out")
     ours = tmp_path / "out" / (tmp_path / "out" / "latest").read_text()
     theirs = {int(path.name[6:8].rstrip("-")): path for path in (GOLDEN / name / STEPS[name]).glob("layer_*")}
@@ -59,7 +59,7 @@ def test_layers_are_exported_as_deepspeed_wrote_them(name: str, tmp_path: Path) 
 
 def test_universal_checkpoint_is_exported_as_deepspeed_wrote_it(tmp_path: Path) -> None:
     theirs = GOLDEN / "gpt2-universal" / STEPS["gpt2-universal"]
-    run("pack", GOLDEN / "gpt2-universal", "--layout", "pp=2", "--out", tmp_path / "packed")
+    pack(GOLDEN / "gpt2-universal", tmp_path / "packed")
     run("export", tmp_path / "packed", "--to", "universal", "--for", "pipeline", "--out", tmp_path / "out")
     ours = tmp_path / "out" / (tmp_path / "out" / "latest_universal").read_text()
     assert ours.name == theirs.name
@@ -88,7 +88,7 @@ def test_optimizer_state_survives_the_way_through_a_universal_checkpoint(
 ) -> None:
     trained = write_trained(tmp_path, "pp=2", tie_word_embeddings=tied)
     run("export", trained, "--to", "universal", "--for", names, "--out", tmp_path / "out")
-    run("pack", tmp_path / "out", "--layout", "pp=3", "--out", tmp_path / "again")
+    pack(tmp_path / "out", tmp_path / "again", "pp=3")
     found, expected = moments_of(tmp_path / "again"), moments_of(trained)
     for kind in MOMENTS:  # of random bytes, some of which are NaN
         bits = ({name: state[name].view(torch.int32) for name in state} for state in (found[kind], expected[kind]))
@@ -108,10 +108,10 @@ def test_weights_survive_the_way_through_deepspeed(kind: str, form: str, tmp_pat
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS[kind]).save_pretrained(tmp_path / "model")
     expected = load_file(tmp_path / "model" / "model.safetensors")
-    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed")
+    pack(tmp_path / "model", tmp_path / "packed")
     to = ("--to", "universal", "--for", "pipeline") if form == "pipeline" else ("--to", form)
     run("export", tmp_path / "packed", *to, "--out", tmp_path / "out")
-    run("pack", tmp_path / "out", "--layout", "pp=1", "--out", tmp_path / "again")
+    pack(tmp_path / "out", tmp_path / "again", "pp=1")
     run("export", tmp_path / "again", "--to", "hf", "--out", tmp_path / "exported")
     found = load_file(tmp_path / "exported" / "model.safetensors")
     if form == "deepspeed" and CONFIGS[kind].tie_word_embeddings:  # a layer of its own has the tied head as well
@@ -134,13 +134,13 @@ def test_weights_survive_the_way_through_deepspeed(kind: str, form: str, tmp_pat
     ],
 )
 def test_flags_of_another_format_are_refused(flags: tuple[str, ...], tmp_path: Path) -> None:
-    run("pack", GOLDEN / "llama", "--layout", "pp=2", "--out", tmp_path / "packed")
+    pack(GOLDEN / "llama", tmp_path / "packed")
     error = refusal("export", tmp_path / "packed", *flags, "--out", tmp_path / "out")
     assert error.found[1] == "options.conflict"
 
 
 def test_key_that_is_no_name_of_a_module_is_refused(tmp_path: Path) -> None:
-    run("pack", GOLDEN / "gpt2", "--layout", "pp=2", "--out", tmp_path / "packed")
+    pack(GOLDEN / "gpt2", tmp_path / "packed")
     flags = ("--to", "universal", "--for", "pipeline", "--tied-key")
     for key in ("../..", "tok.embed", ""):
         error = refusal("export", tmp_path / "packed", *flags, key, "--out", tmp_path / "out")
@@ -159,6 +159,6 @@ def test_universal_checkpoint_of_a_model_with_buffers_is_refused(tmp_path: Path)
     moe = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_group": 1, "topk_group": 1}
     config = DeepseekV3Config(**sizes, **moe, n_shared_experts=1, first_k_dense_replace=1)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed")
+    pack(tmp_path / "model", tmp_path / "packed")
     error = refusal("export", tmp_path / "packed", "--to", "universal", "--out", tmp_path / "out")
     assert error.found[1] == "model.not-in-pipeline"

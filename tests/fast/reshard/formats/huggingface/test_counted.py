@@ -18,7 +18,7 @@ from manifests.schema import TieGroup, TieMember
 from reshard.formats.huggingface.read import open_folder
 from stores.local import LocalFolder
 from stores.manifest_file import open_manifest
-from tests.builders import llama_config, reshard, write_model
+from tests.builders import llama_config, pack, reshard, write_model
 
 NUM_LAYERS = 40
 CONFIG = llama_config(num_hidden_layers=NUM_LAYERS)
@@ -75,9 +75,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(source: Path) -> Path:
-    out = source.with_name("packed")
-    assert reshard("pack", source, "--layout", "pp=4", "--out", out).code == 0
-    return out
+    return pack(source, source.with_name("packed"), "pp=4")
 
 
 def test_shards_are_looked_up_a_few_times_each(source: Path) -> None:
@@ -110,7 +108,7 @@ def test_verify_opens_each_header_once(packed: Path, quick: bool) -> None:
 
 def test_virtual_bundles_read_each_header_once(source: Path) -> None:
     out = source.with_name("virtual")
-    assert reshard("pack", source, "--layout", "pp=4", "--virtual", "--out", out).code == 0
+    pack(source, out, "pp=4", "--virtual")
     with opened_files() as found:
         assert reshard("verify", out, "--quick").code == 0
     assert {found[str(shard)] for shard in source.glob("*.safetensors")} == {1}

@@ -21,6 +21,7 @@ from tests.builders import (
     Tensor,
     files_in,
     llama_config,
+    pack,
     random_tensors,
     read_safetensors,
     reshard,
@@ -43,7 +44,7 @@ def test_export_of_a_pack_is_the_source_byte_for_byte(folder: Folder, data: st.D
         source, packed, exported = Path(place, "source"), Path(place, "packed"), Path(place, "exported")
         folder.write(source)
         spec = data.draw(specs(folder.config["num_hidden_layers"], Path(place)))
-        run("pack", source, "--layout", spec, "--out", packed)
+        pack(source, packed, spec)
         run("export", packed, "--to", "hf", "--out", exported)
         assert files_in(exported) == folder.files
 
@@ -55,10 +56,10 @@ def test_packing_a_manifest_equals_packing_its_source(folder: Folder, data: st.D
         source, first, again, fresh = (Path(place, name) for name in ("source", "first", "again", "fresh"))
         folder.write(source)
         num_layers = folder.config["num_hidden_layers"]
-        run("pack", source, "--layout", data.draw(specs(num_layers, Path(place))), "--out", first)
+        pack(source, first, data.draw(specs(num_layers, Path(place))))
         spec = data.draw(specs(num_layers, Path(place)))
-        run("pack", first, "--layout", spec, "--out", again)
-        run("pack", source, "--layout", spec, "--out", fresh)
+        pack(first, again, spec)
+        pack(source, fresh, spec)
         packed, expected = files_in(again), files_in(fresh)
         manifest = json.loads(without_digest(packed.pop("manifest.json")))
         assert [parent.pop("location") for parent in manifest["parents"]] == [str(first)]
@@ -69,9 +70,9 @@ def test_packing_a_manifest_equals_packing_its_source(folder: Folder, data: st.D
 @pytest.mark.parametrize("tied", [False, True])
 def test_four_stages_to_two_and_back_keep_every_digest(tied: bool, tmp_path: Path) -> None:
     write_model(tmp_path / "source", llama_config(tie_word_embeddings=tied), num_shards=3)
-    run("pack", tmp_path / "source", "--layout", "pp=4", "--out", tmp_path / "a")
-    run("pack", tmp_path / "a", "--layout", "pp=2", "--out", tmp_path / "b")
-    run("pack", tmp_path / "b" / "manifest.json", "--layout", "pp=4", "--out", tmp_path / "c")
+    pack(tmp_path / "source", tmp_path / "a", "pp=4")
+    pack(tmp_path / "a", tmp_path / "b")
+    pack(tmp_path / "b" / "manifest.json", tmp_path / "c", "pp=4")
     assert digests_in(tmp_path / "a") == digests_in(tmp_path / "b") == digests_in(tmp_path / "c")
     first, last = files_in(tmp_path / "a"), files_in(tmp_path / "c")
     assert {name for name in first if first[name] != last[name]} == {"manifest.json"}
@@ -81,9 +82,9 @@ def test_four_stages_to_two_and_back_keep_every_digest(tied: bool, tmp_path: Pat
 
 def test_pack_replaces_the_very_manifest_that_it_reads(tmp_path: Path) -> None:
     write_model(tmp_path / "source")
-    run("pack", tmp_path / "source", "--layout", "pp=4", "--out", tmp_path / "out")
+    pack(tmp_path / "source", tmp_path / "out", "pp=4")
     before = digests_in(tmp_path / "out")
-    run("pack", tmp_path / "out", "--layout", "pp=2", "--out", tmp_path / "out", "--force")
+    pack(tmp_path / "out", tmp_path / "out", "pp=2", "--force")
     assert open_manifest(tmp_path / "out").manifest.layout.num_stages == 2
     assert digests_in(tmp_path / "out") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
@@ -93,7 +94,7 @@ def test_pack_replaces_the_very_manifest_that_it_reads(tmp_path: Path) -> None:
 def test_bundles_of_every_dtype_open_with_the_library_and_hold_the_same_bytes(dtype: str, tmp_path: Path) -> None:
     config = llama_config()
     tensors = write_model(tmp_path / "source", config, random_tensors(config, dtypes=[dtype]))
-    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
+    pack(tmp_path / "source", tmp_path / "out")
     found: dict[str, Tensor] = {}
     for shard in sorted((tmp_path / "out").rglob("*.safetensors")):
         found |= read_safetensors(shard.read_bytes())
@@ -102,7 +103,7 @@ def test_bundles_of_every_dtype_open_with_the_library_and_hold_the_same_bytes(dt
 
 def test_each_untied_fqn_is_in_exactly_one_bundle(tmp_path: Path) -> None:
     write_model(tmp_path / "source", llama_config(), num_shards=2)
-    run("pack", tmp_path / "source", "--layout", "pp=3", "--out", tmp_path / "out")
+    pack(tmp_path / "source", tmp_path / "out", "pp=3")
     names = []
     for shard in sorted((tmp_path / "out").rglob("*.safetensors")):
         with safe_open(shard, "np") as file:
@@ -118,7 +119,7 @@ def test_tied_copy_that_the_source_lacks_is_in_the_bundle_of_the_stage_that_uses
     tensors = random_tensors(config)
     tensors[stored] = tensors.pop(EMBEDDING)
     write_model(tmp_path / "source", config, tensors)
-    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
+    pack(tmp_path / "source", tmp_path / "out")
     missing = HEAD if stored == EMBEDDING else EMBEDDING
     bundle = read_safetensors((tmp_path / f"out/stage-00{stage}/tied/model.safetensors").read_bytes())
     assert bundle[missing] == tensors[stored]
@@ -128,7 +129,7 @@ def test_tied_copy_that_the_source_lacks_is_in_the_bundle_of_the_stage_that_uses
 
 def test_tied_copy_on_its_owners_stage_is_not_stored_twice(tmp_path: Path) -> None:
     write_model(tmp_path / "source", llama_config(tie_word_embeddings=True))
-    run("pack", tmp_path / "source", "--layout", "pp=1", "--out", tmp_path / "out")
+    pack(tmp_path / "source", tmp_path / "out", "pp=1")
     bundle = read_safetensors((tmp_path / "out/model-00001-of-00001.safetensors").read_bytes())
     assert EMBEDDING in bundle
     assert HEAD not in bundle
@@ -140,7 +141,7 @@ def test_model_that_transformers_saved_comes_back_and_loads(tied: bool, tmp_path
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**{**sizes, "tie_word_embeddings": tied}))
     model.save_pretrained(tmp_path / "source", max_shard_size="10KB")
-    run("pack", tmp_path / "source", "--layout", "pp=3", "--out", tmp_path / "out")
+    pack(tmp_path / "source", tmp_path / "out", "pp=3")
     run("export", tmp_path / "out", "--to", "hf", "--out", tmp_path / "exported")
     assert len(files_in(tmp_path / "source")) > 4
     assert files_in(tmp_path / "exported") == files_in(tmp_path / "source")
@@ -154,6 +155,6 @@ def test_rotary_frequencies_of_old_files_travel_with_their_layer(tmp_path: Path)
     name = "model.layers.3.self_attn.rotary_emb.inv_freq"
     tensors[name] = Tensor(dtype="F32", shape=(2,), data=b"rotating")
     write_model(tmp_path / "source", llama_config(), tensors)
-    run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
+    pack(tmp_path / "source", tmp_path / "out")
     run("export", tmp_path / "out", "--to", "hf", "--out", tmp_path / "exported")
     assert files_in(tmp_path / "exported") == files_in(tmp_path / "source")

@@ -34,7 +34,7 @@ from manifests.models import model_shape
 from manifests.store import write_manifest
 from reshard.formats.megatron.arguments import arguments_in, arguments_of, check_arguments, config_of
 from stores.manifest_file import open_manifest
-from tests.builders import EMBEDDING, HEAD, llama_config, random_tensors, refusal, reshard, run, write_model
+from tests.builders import EMBEDDING, HEAD, llama_config, pack, random_tensors, refusal, reshard, run, write_model
 from tests.fast.manifests.models.built import read_config
 from tests.fast.reshard.forged import change_manifest
 from tests.fast.reshard.formats.dcp.test_dcp_export import state_of
@@ -48,7 +48,7 @@ FAMILIES = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
 
 def huggingface_of(source: Path, place: Path) -> Path:
     """Return the Hugging Face folder that a checkpoint becomes."""
-    run("pack", source, "--layout", "pp=2", "--out", place / "packed-in")
+    pack(source, place / "packed-in")
     run("export", place / "packed-in", "--to", "hf", "--out", place / "hf")
     return place / "hf"
 
@@ -67,7 +67,7 @@ def test_transformers_computes_what_megatron_core_did_with_its_checkpoint(name: 
 def megatron_of(kind: str, place: Path) -> tuple[dict[str, torch.Tensor], Path]:
     """Return the tensors of a model, and the checkpoint that it is exported to."""
     state = huggingface_state(kind, place / "model")
-    run("pack", place / "model", "--layout", "pp=3", "--out", place / "packed")
+    pack(place / "model", place / "packed", "pp=3")
     run("export", place / "packed", "--to", "megatron", "--out", place / "megatron")
     return state, place / "megatron"
 
@@ -155,7 +155,7 @@ YARN = {
 def deepseek_of(place: Path, **changes: Any) -> tuple[dict[str, torch.Tensor], Path]:
     """Return the tensors of a DeepSeek-V3, and the folder of the release that it is exported to."""
     state = save_deepseek(place / "model", **changes)
-    run("pack", place / "model", "--layout", "pp=3", "--out", place / "packed")
+    pack(place / "model", place / "packed", "pp=3")
     run("export", place / "packed", "--to", "megatron", "--out", place / "megatron")
     return state, place / "megatron" / "release"
 
@@ -205,7 +205,7 @@ def test_config_of_deepseek_v3_is_made_from_the_arguments(changes: dict[str, Any
 
 def test_layers_of_mtp_that_share_nothing_are_refused(tmp_path: Path) -> None:
     save_deepseek(tmp_path / "model", copies=2.0, **MTP)
-    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed")
+    pack(tmp_path / "model", tmp_path / "packed")
     asked = refusal("export", tmp_path / "packed", "--to", "megatron", "--out", tmp_path / "out")
     exit_code, code, where = asked.found
     assert (exit_code, code, "model.layers.4.embed_tokens.weight" in where) == (3, "model.not-in-megatron", True)
@@ -311,7 +311,7 @@ def test_nothing_in_common_pt_is_run(tmp_path: Path) -> None:
     _, megatron = megatron_of("llama", tmp_path)
     common = torch.load(megatron / "release" / "common.pt", weights_only=False)
     torch.save(common | {"rng_state": Payload(tmp_path / "run")}, megatron / "release" / "common.pt")
-    run("pack", megatron, "--layout", "pp=1", "--out", tmp_path / "out")
+    pack(megatron, tmp_path / "out", "pp=1")
     assert not (tmp_path / "run").exists()
     torch.load(megatron / "release" / "common.pt", weights_only=False)
     assert (tmp_path / "run").exists()
@@ -339,7 +339,7 @@ def test_checkpoints_that_are_not_whole_or_not_known_are_refused(tmp_path: Path)
     (release / "common.pt").unlink()
     assert refused(release, out) == "source.no-megatron-arguments"
     huggingface_state("gpt_oss", tmp_path / "other")
-    run("pack", tmp_path / "other", "--layout", "pp=1", "--out", tmp_path / "two")
+    pack(tmp_path / "other", tmp_path / "two", "pp=1")
     exit_code, code, _ = refusal("export", tmp_path / "two", "--to", "megatron", "--out", out).found
     assert (exit_code, code) == (3, "model.unknown-megatron-layout")
 
@@ -354,7 +354,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_optimizer_state_of_megatron_core_comes_and_goes_with_every_bit(tmp_path: Path) -> None:
-    run("pack", TRAINED, "--layout", "pp=2", "--out", tmp_path / "packed")
+    pack(TRAINED, tmp_path / "packed")
     training = json.loads((tmp_path / "packed" / "manifest.json").read_text())["training"]
     norms = [f"model.layers.{n}.{place}_layernorm.weight" for n in (0, 1) for place in ("input", "post_attention")]
     options = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "fqns": [], "weight_decay": 0.1}
@@ -405,7 +405,7 @@ def test_tied_weight_that_is_stored_as_the_head_is_the_embedding(dtype: str, tmp
     weights[HEAD] = weights.pop(EMBEDDING)
     write_model(tmp_path / "source", sizes, weights)
     packed = tmp_path / "packed"
-    run("pack", tmp_path / "source", "--layout", "pp=1", "--out", packed)
+    pack(tmp_path / "source", packed, "pp=1")
     moments = {
         kind: {fqn: one for fqn, one in tensors.items() if fqn in weights}
         for kind, tensors in random_moments(sizes).items()
@@ -426,7 +426,7 @@ def test_tied_weight_that_is_stored_as_the_head_is_the_embedding(dtype: str, tmp
 
 def test_one_weight_decay_of_all_parameters_is_named_as_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     packed = tmp_path / "packed"
-    run("pack", TRAINED, "--layout", "pp=2", "--out", packed)
+    pack(TRAINED, packed)
     manifest = open_manifest(packed).manifest
     trained = manifest.training
     assert trained is not None
@@ -453,7 +453,7 @@ def test_optimizer_state_of_another_format_is_refused(kind: str | None, code: st
     common["optimizer"]["param_state_sharding_type"] = kind
     torch.save(common, saved / "common.pt")
     assert refused(saved, out) == code
-    run("pack", saved, "--layout", "pp=1", "--out", out, "--drop", "optimizer")
+    pack(saved, out, "pp=1", "--drop", "optimizer")
     assert json.loads((out / "manifest.json").read_text())["training"] is None
 
 
@@ -501,7 +501,7 @@ def test_clipping_that_is_switched_off_is_a_norm_of_zero(tmp_path: Path) -> None
     common["args"].clip_grad = -1.0
     common["optimizer"]["optimizer"]["param_groups"][0]["lr"] = [0.1]
     torch.save(common, saved / "common.pt")
-    run("pack", saved, "--layout", "pp=1", "--out", tmp_path / "out")
+    pack(saved, tmp_path / "out", "pp=1")
     trained = open_manifest(tmp_path / "out").manifest.training
     assert trained is not None
     assert trained.optimizer is not None
@@ -539,7 +539,7 @@ def test_values_beside_the_tensors_agree_with_them(
     file: str, changes: dict[str, Any], code: str, tmp_path: Path
 ) -> None:
     saved = copytree(TRAINED, tmp_path / "iter_0000001")
-    run("pack", saved, "--layout", "pp=1", "--out", tmp_path / "packed")
+    pack(saved, tmp_path / "packed", "pp=1")
     if file == "common.pt":
         torch.save(torch.load(saved / file, weights_only=False) | changes, saved / file)
     else:
@@ -550,5 +550,5 @@ def test_values_beside_the_tensors_agree_with_them(
 def test_what_else_a_trainer_saved_is_named(tmp_path: Path) -> None:
     saved = copytree(TRAINED, tmp_path / "iter_0000001")
     torch.save(torch.load(saved / "common.pt", weights_only=False) | {"tokens": 7}, saved / "common.pt")
-    run("pack", saved, "--layout", "pp=1", "--out", tmp_path / "out")
+    pack(saved, tmp_path / "out", "pp=1")
     assert {"tokens", "opt_param_scheduler"} <= set(open_manifest(tmp_path / "out").manifest.source.left_out)
