@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         UsageError,
         UserError,
     )
+    from runner.checkpoint.own_module import save_stages
     from runner.load.own_module import LoadResult, StateDictAdapter, load_stages
     from runner.models.family import Family
     from runner.models.own import FamilyRequest, NamedFamily, generic_family
@@ -65,6 +66,7 @@ __all__ = [
     "__version__",
     "generic_family",
     "load_stages",
+    "save_stages",
 ]
 
 __getattr__, __dir__ = lazy_attributes(
@@ -89,6 +91,7 @@ __getattr__, __dir__ = lazy_attributes(
             "UsageError",
             "UserError",
         ),
+        "runner.checkpoint.own_module": ("save_stages",),
         "runner.load.own_module": ("LoadResult", "StateDictAdapter", "load_stages"),
         "runner.models.family": ("Family",),
         "runner.models.own": ("FamilyRequest", "NamedFamily", "generic_family"),

@@ -49,12 +49,13 @@ type hints (`py.typed`). Importing them is cheap: each name is loaded when it is
     stage = reshard.open("./pp2").stage(0)
     weights = stage.state_dict(framework="torch")       # by Hugging Face FQN
     runner.load_stages("./pp2", rank, model)            # or straight into a module on the meta device
+    runner.save_stages("./pp2", rank, model, out, step=100, optimizer=adamw)    # and back, as a checkpoint
 
 Runnable scripts:
 
 - [examples/pack.py](../examples/pack.py): pack, verify, reshard and export, with progress;
 - [examples/load_stage.py](../examples/load_stage.py): load a stage into your own module;
-- [examples/train.py](../examples/train.py): train with torch's pipeline schedule on two ranks;
+- [examples/train.py](../examples/train.py): train with torch's pipeline schedule on two ranks, and save the stages;
 - [examples/inspect_and_plot.py](../examples/inspect_and_plot.py): inspect bundles and plot them.
 
 Modules that others import:

@@ -87,15 +87,8 @@ def load_stages(
 
     Example: see examples/load_stage.py and examples/train.py.
     """
-    if is_url(manifest):
-        hint = "copy it here first: reshard pack URL --out DIR"
-        raise UsageError(str(manifest), "is not on this machine", hint, code="options.remote-manifest")
-    packed = open_packed(manifest)
-    placement = packed.manifest.placement
-    if not 0 <= rank < placement.num_ranks:
-        problem = f"there is no pipeline rank {rank}: the layout has {placement.num_ranks}"
-        raise UsageError("rank", problem, "ranks are counted from 0", code="options.no-such-rank")
-    stages, models = placement.stages_on(rank), [model] if isinstance(model, nn.Module) else list(model)
+    packed, stages = open_stages(manifest, rank)
+    models = [model] if isinstance(model, nn.Module) else list(model)
     for each in models:
         _give_memory(each, torch.device(device))
     if adapter is None:
@@ -103,7 +96,7 @@ def load_stages(
     else:
         report = _load_adapted(packed, stages, models, adapter)
     return LoadResult(
-        stages=tuple(stages),
+        stages=stages,
         num_tensors=report.num_tensors,
         nbytes=report.nbytes,
         load_s=report.load_s,
@@ -112,18 +105,35 @@ def load_stages(
     )
 
 
+def open_stages(manifest: str | Path, rank: int) -> tuple[Packed, tuple[int, ...]]:
+    """Open a manifest of this machine, and return the stages of a pipeline rank.
+
+    Raises:
+        UsageError: the layout has no such rank, or the manifest is not on this machine.
+    """
+    if is_url(manifest):
+        hint = "copy it here first: reshard pack URL --out DIR"
+        raise UsageError(str(manifest), "is not on this machine", hint, code="options.remote-manifest")
+    packed = open_packed(manifest)
+    placement = packed.manifest.placement
+    if not 0 <= rank < placement.num_ranks:
+        problem = f"there is no pipeline rank {rank}: the layout has {placement.num_ranks}"
+        raise UsageError("rank", problem, "ranks are counted from 0", code="options.no-such-rank")
+    return packed, tuple(placement.stages_on(rank))
+
+
 def _load_named(
     packed: Packed, stages: Sequence[int], models: Sequence[nn.Module], name_of: Callable[[str], str] | None
 ) -> LoadReport:
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in (named for model in models for named in _named_tensors(model)):
+    for name, tensor in (named for model in models for named in named_tensors(model)):
         if name in tensors:
             hint = "number layers as in the whole model, in each of the modules"
             raise ModelError(f"model: {name!r}", "is in two modules", hint, code="model.duplicate-parameter")
         tensors[name] = tensor
     fqns = {name: name if name_of is None else name_of(name) for name in tensors}
-    _check_names(packed, stages, fqns)
-    pieces = [_piece(fqns[name], tensor) for name, tensor in tensors.items() if local_of(tensor).numel()]
+    check_names(packed, stages, fqns)
+    pieces = [piece_of(fqns[name], tensor) for name, tensor in tensors.items() if local_of(tensor).numel()]
     return load_tensors(_once(pieces), packed.bundles, packed.shape, num_ranks=_num_local_ranks())
 
 
@@ -132,7 +142,7 @@ def _load_adapted(
 ) -> LoadReport:
     owned: list[dict[str, Any]] = [model.state_dict() for model in models]
     stored = [adapter.to_hf({name: _on_meta(tensor) for name, tensor in own.items()}) for own in owned]
-    _check_names(packed, stages, {fqn: fqn for tensors in stored for fqn in tensors})
+    check_names(packed, stages, {fqn: fqn for tensors in stored for fqn in tensors})
     read = {fqn: torch.empty(each.shape, dtype=each.dtype) for tensors in stored for fqn, each in tensors.items()}
     report = load_tensors(whole_pieces(read), packed.bundles, packed.shape, num_ranks=_num_local_ranks())
     for model, own, tensors in zip(models, owned, stored, strict=True):
@@ -183,7 +193,7 @@ def _give_memory(model: nn.Module, device: torch.device) -> None:
         model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call] # FSDP2 takes note of its new parameters
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and persistent buffers, as `state_dict` names them."""
     yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules():
@@ -192,7 +202,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), buffer
 
 
-def _piece(fqn: str, tensor: torch.Tensor) -> Piece:
+def piece_of(fqn: str, tensor: torch.Tensor) -> Piece:
     memory = local_of(tensor).detach()
     return Piece(fqn=fqn, shape=tuple(tensor.shape), offset=local_offset(tensor), memory=memory)
 
@@ -202,7 +212,7 @@ def _once(pieces: Sequence[Piece]) -> list[Piece]:
     return list({(each.memory.data_ptr(), each.offset, each.memory.shape): each for each in reversed(pieces)}.values())
 
 
-def _check_names(packed: Packed, stages: Sequence[int], fqns: Mapping[str, str]) -> None:
+def check_names(packed: Packed, stages: Sequence[int], fqns: Mapping[str, str]) -> None:
     """Check that the module has all weights of these stages, and no others."""
     modules = frozenset(module for stage in stages for module in packed.manifest.stages[stage].modules)
     own = {fqn for fqn in packed.shape.tensors if module_of(fqn, modules) is not None}

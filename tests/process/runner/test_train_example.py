@@ -1,4 +1,4 @@
-"""`examples/train.py` on two ranks: its losses are those of transformers in one process."""
+"""`examples/train.py` on two ranks: its losses are those of transformers in one process, and it saves its modules."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 import reshard
-from tests.fast.runner.tiny import SIZES, load_model, save_model
+from tests.builders import reshard as command
+from tests.fast.runner.tiny import EMBEDDING, HEAD, SIZES, load_model, save_model
+from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 from tests.process.torchrun import launch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -34,9 +37,46 @@ def expected_losses(model: Path) -> list[float]:
     return losses
 
 
-def test_example_trains_two_ranks_to_the_losses_of_one_process(tmp_path: Path) -> None:
-    save_model(tmp_path / "model")
-    reshard.pack(tmp_path / "model", tmp_path / "pp2", "pp=2")
-    printed = "".join(launch(2, "../../examples/train.py", tmp_path / "pp2", "--steps", str(STEPS)))
+def test_plain_loop_trains_tied_stages_and_saves_what_its_modules_have(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", tie_word_embeddings=True)
+    packed, out = tmp_path / "pp2", tmp_path / "history" / f"step-{STEPS:06d}"
+    reshard.pack(tmp_path / "model", packed, "pp=2")
+    reshard.pack(tmp_path / "model", tmp_path / "pp1", "pp=1")
+    ranks = launch(2, "runner/save_stages_worker.py", tmp_path, str(STEPS))
+    printed = "".join(ranks)
     losses = [float(loss) for loss in re.findall(r"^step \d+  loss ([\d.]+)$", printed, re.MULTILINE)]
     assert losses == pytest.approx(expected_losses(tmp_path / "model"), abs=2e-5)
+
+    assert command("verify", out).code == 0
+    assert command("export", out, "--to", "hf", "--out", tmp_path / "hf").code == 0
+    exported = {
+        name: tensor for file in (tmp_path / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    weights, moments = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(2)), strict=True)
+    assert torch.equal(weights[0][EMBEDDING], weights[1][HEAD])
+    expected = {name: tensor for part in weights for name, tensor in part.items() if name != HEAD}
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], expected[name]) for name in expected)
+    for stage, expected in enumerate(moments):
+        (file,) = (out / f"stage-{stage:03d}" / "exp_avg").iterdir()
+        saved = load_file(file)
+        assert saved.keys() == expected.keys()
+        assert all(torch.equal(saved[name], expected[name]) for name in expected)
+
+    flags = ("--data", "synthetic", "--seq-len", SEQ_LEN, "--global-batch", 8, "--device", "cpu")
+    run_jobs(1, [job(tmp_path / "pp1", tmp_path / "log", *flags, "--resume", out, "--steps", STEPS + 1)])
+    assert f"resuming from {out} at step {STEPS} ({STEPS * BATCH * SEQ_LEN:,} tokens)" in said(tmp_path / "log")
+    (step,) = (line for line in lines_of(tmp_path / "log") if "loss" in line)
+    assert (step["step"], step["lr"]) == (STEPS + 1, 1e-3)
+
+    # What differs on one rank is refused on both, and nothing is written.
+    assert re.findall(r"refused (\S+)", ranks[0]) == re.findall(r"refused (\S+)", ranks[1]) == [
+        "rank.tied-weights-differ", "model.unexpected-parameter", "checkpoint.unsupported-optimizer",
+    ]  # fmt: skip
+    assert not (tmp_path / "no").exists()
+
+    # Two ranks of FSDP each write their slices; merged, they are the model that was loaded.
+    assert {shard.path for shard in reshard.open(tmp_path / "sliced").manifest.shards} == {
+        f"stage-000/model-{number:05d}-of-00002.safetensors" for number in (1, 2)
+    }
+    assert command("verify", tmp_path / "sliced", "--against", tmp_path / "model").code == 0

@@ -1,0 +1,112 @@
+"""`runner.save_stages` in one process: what it writes equals what was loaded, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import reshard
+import runner
+from manifests.errors import UserError
+from tests.builders import reshard as command
+from tests.fast.runner.tiny import load_model, save_model
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    save_model(folder / "model", tie_word_embeddings=True)
+    reshard.pack(folder / "model", folder / "pp1", "pp=1")
+    return folder
+
+
+@pytest.fixture
+def model(place: Path) -> nn.Module:
+    return load_model(place / "model")
+
+
+def trained(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    """Return an optimizer that has taken one step."""
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    model(torch.arange(8).view(1, 8)).logits.float().square().mean().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_saved_module_exports_to_the_bytes_that_were_loaded(place: Path, model: nn.Module, tmp_path: Path) -> None:
+    names = {f"mine.{name}": name for name in model.state_dict()}
+
+    class Mine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mine = model
+
+    nbytes = runner.save_stages(place / "pp1", 0, Mine(), tmp_path / "out", step=0, name_of=names.__getitem__)
+    manifest = reshard.open(tmp_path / "out").manifest
+    assert (nbytes, manifest.training.optimizer) == (sum(shard.nbytes for shard in manifest.shards), None)
+    assert command("export", tmp_path / "out", "--to", "hf", "--out", tmp_path / "hf").code == 0
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (place / "model" / "model.safetensors").read_bytes()
+
+
+def test_groups_of_the_optimizer_are_those_that_a_run_resumes(place: Path, model: nn.Module, tmp_path: Path) -> None:
+    bare = [weight for weight in model.parameters() if weight.dim() == 1]
+    others = [weight for weight in model.parameters() if weight.dim() > 1]
+    groups = [{"params": bare, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.1}]
+    optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95))
+    model(torch.arange(8).view(1, 8)).logits.float().square().mean().backward()
+    optimizer.step()
+    runner.save_stages(place / "pp1", 0, model, tmp_path / "out", step=1, optimizer=optimizer, max_norm=1.0)
+    training = reshard.open(tmp_path / "out").manifest.training
+    first, second = training.optimizer.groups
+    assert (first.weight_decay, first.beta2, first.fqns, second.weight_decay) == (0.1, 0.95, (), 0.0)
+    assert set(second.fqns) == {name for name, weight in model.named_parameters() if weight.dim() == 1}
+    assert (training.learning_rate.peak, training.optimizer.max_norm, training.dtype) == (2e-3, 1.0, "F32")
+
+
+@pytest.mark.parametrize(
+    ("optimizer_of", "step"),
+    [
+        (lambda model: torch.optim.SGD(model.parameters()), 1),
+        (lambda model: torch.optim.AdamW(model.parameters()), 0),
+        (lambda model: trained(model, amsgrad=True), 1),
+        (lambda model: trained(model, maximize=True), 1),
+        (trained, 2),
+    ],
+    ids=["sgd", "no-state", "amsgrad", "maximize", "other-step"],
+)
+def test_optimizer_that_no_run_could_resume_is_refused(
+    place: Path, model: nn.Module, tmp_path: Path, optimizer_of: Callable[[nn.Module], Any], step: int
+) -> None:
+    with pytest.raises(UserError) as error:
+        runner.save_stages(place / "pp1", 0, model, tmp_path / "out", step=step, optimizer=optimizer_of(model))
+    assert (error.value.code, list(tmp_path.iterdir())) == ("checkpoint.unsupported-optimizer", [])
+
+
+def test_modules_of_another_model_are_refused(place: Path, model: nn.Module, tmp_path: Path) -> None:
+    def code(rank: int = 0, module: nn.Module = model, name_of: Callable[[str], str] | None = None) -> str:
+        with pytest.raises(UserError) as error:
+            runner.save_stages(place / "pp1", rank, module, tmp_path / "out", step=0, name_of=name_of)
+        assert list(tmp_path.iterdir()) == []
+        return error.value.code
+
+    assert code(rank=1) == "options.no-such-rank"
+    assert code(name_of=lambda name: name.removeprefix("model.")) == "model.unexpected-parameter"
+    model.get_submodule("model.norm").weight = nn.Parameter(torch.ones(3))
+    assert code() == "model.wrong-shape"
+    del model.get_submodule("model.norm").weight
+    assert code() == "model.missing-parameter"
+
+
+def test_existing_output_is_replaced_with_force_alone(place: Path, model: nn.Module, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    runner.save_stages(place / "pp1", 0, model, out, step=0)
+    with pytest.raises(UserError) as error:
+        runner.save_stages(place / "pp1", 0, model, out, step=7)
+    assert (error.value.code, reshard.open(out).manifest.training.step) == ("output.exists", 0)
+    runner.save_stages(place / "pp1", 0, model, out, step=7, force=True)
+    assert reshard.open(out).manifest.training.step == 7
