@@ -1,8 +1,16 @@
-"""Errors that a user can fix: each says where, what was expected, what was found and what to do."""
+"""Errors that a user can fix: each says where, what was expected, what was found and what to do.
+
+# Note [Parameters in errors]
+An error names a parameter of the Python API as `Parameter`, which is written as Python does. A command writes flags
+instead: it says so once, for its process, with `naming_flags`.
+"""
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -23,20 +31,63 @@ def printable(text: str, *, lines: bool = True) -> str:
     return text.translate(_ESCAPED if lines else _ESCAPED_LINE)
 
 
+def flag_like(parameter: str) -> str:
+    """Return the flag that is called like a parameter: `--dtype` for `conversion.dtype`."""
+    return f"--{parameter.rpartition('.')[2].replace('_', '-')}"
+
+
+_flag_of: Callable[[str], str] | None = None  # None: in Python
+
+
+@contextmanager
+def naming_flags(flag_of: Callable[[str], str] = flag_like) -> Iterator[None]:
+    """Write the parameters in errors as flags; see Note [Parameters in errors]."""
+    global _flag_of
+    before, _flag_of = _flag_of, flag_of
+    try:
+        yield
+    finally:
+        _flag_of = before
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the Python API in an error, perhaps with a value: `--force` or `force=True` in a sentence.
+
+    A field of an object that is a parameter is `conversion.dtype`.
+    """
+
+    name: str
+    value: object = None
+
+    def __str__(self) -> str:
+        """Return it as a sentence has it."""
+        return self.where if _flag_of else f"`{self.where}`"
+
+    @property
+    def where(self) -> str:
+        """The parameter as the place of an error."""
+        if _flag_of is None:
+            return self.name if self.value is None else f"{self.name}={self.value!r}"
+        flag, values = _flag_of(self.name), self.value if isinstance(self.value, list) else [self.value]
+        return flag if self.value is None or self.value is True else " ".join((flag, *map(str, values)))
+
+
 class UserError(Exception):
     """Something the user can fix. Anything else that escapes is our bug and keeps its traceback.
 
     `code` is a stable name for the kind of error (`source.missing-tensor`), which docs/errors.md explains; `where`
-    names a file, a flag or a path into a document (`stages[2].shards[0].digest`).
+    names a file, a parameter or a path into a document (`stages[2].shards[0].digest`).
     """
 
     exit_code = 3
     is_elsewhere = False  # raised on a rank because another one failed with it
     is_placed = False  # whether `where` names the rank that failed
 
-    def __init__(self, where: str, problem: str, hint: str = "", *, code: str) -> None:
-        self.where, self.problem, self.hint, self.code = where, problem, hint, code
-        super().__init__(where, problem, hint)
+    def __init__(self, where: str | Parameter, problem: str, hint: str = "", *, code: str) -> None:
+        self.where = where.where if isinstance(where, Parameter) else where
+        self.problem, self.hint, self.code = problem, hint, code
+        super().__init__(self.where, problem, hint)
 
     def __str__(self) -> str:
         """Return the message, with the code at the end of its first line."""
@@ -73,7 +124,7 @@ class UserError(Exception):
 
 
 class UsageError(UserError):
-    """A flag, or a combination of flags, that is not valid."""
+    """A parameter or flag, or a combination of them, that is not valid."""
 
     exit_code = 2
 
@@ -153,7 +204,7 @@ _OF_AREAS |= {"output": OutputError, "store": StoreError}
 
 
 def refused_by_system(
-    where: str, error: OSError, problem: str = "cannot be read", hint: str = "", *, code: str
+    where: str | Parameter, error: OSError, problem: str = "cannot be read", hint: str = "", *, code: str
 ) -> InputError:
     """Return an error about a file that the system refuses; `hint` is used unless the machine itself is at fault."""
     said = f"{problem}: {error.strerror}"

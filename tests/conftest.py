@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from syrupy.assertion import SnapshotAssertion
 
+from manifests.errors import naming_flags
 from tests.no_fsync import FSYNC, stop_fsync
 
 # Before anything imports torch, tokenizers or huggingface_hub; processes that tests start inherit it.
@@ -29,6 +30,13 @@ stop_fsync()
 # A shared machine stalls now and then: an example may take long, a test may not (`timeout`, pyproject.toml).
 settings.register_profile("house", deadline=None, max_examples=60)
 settings.load_profile("house")
+
+
+@pytest.fixture(autouse=True)
+def flags_in_errors() -> Iterator[None]:
+    """Write errors as the commands do; tests of the Python API have another fixture of this name."""
+    with naming_flags():
+        yield
 
 
 @pytest.fixture

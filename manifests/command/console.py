@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from manifests.command.signals import INTERRUPTED
-from manifests.errors import InputError, UsageError, UserError, error_json, refused_by_system
+from manifests.errors import InputError, UsageError, UserError, error_json, naming_flags, refused_by_system
 
 STDOUT = "standard output"
 # What was removed, as it was typed, and what to use instead.
@@ -60,7 +60,8 @@ def run_command(act: Callable[[], int], *, is_json: bool) -> None:
     open_streams()
     code = 0
     try:
-        code = act()
+        with naming_flags():
+            code = act()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
     except UserError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from manifests.errors import ModelError
+from manifests.errors import ModelError, Parameter
 from manifests.models.config import ConfigReader, check_readable
 from manifests.models.deepseek_v3 import deepseek_v3_shape
 from manifests.models.falcon import falcon_shape
@@ -111,7 +111,7 @@ def architecture_of(
         raise ModelError(
             f"{where}: architectures",
             f"{name!r} is not supported",
-            "docs/models.md lists what is; --model describes another",
+            f"docs/models.md lists what is; {Parameter('model')} describes another",
             code="config.unsupported-architecture",
         )
     return name
@@ -131,14 +131,15 @@ def _described_name(description: ModelDescription, named: object, where: str) ->
         raise ModelError(
             f"{where}: architectures",
             f"expected the name of one architecture, found {str(named)[:80]!r}",
-            "name it in the file of --model: architecture = 'MyModel'",
+            f"name it in the file of {Parameter('model')}: architecture = 'MyModel'",
             code="config.unsupported-architecture",
         )
     if name in ARCHITECTURES:
         raise ModelError(
             f"{where}: architectures",
-            f"{name} is known tensor by tensor, and --model is for other architectures",
-            "leave --model out, or give the architecture another name in its file: architecture = 'MyModel'",
+            f"{name} is known tensor by tensor, and {Parameter('model')} is for other architectures",
+            f"leave {Parameter('model')} out, or give the architecture another name in its file: "
+            "architecture = 'MyModel'",
             code="model.known-architecture",
         )
     return name

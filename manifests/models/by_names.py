@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from manifests.errors import ModelError, SourceError
+from manifests.errors import ModelError, Parameter, SourceError
 from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.shape import ModelShape, Shape, StoredTensors, Work, module_of
@@ -22,10 +22,7 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_he
 _MOST_WIDE = 1 << 24
 _COMPUTED = ("rotary_emb.inv_freq",)  # what files of older code have in every layer, and models compute
 _INCOMPLETE = "the checkpoint is incomplete, or its files are another model's; download files and config again"
-_OTHER = "weights and config disagree; to leave one behind say --drop {}"
 _OTHER_CONFIG = "weights and config disagree, and the model may need it; download both from one revision"
-_NO_LIST = "correct layers in the file of --model"
-_NOT_DESCRIBED = "name its module in the file of --model; to leave one behind say --drop {}"
 
 
 @dataclass(slots=True)
@@ -149,7 +146,9 @@ def _read_layers(
         if str(number) not in inner:
             found = f"found {len(inner)} layers" if inner else "found no layers of that name"
             problem = f"expected layers 0 to {num_layers - 1} of {listed}, {found} and no {listed}.{number}"
-            hint = _INCOMPLETE if inner or not entry.is_described else _NO_LIST
+            hint = _INCOMPLETE
+            if not inner and entry.is_described:
+                hint = f"correct layers in the file of {Parameter('model')}"
             raise SourceError(where, problem, hint, code="source.missing-tensor")
     count = num_layers
     while str(count) in inner and count < num_layers + num_mtp:
@@ -244,12 +243,16 @@ def _check_described(entry: CatalogueEntry, modules: tuple[str, ...], tensors: M
     for module in modules:
         if module not in owned:
             problem = f"module {module} has no tensor"
-            hint = "correct its name in the file of --model, or leave it out: what has no weights needs no stage"
+            hint = (
+                f"correct its name in the file of {Parameter('model')}, or leave it out: what has no weights needs "
+                "no stage"
+            )
             raise ModelError(where, problem, hint, code="model.no-tensors")
     for owner, replica in entry.ties:
         if owner not in tensors and replica not in tensors:
             problem = f"no tensor is named {owner} or {replica}, which are described as tied"
-            raise ModelError(where, problem, "correct ties in the file of --model", code="model.no-tensors")
+            hint = f"correct ties in the file of {Parameter('model')}"
+            raise ModelError(where, problem, hint, code="model.no-tensors")
 
 
 def _ties(entry: CatalogueEntry, config: ConfigReader, tensors: dict[str, Shape]) -> tuple[tuple[str, ...], ...]:
@@ -264,10 +267,10 @@ def _ties(entry: CatalogueEntry, config: ConfigReader, tensors: dict[str, Shape]
         if are_tied or (entry.is_described and None in ends):
             groups.setdefault(owner, [owner]).append(replica)
         elif entry.is_described and entry.tied:
-            problem = f"expected true, or nothing, as --model ties {owner} and {replica}, found false"
+            problem = f"expected true, or nothing, as {Parameter('model')} ties {owner} and {replica}, found false"
             hint = (
-                "correct the field; or say tied = false in the file of --model: the field alone decides then; "
-                "if this is a packed folder, pack its source again with either"
+                f"correct the field; or say tied = false in the file of {Parameter('model')}: the field alone decides "
+                "then; if this is a packed folder, pack its source again with either"
             )
             raise config.error("tie_word_embeddings", problem, hint, code="model.untied-by-config")
     for owner, group in [*groups.items()]:
@@ -352,9 +355,12 @@ def _missing(name: str, where: str) -> SourceError:
 
 
 def _unknown(entry: CatalogueEntry, name: str, where: str) -> SourceError:
+    dropped = Parameter("drop", [name])
     if entry.is_described:
-        problem, hint = f"1 tensor that no module of --model has: {name}", _NOT_DESCRIBED
+        problem = f"1 tensor that no module of {Parameter('model')} has: {name}"
+        hint = f"name its module in the file of {Parameter('model')}; to leave one behind say {dropped}"
     else:
         problem = f"1 tensor that {entry.architecture} does not have with this config: {name}"
-        hint = _OTHER_CONFIG if entry.has(name) else _OTHER
-    return SourceError(where, problem, hint.format(name), code="source.unknown-tensor")
+        other = f"weights and config disagree; to leave one behind say {dropped}"
+        hint = _OTHER_CONFIG if entry.has(name) else other
+    return SourceError(where, problem, hint, code="source.unknown-tensor")

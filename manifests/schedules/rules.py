@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from itertools import count
 from typing import Literal, get_args
 
-from manifests.errors import UsageError
+from manifests.errors import Parameter, UsageError
 from manifests.placement import Placement
 
 ScheduleName = Literal[
@@ -16,7 +16,7 @@ SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 _SINGLE = ("GPipe", "1F1B")  # one stage on each rank
 _V = ("ZBVZeroBubble", "DualPipeV")  # two on each rank, in style v
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
-_WHERE = "--schedule"
+_WHERE = Parameter("assumed.schedule")
 
 
 def schedule_named(name: str) -> ScheduleName:

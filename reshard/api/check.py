@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from manifests.errors import UsageError
-from reshard.api.arguments import names_parameters
+from manifests.errors import Parameter, UsageError
 from reshard.checks.check import CheckOptions, CheckResult, check_checkpoint
 from reshard.copy.progress import Progress, counting
 from reshard.formats.model_file import read_model_file
 
 
-@names_parameters
 def check(
     checkpoint: str | Path,
     *,
@@ -44,8 +42,9 @@ def check(
         (True, 39, ())
     """
     if reads_bytes and against is None:
-        problem, hint = "compares with another checkpoint", "name it with --against, or use --digests verify"
-        raise UsageError("--bytes", problem, hint, code="options.conflict")
+        problem = "compares with another checkpoint"
+        hint = f"name it with {Parameter('against')}, or use {Parameter('digests', 'verify')}"
+        raise UsageError(Parameter("reads_bytes"), problem, hint, code="options.conflict")
     options = CheckOptions(
         values=values,
         against=None if against is None else str(against),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.api.arguments import names_parameters
 from reshard.checks.diff import DiffResult, diff_checkpoints, nbytes_to_hash
 from reshard.copy.progress import Progress, counting
 from reshard.formats.open import open_both
 
 
-@names_parameters
 def diff(
     a: str | Path,
     b: str | Path,

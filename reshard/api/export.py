@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from manifests.arguments import check_choice
-from manifests.errors import UsageError
-from reshard.api.arguments import names_parameters
+from manifests.errors import Parameter, UsageError
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
@@ -30,7 +29,6 @@ _HAVE_STATE = ("dcp", "universal", "megatron")  # optimizer state, if there is a
 _NAMES_OF: Mapping[ExportForm, tuple[str, ...]] = {"dcp": ("torchtitan",), "universal": ("pipeline",)}
 
 
-@names_parameters
 def export(
     manifest: str | Path,
     out: str | Path,
@@ -68,20 +66,22 @@ def export(
         >>> done.identical, (Path("model-again/config.json").read_bytes() == Path("model/config.json").read_bytes())
         (True, True)
     """
-    check_choice("--to", to, get_args(ExportForm))
-    check_choice("--for", names, get_args(ExportNames))
-    check_choice("--dtype", dtype, get_args(ExportDtype))
-    check_choice("--io", io, get_args(Io))
+    check_choice(Parameter("to"), to, get_args(ExportForm))
+    check_choice(Parameter("names"), names, get_args(ExportNames))
+    check_choice(Parameter("dtype"), dtype, get_args(ExportDtype))
+    check_choice(Parameter("io"), io, get_args(Io))
     if names != "hf" and names not in _NAMES_OF.get(to, ()):
-        problem = f"{names} is not for --to {to}"
-        raise UsageError("--for", problem, "leave it out", code="options.conflict")
+        problem = f"{names} is not for {Parameter('to', to)}"
+        raise UsageError(Parameter("names"), problem, "leave it out", code="options.conflict")
     if tied_key != TIED_KEY and names != "pipeline":
-        raise UsageError("--tied-key", "is for --for pipeline", "leave it out", code="options.conflict")
+        problem = f"is for {Parameter('names', 'pipeline')}"
+        raise UsageError(Parameter("tied_key"), problem, "leave it out", code="options.conflict")
     if weights_only and to not in _HAVE_STATE:
-        raise UsageError("--weights-only", f"--to {to} has weights alone", "leave it out", code="options.conflict")
+        problem = f"{Parameter('to', to)} has weights alone"
+        raise UsageError(Parameter("weights_only"), problem, "leave it out", code="options.conflict")
     if to == "universal" and dtype not in ("source", "fp32"):
-        problem = f"--to universal has float32 weights, not {dtype}"
-        raise UsageError("--dtype", problem, "leave it out", code="options.conflict")
+        problem = f"{Parameter('to', to)} has float32 weights, not {dtype}"
+        raise UsageError(Parameter("dtype"), problem, "leave it out", code="options.conflict")
     checkpoint = open_packed(open_manifest(manifest))
     address = str(out) if is_url(out) else Path(out)
     if to != "hf":

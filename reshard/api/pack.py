@@ -6,7 +6,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 from manifests.index import MAX_SHARD_NBYTES
-from reshard.api.arguments import names_parameters
 from reshard.copy.direct_io import Io
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.progress import Progress
@@ -17,7 +16,6 @@ from reshard.transforms.conversion import Conversion
 from stores.address import is_url
 
 
-@names_parameters
 def pack(
     source: str | Path,
     out: str | Path,

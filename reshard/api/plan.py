@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from reshard.api.arguments import names_parameters
 from reshard.estimate.assumptions import Assumptions
 from reshard.packing.resolve import LayoutRequest, PlanResult, plan_source
 
 
-@names_parameters
 def plan(
     source: str | Path,
     layout: str | None = None,

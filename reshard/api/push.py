@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from manifests.errors import StoreError, UsageError
-from reshard.api.arguments import names_parameters
+from manifests.errors import Parameter, StoreError, UsageError
 from reshard.packing.push import PushResult, push_folder
 from stores.address import SCHEME, HubAddress, is_url, parse_hub_address
 
 
-@names_parameters
 def push(
     folder: str | Path,
     repository: str,
@@ -52,6 +50,6 @@ def push(
     assert address is not None, "hf:// is parsed or refused"
     if revision is not None and address.revision not in (None, revision):
         problem = f"conflicts with the branch of {repository}"
-        raise UsageError("--revision", problem, "name the branch once", code="options.conflict")
+        raise UsageError(Parameter("revision"), problem, "name the branch once", code="options.conflict")
     target = HubAddress(repo=address.repo, revision=revision or address.revision)
     return push_folder(Path(folder), target, is_public=public, force=force, message=message)

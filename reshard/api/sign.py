@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.api.arguments import names_parameters
 from reshard.checks.signature import sign_manifest
 from stores.manifest_file import open_manifest
 
 
-@names_parameters
 def sign(manifest: str | Path, *, key: str | Path, password: str | None = None, force: bool = False) -> Path:
     """Sign a manifest, which has digests of all bytes of its checkpoint; return the file of the signature.
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from manifests.errors import UsageError
-from reshard.api.arguments import names_parameters
+from manifests.errors import Parameter, UsageError
 from reshard.checks.verify import VerifyOptions, VerifyResult, nbytes_to_read, verify_manifest
 from reshard.copy.progress import Progress, counting
 from reshard.formats.open import open_source
 from stores.manifest_file import open_manifest
 
 
-@names_parameters
 def verify(
     manifest: str | Path,
     *,
@@ -42,8 +40,8 @@ def verify(
         (True, 39, ())
     """
     if quick and against is not None:
-        problem = "conflicts with --against, which reads all tensors"
-        raise UsageError("--quick", problem, "leave one of the two out", code="options.conflict")
+        problem = f"conflicts with {Parameter('against')}, which reads all tensors"
+        raise UsageError(Parameter("quick"), problem, "leave one of the two out", code="options.conflict")
     read = open_manifest(manifest)
     options = VerifyOptions(
         public_key=None if public_key is None else Path(public_key),

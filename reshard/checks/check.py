@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from manifests.errors import InputError, SourceError, UnreachableError, UsageError, UserError
+from manifests.errors import InputError, Parameter, SourceError, UnreachableError, UsageError, UserError
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import ModelDescription
 from reshard.archives.names import METADATA_NAME, is_deepspeed, is_megatron
@@ -94,7 +94,7 @@ def check_checkpoint(
     reads_tensors = options.values or options.against is not None
     if kind != "huggingface" and options.description is not None:
         problem = "is for Hugging Face folders; a manifest records its own description"
-        raise UsageError("--model", problem, "leave it out", code="options.model-of-manifest")
+        raise UsageError(Parameter("model"), problem, "leave it out", code="options.model-of-manifest")
     if options.digests == "write":
         check_digests_place(folder)
     contents = Contents()

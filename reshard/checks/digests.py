@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.digest import PREFIX
-from manifests.errors import OutputError, SourceError, UserError
+from manifests.errors import OutputError, Parameter, SourceError, UserError
 from manifests.jsontext import parse_json_object
 from manifests.store import write_file
 from reshard.tensors.comparison import compare
@@ -33,7 +33,7 @@ def check_digests_place(folder: Folder) -> Path:
         hint = "copy it here first, or keep the digests of a local copy"
         raise OutputError(str(folder), "digests are written to folders only", hint, code="output.unwritable")
     path = Path(folder.location) / DIGESTS_NAME
-    check_new_file(path, "--digests write", force=True)
+    check_new_file(path, Parameter("digests", "write").where, force=True)
     return path
 
 
@@ -94,19 +94,18 @@ def _shown(entry: dict[str, Any]) -> str:
 
 def _read(folder: Folder) -> dict[str, dict[str, Any]]:
     if DIGESTS_NAME not in folder.names():
-        hint = "write it with --digests write while the folder is known to be right"
+        hint = f"write it with {Parameter('digests', 'write')} while the folder is known to be right"
         raise SourceError(f"{folder}/{DIGESTS_NAME}", "no such file", hint, code="source.no-digests")
     file = folder.file(DIGESTS_NAME)
     document = parse_json_object(read_whole(file), str(file))
-    files = document.get("files")
+    files, again = document.get("files"), f"write it again with {Parameter('digests', 'write')}"
     if document.get("version") != _VERSION or not isinstance(files, dict):
         problem = f"expected version {_VERSION} and files"
-        raise SourceError(str(file), problem, "write it again with --digests write", code="source.bad-digests")
+        raise SourceError(str(file), problem, again, code="source.bad-digests")
     for name, entry in files.items():
         if not _is_entry(entry):
             where = f"{file}: files[{name[:80]!r}]"
-            problem, hint = f"expected nbytes and a {PREFIX} digest", "write it again with --digests write"
-            raise SourceError(where, problem, hint, code="source.bad-digests")
+            raise SourceError(where, f"expected nbytes and a {PREFIX} digest", again, code="source.bad-digests")
     return {name: {"nbytes": entry["nbytes"], "digest": entry["digest"]} for name, entry in files.items()}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from manifests.errors import InputError, ManifestError, OutputError, SignatureError, refused_by_system
+from manifests.errors import InputError, ManifestError, OutputError, Parameter, SignatureError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
 from manifests.store import write_file
 from stores.base import read_whole
@@ -43,13 +43,15 @@ def sign_manifest(read: ReadManifest, key: Path, *, password: str | None = None,
     check_new_file(out, "signature", force=force)
     if read.manifest.virtual is not None:
         problem = f"references bytes in {read.manifest.virtual.location} whose digests it does not have"
-        hint = "a signature would not cover them; pack without --virtual first"
+        hint = f"a signature would not cover them; pack without {Parameter('virtual', True)} first"
         raise ManifestError(str(read), problem, hint, code="manifest.unrooted-bytes")
     try:
         secret = None if password is None else password.encode()
         signer = signing.Config().use_elliptic_key_signer(private_key=key, password=secret)
     except Exception as error:  # whatever the reader of keys meets
-        raise _bad_key("--key", key, error, "private", "; --ask-password for an encrypted one") from error
+        raise _bad_key(
+            Parameter("key", str(key)), error, "private", f"; {Parameter('password')} for an encrypted one"
+        ) from error
     with TemporaryDirectory() as folder:
         signed, signature = Path(folder) / MANIFEST_NAME, Path(folder) / SIGNATURE_NAME
         signed.write_bytes(read.data)
@@ -77,7 +79,7 @@ def check_signature(read: ReadManifest, public_key: Path) -> str:
     try:
         verifier = verifying.Config().use_elliptic_key_verifier(public_key=public_key)
     except Exception as error:  # whatever the reader of keys meets
-        raise _bad_key("--public-key", public_key, error, "public") from error
+        raise _bad_key(Parameter("public_key", str(public_key)), error, "public") from error
     with TemporaryDirectory() as folder:
         (Path(folder) / MANIFEST_NAME).write_bytes(read.data)
         (Path(folder) / SIGNATURE_NAME).write_bytes(signature)
@@ -102,11 +104,11 @@ def _refused(where: str, manifest: str, key: Path, error: Exception) -> Signatur
     return SignatureError(where, problem, hint, code="signature.invalid")
 
 
-def _bad_key(flag: str, path: Path, error: Exception, kind: str, more: str = "") -> InputError:
+def _bad_key(key: Parameter, error: Exception, kind: str, more: str = "") -> InputError:
     said = f"{type(error).__name__}: {error}"[:200]
     problem = f"expected a {kind} key on the curve P-256, P-384 or P-521 in PEM; reading it failed with {said}"
     hint = f"make a pair with openssl ecparam and openssl ec, see reshard sign --help{more}"
-    return InputError(f"{flag} {path}", problem, hint, code="options.unreadable-key")
+    return InputError(key, problem, hint, code="options.unreadable-key")
 
 
 def _module(name: str) -> Any:

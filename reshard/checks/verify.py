@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manifests.digest import PREFIX
-from manifests.errors import InputError, UsageError
+from manifests.errors import InputError, Parameter, UsageError
 from manifests.headertext import NO_NAMES
 from manifests.invariants import SOURCE_NAME
 from manifests.models import ModelShape, module_of
@@ -140,7 +140,7 @@ def _choose(manifest: Manifest, indices: frozenset[int] | None) -> list[Stage]:
     for index in sorted(indices or ()):
         if index >= len(manifest.stages):
             raise UsageError(
-                "--stage",
+                Parameter("stages"),
                 f"expected a stage from 0 to {len(manifest.stages) - 1}, found {index}",
                 "stages are numbered from 0",
                 code="options.unknown-stage",

@@ -10,9 +10,10 @@ from typing import Literal
 import click
 
 from reshard.cli import options
+from reshard.cli.verb import Verb
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("checkpoint", type=click.Path(), metavar="CHECKPOINT")
 @click.option("--values", is_flag=True, help="Read all floating-point tensors: NaN, infinity, matrices of zeros.")
 @click.option("--against", type=click.Path(), metavar="OTHER", help="Compare names, shapes and dtypes with OTHER.")
@@ -45,12 +46,11 @@ def check(
     Example:
       reshard check ./Llama-3.2-1B --values
     """
-    from reshard.api.arguments import names_flags
     from reshard.api.check import check as run
     from reshard.report.done import check_json, check_text
 
     with options.progress("check", quiet, is_report=True) as progress:
-        done = names_flags(run)(
+        done = run(
             checkpoint,
             against=against,
             model=model,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
+from reshard.cli.verb import Verb
 
-@click.command()
+
+@click.command(cls=Verb)
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:

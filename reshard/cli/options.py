@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,14 +18,14 @@ from stores.address import hub_output, is_url
 
 if TYPE_CHECKING:
     from manifests.models.memory import Recompute
+    from reshard.copy.parallelism import Parallelism
     from reshard.copy.progress import Progress
-    from reshard.estimate.assumptions import Policy
-    from reshard.transforms.cast import ExportDtype
-    from reshard.transforms.conversion import Plain
+    from reshard.estimate.assumptions import Assumptions
+    from reshard.estimate.costs import ModuleTime
+    from reshard.transforms.conversion import Conversion
     from stores.manifest_file import Address
 
 Command = Callable[..., Any]
-T = TypeVar("T")
 
 
 class WholeNumber(click.IntRange):
@@ -84,12 +84,12 @@ sync = click.option(
     "--sync/--no-sync", default=True, help="Flush the output to disk (fsync), or leave that to the kernel."
 )
 layout = click.option(
-    "--layout", "spec", type=click.Path(), metavar="SPEC", show_default="a manifest's own",
+    "--layout", type=click.Path(), metavar="SPEC", show_default="a manifest's own",
     help="pp=N[,vpp=K], a Megatron string, balance:COST,pp=N, uniform,pp=N, cut=MODULE, or a .toml or .json file of "
     "module lists.",
 )  # fmt: skip
 ranks = click.option(
-    "--pp", "num_ranks", type=WholeNumber(min=1), metavar="P",
+    "--pp", type=WholeNumber(min=1), metavar="P",
     help="Number of pipeline ranks, if SPEC does not say it (a Megatron string).",
 )  # fmt: skip
 strict_megatron = click.option("--strict-megatron", is_flag=True, help="Refuse strings that Megatron refuses.")
@@ -98,20 +98,19 @@ write = click.option(
     help="Write the layout as a .toml or .json file of module lists, which --layout reads.",
 )  # fmt: skip
 cost = click.option(
-    "--cost", type=click.Path(path_type=Path), metavar="FILE",
+    "--cost", "measured", type=click.Path(path_type=Path), metavar="FILE",
+    callback=lambda _, __, path: None if path is None else _times(path),
     help="Measured seconds of each module (JSON), used instead of FLOPs.",
 )  # fmt: skip
-_PLAIN = click.Choice(["bf16", "fp32"])
 _CONVERSION = (
     click.option(
         "--dtype", type=click.Choice(DTYPES[1:]), help="Cast weights to this dtype.",
         show_default="as they are",
     ),
     click.option(
-        "--dequantize", type=_PLAIN, show_default="as they are",
+        "--dequantize", "--dequantise", type=click.Choice(["bf16", "fp32"]), show_default="as they are",
         help="Turn quantized weights (fp8 in blocks, mxfp4) into plain ones of this dtype.",
     ),
-    click.option("--dequantise", type=_PLAIN, hidden=True),
     click.option("--merge-slices", is_flag=True, help="Merge tensors that several ranks stored in slices."),
 )  # fmt: skip
 _PARALLELISM = (
@@ -125,7 +124,7 @@ _PARALLELISM = (
         help="Concurrent requests to a remote SOURCE, and concurrent parts of uploads to a bucket.",
     ),
     click.option(
-        "--memory", metavar="SIZE", default="640MB", show_default=True,
+        "--memory", "memory_nbytes", metavar="SIZE", default="640MB", show_default=True,
         callback=lambda _, __, text: _size("--memory", text),
         help="Memory for requests to a remote SOURCE, and for parts of uploads; 10MB of it for each at most.",
     ),
@@ -136,26 +135,27 @@ _TRAINING = (
         help=f"Pipeline schedule to assume: {', '.join(SCHEDULES)}.",
     ),
     click.option(
-        "--microbatches", type=WholeNumber(min=1), metavar="M", show_default="4 per pipeline rank",
+        "--microbatches", "num_microbatches", type=WholeNumber(min=1), metavar="M", show_default="4 per pipeline rank",
         help="Microbatches per step to assume.",
     ),
     click.option("--microbatch", type=WholeNumber(min=1), default=1, metavar="B", help="Sequences per microbatch."),
     click.option("--seq-len", type=WholeNumber(min=1), default=4096, metavar="L", help="Tokens per sequence."),
     click.option(
-        "--dtype-policy", type=click.Choice(POLICIES), default="fp32",
+        "--dtype-policy", "policy", type=click.Choice(POLICIES), default="fp32",
         help="Dtypes of the memory estimate; mixed: bf16 weights, fp32 gradients, master weights and optimizer state.",
     ),
     click.option(
-        "--dp-replicate", type=WholeNumber(min=1), default=1, metavar="N",
+        "--dp-replicate", "replicate", type=WholeNumber(min=1), default=1, metavar="N",
         help="Data-parallel replicas of each stage (DDP, HSDP).",
     ),
     click.option(
-        "--dp-shard", type=WholeNumber(min=1), default=1, metavar="N",
+        "--dp-shard", "shard", type=WholeNumber(min=1), default=1, metavar="N",
         help="Data-parallel ranks that shard each stage (FSDP).",
     ),
-    click.option("--tp", type=WholeNumber(min=1), default=1, metavar="N", help="Tensor-parallel degree."),
+    click.option("--tp", "tensor", type=WholeNumber(min=1), default=1, metavar="N", help="Tensor-parallel degree."),
     click.option(
-        "--ac", default="none", metavar="none|full|selective|N",
+        "--ac", "recompute", default="none", metavar="none|full|selective|N",
+        callback=lambda _, __, text: _recompute(text),
         help="Activation checkpointing: none, every layer (full), all but matrix products (selective), or every Nth "
         "layer.",
     ),
@@ -164,7 +164,8 @@ _TRAINING = (
         help="Compute logits and loss in chunks of this many tokens.",
     ),
     click.option(
-        "--gpu-memory", metavar="SIZE",
+        "--gpu-memory", "memory_limit", metavar="SIZE",
+        callback=lambda _, __, text: None if text is None else _size("--gpu-memory", text),
         help="Memory per rank, such as 80GB (read as 80GiB); a layout that is solved for stays within it.",
     ),
     cost,
@@ -172,84 +173,67 @@ _TRAINING = (
 
 
 def layout_flags(command: Command) -> Command:
-    """Add the flags of a layout, which the command receives as `asked`, a LayoutRequest."""
+    """Add the flags of a layout, which only a manifest as SOURCE does without."""
 
     @functools.wraps(command)
-    def gathered(*, spec: str | None, num_ranks: int | None, strict_megatron: bool, **others: Any) -> Any:
-        from reshard.formats.open import names_manifest
-        from reshard.packing.resolve import LayoutRequest
+    def checked(*, source: str, layout: str | None, **others: Any) -> Any:
+        if layout is None:
+            from reshard.formats.open import names_manifest
 
-        if spec is None and not names_manifest(others["source"]):
-            raise click.UsageError("Missing option '--layout'.", click.get_current_context())
-        return command(asked=LayoutRequest(spec=spec, num_ranks=num_ranks, strict_megatron=strict_megatron), **others)
+            if not names_manifest(source):
+                raise click.UsageError("Missing option '--layout'.", click.get_current_context())
+        return command(source=source, layout=layout, **others)
 
-    return with_flags(gathered, (layout, ranks, strict_megatron))
+    return with_flags(checked, (layout, ranks, strict_megatron))
 
 
 def conversion_flags(command: Command) -> Command:
     """Add the flags that convert tensors, which the command receives as `conversion`, a Conversion."""
 
-    @functools.wraps(command)
-    def gathered(
-        *,
-        dtype: ExportDtype | None,
-        dequantize: Plain | None,
-        dequantise: Plain | None,
-        merge_slices: bool,
-        **others: Any,
-    ) -> Any:
+    def conversion(**values: Any) -> Conversion:
         from reshard.transforms.conversion import Conversion
 
-        if dequantise is not None:
-            dequantize = _renamed("--dequantise", dequantise, "--dequantize", dequantize, quiet=others["quiet"])
-        conversion = Conversion(dtype=dtype, dequantize=dequantize, merge_slices=merge_slices)
-        return command(conversion=conversion, **others)
+        return Conversion(**values)
 
-    return with_flags(gathered, _CONVERSION)
+    return _as_object(command, "conversion", conversion, _CONVERSION)
 
 
 def parallelism_flags(command: Command) -> Command:
     """Add the flags of threads and requests, which the command receives as `parallelism`, a Parallelism."""
 
-    @functools.wraps(command)
-    def gathered(*, num_threads: int | None, num_streams: int | None, memory: int, **others: Any) -> Any:
+    def parallelism(**values: Any) -> Parallelism:
         from reshard.copy.parallelism import Parallelism
 
-        parallelism = Parallelism(num_threads=num_threads, num_streams=num_streams, memory_nbytes=memory)
-        return command(parallelism=parallelism, **others)
+        return Parallelism(**values)
 
-    return with_flags(gathered, _PARALLELISM)
+    return _as_object(command, "parallelism", parallelism, _PARALLELISM)
 
 
 def training_flags(command: Command) -> Command:
     """Add the flags of the assumed training step, which the command receives as `assumed`, Assumptions."""
 
-    @functools.wraps(command)
-    def gathered(
-        *, schedule: str | None, microbatches: int | None, microbatch: int, seq_len: int, dtype_policy: Policy,
-        dp_replicate: int, dp_shard: int, tp: int, ac: str, loss_chunk: int | None,
-        gpu_memory: str | None, cost: Path | None, **others: Any,
-    ) -> Any:  # fmt: skip
+    def assumed(**values: Any) -> Assumptions:
         from reshard.estimate.assumptions import Assumptions
-        from reshard.estimate.costs import read_times
 
-        assumed = Assumptions(
-            schedule=schedule,
-            num_microbatches=microbatches,
-            microbatch=microbatch,
-            seq_len=seq_len,
-            policy=dtype_policy,
-            replicate=dp_replicate,
-            shard=dp_shard,
-            tensor=tp,
-            recompute=_recompute(ac),
-            loss_chunk=loss_chunk,
-            memory_limit=None if gpu_memory is None else _size("--gpu-memory", gpu_memory),
-            measured=read_times(cost) if cost else None,
-        )
-        return command(assumed=assumed, **others)
+        return Assumptions(**values)
 
-    return with_flags(gathered, _TRAINING)
+    return _as_object(command, "assumed", assumed, _TRAINING)
+
+
+def _as_object(
+    command: Command, name: str, make: Callable[..., object], flags: Sequence[Callable[[Command], Command]]
+) -> Command:
+    """Add flags that are called like the fields of an object, which the command receives as `name`."""
+
+    @functools.wraps(command)
+    def gathered(**values: Any) -> Any:
+        fields = {option.name: values.pop(option.name) for option in options}
+        return command(**{name: make(**fields)}, **values)
+
+    before = len(getattr(command, "__click_params__", ()))
+    wrapped = with_flags(gathered, flags)
+    options: list[click.Parameter] = wrapped.__click_params__[before:]  # type: ignore[attr-defined]  # click's
+    return wrapped
 
 
 def _recompute(ac: str) -> Recompute:
@@ -307,19 +291,10 @@ def upload_bars(out: Address, quiet: bool) -> AbstractContextManager[None]:
     return showing_bars(not quiet)
 
 
-def _renamed(old: str, value: T, new: str, other: T | None, *, quiet: bool) -> T:
-    """Return the value of a flag that was called `old`, and note what it is called now.
+def _times(path: Path) -> dict[str, ModuleTime]:
+    from reshard.estimate.costs import read_times
 
-    Raises:
-        UsageError: both names are on the command line, with different values.
-    """
-    if other is not None and other != value:
-        raise UsageError(
-            old, f"conflicts with {new} {other}", f"{old} is the old name of {new}", code="options.conflict"
-        )
-    if not quiet:
-        click.echo(f"note: {old} is deprecated; use {new}", err=True)
-    return value
+    return read_times(path)
 
 
 def _size(flag: str, text: str) -> int:

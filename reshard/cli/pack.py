@@ -9,6 +9,7 @@ import click
 
 from reshard.cli import options
 from reshard.cli import pack_parts as parts
+from reshard.cli.verb import Verb
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,13 +18,12 @@ if TYPE_CHECKING:
     from reshard.copy.direct_io import Io
     from reshard.copy.parallelism import Parallelism
     from reshard.packing.divide import Division
-    from reshard.packing.resolve import LayoutRequest
     from reshard.transforms.cast import ExportDtype
     from reshard.transforms.conversion import Conversion
     from stores.manifest_file import Address
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("source", type=click.Path(), metavar="SOURCE")
 @options.layout_flags
 @options.out_or_hub
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 @options.as_json
 @options.quiet
 def pack(
-    source: str, asked: LayoutRequest, out: Address, drop: tuple[str, ...],
+    source: str, layout: str | None, pp: int | None, strict_megatron: bool, out: Address, drop: tuple[str, ...],
     model: Path | None, virtual: bool, stages: str | None, conversion: Conversion, max_shard_nbytes: int,
     force: bool, io: Io, sync: bool, parallelism: Parallelism,
     division: Division, verify_source: bool, dry_run: bool, as_json: bool, quiet: bool,
@@ -76,8 +76,10 @@ def pack(
       reshard pack ./Llama-3.1-405B --layout pp=16 --out ./405B-pp16 --parts 8 --scheduler slurm --time 1:00:00
     """
     from reshard.packing.prepare import PackRequest, prepare_pack
+    from reshard.packing.resolve import LayoutRequest
     from reshard.report.done import hub_lines, pack_json, pack_text, part_json, part_text
 
+    asked = LayoutRequest(spec=layout, num_ranks=pp, strict_megatron=strict_megatron)
     prepared = prepare_pack(
         PackRequest(
             source=source, out=out, asked=asked, conversion=conversion, drop=drop, model=model,
@@ -114,11 +116,10 @@ def pack(
     options.print_result(quiet, as_json, lambda: pack_json(done), lambda: pack_text(done))
 
 
-@click.command()
+@click.command(cls=Verb)
 @options.manifest
 @click.option(
     "--to",
-    "form",
     type=click.Choice(["hf", "dcp", "deepspeed", "universal", "megatron"]),
     required=True,
     help="Format to write.",
@@ -152,7 +153,7 @@ def pack(
 @options.as_json
 @options.quiet
 def export(
-    manifest: str, form: ExportForm, names: ExportNames, tied_key: str, weights_only: bool, out: Address,
+    manifest: str, to: ExportForm, names: ExportNames, tied_key: str, weights_only: bool, out: Address,
     dtype: ExportDtype, force: bool, io: Io, sync: bool, parallelism: Parallelism, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Write a manifest's model as a Hugging Face folder, or as a checkpoint that another trainer loads.
@@ -170,15 +171,14 @@ def export(
       reshard export ./checkpoints/step-1000 --to dcp --for torchtitan --out ./outputs/checkpoint/step-1000
       reshard export ./Llama-3.2-1B-pp2 --to deepspeed --out ./Llama-3.2-1B-deepspeed
     """
-    from reshard.api.arguments import names_flags
     from reshard.api.export import export as run
     from reshard.report.done import export_json, export_text
 
     with options.progress("export", quiet) as progress:
-        done = names_flags(run)(
-            manifest, out, to=form, names=names, tied_key=tied_key, weights_only=weights_only, dtype=dtype,
+        done = run(
+            manifest, out, to=to, names=names, tied_key=tied_key, weights_only=weights_only, dtype=dtype,
             force=force, io=io, sync=sync, parallelism=parallelism, progress=progress,
         )  # fmt: skip
     options.print_result(
-        quiet, as_json, lambda: export_json(done, form, out), lambda: export_text(done, form, names, dtype, out)
+        quiet, as_json, lambda: export_json(done, to, out), lambda: export_text(done, to, names, dtype, out)
     )

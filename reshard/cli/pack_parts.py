@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reshard.cli import options
+from reshard.cli.verb import Verb
 
 if TYPE_CHECKING:
     from reshard.packing.divide import Division
@@ -144,7 +145,7 @@ def _submit_pods(pods: PackPods, *, dry_run: bool, as_json: bool) -> None:
     click.echo(json.dumps(done) if as_json else f"submitted {pods.num_parts} parts and their commit as {name}")
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("out", type=click.Path(), callback=lambda _, __, text: options.address(text, "OUT"))
 @click.option("--wait", is_flag=True, help="Wait until all parts are written.")
 @options.force

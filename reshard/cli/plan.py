@@ -10,13 +10,14 @@ import click
 
 from manifests.collector import collector_paused
 from reshard.cli import options
+from reshard.cli.verb import Verb
 
 if TYPE_CHECKING:
     from reshard.estimate.assumptions import Assumptions
-    from reshard.packing.resolve import LayoutRequest
+    from reshard.estimate.costs import ModuleTime
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("source", type=click.Path(), metavar="SOURCE")
 @options.layout_flags
 @options.training_flags
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 @options.quiet
 @collector_paused()  # a step has up to half a million actions, which it would visit whenever it resumes
 def plan(
-    source: str, asked: LayoutRequest, assumed: Assumptions, drop: tuple[str, ...],
+    source: str, layout: str | None, pp: int | None, strict_megatron: bool, assumed: Assumptions, drop: tuple[str, ...],
     model: Path | None, write: Path | None, draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Show a layout before a byte moves: its stages, bytes, FLOPs, memory and pipeline bubble.
@@ -46,7 +47,6 @@ def plan(
     Example:
       reshard plan ./Llama-3.2-1B --layout balance:time,pp=4 --gpu-memory 80GB --write layout.toml
     """
-    from reshard.api.arguments import names_flags
     from reshard.api.plan import plan as run
     from reshard.layouts.files import check_layout_file, write_layout
     from reshard.report.plan_summary import plan_json, plan_text
@@ -57,9 +57,8 @@ def plan(
         check_picture(draw, force)
     if write:
         check_layout_file(write, force=force)
-    planned = names_flags(run)(
-        source, asked.spec, pp=asked.num_ranks, strict_megatron=asked.strict_megatron, drop=drop, model=model,
-        assumed=assumed,
+    planned = run(
+        source, layout, pp=pp, strict_megatron=strict_megatron, drop=drop, model=model, assumed=assumed,
     )  # fmt: skip
     options.name_links(planned.links, quiet)
     click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
@@ -75,7 +74,7 @@ def plan(
             click.echo(f"drawn: {draw}", err=True)
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("spec", type=click.Path(), metavar="SPEC")
 @click.option(
     "--layers",
@@ -99,7 +98,8 @@ def plan(
 @options.as_json
 @options.quiet
 def layout(
-    spec: str, layers: int, mtp: int, num_ranks: int | None, strict_megatron: bool, cost: Path | None,
+    spec: str, layers: int, mtp: int, pp: int | None, strict_megatron: bool,
+    measured: dict[str, ModuleTime] | None,
     write: Path | None, force: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Show what a layout means, without a model.
@@ -108,7 +108,6 @@ def layout(
     Example:
       reshard layout 'Et*3|(tt|)*29,m|L' --layers 61 --mtp 1 --pp 16
     """
-    from reshard.estimate.costs import read_times
     from reshard.layouts.files import check_layout_file, write_layout
     from reshard.layouts.inventory import inventory_of_layers
     from reshard.packing.resolve import LayoutRequest, lay_out_layers
@@ -116,9 +115,8 @@ def layout(
 
     if write:
         check_layout_file(write, force=force)
-    inventory, times = inventory_of_layers(layers, mtp), read_times(cost) if cost else None
-    asked = LayoutRequest(spec=spec, num_ranks=num_ranks, strict_megatron=strict_megatron)
-    found = lay_out_layers(asked, inventory, times)
+    asked = LayoutRequest(spec=spec, num_ranks=pp, strict_megatron=strict_megatron)
+    found = lay_out_layers(asked, inventory_of_layers(layers, mtp), measured)
     click.echo(json.dumps(layout_json(found)) if as_json else layout_text(found))
     if write:
         write_layout(found, write)

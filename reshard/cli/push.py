@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 
 from reshard.cli import options
+from reshard.cli.verb import Verb
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.argument("repository", metavar="ORG/NAME")
 @click.option("--revision", metavar="BRANCH", show_default="main", help="Branch to commit to; created from main.")
@@ -32,11 +33,10 @@ def push(
     Example:
       reshard push ./Llama-3.2-1B-pp2 my-org/Llama-3.2-1B-pp2
     """
-    from reshard.api.arguments import names_flags
     from reshard.api.push import push as run
     from reshard.report.done import push_json, push_text
     from stores.hub.upload import showing_bars
 
     with showing_bars(not quiet):
-        done = names_flags(run)(folder, repository, revision=revision, public=public, message=message, force=force)
+        done = run(folder, repository, revision=revision, public=public, message=message, force=force)
     options.print_result(quiet, as_json, lambda: push_json(done), lambda: push_text(done, folder))

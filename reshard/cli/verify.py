@@ -9,9 +9,10 @@ from pathlib import Path
 import click
 
 from reshard.cli import options
+from reshard.cli.verb import Verb
 
 
-@click.command()
+@click.command(cls=Verb)
 @options.manifest
 @click.option("--quick", is_flag=True, help="Read no tensors; compare only sizes and headers.")
 @click.option(
@@ -38,12 +39,11 @@ def verify(
     Example:
       reshard verify ./Llama-3.2-1B-pp2 --against ./Llama-3.2-1B
     """
-    from reshard.api.arguments import names_flags
     from reshard.api.verify import verify as run
     from reshard.report.done import verify_json, verify_text
 
     with options.progress("verify", quiet, is_report=True) as progress:
-        done = names_flags(run)(
+        done = run(
             manifest, quick=quick, against=against, stages=stages or None, public_key=public_key, progress=progress,
         )  # fmt: skip
     if as_json or not (quiet and done.equal):
@@ -52,7 +52,7 @@ def verify(
         sys.exit(4)
 
 
-@click.command()
+@click.command(cls=Verb)
 @options.manifest
 @click.option("--tensors", is_flag=True, help="List every tensor with its stage, dtype, shape and digest.")
 @options.as_json
@@ -75,16 +75,18 @@ def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
         click.echo(piece, nl=False)
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("a", type=click.Path(), metavar="A")
 @click.argument("b", type=click.Path(), metavar="B")
 @options.model
-@click.option("--norms/--no-norms", default=True, help="Read the tensors that differ, and print the norm of B - A.")
+@click.option(
+    "--norms/--no-norms", "with_norms", default=True, help="Read the tensors that differ, and print the norm of B - A."
+)
 @click.option("--bytes", "reads_bytes", is_flag=True, help="Read and hash every tensor instead of trusting digests.")
 @options.as_json
 @options.quiet
 def diff(
-    a: str, b: str, model: Path | None, norms: bool, reads_bytes: bool, as_json: bool, quiet: bool
+    a: str, b: str, model: Path | None, with_norms: bool, reads_bytes: bool, as_json: bool, quiet: bool
 ) -> None:  # fmt: skip
     """List the weights and optimizer state that differ between A and B. Exits with code 4 if some do.
 
@@ -95,12 +97,11 @@ def diff(
     Example:
       reshard diff ./checkpoints/step-000100 ./checkpoints/step-000200
     """
-    from reshard.api.arguments import names_flags
     from reshard.api.diff import diff as run
     from reshard.report.done import diff_json, diff_text
 
     with options.progress("diff", quiet, is_report=True) as progress:
-        found = names_flags(run)(a, b, model=model, with_norms=norms, reads_bytes=reads_bytes, progress=progress)
+        found = run(a, b, model=model, with_norms=with_norms, reads_bytes=reads_bytes, progress=progress)
     click.echo(json.dumps(diff_json(found)) if as_json else diff_text(found))
     if not found.equal:
         sys.exit(4)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from manifests.errors import OutputError, SourceError, UsageError
+from manifests.errors import OutputError, Parameter, SourceError, UsageError
 from manifests.schema import AuxiliaryFile
 from manifests.store import write_file
 from reshard.copy.engine import WriteOptions, WrittenShard, is_remote, write_shards
@@ -81,10 +81,10 @@ def check_apart(out: Address, checkpoint: Checkpoint, *, may_replace: bool) -> N
         if is_inside(place, origin) or is_inside(origin, place):
             inner, outer = (out, source) if is_inside(place, origin) else (source, out)
             problem = f"overlaps the source: {inner} is inside {outer}"
-            raise UsageError("--out", problem, "choose a folder beside it", code="output.overlaps-source")
+            raise UsageError(Parameter("out"), problem, "choose a folder beside it", code="output.overlaps-source")
         if place == origin and not (may_replace and number == 0):
-            problem = "is the source itself, which --force does not replace"
-            raise OutputError(str(out), problem, "choose another --out", code="output.overlaps-source")
+            problem = f"is the source itself, which {Parameter('force', True)} does not replace"
+            raise OutputError(str(out), problem, f"choose another {Parameter('out')}", code="output.overlaps-source")
 
 
 def check_space(needed_nbytes: int, free_nbytes: int, folder: Path) -> None:
@@ -95,7 +95,9 @@ def check_space(needed_nbytes: int, free_nbytes: int, folder: Path) -> None:
     """
     if needed_nbytes > free_nbytes:
         problem = f"the disk has {free_nbytes} bytes free, expected at least {needed_nbytes}"
-        raise OutputError(str(folder.parent), problem, "choose another disk for --out", code="output.disk-full")
+        raise OutputError(
+            str(folder.parent), problem, f"choose another disk for {Parameter('out')}", code="output.disk-full"
+        )
 
 
 def _locations(checkpoint: Checkpoint) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from manifests.arguments import check_choice, check_count
-from manifests.errors import UsageError
+from manifests.errors import Parameter, UsageError
 from manifests.models.memory import Recompute
 from manifests.placement import Placement
 from manifests.schedules import default_schedule
@@ -68,28 +68,29 @@ def check_assumptions(assumed: Assumptions) -> None:
         UsageError: an unknown dtype policy or kind of activation checkpointing, a number below 1; or a tensor-parallel
             degree and chunks of the loss.
     """
-    check_choice("--dtype-policy", assumed.policy, get_args(Policy))
+    check_choice(Parameter("assumed.policy"), assumed.policy, get_args(Policy))
     kinds, *_ = get_args(Recompute)
     if type(assumed.recompute) is not int:
-        check_choice("--ac", assumed.recompute, get_args(kinds))
+        check_choice(Parameter("assumed.recompute"), assumed.recompute, get_args(kinds))
     counts = {
-        "--microbatches": assumed.num_microbatches,
-        "--microbatch": assumed.microbatch,
-        "--seq-len": assumed.seq_len,
-        "--dp-replicate": assumed.replicate,
-        "--dp-shard": assumed.shard,
-        "--tp": assumed.tensor,
-        "--loss-chunk": assumed.loss_chunk,
-        "--ac": assumed.recompute if type(assumed.recompute) is int else None,
+        "num_microbatches": assumed.num_microbatches,
+        "microbatch": assumed.microbatch,
+        "seq_len": assumed.seq_len,
+        "replicate": assumed.replicate,
+        "shard": assumed.shard,
+        "tensor": assumed.tensor,
+        "loss_chunk": assumed.loss_chunk,
+        "recompute": assumed.recompute if type(assumed.recompute) is int else None,
     }
-    for flag, count in counts.items():
+    for name, count in counts.items():
         if count is not None:
-            check_count(flag, count)
+            check_count(Parameter(f"assumed.{name}"), count)
     if assumed.tensor > 1 and assumed.loss_chunk is not None:
+        chunk, degree = Parameter("assumed.loss_chunk"), Parameter("assumed.tensor")
         raise UsageError(
-            "--loss-chunk",
-            "conflicts with --tp: a tensor-parallel LM head computes the logits of all tokens at once",
-            "remove --loss-chunk",
+            chunk,
+            f"conflicts with {degree}: a tensor-parallel LM head computes the logits of all tokens at once",
+            f"remove {chunk}",
             code="options.tp-loss-chunk",
         )
 

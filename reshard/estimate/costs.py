@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifests.errors import InputError
+from manifests.errors import InputError, Parameter
 from manifests.jsontext import kind_of, parse_json_object
 from manifests.models import ModelShape
 from manifests.models.shape import BACKWARD_SHARE
@@ -86,14 +86,14 @@ def times_of(
         }
     if missing := [module for module in shape.modules if module not in measured]:
         raise InputError(
-            "--cost",
+            Parameter("assumed.measured"),
             f"missing the time of {_some(missing)}",
             f"measure every module of {shape.architecture}",
             code="options.cost-modules",
         )
     if unknown := [module for module in measured if module not in shape.modules]:
         raise InputError(
-            "--cost",
+            Parameter("assumed.measured"),
             f"{shape.architecture} has no {_some(unknown)}",
             "the times may be of another model",
             code="options.cost-modules",

@@ -6,14 +6,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from struct import calcsize, unpack
 
-from manifests.errors import SourceError
+from manifests.errors import Parameter, SourceError
 from manifests.schema import LearningRate, ParameterGroup, TrainingState
 from manifests.training_state import LARGEST_NUMBER, LARGEST_RATE, state_problems
 from stores.base import read_range
 from stores.bundles import TensorAt
 
 BAD_OPTIMIZER = "source.bad-optimizer-state"
-LEAVE = "--drop optimizer packs the weights alone"
 _SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 _NOT_ADAMW = {"amsgrad": True, "maximize": True, "bias_correction": False}
 DECOUPLED = "decoupled_weight_decay"
@@ -28,6 +27,15 @@ _KNOWN = {
 }  # fmt: skip
 
 
+def without_optimizer() -> str:
+    """Return the hint of an error about optimizer state that cannot be packed."""
+    return f"{Parameter('drop', ['optimizer'])} packs the weights alone"
+
+
+def bad_optimizer(where: str, problem: str) -> SourceError:
+    return SourceError(where, problem, without_optimizer(), code=BAD_OPTIMIZER)
+
+
 def groups_in(state: Mapping[object, object], where: str) -> list[Mapping[object, object]]:
     """Return the options of each group of an optimizer's state.
 
@@ -36,7 +44,7 @@ def groups_in(state: Mapping[object, object], where: str) -> list[Mapping[object
     """
     found = state.get("param_groups")
     if not isinstance(found, list) or not found or not all(isinstance(group, dict) for group in found):
-        raise SourceError(where, "expected param_groups, those of AdamW", LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(where, "expected param_groups, those of AdamW")
     for group in found:
         check_adamw(group, where)
     return found
@@ -49,7 +57,7 @@ def check_adamw(options: Mapping[object, object], where: str) -> None:
     if options.get(DECOUPLED) is False and options.get("weight_decay"):
         other.append(f"{DECOUPLED}=False")
     if other:
-        raise SourceError(where, f"expected AdamW, found {', '.join(other)}", LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(where, f"expected AdamW, found {', '.join(other)}")
 
 
 def checked_state(found: TrainingState, where: str) -> TrainingState:
@@ -59,7 +67,7 @@ def checked_state(found: TrainingState, where: str) -> TrainingState:
         SourceError: one of its numbers is negative, not finite or too large, or groups contradict each other.
     """
     for path, problem in state_problems(found):
-        raise SourceError(f"{where}: {path}", problem, LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(f"{where}: {path}", problem)
     return found
 
 
@@ -86,7 +94,7 @@ def group_of(options: Mapping[object, object], where: str, fqns: tuple[str, ...]
         ) if max(abs(eps), abs(decay)) <= LARGEST_NUMBER:
             return ParameterGroup(beta1=beta1, beta2=beta2, eps=float(eps), weight_decay=float(decay), fqns=fqns)
     problem = f"expected {', '.join(_OPTIONS)} of AdamW, found {str(dict(options))[:120]}"
-    raise SourceError(f"{where}: param_groups", problem, LEAVE, code=BAD_OPTIMIZER)
+    raise bad_optimizer(f"{where}: param_groups", problem)
 
 
 def num_steps_of(counted: Collection[float], where: str) -> int:
@@ -98,9 +106,9 @@ def num_steps_of(counted: Collection[float], where: str) -> int:
     least, most = min(counted), max(counted)
     if least != most:
         problem = f"parameters took different numbers of steps, from {least} to {most}"
-        raise SourceError(where, problem, LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(where, problem)
     if not (0 <= least < 1 << 53 and least == int(least)):
-        raise SourceError(where, f"expected a count of steps, found {least}", LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(where, f"expected a count of steps, found {least}")
     return int(least)
 
 
@@ -122,5 +130,5 @@ def read_number(value: object, where: str) -> float:
     if type(value) is int or type(value) is float:
         if abs(value) <= LARGEST_NUMBER:
             return value
-        raise SourceError(where, "expected a finite number", LEAVE, code=BAD_OPTIMIZER)
-    raise SourceError(where, f"expected one number, found a {type(value).__name__}", LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(where, "expected a finite number")
+    raise bad_optimizer(where, f"expected one number, found a {type(value).__name__}")

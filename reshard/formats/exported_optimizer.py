@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from manifests.errors import CheckpointError
+from manifests.errors import CheckpointError, Parameter
 from manifests.schedules.learning_rate import rate_at
 from manifests.schema import OptimizerState, ParameterGroup, TrainingState
 from reshard.tensors.checkpoint import Checkpoint
 
-WEIGHTS_ALONE = "--weights-only exports the weights without it"
+
+def refuse_state(where: str, problem: str, *, code: str) -> CheckpointError:
+    """Return the refusal of optimizer state that another trainer cannot have."""
+    hint = f"{Parameter('weights_only', True)} exports the weights without it"
+    return CheckpointError(where, problem, hint, code=code)
 
 
 def adamw_options(checkpoint: Checkpoint, trained: TrainingState, optimizer: OptimizerState) -> dict[str, object]:
@@ -19,10 +23,10 @@ def adamw_options(checkpoint: Checkpoint, trained: TrainingState, optimizer: Opt
     rate, where = trained.learning_rate, f"{checkpoint.location}: training"
     if rate is None:
         problem = "has no learning rate, which an optimizer of torch must have"
-        raise CheckpointError(where, problem, WEIGHTS_ALONE, code="checkpoint.no-learning-rate")
+        raise refuse_state(where, problem, code="checkpoint.no-learning-rate")
     if len(optimizer.groups) > 1 or optimizer.name != "AdamW":
         problem = f"expected AdamW with one parameter group, found {optimizer.name} with {len(optimizer.groups)}"
-        raise CheckpointError(where, problem, WEIGHTS_ALONE, code="checkpoint.other-optimizer")
+        raise refuse_state(where, problem, code="checkpoint.other-optimizer")
     group: ParameterGroup = optimizer.groups[0]
     return {
         "lr": rate_at(trained.step, rate), "betas": (group.beta1, group.beta2), "eps": group.eps,

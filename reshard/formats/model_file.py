@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import ModelError, refused_by_system
+from manifests.errors import ModelError, Parameter, refused_by_system
 from manifests.jsontext import kind_of
 from manifests.models.described import description_problems
 from manifests.schema import ModelDescription
@@ -52,20 +52,23 @@ def read_model_file(path: Path) -> ModelDescription:
 
 
 def _load(path: Path) -> Mapping[str, object]:
+    where = Parameter("model", str(path))
     try:
         if not path.is_file():
             problem, hint = "no such file", "name the TOML file that describes the model"
-            raise ModelError(f"--model {path}", problem, hint, code="model.no-file")
+            raise ModelError(where, problem, hint, code="model.no-file")
         with open(path, "rb") as file:
             data = file.read(_MOST_BYTES + 1)
     except OSError as error:
-        raise refused_by_system(f"--model {path}", error, code="model.unreadable") from error
+        raise refused_by_system(where, error, code="model.unreadable") from error
     if len(data) > _MOST_BYTES:
-        raise ModelError(f"--model {path}", f"expected at most {_MOST_BYTES} bytes", code="model.unreadable")
+        raise ModelError(
+            Parameter("model", str(path)), f"expected at most {_MOST_BYTES} bytes", code="model.unreadable"
+        )
     try:
         return tomllib.loads(data.decode())
     except (RecursionError, ValueError) as error:
-        raise ModelError(f"--model {path}", f"is not TOML: {error}", code="model.not-toml") from error
+        raise ModelError(where, f"is not TOML: {error}", code="model.not-toml") from error
 
 
 def _value(document: Mapping[str, object], key: str, path: Path) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from manifests.collector import collector_paused
-from manifests.errors import InputError, UsageError
+from manifests.errors import InputError, Parameter, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.models import ModelShape
 from manifests.schema import ModelDescription
@@ -61,7 +61,7 @@ def open_source(
 
 
 def open_described(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:
-    """Open a source as `open_source` does; `model` is the file of `--model`, if it describes the source.
+    """Open a source as `open_source` does; `model` is a file that describes a model, if it describes the source.
 
     Raises:
         UsageError: a manifest is described.
@@ -72,7 +72,7 @@ def open_described(source: str, drop: frozenset[str] = frozenset(), model: Path 
     description = read_model_file(model)
     if names_manifest(source):
         problem = "is for Hugging Face folders; a manifest records its own description"
-        raise UsageError("--model", problem, "leave it out", code="options.model-of-manifest")
+        raise UsageError(Parameter("model"), problem, "leave it out", code="options.model-of-manifest")
     return open_source(source, drop, description)
 
 
@@ -119,7 +119,7 @@ def _contains_manifest(folder: Folder) -> bool:
 def _open_packed(read: ReadManifest, drop: frozenset[str], like: ModelShape | None) -> Checkpoint:
     if drop:
         raise InputError(
-            "--drop",
+            Parameter("drop"),
             "not supported for a manifest",
             "drop tensors when packing the original checkpoint",
             code="options.drop-from-manifest",

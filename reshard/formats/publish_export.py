@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifests.errors import OutputError
+from manifests.errors import OutputError, Parameter
 from reshard.copy.bucket import BucketTarget
 from reshard.copy.destination import FolderTarget, check_apart, copy_files
 from reshard.copy.engine import WriteOptions
@@ -50,8 +50,10 @@ def check_export_to(out: Address, checkpoint: Checkpoint, *, force: bool) -> Non
     place, origin = place_of(out), place_of(checkpoint.source.location)
     if force and (place == origin or is_inside(place, origin) or is_inside(origin, place)):
         source = checkpoint.source.location
-        problem = f"overlaps the folder that the model came from, {source}, which --force does not replace"
-        raise OutputError(str(out), problem, "choose another --out", code="output.overlaps-source")
+        problem = (
+            f"overlaps the folder that the model came from, {source}, which {Parameter('force', True)} does not replace"
+        )
+        raise OutputError(str(out), problem, f"choose another {Parameter('out')}", code="output.overlaps-source")
 
 
 def publish_export(out: Address, plan: ExportPlan, options: WriteOptions, *, force: bool) -> int:

@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 
 from manifests.command.sizes import parse_size
-from manifests.errors import LayoutError
+from manifests.errors import LayoutError, Parameter
 from manifests.placement import Placement
 from reshard.formatting import list_words, nearest_word
 from reshard.layouts.deepspeed import matching_weights
@@ -131,7 +131,7 @@ def _cost_of_each(request: Request, name: str, asker: str) -> tuple[float, ...]:
     costs: ModuleCosts | None = (request.costs or {}).get(name)
     if costs is None:
         hint = (
-            "pass measured times: --cost times.json"
+            f"pass {Parameter('assumed.measured')} with the times that runner measure has written"
             if name == "time"
             else "pass a model: reshard plan SOURCE --layout " + shorten(request.spec)
         )
@@ -228,7 +228,7 @@ def _no_split(request: Request, problem: Problem, pins: list[Word], limit: int) 
         fewest = min(problem.in_flight)
         memory = tuple(taken + fewest * each for taken, each in zip(memory, problem.kept, strict=True))
     largest = max(range(len(modules)), key=lambda item: memory[item])
-    hint = "raise limit=SIZE (or --gpu-memory), or use more ranks"
+    hint = f"raise limit=SIZE (or {Parameter('assumed.memory_limit')}), or use more ranks"
     if memory[largest] > free:
         found = f"{modules[largest]} alone needs {memory[largest]:,.0f}"
     elif sum(memory) > free * placement.num_ranks:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from manifests.errors import InputError, LayoutError, UsageError
+from manifests.errors import InputError, LayoutError, Parameter, UsageError
 from manifests.placement import Placement, Style
 from reshard.formatting import counted, list_words, nearest_word
 from reshard.layouts.errors import error_at, shorten
@@ -211,7 +211,7 @@ def agreed_ranks(said: int | None, request: Request) -> int | None:
     """Return the number of ranks of the spec or the caller; an error if they differ."""
     if said and request.num_ranks and said != request.num_ranks:
         raise UsageError(
-            "--pp",
+            Parameter("pp"),
             f"{counted(request.num_ranks, 'rank')} requested, {shorten(request.spec)} has {said}",
             "remove one of the two",
             code="layout.conflicting-degrees",

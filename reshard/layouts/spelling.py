@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 
-from manifests.errors import LayoutError, UsageError
+from manifests.errors import LayoutError, Parameter, UsageError
 from manifests.paths import is_unicode
 from reshard.formatting import counted, nearest_word
 from reshard.layouts.balance import read_balance
@@ -48,7 +48,7 @@ def parse_layout(
         UsageError: `num_ranks` is below 1 or differs from the spec's; `strict_megatron` for another spelling.
     """
     if num_ranks is not None and num_ranks < 1:
-        raise UsageError("--pp", f"expected at least 1 rank, found {num_ranks}", code="layout.bad-option")
+        raise UsageError(Parameter("pp"), f"expected at least 1 rank, found {num_ranks}", code="layout.bad-option")
     if not spec.strip():
         raise SpecError("layout", "expected a layout, found nothing", HINT, code="layout.empty")
     if len(spec) > MAX_SPEC:
@@ -57,7 +57,7 @@ def parse_layout(
     reader = _reader(spec)
     if strict_megatron and reader is not read_megatron:
         raise UsageError(
-            "--strict-megatron",
+            Parameter("strict_megatron"),
             f"expected a Megatron string, found {shorten(spec)}",
             "leave it out",
             code="layout.not-megatron",

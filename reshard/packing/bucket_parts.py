@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from manifests.codec import decode_manifest, encode_manifest
-from manifests.errors import InputError, OutputError, UsageError
+from manifests.errors import InputError, OutputError, Parameter, UsageError
 from manifests.index import INDEX_NAME
 from manifests.invariants import MANIFEST_NAME, check_manifest
 from manifests.schema import Manifest, Shard
@@ -29,7 +29,7 @@ class BucketParts:
     def __init__(self, out: str, *, force: bool) -> None:
         if force:
             problem, hint = "is not supported for parts in a bucket", "remove the old output first"
-            raise UsageError("--force", problem, hint, code="options.conflict")
+            raise UsageError(Parameter("force"), problem, hint, code="options.conflict")
         self._client = open_writable(out).settled()
         self.where = self._client.url
 
@@ -40,7 +40,7 @@ class BucketParts:
         is_begun = any(name.startswith(f"{folder}/") for name in listed)
         committing = {*small, INDEX_NAME} if is_begun else set()  # a commit that was killed has written some of these
         if any(OF_PART.fullmatch(name) is None and name not in committing for name in listed):
-            raise OutputError(self.where, "already exists", "choose another --out", code="output.exists")
+            raise OutputError(self.where, "already exists", f"choose another {Parameter('out')}", code="output.exists")
         return True
 
     def address(self, name: str) -> str:
@@ -61,7 +61,7 @@ class BucketParts:
         if manifest is None:
             return None
         if set(folders) - _folders_of(manifest):
-            hint = "remove it, or pack to another --out"
+            hint = f"remove it, or pack to another {Parameter('out')}"
             raise OutputError(self.where, "already exists", hint, code="output.exists")
         self._clear_away(manifest)
         return manifest
@@ -82,7 +82,7 @@ class BucketParts:
             files[INDEX_NAME] = Blocks(merged.index(path_of))
         listed = list_objects(self._client)
         if any(OF_PART.fullmatch(name) is None and name not in files for name in listed):
-            raise OutputError(self.where, "already exists", "choose another --out", code="output.exists")
+            raise OutputError(self.where, "already exists", f"choose another {Parameter('out')}", code="output.exists")
         for name, blocks in files.items():
             self._put(name, blocks, listed)
         # Commit point: readers ignore a prefix without manifest.json.
@@ -102,7 +102,7 @@ class BucketParts:
             for _ in present:
                 pass
             if present.digest != blocks.digest:
-                hint = "move it elsewhere, or choose another --out"
+                hint = f"move it elsewhere, or choose another {Parameter('out')}"
                 raise OutputError(where, "was not written by this command", hint, code="output.foreign-file")
         elif blocks.nbytes <= SMALL_NBYTES:
             self._client.put(name, b"".join(map(bytes, blocks)))

@@ -9,7 +9,7 @@ from functools import partial
 from importlib.metadata import version
 
 from manifests.codec import encode_manifest
-from manifests.errors import SourceError
+from manifests.errors import Parameter, SourceError
 from manifests.index import INDEX_NAME, index_blocks
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.schema import AuxiliaryFile, Layout, Manifest, Model, Shard, Stage
@@ -101,7 +101,7 @@ def check_stored_ties(checkpoint: Checkpoint) -> None:
             raise SourceError(
                 str(stored[0].file),
                 f"the config ties {' and '.join(group)}, but the files store different values for them",
-                f"set tie_word_embeddings to false to keep both, or pass --drop {stored[-1].name}",
+                f"set tie_word_embeddings to false to keep both, or pass {Parameter('drop', [stored[-1].name])}",
                 code="source.tied-values-differ",
             )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from manifests.arguments import check_choice
-from manifests.errors import UsageError
+from manifests.errors import Parameter, UsageError
 from manifests.index import MAX_SHARD_NBYTES, MOST_READ_HEADER_NBYTES
 from reshard.copy.destination import check_apart, read_twice
 from reshard.copy.direct_io import Io
@@ -65,16 +65,16 @@ class PackRequest:
         if not is_url(self.out):
             check_not_mounted(Path(self.out))
         self.conversion.check()
-        check_choice("--io", self.io, get_args(Io))
+        check_choice(Parameter("io"), self.io, get_args(Io))
         self.division.check(self.out, virtual=self.virtual, verify_source=self.verify_source, force=self.force)
         if self.conversion.changes_bytes and (self.virtual or self.stages is not None):
-            flag = "--virtual" if self.virtual else "--stages"
+            parameter = Parameter("virtual" if self.virtual else "stages")
             problem = "virtual bundles refer to the source's bytes, which cannot be converted"
-            raise UsageError(flag, problem, "pack without it", code="options.conflict")
+            raise UsageError(parameter, problem, "pack without it", code="options.conflict")
         if hub_output(self.out) is not None and (self.virtual or self.stages is not None):
-            flag = "--virtual" if self.virtual else "--stages"
+            parameter = Parameter("virtual" if self.virtual else "stages")
             problem = "virtual bundles refer to the source's bytes, which would not be uploaded"
-            raise UsageError(flag, problem, "pack without it", code="options.conflict")
+            raise UsageError(parameter, problem, "pack without it", code="options.conflict")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from manifests.codec import decode_manifest
 from manifests.command.sizes import show_bytes
-from manifests.errors import ManifestError, OutputError, UserError
+from manifests.errors import ManifestError, OutputError, Parameter, UserError
 from manifests.index import INDEX_NAME
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import is_in_stage_folder
@@ -108,7 +108,7 @@ def _check_nothing_lost(upload: HubUpload, names: Collection[str], force: bool) 
     if names and not force and not upload.is_shared:
         shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
         problem = f"has other files, which would be replaced: {shown}"
-        hint = "add --force (the repository's history keeps them), or name another branch"
+        hint = f"add {Parameter('force', True)} (the repository's history keeps them), or name another branch"
         raise OutputError(str(upload.address), problem, hint, code="output.exists")
 
 
@@ -132,7 +132,9 @@ def _check_whole(read: ReadManifest) -> LocalFolder:
     assert isinstance(folder, LocalFolder), "a path"
     if virtual is not None:
         problem = f"references bytes in {virtual.location}, which would not be uploaded"
-        raise ManifestError(str(read), problem, "pack without --virtual first", code="manifest.unrooted-bytes")
+        raise ManifestError(
+            str(read), problem, f"pack without {Parameter('virtual', True)} first", code="manifest.unrooted-bytes"
+        )
     differences = verify_manifest(read, VerifyOptions(quick=True)).differences
     if differences:
         first, more = differences[0], f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""

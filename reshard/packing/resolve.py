@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from manifests.collector import collector_paused
 from manifests.command.sizes import parse_size, write_size
-from manifests.errors import UsageError
+from manifests.errors import Parameter, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.models import ModelShape
 from manifests.models.config import CONFIG_NAME
@@ -99,9 +99,10 @@ def open_model(source: str, drop: frozenset[str] = frozenset(), model: Path | No
         return open_described(source, drop, model)
     if model is not None:
         problem = f"{source} is a config without weights, whose sizes no description says"
-        raise UsageError("--model", problem, "give the folder with its safetensors", code="options.conflict")
+        raise UsageError(Parameter("model"), problem, "give the folder with its safetensors", code="options.conflict")
     if drop:
-        raise UsageError("--drop", f"{source} is a config without weights", "leave it out", code="options.unknown-drop")
+        problem = f"{source} is a config without weights"
+        raise UsageError(Parameter("drop"), problem, "leave it out", code="options.unknown-drop")
     return open_config(config)
 
 
@@ -199,7 +200,7 @@ def lay_out_layers(
     layout = _read(asked, inventory, costs)
     if measured and not balances_time(asked.spec):
         problem, hint = f"{shorten(asked.spec)} does not balance by time", "leave it out, or use balance:time"
-        raise UsageError("--cost", problem, hint, code="options.conflict")
+        raise UsageError(Parameter("assumed.measured"), problem, hint, code="options.conflict")
     return layout
 
 
@@ -213,7 +214,7 @@ def _agree_on_limit(asked: LayoutRequest, assumed: Assumptions) -> tuple[LayoutR
         return replace(asked, spec=f"{asked.spec},limit={write_size(assumed.memory_limit)}"), assumed
     if assumed.memory_limit is not None:
         raise UsageError(
-            "--gpu-memory",
+            Parameter("assumed.memory_limit"),
             f"conflicts with limit={limit} of the layout",
             "leave one of the two out",
             code="options.conflict",
@@ -225,14 +226,14 @@ def _kept(manifest: Manifest | None, asked: LayoutRequest) -> StageLayout:
     """Return the layout of a manifest, which no option may change."""
     if manifest is None:
         problem = "is required: the source is not a manifest, which would have one"
-        raise UsageError("--layout", problem, "pass one, such as pp=2", code="options.missing-layout")
-    problem = "requires --layout; without one, a manifest keeps its own layout"
+        raise UsageError(Parameter("layout"), problem, "pass one, such as pp=2", code="options.missing-layout")
+    problem = f"requires {Parameter('layout')}; without one, a manifest keeps its own layout"
     if asked.num_ranks is not None:
-        hint = f"use --layout pp={asked.num_ranks}, or leave --pp out"
-        raise UsageError("--pp", problem, hint, code="options.needs-layout")
+        hint = f"use {Parameter('layout', f'pp={asked.num_ranks}')}, or leave {Parameter('pp')} out"
+        raise UsageError(Parameter("pp"), problem, hint, code="options.needs-layout")
     if asked.strict_megatron:
-        hint = "add --layout, or leave --strict-megatron out"
-        raise UsageError("--strict-megatron", problem, hint, code="options.needs-layout")
+        hint = f"add {Parameter('layout')}, or leave {Parameter('strict_megatron', True)} out"
+        raise UsageError(Parameter("strict_megatron"), problem, hint, code="options.needs-layout")
     return StageLayout(
         spec=manifest.layout.spec,
         stages=tuple(stage.modules for stage in manifest.stages),
@@ -302,7 +303,7 @@ def _check_length(placement: Placement, num_microbatches: int) -> None:
     if num_passes(placement, num_microbatches) > MOST_PASSES:
         most = MOST_PASSES // num_passes(placement, 1)
         raise UsageError(
-            "--microbatches",
+            Parameter("assumed.num_microbatches"),
             f"a step of {num_microbatches} microbatches on {placement.num_stages} stages is too long to simulate, "
             "which balancing by memory requires",
             f"use at most {most} microbatches, or a layout that does not depend on memory",

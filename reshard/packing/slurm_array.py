@@ -11,7 +11,7 @@ from typing import Any
 
 from manifests.command.interpreter import module_command
 from manifests.command.slurm import run_slurm, working_folder
-from manifests.errors import OutputError, UsageError, UserError
+from manifests.errors import OutputError, Parameter, UsageError, UserError
 from stores.folders.owned import files_of_manifest
 from stores.folders.publish import check_target
 
@@ -89,9 +89,8 @@ def check_out(out: Path, *, force: bool) -> None:
     parent = next(parent for parent in out.absolute().parents if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         why = "is not a folder" if not parent.is_dir() else "is not writable"
-        raise OutputError(
-            str(out), f"cannot be written: {parent} {why}", "choose another --out", code="output.unwritable"
-        )
+        problem = f"cannot be written: {parent} {why}"
+        raise OutputError(str(out), problem, f"choose another {Parameter('out')}", code="output.unwritable")
 
 
 def submit(job: PackJob) -> tuple[str, str]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from manifests.errors import UsageError
+from manifests.errors import Parameter, UsageError
 from reshard.plans.pack_plan import OutputShard
 
 _MAX_PARTS = 99_999
@@ -36,11 +36,11 @@ def parse_part(text: str, command: tuple[str, ...] = ()) -> Part:
     part = Part(number=int(match[1]), of=int(match[2]), command=command) if match else None
     if part is None or not 1 <= part.number <= part.of <= _MAX_PARTS:
         problem = f"expected I/N with I from 1 to N, found {text[:80]!r}"
-        raise UsageError("--part", problem, "write 1/8 to 8/8", code="options.bad-part")
+        raise UsageError(Parameter("part"), problem, "write 1/8 to 8/8", code="options.bad-part")
     return part
 
 
-def check_num_parts(flag: str, num_parts: int, shards: Sequence[OutputShard]) -> None:
+def check_num_parts(where: str | Parameter, num_parts: int, shards: Sequence[OutputShard]) -> None:
     """Refuse more parts than there are shards.
 
     Raises:
@@ -48,8 +48,8 @@ def check_num_parts(flag: str, num_parts: int, shards: Sequence[OutputShard]) ->
     """
     if num_parts > len(shards):
         problem = f"expected at most {len(shards)} parts, one for each shard, found {num_parts}"
-        hint = "use fewer parts, or a smaller --max-shard-size"
-        raise UsageError(flag, problem, hint, code="options.too-many-parts")
+        hint = f"use fewer parts, or a smaller {Parameter('max_shard_nbytes')}"
+        raise UsageError(where, problem, hint, code="options.too-many-parts")
 
 
 def shards_of_part(shards: Sequence[OutputShard], part: Part) -> tuple[OutputShard, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from manifests.errors import InputError, UsageError
+from manifests.errors import InputError, Parameter, UsageError
 from manifests.schema import OriginalFile, Span, Virtual
 from reshard.formatting import parse_numbers
 from reshard.plans.pack_plan import PackPlan, StagePlan
@@ -31,18 +31,17 @@ def choose_stages(plan: PackPlan, virtual: bool, wanted: str | None) -> frozense
         UsageError: there is no such stage, or both options are used.
     """
     if virtual and wanted is not None:
-        problem = "conflicts with --virtual, which packs no stage"
-        raise UsageError("--stages", problem, "leave one of the two out", code="options.conflict")
+        problem = f"conflicts with {Parameter('virtual', True)}, which packs no stage"
+        raise UsageError(Parameter("stages"), problem, "leave one of the two out", code="options.conflict")
     if virtual or wanted is None:
         return frozenset() if virtual else None
     chosen = parse_numbers(wanted)
     if chosen is None:
-        raise UsageError(
-            "--stages", f"expected numbers, found {wanted[:80]!r}", "write 0-3, or 0,2,5-7", code="options.bad-stages"
-        )
+        problem = f"expected numbers, found {wanted[:80]!r}"
+        raise UsageError(Parameter("stages"), problem, "write 0-3, or 0,2,5-7", code="options.bad-stages")
     if max(chosen) >= len(plan.stages):
         raise UsageError(
-            "--stages",
+            Parameter("stages"),
             f"expected stages from 0 to {len(plan.stages) - 1}, found {max(chosen)}",
             "stages are numbered from 0",
             code="options.unknown-stage",
@@ -76,7 +75,7 @@ def refer_to_originals(stages: Sequence[StagePlan], checkpoint: Checkpoint) -> R
                 raise InputError(
                     f"{tensor.file}: {tensor.name!r}",
                     problem,
-                    "pack without --virtual",
+                    f"pack without {Parameter('virtual', True)}",
                     code="options.cannot-be-virtual",
                 )
             if tensor.name in tied:
@@ -113,7 +112,7 @@ def _check_names(checkpoint: Checkpoint) -> None:
                 raise InputError(
                     f"{shard.name}: {entry.name!r}",
                     f"is {fqn} in the model, but virtual bundles cannot rename tensors",
-                    "pack all stages, without --virtual",
+                    f"pack all stages, without {Parameter('virtual', True)}",
                     code="options.cannot-be-virtual",
                 )
 
@@ -139,6 +138,6 @@ def _no_original(tensor: TensorAt, checkpoint: Checkpoint) -> InputError:
     return InputError(
         str(tensor.file),
         "is not a weight file of a Hugging Face folder, which virtual bundles require",
-        f"pack its own source ({checkpoint.source.location}), or pack without --virtual",
+        f"pack its own source ({checkpoint.source.location}), or pack without {Parameter('virtual', True)}",
         code="options.cannot-be-virtual",
     )

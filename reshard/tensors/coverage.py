@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import replace
 
-from manifests.errors import InputError, SourceError
+from manifests.errors import InputError, Parameter, SourceError
 from manifests.models import ModelShape, StoredTensors, module_of
 from manifests.models.catalogue import entry_of
 from manifests.models.config import CONFIG_NAME
@@ -49,7 +49,7 @@ def check_coverage(
         raise SourceError(
             where,
             f"missing {count_of(missing, 'tensor')} of the model: {some(missing)}",
-            "remove --drop, which is for tensors that the model does not need"
+            f"remove {Parameter('drop')}, which is for tensors that the model does not need"
             if not dropped.isdisjoint(missing)
             else "the checkpoint is incomplete; download it again",
             code="source.missing-tensor",
@@ -74,13 +74,13 @@ def check_coverage(
 def _hint_for_unknown(architecture: str, fqn: str) -> str:
     """Return what to do about a tensor that the model does not have: not to drop what it has with another config."""
     entry, hint = entry_of(architecture), "download weights and config from one revision"
-    return hint if entry is not None and entry.has(fqn) else f"{hint}, or use --drop {fqn}"
+    return hint if entry is not None and entry.has(fqn) else f"{hint}, or use {Parameter('drop', [fqn])}"
 
 
 def drop_tensors(
     tensors: MutableMapping[str, TensorAt], drop: frozenset[str], shape: ModelShape | None
 ) -> tuple[str, ...]:
-    """Remove what --drop names, and return its names in files."""
+    """Remove the tensors and modules in `drop`, and return its names in files."""
     if not drop:
         return ()
     stored = {shape.fqn_of(name): name for name in tensors} if shape else {}
@@ -89,7 +89,9 @@ def drop_tensors(
         name = asked if asked in tensors else stored.get(asked)
         found = [name] if name else [below for below in tensors if below.startswith(f"{asked}.")]
         if not found:
-            raise InputError("--drop", f"the source has no tensor or module {asked!r}", code="options.unknown-drop")
+            raise InputError(
+                Parameter("drop"), f"the source has no tensor or module {asked!r}", code="options.unknown-drop"
+            )
         for each in found:
             del tensors[each]
         names += found

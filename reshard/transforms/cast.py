@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from manifests.errors import SourceError, UsageError
+from manifests.errors import Parameter, SourceError, UsageError
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import DerivedFile, derive
 from reshard.tensors.tensor_map import as_objects
@@ -37,9 +37,8 @@ def cast_checkpoint(checkpoint: Checkpoint, wanted: ExportDtype) -> Checkpoint:
         tensor = tensors[fqn]
         if tensor.dtype != dtype and not {tensor.dtype, dtype} <= FLOATS:
             problem = f"cannot cast {tensor.dtype} to {dtype}, its dtype in the source"
-            raise SourceError(
-                f"{tensor.file}: {fqn!r}", problem, "use --dtype bf16 or --dtype fp32", code="source.cannot-cast"
-            )
+            hint = f"use {Parameter('dtype', 'bf16')} or {Parameter('dtype', 'fp32')}"
+            raise SourceError(f"{tensor.file}: {fqn!r}", problem, hint, code="source.cannot-cast")
         tensors[fqn] = cast_tensor(tensor, dtype)
     return replace(checkpoint, tensors=tensors)
 
@@ -76,7 +75,7 @@ def _one_dtype(checkpoint: Checkpoint, wanted: str) -> Iterator[tuple[str, str]]
             continue
         if tensor.dtype not in FLOATS:
             raise UsageError(
-                "--dtype",
+                Parameter("dtype"),
                 f"cannot cast {fqn!r}, which is {tensor.dtype}",
                 "for quantized weights use reshard pack SOURCE --dequantize bf16",
                 code="source.cannot-cast",

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Literal, get_args
 
 from manifests.arguments import check_choice
-from manifests.errors import UsageError
+from manifests.errors import Parameter, UsageError
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import derive
 from reshard.transforms.cast import FLOATS, STORED, ExportDtype, cast_checkpoint
@@ -30,9 +30,9 @@ class Conversion:
     def check(self) -> None:
         """Raise UsageError for a dtype that does not exist."""
         if self.dtype is not None:
-            check_choice("--dtype", self.dtype, get_args(ExportDtype))
+            check_choice(Parameter("conversion.dtype"), self.dtype, get_args(ExportDtype))
         if self.dequantize is not None:
-            check_choice("--dequantize", self.dequantize, get_args(Plain))
+            check_choice(Parameter("conversion.dequantize"), self.dequantize, get_args(Plain))
 
     @property
     def changes_bytes(self) -> bool:
@@ -58,7 +58,7 @@ def convert(checkpoint: Checkpoint, asked: Conversion) -> Checkpoint:
         if checkpoint.moments:
             problem = "cannot cast the weights of a training checkpoint, which has optimizer state"
             raise UsageError(
-                "--dtype",
+                Parameter("conversion.dtype"),
                 problem,
                 "leave it out; reshard export --dtype casts",
                 code="options.dtype-with-optimizer-state",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from manifests.errors import SourceError, UsageError
+from manifests.errors import Parameter, SourceError, UsageError
 from manifests.models import model_shape
 from manifests.models.config import CONFIG_NAME
 from manifests.safetensors import encode_header
@@ -19,7 +19,7 @@ from reshard.transforms.cast import FLOATS, with_dtype
 from stores.base import read_config
 from stores.bundles import TensorAt
 
-_FLAG, _SECTION = "--dequantize", "quantization_config"
+_SECTION = "quantization_config"
 _QUANTIZED = {"F4", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8"}  # which no tensor of a plain model has
 _OTHER_TOOLS = "dequantize the model with transformers: its quantization configs have dequantize=True"
 _HF_ALIGNMENT = 8  # the safetensors library pads headers to this
@@ -40,7 +40,7 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     section = config.pop(_SECTION, None)
     if not isinstance(section, dict):
         raise UsageError(
-            _FLAG,
+            Parameter("conversion.dequantize"),
             f"{config_at.file} has no {_SECTION}",
             "the weights are not quantized; leave it out",
             code="options.not-quantized",

@@ -15,7 +15,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from manifests.command.console import open_streams
-from manifests.errors import RankError, UserError
+from manifests.errors import RankError, UserError, naming_flags
 from runner.distributed.fail_together import AloneError
 from runner.distributed.system_errors import causes, exhausted, unreachable
 from runner.distributed.watchdog import StoppedError
@@ -42,7 +42,8 @@ def run_rank(act: Callable[[World], None], *, is_json: bool = False, is_quiet: b
     world, code = World.from_environment(os.environ), 0
     set_rank_label(world.rank)
     try:
-        act(world)
+        with naming_flags():
+            act(world)
     except StoppedError as stopped:
         code = stopped.exit_code
         if world.rank == 0:

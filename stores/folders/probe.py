@@ -15,7 +15,7 @@ from pathlib import Path
 
 from manifests.command.console import STDOUT, check_open
 from manifests.digest import PREFIX, digest_bytes
-from manifests.errors import InputError, OutputError, refused_by_system
+from manifests.errors import InputError, OutputError, Parameter, refused_by_system
 from manifests.store import write_file
 from stores.folders.lock import birth_of, pid_namespace
 
@@ -77,7 +77,7 @@ def check_new_file(path: Path, flag: str, *, force: bool) -> None:
             f"{flag} {path}", "expected a file, found a folder", "name a file in it", code="output.unwritable"
         )
     if path.exists() and not force:
-        hint = f"choose another {flag}, or replace it with --force"
+        hint = f"choose another {flag}, or replace it with {Parameter('force', True)}"
         raise OutputError(str(path), "already exists", hint, code="output.exists")
     check_writable(path.parent, f"{flag} {path}")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from manifests.errors import InputError, OutputError, refused_by_system
+from manifests.errors import InputError, OutputError, Parameter, refused_by_system
 from manifests.store import sync_folder, write_file
 from stores.folders.lock import open_locked
 from stores.folders.owned import (
@@ -108,12 +108,12 @@ def _find_replaced(out: Path, force: bool, find_owned: FindOwned) -> Collection[
         return ()
     files = find_owned(out) if out.is_dir() and not out.is_symlink() else None
     if not force:
-        otherwise = "replace it with --force" if files is not None else "remove it"
+        otherwise = f"replace it with {Parameter('force', True)}" if files is not None else "remove it"
         raise OutputError(str(out), "already exists", f"choose another folder, or {otherwise}", code="output.exists")
     if files is None:
         raise OutputError(
             str(out),
-            "already exists and was not written by this command; --force does not replace it",
+            f"already exists and was not written by this command; {Parameter('force', True)} does not replace it",
             "choose another folder, or remove it",
             code="output.not-ours",
         )
@@ -132,7 +132,9 @@ def check_not_a_step(out: Path) -> None:
         training = manifest.training if manifest.created_by.startswith("runner ") else None
     if training is not None and Path(os.path.abspath(out)).name == f"step-{training.step:06d}":
         state = " with optimizer state" if training.optimizer is not None else ""
-        problem = f"is a run's checkpoint of step {training.step}{state}, which --force does not replace"
+        problem = (
+            f"is a run's checkpoint of step {training.step}{state}, which {Parameter('force', True)} does not replace"
+        )
         hint = "choose another folder, or remove the checkpoint yourself"
         raise OutputError(str(out), problem, hint, code="output.is-a-step")
 

@@ -24,7 +24,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     enable_progress_bars,
 )
 
-from manifests.errors import OutputError, StoreError
+from manifests.errors import OutputError, Parameter, StoreError
 from manifests.schema import MODEL_CARD_NAME
 from stores.address import HubAddress
 from stores.base import read_whole
@@ -134,7 +134,10 @@ def open_upload(address: HubAddress, *, is_public: bool, retries: Retries | None
     main = HubAddress(repo=address.repo)
     first = _open(main, lambda api: api.create_repo(main.repo, private=not is_public, exist_ok=True), retries)
     if not first.is_private and not is_public:
-        problem, hint = "is a public repository", "add --public to publish there, or name another repository"
+        problem, hint = (
+            "is a public repository",
+            f"add {Parameter('public', True)} to publish there, or name another repository",
+        )
         raise StoreError(str(address), problem, hint, code="store.public-repository")
     if address.revision in (None, _MAIN):
         return HubUpload(address=main, head=first, is_shared=False, retries=retries)

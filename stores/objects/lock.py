@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from manifests.codec import decode_manifest
-from manifests.errors import InputError, OutputError, UnreachableError
+from manifests.errors import InputError, OutputError, Parameter, UnreachableError
 from manifests.invariants import MANIFEST_NAME
 from stores.base import LOCK_NAME, PROGRESS_NAME, read_whole
 from stores.folders.owned import files_in, foreign_error
@@ -27,7 +27,6 @@ from stores.objects.store import Client, ObjectFile
 _SHOWN_CHARS = 200  # of a lock object's text
 _HEAD_LINES = 3  # of a lock object; names of objects that must be removed may follow
 _WORKING = (LOCK_NAME, PROGRESS_NAME)
-_HINT = "choose another --out, or remove it yourself"
 
 # Returns the objects below a prefix that may be removed; None: the output was not written by this command.
 FindOwnedObjects = Callable[[Client, Mapping[str, ObjectEntry]], Collection[str] | None]
@@ -104,8 +103,9 @@ def check_existing(
         raise _not_without_force(client, others, is_unfinished)
     named = wanted.find_owned(client, others) if not is_unfinished else ()
     if named is None:
-        problem = "exists, and is not what this command writes; --force does not replace it"
-        raise OutputError(client.url, problem, _HINT, code="output.not-ours")
+        problem = f"exists, and is not what this command writes; {Parameter('force', True)} does not replace it"
+        hint = f"choose another {Parameter('out')}, or remove it yourself"
+        raise OutputError(client.url, problem, hint, code="output.not-ours")
     ours = frozenset({*named, *known} & others.keys())
     if foreign := sorted(others.keys() - ours):
         raise foreign_error(client.url, foreign)
@@ -132,7 +132,7 @@ def remaining_names(lock: bytes) -> set[str]:
 
 def _not_without_force(client: Client, others: Mapping[str, ObjectEntry], is_unfinished: bool) -> InputError:
     if not is_unfinished:
-        hint = "choose another --out, or replace it with --force"
+        hint = f"choose another {Parameter('out')}, or replace it with {Parameter('force', True)}"
         return OutputError(client.url, "already exists", hint, code="output.exists")
     text = client.load(LOCK_NAME)[:_SHOWN_CHARS].decode(errors="replace").partition("\n")[0]
     nbytes = sum(entry.nbytes for entry in others.values())
@@ -140,6 +140,6 @@ def _not_without_force(client: Client, others: Mapping[str, ObjectEntry], is_unf
     return OutputError(
         client.url,
         f"is being written by another command, or was left unfinished by one: {what}",
-        "wait for that one; if it has ended, --force takes its place, and resumes the same plan",
+        f"wait for that one; if it has ended, {Parameter('force', True)} takes its place, and resumes the same plan",
         code="output.unfinished",
     )

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, OutputError
+from manifests.errors import InputError, OutputError, Parameter
 from manifests.invariants import MANIFEST_NAME
 from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks
 from stores.headers import NUM_AT_ONCE
@@ -71,7 +71,7 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
         client.put(LOCK_NAME, lock)
     elif not client.create(LOCK_NAME, lock):
         problem = "another process has begun to write here"
-        raise OutputError(client.url, problem, "choose another --out", code="output.contended")
+        raise OutputError(client.url, problem, f"choose another {Parameter('out')}", code="output.contended")
     client = client.settled()
     if not listed:
         names = ListedObjects(listed={}).names_to_write(wanted, "")
@@ -246,7 +246,7 @@ class ObjectTarget:
                 problem = f"{nbytes} bytes were written, the store has {found}"
                 raise OutputError(where, problem, code="output.lost-object")
         problem = "already exists: another process has finished here"
-        done = OutputError(self._client.url, problem, "choose another --out", code="output.contended")
+        done = OutputError(self._client.url, problem, f"choose another {Parameter('out')}", code="output.contended")
         if name in listed and not self._old:
             raise done
         kept = {name, *self._nbytes, *self._held}
@@ -368,5 +368,5 @@ class ObjectTarget:
         """Raise unless the lock is ours, and the prefix: otherwise nothing may be written here."""
         self._opening.result()
         if self._client.load(LOCK_NAME) != self._own_lock:
-            problem = "another process took it over with --force"
-            raise OutputError(self._client.url, problem, "choose another --out", code="output.contended")
+            problem = f"another process took it over with {Parameter('force', True)}"
+            raise OutputError(self._client.url, problem, f"choose another {Parameter('out')}", code="output.contended")

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
-from manifests.errors import OutputError, refused_by_system
+from manifests.errors import OutputError, Parameter, refused_by_system
 from manifests.invariants import MANIFEST_NAME
 from stores.address import SCHEME as HUB_SCHEME
 from stores.address import place_of, split_url
@@ -29,7 +29,7 @@ class WritableClient(Client, Protocol):
 def open_writable(url: str) -> WritableClient:
     """Open a prefix for writing; no request is sent yet, and the folder of `file://` is made."""
     if url.startswith(HUB_SCHEME):
-        hint = "give a folder as --out, then hf upload REPO FOLDER"
+        hint = f"give a folder as {Parameter('out')}, then hf upload REPO FOLDER"
         raise OutputError(url, "writing to the hub is not supported", hint, code="output.unwritable")
     if split_url(url)[0] == "file":
         try:

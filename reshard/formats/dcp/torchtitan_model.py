@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from manifests.errors import ModelError
+from manifests.errors import ModelError, Parameter
 from reshard.archives.strides import swapped
 from reshard.formats.dcp.names import BALANCE, FUSED, TOP, TitanNames, heads_of, titan_names
 from reshard.formats.placed import Place, Placed, in_place
@@ -111,7 +111,7 @@ class TitanModel:
 
     def _unknown(self, fqn: str) -> ModelError:
         problem = "torchtitan's model has no such tensor"
-        hint = "export without --for torchtitan, which keeps Hugging Face's names"
+        hint = f"export without {Parameter('names', 'torchtitan')}, which keeps Hugging Face's names"
         return ModelError(f"{self._where}: {fqn!r}", problem, hint, code="model.not-in-torchtitan")
 
 

@@ -25,12 +25,13 @@ from reshard.archives.dcp import DcpMetadata, DcpTensor, DcpValue, read_chunks, 
 from reshard.archives.names import METADATA_NAME
 from reshard.formats.adamw import (
     BAD_OPTIMIZER,
-    LEAVE,
+    bad_optimizer,
     by_options,
     check_adamw,
     checked_state,
     constant_rate,
     group_of,
+    without_optimizer,
 )
 from stores.base import Folder, read_range
 
@@ -38,10 +39,7 @@ OPTIMIZER = "optimizer"
 _STATE, _GROUPS = "optimizer.state.", "optimizer.param_groups"
 _NUMBERED = re.compile(rf"{re.escape(_GROUPS)}\.(\d{{1,6}})\.([a-z_]+)")
 _OPTIONS = ("betas", "eps", "weight_decay", "lr", "amsgrad")  # which torch's AdamW always has
-_BY_NAME = (
-    "save get_optimizer_state_dict(model, optimizer), or make the optimizer with model.named_parameters(); "
-    "--drop optimizer packs the weights alone"
-)
+_BY_NAME = "save get_optimizer_state_dict(model, optimizer), or make the optimizer with model.named_parameters()"
 _COUNTS = ("train_state.step", "train_state.ntokens_seen", "lr_scheduler.last_epoch")
 _MAX_NORM = 1.0  # of gradient clipping: torchtitan's default, and no checkpoint has it
 _FLOATS: Mapping[str, TrainedDtype] = {"F64": "F64", "F32": "F32", "F16": "F16", "BF16": "BF16"}
@@ -78,7 +76,7 @@ def find_optimizer(folder: Folder, saved: DcpMetadata, names: Callable[[], Seque
     options = _options_by_parameter(groups, where)
     if lacking := sorted(state["step"].keys() - options.keys()):
         problem = f"{lacking[0]!r} has optimizer state, and is in no group of parameters"
-        raise SourceError(where, problem, LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(where, problem)
     if all(map(str.isdigit, options)):
         named = _names_of_numbers(groups, options, names, where)
         state = {kind: {named[number]: tensors[number] for number in tensors} for kind, tensors in state.items()}
@@ -87,7 +85,7 @@ def find_optimizer(folder: Folder, saved: DcpMetadata, names: Callable[[], Seque
     if len(set(steps.values())) > 1:
         few, many = min(steps, key=lambda fqn: steps[fqn]), max(steps, key=lambda fqn: steps[fqn])
         problem = f"{few!r} took {steps[few]} optimizer steps, {many!r} took {steps[many]}"
-        raise SourceError(where, problem, LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(where, problem)
     return SavedOptimizer(
         moments={holds: state[holds] for holds in MOMENTS},
         groups=options,
@@ -112,10 +110,10 @@ def _state(saved: DcpMetadata, where: str) -> dict[str, dict[str, DcpTensor]]:
     for kind, tensors in found.items():
         if lacking := sorted(parameters - tensors.keys()):
             problem = f"{lacking[0]!r} has optimizer state, but no {kind}; {len(lacking)} parameters lack it"
-            raise SourceError(where, problem, LEAVE, code=BAD_OPTIMIZER)
+            raise bad_optimizer(where, problem)
     if more := sorted(parameters & others.keys()):
         problem = f"{more[0]!r} has {others[more[0]]!r}, too, which AdamW does not have"
-        raise SourceError(where, problem, LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(where, problem)
     return {kind: {name: tensors[name] for name in tensors if name in parameters} for kind, tensors in found.items()}
 
 
@@ -134,7 +132,7 @@ def training_state(
     for name, step in values.items():
         if step != optimizer.num_steps:
             problem = f"{name} is {step}, and the optimizer took {optimizer.num_steps} steps"
-            raise SourceError(f"{folder}/{METADATA_NAME}", problem, LEAVE, code=BAD_OPTIMIZER)
+            raise bad_optimizer(f"{folder}/{METADATA_NAME}", problem)
     counted = _numbers(folder, saved, ("train_state.ntokens_seen", "dataloader.world_size"))
     tokens, num_replicas = counted.get("train_state.ntokens_seen", 0), counted.get("dataloader.world_size", 1)
     kinds = set(dtypes)
@@ -154,12 +152,10 @@ def _num_steps(folder: Folder, tensor: DcpTensor) -> int:
     """Return a count in a tensor of one number: torch has the steps of a parameter so, and torchtitan had its own."""
     at = read_chunks(folder, {tensor.name: tensor})[tensor.name][0]
     if at.dtype not in _SCALARS or at.nbytes != calcsize(_SCALARS[at.dtype]):
-        raise SourceError(str(at.file), f"expected one number as {tensor.name!r}", LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(str(at.file), f"expected one number as {tensor.name!r}")
     (steps,) = unpack(_SCALARS[at.dtype], read_range(at.file, at.begin, at.end))
     if not (0 <= steps < 1 << 53 and steps == int(steps)):
-        raise SourceError(
-            str(at.file), f"expected a count as {tensor.name!r}, found {steps}", LEAVE, code=BAD_OPTIMIZER
-        )
+        raise bad_optimizer(str(at.file), f"expected a count as {tensor.name!r}, found {steps}")
     return int(steps)
 
 
@@ -197,7 +193,7 @@ def _options_by_parameter(groups: Iterable[Mapping[object, object]], where: str)
         for parameter in map(str, _list(group.get("params"))):
             if parameter in found:
                 problem = f"{parameter[:80]!r} is in two groups of parameters"
-                raise SourceError(where, problem, LEAVE, code=BAD_OPTIMIZER)
+                raise bad_optimizer(where, problem)
             found[parameter] = group
     return found
 
@@ -216,7 +212,7 @@ def _names_of_numbers(
     if len(set(named)) == len(numbers) == len(named) and all(isinstance(name, str) for name in named):
         return dict(zip(numbers, map(str, named), strict=True))
     problem = f"has the state of {len(numbers)} parameters by number, and not which of the model's they are"
-    raise SourceError(f"{where}: {OPTIMIZER!r}", problem, _BY_NAME, code=BAD_OPTIMIZER)
+    raise SourceError(f"{where}: {OPTIMIZER!r}", problem, f"{_BY_NAME}; {without_optimizer()}", code=BAD_OPTIMIZER)
 
 
 def _list(value: object) -> list[object]:
@@ -230,7 +226,7 @@ def _by_parameter(
         options, place = optimizer.groups[fqn], f"{where}: {fqn!r}"
         if lacking := [option for option in _OPTIONS if option not in options]:
             problem = f"found no {lacking[0]!r} among the options of the optimizer"
-            raise SourceError(place, problem, LEAVE, code=BAD_OPTIMIZER)
+            raise bad_optimizer(place, problem)
         check_adamw(options, place)
         yield group_of(options, place), fqns_of(fqn, tensor)
 
@@ -243,5 +239,5 @@ def _numbers(folder: Folder, saved: DcpMetadata, names: Collection[str]) -> dict
     for name, value in found.items():
         if type(value) is not int or not 0 <= value < 1 << 53:
             problem = f"expected a count, found {str(value)[:80]!r}"
-            raise SourceError(f"{folder}/{METADATA_NAME}: {name!r}", problem, LEAVE, code=BAD_OPTIMIZER)
+            raise bad_optimizer(f"{folder}/{METADATA_NAME}: {name!r}", problem)
     return {name: value for name, value in found.items() if type(value) is int}

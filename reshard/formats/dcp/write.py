@@ -9,13 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from manifests.errors import CheckpointError
 from manifests.models.config import CONFIG_NAME
 from manifests.schema import MOMENTS, OptimizerState, TrainingState
 from reshard.archives.names import METADATA_NAME
 from reshard.copy.engine import WriteOptions
 from reshard.formats.dcp.torchtitan_model import TitanModel
-from reshard.formats.exported_optimizer import WEIGHTS_ALONE, adamw_options
+from reshard.formats.exported_optimizer import adamw_options, refuse_state
 from reshard.formats.huggingface.write import ExportResult
 from reshard.formats.placed import Placed, in_place
 from reshard.formats.publish_export import ExportPlan, check_export_to, publish_export
@@ -125,7 +124,7 @@ class _Groups:
         for key in (place.key for place in placed.places):
             if options is None or self.options.setdefault(key, options) != options:
                 problem = f"expected one parameter group of all that {key!r} is made of"
-                raise CheckpointError(self._where, problem, WEIGHTS_ALONE, code="checkpoint.other-optimizer")
+                raise refuse_state(self._where, problem, code="checkpoint.other-optimizer")
 
 
 def _state_key(key: str, kind: str) -> tuple[str, str]:

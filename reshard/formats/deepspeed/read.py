@@ -18,7 +18,7 @@ from manifests.readers import OTHER_WEIGHTS
 from manifests.schema import MOMENTS, Holds, ModelDescription, Source
 from reshard.archives.names import LATEST_NAMES
 from reshard.archives.tensors import read_archive, read_object
-from reshard.formats.adamw import BAD_OPTIMIZER, read_number
+from reshard.formats.adamw import bad_optimizer, read_number
 from reshard.formats.deepspeed.names import fqns_of_layers
 from reshard.formats.deepspeed.step import Saved, Step, find_step
 from reshard.formats.deepspeed.training import STATE_NAME, is_rank_file, training_state
@@ -39,7 +39,7 @@ _NUMBERED = re.compile(r"(\d{1,6})\.(.+)")
 # Where slices were concatenated; whether rows that pad a vocabulary were cut off.
 _OF_PARAMETER = {"param", "cat_dim", "vocab_tensor", "ep_is_expert_param"}
 _FP32 = "fp32"
-_OPTIMIZER = "optimizer"  # what --drop calls the optimizer state
+_OPTIMIZER = "optimizer"  # what `drop` calls the optimizer state
 _BESIDE = (*LATEST_NAMES, "zero_to_fp32.py", "zero_to_torch.py")  # what DeepSpeed writes beside its steps
 _AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
 
@@ -187,7 +187,7 @@ def _read_universal(step: Step, names: Sequence[str]) -> Saved:
     moments: dict[Holds, Mapping[str, TensorAt]] = {holds: tensors[holds] for holds in MOMENTS if tensors[holds]}
     if len(moments) == 1:
         problem = f"has {next(iter(moments))} and no {next(kind for kind in MOMENTS if kind not in moments)}"
-        raise SourceError(step.where, problem, "--drop optimizer packs the weights alone", code=BAD_OPTIMIZER)
+        raise bad_optimizer(step.where, problem)
     return Saved(
         weights=weights, layers=layers, moments=moments, steps=steps, flat=frozenset(flat), files=tuple(names)
     )  # fmt: skip

@@ -9,13 +9,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from manifests.errors import SourceError
 from manifests.schema import OptimizerState, ParameterGroup, TrainingState
 from reshard.archives.tensors import read_object
 from reshard.formats.adamw import (
-    BAD_OPTIMIZER,
     DECOUPLED,
-    LEAVE,
+    bad_optimizer,
     by_options,
     check_adamw,
     checked_state,
@@ -50,7 +48,7 @@ def training_state(step: Step, saved: Saved, fqns: Mapping[str, str]) -> tuple[T
     where = f"{step.where}/{name}"
     if state is None:
         if STATE_NAME not in step.names():
-            raise SourceError(where, "no such file, which has the options of the optimizer", LEAVE, code=BAD_OPTIMIZER)
+            raise bad_optimizer(where, "no such file, which has the options of the optimizer")
         state = _dict(read_object(step.file(STATE_NAME), STATE_NAME), where)
     files = {name: step.file(name) for name in step.names() if is_rank_file(name)}
     by_file = {name: _dict(read_object(file, "state"), str(file)) for name, file in files.items()}
@@ -59,7 +57,7 @@ def training_state(step: Step, saved: Saved, fqns: Mapping[str, str]) -> tuple[T
     chosen = [config["optimizer"] for config in _configs(ranks) if isinstance(config.get("optimizer"), dict)]
     kinds = {str(optimizer.get("type", "adamw")).lower() for optimizer in chosen}
     if other := sorted(kinds - {"adam", "adamw"}):
-        raise SourceError(where, f"expected AdamW, found {other[0][:80]!r} (ds_config)", LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(where, f"expected AdamW, found {other[0][:80]!r} (ds_config)")
     for group in groups if _decays_as_l2(ranks) else ():
         check_adamw({DECOUPLED: False, **group}, where)  # a trainer's own optimizer says it itself
     rates = {group.get("lr") for group in groups if isinstance(group.get("lr"), int | float)}
@@ -82,7 +80,7 @@ def _num_steps(
     """Return the steps that the optimizer took: of each parameter, or, as older versions have it, of each group."""
     if steps:
         if lacking := sorted(fqns.keys() - steps.keys()):
-            raise SourceError(where, f"{lacking[0]!r} has no step.pt, others have", LEAVE, code=BAD_OPTIMIZER)
+            raise bad_optimizer(where, f"{lacking[0]!r} has no step.pt, others have")
         found = set(steps.values())
     else:
         found = {read_number(group.get("step"), f"{where}: param_groups: step") for group in groups}
@@ -109,7 +107,7 @@ def _by_options(
         problem = (
             "groups of parameters have different options, and mp_rank files do not say which parameter is in which"
         )
-        raise SourceError(where, problem, LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(where, problem)
     return by_options(zip(found, members, strict=True))
 
 
@@ -120,7 +118,7 @@ def _max_norm(state: Mapping[object, object], ranks: Sequence[Mapping[object, ob
         value = config.get("gradient_clipping", 0.0)
     found = read_number(value or 0.0, f"{where}: clip_grad")
     if found < 0:
-        raise SourceError(f"{where}: clip_grad", f"expected a norm, found {found}", LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(f"{where}: clip_grad", f"expected a norm, found {found}")
     return float(found)
 
 
@@ -139,5 +137,5 @@ def _configs(ranks: Sequence[Mapping[object, object]]) -> Iterator[Mapping[objec
 
 def _dict(value: object, where: str) -> Mapping[object, object]:
     if not isinstance(value, dict):
-        raise SourceError(where, f"expected a dict, found a {type(value).__name__}", LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(where, f"expected a dict, found a {type(value).__name__}")
     return value

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from manifests.errors import SourceError
-from reshard.formats.adamw import BAD_OPTIMIZER, LEAVE, read_number
+from reshard.formats.adamw import bad_optimizer, read_number
 
 _COUNTS = ("global_steps", "skipped_steps", "global_samples", "dp_world_size", "mp_world_size")
 _OF_ALL_RANKS = (*_COUNTS, "checkpoint_parallel_dimensions", "ds_config")
@@ -37,23 +36,23 @@ def check_values(
         SourceError: ranks contradict each other, or the optimizer's state.
     """
     if unread := sorted(str(name) for name in state.keys() - _OF_OPTIMIZER):
-        raise _refusal(where, f"has {unread[0][:80]!r}, which is not read")
+        raise bad_optimizer(where, f"has {unread[0][:80]!r}, which is not read")
     for name in _OF_ALL_RANKS:
         values = [rank.get(name) for rank in ranks.values()]
         if any(value != values[0] for value in values):
-            raise _refusal(where, f"ranks have different {name!r}, from {str(values[0])[:80]} on")
+            raise bad_optimizer(where, f"ranks have different {name!r}, from {str(values[0])[:80]} on")
     skipped = 0.0
     for rank in list(ranks.values())[:1]:
         counts = {name: read_number(rank[name], f"{where}: {name}") for name in _COUNTS if name in rank}
         skipped, steps = counts.get("skipped_steps", 0), counts.get("global_steps", num_steps)
         if steps - skipped != num_steps:
             problem = f"ranks count {steps} steps, {skipped} of them skipped, and the optimizer took {num_steps}"
-            raise _refusal(where, problem)
+            raise bad_optimizer(where, problem)
         num_models = sum(name.startswith("mp_rank_") for name in ranks)
         if num_models and counts.get("mp_world_size", num_models) != num_models:
-            raise _refusal(where, f"expected mp_rank files of {counts['mp_world_size']} ranks, found {num_models}")
+            raise bad_optimizer(where, f"expected mp_rank files of {counts['mp_world_size']} ranks, found {num_models}")
     if ranks and state.get("overflow") and not skipped:
-        raise _refusal(where, "the last step overflowed, and none was skipped")
+        raise bad_optimizer(where, "the last step overflowed, and none was skipped")
     return tuple(dict.fromkeys(_left_out(state, list(ranks.values()))))
 
 
@@ -67,7 +66,3 @@ def _left_out(state: Mapping[object, object], ranks: Sequence[Mapping[object, ob
         )
         if isinstance(config := rank.get("ds_config"), dict):
             yield from (f"ds_config: {name}" for name in _OTHER_MODELS if config.get(name))
-
-
-def _refusal(where: str, problem: str) -> SourceError:
-    return SourceError(where, problem, LEAVE, code=BAD_OPTIMIZER)

@@ -13,7 +13,7 @@ from functools import partial
 from struct import pack
 from typing import Literal
 
-from manifests.errors import ModelError, UsageError
+from manifests.errors import ModelError, Parameter, UsageError
 from manifests.models import ModelShape
 from manifests.schema import MOMENTS
 from reshard.archives.saved import SavedDict, SavedTensor, saved_value
@@ -68,7 +68,7 @@ def export_deepspeed(
     """
     if not _KEY.fullmatch(tied_key):
         problem = f"expected letters, digits, _ and -, found {tied_key[:80]!r}"
-        raise UsageError("--tied-key", problem, code="options.invalid-value")
+        raise UsageError(Parameter("tied_key"), problem, code="options.invalid-value")
     check_export_to(out, checkpoint, force=force)
     if form != "layers":
         dtype = "fp32"

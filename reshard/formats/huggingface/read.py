@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, MutableMapping, Seque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from manifests.errors import InputError, ModelError, SourceError
+from manifests.errors import InputError, ModelError, Parameter, SourceError
 from manifests.index import INDEX_NAME
 from manifests.invariants import MANIFEST_NAME, SOURCE_FILES, SOURCE_NAME
 from manifests.models import ModelShape, is_sized_by_files, model_shape
@@ -127,7 +127,10 @@ def _with_guess(error: ModelError, config: Mapping[str, object], folder: Folder,
         return error
     if guess is None:
         return error
-    hint = f"docs/models.md lists what is; describe another in a file and pass it, as --model model.toml:\n{guess.text}"
+    hint = (
+        "docs/models.md lists what is; describe another in a file and pass it, as "
+        f"{Parameter('model', 'model.toml')}:\n{guess.text}"
+    )
     if guess.alike:
         problem = f"{error.problem}, and {' and '.join(guess.alike)} are lists of equal length"
         return ModelError(error.where, problem, hint, code="model.ambiguous-layers")

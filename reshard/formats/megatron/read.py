@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from manifests.errors import SourceError, UsageError
+from manifests.errors import Parameter, SourceError, UsageError
 from manifests.jsontext import parse_json_object
 from manifests.models import model_shape
 from manifests.models.config import CONFIG_NAME
@@ -52,7 +52,7 @@ def open_megatron(
     """
     if description is not None:
         problem = "is for Hugging Face folders; Megatron's arguments describe the model"
-        raise UsageError("--model", problem, "leave it out", code="options.model-of-manifest")
+        raise UsageError(Parameter("model"), problem, "leave it out", code="options.model-of-manifest")
     saved = read_metadata(folder)
     common, where = read_common(folder), str(folder)
     optimizer = None if OPTIMIZER in drop else find_optimizer(common, saved.tensors, where)

@@ -18,14 +18,14 @@ from manifests.errors import SourceError
 from manifests.schema import MOMENTS, BatchSizes, OptimizerState, ParameterGroup, TrainedDtype, TrainingState
 from reshard.archives.dcp import DcpTensor
 from reshard.formats.adamw import (
-    BAD_OPTIMIZER,
-    LEAVE,
+    bad_optimizer,
     checked_state,
     constant_rate,
     group_of,
     groups_in,
     num_steps_of,
     read_number,
+    without_optimizer,
 )
 from reshard.formats.megatron.arguments import COMMON_NAME
 from stores.bundles import TensorAt
@@ -37,10 +37,11 @@ _ENTRY = re.compile(rf"(?:chained_\d{{1,3}}\.)?{OPTIMIZER}\.state\.({'|'.join((M
 _OF_OPTIMIZER = re.compile(rf"(chained_\d+\.)?{OPTIMIZER}\.")
 _DTYPES: Mapping[str, TrainedDtype] = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _QK_NORM = re.compile(r"\.[qk]_(?:a_layer)?norm\.|\.kv_a_layernorm\.")
-_RESAVE = (
-    "load it in Megatron-LM and save it with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable; "
-    "--drop optimizer packs the weights alone"
-)
+
+
+def _resave() -> str:
+    saving = "load it in Megatron-LM and save it with --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+    return f"{saving}; {without_optimizer()}"
 
 
 def find_optimizer(
@@ -68,7 +69,7 @@ def find_optimizer(
             raise _not_reshardable(where, f"{kind}, and content_metadata {other}")
     if others:
         problem = f"has no place in optimizer state of {RESHARDABLE!r}"
-        raise SourceError(f"{where}: {others[0][:80]!r}", problem, _RESAVE, code="source.megatron-optimizer")
+        raise SourceError(f"{where}: {others[0][:80]!r}", problem, _resave(), code="source.megatron-optimizer")
     return found
 
 
@@ -90,11 +91,11 @@ def training_state(
     groups = [group for each in _optimizers(common, where) for group in groups_in(_inner(each, place), place)]
     counted = [read_number(group["step"], f"{place}: step") for group in groups if group.get("step") is not None]
     if not counted:
-        raise SourceError(place, "found no count of its steps", LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(place, "found no count of its steps")
     step, last = num_steps_of(counted, place), common.get("iteration")
     if last is not None and step > read_number(last, f"{where}/{COMMON_NAME}: iteration"):  # iterations may be skipped
         problem = f"took {step} steps, and the checkpoint is of iteration {last}"
-        raise SourceError(place, problem, LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(place, problem)
     rates = {rate if isinstance(rate := group.get("lr"), int | float) else None for group in groups}
     batch = _batch(arguments)
     samples = arguments.get("consumed_train_samples")
@@ -119,7 +120,7 @@ def _optimizers(common: Mapping[object, object], where: str) -> list[Mapping[obj
     """Return the optimizers: one, or, if there are experts, one of them and one of all other parameters."""
     found = common.get(OPTIMIZER)
     if not isinstance(found, dict):
-        raise SourceError(f"{where}/{COMMON_NAME}", f"found no {OPTIMIZER!r}", LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(f"{where}/{COMMON_NAME}", f"found no {OPTIMIZER!r}")
     chained = [each for key, each in found.items() if type(key) is int]
     return [each for each in chained or [found] if isinstance(each, dict)]
 
@@ -127,7 +128,7 @@ def _optimizers(common: Mapping[object, object], where: str) -> list[Mapping[obj
 def _inner(state: Mapping[object, object], place: str) -> Mapping[object, object]:
     found = state.get(OPTIMIZER)
     if not isinstance(found, dict):
-        raise SourceError(place, f"found no {OPTIMIZER!r}, the options of groups", LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(place, f"found no {OPTIMIZER!r}, the options of groups")
     return found
 
 
@@ -145,7 +146,7 @@ def _groups(
     bare = [group for group, factor in alike.items() if not group.weight_decay and factor == 0]
     if len(alike) != 2 or len(decayed) != 1 or replace(decayed[0], weight_decay=0.0) not in bare:
         problem = f"expected one weight decay, and none of 1-D parameters, found {[g.weight_decay for g in alike]}"
-        raise SourceError(f"{place}: param_groups", problem, LEAVE, code=BAD_OPTIMIZER)
+        raise bad_optimizer(f"{place}: param_groups", problem)
     lines = (fqn for fqn, moment in moments.items() if len(moment.shape) == 1)
     fqns = tuple(sorted(fqn for fqn in lines if not (decays_qk_norms and _QK_NORM.search(fqn))))
     return decayed[0], replace(bare[0], fqns=fqns)
@@ -163,4 +164,4 @@ def _not_reshardable(where: str, kind: object) -> SourceError:
     if kind == _OF_RANKS:
         problem = f"has {kind!r} optimizer state: flat buffers of the ranks that saved it, without names of parameters"
     code = "source.megatron-dp-reshardable" if kind == _OF_RANKS else "source.megatron-optimizer"
-    return SourceError(f"{where}/{COMMON_NAME}: {OPTIMIZER}", problem, _RESAVE, code=code)
+    return SourceError(f"{where}/{COMMON_NAME}: {OPTIMIZER}", problem, _resave(), code=code)

@@ -12,14 +12,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from manifests.errors import CheckpointError
 from manifests.models.config import CONFIG_NAME
 from manifests.schema import MOMENTS, OptimizerState, TrainingState
 from reshard.archives.names import MARK_NAME, METADATA_NAME
 from reshard.archives.pickling import Instance, Name
 from reshard.archives.saved import saved_value, torch_dtype
 from reshard.copy.engine import WriteOptions
-from reshard.formats.exported_optimizer import WEIGHTS_ALONE, adamw_options
+from reshard.formats.exported_optimizer import adamw_options, refuse_state
 from reshard.formats.huggingface.write import ExportResult
 from reshard.formats.megatron.arguments import COMMON_NAME, arguments_of
 from reshard.formats.megatron.model import MegatronModel
@@ -201,7 +200,7 @@ def _decayed(checkpoint: Checkpoint, optimizer: OptimizerState) -> tuple[Any, ..
         if group.fqns == lines and (len(rest) != 1 or group != replace(rest[0], weight_decay=0.0, fqns=lines)):
             problem = "expected 1-D parameters without weight decay, and otherwise one set of options"
             where = f"{checkpoint.location}: training"
-            raise CheckpointError(where, problem, WEIGHTS_ALONE, code="checkpoint.other-optimizer")
+            raise refuse_state(where, problem, code="checkpoint.other-optimizer")
     if lines and len(rest) == len(optimizer.groups) and rest[0].weight_decay:
         logger.warning(
             "%s: 1-D parameters had a weight decay of %g; in Megatron they have none by default",

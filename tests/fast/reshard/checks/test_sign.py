@@ -179,11 +179,11 @@ def test_keys_of_other_kinds_are_refused(out: Path, tmp_path: Path) -> None:
     for path in (curve, tmp_path / "rsa.pem", encrypted, tmp_path / "one.pub", tmp_path / "none"):
         with pytest.raises(InputError) as caught:
             api.sign(out, key=path, force=True)
-        assert (caught.value.code, caught.value.where) == ("options.unreadable-key", f"key={str(path)!r}")
+        assert (caught.value.code, caught.value.where) == ("options.unreadable-key", f"--key {path}")
     for path in (tmp_path / "curve.pub", tmp_path / "one.pem"):
         with pytest.raises(InputError) as caught:
             api.verify(out, public_key=path)
-        assert (caught.value.code, caught.value.where) == ("options.unreadable-key", f"public_key={str(path)!r}")
+        assert (caught.value.code, caught.value.where) == ("options.unreadable-key", f"--public-key {path}")
     assert verify(out) == (0, "")  # the signature that was there is whole
     assert api.sign(out, key=encrypted, password="secret", force=True) == out / "manifest.sig"
     assert verify(out, key="encrypted") == (0, "")

@@ -151,18 +151,13 @@ def test_manifest_of_quantized_bundles_is_dequantized_as_its_source_is(tmp_path:
     assert {name for name in straight if straight[name] != later[name]} == {"manifest.json"}
 
 
-def test_old_name_of_a_flag_works_and_is_noted_unless_quiet(tmp_path: Path) -> None:
+def test_flag_has_two_spellings(tmp_path: Path) -> None:
     write_quantized(tmp_path / "source", {**read_config("tiny-deepseek-v3"), "quantization_config": fp8(8, 16)})
     asked = ("pack", tmp_path / "source", "--layout", "pp=2", "--json", "--out")
     new = reshard(*asked, tmp_path / "new", "--dequantize", "bf16")
     old = reshard(*asked, tmp_path / "old", "--dequantise", "bf16")
-    quiet = reshard(*asked, tmp_path / "quiet", "--dequantise", "bf16", "--quiet")
-    assert (new.code, old.code, quiet.code) == (0, 0, 0)
-    assert files_in(tmp_path / "old") == files_in(tmp_path / "new") == files_in(tmp_path / "quiet")
-    assert {"--dequantise", "--dequantize"} <= {word.strip(";:,") for word in old.err.split()}
-    assert (new.err, quiet.err) == ("", "")
-    both = reshard(*asked, tmp_path / "both", "--dequantise", "bf16", "--dequantize", "fp32")
-    assert both.refusal == (2, "options.conflict", "--dequantise")
+    assert (new.code, old.code) == (0, 0)
+    assert files_in(tmp_path / "old") == files_in(tmp_path / "new")
 
 
 def test_source_that_is_not_quantized_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
