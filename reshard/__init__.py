@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from reshard.estimate.assumptions import Assumptions
     from reshard.estimate.costs import ModuleTime
     from reshard.estimate.training_estimate import Forecast, StepEstimate
-    from reshard.formats.huggingface.write import ExportResult
+    from reshard.formats.table import ExportResult
     from reshard.layouts.model import StageLayout
     from reshard.packing.hub_check import HubReport
     from reshard.packing.push import PushResult
@@ -151,7 +151,7 @@ __getattr__, __dir__ = lazy_attributes(
         "reshard.estimate.training_estimate": ("Forecast", "StepEstimate"),
         "reshard.layouts.model": ("StageLayout",),
         "reshard.checks.diff": ("DiffResult", "TensorDifference"),
-        "reshard.formats.huggingface.write": ("ExportResult",),
+        "reshard.formats.table": ("ExportResult",),
         "reshard.packing.hub_check": ("HubReport",),
         "reshard.packing.result": ("PackResult",),
         "reshard.copy.progress": ("Progress",),

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 from manifests.errors import InputError, Parameter, SourceError, UnreachableError, UsageError, UserError
-from manifests.invariants import MANIFEST_NAME
 from manifests.schema import ModelDescription
-from reshard.archives.names import METADATA_NAME, is_deepspeed, is_megatron
 from reshard.checks.compare import compare_checkpoints
 from reshard.checks.digests import check_digests, check_digests_place, write_digests
-from reshard.checks.model import check_model
-from reshard.checks.verify import VerifyOptions, verify_manifest
-from reshard.formats.dcp.check import check_dcp
-from reshard.formats.dcp.read import read_dcp_tensors, read_dcp_weights
-from reshard.formats.deepspeed.read import open_deepspeed
-from reshard.formats.huggingface.check import read_weights
-from reshard.formats.manifest.read import open_packed
-from reshard.formats.megatron.read import read_megatron_weights
-from reshard.formats.megatron.tracker import find_iteration
-from reshard.formats.open import open_source
-from reshard.tensors.checkpoint import Checkpoint
+from reshard.formats import table
+from reshard.formats.open import find_format
 from reshard.tensors.finding import Contents, Finding, Findings
 from reshard.transforms.arithmetic import FLOATS, count_not_finite
-from stores.base import Folder
 from stores.bundles import TensorAt
-from stores.manifest_file import open_manifest
-from stores.open import open_store
-
-CheckpointKind = Literal["huggingface", "manifest", "dcp", "deepspeed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +36,7 @@ class CheckResult:
     """
 
     location: str
-    kind: CheckpointKind
+    kind: str
     num_tensors: int
     num_files: int
     nbytes: int
@@ -78,7 +62,7 @@ def check_checkpoint(
         OutputError: digests cannot be written there.
         UsageError: a manifest or a DCP folder is described.
     """
-    options, folder = options or CheckOptions(), _open(address)
+    options, (kind, folder) = options or CheckOptions(), find_format(address)
     findings, read_nbytes = Findings(), 0
 
     def count(nbytes: int) -> None:
@@ -86,31 +70,19 @@ def check_checkpoint(
         read_nbytes += nbytes
         progress(nbytes)
 
-    files = folder.names()
-    if not files:  # in a bucket, any address that nothing begins with
+    if kind is table.HUGGINGFACE and not folder.names():  # in a bucket, any address that nothing begins with
         problem, hint = "contains no files", "check the address for typos"
         raise SourceError(str(folder), problem, hint, code="source.nothing-to-check")
-    kind = _kind(files)
     reads_tensors = options.values or options.against is not None
-    if kind != "huggingface" and options.description is not None:
+    if kind is not table.HUGGINGFACE and options.description is not None:
         problem = "is for Hugging Face folders; a manifest records its own description"
         raise UsageError(Parameter("model"), problem, "leave it out", code="options.model-of-manifest")
     if options.digests == "write":
         check_digests_place(folder)
     contents = Contents()
     try:
-        if kind == "manifest":
-            contents = _check_manifest(folder, findings, reads_tensors=reads_tensors)
-        elif kind == "dcp":
-            contents = check_dcp(folder, findings)
-            if reads_tensors and not findings:
-                contents = replace(contents, tensors=read_dcp_tensors(folder))
-        elif kind == "deepspeed":
-            contents = _contents_of(open_deepspeed(folder))
-        else:
-            weights = read_weights(folder, findings)
-            check_model(folder, weights, findings, count, options.description)
-            contents = weights.contents
+        how = table.CheckOptions(reads_tensors=reads_tensors, description=options.description, progress=count)
+        contents = kind.check_folder(folder, findings, how)
     except UnreachableError:
         raise
     except InputError as error:  # of the checkpoint, or nobody could have opened the folder
@@ -118,9 +90,11 @@ def check_checkpoint(
     if options.values:
         check_values(contents.tensors.values(), findings, count)
     if options.against is not None:
-        here, other = contents.tensors, _tensors_of(options.against, are_stored=kind == "dcp")
-        if kind == "dcp" and here and not _is_dcp(_open(options.against)):
-            here = _dcp_weights(folder)
+        other_kind, other_folder = find_format(options.against)
+        here, stored = contents.tensors, other_kind.read_stored if kind.read_stored else None
+        other = stored(other_folder) if stored else other_kind.read_weights(other_folder)
+        if kind.read_stored and not stored and here:
+            here = kind.read_weights(folder)
         compare_checkpoints(here, other, options.against, findings, count, reads_bytes=options.reads_bytes)
     if options.digests == "verify":
         check_digests(folder, findings, count)
@@ -129,7 +103,7 @@ def check_checkpoint(
         write_digests(folder, count)
     return CheckResult(
         location=address,
-        kind=kind,
+        kind=kind.name,
         num_tensors=contents.num_tensors,
         num_files=contents.num_files,
         nbytes=contents.nbytes,
@@ -159,73 +133,3 @@ def check_values(tensors: Iterable[TensorAt], findings: Findings, progress: Call
         elif is_zero and len(tensor.shape) > 1:
             hint = "was it ever written? take an earlier checkpoint, or download it again"
             findings.add(tensor.place, "all values are zero", hint, code="check.all-zero")
-
-
-def _kind(files: Collection[str]) -> CheckpointKind:
-    if MANIFEST_NAME in files:
-        return "manifest"
-    if METADATA_NAME in files:
-        return "dcp"
-    return "deepspeed" if is_deepspeed(files) else "huggingface"
-
-
-def _open(address: str) -> Folder:
-    if address.endswith(f"/{MANIFEST_NAME}") or address == MANIFEST_NAME:
-        return open_manifest(address).folder
-    return find_iteration(address, open_store(address))
-
-
-def _check_manifest(folder: Folder, findings: Findings, *, reads_tensors: bool) -> Contents:
-    """Check a packed folder by its manifest: sizes, headers, names, and digests of its auxiliary files."""
-    read = open_manifest(folder)
-    done = verify_manifest(read, VerifyOptions(quick=True))
-    for finding in done.differences:
-        hint = (
-            "" if finding.code else "copy the files that differ again, or pack again; reshard verify reads every byte"
-        )
-        findings.add(finding.where, finding.problem, hint, code=finding.code or "check.manifest")
-    return Contents(
-        num_tensors=done.num_tensors,
-        num_files=sum(len(stage.shards) for stage in read.manifest.stages),
-        nbytes=done.nbytes,
-        tensors=open_packed(read).tensors if reads_tensors and not done.differences else {},
-    )
-
-
-def _is_dcp(folder: Folder) -> bool:
-    return METADATA_NAME in (names := folder.names()) and MANIFEST_NAME not in names
-
-
-def _dcp_weights(folder: Folder) -> Mapping[str, TensorAt]:
-    return read_megatron_weights(folder) if is_megatron(folder.names()) else read_dcp_weights(folder)
-
-
-def _tensors_of(address: str, *, are_stored: bool) -> Mapping[str, TensorAt]:
-    """Return the tensors of the checkpoint to compare with; of a DCP folder the weights, or all that `are_stored`.
-
-    Raises:
-        SourceError: it has none that could be read.
-    """
-    folder = _open(address)
-    if _kind(folder.names()) in ("manifest", "deepspeed"):
-        return open_source(address).tensors
-    if _is_dcp(folder):
-        return read_dcp_tensors(folder) if are_stored else _dcp_weights(folder)
-    broken = Findings()
-    weights = read_weights(folder, broken)
-    if not weights.contents.tensors:
-        first = next(iter(broken))
-        raise SourceError(first.where, first.problem, first.hint, code="source.nothing-to-compare")
-    return weights.contents.tensors
-
-
-def _contents_of(checkpoint: Checkpoint) -> Contents:
-    """Return what a checkpoint has."""
-    assert checkpoint.originals is not None, "every source has them"
-    tensors = [tensor for kind in (checkpoint.tensors, *checkpoint.moments.values()) for tensor in kind.values()]
-    return Contents(
-        num_tensors=len(tensors),
-        num_files=len(checkpoint.originals.files),
-        nbytes=sum(tensor.nbytes for tensor in tensors),
-        tensors=checkpoint.tensors,
-    )

@@ -17,14 +17,15 @@ from reshard.checks.compare import compare_with_source, hash_each, in_batches, r
 from reshard.checks.index_check import check_index, check_names, read_index
 from reshard.checks.signature import check_signature
 from reshard.copy.runs import ByteCounter
-from reshard.formats.manifest.read import describe, open_described
+from reshard.formats.manifest.read import describe, open_described, open_packed
+from reshard.formats.table import CheckOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.comparison import compare
-from reshard.tensors.finding import Finding, Findings
+from reshard.tensors.finding import Contents, Finding, Findings
 from reshard.tensors.slices import merge_slices
 from stores.base import Blocks, Folder, check_whole
 from stores.bundles import Bundles, TensorAt, join_slices
-from stores.manifest_file import ReadManifest
+from stores.manifest_file import ReadManifest, open_manifest
 
 _FileReader = Callable[[], Iterable[TensorAt]]  # yields the tensors of a file of a bundle
 
@@ -124,6 +125,22 @@ def verify_manifest(
         num_beyond=counts.num_beyond,
         differences=tuple(findings),
         signature=signature,
+    )
+
+
+def check(folder: Folder, findings: Findings, options: CheckOptions) -> Contents:
+    """Check a packed folder by its manifest: sizes, headers, names, and digests of its auxiliary files."""
+    read = open_manifest(folder)
+    done = verify_manifest(read, VerifyOptions(quick=True))
+    again = "copy the files that differ again, or pack again; reshard verify reads every byte"
+    for finding in done.differences:
+        hint = "" if finding.code else again
+        findings.add(finding.where, finding.problem, hint, code=finding.code or "check.manifest")
+    return Contents(
+        num_tensors=done.num_tensors,
+        num_files=sum(len(stage.shards) for stage in read.manifest.stages),
+        nbytes=done.nbytes,
+        tensors=open_packed(read).tensors if options.reads_tensors and not done.differences else {},
     )
 
 

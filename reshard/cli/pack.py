@@ -10,11 +10,11 @@ import click
 from reshard.cli import options
 from reshard.cli import pack_parts as parts
 from reshard.cli.verb import Verb
+from reshard.formats.table import TIED_KEY, export_targets, names_of_targets
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from reshard.api.export import ExportForm, ExportNames
     from reshard.copy.direct_io import Io
     from reshard.copy.parallelism import Parallelism
     from reshard.packing.divide import Division
@@ -120,21 +120,21 @@ def pack(
 @options.manifest
 @click.option(
     "--to",
-    type=click.Choice(["hf", "dcp", "deepspeed", "universal", "megatron"]),
+    type=click.Choice(list(export_targets())),
     required=True,
     help="Format to write.",
 )
 @click.option(
     "--for",
     "names",
-    type=click.Choice(["hf", "torchtitan", "pipeline"]),
+    type=click.Choice(names_of_targets()),
     default="hf",
     help="Whose names to use: torchtitan's with --to dcp, a PipelineModule's with --to universal.",
 )
 @click.option(
     "--tied-key",
     metavar="KEY",
-    default="embed",
+    default=TIED_KEY,
     show_default=True,
     help="With --for pipeline: the key of the TiedLayerSpec of a tied embedding.",
 )
@@ -153,7 +153,7 @@ def pack(
 @options.as_json
 @options.quiet
 def export(
-    manifest: str, to: ExportForm, names: ExportNames, tied_key: str, weights_only: bool, out: Address,
+    manifest: str, to: str, names: str, tied_key: str, weights_only: bool, out: Address,
     dtype: ExportDtype, force: bool, io: Io, sync: bool, parallelism: Parallelism, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Write a manifest's model as a Hugging Face folder, or as a checkpoint that another trainer loads.

@@ -64,13 +64,15 @@ def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
     Example:
       reshard inspect ./Llama-3.2-1B-pp2 --tensors
     """
-    from reshard.formats.open import names_manifest
+    from reshard.formats.open import find_format
     from reshard.report.inspect import inspect_json, inspect_text
-    from reshard.report.inspect_archives import archive_json, archive_text, find_archive
+    from reshard.report.inspect_archives import listing_json, listing_text
 
-    if Path(manifest).suffix != ".json" and not names_manifest(manifest) and (found := find_archive(manifest)):
-        click.echo(json.dumps(archive_json(found, tensors)) if as_json else archive_text(found, tensors))
-        return
+    if Path(manifest).suffix != ".json":
+        kind, folder = find_format(manifest)
+        if listing := kind.list_tensors(folder):
+            click.echo(json.dumps(listing_json(listing, tensors)) if as_json else listing_text(listing, tensors))
+            return
     for piece in (inspect_json if as_json else inspect_text)(manifest, tensors):
         click.echo(piece, nl=False)
 

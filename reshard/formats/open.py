@@ -6,22 +6,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from manifests.collector import collector_paused
-from manifests.errors import InputError, Parameter, UsageError
+from manifests.errors import Parameter, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.models import ModelShape
 from manifests.schema import ModelDescription
-from manifests.store import links_out_of
-from reshard.archives.names import is_dcp, is_deepspeed, is_megatron
-from reshard.formats.huggingface.read import open_folder
-from reshard.formats.manifest.read import open_packed
+from manifests.store import links_out_of, no_manifest
+from reshard.formats import table
 from reshard.formats.megatron.tracker import find_iteration
 from reshard.formats.model_file import read_model_file
+from reshard.formats.table import Format, OpenOptions
 from reshard.tensors.checkpoint import Checkpoint
 from stores.address import is_url
 from stores.base import Folder
 from stores.local import LocalFile, LocalFolder
-from stores.manifest_file import ReadManifest, open_manifest
 from stores.open import open_store
+
+
+def find_format(source: str) -> tuple[Format, Folder]:
+    """Return the format of a source, given as on the command line, and its folder.
+
+    Raises:
+        InputError: nothing there, or it cannot be read.
+    """
+    if _is_named(source):
+        return table.MANIFEST, _folder_of_manifest(source)
+    folder = find_iteration(source, open_store(source))
+    names = folder.names()
+    return next((kind for kind in table.FORMATS if kind.is_in(names)), table.HUGGINGFACE), folder
 
 
 @collector_paused()
@@ -31,33 +42,16 @@ def open_source(
     description: ModelDescription | None = None,
     like: ModelShape | None = None,
 ) -> Checkpoint:
-    """Open a manifest (its file or folder), or a folder of Hugging Face's, DCP's, Megatron's or DeepSpeed's.
+    """Open a checkpoint of any format of the table.
 
     A manifest has its own description, and `description` is not for it. Manifests and Hugging Face folders of a model
     of the shape `like` share it.
 
     Raises:
-        InputError: nothing there, or an invalid checkpoint; see `open_packed`, `open_folder`,
-            `open_dcp`, `open_megatron` and `open_deepspeed`.
+        InputError: nothing there, or an invalid checkpoint; see `open_checkpoint` of its format.
     """
-    if _is_named(source):
-        return _open_packed(open_manifest(source), drop, like)
-    folder = find_iteration(source, open_store(source))
-    if _contains_manifest(folder):
-        return _open_packed(open_manifest(folder), drop, like)
-    if is_megatron(folder.names()):
-        from reshard.formats.megatron.read import open_megatron
-
-        return open_megatron(folder, drop, description)
-    if is_dcp(folder.names()):
-        from reshard.formats.dcp.read import open_dcp  # with the readers of pickles, which other sources do without
-
-        return open_dcp(folder, drop, description)
-    if is_deepspeed(folder.names()):
-        from reshard.formats.deepspeed.read import open_deepspeed
-
-        return open_deepspeed(folder, drop, description)
-    return open_folder(folder, drop, description, like)
+    kind, folder = find_format(source)
+    return kind.open_checkpoint(folder, OpenOptions(drop=drop, description=description, like=like))
 
 
 def open_described(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:
@@ -103,7 +97,7 @@ def links_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 
 def names_manifest(source: str) -> bool:
     """Return whether a source is a manifest (its file or folder); asks the server if it is remote."""
-    return _is_named(source) or _contains_manifest(open_store(source))
+    return find_format(source)[0] is table.MANIFEST
 
 
 def _is_named(source: str) -> bool:
@@ -112,18 +106,11 @@ def _is_named(source: str) -> bool:
     return path.name == MANIFEST_NAME or (not is_url(source) and (path / MANIFEST_NAME).is_file())
 
 
-def _contains_manifest(folder: Folder) -> bool:
-    return not isinstance(folder, LocalFolder) and MANIFEST_NAME in folder.names()
-
-
-def _open_packed(read: ReadManifest, drop: frozenset[str], like: ModelShape | None) -> Checkpoint:
-    if drop:
-        raise InputError(
-            Parameter("drop"),
-            "not supported for a manifest",
-            "drop tensors when packing the original checkpoint",
-            code="options.drop-from-manifest",
-        )
-    if isinstance(read.folder, LocalFolder):
-        read.folder.check_name()
-    return open_packed(read, like)
+def _folder_of_manifest(source: str) -> Folder:
+    if not is_url(source):
+        path = Path(source)
+        return LocalFolder(path.parent if path.name == MANIFEST_NAME else path)
+    folder = open_store(source.removesuffix(f"/{MANIFEST_NAME}"))
+    if MANIFEST_NAME not in folder.names():
+        raise no_manifest(source)
+    return folder

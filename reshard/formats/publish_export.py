@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,17 +10,20 @@ from pathlib import Path
 from manifests.errors import OutputError, Parameter
 from reshard.copy.bucket import BucketTarget
 from reshard.copy.destination import FolderTarget, check_apart, copy_files
-from reshard.copy.engine import WriteOptions
 from reshard.copy.resumable import open_target
 from reshard.copy.unchanged import check_unchanged
 from reshard.formats.exported import files_of_export, record_export
 from reshard.formats.exported_objects import objects_of_export, record_exported_objects
+from reshard.formats.table import ExportOptions, ExportResult
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MadeFile
+from reshard.transforms.cast import ExportDtype, cast_checkpoint, casts_in
 from stores.address import is_inside, is_url, place_of
 from stores.manifest_file import Address
+
+Casts = Mapping[tuple[str, str], int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +59,18 @@ def check_export_to(out: Address, checkpoint: Checkpoint, *, force: bool) -> Non
         raise OutputError(str(out), problem, f"choose another {Parameter('out')}", code="output.overlaps-source")
 
 
-def publish_export(out: Address, plan: ExportPlan, options: WriteOptions, *, force: bool) -> int:
-    """Write an export to a folder or a bucket, and return the number of its files.
+def cast_for_export(checkpoint: Checkpoint, dtype: ExportDtype) -> tuple[Checkpoint, Casts]:
+    """Return a checkpoint in the dtypes that another trainer is to have, as trained by default, and what is cast."""
+    if dtype == "source":
+        return checkpoint, {}
+    checkpoint = cast_checkpoint(checkpoint, dtype)
+    return checkpoint, casts_in(checkpoint)
+
+
+def publish_export(
+    out: Address, plan: ExportPlan, options: ExportOptions, casts: Casts, *, identical: bool = False
+) -> ExportResult:
+    """Write an export to a folder or a bucket.
 
     Raises:
         OutputError: `out` exists or cannot be written.
@@ -66,14 +79,14 @@ def publish_export(out: Address, plan: ExportPlan, options: WriteOptions, *, for
     with open_target(
         out,
         plan.shards,
-        force=force,
+        force=options.force,
         find_owned=files_of_export,
         find_owned_objects=objects_of_export,
         wanted=plan.names,
         last=plan.last,
     ) as target:
         copy_files(plan.copied, target)
-        target.write_shards(plan.shards, options)
+        target.write_shards(plan.shards, options.write)
         for file in plan.made:
             target.copy(file.name, file)
         verify_records(origin for shard in plan.shards for origin in shard.origins)
@@ -86,4 +99,5 @@ def publish_export(out: Address, plan: ExportPlan, options: WriteOptions, *, for
     if not is_url(out):
         with suppress(OSError):  # the record lists both the old export and the new one
             record_export(Path(out), Path(out), plan.names, is_published=True)
-    return len(plan.names)
+    nbytes = sum(shard.nbytes for shard in plan.shards)
+    return ExportResult(num_files=len(plan.names), nbytes=nbytes, identical=identical, casts=casts)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from manifests.command.sizes import show_bytes
 from manifests.errors import printable
 from manifests.index import INDEX_NAME, has_index
+from reshard.formats.table import export_targets
 from reshard.formatting import counted
 from reshard.packing.hub_check import HubReport
 from reshard.packing.result import PackResult
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from reshard.checks.check import CheckResult
     from reshard.checks.diff import DiffResult, TensorDifference
     from reshard.checks.verify import VerifyResult
-    from reshard.formats.huggingface.write import ExportResult
+    from reshard.formats.table import ExportResult
     from reshard.packing.push import PushResult
 
 
@@ -92,21 +93,13 @@ def export_json(done: ExportResult, form: str, out: Address) -> dict[str, Any]:
 
 
 def export_text(done: ExportResult, form: str, names: str, dtype: ExportDtype, out: Address) -> str:
-    if form == "dcp":
-        lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)}, for torch.distributed.checkpoint: {out}"]
-        if names == "torchtitan":
-            lines.append("torchtitan's data loader starts from scratch: --checkpoint.exclude_from_loading dataloader")
-        return "\n".join(lines + [f"cast {num} tensors from {a} to {b}" for (a, b), num in done.casts.items()])
-    if form in ("deepspeed", "universal"):
-        lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)}, for DeepSpeed: {out}"]
-        how = "load_module_only=True" if form == "deepspeed" else 'with "checkpoint": {"load_universal": true}'
-        lines.append(f"next: engine.load_checkpoint(DIR), {how}")
-        return "\n".join(lines + [f"cast {num} tensors from {a} to {b}" for (a, b), num in done.casts.items()])
-    if form == "megatron":
-        lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)}, for Megatron-LM: --load {out}"]
+    _, target = export_targets()[form]
+    written = f"exported {done.num_files} files, {show_bytes(done.nbytes)}"
+    if target.reader:
+        lines = [f"{written}, for {target.reader.format(out=out)}", *target.notes.get(names, "").splitlines()]
         return "\n".join(lines + [f"cast {num} tensors from {a} to {b}" for (a, b), num in done.casts.items()])
     how = "headers as in the source" if done.identical else "new headers: dtypes or tensors differ from the source"
-    lines = [f"exported {done.num_files} files, {show_bytes(done.nbytes)} of weights ({how}): {out}"]
+    lines = [f"{written} of weights ({how}): {out}"]
     why = ", as in the source; --dtype fp32 casts losslessly" if dtype == "source" else ""
     lines += [f"cast {num} tensors from {before} to {after}{why}" for (before, after), num in done.casts.items()]
     return "\n".join(lines)

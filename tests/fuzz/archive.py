@@ -32,7 +32,8 @@ from reshard.archives.dcp import read_metadata
 from reshard.archives.pickled import BadPickleError, Record, check_repeats, read_pickle
 from reshard.archives.tensors import VALUES, read_archive, read_object, read_tensor
 from reshard.archives.zipped import archives_in
-from reshard.formats.dcp.check import check_dcp
+from reshard.formats.dcp.check import check as check_dcp
+from reshard.formats.table import CheckOptions
 from reshard.tensors.checksums import with_records
 from reshard.tensors.finding import Findings
 from reshard.tensors.lazy import read_blocks
@@ -138,7 +139,7 @@ def check_pickle(data: bytes) -> None:
 def check_metadata(data: bytes) -> None:
     """Raise AssertionError unless the metadata is refused, or its chunks are regions of tensors, in files inside."""
     with suppress(UserError):
-        check_dcp(Alone(data), Findings())
+        check_dcp(Alone(data), Findings(), CheckOptions())
     try:
         found = read_metadata(Alone(data))
     except UserError:

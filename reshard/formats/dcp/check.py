@@ -13,6 +13,8 @@ from manifests.slices import Slice, problem_with_slices
 from reshard.archives.dcp import bad_metadata, load_metadata
 from reshard.archives.names import METADATA_NAME
 from reshard.archives.pickled import Record
+from reshard.formats.dcp.read import read_stored
+from reshard.formats.table import CheckOptions
 from reshard.formatting import count_of, some
 from reshard.tensors.finding import Contents, Findings
 from stores.base import Folder
@@ -22,7 +24,7 @@ _Item: TypeAlias = tuple[str, tuple[int, ...] | None]  # a chunk's FQN and where
 _AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
 
 
-def check_dcp(folder: Folder, findings: Findings) -> Contents:
+def check(folder: Folder, findings: Findings, options: CheckOptions) -> Contents:
     """Report items whose files are missing or too short, and tensors whose chunks are not the whole of them.
 
     Raises:
@@ -42,6 +44,7 @@ def check_dcp(folder: Folder, findings: Findings) -> Contents:
         num_tensors=sum(slices is not None for slices in chunks.values()),
         num_files=len({path for path, _, _ in items.values()}),
         nbytes=sum(nbytes for _, _, nbytes in set(items.values())),
+        tensors=read_stored(folder) if options.reads_tensors and not findings else {},
     )
 
 

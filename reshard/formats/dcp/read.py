@@ -10,13 +10,14 @@ from functools import partial
 from manifests.errors import SourceError
 from manifests.models import ModelShape, is_sized_by_files, model_shape
 from manifests.models.config import CONFIG_NAME
-from manifests.schema import Holds, ModelDescription, Source
+from manifests.schema import Holds, Source
 from reshard.archives.dcp import DcpMetadata, DcpTensor, DcpValue, read_chunks, read_metadata
 from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
 from reshard.formats.dcp.torchtitan import has_torchtitan_names, is_without_place, under_huggingface_names
 from reshard.formats.dcp.training import OPTIMIZER, SavedOptimizer, find_optimizer, training_state
 from reshard.formats.huggingface.read import auxiliary_files
 from reshard.formats.huggingface.torch_files import index_of, recorded_anew
+from reshard.formats.table import ListedTensor, Listing, OpenOptions
 from reshard.tensors.checkpoint import Checkpoint, OriginalFiles
 from reshard.tensors.coverage import check_coverage, drop_tensors, stored_in, trained_part, under_fqns, without_absent
 from reshard.tensors.slices import merge_slices
@@ -28,9 +29,7 @@ _NUMBER = re.compile(r"\.\d+\.")  # of a layer: what is left out of all layers i
 _MODEL_KEY = "model"  # of a nested state dict: {"model": model.state_dict(), "optimizer": ...}
 
 
-def open_dcp(
-    folder: Folder, drop: frozenset[str] = frozenset(), description: ModelDescription | None = None
-) -> Checkpoint:
+def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     """Read a DCP folder's metadata and check that its weights cover the model exactly, and optimizer state if any.
 
     Weights have Hugging Face's names or torchtitan's, at the top of the state dict that was saved or under `model`.
@@ -41,7 +40,7 @@ def open_dcp(
         ModelError: an invalid config, an unsupported architecture, or a description of another model.
         ShardError: the chunks of a tensor are not all of it.
     """
-    files = folder.names()
+    files, drop, description = folder.names(), options.drop, options.description
     if CONFIG_NAME not in files:
         raise SourceError(
             f"{folder}/{CONFIG_NAME}",
@@ -99,11 +98,11 @@ def open_dcp(
     )
 
 
-def read_dcp_weights(folder: Folder) -> dict[str, TensorAt]:
+def read_weights(folder: Folder) -> dict[str, TensorAt]:
     """Return a DCP folder's weights, whole, and under Hugging Face's names if there is a config.json.
 
     Raises:
-        SourceError, ShardError, ModelError: as `open_dcp`, but for weights that are not all of a model.
+        SourceError, ShardError, ModelError: as `open_checkpoint`, but for weights that are not all of a model.
     """
     config = read_config(folder.file(CONFIG_NAME)) if CONFIG_NAME in folder.names() else None
     weights = _weights(read_metadata(folder).tensors, str(folder))
@@ -111,9 +110,31 @@ def read_dcp_weights(folder: Folder) -> dict[str, TensorAt]:
     return stored.tensors(stored.with_place(weights))
 
 
-def read_dcp_tensors(folder: Folder) -> dict[str, TensorAt]:
+def read_stored(folder: Folder) -> dict[str, TensorAt]:
     """Return all tensors of a DCP folder, optimizer state included, whole, under the names in its metadata."""
     return _Stored(folder, None).tensors({tensor.name: tensor for tensor in read_metadata(folder).tensors})
+
+
+def list_tensors(folder: Folder) -> Listing:
+    """Return the tensors in a DCP folder's metadata, by the part of the state dict that they are in."""
+    saved = read_metadata(folder)
+    tensors = tuple(
+        ListedTensor(
+            name=tensor.name,
+            part=_MODEL_KEY if len(tensor.keys) == 1 else str(tensor.keys[0]),
+            dtype=tensor.dtype,
+            shape=tensor.chunks[0].region.whole_shape,
+            num_chunks=len(tensor.chunks),
+        )
+        for tensor in saved.tensors
+    )
+    return Listing(
+        format="dcp",
+        title="torch.distributed.checkpoint",
+        num_files=len({chunk.path for tensor in saved.tensors for chunk in tensor.chunks}),
+        tensors=tensors,
+        others=tuple(sorted({str(value.keys[0]) for value in saved.values.values()})),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,14 @@ from functools import partial
 from manifests.models.config import CONFIG_NAME
 from manifests.schema import MOMENTS, OptimizerState, TrainingState
 from reshard.archives.names import METADATA_NAME
-from reshard.copy.engine import WriteOptions
 from reshard.formats.dcp.torchtitan_model import TitanModel
 from reshard.formats.exported_optimizer import adamw_options, refuse_state
-from reshard.formats.huggingface.write import ExportResult
 from reshard.formats.placed import Placed, in_place
-from reshard.formats.publish_export import ExportPlan, check_export_to, publish_export
+from reshard.formats.publish_export import ExportPlan, cast_for_export, publish_export
 from reshard.formats.saved_state import SavedState
 from reshard.formats.source_files import with_source_files
+from reshard.formats.table import ExportOptions, ExportResult
 from reshard.tensors.checkpoint import Checkpoint
-from reshard.transforms.cast import ExportDtype, cast_checkpoint, casts_in
 from stores.base import read_config
 from stores.bundles import TensorAt
 from stores.manifest_file import Address
@@ -34,45 +32,27 @@ _GROUP_DEFAULTS: Mapping[str, object] = {
 }  # fmt: skip
 
 
-def export_dcp(
-    checkpoint: Checkpoint,
-    out: Address,
-    *,
-    force: bool,
-    for_torchtitan: bool,
-    weights_only: bool = False,
-    dtype: ExportDtype = "source",
-    options: WriteOptions | None = None,
-) -> ExportResult:
+def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> ExportResult:
     """Write a DCP folder: weights, and AdamW's state and how far they were trained if the checkpoint has them.
 
     Names are Hugging Face's, or torchtitan's. Weights are as the manifest has them unless `dtype` says otherwise.
 
     Raises:
-        OutputError: `out` exists, cannot be written, or is where the model came from.
+        OutputError: `out` exists or cannot be written.
         ShardError: a bundle's bytes do not match their digests.
         ModelError: torchtitan has no such model, or no such tensor.
         CheckpointError: the optimizer state lacks what torchtitan requires.
-        UserError: see `cast_checkpoint` and `check_export_to`.
+        UserError: see `cast_checkpoint`.
     """
-    check_export_to(out, checkpoint, force=force)
-    if weights_only:
-        checkpoint = replace(checkpoint, trained=None)
-    if dtype != "source":
-        checkpoint = cast_checkpoint(checkpoint, dtype)
-    saved = _save(checkpoint, for_torchtitan)
+    checkpoint, casts = cast_for_export(checkpoint, options.dtype)
+    saved = _save(checkpoint, options.names == "torchtitan")
     plan = ExportPlan(
         copied=with_source_files(checkpoint.auxiliary, is_same=False),
         shards=saved.files.shards,
         last=METADATA_NAME,  # torch and torchtitan refuse a folder without it
         last_bytes=saved.metadata,
     )
-    return ExportResult(
-        num_files=publish_export(out, plan, options or WriteOptions(), force=force),
-        nbytes=sum(shard.nbytes for shard in plan.shards),
-        identical=False,
-        casts=casts_in(checkpoint) if dtype != "source" else {},
-    )
+    return publish_export(out, plan, options, casts)
 
 
 def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:

@@ -15,7 +15,7 @@ from manifests.errors import ModelError, SourceError
 from manifests.models import ModelShape, is_sized_by_files, model_shape
 from manifests.models.config import CONFIG_NAME
 from manifests.readers import OTHER_WEIGHTS
-from manifests.schema import MOMENTS, Holds, ModelDescription, Source
+from manifests.schema import MOMENTS, Holds, Source
 from reshard.archives.names import LATEST_NAMES
 from reshard.archives.tensors import read_archive, read_object
 from reshard.formats.adamw import bad_optimizer, read_number
@@ -25,6 +25,7 @@ from reshard.formats.deepspeed.training import STATE_NAME, is_rank_file, trainin
 from reshard.formats.deepspeed.zero import read_partitions
 from reshard.formats.huggingface.read import auxiliary_files
 from reshard.formats.huggingface.torch_files import index_of, recorded_anew
+from reshard.formats.table import ListedTensor, Listing, OpenOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
 from reshard.tensors.coverage import check_coverage, drop_tensors, stored_in, trained_part, under_fqns, without_absent
 from reshard.tensors.source_index import SourceRecord
@@ -44,9 +45,7 @@ _BESIDE = (*LATEST_NAMES, "zero_to_fp32.py", "zero_to_torch.py")  # what DeepSpe
 _AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
 
 
-def open_deepspeed(
-    folder: Folder, drop: frozenset[str] = frozenset(), description: ModelDescription | None = None
-) -> Checkpoint:
+def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     """Read the tables of a DeepSpeed checkpoint and check that its tensors cover the model exactly.
 
     Weights are those of the layers of a PipelineModule, or, with AdamW's state, those of a Universal Checkpoint or of
@@ -57,6 +56,7 @@ def open_deepspeed(
             are not the model's, or tensors missing, unknown or of the wrong shape.
         ModelError: an invalid config, an unsupported architecture, or a description of another model.
     """
+    drop, description = options.drop, options.description
     step = find_step(folder)
     root, where = step.root, step.where
     config_file = root.file(CONFIG_NAME)
@@ -110,6 +110,17 @@ def open_deepspeed(
         description=description,
         merges_slices=True,
     )
+
+
+def list_tensors(folder: Folder) -> Listing:
+    """Return the tensors of a step under DeepSpeed's names, with no need of a config.json."""
+    saved = read_step(find_step(folder, needs_config=False))
+    tensors = tuple(
+        ListedTensor(name=name, part=part, dtype=tensor.dtype, shape=tensor.shape)
+        for part, by_name in (("model", saved.weights), *saved.moments.items())
+        for name, tensor in by_name.items()
+    )
+    return Listing(format="deepspeed", title="DeepSpeed", num_files=len(saved.files), tensors=tensors)
 
 
 def read_step(step: Step) -> Saved:

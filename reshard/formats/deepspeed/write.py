@@ -8,81 +8,60 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from struct import pack
-from typing import Literal
 
 from manifests.errors import ModelError, Parameter, UsageError
 from manifests.models import ModelShape
 from manifests.schema import MOMENTS
 from reshard.archives.saved import SavedDict, SavedTensor, saved_value
-from reshard.copy.engine import WriteOptions
 from reshard.formats.exported_optimizer import adamw_options
-from reshard.formats.huggingface.write import ExportResult
 from reshard.formats.owned_tensors import owned_tensors
-from reshard.formats.publish_export import ExportPlan, check_export_to, publish_export
+from reshard.formats.publish_export import ExportPlan, cast_for_export, publish_export
 from reshard.formats.source_files import with_source_files
+from reshard.formats.table import ExportOptions, ExportResult
 from reshard.plans.pack_plan import OutputShard, without_header
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import DerivedFile, MadeFile, read_blocks
-from reshard.transforms.cast import FLOATS, ExportDtype, cast_checkpoint, cast_tensor, casts_in
+from reshard.transforms.cast import FLOATS, cast_tensor
 from stores.bundles import TensorAt
 from stores.manifest_file import Address
-
-DeepSpeedForm = Literal["layers", "universal", "universal-pipeline"]
 
 # Note [Groups of a Universal Checkpoint]: its reader loads as many of a trainer's parameter groups as the file lists,
 # and leaves the others as they were initialized, silently. Groups that a trainer does not have are not read.
 _NUM_GROUPS = 64
 _DS_VERSION = "0.19.8"  # the reader refuses files without one, and those of before 0.3.17
 _STEP = SavedTensor("F32", ())
-TIED_KEY = "embed"  # of the TiedLayerSpec, as Megatron-DeepSpeed and GPT-NeoX call it
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,100}")  # a name of a ModuleDict, and a part of a file's
 
 
-def export_deepspeed(
-    checkpoint: Checkpoint,
-    out: Address,
-    *,
-    force: bool,
-    form: DeepSpeedForm,
-    tied_key: str = TIED_KEY,
-    weights_only: bool = False,
-    dtype: ExportDtype = "source",
-    options: WriteOptions | None = None,
-) -> ExportResult:
+def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> ExportResult:
     """Write a folder that DeepSpeed loads: `latest`, or `latest_universal`, and the folder of a step.
 
     Layers have weights alone, as the manifest has them unless `dtype` says otherwise. A Universal Checkpoint has them
     in float32 and AdamW's state, if there is any, under transformers' names or those of a PipelineModule, whose tied
-    layers have the key `tied_key`.
+    layers have the key `options.tied_key`.
 
     Raises:
         UsageError: `tied_key` is not a name of a module.
-        OutputError: `out` exists, cannot be written, or is where the model came from.
+        OutputError: `out` exists or cannot be written.
         ShardError: a bundle's bytes do not match their digests.
         ModelError: a tensor is in no layer.
         CheckpointError: the optimizer state is not what DeepSpeed has of AdamW.
-        UserError: see `cast_checkpoint` and `check_export_to`.
+        UserError: see `cast_checkpoint`.
     """
-    if not _KEY.fullmatch(tied_key):
-        problem = f"expected letters, digits, _ and -, found {tied_key[:80]!r}"
+    if not _KEY.fullmatch(options.tied_key):
+        problem = f"expected letters, digits, _ and -, found {options.tied_key[:80]!r}"
         raise UsageError(Parameter("tied_key"), problem, code="options.invalid-value")
-    check_export_to(out, checkpoint, force=force)
-    if form != "layers":
-        dtype = "fp32"
-    if dtype != "source":
-        checkpoint = cast_checkpoint(checkpoint, dtype)
-    if weights_only or form == "layers":
-        checkpoint = replace(checkpoint, moments={})
+    is_universal = options.to == "universal"
+    checkpoint, casts = cast_for_export(checkpoint, "fp32" if is_universal else options.dtype)
     step = checkpoint.trained.step if checkpoint.trained else 0
-    tag = f"global_step{step}" if form == "layers" else f"global_step{step}_universal"
+    tag = f"global_step{step}_universal" if is_universal else f"global_step{step}"
     small = {f"{tag}/mp_rank_00_model_states.pt": saved_value(_rank_state(step))}
-    if form == "layers":
+    if not is_universal:
         shards = _layers(checkpoint, tag)
     else:
-        names = _parameter_names(checkpoint, form, tied_key)
+        names = _parameter_names(checkpoint, options)
         shards = _universal(checkpoint, tag, names)
         small[f"{tag}/zero/optimizer_state.pt"] = saved_value(_optimizer_state(checkpoint))
         counted = b"".join(map(bytes, _STEP.blocks(iter((pack("<f", step),)))))
@@ -92,15 +71,10 @@ def export_deepspeed(
         copied=with_source_files(checkpoint.auxiliary, is_same=False),
         shards=tuple(shards),
         made=tuple(MadeFile(name, len(data), partial(_once, data)) for name, data in small.items()),
-        last="latest" if form == "layers" else "latest_universal",
+        last="latest_universal" if is_universal else "latest",
         last_bytes=tag.encode,
     )
-    return ExportResult(
-        num_files=publish_export(out, plan, options or WriteOptions(), force=force),
-        nbytes=sum(shard.nbytes for shard in plan.shards),
-        identical=False,
-        casts=casts_in(checkpoint) if dtype != "source" else {},
-    )
+    return publish_export(out, plan, options, casts)
 
 
 def _layers(checkpoint: Checkpoint, tag: str) -> Iterator[OutputShard]:
@@ -113,12 +87,12 @@ def _layers(checkpoint: Checkpoint, tag: str) -> Iterator[OutputShard]:
         yield _file(f"{tag}/layer_{number:02d}-model_00-model_states.pt", tensors, {})
 
 
-def _parameter_names(checkpoint: Checkpoint, form: DeepSpeedForm, tied_key: str) -> dict[str, str]:
+def _parameter_names(checkpoint: Checkpoint, options: ExportOptions) -> dict[str, str]:
     """Return the folder of each parameter in a Universal Checkpoint: the name that it has in the trainer's model."""
-    if form == "universal":
+    if options.names == "hf":
         return {fqn: fqn for fqn in checkpoint.shape.tensors}
     layers = pipeline_layers(checkpoint.shape)
-    first = f"tied_modules.{tied_key}" if is_tied_input(checkpoint.shape, layers) else "0"
+    first = f"tied_modules.{options.tied_key}" if is_tied_input(checkpoint.shape, layers) else "0"
     prefixes = (first, *map(str, range(1, len(layers))))
     names: dict[str, str] = {}
     for prefix, layer in zip(prefixes, layers, strict=True):

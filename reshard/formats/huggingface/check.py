@@ -1,264 +1,235 @@
-"""Index against files: which weight files a folder needs, has, and has too many, and what is in each."""
+"""What is wrong with a Hugging Face folder: index and files, config against tensors, tokenizer against embedding."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 
-from manifests.errors import UserError
-from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES
-from manifests.paths import problem_with_path
-from manifests.readers import OTHER_WEIGHTS
-from reshard.archives.tensors import read_archive
-from reshard.formats.huggingface.read import is_beside
-from reshard.formats.huggingface.torch_files import TORCH_INDEX_NAME, TORCH_SUFFIX, is_torch_shard
-from reshard.formats.huggingface.weight_map import read_shard_index, refuse_ranks_of_vllm
+from manifests.errors import ModelError, SourceError, UserError
+from manifests.jsontext import parse_json_object
+from manifests.models import ModelShape, check_readable, is_sized_by_files, model_shape
+from manifests.models.config import CONFIG_NAME
+from manifests.readers import ADAPTER_NAMES
+from manifests.schema import ModelDescription
+from reshard.copy.engine import hash_tensors
+from reshard.formats.huggingface.check_files import Weights, read_files
+from reshard.formats.huggingface.read import adapter_error
+from reshard.formats.table import CheckOptions
 from reshard.formatting import count_of, find_missing, some
-from reshard.tensors.comparison import compare
+from reshard.tensors.comparison import compare_with_shape
+from reshard.tensors.coverage import stored_in, without_absent
 from reshard.tensors.finding import Contents, Findings
-from reshard.tensors.source_index import SUFFIX
-from stores.base import Folder, InputFile, read_file_header, read_whole
-from stores.bundles import TensorAt, tensors_in
+from stores.base import Folder, read_config, read_whole
+from stores.bundles import TensorAt
 
-_NUMBERED = re.compile(r"(.*-)([0-9]{5,9})-of-([0-9]{5,9})(\.safetensors|\.bin)")
+TOKENIZER_NAME = "tokenizer.json"
+
+OnBytes = Callable[[int], object]
+_NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]{1,9}(?=\.)")  # a layer's or an expert's number in a tensor's name
+_MOST_NUMBERS = 4  # that are looked at in one name: two are common
+_LAYERS = re.compile(r"(^|\.)(layers|h|blocks)\.\*$")
+_EMBEDDING = re.compile(r"(^|.*\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in)\.weight")
 
 
-@dataclass(kw_only=True, slots=True)
-class Weights:
-    """What a folder's weight files contain: each tensor under its stored name, the first of several alike.
+def check(folder: Folder, findings: Findings, options: CheckOptions) -> Contents:
+    """Report what is wrong with a folder: index, files and headers, and what config and tokenizer say of them."""
+    weights = read_files(folder, findings)
+    _check_model(folder, weights, findings, options.progress, options.description)
+    return weights.contents
 
-    `is_whole`: every file could be read, so what is not in `tensors` is not there.
+
+def read_weights(folder: Folder) -> Mapping[str, TensorAt]:
+    """Return the tensors of all files that can be read.
+
+    Raises:
+        SourceError: there are none.
     """
-
-    tensors: dict[str, TensorAt] = field(default_factory=dict)
-    num_files: int = 0
-    is_whole: bool = True
-
-    @property
-    def contents(self) -> Contents:
-        nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
-        return Contents(num_tensors=len(self.tensors), num_files=self.num_files, nbytes=nbytes, tensors=self.tensors)
+    findings = Findings()
+    weights = read_files(folder, findings)
+    if not weights.tensors:
+        first = next(iter(findings))
+        raise SourceError(first.where, first.problem, first.hint, code="source.nothing-to-compare")
+    return weights.tensors
 
 
-@dataclass(frozen=True, slots=True)
-class _Format:
-    """A format of weight files: the name of its index, the end of its shards' names, and how tensors are read."""
-
-    index_name: str
-    suffix: str
-    is_shard: Callable[[str], bool]
-    read: Callable[[InputFile], Sequence[TensorAt]]
-
-
-def _read_safetensors(file: InputFile) -> Sequence[TensorAt]:
-    return tensors_in(file, read_file_header(file))
-
-
-_SAFETENSORS = _Format(INDEX_NAME, SUFFIX, lambda name: name.endswith(SUFFIX), _read_safetensors)
-_TORCH = _Format(TORCH_INDEX_NAME, TORCH_SUFFIX, is_torch_shard, read_archive)
-
-
-def _format_of(files: Iterable[str]) -> _Format:
-    """Return the format that transformers would read: safetensors, unless there are only files of torch.save."""
-    names = set(files)
-    has_torch = TORCH_INDEX_NAME in names or any(map(is_torch_shard, names))
-    is_safe = INDEX_NAME in names or any(name.endswith(SUFFIX) and not is_beside(name) for name in names)
-    return _TORCH if has_torch and not is_safe else _SAFETENSORS
-
-
-def read_weights(folder: Folder, findings: Findings) -> Weights:
-    """Read the index and the table of tensors of every shard; report what disagrees."""
-    try:
-        refuse_ranks_of_vllm(folder)
-    except UserError as error:
-        findings.add_error(error)
-        return Weights(is_whole=False)
-    files = folder.names()
-    kind = _format_of(files)
-    found = [name for name in files if kind.is_shard(name)]
-    weights = Weights()
-    if kind.index_name in files:
-        weight_map = _read_index(folder, kind, findings)
-        if weight_map is None:
-            weights.is_whole = False
-            names = [name for name in found if not is_beside(name)]
-        else:
-            names = _names_in(folder, kind, weight_map, found, findings)
-            weights.is_whole = names == sorted(set(weight_map.values()))
-    else:
-        weight_map, names = None, [name for name in found if not is_beside(name)]
-        _report_no_index(folder, kind, names, files, findings)
-    headers: dict[str, list[str]] = {}
-    for name in names:
-        headers[name] = _read_shard(folder, kind, name, weights, findings)
-    if weight_map is not None:
-        _compare(folder, kind, weight_map, headers, findings)
-        _report_stray(folder, kind, weight_map, [name for name in found if name not in names], findings)
-    return weights
-
-
-def _read_index(folder: Folder, kind: _Format, findings: Findings) -> Mapping[str, str] | None:
-    file = folder.file(kind.index_name)
-    try:
-        index = read_shard_index(read_whole(file), str(file), {})
-    except UserError as error:
-        findings.add_error(error)
-        return None
-    if not index.has_metadata:
-        findings.add(
-            file,
-            "has no metadata, and transformers reads it of every index",
-            'add "metadata": {"total_size": BYTES}, or save the model again',
-            code="check.index-metadata",
-        )
-    for name in sorted(set(index.weight_map.values())):
-        problem = problem_with_path(name)
-        if problem is None and not name.endswith(kind.suffix):
-            problem = f"expected the name of a {kind.suffix} file"
-        if problem is not None:
-            where = f"{file}: weight_map"
-            findings.add(where, f"{problem}, found {name[:80]!r}", code="source.bad-index")
-            return None
-    return index.weight_map
-
-
-def _names_in(
-    folder: Folder, kind: _Format, weight_map: Mapping[str, str], found: list[str], findings: Findings
-) -> list[str]:
-    """Return the shards of the index that are there; report those that are not, and gaps in their numbers."""
-    wanted = set(weight_map.values())
-    where, absent = str(folder.file(kind.index_name)), wanted.difference(found)
-    for name in sorted(absent):
-        lost = sorted(fqn for fqn, shard in weight_map.items() if shard == name)
-        findings.add(
-            f"{where}: weight_map",
-            f"{name!r} is not in the folder; without it {count_of(lost, 'tensor')} missing: {some(lost)}",
-            "download or copy the missing shard",
-            lost,
-            code="check.missing-shard",
-        )
-    _report_gaps(where, wanted, findings)
-    return sorted(wanted - absent)
-
-
-def _report_gaps(where: str, names: Iterable[str], findings: Findings) -> None:
-    """Report numbers that are missing among `model-00001-of-00048.safetensors` and the like."""
-    groups: dict[tuple[str, str, str], set[int]] = {}
-    for name in names:
-        if match := _NUMBERED.fullmatch(name):
-            groups.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
-    for (prefix, of, suffix), numbers in sorted(groups.items()):
-        count, missing = find_missing(numbers, range(1, int(of) + 1))
-        if 0 < count < int(of):
-            lost = tuple(f"{prefix}{number:05}-of-{of}{suffix}" for number in missing)
-            findings.add(
-                where,
-                f"expected {int(of)} shards by their names, found {int(of) - count}; missing: {some(lost)}",
-                "download or copy what is missing; if the others are all there is, rename them",
-                lost,
-                code="check.missing-numbers",
-            )
-
-
-def _report_no_index(
-    folder: Folder, kind: _Format, names: list[str], files: tuple[str, ...], findings: Findings
+def _check_model(
+    folder: Folder,
+    weights: Weights,
+    findings: Findings,
+    progress: OnBytes,
+    description: ModelDescription | None = None,
 ) -> None:
-    if not names:
-        others = [name for name in files if name.endswith(OTHER_WEIGHTS)]
-        hint = f"{others[0]} is in a format that is not checked" if others else "is this the folder of a model?"
-        problem = "expected safetensors weights, found none"
-        findings.add(folder, problem, hint, code="check.no-weights")
-    if len(names) > 1:
+    """Compare config.json and tokenizer.json with the tensors, whose bytes are read only where copies are tied."""
+    files = folder.names()
+    for name in ADAPTER_NAMES:
+        if name in files:
+            findings.add_error(adapter_error(str(folder.file(name))))
+    if CONFIG_NAME not in files:
+        where, hint = f"{folder}/{CONFIG_NAME}", "download it: no reader opens the weights without it"
+        findings.add(where, "no such file", hint, code="check.no-config")
+        _report_gaps(folder, weights, {}, findings)
+        return
+    file = folder.file(CONFIG_NAME)
+    try:
+        config = read_config(file)
+        check_readable(config, str(file))
+        shape = _shape_of(folder, config, weights, description)
+    except UserError as error:
+        findings.add_error(error)
+        return
+    if weights.is_whole:
+        if shape is None:
+            _report_gaps(folder, weights, config, findings)
+        else:
+            _report_coverage(folder, weights, shape, findings)
+    if shape is not None:
+        _report_ties(weights, shape, findings, progress)
+    if TOKENIZER_NAME in files:
+        _report_vocabulary(folder, weights, findings)
+
+
+def _shape_of(
+    folder: Folder, config: Mapping[str, object], weights: Weights, description: ModelDescription | None
+) -> ModelShape | None:
+    """Return the shape of a model whose architecture is known; None for another, or where a file cannot be read.
+
+    Raises:
+        ModelError: config.json describes no such model.
+        SourceError: tensors of an architecture that the catalogue describes are missing, or not the model's.
+    """
+    where = str(folder.file(CONFIG_NAME))
+    try:
+        needs_files = is_sized_by_files(config, where, description)
+    except ModelError:
+        if description is not None:
+            raise
+        return None
+    if needs_files and not weights.is_whole:
+        return None
+    return model_shape(config, where, stored_in(weights.tensors, str(folder)), description)
+
+
+def _report_coverage(folder: Folder, weights: Weights, shape: ModelShape, findings: Findings) -> None:
+    """Report what is missing, unknown or of another shape, as the architecture has it."""
+    tensors = {shape.fqn_of(name): tensor for name, tensor in weights.tensors.items()}
+    for name, tensor in weights.tensors.items():
+        if (other := tensors[shape.fqn_of(name)]) is not tensor:
+            problem, hint = (
+                f"is the same tensor of the model as {other.name!r} in {other.file}",
+                "remove one of the two",
+            )
+            findings.add(f"{tensor.file}: {name!r}", problem, hint, code="check.tensor-twice")
+    shape = without_absent(shape, tensors)
+    coverage = compare_with_shape(tensors, shape)
+    if missing := coverage.missing:
         findings.add(
             folder,
-            f"{len(names)} shards and no {kind.index_name}: whether all are there is not known",
-            "download the index, or save the model again",
-            names,
-            code="check.no-index",
+            f"{len(missing)} of {len(shape.tensors)} tensors of the model missing: {some(missing)}",
+            "the checkpoint is incomplete; download or save it again",
+            missing,
+            code="source.missing-tensor",
         )
-    _report_gaps(str(folder), names, findings)
+    if unknown := coverage.unexpected:
+        findings.add(
+            folder,
+            f"{count_of(unknown, 'tensor')} that {shape.architecture} does not have: {some(unknown)}",
+            "weights and config disagree; download both from one revision",
+            unknown,
+            code="source.unknown-tensor",
+        )
+    if wrong := coverage.different:
+        tensor = tensors[wrong[0]]
+        problem = f"expected {list(shape.tensors[wrong[0]])} ({CONFIG_NAME}), found {list(tensor.shape)}"
+        findings.add(
+            f"{tensor.file}: {tensor.name!r}.shape",
+            problem + (f"; and {count_of(wrong, 'tensor')} in all" if len(wrong) > 1 else ""),
+            "weights and config disagree; download both from one revision",
+            wrong,
+            code="source.shape-mismatch",
+        )
 
 
-def _read_shard(folder: Folder, kind: _Format, name: str, weights: Weights, findings: Findings) -> list[str]:
-    """Add a shard's tensors to `weights`; return their names."""
-    file = folder.file(name)
-    weights.num_files += 1
+def _report_gaps(folder: Folder, weights: Weights, config: Mapping[str, object], findings: Findings) -> None:
+    """Report gaps in numbered layers and experts, of a model of which nothing else is known."""
+    for where, numbers in _numbered(weights.tensors):
+        count, missing = find_missing(numbers, range(max(numbers) + 1))
+        if missing:
+            names = [where.removesuffix("*") + str(number) for number in missing]
+            problem = f"numbers 0 to {max(numbers)} are in use, and {count} missing: {some(names)}"
+            hint = "the checkpoint is incomplete; download or save it again"
+            findings.add(folder, problem, hint, names, code="check.missing-layer")
+    expected = config.get("num_hidden_layers")
+    found = max((max(numbers) + 1 for where, numbers in _numbered(weights.tensors) if _LAYERS.search(where)), default=0)
+    if type(expected) is int and 0 < found < expected:
+        problem = f"expected {expected} layers (num_hidden_layers), found {found}"
+        hint = "the checkpoint is incomplete, or config.json is of another model"
+        findings.add(folder, problem, hint, code="check.missing-layer")
+
+
+def _numbered(names: Mapping[str, object]) -> Iterator[tuple[str, set[int]]]:
+    """Yield each place where names are numbered, as `model.layers.*`, with the numbers there."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        for match in islice(_NUMBER.finditer(name), _MOST_NUMBERS):
+            found.setdefault(name[: match.start()] + "*", set()).add(int(match[0]))
+    yield from sorted(found.items())
+
+
+def _report_ties(weights: Weights, shape: ModelShape, findings: Findings, progress: OnBytes) -> None:
+    """Report tied weights that are stored several times with different bytes."""
+    tensors = {shape.fqn_of(name): tensor for name, tensor in weights.tensors.items()}
+    for group in shape.ties:
+        stored = [tensors[fqn] for fqn in group if fqn in tensors]
+        if len({(tensor.dtype, tensor.shape) for tensor in stored}) != 1 or len(stored) < 2:
+            continue  # one copy, or shapes that were reported
+        try:
+            digests = hash_tensors([replace(tensor, blake3=None) for tensor in stored], progress)
+        except (UserError, OSError):
+            continue  # damage is reported where the file is read
+        if len(set(digests)) > 1:
+            first, other = stored[0], stored[1]
+            findings.add(
+                f"{other.file}: {other.name!r}",
+                f"is tied to {first.name} by {CONFIG_NAME}, and is stored with other values",
+                "set tie_word_embeddings to false if the two are meant to differ; else save the model again",
+                code="check.tied-copy",
+            )
+
+
+def _report_vocabulary(folder: Folder, weights: Weights, findings: Findings) -> None:
+    """Report a tokenizer that has more tokens than the embedding has rows."""
+    file = folder.file(TOKENIZER_NAME)
     try:
-        tensors = kind.read(file)
+        document = parse_json_object(read_whole(file), str(file))
     except UserError as error:
-        findings.add_error(error)
-        weights.is_whole = False
-        return []
-    header_nbytes = min((tensor.begin for tensor in tensors), default=0)
-    if kind is _SAFETENSORS and header_nbytes > MOST_READ_HEADER_NBYTES:
+        if error.code != "source.too-many-values":  # the largest vocabularies have that many
+            findings.add_error(error)
+        return
+    largest = max(_token_ids(document), default=-1)
+    rows = _embedding_rows(weights.tensors)
+    if rows is not None and largest >= rows[1]:
         findings.add(
             file,
-            f"expected a header of at most {MOST_READ_HEADER_NBYTES} bytes, found {header_nbytes}",
-            "huggingface_hub cannot read it: split the shard into several",
-            code="check.long-header",
+            f"has token {largest}, and {rows[0]} has {rows[1]} rows",
+            "tokenizer and weights are of different models or versions; download both again",
+            code="check.vocabulary",
         )
-    for tensor in tensors:
-        first = weights.tensors.setdefault(tensor.name, tensor)
-        if first is not tensor:
-            findings.add(
-                f"{file}: {tensor.name!r}",
-                f"is also in {first.file}; which of them is read depends on the reader",
-                "remove one of the two",
-                code="check.tensor-twice",
-            )
-    return [tensor.name for tensor in tensors]
 
 
-def _compare(
-    folder: Folder,
-    kind: _Format,
-    weight_map: Mapping[str, str],
-    headers: Mapping[str, list[str]],
-    findings: Findings,
-) -> None:
-    """Report tensors that are not where the index says, in both directions."""
-    listed: dict[str, dict[str, None]] = {}
-    for fqn, shard in weight_map.items():
-        listed.setdefault(shard, {})[fqn] = None
-    comparisons = {  # an empty or unreadable file is reported for itself
-        shard: compare(listed.get(shard, {}), dict.fromkeys(tensors))
-        for shard, tensors in sorted(headers.items())
-        if tensors
-    }
-    hint = "index and shards are of different versions; download both again"
-    for shard, comparison in comparisons.items():
-        if unlisted := [fqn for fqn in comparison.unexpected if fqn not in weight_map]:
-            problem = f"{kind.index_name} lacks {count_of(unlisted, 'tensor')} of it: {some(unlisted)}"
-            findings.add(folder.file(shard), problem, hint, unlisted, code="check.unindexed-tensor")
-        if elsewhere := [fqn for fqn in comparison.unexpected if fqn in weight_map]:
-            problem = f"{kind.index_name} says that other shards have these tensors of it: {some(elsewhere)}"
-            findings.add(folder.file(shard), problem, hint, elsewhere, code="check.wrong-shard")
-    for shard, comparison in comparisons.items():
-        if absent := comparison.missing:
-            problem = f"{shard} lacks {count_of(absent, 'tensor')} that the index puts there: {some(absent)}"
-            where = f"{folder.file(kind.index_name)}: weight_map"
-            findings.add(where, problem, hint, absent, code="check.absent-tensor")
+def _token_ids(document: Mapping[str, object]) -> Iterator[int]:
+    model, added = document.get("model"), document.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, dict):
+        yield from (number for number in vocabulary.values() if type(number) is int)
+    elif isinstance(vocabulary, list):
+        yield len(vocabulary) - 1
+    if isinstance(added, list):
+        yield from (token["id"] for token in added if isinstance(token, dict) and type(token.get("id")) is int)
 
 
-def _report_stray(
-    folder: Folder, kind: _Format, weight_map: Mapping[str, str], others: list[str], findings: Findings
-) -> None:
-    for name in others:
-        if is_beside(name):
-            continue
-        file = folder.file(name)
-        try:
-            tensors = [tensor.name for tensor in kind.read(file)]
-        except UserError as error:
-            findings.add_error(error)
-            continue
-        same = [fqn for fqn in tensors if fqn in weight_map]
-        if same:
-            problem = f"is not in {kind.index_name}, and has {count_of(same, 'tensor')} of it: {some(same)}"
-            hint = "readers that read every file may take these for the model's: move it out of the folder"
-            findings.add(file, problem, hint, same, code="check.override")
-        else:
-            problem = f"is not in {kind.index_name}; it has {count_of(tensors, 'tensor')}: {some(tensors)}"
-            hint = "move it out of the folder, or download the index that belongs to it"
-            findings.add(file, problem, hint, tensors, code="check.stray-shard")
+def _embedding_rows(tensors: Mapping[str, TensorAt]) -> tuple[str, int] | None:
+    found: Sequence[TensorAt] = [tensor for name, tensor in tensors.items() if _EMBEDDING.fullmatch(name)]
+    shapes = [(tensor.name, tensor.shape[0]) for tensor in found if len(tensor.shape) == 2]
+    return shapes[0] if len(shapes) == 1 else None

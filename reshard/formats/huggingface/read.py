@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from manifests.errors import InputError, ModelError, Parameter, SourceError
 from manifests.index import INDEX_NAME
 from manifests.invariants import MANIFEST_NAME, SOURCE_FILES, SOURCE_NAME
-from manifests.models import ModelShape, is_sized_by_files, model_shape
+from manifests.models import is_sized_by_files, model_shape
 from manifests.models.config import CONFIG_NAME
 from manifests.paths import problem_with_path
 from manifests.readers import ADAPTER_NAMES, OTHER_WEIGHTS, is_weights
-from manifests.schema import ModelDescription, Source
+from manifests.schema import Source
 from reshard.copy.journal import is_working_name
 from reshard.formats.huggingface.guess import guess_description
 from reshard.formats.huggingface.torch_files import (
@@ -26,6 +26,7 @@ from reshard.formats.huggingface.torch_files import (
 )
 from reshard.formats.huggingface.weight_map import read_shard_index, refuse_ranks_of_vllm, refuse_slices
 from reshard.formats.source_files import describes_files
+from reshard.formats.table import ListedTensor, Listing, OpenOptions
 from reshard.formatting import some
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
 from reshard.tensors.coverage import check_coverage, drop_tensors, shared_shape, stored_in, under_fqns, without_absent
@@ -56,22 +57,17 @@ class _Shards:
         return TORCH_INDEX_NAME if self.are_torch else INDEX_NAME
 
 
-def open_folder(
-    folder: Folder,
-    drop: frozenset[str] = frozenset(),
-    description: ModelDescription | None = None,
-    like: ModelShape | None = None,
-) -> Checkpoint:
+def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     """Read the headers of a Hugging Face folder and check that they cover the model exactly.
 
-    A model of the shape `like` shares it, with the names of its tensors.
+    A model of the shape `options.like` shares it, with the names of its tensors.
 
     Raises:
         SourceError: no config, shards and index that disagree, or tensors missing, unknown or of the wrong shape.
         ModelError: an invalid config, an unsupported architecture, or a description of another model.
         ShardError: an invalid header.
     """
-    files = folder.names()
+    files, description = folder.names(), options.description
     refuse_ranks_of_vllm(folder)
     if CONFIG_NAME not in files:
         hint = "SOURCE must be a Hugging Face model folder"
@@ -84,14 +80,14 @@ def open_folder(
         needs_files = is_sized_by_files(config, str(config_file), description)
     except ModelError as error:
         raise error if description else _with_guess(error, config, folder, files) from None
-    shape = None if needs_files else shared_shape(model_shape(config, str(config_file)), like)
+    shape = None if needs_files else shared_shape(model_shape(config, str(config_file)), options.like)
     names = {fqn: fqn for fqn in shape.tensors} if shape else {}
     shards = _find_shards(folder, files, names)
     tensors: MutableMapping[str, TensorAt]
     tensors, recorded = _read_shards(folder, shards, names, folder.heads)
     index = index_of(recorded) if shards.are_torch and shards.weight_map is not None else shards.index
     del names
-    dropped = drop_tensors(tensors, drop, shape)
+    dropped = drop_tensors(tensors, options.drop, shape)
     if shape is None:
         shape = model_shape(config, str(config_file), stored_in(tensors, str(folder)), description)
     else:
@@ -117,6 +113,21 @@ def open_folder(
         ),
         description=description,
     )
+
+
+def list_tensors(folder: Folder) -> Listing | None:
+    """Return the tensors of `pytorch_model*.bin` files; None for a folder without any."""
+    shards = sorted(filter(is_torch_shard, folder.names()))
+    if not shards:
+        return None
+    from reshard.archives.tensors import read_archive  # with the reader of pickles
+
+    tensors = tuple(
+        ListedTensor(name=tensor.name, part="model", dtype=tensor.dtype, shape=tensor.shape)
+        for name in shards
+        for tensor in read_archive(folder.file(name))
+    )
+    return Listing(format="bin", title="torch.save files", num_files=len(shards), tensors=tensors)
 
 
 def _with_guess(error: ModelError, config: Mapping[str, object], folder: Folder, files: tuple[str, ...]) -> ModelError:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from manifests.errors import ManifestError
 from manifests.index import INDEX_NAME
 from manifests.models.config import CONFIG_NAME
 from manifests.safetensors import LENGTH_NBYTES, encode_header
-from reshard.copy.engine import WriteOptions
-from reshard.formats.publish_export import ExportPlan, check_export_to, publish_export
+from reshard.formats.publish_export import ExportPlan, publish_export
 from reshard.formats.source_files import with_source_files
+from reshard.formats.table import ExportOptions, ExportResult
 from reshard.plans.pack_plan import GivenHeader, OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import MadeFile, MemoryFile
@@ -24,19 +24,6 @@ from stores.bundles import TensorAt
 from stores.manifest_file import Address
 
 _HF_ALIGNMENT = 8  # of headers, as the safetensors library pads them
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExportResult:
-    """The result of an export.
-
-    `identical`: headers, order and index are byte for byte those of the source. Units: bytes.
-    """
-
-    num_files: int
-    nbytes: int
-    identical: bool
-    casts: Mapping[tuple[str, str], int]  # tensors, by their dtypes before and after
 
 
 def plan_export(checkpoint: Checkpoint) -> tuple[OutputShard, ...]:
@@ -54,23 +41,15 @@ def plan_export(checkpoint: Checkpoint) -> tuple[OutputShard, ...]:
     return tuple(planned)
 
 
-def export_huggingface(
-    checkpoint: Checkpoint,
-    out: Address,
-    *,
-    force: bool,
-    dtype: ExportDtype = "source",
-    options: WriteOptions | None = None,
-) -> ExportResult:
+def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> ExportResult:
     """Write a Hugging Face folder, with shards, index and auxiliary files as in the source.
 
     Raises:
-        OutputError: `out` exists, cannot be written, or is where the model came from.
+        OutputError: `out` exists or cannot be written.
         ShardError: a bundle's bytes do not match their digests.
-        UserError: see `cast_checkpoint` and `check_export_to`.
+        UserError: see `cast_checkpoint`.
     """
-    check_export_to(out, checkpoint, force=force)
-    checkpoint = with_config_for(cast_checkpoint(checkpoint, dtype), dtype)
+    checkpoint = with_config_for(cast_checkpoint(checkpoint, options.dtype), options.dtype)
     shards = plan_export(checkpoint)
     (config,) = (item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
     index = _index_of(checkpoint, shards)
@@ -83,13 +62,7 @@ def export_huggingface(
         last=CONFIG_NAME,  # a folder without it is not a model
         last_bytes=lambda: read_whole(config.file, config.digest),
     )
-    num_files = publish_export(out, plan, options or WriteOptions(), force=force)
-    return ExportResult(
-        num_files=num_files,
-        nbytes=sum(shard.nbytes for shard in shards),
-        identical=identical,
-        casts=casts_in(checkpoint),
-    )
+    return publish_export(out, plan, options, casts_in(checkpoint), identical=identical)
 
 
 def _shard(recorded: RecordedShard, checkpoint: Checkpoint) -> OutputShard:

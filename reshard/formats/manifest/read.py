@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from manifests.errors import ManifestError, ShardError
+from manifests.errors import InputError, ManifestError, Parameter, ShardError
 from manifests.headertext import NO_NAMES
 from manifests.index import INDEX_NAME
 from manifests.invariants import SOURCE_NAME, check_model
@@ -14,6 +14,7 @@ from manifests.models.config import CONFIG_NAME
 from manifests.schema import MODEL_CARD_NAME, MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Stage
 from reshard.copy.engine import hash_tensors
 from reshard.formats.huggingface.model_card import has_section, without_section
+from reshard.formats.table import OpenOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
 from reshard.tensors.coverage import check_coverage, shared_shape, trained_part, without_absent
 from reshard.tensors.lazy import MemoryFile
@@ -22,7 +23,8 @@ from reshard.tensors.source_index import SourceRecord, read_record
 from reshard.tensors.tensor_map import TensorMap
 from stores.base import Folder, read_config, read_whole
 from stores.bundles import Bundles, TensorAt, join_slices
-from stores.manifest_file import ReadManifest
+from stores.local import LocalFolder
+from stores.manifest_file import ReadManifest, open_manifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +39,25 @@ class Described:
     def names(self) -> dict[str, str]:
         """The names of the model's tensors, for headers to share: a million take 100 MB."""
         return {fqn: fqn for fqn in self.shape.tensors}
+
+
+def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
+    """Open the manifest of a folder; see `open_packed`.
+
+    Raises:
+        InputError: `options` drop tensors.
+    """
+    if options.drop:
+        raise InputError(
+            Parameter("drop"),
+            "not supported for a manifest",
+            "drop tensors when packing the original checkpoint",
+            code="options.drop-from-manifest",
+        )
+    read = open_manifest(folder)
+    if isinstance(read.folder, LocalFolder):
+        read.folder.check_name()
+    return open_packed(read, options.like)
 
 
 def open_packed(read: ReadManifest, like: ModelShape | None = None) -> Checkpoint:

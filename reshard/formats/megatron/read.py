@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from manifests.errors import Parameter, SourceError, UsageError
 from manifests.jsontext import parse_json_object
 from manifests.models import model_shape
 from manifests.models.config import CONFIG_NAME
-from manifests.schema import MOMENTS, Holds, ModelDescription, Source
+from manifests.schema import MOMENTS, Holds, Source
 from reshard.archives.dcp import DcpMetadata, DcpTensor, read_chunks, read_metadata
 from reshard.archives.names import DATA_SUFFIX, MARK_NAME, METADATA_NAME
+from reshard.formats.dcp.read import list_tensors as list_dcp_tensors
+from reshard.formats.dcp.read import read_stored as read_stored  # the folder is one of DCP, too
 from reshard.formats.huggingface.read import auxiliary_files
 from reshard.formats.huggingface.torch_files import index_of, recorded_anew
 from reshard.formats.megatron.arguments import COMMON_NAME, arguments_in, check_arguments, config_of, read_common
 from reshard.formats.megatron.names import EMBEDDING
 from reshard.formats.megatron.tensors import has_megatron_names, is_megatron_weight, under_names_of_huggingface
 from reshard.formats.megatron.training import MASTERS, OPTIMIZER, find_optimizer, training_state
+from reshard.formats.table import Listing, OpenOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
 from reshard.tensors.coverage import check_coverage, drop_tensors, trained_part, without_absent
 from reshard.tensors.lazy import MemoryFile
@@ -35,9 +39,7 @@ _MARK = {
 _EXTRA_STATE = re.compile(r"_extra_state(/|$)")  # of Transformer Engine: no weight
 
 
-def open_megatron(
-    folder: Folder, drop: frozenset[str] = frozenset(), description: ModelDescription | None = None
-) -> Checkpoint:
+def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     """Read a checkpoint's metadata and check that its weights cover the model exactly, as its arguments describe it.
 
     The arguments must agree with config.json; without one, it is made from them. Weights are packed whole, under
@@ -50,7 +52,8 @@ def open_megatron(
         ShardError: the chunks of a tensor are not all of it.
         UsageError: the model is described.
     """
-    if description is not None:
+    drop = options.drop
+    if options.description is not None:
         problem = "is for Hugging Face folders; Megatron's arguments describe the model"
         raise UsageError(Parameter("model"), problem, "leave it out", code="options.model-of-manifest")
     saved = read_metadata(folder)
@@ -96,13 +99,18 @@ def open_megatron(
     )
 
 
-def read_megatron_weights(folder: Folder) -> dict[str, TensorAt]:
+def read_weights(folder: Folder) -> dict[str, TensorAt]:
     """Return a checkpoint's weights, whole, and under Hugging Face's names.
 
     Raises:
-        SourceError, ModelError, ShardError: as `open_megatron`, but for weights that are not all of a model.
+        SourceError, ModelError, ShardError: as `open_checkpoint`, but for weights that are not all of a model.
     """
     return _read_weights(folder, read_metadata(folder), read_common(folder))[2]
+
+
+def list_tensors(folder: Folder) -> Listing:
+    """Return the tensors in a checkpoint's metadata."""
+    return replace(list_dcp_tensors(folder), format="megatron", title="Megatron-Core's torch_dist")
 
 
 def _read_weights(

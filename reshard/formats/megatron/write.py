@@ -17,53 +17,40 @@ from manifests.schema import MOMENTS, OptimizerState, TrainingState
 from reshard.archives.names import MARK_NAME, METADATA_NAME
 from reshard.archives.pickling import Instance, Name
 from reshard.archives.saved import saved_value, torch_dtype
-from reshard.copy.engine import WriteOptions
 from reshard.formats.exported_optimizer import adamw_options, refuse_state
-from reshard.formats.huggingface.write import ExportResult
 from reshard.formats.megatron.arguments import COMMON_NAME, arguments_of
 from reshard.formats.megatron.model import MegatronModel
 from reshard.formats.megatron.tracker import RELEASE, TRACKER_NAME
 from reshard.formats.megatron.training import MASTERS, OPTIMIZER, RESHARDABLE
 from reshard.formats.owned_tensors import owned_tensors
-from reshard.formats.publish_export import ExportPlan, check_export_to, publish_export
+from reshard.formats.publish_export import ExportPlan, cast_for_export, publish_export
 from reshard.formats.saved_state import SavedState
 from reshard.formats.source_files import with_source_files
+from reshard.formats.table import ExportOptions, ExportResult
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import MadeFile
-from reshard.transforms.cast import ExportDtype, cast_checkpoint, cast_tensor, casts_in
+from reshard.transforms.cast import cast_tensor
 from stores.base import read_config
 from stores.manifest_file import Address
 
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def export_megatron(
-    checkpoint: Checkpoint,
-    out: Address,
-    *,
-    force: bool,
-    weights_only: bool = False,
-    dtype: ExportDtype = "source",
-    options: WriteOptions | None = None,
-) -> ExportResult:
+def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> ExportResult:
     """Write what Megatron-LM loads at any parallel degrees: the model's arguments and weights, as a release.
 
     With optimizer state they are an iteration, and the state that of its distributed optimizer. The vocabulary is not
     padded: its loader does that. Weights are as the manifest has them unless `dtype` says otherwise.
 
     Raises:
-        OutputError: `out` exists, cannot be written, or is where the model came from.
+        OutputError: `out` exists or cannot be written.
         ShardError: a bundle's bytes do not match their digests.
         ModelError: Megatron-Core has no such model, or no such tensor.
         CheckpointError: the optimizer state is not what Megatron-Core has of AdamW.
-        UserError: see `cast_checkpoint` and `check_export_to`.
+        UserError: see `cast_checkpoint`.
     """
-    check_export_to(out, checkpoint, force=force)
-    if weights_only:
-        checkpoint = replace(checkpoint, trained=None)
     masters = owned_tensors(checkpoint, checkpoint.tensors)
-    if dtype != "source":
-        checkpoint = cast_checkpoint(checkpoint, dtype)
+    checkpoint, casts = cast_for_export(checkpoint, options.dtype)
     moments = {kind: owned_tensors(checkpoint, tensors) for kind, tensors in checkpoint.moments.items()}
     checkpoint = replace(checkpoint, tensors=owned_tensors(checkpoint, checkpoint.tensors), moments=moments)
     config_file = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
@@ -104,12 +91,7 @@ def export_megatron(
         last=TRACKER_NAME,  # without it Megatron-LM sees no checkpoint
         last_bytes=(str(step) if state else RELEASE).encode,
     )
-    return ExportResult(
-        num_files=publish_export(out, plan, options or WriteOptions(), force=force),
-        nbytes=sum(shard.nbytes for shard in plan.shards),
-        identical=False,
-        casts=casts_in(checkpoint) if dtype != "source" else {},
-    )
+    return publish_export(out, plan, options, casts)
 
 
 def _training_arguments(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, object]:

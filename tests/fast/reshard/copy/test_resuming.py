@@ -13,9 +13,10 @@ from manifests.errors import InputError, UnreachableError
 from reshard.copy.engine import WriteOptions
 from reshard.copy.resumable import open_target
 from reshard.estimate.assumptions import Assumptions
-from reshard.formats.huggingface.write import export_huggingface
+from reshard.formats.huggingface.write import export
 from reshard.formats.manifest.read import open_packed
 from reshard.formats.open import open_source
+from reshard.formats.table import ExportOptions
 from reshard.packing.resolve import LayoutRequest, lay_out
 from stores.hub import store as hub
 from stores.manifest_file import open_manifest
@@ -90,7 +91,7 @@ def test_export_is_resumed_too(tmp_path: Path) -> None:
             raise UnreachableError("server", "is away", code="store.unreachable")
 
     with pytest.raises(UnreachableError) as refused:
-        export_huggingface(checkpoint, out, force=False, options=WriteOptions(progress=fail))
+        export(checkpoint, out, ExportOptions(to="hf", write=WriteOptions(progress=fail)))
     partial = tmp_path / ".out.partial"
     assert str(partial) in refused.value.hint
     inode = partial.stat().st_ino

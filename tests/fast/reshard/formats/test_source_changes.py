@@ -11,9 +11,10 @@ import pytest
 from manifests.errors import InputError
 from reshard.copy.engine import WriteOptions
 from reshard.estimate.assumptions import Assumptions
-from reshard.formats.huggingface.write import export_huggingface
+from reshard.formats.huggingface.write import export
 from reshard.formats.manifest.read import open_packed
 from reshard.formats.open import open_source
+from reshard.formats.table import ExportOptions
 from reshard.packing.pack import PackOptions, pack
 from reshard.packing.parts import pack_part
 from reshard.packing.resolve import LayoutRequest, lay_out
@@ -128,10 +129,11 @@ def test_export_and_reshard_of_bundles_that_change_are_refused(
     changed = original if is_virtual else tmp_path / "packed/model-00002-of-00002.safetensors"
     out, before = tmp_path / "out", changed.read_bytes()
     for convert in (False, True):
-        checkpoint, options = open_packed(open_manifest(tmp_path / "packed")), after_a_block(lambda: change(changed))
+        checkpoint = open_packed(open_manifest(tmp_path / "packed"))
+        exported = ExportOptions(to="hf", write=after_a_block(lambda: change(changed)))
         if convert:  # which reads tensors as files that are made of others
             checkpoint = cast_checkpoint(checkpoint, "fp32")
-        assert_refused(lambda: export_huggingface(checkpoint, out, force=False, options=options), changed, out)  # noqa: B023
+        assert_refused(lambda: export(checkpoint, out, exported), changed, out)  # noqa: B023
         restore(changed, before, tmp_path / "packed", source)
     checkpoint, options = open_packed(open_manifest(tmp_path / "packed")), after_a_block(lambda: change(changed))
     assert_refused(lambda: pack(checkpoint, laid_out(checkpoint), PackOptions(out=out, write=options)), changed, out)

@@ -15,7 +15,8 @@ import pytest
 from manifests.invariants import check_manifest, check_model
 from manifests.models import model_shape
 from manifests.schema import TieGroup, TieMember
-from reshard.formats.huggingface.read import open_folder
+from reshard.formats.huggingface.read import open_checkpoint
+from reshard.formats.table import OpenOptions
 from stores.local import LocalFolder
 from stores.manifest_file import open_manifest
 from tests.builders import llama_config, pack, reshard, write_model
@@ -80,7 +81,7 @@ def packed(source: Path) -> Path:
 
 def test_shards_are_looked_up_a_few_times_each(source: Path) -> None:
     Name.looked_at = 0
-    num_shards = len(open_folder(CountedFolder(source)).record.shards)
+    num_shards = len(open_checkpoint(CountedFolder(source), OpenOptions()).record.shards)
     assert num_shards == 8 * NUM_LAYERS
     assert Name.looked_at < 30 * num_shards
 

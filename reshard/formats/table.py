@@ -1,0 +1,258 @@
+"""The formats of checkpoints, of which each verb asks the same: a new one is a folder and a row.
+
+Rows name the modules that have a format's code, which are imported when they are used: most read pickles, and a pack of
+safetensors does without. A format's modules have these functions:
+
+    read    open_checkpoint(folder, options) -> Checkpoint
+            list_tensors(folder) -> Listing | None          for `reshard inspect`, which has no other formats
+    check   check(folder, findings, options) -> Contents    of a format without: whether it opens
+    write   export(checkpoint, out, options) -> ExportResult
+
+For `reshard check --against`, either of the first two may have `read_weights(folder)`, the tensors by Hugging Face's
+names, of a checkpoint that may be less than a model, and `read_stored(folder)`, all tensors by the names in its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
+
+from manifests.invariants import MANIFEST_NAME
+from reshard.archives.names import is_dcp, is_deepspeed, is_megatron
+
+if TYPE_CHECKING:
+    from manifests.models import ModelShape
+    from manifests.schema import ModelDescription
+    from reshard.copy.engine import WriteOptions
+    from reshard.tensors.checkpoint import Checkpoint
+    from reshard.tensors.finding import Contents, Findings
+    from reshard.transforms.cast import ExportDtype
+    from stores.base import Folder
+    from stores.bundles import TensorAt
+    from stores.manifest_file import Address
+
+TIED_KEY = "embed"  # of the TiedLayerSpec of a PipelineModule, as Megatron-DeepSpeed and GPT-NeoX call it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenOptions:
+    """What is left out (`drop`), the model if no table knows it, and the shape of another checkpoint to share."""
+
+    drop: frozenset[str] = frozenset()
+    description: ModelDescription | None = None
+    like: ModelShape | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckOptions:
+    """Whether the caller needs the tensors, the model if no table knows it, and what counts bytes that are read."""
+
+    reads_tensors: bool = False
+    description: ModelDescription | None = None
+    progress: Callable[[int], object] = lambda nbytes: None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """What `reshard export` writes: `to` is the target, `names` are those of its tensors. See `reshard.export`."""
+
+    to: str
+    names: str = "hf"
+    tied_key: str = TIED_KEY
+    dtype: ExportDtype = "source"
+    force: bool = False
+    write: WriteOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportResult:
+    """The result of an export.
+
+    `identical`: headers, order and index are byte for byte those of the source. Units: bytes.
+    """
+
+    num_files: int
+    nbytes: int
+    identical: bool
+    casts: Mapping[tuple[str, str], int]  # tensors, by their dtypes before and after
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedTensor:
+    """A tensor as its checkpoint stores it; `part` is its part of the state dict: `model`, `optimizer`."""
+
+    name: str
+    part: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_chunks: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listing:
+    """A checkpoint's tensors, and the parts of its state dict that have other values."""
+
+    format: str
+    title: str
+    num_files: int
+    tensors: tuple[ListedTensor, ...]
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportTarget:
+    """A choice of `reshard export --to`.
+
+    `names` are those that its tensors can have besides Hugging Face's. `reader` is who reads the output, `{out}`, and
+    `notes` what that takes, by the names of the tensors.
+    """
+
+    to: str
+    names: tuple[str, ...] = ()
+    has_state: bool = False  # optimizer state, if there is any
+    is_float32: bool = False  # has float32 weights only
+    reader: str = ""
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """A format of checkpoints: how a folder of it is recognized by the names of its files, and its modules."""
+
+    name: str
+    is_in: Callable[[Collection[str]], bool]
+    read: str
+    check: str | None = None
+    write: str | None = None
+    targets: tuple[ExportTarget, ...] = ()
+
+    def open_checkpoint(self, folder: Folder, options: OpenOptions | None = None) -> Checkpoint:
+        """Open a folder of this format; raises UserError for one that is damaged or not a model's."""
+        return cast("Checkpoint", self._function(self.read, "open_checkpoint")(folder, options or OpenOptions()))
+
+    def check_folder(self, folder: Folder, findings: Findings, options: CheckOptions) -> Contents:
+        """Report what is wrong with a folder, and return what it has; raises UserError if it cannot be read at all."""
+        if self.check is not None:
+            return cast("Contents", self._function(self.check, "check")(folder, findings, options))
+        return _contents_of(self.open_checkpoint(folder, OpenOptions(description=options.description)))
+
+    def list_tensors(self, folder: Folder) -> Listing | None:
+        """Return the tensors of a folder as they are stored; None if `reshard inspect` does not list this format."""
+        lists = self._optional("list_tensors")
+        return None if lists is None else cast("Listing | None", lists(folder))
+
+    def read_weights(self, folder: Folder) -> Mapping[str, TensorAt]:
+        """Return the weights of a folder under Hugging Face's names, which may be less than a model."""
+        reads = self._optional("read_weights")
+        return self.open_checkpoint(folder).tensors if reads is None else cast("Mapping[str, TensorAt]", reads(folder))
+
+    @property
+    def read_stored(self) -> Callable[[Folder], Mapping[str, TensorAt]] | None:
+        """What returns all tensors of a folder under the names that are stored, if formats have others."""
+        return self._optional("read_stored")
+
+    def export(self, checkpoint: Checkpoint, out: Address, options: ExportOptions) -> ExportResult:
+        """Write a checkpoint in this format, to one of its `targets`."""
+        assert self.write is not None, "formats with targets write"
+        return cast("ExportResult", self._function(self.write, "export")(checkpoint, out, options))
+
+    def _function(self, module: str, name: str) -> Callable[..., Any]:
+        return cast("Callable[..., Any]", getattr(import_module(module), name))
+
+    def _optional(self, name: str) -> Callable[..., Any] | None:
+        modules = (import_module(module) for module in (self.read, self.check) if module is not None)
+        return next((getattr(module, name) for module in modules if hasattr(module, name)), None)
+
+
+def _contents_of(checkpoint: Checkpoint) -> Contents:
+    from reshard.tensors.finding import Contents
+
+    assert checkpoint.originals is not None, "every source has them"
+    tensors = [tensor for kind in (checkpoint.tensors, *checkpoint.moments.values()) for tensor in kind.values()]
+    return Contents(
+        num_tensors=len(tensors),
+        num_files=len(checkpoint.originals.files),
+        nbytes=sum(tensor.nbytes for tensor in tensors),
+        tensors=checkpoint.tensors,
+    )
+
+
+_LOAD_UNIVERSAL = 'next: engine.load_checkpoint(DIR), with "checkpoint": {"load_universal": true}'
+HUGGINGFACE = Format(
+    name="huggingface",
+    is_in=lambda names: False,  # it is what a folder is that is nothing else
+    read="reshard.formats.huggingface.read",
+    check="reshard.formats.huggingface.check",
+    write="reshard.formats.huggingface.write",
+    targets=(ExportTarget(to="hf"),),
+)
+MANIFEST = Format(
+    name="manifest",
+    is_in=lambda names: MANIFEST_NAME in names,
+    read="reshard.formats.manifest.read",
+    check="reshard.checks.verify",  # which also verifies what `reshard verify` is asked for
+)
+FORMATS: tuple[Format, ...] = (
+    HUGGINGFACE,
+    MANIFEST,
+    Format(
+        name="dcp",
+        is_in=lambda names: is_dcp(names) and not is_megatron(names),
+        read="reshard.formats.dcp.read",
+        check="reshard.formats.dcp.check",
+        write="reshard.formats.dcp.write",
+        targets=(
+            ExportTarget(
+                to="dcp",
+                names=("torchtitan",),
+                has_state=True,
+                reader="torch.distributed.checkpoint: {out}",
+                notes={
+                    "torchtitan": "torchtitan's data loader starts from scratch: "
+                    "--checkpoint.exclude_from_loading dataloader"
+                },
+            ),
+        ),
+    ),
+    Format(
+        name="deepspeed",
+        is_in=is_deepspeed,
+        read="reshard.formats.deepspeed.read",
+        write="reshard.formats.deepspeed.write",
+        targets=(
+            ExportTarget(
+                to="deepspeed",
+                reader="DeepSpeed: {out}",
+                notes={"hf": "next: engine.load_checkpoint(DIR), load_module_only=True"},
+            ),
+            ExportTarget(
+                to="universal",
+                names=("pipeline",),
+                has_state=True,
+                is_float32=True,
+                reader="DeepSpeed: {out}",
+                notes={"hf": _LOAD_UNIVERSAL, "pipeline": _LOAD_UNIVERSAL},
+            ),
+        ),
+    ),
+    Format(
+        name="megatron",
+        is_in=is_megatron,
+        read="reshard.formats.megatron.read",
+        check="reshard.formats.dcp.check",
+        write="reshard.formats.megatron.write",
+        targets=(ExportTarget(to="megatron", has_state=True, reader="Megatron-LM: --load {out}"),),
+    ),
+)
+
+
+def export_targets() -> dict[str, tuple[Format, ExportTarget]]:
+    """Return what `reshard export --to` can be."""
+    return {target.to: (kind, target) for kind in FORMATS for target in kind.targets}
+
+
+def names_of_targets() -> tuple[str, ...]:
+    """Return what `reshard export --for` can be."""
+    return tuple(dict.fromkeys(("hf", *(name for kind in FORMATS for target in kind.targets for name in target.names))))
