@@ -20,7 +20,7 @@ LONGEST = (
     "test_parity.py", "test_resume.py", "test_faults.py", "test_parallel.py", "test_memory_measured.py",
     "test_catalogue_trained.py", "test_launch.py", "test_saving_faults.py", "test_reading.py", "test_flipped_bits.py",
     "test_families.py", "test_compute.py", "test_local_job.py", "test_life.py", "test_lock_files.py",
-    "test_object_pack.py", "test_training.py", "test_data_resumed.py", "test_pack_resumed.py",
+    "test_object_pack.py", "test_training.py", "test_data_resumed.py",
 )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ usage: event_worker.py [buckets | saves]; with `saves`, each job is a save of a 
 
 Reads a job from each line of standard input: `args`, the file `said` for its output, what happens (`act`) `at` which
 change, or what the server at an `endpoint` does at which request (`strike`). Answers with the exit code (a signal's is
-negative) and the number of changes that were made.
+negative) and the number of changes that were made. What happens `later` comes so many quarters of a millisecond after
+the command has begun, and a `faulty` disk is one of `tests.process.faulty_disk`, of the seed `at`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import stores.folders.publish
 from reshard import cli
 from reshard.formats import open as sources  # noqa: F401
 from reshard.formats.huggingface import write as export  # noqa: F401 - once, not in each fork
+from tests.process import faulty_disk
 
 KIND = sys.argv[1] if sys.argv[1:] else ""
 if KIND == "saves":
@@ -77,11 +79,16 @@ def run(job: dict[str, Any]) -> None:
     for stream in (1, 2):
         os.dup2(said, stream)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    disk, code = Disk(job["act"], job["at"]), 0
+    act, at, code = job["act"], job["at"], 0
+    disk = Disk(act, -1 if act in ("later", "faulty") else at)
     os.pwrite = noting(f"{job['said']}.written")
     for name in CHANGES:
         setattr(os, name, disk.counted(getattr(os, name)))
     stores.folders.publish.exchange = disk.counted(stores.folders.publish.exchange)
+    if act == "faulty":
+        faulty_disk.install(at)
+    elif act == "later":
+        threading.Timer(at / 4000, os.kill, (os.getpid(), signal.SIGKILL)).start()
     if job.get("strike"):
         strike(job["endpoint"], Strike(pid=os.getpid(), **job["strike"]))
     sys.argv = ["reshard", *job["args"]]

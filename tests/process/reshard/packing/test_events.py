@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.builders import files_in, leftovers, llama_config, reshard, write_model
+from tests.builders import files_in, flip, leftovers, llama_config, pack, refusal, reshard, write_model
+from tests.fast.sliced import CUTS, cut_up
+from tests.fast.trained import write_trained
 from tests.process.events import NUM_LOCAL_EVENTS, Worker, acts_of, chunks_of, emptied, is_planted, start_worker
 from tests.sentinels import Sentinels, plant_in
 
@@ -21,9 +23,9 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
 
 OPERATIONS = (
     "pack", "forced pack", "bin", "forced bin", "reshard", "forced reshard", "export", "forced export", "parts",
-    "forced parts",
+    "forced parts", "trained", "merged", "trained export", "cast export",
 )  # fmt: skip
-NUM_EVENTS = 10  # of `make test`; the others come in slow chunks
+NUM_EVENTS = 14  # of `make test`; the others come in slow chunks
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,15 @@ class Place:
     def commands(self, operation: str, out: Path) -> list[tuple[object, ...]]:
         force = ("--force",) if operation.startswith("forced") else ()
         source, packed = self.folder / "source", self.folder / "packed"
+        trained, sliced = self.folder / "training/trained", self.folder / "training/sliced"
+        if operation == "trained":
+            return [("pack", trained, "--layout", "pp=4", "--out", out, "--quiet")]
+        if operation == "merged":
+            return [("pack", sliced, "--layout", "pp=1", "--merge-slices", "--out", out, "--quiet")]
+        if operation == "trained export":
+            return [("export", trained, "--to", "hf", "--out", out, "--quiet")]
+        if operation == "cast export":
+            return [("export", sliced, "--to", "hf", "--dtype", "bf16", "--out", out, "--quiet")]
         pack = ("pack", source, "--layout", "pp=2", "--out", out, "--quiet", *force)
         if operation.endswith("bin"):
             return [("pack", self.folder / "torch", "--layout", "pp=2", "--out", out, "--quiet", *force)]
@@ -53,7 +64,11 @@ class Place:
         return [pack]
 
     def expected(self, operation: str) -> dict[str, bytes]:
-        return files_in(self.folder / operation.split()[-1])
+        return files_in(self.made(operation))
+
+    def made(self, operation: str) -> Path:
+        """Return what an operation makes, undisturbed."""
+        return self.folder / operation.removeprefix("forced ").replace(" ", "-")
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +79,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     write_torch_model(place.folder / "torch", config)
     made = reshard("pack", place.folder / "source", "--layout", "pp=4", "--out", place.folder / "packed")
     assert made.code == 0, made.err
-    for operation in OPERATIONS[::2]:
-        for command in place.commands(operation, place.folder / operation):
+    shutil.copytree(
+        write_trained(place.folder / "training", "pp=2", tie_word_embeddings=True), place.folder / "training/sliced"
+    )
+    cut_up(place.folder / "training/sliced", CUTS["both"])
+    for operation in (name for name in OPERATIONS if not name.startswith("forced")):
+        for command in place.commands(operation, place.made(operation)):
             ended = reshard(*map(str, command))
             assert ended.code == 0, ended.err
     return place
@@ -149,7 +168,7 @@ def strike(place: Place, worker: Worker, seed: int, folder: Path) -> int:
     assert ours_in(out) == expected, context
     if "export" not in operation:
         assert worker.run("verify", out)[0] == 0, (context, worker.said.read_text())
-        assert worker.run("diff", place.folder / "packed", out)[0] == 0, (context, worker.said.read_text())
+        assert worker.run("diff", place.made(operation), out)[0] == 0, (context, worker.said.read_text())
     for each in sentinels:
         each.check()
     # Of a disk that broke for good as an export's record was written, or what was replaced was removed, nothing goes.
@@ -191,7 +210,7 @@ def test_a_kill_after_the_last_shard_loses_nothing_until_the_rename(
 def test_struck_command_touches_nothing_of_others_and_ends_well_when_it_is_run_again(
     seeds: range, place: Place, worker: Worker, tmp_path: Path
 ) -> None:
-    failed, num_kept = [], 0
+    failed, num_kept, before = [], 0, files_in(place.folder)
     for seed in seeds:
         with emptied(tmp_path / str(seed)) as folder:
             try:
@@ -199,4 +218,31 @@ def test_struck_command_touches_nothing_of_others_and_ends_well_when_it_is_run_a
             except AssertionError as error:
                 failed.append(f"{seed}: {error}")
     assert failed == []
-    assert num_kept > 0, "no rerun had anything to resume from"
+    assert files_in(place.folder) == before, "a source has changed"
+    assert num_kept > 0 or len(seeds) < 20, "no rerun had anything to resume from"
+
+
+@pytest.mark.parametrize("what", ["output", "source"])
+def test_what_was_damaged_or_changed_after_a_kill_is_packed_again(
+    what: str, place: Place, worker: Worker, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(place.folder / "source", source)
+    command = ("pack", source, "--layout", "pp=2", "--out", out, "--quiet")
+    runs, at = set[tuple[str, int]](), 0
+    while not runs:
+        assert worker.run(*command, act="SIGKILL", at=at)[0] == -9, worker.said.read_text()
+        runs, at = journaled(tmp_path), at + 6
+    if what == "output":
+        path, position = min(runs)
+        flip(Path(path), position + 1)
+    else:
+        flip(max(source.glob("*.safetensors")), -1)
+    assert worker.run(*command)[0] == 0, worker.said.read_text()
+    assert files_in(out) == files_in(pack(source, tmp_path / "again"))
+
+
+@pytest.mark.parametrize("operation", ["pack", "merged", "export", "cast export"])
+def test_place_that_takes_no_files_is_named(operation: str, place: Place) -> None:
+    (command,) = place.commands(operation, Path("/proc/out"))
+    assert refusal(*map(str, command)).found == (3, "output.unwritable", "/proc/out")
