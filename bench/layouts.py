@@ -9,14 +9,13 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from manifests.models import model_shape
 from manifests.placement import Placement
 from reshard.estimate.costs import costs_of
 from reshard.layouts import layout_for
-from reshard.layouts.deepspeed import balanced_bounds
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "data" / "configs"
 SEQ_LEN = 4096
@@ -53,6 +52,44 @@ class Row:
     deepspeed: Imbalance
     torchtitan: Imbalance
     reshard: Imbalance
+
+
+def uniform_bounds(num_items: int, num_stages: int) -> tuple[int, ...]:
+    """Return the bounds of `uniform`: equal counts, the remainder on the earliest stages."""
+    base, extra = divmod(num_items, num_stages)
+    return tuple(accumulate((base + (stage < extra) for stage in range(num_stages)), initial=0))
+
+
+def balanced_bounds(weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Return the bounds of DeepSpeed's `parameters`, which minimize max - min.
+
+    For each prefix and number of stages its recurrence keeps only the split with the least difference (the
+    last one, of equals), so it misses even its own optimum.
+    Source: microsoft/DeepSpeed edaa7221, `runtime/utils.py`, `partition_balanced`.
+    """
+    num_items = len(weights)
+    if num_items <= num_stages:
+        return uniform_bounds(num_items, num_stages)
+    sums = list(accumulate(weights, initial=0))
+    # By number of items, for the stages so far: most, least, start of the last stage.
+    best: list[tuple[float, float, int] | None] = [(0, float("inf"), 0)] + [None] * num_items
+    starts: list[list[int]] = []
+    for stage in range(1, num_stages + 1):
+        row: list[tuple[float, float, int] | None] = [None] * (num_items + 1)
+        for stop in range(stage, num_items + 1):
+            for start in range(stage - 1, stop):
+                if (before := best[start]) is None:
+                    continue
+                most, least = max(before[0], sums[stop] - sums[start]), min(before[1], sums[stop] - sums[start])
+                found = row[stop]
+                if found is None or most - least <= found[0] - found[1]:
+                    row[stop] = (most, least, start)
+        best = row
+        starts.append([found[2] if found else 0 for found in row])
+    bounds = [num_items]
+    for row_starts in reversed(starts):
+        bounds.append(row_starts[bounds[-1]])
+    return tuple(reversed(bounds))
 
 
 def compare(name: str) -> Iterator[Row]:

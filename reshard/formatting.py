@@ -37,10 +37,10 @@ def parse_numbers(text: str) -> frozenset[int] | None:
     """Parse `0-2, 5`: rising ranges, in any order. None if the text is anything else."""
     numbers: set[int] = set()
     for piece in text.split(","):
-        found = re.fullmatch(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6})\s*)?", piece)
-        if found is None or int(found[1]) > int(found[2] or found[1]):
+        run = re.fullmatch(r"\s*([0-9]{1,6})\s*(?:-\s*([0-9]{1,6})\s*)?", piece)
+        if run is None or int(run[1]) > int(run[2] or run[1]):
             return None
-        numbers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+        numbers.update(range(int(run[1]), int(run[2] or run[1]) + 1))
     return frozenset(numbers)
 
 
@@ -53,10 +53,9 @@ def number_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def nearest_word(word: str, known: Iterable[str]) -> str:
-    """Return the most similar known word, or nothing if none is similar."""
-    found = difflib.get_close_matches(word[:WIDTH], list(known), n=1)
-    return found[0] if found else ""
+def nearest_word(word: str, candidates: Iterable[str]) -> str:
+    """Return the most similar candidate, or nothing if none is similar."""
+    return next(iter(difflib.get_close_matches(word[:WIDTH], list(candidates), n=1)), "")
 
 
 def list_words(words: Iterable[object], conjunction: str = "or") -> str:
@@ -93,3 +92,8 @@ def find_missing(numbers: Set[int], expected: range) -> tuple[int, tuple[int, ..
     """
     count = len(expected) - sum(number in expected for number in numbers)
     return count, tuple(islice((number for number in expected if number not in numbers), min(count, _MOST_MISSING)))
+
+
+def shorten(text: str) -> str:
+    """Shorten a text to fit into a sentence, on one line."""
+    return in_one_line(text if len(text) <= WIDTH else text[: WIDTH - 1] + "…")

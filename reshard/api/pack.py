@@ -22,7 +22,6 @@ def pack(
     layout: str | None = None,
     *,
     pp: int | None = None,
-    strict_megatron: bool = False,
     drop: Collection[str] = (),
     model: str | Path | None = None,
     conversion: Conversion | None = None,
@@ -42,7 +41,7 @@ def pack(
     tensors of at most `max_shard_nbytes`. It has no index, and its shards are in folders, if bundles are virtual or
     tensors are in slices.
 
-    `source`, `layout`, `pp`, `strict_megatron`, `drop` and `model` are those of `plan`; the manifest records
+    `source`, `layout`, `pp`, `drop` and `model` are those of `plan`; the manifest records
     what `model` says. With a manifest as `source` this reshards it, optimizer state included. `out` is a folder or an
     object-store URL.
     `conversion` casts, dequantizes or merges slices. With `virtual`, bundles refer to the source's bytes instead of
@@ -71,7 +70,7 @@ def pack(
     request = PackRequest(
         source=str(source),
         out=str(out) if is_url(out) else Path(out),
-        asked=LayoutRequest(spec=layout, num_ranks=pp, strict_megatron=strict_megatron),
+        asked=LayoutRequest(spec=layout, num_ranks=pp),
         conversion=conversion or Conversion(),
         drop=drop,
         model=None if model is None else Path(model),

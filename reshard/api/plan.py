@@ -14,7 +14,6 @@ def plan(
     layout: str | None = None,
     *,
     pp: int | None = None,
-    strict_megatron: bool = False,
     drop: Collection[str] = (),
     model: str | Path | None = None,
     assumed: Assumptions | None = None,
@@ -23,9 +22,8 @@ def plan(
 
     `source` is a Hugging Face folder, a manifest, `org/name@revision` on the hub, an object-store URL, or a
     config.json alone. `layout` is a SPEC as in docs/layouts.md (`pp=4`, a Megatron string, a file); without one, a
-    manifest keeps its own. `pp` is the number of pipeline ranks, if `layout` does not say it; `strict_megatron` refuses
-    strings that Megatron refuses. `drop` lists tensors to leave out; `model` is a TOML file that describes a model of
-    an unknown architecture (docs/own-models.md).
+    manifest keeps its own. `pp` is the number of pipeline ranks, if `layout` does not say it. `drop` lists tensors to
+    leave out; `model` is a TOML file that describes a model of an unknown architecture (docs/own-models.md).
 
     Units: sizes in bytes, FLOPs per token; times in seconds if `assumed.measured` has them, otherwise in FLOPs.
     Raises:
@@ -42,5 +40,5 @@ def plan(
         >>> planned.forecast.schedule
         '1F1B'
     """
-    asked = LayoutRequest(spec=layout, num_ranks=pp, strict_megatron=strict_megatron)
+    asked = LayoutRequest(spec=layout, num_ranks=pp)
     return plan_source(str(source), asked, assumed or Assumptions(), drop, None if model is None else Path(model))

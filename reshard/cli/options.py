@@ -85,14 +85,13 @@ sync = click.option(
 )
 layout = click.option(
     "--layout", type=click.Path(), metavar="SPEC", show_default="a manifest's own",
-    help="pp=N[,vpp=K], a Megatron string, balance:COST,pp=N, uniform,pp=N, cut=MODULE, or a .toml or .json file of "
+    help="pp=N[,vpp=K], a Megatron string, balance:COST,pp=N, or a .toml or .json file of "
     "module lists.",
 )  # fmt: skip
 ranks = click.option(
     "--pp", type=WholeNumber(min=1), metavar="P",
     help="Number of pipeline ranks, if SPEC does not say it (a Megatron string).",
 )  # fmt: skip
-strict_megatron = click.option("--strict-megatron", is_flag=True, help="Refuse strings that Megatron refuses.")
 write = click.option(
     "--write", type=click.Path(path_type=Path), metavar="FILE",
     help="Write the layout as a .toml or .json file of module lists, which --layout reads.",
@@ -184,7 +183,7 @@ def layout_flags(command: Command) -> Command:
                 raise click.UsageError("Missing option '--layout'.", click.get_current_context())
         return command(source=source, layout=layout, **others)
 
-    return with_flags(checked, (layout, ranks, strict_megatron))
+    return with_flags(checked, (layout, ranks))
 
 
 def conversion_flags(command: Command) -> Command:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 @options.as_json
 @options.quiet
 def pack(
-    source: str, layout: str | None, pp: int | None, strict_megatron: bool, out: Address, drop: tuple[str, ...],
+    source: str, layout: str | None, pp: int | None, out: Address, drop: tuple[str, ...],
     model: Path | None, virtual: bool, stages: str | None, conversion: Conversion, max_shard_nbytes: int,
     force: bool, io: Io, sync: bool, parallelism: Parallelism,
     division: Division, verify_source: bool, dry_run: bool, as_json: bool, quiet: bool,
@@ -79,7 +79,7 @@ def pack(
     from reshard.packing.resolve import LayoutRequest
     from reshard.report.done import hub_lines, pack_json, pack_text, part_json, part_text
 
-    asked = LayoutRequest(spec=layout, num_ranks=pp, strict_megatron=strict_megatron)
+    asked = LayoutRequest(spec=layout, num_ranks=pp)
     prepared = prepare_pack(
         PackRequest(
             source=source, out=out, asked=asked, conversion=conversion, drop=drop, model=model,

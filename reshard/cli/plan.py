@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @options.quiet
 @collector_paused()  # a step has up to half a million actions, which it would visit whenever it resumes
 def plan(
-    source: str, layout: str | None, pp: int | None, strict_megatron: bool, assumed: Assumptions, drop: tuple[str, ...],
+    source: str, layout: str | None, pp: int | None, assumed: Assumptions, drop: tuple[str, ...],
     model: Path | None, write: Path | None, draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Show a layout before a byte moves: its stages, bytes, FLOPs, memory and pipeline bubble.
@@ -58,7 +58,7 @@ def plan(
     if write:
         check_layout_file(write, force=force)
     planned = run(
-        source, layout, pp=pp, strict_megatron=strict_megatron, drop=drop, model=model, assumed=assumed,
+        source, layout, pp=pp, drop=drop, model=model, assumed=assumed,
     )  # fmt: skip
     options.name_links(planned.links, quiet)
     click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
@@ -91,14 +91,13 @@ def plan(
     help="Number of multi-token prediction layers.",
 )
 @options.ranks
-@options.strict_megatron
 @options.cost
 @options.write
 @options.force
 @options.as_json
 @options.quiet
 def layout(
-    spec: str, layers: int, mtp: int, pp: int | None, strict_megatron: bool,
+    spec: str, layers: int, mtp: int, pp: int | None,
     measured: dict[str, ModuleTime] | None,
     write: Path | None, force: bool, as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
@@ -115,7 +114,7 @@ def layout(
 
     if write:
         check_layout_file(write, force=force)
-    asked = LayoutRequest(spec=spec, num_ranks=pp, strict_megatron=strict_megatron)
+    asked = LayoutRequest(spec=spec, num_ranks=pp)
     found = lay_out_layers(asked, inventory_of_layers(layers, mtp), measured)
     click.echo(json.dumps(layout_json(found)) if as_json else layout_text(found))
     if write:

@@ -17,7 +17,7 @@ from manifests.command.sizes import show_bytes
 from reshard.draw.ranks import draw_memory, draw_schedule, draw_work
 from reshard.draw.stages import draw_stages
 from reshard.draw.theme import describe, drawing, follow_reader
-from reshard.layouts.errors import shorten
+from reshard.formatting import shorten
 from reshard.packing.resolve import PlanResult
 from reshard.plans.pack_plan import traffic_of
 from reshard.report.layout import placement_line

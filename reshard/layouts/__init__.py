@@ -17,9 +17,8 @@ def layout_for(
     spec: str,
     *,
     num_ranks: int | None = None,
-    strict_megatron: bool = False,
     costs: Mapping[str, ModuleCosts] | None = None,
 ) -> StageLayout:
     """Read a layout of a known model; see `parse_layout`."""
-    inventory = inventory_of_modules(shape.modules, shape.num_layers, shape.architecture)
-    return parse_layout(spec, inventory, num_ranks=num_ranks, strict_megatron=strict_megatron, costs=costs)
+    inventory = inventory_of_modules(shape.modules, shape.num_layers)
+    return parse_layout(spec, inventory, num_ranks=num_ranks, costs=costs)

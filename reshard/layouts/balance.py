@@ -1,4 +1,4 @@
-"""Balanced layouts: `balance:COST`, and DeepSpeed's `parameters` and `type:REGEX`."""
+"""Balanced layouts: `balance:COST`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from dataclasses import replace
 from manifests.command.sizes import parse_size
 from manifests.errors import LayoutError, Parameter
 from manifests.placement import Placement
-from reshard.formatting import list_words, nearest_word
-from reshard.layouts.deepspeed import matching_weights
+from reshard.formatting import list_words, nearest_word, shorten
 from reshard.layouts.degrees import DEGREES, Degrees, Options, Word, layout_of, read_words
-from reshard.layouts.errors import error_at, shorten
-from reshard.layouts.inventory import Inventory
+from reshard.layouts.inventory import Inventory, NameProblem, Names
 from reshard.layouts.items import pin_windows
-from reshard.layouts.model import ModuleCosts, Request, StageLayout
-from reshard.layouts.names import NameProblem, Names
+from reshard.layouts.model import ModuleCosts, Request, StageLayout, error_at
 from reshard.layouts.solve import Problem, solve
 
 logger = logging.getLogger(__name__)
@@ -29,18 +26,17 @@ KEYS = (*DEGREES, "pin", "limit")
 def read_balance(request: Request) -> StageLayout:
     """Read `balance:COST,pp=N[,vpp=K][,style=v][,pin=MODULE@STAGE]...[,limit=BYTES][,schedule=NAME]`.
 
-    `parameters` is `balance:params`; `type:REGEX` counts the modules whose class matches. `limit` is the
-    memory limit of one rank, over all its stages (`80GB`, `75GiB`). The first module is on the first stage
-    and the last module on the last (so tied ones share a rank in style v), unless pinned elsewhere. Norm
-    and head are split only when that makes the slowest stage or rank cheaper.
+    `limit` is the memory limit of one rank, over all its stages (`80GB`, `75GiB`). The first module is on the first
+    stage and the last module on the last (so tied ones share a rank in style v), unless pinned elsewhere. Norm and head
+    are split only when that makes the slowest stage or rank cheaper.
 
     Raises:
         LayoutError: an unknown cost, one that the caller did not pass, a bad pin, or no split that fits.
     """
-    method, words = _split_method(request.spec)
+    words = read_words(request.spec)[1:]
     pins = [word for word in words if word.key == "pin"]
     options, degrees, placement = _read_options(request, words)
-    costs, inventory = _costs(request, method), request.inventory
+    costs, inventory = _costs(request), request.inventory
     pinned = [_pin(request, word, placement.num_stages) for word in pins]
     problem = Problem(
         costs=costs,
@@ -73,7 +69,7 @@ def unsolved(request: Request) -> StageLayout:
     Raises:
         LayoutError: invalid options.
     """
-    _, degrees, placement = _read_options(request, _split_method(request.spec)[1])
+    _, degrees, placement = _read_options(request, read_words(request.spec)[1:])
     stages = (request.inventory.modules, *[()] * (placement.num_stages - 1))
     return StageLayout(spec=request.spec, stages=stages, placement=placement, schedule=degrees.schedule)
 
@@ -92,37 +88,17 @@ def _read_options(request: Request, words: tuple[Word, ...]) -> tuple[Options, D
     return options, degrees, placement
 
 
-def _split_method(spec: str) -> tuple[str, tuple[Word, ...]]:
-    """Split the method (`balance:params`, `type:a{1,2}`, commas included) from the options after it."""
-    words = read_words(spec)
-    first_option = 1
-    if spec.lstrip().startswith("type:"):
-        first_option = len(words)
-        while first_option > 1 and words[first_option - 1].key in KEYS:
-            first_option -= 1
-    options = words[first_option:]
-    return spec[: options[0].start - 1 if options else len(spec)], options
-
-
-def _costs(request: Request, text: str) -> tuple[float, ...]:
-    method, colon, name = text.partition(":")
-    position = len(method) + len(colon)
-    if method.strip() == "type":
-        weights = matching_weights(request, name.rstrip(), position)
-        return tuple(weights[module] for module in request.inventory.modules)
-    if method.strip() == "parameters":
-        return _cost_of_each(request, "params", "parameters")
-    if name.strip() not in COSTS:
-        found = shorten(name.strip())
-        nearest = nearest_word(found, COSTS)
+def _costs(request: Request) -> tuple[float, ...]:
+    method, _, name = request.spec.partition(",")[0].partition(":")
+    if (name := name.strip()) not in COSTS:
+        nearest = nearest_word(name, COSTS)
         hint = f"did you mean {nearest}?" if nearest else ""
-        raise error_at(
-            request.spec, position, f"expected {list_words(COSTS)}, found {found!r}", hint, code="layout.unknown-cost"
-        )
-    return _cost_of_each(request, name.strip(), f"balance:{name.strip()}")
+        problem = f"expected {list_words(COSTS)}, found {shorten(name)!r}"
+        raise error_at(request.spec, len(method) + 1, problem, hint, code="layout.unknown-cost")
+    return _cost_of_each(request, name, f"balance:{name}")
 
 
-def _cost_of_each(request: Request, name: str, asker: str) -> tuple[float, ...]:
+def _cost_of_each(request: Request, name: str, option: str) -> tuple[float, ...]:
     """Return the cost of every module, from what the caller passed.
 
     Raises:
@@ -137,17 +113,15 @@ def _cost_of_each(request: Request, name: str, asker: str) -> tuple[float, ...]:
         )
         raise LayoutError(
             "layout",
-            f"{asker} needs the {name} of every module, found none",
+            f"{option} needs the {name} of every module, found none",
             hint,
             code="layout.missing-costs",
         )
     for module in request.inventory.modules:
         cost = costs.get(module)
         if cost is None or not math.isfinite(cost) or cost < 0:
-            found = "nothing" if cost is None else str(cost)
-            raise LayoutError(
-                f"{name} of {module}", f"expected a number, 0 or more, found {found}", code="layout.bad-cost"
-            )
+            problem = f"expected a number, 0 or more, found {'nothing' if cost is None else cost}"
+            raise LayoutError(f"{name} of {module}", problem, code="layout.bad-cost")
     return tuple(costs[module] for module in request.inventory.modules)
 
 
@@ -171,12 +145,12 @@ def _within(limit: int, request: Request, problem: Problem) -> Problem:
     memory, schedule = _cost_of_each(request, "memory", "limit"), request.in_flight
     if schedule is None:
         return replace(problem, memory=memory, memory_limit=limit)
-    kept = tuple(schedule.activations[module] for module in request.inventory.modules)
+    activations = tuple(schedule.activations[module] for module in request.inventory.modules)
     most = max(schedule.microbatches)
     return replace(
         problem,
-        memory=tuple(taken - most * each for taken, each in zip(memory, kept, strict=True)),
-        kept=kept,
+        memory=tuple(fixed - most * more for fixed, more in zip(memory, activations, strict=True)),
+        activations=activations,
         in_flight=schedule.microbatches,
         memory_limit=max(0, limit - schedule.reserved),
     )
@@ -194,12 +168,12 @@ def _pin(request: Request, word: Word, num_stages: int) -> tuple[int, int]:
             code="layout.bad-pin",
         )
     try:
-        item = Names(request.inventory).one(name)
+        item = Names(request.inventory).position_of(name)
     except NameProblem as problem:
         raise error_at(request.spec, position, str(problem), problem.hint, code="layout.unknown-module") from problem
     if int(stage) >= num_stages:
-        found = f"expected a stage from 0 to {num_stages - 1}, found {int(stage)}"
-        raise error_at(request.spec, position + len(name) + 1, found, code="layout.bad-pin")
+        outside = f"expected a stage from 0 to {num_stages - 1}, found {int(stage)}"
+        raise error_at(request.spec, position + len(name) + 1, outside, code="layout.bad-pin")
     return item, int(stage)
 
 
@@ -220,20 +194,22 @@ def _no_split(request: Request, problem: Problem, pins: list[Word], limit: int) 
     modules, placement = request.inventory.modules, problem.placement
     for index, word in enumerate(pins):
         if not pin_windows(len(modules), placement.num_stages, problem.pins[: index + 1]):
-            found, hint = "pin conflicts with the ones before it", "stages follow the order in which the modules run"
-            return error_at(request.spec, word.position, found, hint, code="layout.conflicting-pins")
+            conflict, hint = "pin conflicts with the ones before it", "stages follow the order in which the modules run"
+            return error_at(request.spec, word.position, conflict, hint, code="layout.conflicting-pins")
     free = problem.memory_limit or 0
     memory = problem.memory
     if problem.in_flight:  # no stage has less
         fewest = min(problem.in_flight)
-        memory = tuple(taken + fewest * each for taken, each in zip(memory, problem.kept, strict=True))
+        memory = tuple(fixed + fewest * more for fixed, more in zip(memory, problem.activations, strict=True))
     largest = max(range(len(modules)), key=lambda item: memory[item])
     hint = f"raise limit=SIZE (or {Parameter('assumed.memory_limit')}), or use more ranks"
     if memory[largest] > free:
-        found = f"{modules[largest]} alone needs {memory[largest]:,.0f}"
+        reason = f"{modules[largest]} alone needs {memory[largest]:,.0f}"
     elif sum(memory) > free * placement.num_ranks:
-        found = f"the model needs {sum(memory):,.0f} over {placement.num_ranks} ranks"
+        reason = f"the model needs {sum(memory):,.0f} over {placement.num_ranks} ranks"
     else:
-        found = "found no contiguous split that fits"
+        reason = "found no contiguous split that fits"
     wires = f", {limit - free:,} of them for buffers and temporary memory" if free < limit else ""
-    return LayoutError("layout", f"limit is {limit:,} bytes per rank{wires}; {found}", hint, code="layout.memory-limit")
+    return LayoutError(
+        "layout", f"limit is {limit:,} bytes per rank{wires}; {reason}", hint, code="layout.memory-limit"
+    )

@@ -8,9 +8,16 @@ from dataclasses import dataclass
 
 from manifests.errors import InputError, LayoutError, Parameter, UsageError
 from manifests.placement import Placement, Style
-from reshard.formatting import counted, list_words, nearest_word
-from reshard.layouts.errors import error_at, shorten
-from reshard.layouts.model import MAX_STAGES, SCHEDULES, SINGLE_STAGE_SCHEDULES, Request, StageLayout, cut_modules
+from reshard.formatting import counted, list_words, nearest_word, shorten
+from reshard.layouts.model import (
+    MAX_STAGES,
+    SCHEDULES,
+    SINGLE_STAGE_SCHEDULES,
+    Request,
+    StageLayout,
+    cut_modules,
+    error_at,
+)
 
 MOST_COUNT = 100_000  # of stages, ranks or layers: more than any pipeline has
 DEGREES = ("pp", "vpp", "style", "schedule")  # accepted by every spelling except Megatron's
@@ -22,21 +29,19 @@ class Word:
 
     key: str
     value: str
-    start: int  # after the comma before it
     position: int  # of the first character that is not white space
     value_position: int
 
 
-def read_words(spec: str, start: int = 0) -> tuple[Word, ...]:
-    """Split `spec[start:]` at its commas."""
-    words = []
-    for part in spec[start:].split(","):
+def read_words(spec: str) -> tuple[Word, ...]:
+    """Split a spec at its commas."""
+    words, start = [], 0
+    for part in spec.split(","):
         key, equals, value = part.partition("=") if "=" in part else ("", "", part)
         words.append(
             Word(
                 key=key.strip(),
                 value=value.strip(),
-                start=start,
                 position=start + _indent(part),
                 value_position=start + len(key) + len(equals) + _indent(value),
             )
@@ -48,11 +53,11 @@ def read_words(spec: str, start: int = 0) -> tuple[Word, ...]:
 class Options:
     """Reads the words of a spec; errors point at them."""
 
-    def __init__(self, request: Request, words: Collection[Word], known: Collection[str]) -> None:
+    def __init__(self, request: Request, words: Collection[Word], choices: Collection[str]) -> None:
         self.request = request
         self._table: dict[str, Word] = {}
         for word in words:
-            self._check(word, known)
+            self._check(word, choices)
             self._table[word.key] = word
 
     def __contains__(self, key: str) -> bool:
@@ -81,34 +86,33 @@ class Options:
             raise self.error(key, f"expected at most {MOST_COUNT}, found {text}", code="layout.bad-option")
         return int(text)
 
-    def choice(self, key: str, known: Collection[str]) -> str | None:
+    def choice(self, key: str, choices: Collection[str]) -> str | None:
         """Return one of the known words, ignoring case; None if the key is absent."""
         text = self.text(key)
         if text is None:
             return None
-        for word in known:
+        for word in choices:
             if word.lower() == text.lower():
                 return word
         raise self.error(
             key,
-            f"expected {list_words(known)}, found {shorten(text)!r}",
-            _did_you_mean(text, known),
+            f"expected {list_words(choices)}, found {shorten(text)!r}",
+            _did_you_mean(text, choices),
             code="layout.bad-option",
         )
 
-    def _check(self, word: Word, known: Collection[str]) -> None:
+    def _check(self, word: Word, choices: Collection[str]) -> None:
         spec = self.request.spec
         if not word.key:
-            found = shorten(word.value)
             raise error_at(
                 spec,
                 word.position,
-                f"expected key=value, found {found!r}",
-                f"known keys: {list_words(known, 'and')}",
+                f"expected key=value, found {shorten(word.value)!r}",
+                f"known keys: {list_words(choices, 'and')}",
                 code="layout.bad-option",
             )
-        if word.key not in known:
-            hint = _did_you_mean(word.key, known) or f"known keys: {list_words(known, 'and')}"
+        if word.key not in choices:
+            hint = _did_you_mean(word.key, choices) or f"known keys: {list_words(choices, 'and')}"
             raise error_at(spec, word.position, f"unknown key {shorten(word.key)!r}", hint, code="layout.unknown-key")
         if word.key in self._table:
             raise error_at(spec, word.position, f"{word.key} is given twice", code="layout.repeated-key")
@@ -128,8 +132,8 @@ class Degrees:
         """Read `pp`, `vpp`, `style` and `schedule`; a v schedule implies style v."""
         schedule = options.choice("schedule", SCHEDULES)
         style: Style | None = "v" if schedule and SCHEDULES[schedule] == "v" else None
-        if asked := options.choice("style", ("loop", "v")):
-            style = "v" if asked == "v" else "loop"
+        if word := options.choice("style", ("loop", "v")):
+            style = "v" if word == "v" else "loop"
         return cls(
             num_ranks=agreed_ranks(options.count("pp"), options.request),
             num_virtual=options.count("vpp"),
@@ -207,16 +211,16 @@ def layout_of(request: Request, bounds: Collection[int], degrees: Degrees) -> St
     return StageLayout(spec=request.spec, stages=stages, placement=placement, schedule=degrees.schedule)
 
 
-def agreed_ranks(said: int | None, request: Request) -> int | None:
+def agreed_ranks(num_ranks: int | None, request: Request) -> int | None:
     """Return the number of ranks of the spec or the caller; an error if they differ."""
-    if said and request.num_ranks and said != request.num_ranks:
+    if num_ranks and request.num_ranks and num_ranks != request.num_ranks:
         raise UsageError(
             Parameter("pp"),
-            f"{counted(request.num_ranks, 'rank')} requested, {shorten(request.spec)} has {said}",
+            f"{counted(request.num_ranks, 'rank')} requested, {shorten(request.spec)} has {num_ranks}",
             "remove one of the two",
             code="layout.conflicting-degrees",
         )
-    return said or request.num_ranks
+    return num_ranks or request.num_ranks
 
 
 def check_num_stages(request: Request, num_stages: int) -> None:
@@ -230,16 +234,16 @@ def check_num_stages(request: Request, num_stages: int) -> None:
         )
 
 
-def nearest_divisors(number: int, asked: int) -> str:
-    """Return up to three divisors of `number` nearest to `asked`: `8, 16 or 32`."""
+def nearest_divisors(number: int, wanted: int) -> str:
+    """Return up to three divisors of `number` nearest to `wanted`: `8, 16 or 32`."""
     divisors = [value for value in range(1, number + 1) if number % value == 0]
-    return list_words(sorted(sorted(divisors, key=lambda value: (abs(value - asked), value))[:3]))
+    return list_words(sorted(sorted(divisors, key=lambda value: (abs(value - wanted), value))[:3]))
 
 
 def _indent(text: str) -> int:
     return len(text) - len(text.lstrip())
 
 
-def _did_you_mean(word: str, known: Collection[str]) -> str:
-    found = nearest_word(word, known)
-    return f"did you mean {found}?" if found else ""
+def _did_you_mean(word: str, choices: Collection[str]) -> str:
+    nearest = nearest_word(word, choices)
+    return f"did you mean {nearest}?" if nearest else ""

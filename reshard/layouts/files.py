@@ -1,4 +1,4 @@
-"""Explicit layouts: a TOML or JSON file of module lists, read and written, and `cut=`."""
+"""Explicit layouts: a TOML or JSON file of module lists, read and written."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from manifests.errors import InputError, LayoutError, UsageError
 from manifests.jsontext import kind_of, parse_json_object
 from manifests.store import write_file
 from reshard.formatting import in_one_line, list_words, nearest_word
-from reshard.layouts.degrees import DEGREES, Degrees, Options, agreed_ranks, layout_of, read_words
-from reshard.layouts.errors import error_at
-from reshard.layouts.inventory import Inventory
-from reshard.layouts.model import MAX_STAGES, SCHEDULES, Request, StageLayout, compress_modules, module_ranges
-from reshard.layouts.names import NameProblem, Names
+from reshard.layouts.degrees import Degrees, agreed_ranks, layout_of
+from reshard.layouts.inventory import Inventory, NameProblem, Names, compress_modules, module_ranges
+from reshard.layouts.model import MAX_STAGES, SCHEDULES, Request, StageLayout
 from stores.folders.probe import check_new_file
 
 FILE_KEYS = ("spec", "stages", "num_ranks", "style", "schedule")
@@ -89,34 +87,6 @@ def to_toml(layout: StageLayout) -> str:
     return "\n".join([*lines, "stages = [", *stages, "]", ""])
 
 
-def read_cuts(request: Request) -> StageLayout:
-    """Read `cut=MODULE[,MODULE]...[,pp=N][,vpp=K][,style=v][,schedule=NAME]`.
-
-    Each named module is the first of a new stage. (Slapo's `cut_pipeline_stage` names the last of one.)
-
-    Raises:
-        LayoutError: an unknown module, modules out of order, or the model's first module.
-    """
-    words = read_words(request.spec)
-    cuts = [word for word in words if word.key in ("cut", "")]
-    options = Options(request, [word for word in words if word.key not in ("cut", "")], DEGREES)
-    names, bounds = Names(request.inventory), [0]
-    for word in cuts:
-        try:
-            position = names.one(word.value)
-        except NameProblem as problem:
-            raise error_at(
-                request.spec, word.value_position, str(problem), problem.hint, code="layout.unknown-module"
-            ) from problem
-        if position <= bounds[-1]:
-            module, before = (request.inventory.modules[at] for at in (position, bounds[-1]))
-            found = f"{module} already starts a stage" if module == before else f"{module} runs before {before}"
-            hint = "name each module once, in the order in which they run"
-            raise error_at(request.spec, word.value_position, found, hint, code="layout.wrong-order")
-        bounds.append(position)
-    return layout_of(request, (*bounds, len(request.inventory.modules)), Degrees.read(options))
-
-
 def _load(file: Path, path: str) -> Mapping[str, object]:
     try:
         if not file.is_file():
@@ -154,9 +124,9 @@ def _parse(data: bytes, path: str) -> Mapping[str, object]:
         raise LayoutError(path, f"is not TOML: {error}", code="layout.not-toml") from error
 
 
-def _stages(found: object, path: str) -> list[list[str]]:
-    if not isinstance(found, list) or not found:
-        shown = "nothing" if found is None else "an empty list" if found == [] else kind_of(found)
+def _stages(stages: object, path: str) -> list[list[str]]:
+    if not isinstance(stages, list) or not stages:
+        shown = "nothing" if stages is None else "an empty list" if stages == [] else kind_of(stages)
         hint = 'write one list per stage: [["embed_tokens", "layers.0-7"], [..., "lm_head"]]'
         raise LayoutError(
             f"{path}: stages",
@@ -164,11 +134,11 @@ def _stages(found: object, path: str) -> list[list[str]]:
             hint,
             code="layout.invalid-field",
         )
-    if len(found) > MAX_STAGES:
+    if len(stages) > MAX_STAGES:
         raise LayoutError(
-            f"{path}: stages", f"expected at most {MAX_STAGES}, found {len(found)}", code="layout.too-many-stages"
+            f"{path}: stages", f"expected at most {MAX_STAGES}, found {len(stages)}", code="layout.too-many-stages"
         )
-    for index, stage in enumerate(found):
+    for index, stage in enumerate(stages):
         if not isinstance(stage, list):
             problem = f"expected a list of module names, found {kind_of(stage)}"
             raise LayoutError(f"{path}: stages[{index}]", problem, code="layout.invalid-field")
@@ -176,43 +146,43 @@ def _stages(found: object, path: str) -> list[list[str]]:
             if not isinstance(name, str):
                 problem = f"expected a module name, found {kind_of(name)}"
                 raise LayoutError(f"{path}: stages[{index}][{place}]", problem, code="layout.invalid-field")
-    return found
+    return stages
 
 
-def _spec(found: object, path: str) -> str:
-    if not isinstance(found, str) or not found.isprintable() or len(found) > _MOST_SPEC:
-        problem = f"expected at most {_MOST_SPEC} printable characters, found {_shown(found)}"
+def _spec(value: object, path: str) -> str:
+    if not isinstance(value, str) or not value.isprintable() or len(value) > _MOST_SPEC:
+        problem = f"expected at most {_MOST_SPEC} printable characters, found {_shown(value)}"
         raise LayoutError(f"{path}: spec", problem, code="layout.invalid-field")
-    return found
+    return value
 
 
-def _num_ranks(found: object, path: str) -> int | None:
-    if found is None:
+def _num_ranks(value: object, path: str) -> int | None:
+    if value is None:
         return None
-    if type(found) is not int or not 1 <= found <= MAX_STAGES:
-        problem = f"expected a whole number from 1 to {MAX_STAGES}, found {_shown(found)}"
+    if type(value) is not int or not 1 <= value <= MAX_STAGES:
+        problem = f"expected a whole number from 1 to {MAX_STAGES}, found {_shown(value)}"
         raise LayoutError(f"{path}: num_ranks", problem, code="layout.invalid-field")
-    return found
+    return value
 
 
 def _word(
-    document: Mapping[str, object], key: str, known: Sequence[str] | Mapping[str, object], path: str
+    document: Mapping[str, object], key: str, choices: Sequence[str] | Mapping[str, object], path: str
 ) -> str | None:
-    found = document.get(key)
-    if found is None:
+    value = document.get(key)
+    if value is None:
         return None
-    for word in known:
-        if isinstance(found, str) and found.lower() == word.lower():
+    for word in choices:
+        if isinstance(value, str) and value.lower() == word.lower():
             return word
     raise LayoutError(
-        f"{path}: {key}", f"expected {list_words(known)}, found {_shown(found)}", code="layout.invalid-field"
+        f"{path}: {key}", f"expected {list_words(choices)}, found {_shown(value)}", code="layout.invalid-field"
     )
 
 
-def _shown(found: object) -> str:
-    if isinstance(found, str):
-        return repr(found[:40])
-    return str(found) if type(found) is int and abs(found) < 10**9 else kind_of(found)
+def _shown(value: object) -> str:
+    if isinstance(value, str):
+        return repr(value[:40])
+    return str(value) if type(value) is int and abs(value) < 10**9 else kind_of(value)
 
 
 def _bounds(stages: list[list[str]], inventory: Inventory, path: str) -> tuple[int, ...]:
@@ -223,7 +193,7 @@ def _bounds(stages: list[list[str]], inventory: Inventory, path: str) -> tuple[i
         where = f"{path}: stages[{index}]"
         for entry in stage:
             try:
-                positions = names.some(entry)
+                positions = names.positions_of(entry)
             except NameProblem as problem:
                 problems.append(LayoutError(where, str(problem), problem.hint, code="layout.unknown-module"))
                 continue
@@ -235,7 +205,7 @@ def _bounds(stages: list[list[str]], inventory: Inventory, path: str) -> tuple[i
                 stage_of.setdefault(position, index)
     problems = problems or _order_problems(stage_of, inventory, path) or _uncovered(stage_of, inventory, path)
     if problems:
-        raise _one_error(problems, path)
+        raise _joined(problems, path)
     ends = [0] * (len(stages) + 1)
     for position in range(len(inventory.modules)):
         ends[stage_of[position] + 1] = position + 1
@@ -272,11 +242,11 @@ def _uncovered(stage_of: Mapping[int, int], inventory: Inventory, path: str) -> 
     return [LayoutError(f"{path}: stages", f"missing {shown}", hint, code="layout.uncovered-module")]
 
 
-def _one_error(problems: list[InputError], path: str) -> InputError:
+def _joined(problems: list[InputError], path: str) -> InputError:
     """Return an error that lists all problems; its code and hint are the first one's."""
     first = problems[0]
     if len(problems) == 1:
         return first
-    lines = [f"\n  {each.where.removeprefix(path + ': ')}: {each.problem}" for each in problems[:MOST_SHOWN]]
+    lines = [f"\n  {error.where.removeprefix(path + ': ')}: {error.problem}" for error in problems[:MOST_SHOWN]]
     rest = f"\n  and {len(problems) - MOST_SHOWN} more" if len(problems) > MOST_SHOWN else ""
     return first.changed(where=path, problem=f"{len(problems)} problems:{''.join(lines)}{rest}")

@@ -1,30 +1,23 @@
-"""A model's modules, in the order in which they run."""
+"""A model's modules, in the order in which they run, and the names that users write for them.
+
+Names are full, short or torchtitan's; entries of lists may be ranges or have a wildcard.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-_BASES = ("model.decoder.", "model.", "transformer.")  # prefixes that short names omit
-# Classes whose names do not follow from the architecture's, by the last word of a module or of its list of layers.
-_CLASSES: Mapping[str, Mapping[str, str]] = {
-    "FalconForCausalLM": {"ln_f": "LayerNorm"},
-    "GPT2LMHeadModel": {"h": "GPT2Block", "ln_f": "LayerNorm"},
-    "Gemma2ForCausalLM": {"embed_tokens": "Gemma2TextScaledWordEmbedding"},
-    "Gemma3ForCausalLM": {"embed_tokens": "Gemma3TextScaledWordEmbedding"},
-    "MptForCausalLM": {"blocks": "MptBlock", "norm_f": "LayerNorm"},
-    "OPTForCausalLM": {
-        "embed_positions": "OPTLearnedPositionalEmbedding",
-        "final_layer_norm": "LayerNorm",
-        "project_in": "Linear",
-        "project_out": "Linear",
-    },
-    "PhiForCausalLM": {"final_layernorm": "LayerNorm"},
-}
+from reshard.formatting import nearest_word, shorten
 
+_BASES = ("model.decoder.", "model.", "transformer.")  # prefixes that short names omit
 # The names of the common Hugging Face decoder, for layouts read without a model.
 EMBEDDING, LAYER, NORM, HEAD = "model.embed_tokens", "model.layers.", "model.norm", "lm_head"
+
+_RANGE = re.compile(r"(.*\.)([0-9]{1,6})-([0-9]{1,6})")
+# A module without weights, which NeMo AutoModel lists on every stage.
+WEIGHTLESS = "rotary_emb"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +31,6 @@ class Inventory:
     num_inputs: int  # Megatron's E: the embedding
     num_layers: int  # decoder layers, MTP not counted
     num_mtp: int  # multi-token prediction layers, numbered after the decoders
-    architecture: str = ""  # "LlamaForCausalLM"; empty without a model
 
     @property
     def num_outputs(self) -> int:
@@ -61,7 +53,7 @@ def inventory_of_layers(num_layers: int, num_mtp: int = 0) -> Inventory:
     return Inventory(modules=(EMBEDDING, *layers, NORM, HEAD), num_inputs=1, num_layers=num_layers, num_mtp=num_mtp)
 
 
-def inventory_of_modules(modules: Sequence[str], num_layers: int, architecture: str = "") -> Inventory:
+def inventory_of_modules(modules: Sequence[str], num_layers: int) -> Inventory:
     """Sort a model's modules, in execution order, into inputs, layers and outputs.
 
     Names that end in a number are layers; those past `num_layers` are MTP layers.
@@ -75,7 +67,6 @@ def inventory_of_modules(modules: Sequence[str], num_layers: int, architecture: 
         num_inputs=first,
         num_layers=num_layers,
         num_mtp=len(numbered) - num_layers,
-        architecture=architecture,
     )
 
 
@@ -97,21 +88,102 @@ def short_name(module: str) -> str:
     return module.removeprefix(base)
 
 
-def class_names(inventory: Inventory) -> tuple[str, ...]:
-    """Return the class name of each module in transformers; without a model, without the family's prefix."""
-    family = re.sub(r"For[A-Z]\w*$", "", inventory.architecture)
-    num_layers = inventory.num_layers + inventory.num_mtp
-    usual = (
-        *["Embedding"] * inventory.num_inputs,
-        *[f"{family}DecoderLayer"] * num_layers,
-        *[f"{family}RMSNorm"] * (inventory.num_outputs - 1),
-        "Linear",
-    )
-    own = _CLASSES.get(inventory.architecture, {})
-    return tuple(own.get(_word(module), name) for module, name in zip(inventory.modules, usual, strict=True))
+def compress_modules(modules: Iterable[str]) -> str:
+    """Return a short list of modules: `model.embed_tokens, model.layers.0-7`."""
+    return ", ".join(module_ranges(modules))
 
 
-def _word(module: str) -> str:
-    """Return the last word of a module's name; for a layer, the one before its number."""
-    rest, _, last = module.rpartition(".")
-    return rest.rpartition(".")[2] if last.isdecimal() else last
+def module_ranges(modules: Iterable[str]) -> tuple[str, ...]:
+    """Shorten runs of numbered names: `model.layers.0`, ..., `model.layers.7` to `model.layers.0-7`."""
+    runs: list[tuple[str, int, int]] = []  # prefix or whole name, first and last number or -1
+    for name in modules:
+        numbered = re.fullmatch(r"(.*\.)(0|[1-9][0-9]*)", name)
+        prefix, number = (numbered[1], int(numbered[2])) if numbered else (name, -1)
+        if runs and numbered and runs[-1][0] == prefix and runs[-1][2] + 1 == number:
+            runs[-1] = (prefix, runs[-1][1], number)
+        else:
+            runs.append((prefix, number, number))
+    return tuple(_shown(*run) for run in runs)
+
+
+def _shown(prefix: str, first: int, last: int) -> str:
+    if first < 0:
+        return prefix
+    return f"{prefix}{first}" if first == last else f"{prefix}{first}-{last}"
+
+
+class NameProblem(ValueError):
+    """A name that matches no module; `hint` is the nearest valid one."""
+
+    def __init__(self, problem: str, hint: str = "") -> None:
+        super().__init__(problem)
+        self.hint = hint
+
+
+class Names:
+    """Finds modules by any of their names."""
+
+    def __init__(self, inventory: Inventory) -> None:
+        self.inventory = inventory
+        self.positions = positions_by_name(inventory)
+
+    def position_of(self, name: str) -> int:
+        """Return the position of one module.
+
+        Raises:
+            NameProblem: no module, or a range or wildcard.
+        """
+        if name not in self.positions:
+            raise self._unknown(name)
+        return self.positions[name]
+
+    def positions_of(self, entry: str) -> list[int]:
+        """Return the positions of a name, a range (`layers.0-7`) or a wildcard (`layers.*`).
+
+        Empty for a module without weights.
+
+        Raises:
+            NameProblem: no module, a range that ends before it starts or past the last layer.
+        """
+        if entry in self.positions:
+            return [self.positions[entry]]
+        if entry.rpartition(".")[2] == WEIGHTLESS:
+            return []
+        if "*" in entry:
+            return self._matching(entry)
+        if match := _RANGE.fullmatch(entry):
+            return self._between(entry, match[1], int(match[2]), int(match[3]))
+        raise self._unknown(entry)
+
+    def _matching(self, entry: str) -> list[int]:
+        head, _, tail = entry.partition("*")
+        if "*" in tail:
+            raise NameProblem(f"expected one *, found {shorten(entry)!r}", "list several names instead")
+        positions = {
+            position
+            for name, position in self.positions.items()
+            if name.startswith(head) and name.endswith(tail) and len(name) >= len(entry) - 1
+        }
+        if not positions:
+            raise NameProblem(f"{shorten(entry)!r} matches no module", self._all_names())
+        return sorted(positions)
+
+    def _between(self, entry: str, prefix: str, first: int, last: int) -> list[int]:
+        if first > last:
+            raise NameProblem(f"{shorten(entry)!r} ends before it starts", f"write {prefix}{last}-{first}")
+        for number in (first, last):
+            if f"{prefix}{number}" not in self.positions:
+                raise self._unknown(f"{prefix}{number}")
+        return [self.positions[f"{prefix}{number}"] for number in range(first, last + 1)]
+
+    def _unknown(self, name: str) -> NameProblem:
+        prefix, _, number = name.rpartition(".")
+        if number.isdecimal() and f"{prefix}.0" in self.positions:
+            hint = f"the last layer is {self.inventory.modules[self.inventory.layers_stop - 1]}"
+        else:
+            nearest = nearest_word(name, self.positions)
+            hint = f"did you mean {nearest}?" if nearest else self._all_names()
+        return NameProblem(f"{shorten(name)!r} is not a module of this model", hint)
+
+    def _all_names(self) -> str:
+        return f"the modules are {compress_modules(self.inventory.modules)}"

@@ -6,28 +6,41 @@ Source: NVIDIA/Megatron-LM d98e8a64, `megatron/core/transformer/pipeline_paralle
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from manifests.errors import LayoutError
-from reshard.formatting import counted
+from reshard.formatting import counted, shorten
 from reshard.layouts.degrees import Degrees, layout_of, nearest_divisors
-from reshard.layouts.errors import error_at, shorten
-from reshard.layouts.expansion import Expansion, expand
 from reshard.layouts.inventory import Inventory
-from reshard.layouts.model import MAX_STAGES, Request, StageLayout
+from reshard.layouts.model import MAX_STAGES, Request, StageLayout, error_at
 
+LETTERS = "EtmL"
+MAX_LETTERS = 16384  # bars included; more stages and layers than any model has
 LAYERS = {"t": "decoder layer", "m": "MTP layer"}
 HINT = "E (embedding) comes first, L (norm and head) last, each once"
+
+# Megatron's two passes, in order: (body)*n, then x*n.
+_PASSES = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
+_CASES = {"e": "E", "T": "t", "M": "m", "l": "L"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expansion:
+    """`text` has only layer letters and bars; `text[i]` is at `origins[i]` in the spec."""
+
+    text: str
+    origins: list[int]
 
 
 def read_megatron(request: Request) -> StageLayout:
     """Read a layout string. Stage i is on rank i % PP; without a number of ranks, every stage has its own.
 
     Raises:
-        LayoutError: what Megatron refuses, except white space, nested groups, and MTP layers on several or
-            early stages; with `strict_megatron` those too. Points at the character.
+        LayoutError: what Megatron refuses, except white space, and MTP layers on several or early stages. Points at
+            the character.
     """
-    expansion = expand(request.spec, request.strict_megatron)
+    expansion = expand(request.spec)
     stages = expansion.text.split("|")
     places = [at for at, letter in enumerate(expansion.text) if letter != "|"]
     if not places:
@@ -35,12 +48,66 @@ def read_megatron(request: Request) -> StageLayout:
     _check_stages(request, stages)
     _check_ends(request, expansion, places)
     _check_layers(request, expansion, len(stages))
-    if request.strict_megatron:
-        _check_mtp_as_megatron(request, expansion, stages)
     inventory = request.inventory
     widths = {"E": inventory.num_inputs, "t": 1, "m": 1, "L": inventory.num_outputs}
     sizes = [sum(widths[letter] for letter in stage) for stage in stages]
     return layout_of(request, tuple(accumulate(sizes, initial=0)), Degrees(num_ranks=request.num_ranks))
+
+
+def expand(spec: str) -> Expansion:
+    """Write out the repeats as Megatron does: drop commas, and white space, then one pass for groups, one for letters.
+
+    Source: `parse_str_to_list`.
+    Raises:
+        LayoutError: an unknown letter, a group without a repeat or in another one, a bad or huge repeat.
+    """
+    origins = [at for at, letter in enumerate(spec) if letter != "," and not letter.isspace()]
+    text = "".join(spec[at] for at in origins)
+    for pattern in _PASSES if "*" in text else ():
+        end, pieces, places = 0, [], []
+        num_letters = len(text)
+        for match in pattern.finditer(text):
+            times = _times(match[2], spec, origins[match.start(2)])
+            num_letters += len(match[1]) * times - len(match[0])
+            if num_letters > MAX_LETTERS:
+                raise _too_long(spec, origins[match.start(2)])
+            pieces += [text[end : match.start()], match[1] * times]
+            places += origins[end : match.start()]
+            places += origins[match.start(1) : match.end(1)] * times
+            end = match.end()
+        text, origins = "".join(pieces) + text[end:], places + origins[end:]
+    for letter, at in zip(text, origins, strict=True):
+        if letter not in LETTERS + "|":
+            raise _bad_letter(spec, letter, at)
+    return Expansion(text=text, origins=origins)
+
+
+def _bad_letter(spec: str, letter: str, at: int) -> LayoutError:
+    if letter in "()":
+        hint = "write (...)*n, with letters and bars alone inside"
+        return error_at(spec, at, f"{letter} is not part of a repeated group", hint, code="layout.bad-group")
+    if letter == "*":
+        problem = "expected a letter or group before *, and a number after it"
+        return error_at(spec, at, problem, "repeat a repeat as a group: (ttt)*3", code="layout.bad-repeat")
+    if letter.isdecimal():
+        count = spec.strip()
+        hint = f"write pp={count} for {count} stages" if count.isdecimal() else "write t*3 for three layers"
+        return error_at(spec, at, "expected a letter, found a number", hint, code="layout.bad-repeat")
+    hint = "E embedding, t decoder layer, m MTP layer, L norm and head, | next stage"
+    if letter in _CASES:
+        hint = f"did you mean {_CASES[letter]}? {hint}"
+    return error_at(spec, at, f"unknown layer letter {letter!r}", hint, code="layout.unknown-letter")
+
+
+def _times(digits: str, spec: str, at: int) -> int:
+    digits = digits.lstrip("0")
+    if len(digits) > 9:
+        raise _too_long(spec, at)
+    return int(digits or "0")
+
+
+def _too_long(spec: str, at: int) -> LayoutError:
+    return error_at(spec, at, f"expected at most {MAX_LETTERS} letters after repeats", code="layout.too-long")
 
 
 def write_letters(stages: list[str]) -> str:
@@ -81,8 +148,8 @@ def _check_ends(request: Request, expansion: Expansion, places: list[int]) -> No
     spec, text = request.spec, expansion.text
     for letter, place, where in (("E", places[0], "start"), ("L", places[-1], "end")):
         if text[place] != letter:
-            found = f"expected {letter} at the {where}, found {text[place]!r}"
-            raise error_at(spec, expansion.origins[place], found, HINT, code="layout.misplaced-end")
+            problem = f"expected {letter} at the {where}, found {text[place]!r}"
+            raise error_at(spec, expansion.origins[place], problem, HINT, code="layout.misplaced-end")
     for letter, second in (("E", text.find("E", places[0] + 1)), ("L", text.find("L", 0, places[-1]))):
         if second >= 0:
             raise error_at(
@@ -94,14 +161,14 @@ def _check_layers(request: Request, expansion: Expansion, num_stages: int) -> No
     """Check that there are as many t and m as the model has layers, and no t after an m."""
     spec, text, inventory = request.spec, expansion.text, request.inventory
     for letter, expected in (("t", inventory.num_layers), ("m", inventory.num_mtp)):
-        found = text.count(letter)
-        if found != expected:
+        count = text.count(letter)
+        if count != expected:
             place = _place_of_count(text, letter, expected)
             num_filled = min(num_stages, max(inventory.num_layers, 1))  # none without a layer
             raise error_at(
                 spec,
                 expansion.origins[place],
-                f"expected {expected} {letter} (the model's {LAYERS[letter]}s), found {found}",
+                f"expected {expected} {letter} (the model's {LAYERS[letter]}s), found {count}",
                 f"for {counted(num_filled, 'stage')} write {_even_layout(num_filled, inventory)}",
                 code="layout.layer-count",
             )
@@ -117,30 +184,10 @@ def _check_layers(request: Request, expansion: Expansion, num_stages: int) -> No
 
 def _place_of_count(text: str, letter: str, expected: int) -> int:
     """Return the position of the first surplus letter, or of the last one when there are too few."""
-    places = [at for at, found in enumerate(text) if found == letter]
+    places = [at for at, other in enumerate(text) if other == letter]
     if len(places) > expected:
         return places[expected]
     return places[-1] if places else len(text) - 1
-
-
-def _check_mtp_as_megatron(request: Request, expansion: Expansion, stages: list[str]) -> None:
-    mtp = [stage for stage, letters in enumerate(stages) if "m" in letters]
-    num_ranks = request.num_ranks or len(stages)
-    first = expansion.origins[expansion.text.find("m")] if mtp else 0
-    if mtp and mtp[0] < len(stages) - num_ranks:
-        raise error_at(
-            request.spec,
-            first,
-            f"Megatron accepts m only in the last virtual stage of a rank, found it in stage {mtp[0]}",
-            code="layout.not-megatron",
-        )
-    if len(mtp) > 1:
-        raise error_at(
-            request.spec,
-            first,
-            f"Megatron accepts m only in one stage, found it in stages {mtp}",
-            code="layout.not-megatron",
-        )
 
 
 def _even_layout(num_stages: int, inventory: Inventory) -> str:

@@ -1,13 +1,14 @@
-"""The common form of all spellings: stages of module names, in order, and their placement on ranks."""
+"""The common form of all spellings: stages of module names, in order, and their placement; and errors of a spec."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from manifests.errors import LayoutError, UsageError
 from manifests.placement import Placement, Style
+from reshard.formatting import WIDTH, in_one_line
 from reshard.layouts.inventory import Inventory
 
 MAX_STAGES = 4096
@@ -60,7 +61,6 @@ class Request:
     spec: str
     inventory: Inventory
     num_ranks: int | None = None
-    strict_megatron: bool = False
     costs: Mapping[str, ModuleCosts] | None = None
     in_flight: InFlight | None = None
 
@@ -70,25 +70,16 @@ def cut_modules(modules: Sequence[str], bounds: Sequence[int]) -> tuple[tuple[st
     return tuple(tuple(modules[start:stop]) for start, stop in pairwise(bounds))
 
 
-def compress_modules(modules: Iterable[str]) -> str:
-    """Return a short list of modules: `model.embed_tokens, model.layers.0-7`."""
-    return ", ".join(module_ranges(modules))
+class SpecError(LayoutError):
+    """An invalid layout on the command line, hence exit code 2; one in a file is bad input (3)."""
+
+    exit_code = UsageError.exit_code
 
 
-def module_ranges(modules: Iterable[str]) -> tuple[str, ...]:
-    """Shorten runs of numbered names: `model.layers.0`, ..., `model.layers.7` to `model.layers.0-7`."""
-    runs: list[tuple[str, int, int]] = []  # prefix or whole name, first and last number or -1
-    for name in modules:
-        numbered = re.fullmatch(r"(.*\.)(0|[1-9][0-9]*)", name)
-        prefix, number = (numbered[1], int(numbered[2])) if numbered else (name, -1)
-        if runs and numbered and runs[-1][0] == prefix and runs[-1][2] + 1 == number:
-            runs[-1] = (prefix, runs[-1][1], number)
-        else:
-            runs.append((prefix, number, number))
-    return tuple(_shown(*run) for run in runs)
-
-
-def _shown(prefix: str, first: int, last: int) -> str:
-    if first < 0:
-        return prefix
-    return f"{prefix}{first}" if first == last else f"{prefix}{first}-{last}"
+def error_at(spec: str, position: int, problem: str, hint: str = "", *, code: str) -> LayoutError:
+    """Return an error that shows the spec with a caret under `position`."""
+    start = max(0, min(position - WIDTH // 2, len(spec) - WIDTH))
+    head, tail = "…" if start else "", "…" if len(spec) > start + WIDTH else ""
+    shown = head + in_one_line(spec[start : start + WIDTH]) + tail
+    shown = f"{problem}\n  {shown}\n  {' ' * (len(head) + position - start)}^"
+    return SpecError("layout", shown, hint, code=code)

@@ -13,7 +13,7 @@ there is no memory limit); for 3, stages are evened out P neighbors at a time, t
 nothing changes.
 
 Method: stages of cost B or less suffice if and only if cutting as late as B allows reaches the end, so
-bisection finds 1. Ranks with several stages are searched by `reshard.layouts.rows`. All arithmetic is on
+bisection finds 1. Ranks with several stages are searched by `reshard.layouts.items`. All arithmetic is on
 integers.
 """
 
@@ -26,8 +26,19 @@ from itertools import pairwise
 from typing import TypeVar
 
 from manifests.placement import Placement
-from reshard.layouts.items import Items, Windows, exact_integers, pin_windows, possible_rank_costs, prefix_sums, tighten
-from reshard.layouts.rows import Limits, OutOfStepsError, Steps, fit_ranks
+from reshard.layouts.items import (
+    Items,
+    Limits,
+    OutOfStepsError,
+    Steps,
+    Windows,
+    exact_integers,
+    fit_ranks,
+    pin_windows,
+    possible_rank_costs,
+    prefix_sums,
+    tighten,
+)
 
 T = TypeVar("T")
 
@@ -38,14 +49,14 @@ MOST_STEPS = 1_000_000  # about a second
 class Problem:
     """Items to split into contiguous stages, in order. Costs and memory are additive and not negative.
 
-    On stage s an item needs `memory`, plus `kept` for each of `in_flight[s]` microbatches.
+    On stage s an item needs `memory`, plus `activations` for each of `in_flight[s]` microbatches.
     """
 
     costs: tuple[float, ...]  # per item, any unit
     placement: Placement
     memory: tuple[float, ...] = ()  # per item, any unit; unused without a limit
-    kept: tuple[float, ...] = ()  # per item, in the unit of memory
-    in_flight: tuple[int, ...] = ()  # per stage; empty: nothing is kept
+    activations: tuple[float, ...] = ()  # per item and microbatch, in the unit of memory
+    in_flight: tuple[int, ...] = ()  # per stage; empty: none
     memory_limit: float | None = None  # of one rank, over all its stages
     pins: tuple[tuple[int, int], ...] = ()  # (item, stage)
     together: frozenset[int] = frozenset()  # bounds to avoid cutting at, all else being equal
@@ -72,13 +83,13 @@ def solve(problem: Problem) -> Split | None:
 
 def _items(problem: Problem) -> Items:
     num_items, num_stages = len(problem.costs), problem.placement.num_stages
-    memory, kept, limit = [0] * num_items, [0] * num_items, 0
+    memory, activations, limit = [0] * num_items, [0] * num_items, 0
     if problem.memory_limit is not None:
-        *both, limit = exact_integers((*problem.memory, *(problem.kept or kept), problem.memory_limit))
-        memory, kept = both[:num_items], both[num_items:]
+        *both, limit = exact_integers((*problem.memory, *(problem.activations or activations), problem.memory_limit))
+        memory, activations = both[:num_items], both[num_items:]
     in_flight = problem.in_flight or (0,) * num_stages
     sums = {
-        number: prefix_sums([own + number * each for own, each in zip(memory, kept, strict=True)])
+        number: prefix_sums([fixed + number * more for fixed, more in zip(memory, activations, strict=True)])
         for number in set(in_flight)
     }
     return Items(
@@ -104,7 +115,7 @@ class _Search:
             return None
         bound, windows = reached
         caps = [Caps(cost=bound, memory=self.items.memory_limit, memory_sums=sums) for sums in self.items.memory]
-        bounds = _found(even_bounds(self.items, caps, windows.least, windows.most))
+        bounds = _existing(even_bounds(self.items, caps, windows.least, windows.most))
         if self.num_virtual == 1:
             return bounds
         if self._most_memory(bounds) > self.items.memory_limit:
@@ -122,14 +133,14 @@ class _Search:
             return None
         limits = Limits(stage=bound, rank=rank_bound, memory=self.items.memory_limit)
         steps = Steps(self.steps_left // 4)
-        self.steps_left -= steps.left
+        self.steps_left -= steps.remaining
         try:
             return fit_ranks(self.items, windows, limits, steps)
         except OutOfStepsError:
             self.proven = False
             return None
         finally:
-            self.steps_left += max(0, steps.left)
+            self.steps_left += max(0, steps.remaining)
 
     def _lower_slowest_rank(self, bounds: tuple[int, ...], bound: int) -> tuple[int, ...]:
         """Return a split with the cheapest slowest rank among those within `bound`."""
@@ -137,11 +148,11 @@ class _Search:
         most = self._slowest_rank(bounds)
         sums = possible_rank_costs(self.items, bound)
         while (middle := _middle(sums, least, most)) is not None:
-            found = self._fit(bound, middle)
-            if found is None:
+            lower = self._fit(bound, middle)
+            if lower is None:
                 least = middle + 1
             else:
-                bounds, most = found, self._slowest_rank(found)
+                bounds, most = lower, self._slowest_rank(lower)
         return bounds
 
     def _even_out(self, bounds: tuple[int, ...], bound: int, rank_bound: int) -> tuple[int, ...]:
@@ -168,13 +179,13 @@ class _Search:
         for stage in stages:
             rank, (start, stop), sums = rank_of(stage), bounds[stage : stage + 2], self.items.memory[stage]
             others_cost = costs[rank] - (self.items.costs[stop] - self.items.costs[start])
-            left = self.items.memory_limit - (memory[rank] - (sums[stop] - sums[start]))
-            caps.append(Caps(cost=min(bound, rank_bound - others_cost), memory=left, memory_sums=sums))
+            free = self.items.memory_limit - (memory[rank] - (sums[stop] - sums[start]))
+            caps.append(Caps(cost=min(bound, rank_bound - others_cost), memory=free, memory_sums=sums))
         ends = bounds[first], bounds[stages.stop]
         least = (ends[0], *(max(ends[0], end) for end in self.windows.least[first + 1 : stages.stop]), ends[1])
         most = (ends[0], *(min(ends[1], end) for end in self.windows.most[first + 1 : stages.stop]), ends[1])
-        found = _found(even_bounds(self.items, caps, least, most))
-        return (*bounds[:first], *found, *bounds[stages.stop + 1 :])
+        evened = _existing(even_bounds(self.items, caps, least, most))
+        return (*bounds[:first], *evened, *bounds[stages.stop + 1 :])
 
     def _slowest_rank(self, bounds: tuple[int, ...]) -> int:
         return max(self._per_rank([self.items.costs] * (len(bounds) - 1), bounds))
@@ -192,8 +203,8 @@ class _Search:
 
 def _first(least: int, most: int, attempt: Callable[[int], T | None]) -> tuple[int, T] | None:
     """Return the first of least to most whose attempt succeeds, as all later ones do, with its result."""
-    found = attempt(most)
-    if found is None:
+    result = attempt(most)
+    if result is None:
         return None
     while least < most:
         middle = (least + most) // 2
@@ -201,8 +212,8 @@ def _first(least: int, most: int, attempt: Callable[[int], T | None]) -> tuple[i
         if attempted is None:
             least = middle + 1
         else:
-            most, found = middle, attempted
-    return most, found
+            most, result = middle, attempted
+    return most, result
 
 
 def _middle(values: Sequence[int] | None, least: int, most: int) -> int | None:
@@ -213,7 +224,7 @@ def _middle(values: Sequence[int] | None, least: int, most: int) -> int | None:
     return values[(first + last) // 2] if first < last else None
 
 
-def _found(bounds: tuple[int, ...] | None) -> tuple[int, ...]:
+def _existing(bounds: tuple[int, ...] | None) -> tuple[int, ...]:
     assert bounds is not None  # the caps come from bounds that satisfy them
     return bounds
 

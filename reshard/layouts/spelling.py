@@ -8,21 +8,18 @@ from itertools import accumulate
 
 from manifests.errors import LayoutError, Parameter, UsageError
 from manifests.paths import is_unicode
-from reshard.formatting import counted, nearest_word
+from reshard.formatting import counted, nearest_word, shorten
 from reshard.layouts.balance import read_balance
-from reshard.layouts.deepspeed import read_uniform
 from reshard.layouts.degrees import DEGREES, Degrees, Options, layout_of, read_words
-from reshard.layouts.errors import SpecError, shorten
-from reshard.layouts.expansion import LETTERS
-from reshard.layouts.files import read_cuts, read_file
+from reshard.layouts.files import read_file
 from reshard.layouts.inventory import Inventory
-from reshard.layouts.megatron import read_megatron
-from reshard.layouts.model import InFlight, ModuleCosts, Request, StageLayout
+from reshard.layouts.megatron import LETTERS, read_megatron
+from reshard.layouts.model import InFlight, ModuleCosts, Request, SpecError, StageLayout
 
 MAX_SPEC = 16384  # characters
 HINT = (
-    "a layout is pp=N[,vpp=K], a Megatron string (Et*3|(tt|)*29,m|L), balance:params,pp=N, uniform,pp=N, "
-    "cut=model.layers.8, or a .toml or .json file of module lists"
+    "a layout is pp=N[,vpp=K], a Megatron string (Et*3|(tt|)*29,m|L), balance:params,pp=N, "
+    "or a .toml or .json file of module lists"
 )
 SPLIT_KEYS = (*DEGREES, "first", "last", "layers-per-stage")
 
@@ -32,20 +29,18 @@ def parse_layout(
     inventory: Inventory,
     *,
     num_ranks: int | None = None,
-    strict_megatron: bool = False,
     costs: Mapping[str, ModuleCosts] | None = None,
     in_flight: InFlight | None = None,
 ) -> StageLayout:
     """Read a layout in any spelling.
 
-    `num_ranks` is for spellings without ranks (a Megatron string, cuts, a file); without it each stage has
-    its own. `strict_megatron` refuses what Megatron would. `costs` has, under `params`, `bytes`, `flops`,
-    `time` or `memory`, the cost of every module. With `in_flight`, a memory limit counts the activations
-    that each stage keeps.
+    `num_ranks` is for spellings without ranks (a Megatron string, a file); without it each stage has its own.
+    `costs` has, under `params`, `bytes`, `flops`, `time` or `memory`, the cost of every module. With `in_flight`,
+    a memory limit counts the activations that each stage keeps.
 
     Raises:
         LayoutError: an invalid spec, or one without each of the model's modules exactly once, in order.
-        UsageError: `num_ranks` is below 1 or differs from the spec's; `strict_megatron` for another spelling.
+        UsageError: `num_ranks` is below 1 or differs from the spec's.
     """
     if num_ranks is not None and num_ranks < 1:
         raise UsageError(Parameter("pp"), f"expected at least 1 rank, found {num_ranks}", code="layout.bad-option")
@@ -54,23 +49,8 @@ def parse_layout(
     if len(spec) > MAX_SPEC:
         problem = f"expected at most {MAX_SPEC} characters, found {len(spec)}"
         raise SpecError("layout", problem, "write the layout to a .toml file", code="layout.too-long")
-    reader = _reader(spec)
-    if strict_megatron and reader is not read_megatron:
-        raise UsageError(
-            Parameter("strict_megatron"),
-            f"expected a Megatron string, found {shorten(spec)}",
-            "leave it out",
-            code="layout.not-megatron",
-        )
-    layout = reader(
-        Request(
-            spec=spec,
-            inventory=inventory,
-            num_ranks=num_ranks,
-            strict_megatron=strict_megatron,
-            costs=costs,
-            in_flight=in_flight,
-        )
+    layout = _reader(spec)(
+        Request(spec=spec, inventory=inventory, num_ranks=num_ranks, costs=costs, in_flight=in_flight)
     )
     if not is_unicode(spec):  # possible for a file name, but not representable in a manifest
         raise LayoutError("layout", "is not valid UTF-8", "rename the file", code="layout.not-unicode")
@@ -151,17 +131,17 @@ def read_split(request: Request) -> StageLayout:
     return layout_of(request, (0, *cuts, len(inventory.modules)), degrees)
 
 
-def _check_layers_per_stage(options: Options, degrees: Degrees, asked: int, effective: int) -> None:
-    """Raise if this number of layers per stage makes stages that are not a multiple of the ranks."""
+def _check_layers_per_stage(options: Options, degrees: Degrees, size: int, effective: int) -> None:
+    """Raise if `size` layers per stage make stages that are not a multiple of the ranks."""
     num_ranks = degrees.num_ranks
-    num_stages = -(-effective // asked)
+    num_stages = -(-effective // size)
     if num_ranks is None or num_stages % num_ranks == 0:
         return
-    fitting = [size for size in range(1, effective + 1) if -(-effective // size) % num_ranks == 0]
-    nearest = min(fitting, key=lambda size: (abs(size - asked), size), default=None)
+    fitting = [other for other in range(1, effective + 1) if -(-effective // other) % num_ranks == 0]
+    nearest = min(fitting, key=lambda other: (abs(other - size), other), default=None)
     raise options.error(
         "layers-per-stage",
-        f"layers-per-stage={asked} makes {counted(num_stages, 'stage')}, not a multiple of {num_ranks} ranks",
+        f"layers-per-stage={size} makes {counted(num_stages, 'stage')}, not a multiple of {num_ranks} ranks",
         f"layers-per-stage={nearest} makes {-(-effective // nearest)}" if nearest else "lower pp",
         code="layout.indivisible-stages",
     )
@@ -169,11 +149,7 @@ def _check_layers_per_stage(options: Options, degrees: Degrees, asked: int, effe
 
 _READERS: Mapping[str, Callable[[Request], StageLayout]] = {
     **dict.fromkeys((f"{key}=" for key in SPLIT_KEYS), read_split),
-    "cut=": read_cuts,
-    "uniform": read_uniform,
-    "parameters": read_balance,
     "balance:": read_balance,
-    "type:": read_balance,
 }
 _RUN_TOGETHER = re.compile(rf"\b({'|'.join(SPLIT_KEYS)})[ :-]?(\d+)")
 _FIRST_WORD = re.compile(r"\s*([A-Za-z-]+)\s*([=:]|(?=,|$))")

@@ -23,10 +23,10 @@ from reshard.estimate.costs import ModuleTime, costs_of
 from reshard.estimate.training_estimate import training_of
 from reshard.formats.config import find_config, open_config
 from reshard.formats.open import links_of, open_described
+from reshard.formatting import shorten
 from reshard.layouts import StageLayout, parse_layout
 from reshard.layouts.balance import balances_memory, balances_time, unsolved
 from reshard.layouts.degrees import read_words
-from reshard.layouts.errors import shorten
 from reshard.layouts.inventory import Inventory, inventory_of_modules
 from reshard.layouts.model import InFlight, Request
 from reshard.plans.pack_plan import PackPlan, Sharding, StagePlan, plan_pack
@@ -44,7 +44,6 @@ class LayoutRequest:
 
     spec: str | None
     num_ranks: int | None = None
-    strict_megatron: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -160,7 +159,7 @@ def lay_out(
     """
     shape = checkpoint.shape
     asked, assumed = _agree_on_limit(asked, assumed)
-    inventory = inventory_of_modules(shape.modules, shape.num_layers, shape.architecture)
+    inventory = inventory_of_modules(shape.modules, shape.num_layers)
     sizes = {fqn: tensor.nbytes for fqn, tensor in checkpoint.tensors.items()}
     costs = costs_of(shape, seq_len=assumed.seq_len, nbytes=sizes, measured=assumed.measured)
     if asked.spec is None:
@@ -231,9 +230,6 @@ def _kept(manifest: Manifest | None, asked: LayoutRequest) -> StageLayout:
     if asked.num_ranks is not None:
         hint = f"use {Parameter('layout', f'pp={asked.num_ranks}')}, or leave {Parameter('pp')} out"
         raise UsageError(Parameter("pp"), problem, hint, code="options.needs-layout")
-    if asked.strict_megatron:
-        hint = f"add {Parameter('layout')}, or leave {Parameter('strict_megatron', True)} out"
-        raise UsageError(Parameter("strict_megatron"), problem, hint, code="options.needs-layout")
     return StageLayout(
         spec=manifest.layout.spec,
         stages=tuple(stage.modules for stage in manifest.stages),
@@ -253,7 +249,6 @@ def _read(
         asked.spec,
         inventory,
         num_ranks=asked.num_ranks,
-        strict_megatron=asked.strict_megatron,
         costs=costs,
         in_flight=in_flight,
     )

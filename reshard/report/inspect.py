@@ -12,7 +12,7 @@ from manifests.command.sizes import show_bytes
 from manifests.errors import printable
 from manifests.schema import Manifest
 from reshard.formatting import show_numbers
-from reshard.layouts.model import compress_modules
+from reshard.layouts.inventory import compress_modules
 from reshard.report.text import table, table_lines, tie_lines
 from stores.bundles import Bundles, TensorAt
 from stores.manifest_file import Address, ReadManifest, open_manifest

@@ -22,10 +22,6 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
         lambda at: reshard.pack(at / "packed", at / "new", pp=2),
         lambda at: reshard.plan(at / "packed", pp=2),
     ),
-    ("strict_megatron", "options.needs-layout"): (lambda at: reshard.plan(at / "packed", strict_megatron=True),),
-    ("strict_megatron", "layout.not-megatron"): (
-        lambda at: reshard.pack(at / "model", at / "new", "pp=2", strict_megatron=True),
-    ),
     ("stages", "options.unknown-stage"): (lambda at: reshard.verify(at / "packed", stages=[2]),),
     ("stages", "options.bad-stages"): (lambda at: reshard.pack(at / "model", at / "new", "pp=2", stages="x"),),
     ("stages", "options.conflict"): (

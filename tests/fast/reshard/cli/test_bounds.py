@@ -47,8 +47,7 @@ def test_flag_beyond_its_bound_is_refused(args: tuple[object, ...], flag: str, t
         f"pp=2,last={BILLION - 1},layers-per-stage=3",
         f"pp={BILLION - 1}",
         f"pp=2,vpp={BILLION}",
-        f"uniform,pp={BILLION - 1}",
-        f"cut=layers.2,pp={BILLION - 1}",
+        f"balance:params,pp={BILLION - 1}",
         f"E|t*{BILLION}|L",
     ],
 )

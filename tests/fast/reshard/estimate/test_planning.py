@@ -111,7 +111,6 @@ def test_limit_of_a_layout_is_the_limit_of_the_plan(tmp_path: Path) -> None:
         (("--layout", "pp=2", "--gpu-memory", "plenty"), 2, "options.memory-size", "--gpu-memory"),
         (("--layout", "pp=2", "--schedule", "ZBVZeroBubble"), 2, "schedule.other-placement", "--schedule"),
         (("--layout", "pp=2", "--microbatches", "1"), 2, "schedule.too-few-microbatches", "--schedule"),
-        (("--layout", "pp=2", "--strict-megatron"), 2, "layout.not-megatron", "--strict-megatron"),
         (
             ("--layout", "balance:params,pp=2", "--seq-len", "64", "--gpu-memory", "400000B"),
             3,
@@ -129,12 +128,11 @@ def test_options_that_cannot_be_planned_are_refused(
 
 
 @pytest.mark.parametrize("verb", ["plan", "pack"])
-@pytest.mark.parametrize("flags", [("--pp", "4"), ("--strict-megatron",)])
-def test_flags_of_a_layout_are_refused_without_one(flags: tuple[str, ...], verb: str, tmp_path: Path) -> None:
+def test_number_of_ranks_is_refused_without_a_layout(verb: str, tmp_path: Path) -> None:
     write_model(tmp_path / "source")
     packed, out = tmp_path / "packed", ("--out", tmp_path / "out") if verb == "pack" else ()
     assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", packed).code == 0
-    assert reshard(verb, packed, *flags, *out, "--json").refusal == (2, "options.needs-layout", flags[0])
+    assert reshard(verb, packed, "--pp", "4", *out, "--json").refusal == (2, "options.needs-layout", "--pp")
     assert not (tmp_path / "out").exists()
 
 

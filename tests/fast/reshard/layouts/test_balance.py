@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from manifests.errors import LayoutError
-from reshard.layouts.inventory import inventory_of_layers
-from reshard.layouts.model import StageLayout, compress_modules
+from reshard.layouts.inventory import compress_modules, inventory_of_layers
+from reshard.layouts.model import StageLayout
 from reshard.layouts.spelling import parse_layout
 
 INVENTORY = inventory_of_layers(8)

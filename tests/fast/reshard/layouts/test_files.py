@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import InputError, LayoutError, UsageError
-from reshard.layouts.inventory import inventory_of_layers
-from reshard.layouts.model import StageLayout, compress_modules
+from reshard.layouts.inventory import compress_modules, inventory_of_layers
+from reshard.layouts.model import StageLayout
 from reshard.layouts.spelling import parse_layout
 
 NUM_LAYERS = 8
@@ -157,32 +157,3 @@ def test_a_file_that_does_not_exist_is_refused(spec):
     with pytest.raises(LayoutError) as error:
         read(spec)
     assert error.value.code in ("layout.no-file", "layout.unreadable")
-
-
-def test_cuts_start_new_stages():
-    layout = read("cut=model.layers.2,layers.5,lm_head,pp=2")
-    assert shown(layout) == [
-        "model.embed_tokens, model.layers.0-1",
-        "model.layers.2-4",
-        "model.layers.5-7, model.norm",
-        "lm_head",
-    ]
-    assert (layout.placement.num_ranks, layout.placement.num_virtual) == (2, 2)
-    assert read("cut=layers.2,layers.5,lm_head,style=v").placement.num_ranks == 2
-    assert read("cut=layers.4").placement.num_ranks == 2
-
-
-@pytest.mark.parametrize(
-    ("spec", "code"),
-    [
-        ("cut=layers.5,layers.3", "layout.wrong-order"),
-        ("cut=layers.5,layers.5", "layout.wrong-order"),
-        ("cut=model.layers.8", "layout.unknown-module"),
-        ("cut=layers.4,pp=3", "layout.indivisible-stages"),
-    ],
-)
-def test_bad_cuts_are_pointed_at(spec, code, wording):
-    with pytest.raises(LayoutError) as error:
-        read(spec)
-    assert (error.value.code, error.value.where) == (code, "layout")
-    wording(str(error.value))

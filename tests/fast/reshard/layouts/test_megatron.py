@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import pytest
 
-from manifests.errors import LayoutError, UsageError
+from manifests.errors import LayoutError
 from reshard.layouts.inventory import inventory_of_layers
 from reshard.layouts.megatron import write_letters
 from reshard.layouts.model import StageLayout
 from reshard.layouts.spelling import parse_layout
 
 
-def read(spec: str, num_ranks: int | None, num_layers: int, num_mtp: int = 0, strict: bool = False) -> StageLayout:
+def read(spec: str, num_ranks: int | None, num_layers: int, num_mtp: int = 0) -> StageLayout:
     inventory = inventory_of_layers(num_layers, num_mtp)
-    return parse_layout(spec, inventory, num_ranks=num_ranks, strict_megatron=strict)
+    return parse_layout(spec, inventory, num_ranks=num_ranks)
 
 
 def letters(layout: StageLayout, num_layers: int) -> str:
@@ -30,9 +30,9 @@ def letters(layout: StageLayout, num_layers: int) -> str:
     return "|".join("".join(map(letter, stage)) for stage in layout.stages)
 
 
-def refusal(spec: str, num_ranks: int | None, num_layers: int, num_mtp: int = 0, strict: bool = False) -> LayoutError:
+def refusal(spec: str, num_ranks: int | None, num_layers: int, num_mtp: int = 0) -> LayoutError:
     with pytest.raises(LayoutError) as error:
-        read(spec, num_ranks, num_layers, num_mtp, strict)
+        read(spec, num_ranks, num_layers, num_mtp)
     assert error.value.where == "layout"
     return error.value
 
@@ -60,9 +60,8 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize(("spec", "num_ranks", "num_layers", "num_mtp", "stages"), ACCEPTED)
-@pytest.mark.parametrize("strict", [False, True])
-def test_layouts_that_megatron_accepts_mean_the_same_here(spec, num_ranks, num_layers, num_mtp, stages, strict):
-    layout = read(spec, num_ranks, num_layers, num_mtp, strict)
+def test_layouts_that_megatron_accepts_mean_the_same_here(spec, num_ranks, num_layers, num_mtp, stages):
+    layout = read(spec, num_ranks, num_layers, num_mtp)
     assert letters(layout, num_layers) == stages
     assert layout.spec == spec
     assert (layout.placement.num_ranks, layout.placement.style) == (num_ranks, "loop")
@@ -104,15 +103,11 @@ def test_without_ranks_every_stage_gets_its_own():
     [
         ("Et | t L", 2, "Et|tL"),
         ("E t * 3 |\n(t t |) * 2\tL", 7, "Ettt|tt|tt|L"),
-        ("E((t|)*2t|)*2L", 6, "Et|t|t|t|t|t|L"),
-        ("E(((t)*2)*2|)*2L", 8, "Etttt|tttt|L"),
         ("E(t*2|,t)*2,L", 6, "Ett|ttt|tL"),
     ],
 )
-def test_white_space_and_nested_groups_are_read_but_not_by_strict(spec, num_layers, stages):
+def test_white_space_is_skipped_as_commas_are(spec, num_layers, stages):
     assert letters(read(spec, None, num_layers), num_layers) == stages
-    if stages != "Ett|ttt|tL":  # Megatron reads that one
-        assert refusal(spec, None, num_layers, strict=True).code == "layout.not-megatron"
 
 
 REFUSED = [
@@ -138,24 +133,16 @@ REFUSED = [
     ("Et)|L", 2, 1, 0, "layout.bad-group"),
     ("E((t)*2|L", 2, 2, 0, "layout.bad-group"),
     ("Et*999999999|L", 2, 1, 0, "layout.too-long"),
-    ("E(((t*999)*999)*999)*999|L", 2, 1, 0, "layout.too-long"),
+    ("E((t|)*2t|)*2L", 7, 6, 0, "layout.bad-group"),
     ("Et*" + "9" * 5000 + "|L", 2, 1, 0, "layout.too-long"),
     ("E(|)*5000tL", 1, 1, 0, "layout.too-many-stages"),
 ]
-STRICT = [
-    ("Et|t L", 2, 2, 0, "layout.not-megatron"),
-    ("E((t|)*2t|)*2L", 7, 6, 0, "layout.not-megatron"),
-    ("Et|t|m|mL", 2, 2, 2, "layout.not-megatron"),
-    ("Et|tm||L", 2, 2, 1, "layout.not-megatron"),
-]
 
 
-@pytest.mark.parametrize(
-    ("strict", "case"), [(False, case) for case in REFUSED] + [(True, case) for case in STRICT], ids=range(29)
-)
-def test_bad_layout_strings_are_pointed_at(strict, case, wording):
-    *asked, code = case
-    error = refusal(*asked, strict=strict)
+@pytest.mark.parametrize("case", REFUSED, ids=range(25))
+def test_bad_layout_strings_are_pointed_at(case, wording):
+    *args, code = case
+    error = refusal(*args)
     assert error.code == code
     wording(str(error))
 
@@ -168,12 +155,6 @@ def test_hint_has_a_layout_that_fits(spec, meant):
 @pytest.mark.parametrize(("spec", "num_mtp"), [("Et|t|m|mL", 2), ("Et|tm||L", 1)])
 def test_mtp_layers_may_be_on_several_or_early_stages(spec, num_mtp):
     assert letters(read(spec, 2, 2, num_mtp), 2) == spec
-
-
-def test_strict_is_for_megatron_strings_only():
-    with pytest.raises(UsageError) as error:
-        read("pp=2", None, 4, strict=True)
-    assert (error.value.code, error.value.where) == ("layout.not-megatron", "--strict-megatron")
 
 
 def test_caret_stays_under_its_character_in_a_long_layout():
@@ -196,4 +177,4 @@ def test_caret_stays_under_its_character_in_a_long_layout():
 def test_written_letters_are_brief(stages, written):
     assert write_letters(stages) == written
     num_layers, num_mtp = (sum(stage.count(letter) for stage in stages) for letter in "tm")
-    assert letters(read(written, None, num_layers, num_mtp, strict=True), num_layers) == "|".join(stages)
+    assert letters(read(written, None, num_layers, num_mtp), num_layers) == "|".join(stages)

@@ -59,7 +59,7 @@ def test_what_is_written_reads_back_as_the_same_layout(tmp_path, drawn):
 @given(
     ranks=st.integers(1, 6),
     virtual=st.integers(1, 2),
-    method=st.sampled_from(["pp={ranks}", "uniform,pp={ranks}", "parameters,pp={ranks}", "type:layer,pp={ranks}"]),
+    method=st.sampled_from(["pp={ranks}", "balance:params,pp={ranks}"]),
     num_layers=st.integers(1, 20),
 )
 def test_every_computed_layout_reads_back(tmp_path, ranks, virtual, method, num_layers):

@@ -38,8 +38,8 @@ def fits(asked: Problem, bounds) -> bool:
     if asked.memory_limit is None:
         return True
     used = per_rank(asked, asked.memory, bounds)
-    for stage, kept in enumerate(per_stage(asked.kept, bounds)):
-        used[asked.placement.rank_of(stage)] += kept * (asked.in_flight or [0] * len(bounds))[stage]
+    for stage, nbytes in enumerate(per_stage(asked.activations, bounds)):
+        used[asked.placement.rank_of(stage)] += nbytes * (asked.in_flight or [0] * len(bounds))[stage]
     return max(used) <= asked.memory_limit
 
 
@@ -78,7 +78,7 @@ def random_problem(rng: random.Random) -> Problem:
         num_virtual,
         "v" if num_virtual == 2 and rng.random() < 0.5 else "loop",
         memory=memory,
-        kept=tuple(rng.randint(0, 3) for _ in range(num_items)) if keeps else (),
+        activations=tuple(rng.randint(0, 3) for _ in range(num_items)) if keeps else (),
         in_flight=tuple(rng.randint(0, 3) for _ in range(num_stages)) if keeps else (),
         memory_limit=int(limit) if limit and rng.random() < 0.7 else limit,
         pins=tuple((rng.randrange(num_items), rng.randrange(num_stages)) for _ in range(rng.choice([0, 0, 0, 1, 2]))),
@@ -143,7 +143,7 @@ def test_memory_limit_moves_the_cut_even_when_that_is_slower():
 
 
 def test_stage_with_less_in_flight_takes_more_layers():
-    asked = problem([1] * 8, 2, memory=(1,) * 8, kept=(1,) * 8, in_flight=(2, 1), memory_limit=11)
+    asked = problem([1] * 8, 2, memory=(1,) * 8, activations=(1,) * 8, in_flight=(2, 1), memory_limit=11)
     assert solve(asked) == Split(bounds=(0, 3, 8), proven=True)
 
 

@@ -14,7 +14,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from manifests.models import model_shape
-from reshard.layouts.inventory import class_names, inventory_of_modules
 from tests.builders import files_in, leftovers, pack, refusal, reshard, run
 from tests.fast.manifests.models.built import DECODERS, build, perturb, read_config
 from tests.fast.runner.models.decoders import name_as_openai_did, save_decoder
@@ -112,12 +111,11 @@ def test_base_model_of_opt_is_packed_under_its_fqns(tmp_path: Path) -> None:
         ("gpt2", "pp=2", [8]),
         ("gpt2", "pp=2,vpp=2", [5, 9, 12]),
         ("gpt2", "Et*6|t*6L --pp 2", [8]),
-        ("gpt2", "cut=transformer.h.3", [5]),
-        ("gpt2", "cut=h.3", [5]),
+        ("gpt2", "balance:params,pp=2,pin=transformer.h.2@0,pin=transformer.h.3@1", [5]),
+        ("gpt2", "balance:params,pp=2,pin=h.2@0,pin=h.3@1", [5]),
         ("opt-350m", "pp=4", [9, 16, 22]),
-        ("opt-350m", "cut=layers.3,project_out", [6, 27]),
-        ("falcon-7b", "uniform,pp=5", [7, 14, 21, 28]),
-        ("mpt-7b", "cut=blocks.31", [32]),
+        ("opt-350m", "balance:params,pp=3,pin=layers.2@0,pin=layers.3@1,pin=layers.23@1,pin=project_out@2", [6, 27]),
+        ("mpt-7b", "balance:params,pp=2,pin=blocks.30@0,pin=blocks.31@1", [32]),
         ("mixtral-8x7b", "balance:params,pp=2", [17]),
     ],
 )  # fmt: skip
@@ -137,18 +135,3 @@ def test_file_of_module_lists_takes_short_names_and_ranges(tmp_path: Path) -> No
     (tmp_path / "stages.json").write_text('[["wte", "wpe", "h.0-5"], ["h.6-11", "transformer.ln_f", "lm_head"]]')
     ended = run("plan", tmp_path / "config.json", "--layout", tmp_path / "stages.json")
     assert "wte, wpe, h.0-5" in ended.out
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_classes_of_modules_are_those_of_transformers(name: str) -> None:
-    config = read_config(name)
-    model, shape = build(config, "meta"), model_shape(config)
-    inventory = inventory_of_modules(shape.modules, shape.num_layers, shape.architecture)
-    assert class_names(inventory) == tuple(type(model.get_submodule(module)).__name__ for module in shape.modules)
-
-
-def test_classes_beside_a_narrow_embedding_are_those_of_transformers() -> None:
-    config = read_config("tiny-opt", word_embed_proj_dim=16)
-    model, shape = build(config, "meta"), model_shape(config)
-    inventory = inventory_of_modules(shape.modules, shape.num_layers, shape.architecture)
-    assert class_names(inventory) == tuple(type(model.get_submodule(module)).__name__ for module in shape.modules)

@@ -223,7 +223,7 @@ def test_even_ranks_have_no_bottleneck_and_wait_only_for_the_pipeline(
     config = write_config(tmp_path / "config.json")
     times = write_times(tmp_path / "times.json", dict.fromkeys(modules_of(5), (0.5, 1.0)))
     write_config(config, num_hidden_layers=5)
-    flags = ("--layout", "uniform,pp=4", "--cost", times, "--microbatches", "8")
+    flags = ("--layout", "balance:time,pp=4", "--cost", times, "--microbatches", "8")
     lines = reshard("plan", config, *flags).out.splitlines()
     # Two modules per rank: a forward takes 1 s, a backward 2 s. 1F1B: M + P - 1 of both.
     wording("\n".join(line for line in lines if "bottleneck" in line or "1F1B" in line))

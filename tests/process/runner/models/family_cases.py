@@ -105,7 +105,12 @@ _ON_TRANSFORMERS: tuple[Mapping[str, Any], ...] = (
 NORMAL = (
     Case(number=0, model="tiny-gpt2", changes=_TIED, is_openai=True),
     Case(number=1, model="tiny-mixtral"),
-    Case(number=3, model="tiny-opt", changes={**_TIED, "word_embed_proj_dim": 16}, layout="cut=project_in"),
+    Case(
+        number=3,
+        model="tiny-opt",
+        changes={**_TIED, "word_embed_proj_dim": 16},
+        layout="balance:params,pp=2,pin=embed_positions@0,pin=project_in@1",
+    ),
     Case(number=4, model="tiny-falcon", layout="pp=2,vpp=2", schedule="Interleaved1F1B"),
     Case(number=8, model="tiny-qwen3-moe", layout="pp=2,vpp=2", schedule="Interleaved1F1B"),
     Case(number=9, model="tiny-deepseek-v3", layout="pp=2,style=v", schedule="ZBVZeroBubble"),
