@@ -10,7 +10,7 @@ from runner.bundle.packed import check_tokenizer, open_packed
 from runner.config.architectures import check_trainable
 from runner.data.files import find_files
 from runner.evaluation.options import PLAIN, eval_options, with_flags
-from runner.launch.schedulers.local import launch_here
+from runner.launch.here import launch_here
 from runner.preflight.preflight import check_model
 from stores.folders.probe import check_stdout
 from stores.manifest_file import open_manifest

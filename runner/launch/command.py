@@ -32,13 +32,13 @@ from runner.config.flags import (
 )
 from runner.config.memory import planned_memory
 from runner.config.parallel_dims import ParallelDims
-from runner.launch.job import FlagKind, Job, read_environment, read_job_file
+from runner.launch.here import LocalJob, launch_here
+from runner.launch.job import FlagKind, Job, read_environment, read_job_file, shown_address
 from runner.launch.nodes import check_groups, check_memory, check_ranks, parse_nnodes, plan_nodes, printed
 from runner.launch.run_folder import RunFolder, choose_folder
-from runner.launch.schedulers.checks import shown_address
-from runner.launch.schedulers.local import LocalJob, check_beginning, check_request, launch_here
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import share_of
+from runner.preflight.request import check_beginning, check_request
 from runner.rundir.job_record import SCHEDULERS
 
 
@@ -296,20 +296,20 @@ def _refuse_clusters(context: click.Context, num_nodes: int) -> None:
 
 def _submit(job: Job, scheduler: str, run: RunFolder, *, follow: bool, dry_run: bool) -> None:
     from runner.launch.follow import follow as follow_job
-    from runner.launch.log_folder import claim_log_dir
-    from runner.launch.schedulers import jobset, slurm
+    from runner.launch.run_folder import claim_log_dir
+    from runner.launch.schedulers import cluster_of
     from runner.rundir.job_record import make_log_dir, write_record
     from runner.rundir.state import clear_state
 
-    backend = slurm if scheduler == "slurm" else jobset
-    rendered = backend.render(job)
+    cluster = cluster_of(scheduler)
+    rendered = cluster.render(job)
     if dry_run:
         click.echo(rendered, nl=False)
         return
     make_log_dir(job.log_dir)
     with claim_log_dir(job.log_dir), deferred():  # a submitted job is always on record
         run.begin()
-        record = backend.submit(job)
+        record = cluster.submit(job)
         clear_state(job.log_dir)  # of the job before
         write_record(job.log_dir, record)
     click.echo(f"submitted {record.name} as {scheduler} job {record.id}; runner status {job.log_dir}")

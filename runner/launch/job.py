@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from manifests.command.interpreter import relative_entries
 from manifests.errors import LaunchError, UsageError
+from manifests.invariants import MANIFEST_NAME
 from runner.config.flags import TrainOptions, parse_training
-from runner.launch.schedulers.checks import check_texts
+from stores.address import is_url
 
 FlagKind = Literal["switch", "one", "several"]  # what a flag takes
 
@@ -176,3 +177,48 @@ def _words(key: str, value: object, *, where: str) -> list[str]:
     raise LaunchError(
         f"{where}: training.{key}", "expected a text, a number, true, false or a list of these", code="launch.job-file"
     )
+
+
+def check_texts(given: Iterable[tuple[str, str | None]], *, without_spaces: bool = False) -> None:
+    """Check that the value of each flag, if there is one, is one line of text.
+
+    Raises:
+        UsageError: naming the flag.
+    """
+    for flag, value in given:
+        if value is None:
+            continue
+        if not value.strip() or not value.isprintable() or (without_spaces and " " in value):
+            what = "one word" if without_spaces else "one line of text"
+            raise UsageError(flag, f"expected {what}, found {value!r}", code="launch.scheduler-value")
+
+
+def check_mounts(mounts: Sequence[str], form: re.Pattern[str], expected: str) -> None:
+    """Check the form of every mount, and that no two have the same target.
+
+    Raises:
+        UsageError: naming the mount.
+    """
+    seen: dict[str, str] = {}
+    for mount in mounts:
+        match = form.fullmatch(mount)
+        if match is None or ".." in mount.split("/"):
+            raise UsageError("--mount", f"expected {expected}, found {mount!r}", code="launch.mount")
+        target = match["target"].rstrip("/") or "/"
+        if target in seen:
+            raise UsageError(
+                "--mount", f"{seen[target]!r} and {mount!r} have the same target {target}", code="launch.mount"
+            )
+        seen[target] = mount
+
+
+def is_shown(path: Path, mounts: Sequence[str]) -> bool:
+    """Whether a container sees this absolute path through a mount."""
+    return any(path.is_relative_to(mount.rpartition(":")[2]) for mount in mounts)
+
+
+def shown_address(address: str, written: str, mounts: Sequence[str]) -> str:
+    """Return a manifest's address as a container sees it: as written, if a mount has it only under that path."""
+    path = Path(os.path.normpath(Path.cwd() / written))
+    is_named = not is_url(address) and not is_shown(Path(address), mounts) and is_shown(path, mounts)
+    return str(path / MANIFEST_NAME if path.is_dir() else path) if is_named else address

@@ -14,16 +14,27 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import InputError, refused_by_system
+from manifests.errors import (
+    InputError,
+    LaunchError,
+    UsageError,
+    UserError,
+    refused_by_system,
+)
 from runner.checkpoint.history import find_checkpoints
 from runner.config.flags import TrainOptions
+from runner.launch.schedulers import scheduler_of
+from runner.rundir.heartbeat import SKEWED_S
+from runner.rundir.job_record import JOB_NAME, JobRecord, read_record
 from runner.rundir.run_record import DEFAULT_RUNS, RUN_NAME, link_latest, read_record_of, write_run
+from stores.folders.lock import locking
 
 _EARLIER = "earlier"
 _FILES = ("metrics.jsonl", "job.json", "state.json", RUN_NAME, "report.html")
@@ -169,3 +180,55 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+_CLAIM = ".launch.lock"
+
+
+@contextmanager
+def claim_log_dir(log_dir: Path) -> Iterator[None]:
+    """Keep other launches from using a log folder until this job is on record there.
+
+    Raises:
+        UserError: another launch or job uses it, see `check_free`.
+    """
+    with locking(log_dir / _CLAIM, f"--log-dir {log_dir}", "launches a job with it"):
+        check_free(log_dir)
+        yield
+
+
+def check_free(log_dir: Path) -> None:
+    """Check that the job that was last launched with this log folder has certainly ended.
+
+    Two jobs would write the same state, heartbeats and metrics, and `job.json` would name only one of them.
+
+    Raises:
+        UsageError: it has not ended.
+        LaunchError: its state is unknown.
+    """
+    if not (log_dir / JOB_NAME).exists():
+        return
+    where = f"--log-dir {log_dir}"
+    try:
+        record = read_record(log_dir)
+        use = _use_of(record, log_dir)
+    except UserError as error:
+        raise LaunchError(
+            where, f"another job may be using it: {error.where}: {error.problem}",
+            f"choose another, or remove {log_dir / JOB_NAME} once that job has ended",
+            code="launch.log-folder-in-use",
+        ) from error  # fmt: skip
+    if use is not None:
+        is_here = record.scheduler != "local" or record.host == socket.gethostname()
+        end = "cancel it with runner cancel"
+        if not is_here:
+            end += f" on that machine (if it was killed, wait {SKEWED_S:.0f} s)"
+        raise UsageError(where, use, f"choose another, or {end}", code="launch.log-folder-in-use")
+
+
+def _use_of(record: JobRecord, log_dir: Path) -> str | None:
+    """Return how a job that has not ended uses its log folder; nothing uses a copy of it."""
+    folder = os.path.dirname(record.output)
+    if os.path.isdir(folder) and not os.path.samefile(folder, log_dir):
+        return None
+    return scheduler_of(record.scheduler).use_of(record, log_dir)

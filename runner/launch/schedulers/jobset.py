@@ -6,22 +6,35 @@ Source: JobSet v1alpha2 (jobset.sigs.k8s.io); `torchrun` reads PET_* for flags t
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from manifests.command.kubernetes import ABSENT, MOUNT, MOUNT_FORM, literal, run_kubectl, said_by_kubectl, volumes_of
-from manifests.errors import InputError, UsageError
+from manifests.errors import InputError, LaunchError, UsageError, UserError
 from runner.config.schema import SYNTHETIC
 from runner.launch.decide import FINAL
-from runner.launch.job import Job
-from runner.launch.schedulers.checks import check_mounts, check_read, check_written, is_shown
+from runner.launch.job import Job, check_mounts, is_shown
+from runner.launch.schedulers import (
+    POLL_S,
+    JobState,
+    Poll,
+    Print,
+    code_of_state,
+    follow_file,
+    print_file,
+    refuse_force,
+)
 from runner.launch.supervisor import SHUTDOWN_S, agent_command
 from runner.rundir.job_record import JobRecord
+from runner.rundir.state import read_state
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MAX_NAME = 40  # pods are named NAME-node-0-INDEX-xxxxx, within 63 characters
@@ -32,21 +45,8 @@ _MAX_PODS = 99_999  # as many as --nnodes takes; kubectl's own limit is 5
 # A pod that exits with a code that no restart fixes fails its job, and that fails the JobSet without a restart.
 _MISTAKEN = {"action": "FailJob", "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": list(FINAL)}}
 _ENDS = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-_FORGOTTEN = "Forgotten"  # our word, for a JobSet that was deleted
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _GPU = "nvidia.com/gpu"
-
-
-class JobSetState(str):
-    """The state of a JobSet in Kubernetes: `Completed`, `Failed`, `Suspended`, `Running` or `Forgotten`."""
-
-    @property
-    def is_over(self) -> bool:
-        return self in ("Completed", "Failed", _FORGOTTEN)
-
-    @property
-    def is_forgotten(self) -> bool:
-        return self == _FORGOTTEN
 
 
 def render(job: Job) -> str:
@@ -81,26 +81,82 @@ def submit(job: Job) -> JobRecord:
     return JobRecord(scheduler="jobset", id=job.name, name=job.name, output="", namespace=namespace)
 
 
-def find_state(record: JobRecord) -> JobSetState:
-    """Return the state of a job.
+def find_state(record: JobRecord, log_dir: Path) -> JobState:
+    """Return `Completed`, `Failed`, `Suspended` or `Running`, or what the log folder says of a JobSet that was deleted.
 
     Raises:
         UserError: Kubernetes does not answer.
     """
     shown = run_kubectl(["kubectl", "get", "jobset", record.id, *_inside(record), "--ignore-not-found", "-o", "json"])
     if not shown.strip():
-        return JobSetState(_FORGOTTEN)
+        ended = read_state(log_dir)
+        return JobState(word=ended.word if ended else "Forgotten", exit_code=code_of_state(ended))
     conditions = json.loads(shown).get("status", {}).get("conditions", [])
     true = [condition["type"] for condition in conditions if condition.get("status") == "True"]
-    return JobSetState(next((word for word in ("Completed", "Failed", "Suspended") if word in true), "Running"))
+    word = next((word for word in ("Completed", "Failed", "Suspended") if word in true), "Running")
+    return JobState(word=word, exit_code={"Completed": 0, "Failed": 5}.get(word))
 
 
-def cancel(record: JobRecord) -> None:
+def use_of(record: JobRecord, log_dir: Path) -> str | None:
+    """Return how a job that has not ended uses its log folder; pods of an ended one may still save."""
+    state = find_state(record, log_dir)
+    if state.exit_code is None:
+        return f"is used by jobset job {record.id}, which is {state.word}"
+    num_pods = sum(phase in ("Pending", "Running") for phase in _find_phases(record))
+    return f"is used by {num_pods} pods of jobset job {record.id} that have not ended yet" if num_pods else None
+
+
+def cancel(record: JobRecord, *, is_forced: bool) -> bool:
     """Delete a job."""
+    if is_forced:
+        raise refuse_force()
     run_kubectl(["kubectl", "delete", "jobset", record.id, *_inside(record), "--ignore-not-found", "--wait=false"])
+    return True
 
 
-def find_phases(record: JobRecord) -> list[str]:
+def print_output(record: JobRecord, path: Path, show: Print) -> bool:
+    """Print the output of the pods of a job so far, or the log of a rank.
+
+    Raises:
+        UserError: kubectl fails.
+    """
+    if path != Path(record.output):
+        return print_file(record, path, show)
+    if problem := _print_pods(record, show, follow=False):
+        raise LaunchError("kubectl logs", problem, code="launch.scheduler-failed")
+    return True
+
+
+def follow_output(record: JobRecord, path: Path, show: Print, poll: Poll) -> int:
+    """Print the output of the pods of a job until it ends, including pods that start later; or the log of a rank."""
+    if path != Path(record.output):
+        return follow_file(record, path, show, poll)
+    since, shown = "", ""
+
+    def show_line(line: str) -> None:
+        nonlocal since
+        since = datetime.now(UTC).isoformat()  # after a broken connection, the next one starts here
+        show(line)
+
+    while True:
+        code, problem = poll(), ""
+        try:
+            phases = _find_phases(record)
+        except UserError as error:
+            phases, problem = [], f"{error.where}: {error.problem}"
+        if num_pending := phases.count("Pending"):  # kubectl would leave them out
+            problem = f"{num_pending} of {len(phases)} pods are pending"
+        if code is not None or ("Running" in phases and not num_pending):
+            problem = _print_pods(record, show_line, follow=code is None, since=since)
+        if problem and problem != shown:
+            show(problem + "\n")
+        shown = problem
+        if code is not None:
+            return code
+        time.sleep(POLL_S)
+
+
+def _find_phases(record: JobRecord) -> list[str]:
     """Return the phase of each pod of a job: `Pending`, `Running`, `Succeeded` or `Failed`.
 
     Raises:
@@ -109,7 +165,7 @@ def find_phases(record: JobRecord) -> list[str]:
     return run_kubectl(["kubectl", "get", "pods", *_pods(record), "-o", "jsonpath={.items[*].status.phase}"]).split()
 
 
-def print_logs(record: JobRecord, say: Callable[[str], object], *, follow: bool, since: str = "") -> str:
+def _print_pods(record: JobRecord, show: Print, *, follow: bool, since: str = "") -> str:
     """Print the output of the pods of a job, with `follow` until they end; return the error of kubectl, if any.
 
     `since` is a time in Kubernetes' format.
@@ -132,7 +188,7 @@ def print_logs(record: JobRecord, say: Callable[[str], object], *, follow: bool,
         words = []
         for line in running.stdout:
             if line.startswith("[pod/"):  # of --prefix
-                say(line)
+                show(line)
             else:
                 words.append(line)
     return said_by_kubectl(words) or (f"exited with code {running.returncode}" if running.returncode else "")
@@ -241,3 +297,39 @@ def _inside(record: JobRecord) -> tuple[str, ...]:
 
 def _pods(record: JobRecord) -> tuple[str, ...]:
     return (*_inside(record), "--selector", f"jobset.sigs.k8s.io/jobset-name={record.id}")
+
+
+def check_read(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:
+    """Check that relative paths that pods read, each after its flag, are on a mount; others are in the image.
+
+    Raises:
+        UsageError: naming the flag and the path.
+    """
+    here = Path.cwd()
+    for flag, given in paths:
+        if not Path(given).is_absolute() and not is_shown(Path(os.path.normpath(here / given)), mounts):
+            raise UsageError(
+                f"{flag} {given}", f"is relative to {here}, and no --mount provides it there in the pods",
+                "use an absolute path: below a --mount, or in the image", code="launch.not-mounted")  # fmt: skip
+
+
+def check_written(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:
+    """Check that every path that pods write, each after its flag, is on a mount; relative ones start at this folder.
+
+    Raises:
+        UsageError: naming the flag and the path.
+    """
+    here = Path.cwd()
+    for flag, given in paths:
+        if not Path(given).is_absolute() and not is_shown(here, mounts):
+            raise UsageError(
+                f"{flag} {given}", f"is relative to {here}, and no --mount provides that folder in the pods",
+                "use an absolute path below a --mount", code="launch.not-mounted")  # fmt: skip
+        path = Path(os.path.normpath(here / given))
+        if not is_shown(path, mounts):
+            folder = path if path.parent == Path("/") else path.parent
+            raise UsageError(
+                f"{flag} {path}", "is not on a --mount, and pods lose all other files that they write",
+                f"--mount CLAIM:{folder}, or {folder}:{folder} if all nodes share it",
+                code="launch.not-mounted",
+            )  # fmt: skip

@@ -1,149 +1,112 @@
-"""Jobs on this machine: exec torchrun; and check that a request fits its manifest. No torch."""
+"""Jobs on this machine, by the process that launched them. No torch.
+
+# Note [Which process]
+Process IDs are reused. A job record also has the start time of its process, as the kernel counts it, and the boot ID:
+another process with the same ID is not the job.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shlex
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import signal
+import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 
-import click
+from manifests.errors import LaunchError
+from runner.launch.schedulers import JobState, code_of_state, follow_file, print_file
+from runner.rundir.heartbeat import SKEWED_S, log_path, read_beats
+from runner.rundir.job_record import JOB_NAME, JobRecord
+from runner.rundir.state import read_state
+from stores.folders.lock import birth_of
 
-from manifests.command.interpreter import module_command, safe_environment
-from manifests.command.signals import deferred
-from manifests.schema import Manifest
-from runner.bundle.packed import Packed, open_packed
-from runner.checkpoint.data_position import find_data
-from runner.checkpoint.outputs import check_outputs
-from runner.checkpoint.resume import Origin, check_fits, find_origins, remembered, resumed_state
-from runner.checkpoint.save_paths import check_apart
-from runner.config.flags import TrainOptions, recall
-from runner.config.parallel_dims import ParallelDims
-from runner.launch.log_folder import claim_log_dir
-from runner.launch.run_folder import RunFolder
-from runner.launch.schedulers.local_processes import record_here
-from runner.launch.supervisor import stopping
-from runner.pipeline.timetable import choose_timetable
-from runner.preflight.combinations import (
-    check_combination,
-    check_divides,
-    check_sinks,
-    combine,
-    share_of,
-    tensor_parallel,
-)
-from runner.preflight.preflight import (
-    check_evaluable,
-    check_first_lines,
-    check_length,
-    check_model,
-    check_places,
-    check_texts,
-)
-from runner.preflight.torch_version import check_torch
-from runner.rundir.exit_report import AGENT
-from runner.rundir.job_record import make_log_dir, write_record
-from runner.rundir.state import clear_state
+_POLL_S = 0.1
+_KILL_S = 10.0
+_BEGINS_S = 60.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalJob:
-    """A training run on this machine. Its ranks have `shutdown_s` to save once they are asked to stop."""
-
-    name: str
-    run: RunFolder
-    shutdown_s: int
-
-    @property
-    def log_dir(self) -> Path:
-        return self.run.path
+def record_here(log_dir: Path, name: str) -> JobRecord:
+    """Return the record of a job that this process runs, also after an exec."""
+    pid = os.getpid()
+    return JobRecord(
+        scheduler="local", id=str(pid), name=name, output=str(log_path(log_dir.resolve(), 0)),
+        host=socket.gethostname(), birth=birth_of(pid) or "",
+    )  # fmt: skip
 
 
-def launch_here(
-    arguments: Sequence[str], *, nproc_per_node: int, dry_run: bool, job: LocalJob | None = None,
-    worker: str = "runner.train", quiet: bool = False,
-) -> None:  # fmt: skip
-    """Replace this process by torchrun with so many workers; see `check_request`. A `job` is recorded in `log_dir`.
+def is_running(record: JobRecord) -> bool:
+    """Whether the process that launched a job still runs, see Note [Which process]."""
+    return birth_of(int(record.id)) == record.birth
+
+
+def find_state(record: JobRecord, log_dir: Path) -> JobState:
+    """Return RUNNING, or how a job of this machine ended; KILLED where there is no `state.json`.
 
     Raises:
-        UserError: torch is not installed or too old, or another job uses the log folder.
-        OSError: the working folder was deleted.
+        UserError: it runs on another machine.
     """
-    check_torch()
-    os.getcwd()  # where ranks start: a deleted folder is refused before anything is written
-    command = [
-        *module_command("runner.launch.agent.agent"), "--standalone", "--nproc-per-node", str(nproc_per_node),
-        *(stopping(job.shutdown_s) if job else ()), "-m", worker, *arguments,
-    ]  # fmt: skip
-    if dry_run:
-        click.echo(shlex.join(command))
-        return
-    if job is not None:
-        make_log_dir(job.log_dir)
-    with deferred():  # the process on record always writes how it ended
-        if job is not None:
-            with claim_log_dir(job.log_dir):
-                job.run.begin()
-                clear_state(job.log_dir)  # of the job before
-                write_record(job.log_dir, record_here(job.log_dir, job.name))
-        if not quiet:
-            ranks = "1 rank" if nproc_per_node == 1 else f"{nproc_per_node} ranks"
-            click.echo(f"starting {ranks}" + (f"; log in {job.log_dir}" if job is not None else ""), err=True)
-        sys.stdout.flush()
-        # The process stays. torch and others read their own files in the encoding of the locale.
-        environment = {**safe_environment(), AGENT: str(os.getpid()), "PYTHONUTF8": "1"}
-        os.execve(sys.executable, command, environment)
+    _check_host(record)
+    if is_running(record):
+        return JobState(word="RUNNING", nodes=record.host)
+    state = read_state(log_dir)
+    return JobState(word=state.word if state else "KILLED", exit_code=code_of_state(state), nodes=record.host)
 
 
-def check_request(launched: Packed, options: TrainOptions, world_size: int) -> ParallelDims:
-    """Check, without torch, that these options fit a model and so many ranks, and return the parallel degrees.
+def use_of(record: JobRecord, log_dir: Path) -> str | None:
+    """Return how a job that has not ended uses its log folder; on another machine, by its heartbeats."""
+    if record.host == socket.gethostname():
+        return f"is used by a job of process {record.id}" if is_running(record) else None
+    newest_s = max((beat.time for beat in read_beats(log_dir)), default=0.0)
+    is_alive = read_state(log_dir) is None and (newest_s > time.time() - SKEWED_S or _is_new(log_dir))
+    return f"is used by a job of process {record.id} on {record.host}" if is_alive else None
+
+
+print_output, follow_output = print_file, follow_file
+
+
+def cancel(record: JobRecord, *, is_forced: bool) -> bool:
+    """Ask a job of this machine to save and end; with `is_forced`, kill it and its ranks. Return whether it ran.
 
     Raises:
-        UserError: what does not fit.
+        UserError: it runs on another machine, or belongs to someone else.
     """
-    check_places(options)
-    check_model(launched, options.compute.implementation)
-    num_tensor = options.degrees.tensor  # what no number of ranks fixes is refused before ranks are counted
-    check_combination(tensor_parallel(launched.manifest, options))
-    check_divides(launched.config, num_tensor)
-    degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
-    if options.resume.source is None:  # a checkpoint may recall other batch sizes
-        _check_step(launched.manifest, options, degrees)
-    return degrees
+    _check_host(record)
+    if not is_running(record):
+        return False
+    launcher = int(record.id)
+    ranks = list(_descendants(launcher)) if is_forced else []
+    for pid in (launcher, *ranks):
+        try:
+            os.kill(pid, signal.SIGKILL if is_forced else signal.SIGTERM)
+        except ProcessLookupError:
+            continue
+        except PermissionError as error:
+            raise LaunchError(f"process {pid}", "belongs to another user", code="launch.not-our-process") from error
+    deadline_s = time.monotonic() + _KILL_S
+    while is_forced and time.monotonic() < deadline_s and any(map(birth_of, (launcher, *ranks))):
+        time.sleep(_POLL_S)
+    return True
 
 
-def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDims) -> None:
-    """Check, without torch, that a run on this machine has its inputs, and can write its outputs.
-
-    Ranks check all of this again. The checkpoints of `--resume auto` are left to them: they skip damaged ones.
-
-    Raises:
-        UserError: no such checkpoint, one of another model, no data, or an output that may not be replaced.
-    """
-    check_sinks(options)
-    check_apart(options, launched.root)
-    check_outputs(options)
-    origins, training = find_origins(Origin(launched.root, launched.read), options), None
-    if options.resume.source != "auto":
-        (found,) = origins
-        origin = launched if found.folder == launched.root else open_packed(found.read or found.folder)
-        check_fits(origin, launched)
-        training = resumed_state(origin, options.resume, is_launched=origin is launched)
-        if training is not None:
-            options = recall(options, remembered(training))
-        _check_step(launched.manifest, options, degrees)
-        check_length(launched, options)
-    if options.eval_data is not None:
-        check_evaluable(options.eval_data)
-    if training is None and options.resume.source != "auto":  # a checkpoint may recall another field
-        check_first_lines(options)
-    find_data(options, training.data if training else None, launched.tokenizer, launched.root)
-    check_texts(launched, options)
+def _is_new(log_dir: Path) -> bool:
+    """Whether the job was recorded so recently that its ranks may have no heartbeat yet, by the file system's clock."""
+    with contextlib.suppress(OSError), TemporaryFile(dir=log_dir) as now:
+        return os.fstat(now.fileno()).st_mtime - os.stat(log_dir / JOB_NAME).st_mtime < _BEGINS_S
+    return False
 
 
-def _check_step(manifest: Manifest, options: TrainOptions, degrees: ParallelDims) -> None:
-    batch = share_of(options.batch, degrees.data)
-    timetable = choose_timetable(options.schedule, manifest, batch.num_microbatches)
-    check_combination(combine(manifest, options, timetable, degrees))
+def _check_host(record: JobRecord) -> None:
+    if record.host != socket.gethostname():
+        raise LaunchError(f"job {record.id}", f"runs on {record.host}, this is {socket.gethostname()}",
+                        "run the command there", code="launch.other-host")  # fmt: skip
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, thread.read_text().split()):
+                yield child
+                yield from _descendants(child)

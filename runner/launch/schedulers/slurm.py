@@ -5,41 +5,38 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from manifests.command.interpreter import module_command
 from manifests.command.slurm import run_slurm, working_folder
 from manifests.errors import UsageError, UserError
-from runner.launch.job import Job
-from runner.launch.schedulers.checks import check_mounts, check_sbatch_args, parse_signal, parse_time
+from runner.launch.job import Job, check_mounts
+from runner.launch.schedulers import JobState, code_of_state, follow_file, print_file, refuse_force
 from runner.rundir.job_record import JobRecord
+from runner.rundir.state import read_state
+
+_SIGNAL = re.compile(r"USR2@(\d{1,5})")
+_MAX_SIGNAL_S = 65535  # sbatch(1), --signal
+_TIME = re.compile(r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?|(?P<n>\d+(?::\d+){0,2}))")
+_FOREVER = ("unlimited", "infinite")
+# Flags that --sbatch-arg may not set, because the job depends on them, and the flag to use instead.
+_OWN = {
+    "nodes": "--nnodes", "ntasks": "--nproc-per-node", "ntasks-per-node": "--nproc-per-node", "job-name": "--name",
+    "output": "--log-dir", "open-mode": "--log-dir", "signal": "--signal", "requeue": "--requeue",
+    "no-requeue": "--requeue", "time": "--time", "partition": "--partition", "account": "--account", "qos": "--qos",
+    "chdir": "", "array": "", "wrap": "",
+}  # fmt: skip
+_SHORT = {
+    "N": "nodes", "n": "ntasks", "J": "job-name", "o": "output", "t": "time", "p": "partition", "A": "account",
+    "q": "qos", "D": "chdir", "a": "array",
+}  # fmt: skip
 
 _MOUNT = re.compile(r"/[^:,]*:(?P<target>/[^:,]*)(:[a-z+]+)?")  # as pyxis takes them, with its own flags
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmState:
-    """The state of a job in Slurm: `RUNNING` or another of its states, the reason, nodes, and number of requeues."""
-
-    word: str
-    reason: str
-    nodes: str
-    num_requeues: int
-    exit_code: int
-
-    @property
-    def is_over(self) -> bool:
-        return self.word in _OVER
-
-    @property
-    def is_forgotten(self) -> bool:
-        return self.word == _FORGOTTEN
-
-
-_FORGOTTEN = "FORGOTTEN"  # our word: Slurm keeps a job for MinJobAge after its end, by default 300 s
 _OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
-         "PREEMPTED", "TIMEOUT", _FORGOTTEN)  # fmt: skip
+         "PREEMPTED", "TIMEOUT")  # fmt: skip
 
 
 def render(job: Job) -> str:
@@ -72,36 +69,60 @@ def submit(job: Job) -> JobRecord:
     return JobRecord(scheduler="slurm", id=number, name=job.name, output=str(job.log_dir / f"slurm-{number}.out"))
 
 
-def find_state(record: JobRecord) -> SlurmState:
-    """Return the state of a job.
+def find_state(record: JobRecord, log_dir: Path) -> JobState:
+    """Return the state of a job: `RUNNING` or another of Slurm's, or FORGOTTEN if its log folder says nothing either.
 
     Raises:
         UserError: Slurm does not answer.
     """
+    ended, (fields, reason) = read_state(log_dir), _fields_of(record)
+    if fields is None:
+        word = ended.word if ended else "FORGOTTEN"
+        return JobState(word=word, exit_code=code_of_state(ended), reason=reason)
+    word, code = fields.get("JobState", "UNKNOWN"), None
+    if word in _OVER:
+        was_stopped = ended is not None and ended.ended == "stopped"
+        code = int(fields.get("ExitCode", "0:0").partition(":")[0])
+        code = code or (0 if word == "COMPLETED" else 130 if was_stopped else 5)
+    return JobState(
+        word=word,
+        exit_code=code,
+        reason="" if fields.get("Reason") == "None" else fields.get("Reason", ""),
+        nodes="" if fields.get("NodeList") == "(null)" else fields.get("NodeList", ""),
+        num_requeues=int(fields.get("Restarts", "0")),
+    )
+
+
+def use_of(record: JobRecord, log_dir: Path) -> str | None:
+    """Return how a job that has not ended uses its log folder."""
+    state = find_state(record, log_dir)
+    return f"is used by slurm job {record.id}, which is {state.word}" if state.exit_code is None else None
+
+
+def cancel(record: JobRecord, *, is_forced: bool) -> bool:
+    """Cancel a job, and return whether Slurm still knew it; another job with the same ID is not cancelled."""
+    if is_forced:
+        raise refuse_force()
+    if _fields_of(record)[0] is None:
+        return False
+    run_slurm(["scancel", record.id])
+    return True
+
+
+print_output, follow_output = print_file, follow_file
+
+
+def _fields_of(record: JobRecord) -> tuple[dict[str, str] | None, str]:
+    """Return what Slurm shows of a job, or None and why: it keeps one for MinJobAge after its end, by default 300 s."""
     try:
         shown = run_slurm(["scontrol", "show", "job", "-o", record.id])
     except UserError as error:
         if "Invalid job id" not in error.problem:
             raise
-        return SlurmState(word=_FORGOTTEN, reason="Slurm no longer knows it", nodes="", num_requeues=0, exit_code=0)
+        return None, "Slurm no longer knows it"
     if _is_other_job(shown, record):
-        return SlurmState(word=_FORGOTTEN, reason="another job has its ID", nodes="", num_requeues=0, exit_code=0)
-    fields = dict(word.partition("=")[::2] for word in shown.split() if "=" in word)
-    return SlurmState(
-        word=fields.get("JobState", "UNKNOWN"),
-        reason="" if fields.get("Reason") == "None" else fields.get("Reason", ""),
-        nodes="" if fields.get("NodeList") == "(null)" else fields.get("NodeList", ""),
-        num_requeues=int(fields.get("Restarts", "0")),
-        exit_code=int(fields.get("ExitCode", "0:0").partition(":")[0]),
-    )
-
-
-def cancel(record: JobRecord) -> bool:
-    """Cancel a job, and return whether Slurm still knew it; another job with the same ID is left alone."""
-    if find_state(record).is_forgotten:
-        return False
-    run_slurm(["scancel", record.id])
-    return True
+        return None, "another job has its ID"
+    return dict(word.partition("=")[::2] for word in shown.split() if "=" in word), ""
 
 
 def _is_other_job(shown: str, record: JobRecord) -> bool:
@@ -191,3 +212,88 @@ def _container(job: Job) -> list[str]:
         return []
     mounts = (f"--container-mounts={','.join(job.mounts)}",) if job.mounts else ()
     return [f"--container-image={job.image}", *mounts]
+
+
+def parse_signal(text: str) -> int:
+    """Read the seconds of USR2@SECONDS.
+
+    Raises:
+        UsageError: another signal, or not such a number.
+    """
+    match = _SIGNAL.fullmatch(text)
+    if match and 0 < int(match[1]) <= _MAX_SIGNAL_S:
+        return int(match[1])
+    hint = f"seconds before the end, 1 to {_MAX_SIGNAL_S}, such as USR2@120"
+    if not text.startswith("USR2"):
+        hint = "use SIGUSR2, at which the runner saves and stops; SIGUSR1 kills torchrun and leaves its ranks running"
+    raise UsageError("--signal", f"expected USR2@SECONDS, found {text!r}", hint, code="launch.scheduler-value")
+
+
+def parse_time(text: str) -> int | None:
+    """Read a time limit as sbatch does, in seconds; None: there is no limit.
+
+    Raises:
+        UsageError: sbatch would reject it.
+    Source: sbatch(1), --time.
+    """
+    if text.lower() in _FOREVER:
+        return None
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            "--time",
+            f"expected minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS, found {text!r}",
+            "such as 30, 4:00:00 or 1-12",
+            code="launch.scheduler-value",
+        )
+    if match["n"] is None:
+        days, hours, minutes, seconds = (int(match[name] or 0) for name in ("d", "dh", "dm", "ds"))
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or None
+    parts = [int(part) for part in match["n"].split(":")]
+    hours, minutes, seconds = (0, *parts) if len(parts) == 2 else (0, *parts, 0) if len(parts) == 1 else parts
+    return (hours * 60 + minutes) * 60 + seconds or None
+
+
+def check_sbatch_args(arguments: Sequence[str]) -> None:
+    """Check that each --sbatch-arg is one flag, and not one that the job sets itself.
+
+    Raises:
+        UsageError: naming it.
+    """
+    for argument in arguments:
+        if not argument.startswith("-") or not argument.isprintable():
+            raise UsageError(
+                "--sbatch-arg",
+                f"expected a flag of sbatch, found {argument!r}",
+                "--sbatch-arg=--gpus=8",
+                code="launch.sbatch-argument",
+            )
+        try:
+            flag, *values = shlex.split(argument)
+        except ValueError as error:
+            raise UsageError(
+                "--sbatch-arg", f"expected closed quotes, found {argument!r}", code="launch.sbatch-argument"
+            ) from error
+        if not _is_one_flag(flag, values):
+            hint = "quote a value with spaces: --sbatch-arg=\"--comment='a b'\""
+            raise UsageError(
+                "--sbatch-arg", f"expected one flag, found {argument!r}", hint, code="launch.sbatch-argument"
+            )
+        word = flag.lstrip("-").partition("=")[0]
+        name = word if flag.startswith("--") else _SHORT.get(word[:1], word)
+        if name in _OWN:
+            ours = _OWN[name]
+            raise UsageError(
+                "--sbatch-arg",
+                f"{argument!r} conflicts with --{name} of the job",
+                f"use {ours}" if ours else "remove it",
+                code="launch.sbatch-argument",
+            )
+
+
+def _is_one_flag(flag: str, values: Sequence[str]) -> bool:
+    """Whether these words are one flag, with or without a value: sbatch takes any other word for its script."""
+    if not flag.strip("-"):
+        return False
+    lacks_value = "=" not in flag if flag.startswith("--") else len(flag) == 2
+    return not values or (len(values) == 1 and lacks_value and values[0][:1] not in ("-", "#"))

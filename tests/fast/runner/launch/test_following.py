@@ -8,6 +8,7 @@ import pytest
 
 from manifests.errors import UserError
 from runner.launch import follow as watch
+from runner.launch import schedulers
 from runner.rundir.job_record import JobRecord
 from runner.rundir.state import Ended, RunState, write_state
 
@@ -19,7 +20,7 @@ FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_POLL_S", 0.0)
+    monkeypatch.setattr(schedulers, "POLL_S", 0.0)
 
 
 def follow(place: Path, monkeypatch: pytest.MonkeyPatch, *answers: str) -> int:

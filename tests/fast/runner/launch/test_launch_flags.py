@@ -14,7 +14,7 @@ from runner.commands import cli
 from runner.config.parallel_dims import ParallelDims
 from runner.launch.command import check_gpus, memories_gib
 from runner.launch.nodes import check_groups, check_ranks
-from runner.launch.schedulers.checks import parse_time
+from runner.launch.schedulers.slurm import parse_time
 from tests.builders import llama_config, pack, write_model
 
 Wording = Callable[[str], None]

@@ -17,8 +17,8 @@ from click.testing import CliRunner, Result
 
 from manifests.errors import UserError
 from runner.commands import cli
-from runner.launch.log_folder import check_free
-from runner.launch.schedulers.local_processes import record_here
+from runner.launch.run_folder import check_free
+from runner.launch.schedulers.local import record_here
 from runner.rundir.heartbeat import Beat, heartbeat_path, write_beat
 from runner.rundir.job_record import JobRecord, read_record, write_record
 from runner.rundir.state import RunState, read_state, write_state

@@ -13,7 +13,7 @@ from manifests.errors import InputError
 from manifests.placement import Placement
 from manifests.schedules import SCHEDULES, lower, schedule_table
 from runner.launch.agent import agent
-from runner.launch.schedulers.local import launch_here
+from runner.launch.here import launch_here
 from runner.pipeline.torch_runtime import ADAPTER, ADAPTERS
 from runner.preflight.torch_version import LEAST, TESTED, check_torch
 

@@ -1,0 +1,71 @@
+"""Jobs on this machine: exec torchrun; and check that a request fits its manifest. No torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from manifests.command.interpreter import module_command, safe_environment
+from manifests.command.signals import deferred
+from runner.launch.run_folder import RunFolder, claim_log_dir
+from runner.launch.schedulers.local import record_here
+from runner.launch.supervisor import stopping
+from runner.preflight.torch_version import check_torch
+from runner.rundir.exit_report import AGENT
+from runner.rundir.job_record import make_log_dir, write_record
+from runner.rundir.state import clear_state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalJob:
+    """A training run on this machine. Its ranks have `shutdown_s` to save once they are asked to stop."""
+
+    name: str
+    run: RunFolder
+    shutdown_s: int
+
+    @property
+    def log_dir(self) -> Path:
+        return self.run.path
+
+
+def launch_here(
+    arguments: Sequence[str], *, nproc_per_node: int, dry_run: bool, job: LocalJob | None = None,
+    worker: str = "runner.train", quiet: bool = False,
+) -> None:  # fmt: skip
+    """Replace this process by torchrun with so many workers; see `check_request`. A `job` is recorded in `log_dir`.
+
+    Raises:
+        UserError: torch is not installed or too old, or another job uses the log folder.
+        OSError: the working folder was deleted.
+    """
+    check_torch()
+    os.getcwd()  # where ranks start: a deleted folder is refused before anything is written
+    command = [
+        *module_command("runner.launch.agent.agent"), "--standalone", "--nproc-per-node", str(nproc_per_node),
+        *(stopping(job.shutdown_s) if job else ()), "-m", worker, *arguments,
+    ]  # fmt: skip
+    if dry_run:
+        click.echo(shlex.join(command))
+        return
+    if job is not None:
+        make_log_dir(job.log_dir)
+    with deferred():  # the process on record always writes how it ended
+        if job is not None:
+            with claim_log_dir(job.log_dir):
+                job.run.begin()
+                clear_state(job.log_dir)  # of the job before
+                write_record(job.log_dir, record_here(job.log_dir, job.name))
+        if not quiet:
+            ranks = "1 rank" if nproc_per_node == 1 else f"{nproc_per_node} ranks"
+            click.echo(f"starting {ranks}" + (f"; log in {job.log_dir}" if job is not None else ""), err=True)
+        sys.stdout.flush()
+        # The process stays. torch and others read their own files in the encoding of the locale.
+        environment = {**safe_environment(), AGENT: str(os.getpid()), "PYTHONUTF8": "1"}
+        os.execve(sys.executable, command, environment)
