@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import click
 from click.core import ParameterSource
 
+from manifests.command.grouped_help import GroupedHelp
 from manifests.errors import UsageError
 from manifests.schedules import SCHEDULES
 from runner.config.declared import WholeNumber, build, flag, group, parameters_of
@@ -205,8 +206,35 @@ def _training(**_: Any) -> None:
     """
 
 
-training_command = click.Command(
+class _GroupedCommand(GroupedHelp, click.Command):
+    pass
+
+
+_GROUPS = {
+    "Most used": (
+        "steps", "data", "seq_len", "global_batch", "microbatch", "lr", "dtype", "checkpoint", "checkpoint_every",
+        "resume", "save", "log_dir",
+    ),
+    "Data": (
+        "text_field", "pack", "add_bos_token", "add_eos_token", "skip_bad_documents", "shuffle", "data_weight", "seed",
+        "eval_data", "restart_data",
+    ),
+    "Optimizer": (
+        "beta1", "beta2", "eps", "weight_decay", "weight_decay_1d", "max_norm", "warmup_steps", "stable_steps", "decay",
+        "decay_steps", "min_lr",
+    ),
+    "Precision and memory": (
+        "master_dtype", "reduce_dtype", "ac", "loss_chunk", "is_compiled", "implementation", "device",
+    ),
+    "Parallelism": ("schedule", "dp_replicate", "dp_shard", "tp", "load", "stage_to_local", "timeout", "step_timeout"),
+    "Checkpoints": ("keep", "checkpoint_sync", "resume_weights_only", "force"),
+    "Checks": ("digests", "check_ties_every", "self_check"),
+    "Logging": ("trace", "log_every", "quiet", "tensorboard", "wandb"),
+}  # fmt: skip
+
+training_command = _GroupedCommand(
     "training",
+    groups=_GROUPS,
     params=[*parameters_of(TrainOptions)],
     callback=_training,
     help=_training.__doc__,

@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem, ShellComplete
 
+from manifests.command.grouped_help import GroupedHelp
 from manifests.command.signals import deferred
 from manifests.command.sizes import read_size
 from manifests.errors import UsageError
@@ -59,7 +60,7 @@ def _kind_of(option: click.Option) -> FlagKind:
     return "several" if option.multiple else "one"
 
 
-class _BeforeTraining(click.Command):
+class _BeforeTraining(GroupedHelp, click.Command):
     """A command whose own arguments end at `--`; the rest is passed to the ranks."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -90,7 +91,14 @@ class _BeforeTraining(click.Command):
         return [*super().collect_usage_pieces(ctx), "-- [TRAINING OPTIONS]"]
 
 
-@click.command(cls=_BeforeTraining)
+_GROUPS = {
+    "What and where": ("job", "nproc_per_node", "gpu_memory", "log_dir", "stage_to_local", "quiet", "dry_run"),
+    "Clusters": ("scheduler", "nnodes", "name", "restarts", "follow", "env", "image", "mount"),
+    "Slurm": ("partition", "account", "qos", "time", "signal", "requeue", "sbatch_arg"),
+}
+
+
+@click.command(cls=_BeforeTraining, groups=_GROUPS)
 @click.argument("manifest", type=click.Path(), metavar="[MANIFEST]", required=False)
 @click.option(
     "--job", type=click.Path(path_type=Path), is_eager=True, expose_value=False, callback=_read_job, metavar="FILE",

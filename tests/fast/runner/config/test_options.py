@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import click
 import pytest
 
 from manifests.errors import UsageError
-from runner.config.flags import parse_training
+from runner.config.flags import parse_training, training_command
 from runner.config.schema import BatchOptions, DataOptions, OptimOptions
+from runner.launch.command import launch
 
 
 @pytest.mark.parametrize(
@@ -101,3 +103,14 @@ def test_flags_that_make_no_sense_are_refused(
         parse_training(["--data", "a.txt", *args])
     assert (error.value.where, error.value.code) == (where, code)
     wording(str(error.value))
+
+
+@pytest.mark.parametrize("command", [training_command, launch], ids=["training", "launch"])
+def test_help_has_every_flag_in_one_group_and_a_dozen_first(command: click.Command) -> None:
+    names = [name for of_group in command.groups.values() for name in of_group]
+    assert sorted(names) == sorted(param.name for param in command.params if isinstance(param, click.Option))
+    with click.Context(command) as context:
+        shown = command.get_help(context)
+    titles = [line.removesuffix(":") for line in shown.splitlines() if line[:1].isalpha() and line.endswith(":")]
+    assert [title for title in titles if title in command.groups] == [*command.groups]
+    assert len(next(iter(command.groups.values()))) <= 12
