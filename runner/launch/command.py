@@ -305,7 +305,7 @@ def _refuse_clusters(context: click.Context, num_nodes: int) -> None:
 def _submit(job: Job, scheduler: str, run: RunFolder, *, follow: bool, dry_run: bool) -> None:
     from runner.launch.follow import follow as follow_job
     from runner.launch.run_folder import claim_log_dir
-    from runner.launch.schedulers import cluster_of
+    from runner.launch.schedulers.table import cluster_of
     from runner.rundir.job_record import make_log_dir, write_record
     from runner.rundir.state import clear_state
 

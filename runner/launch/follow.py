@@ -11,7 +11,8 @@ from manifests.errors import (
     LaunchError,
     UserError,
 )
-from runner.launch.schedulers import Print, scheduler_of
+from runner.launch.schedulers import Print
+from runner.launch.schedulers.table import scheduler_of
 from runner.report.lines import check_types, read_object
 from runner.rundir.heartbeat import SKEWED_S, log_path, read_beats
 from runner.rundir.job_record import JobRecord, read_record

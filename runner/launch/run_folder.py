@@ -30,7 +30,7 @@ from manifests.errors import (
 )
 from runner.checkpoint.history import find_checkpoints
 from runner.config.flags import TrainOptions
-from runner.launch.schedulers import scheduler_of
+from runner.launch.schedulers.table import scheduler_of
 from runner.rundir.heartbeat import SKEWED_S
 from runner.rundir.job_record import JOB_NAME, JobRecord, read_record
 from runner.rundir.run_record import DEFAULT_RUNS, RUN_NAME, link_latest, read_record_of, write_run

@@ -94,21 +94,6 @@ class Cluster(Scheduler, Protocol):
         ...
 
 
-def scheduler_of(name: str) -> Scheduler:
-    """Return the scheduler of a job record."""
-    from runner.launch.schedulers import local
-
-    return local if name == "local" else cluster_of(name)
-
-
-def cluster_of(name: str) -> Cluster:
-    """Return the scheduler of `--scheduler`."""
-    from runner.launch.schedulers import jobset, slurm
-
-    clusters: dict[str, Cluster] = {"slurm": slurm, "jobset": jobset}
-    return clusters[name]
-
-
 def code_of_state(state: RunState | None) -> int:
     """Return the exit code of a job that has ended, by its `state.json`."""
     return 5 if state is None else _CODES.get(state.word, state.code)
