@@ -155,7 +155,7 @@ def list_with_safetensors(source: Path) -> int:
 def read_own_headers(virtual: Path) -> list[float]:
     """Return the seconds that each stage's rank needs to go from the manifest to its list of byte ranges."""
     from stores.bundles import Bundles
-    from stores.manifest_file import open_manifest
+    from stores.open import open_manifest
 
     took_s = []
     for index in range(NUM_STAGES):

@@ -80,7 +80,7 @@ def _load_stage(packed: Path, device: str, *, hashes: bool) -> int:
     from runner.models import family_for
     from runner.pipeline.chunk import build_chunks, hf_pieces, materialize
     from stores.bundles import Bundles
-    from stores.cores import threads_for_ranks
+    from stores.workers import threads_for_ranks
 
     found, how = open_packed(packed), Reading(num_threads=threads_for_ranks(), hashes=hashes)
     family, modules = family_for(found.config, max_seq_len=512), found.stage_modules
@@ -158,7 +158,7 @@ def _nbytes(tensors: list[Any]) -> int:
 
 def _shard(packed: Path) -> Path:
     """Return the only shard of the stage."""
-    from stores.manifest_file import open_manifest
+    from stores.open import open_manifest
 
     (shard,) = open_manifest(packed).manifest.stages[STAGE].shards
     return packed / shard.path

@@ -25,7 +25,7 @@ from checkpoints import llama_of, write_checkpoint
 
 from manifests.schema import MOMENTS, OptimizerState, ParameterGroup, Stage, TrainingState
 from manifests.store import write_manifest
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 
 WIDTH = 1024
 BYTES_PER_PARAMETER = 12  # in float32: weight, exp_avg, exp_avg_sq

@@ -120,7 +120,7 @@ def check(checkpoint: Path, stage: int, held: dict[Any, Any], expected: Sequence
     import torch
     from safetensors.torch import load_file
 
-    from stores.manifest_file import open_manifest
+    from stores.open import open_manifest
 
     shards = {shard.holds: checkpoint / shard.path for shard in open_manifest(checkpoint).manifest.stages[stage].shards}
     saved = {holds: load_file(path) for holds, path in shards.items()}

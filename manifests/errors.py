@@ -8,7 +8,7 @@ instead: it says so once, for its process, with `naming_flags`.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -223,3 +223,17 @@ def error_json(error: UserError) -> str:
 
     body = {"code": error.code, "where": error.where, "problem": error.problem, "hint": error.hint}
     return json.dumps({"version": 1, "error": body})
+
+
+def check_choice(parameter: Parameter, value: object, allowed: Collection[str]) -> None:
+    """Raise UsageError unless the value is one of those that are allowed."""
+    if value not in allowed:
+        problem = f"expected one of {', '.join(allowed)}, found {str(value)[:80]!r}"
+        raise UsageError(parameter, problem, code="options.invalid-value")
+
+
+def check_count(parameter: Parameter, value: object) -> None:
+    """Raise UsageError unless the value is a positive integer."""
+    if type(value) is not int or value < 1:
+        problem = f"expected a number from 1 up, found {str(value)[:80]}"
+        raise UsageError(parameter, problem, code="options.invalid-value")

@@ -15,10 +15,19 @@ from pathlib import Path
 
 from manifests.digest import DigestTable, digest_pieces
 from manifests.errors import ShardError, refused_by_system
-from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK, METADATA, NO_NAMES, read_header_text
+from manifests.headertext import (
+    DTYPE_BITS,
+    MAX_DIM,
+    MAX_RANK,
+    METADATA,
+    NO_NAMES,
+    TensorEntry,
+    TensorKind,
+    TensorTable,
+    read_header_text,
+)
 from manifests.jsontext import parse_json_object
-from manifests.regular import open_regular
-from manifests.tensortable import TensorEntry, TensorKind, TensorTable
+from manifests.paths import open_regular
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 

@@ -15,7 +15,7 @@ from manifests.errors import InputError, ManifestError, ShardError, SourceError,
 from manifests.headertext import NO_NAMES
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.jsontext import MAX_CONFIG_NBYTES, parse_config
-from manifests.regular import open_regular
+from manifests.paths import open_regular
 from manifests.safetensors import Header, read_header
 from manifests.schema import Manifest, Shard
 

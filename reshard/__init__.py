@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from manifests.lazy import lazy_attributes
+from manifests.command.interpreter import lazy_attributes
 
 if TYPE_CHECKING:
     from manifests.errors import (

@@ -9,7 +9,7 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from manifests.lazy import lazy_attributes
+from manifests.command.interpreter import lazy_attributes
 
 if TYPE_CHECKING:
     from manifests.errors import (

@@ -51,7 +51,7 @@ from runner.training.rng import restore_rng, seed_rng
 from runner.training.self_check import RunOptions, self_check
 from runner.training.step import Engine
 from runner.training.ties import build_ties, check_equal, check_loaded, lead_parameters
-from stores.cores import threads_for_ranks
+from stores.workers import threads_for_ranks
 
 logger = logging.getLogger("runner")
 

@@ -54,7 +54,7 @@ from runner.steps import train_steps
 from runner.training.step import eval_step
 from runner.training.ties import check_equal
 from stores.address import is_url
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 
 T = TypeVar("T")
 logger = logging.getLogger("runner")

@@ -19,13 +19,12 @@ from manifests.errors import (
     ShardError,
     SourceError,
 )
-from manifests.headertext import NO_NAMES
+from manifests.headertext import NO_NAMES, TensorTable
 from manifests.models import module_of
 from manifests.safetensors import Header
 from manifests.schema import WEIGHTS, Holds, Manifest, OriginalFile, Shard, Span, Stage
 from manifests.slices import Slice, problem_with_slices, slices_in
 from manifests.store import check_shard, open_shard
-from manifests.tensortable import TensorTable
 from stores.base import SOURCE_CHANGED, Folder, InputFile, read_file_header
 from stores.headers import at_once
 from stores.local import LocalFolder

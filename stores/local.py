@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from manifests.errors import InputError, SourceError, StoreError, refused_by_system
-from manifests.paths import is_unicode
-from manifests.regular import open_regular
+from manifests.paths import is_unicode, open_regular
 from stores.base import HIDDEN_FOLDERS, SOURCE_CHANGED, Range
 
 

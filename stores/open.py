@@ -1,4 +1,4 @@
-"""Open a folder by its address.
+"""Open a folder or a manifest by its address: on this machine, on the hub or in an object store.
 
 # Note [Kind of an address]
 Whether an address is local, of the hub or of a bucket is decided once, where the user wrote it. What is derived from
@@ -9,11 +9,17 @@ become a repository of somebody else.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
+from manifests.codec import decode_manifest
+from manifests.digest import digest_bytes
 from manifests.errors import SourceError
+from manifests.invariants import MANIFEST_NAME
+from manifests.schema import Manifest, Parent
+from manifests.store import check_links, no_manifest
 from stores.address import SCHEME, is_url, parse_hub_address
-from stores.base import Folder
+from stores.base import Folder, read_whole
 from stores.local import LocalFolder
 
 
@@ -49,3 +55,74 @@ def open_below(address: str, folder: Folder, name: str) -> Folder:
     if isinstance(folder, LocalFolder):
         return LocalFolder(folder.path / name)
     return open_store(f"{address.rstrip('/')}/{name}")
+
+
+Address = str | Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadManifest:
+    """A manifest, read once for all that need it, and the folder to which its paths are relative."""
+
+    folder: Folder
+    name: str  # of its file
+    data: bytes
+    digest: str
+    manifest: Manifest
+
+    def __str__(self) -> str:
+        return str(self.folder.file(self.name))
+
+    @property
+    def root(self) -> Path:
+        """The absolute path of its folder, which is on this machine."""
+        assert isinstance(self.folder, LocalFolder), "a path"
+        return self.folder.path.resolve()
+
+    @property
+    def parent(self) -> Parent:
+        """This manifest as the parent of another one."""
+        return Parent(location=self.folder.location, digest=self.digest)
+
+
+def open_manifest(address: Address | Folder) -> ReadManifest:
+    """Read a manifest, by its file's address or its folder's. Only a `scheme://` is off this machine.
+
+    Links to its folder are followed once: a `latest` that moves meanwhile mixes no two checkpoints.
+
+    Raises:
+        ManifestError: it does not exist, or is not valid (see `decode_manifest`).
+        StoreError: its store refuses the request.
+        UnreachableError: its store cannot be reached.
+        InputError: it cannot be read.
+    """
+    folder, name = _locate(address)
+    file = folder.file(name)
+    data = read_whole(file)
+    manifest = decode_manifest(data, str(file))
+    if isinstance(folder, LocalFolder):
+        check_links(folder.path, manifest)
+    return ReadManifest(folder=folder, name=name, data=data, digest=digest_bytes(data), manifest=manifest)
+
+
+def _locate(address: Address | Folder) -> tuple[Folder, str]:
+    """Return the folder of a manifest, and the name of its file."""
+    if not isinstance(address, str | Path):
+        if isinstance(address, LocalFolder):
+            return _locate(address.path)
+        return address, MANIFEST_NAME
+    if is_url(address):
+        folder = open_store(str(address).removesuffix(f"/{MANIFEST_NAME}"))
+        if MANIFEST_NAME not in folder.names():
+            raise no_manifest(str(address))
+        return folder, MANIFEST_NAME
+    path = Path(address)
+    file = path / MANIFEST_NAME if path.is_dir() else path
+    if not file.exists():
+        raise no_manifest(str(address), path)
+    target = file.resolve()
+    if str(target) == os.path.abspath(file):
+        return LocalFolder(file.parent), file.name
+    # In the hub's cache, the link's target has another name and is in a folder without the checkpoint's other files.
+    target = target if target.name == MANIFEST_NAME else file.parent.resolve() / file.name
+    return LocalFolder(target.parent), target.name

@@ -1,4 +1,4 @@
-"""How our commands start Python: nothing is imported from the working folder, which may be a stranger's checkpoint.
+"""The Python interpreter: started without the working folder, importing lazily, pausing its garbage collector.
 
 # Note [Code of the working folder]
 `python -m` puts the working folder before the standard library, and so does an empty or a relative entry of
@@ -7,9 +7,12 @@ PYTHONPATH: a torch.py or json.py there would run. Absolute entries, such as tho
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 
 _PATH = "PYTHONPATH"
 
@@ -42,3 +45,41 @@ def leave_out_working_folder() -> None:
 def relative_entries(text: str) -> frozenset[str]:
     """Return the entries of a PYTHONPATH that depend on the working folder; an empty one is the folder itself."""
     return frozenset(entry for entry in text.split(os.pathsep) if not os.path.isabs(entry)) if text else frozenset()
+
+
+def lazy_attributes(
+    package: str, modules: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return the `__getattr__` and `__dir__` of a package (PEP 562); `modules` lists the names that each defines."""
+    module_of = {name: module for module, names in modules.items() for name in names}
+
+    def get(name: str) -> object:
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version("reshard")
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(import_module(module_of[name]), name)
+        setattr(sys.modules[package], name, found)
+        return found
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *module_of, "__version__"})
+
+    return get, names
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause garbage collection, which visits a million new objects again and again where none is in a cycle.
+
+    It is a decorator, too.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

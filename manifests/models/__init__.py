@@ -6,15 +6,19 @@ from collections.abc import Callable, Mapping
 
 from manifests.errors import ModelError, Parameter
 from manifests.models.config import ConfigReader, check_readable
-from manifests.models.deepseek_v3 import deepseek_v3_shape
-from manifests.models.falcon import falcon_shape
-from manifests.models.gemma import gemma2_shape, gemma3_shape
-from manifests.models.gpt2 import gpt2_shape
-from manifests.models.gpt_oss import gpt_oss_shape
-from manifests.models.llama import llama_shape, mistral_shape, mixtral_shape, qwen2_shape, qwen3_moe_shape, qwen3_shape
-from manifests.models.mpt import mpt_shape
-from manifests.models.opt import opt_shape
-from manifests.models.phi import phi3_shape, phi_shape
+from manifests.models.gpt2 import falcon_shape, gpt2_shape, mpt_shape, opt_shape, phi3_shape, phi_shape
+from manifests.models.llama import (
+    deepseek_v3_shape,
+    gemma2_shape,
+    gemma3_shape,
+    gpt_oss_shape,
+    llama_shape,
+    mistral_shape,
+    mixtral_shape,
+    qwen2_shape,
+    qwen3_moe_shape,
+    qwen3_shape,
+)
 from manifests.models.shape import ModelShape, StoredTensors, Work, module_of
 from manifests.schema import ModelDescription
 
@@ -79,7 +83,7 @@ def model_shape(
     if name in ARCHITECTURES:
         reader.expect("per_layer_config", None)
         return ARCHITECTURES[name](reader)
-    from manifests.models.by_catalogue import shape_by_catalogue
+    from manifests.models.by_names import shape_by_catalogue
 
     return shape_by_catalogue(name, config, where, stored, description)
 

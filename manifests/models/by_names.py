@@ -1,4 +1,4 @@
-"""The shape of a model that is described by the names in its files: the catalogue says which, the files how large.
+"""The shape of a model that the catalogue or its user describes by the names in its files, which say how large it is.
 
 Estimates are made of the sizes in the files: a matrix of n elements costs a token 2 n FLOPs, an expert its share of the
 tokens; attention what `per_key` of the catalogue says.
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from math import prod
 
 from manifests.errors import ModelError, Parameter, SourceError
-from manifests.models.catalogue import CatalogueEntry
+from manifests.models.catalogue import CatalogueEntry, described_entry, entry_of
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.shape import ModelShape, Shape, StoredTensors, Work, module_of
+from manifests.schema import ModelDescription
 
 _PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts",
@@ -364,3 +365,28 @@ def _unknown(entry: CatalogueEntry, name: str, where: str) -> SourceError:
         other = f"weights and config disagree; to leave one behind say {dropped}"
         hint = _OTHER_CONFIG if entry.has(name) else other
     return SourceError(where, problem, hint, code="source.unknown-tensor")
+
+
+def shape_by_catalogue(
+    architecture: str,
+    config: Mapping[str, object],
+    where: str,
+    stored: StoredTensors | None = None,
+    description: ModelDescription | None = None,
+) -> ModelShape:
+    """Return the shape of a model that the catalogue or a description has; see `model_shape`.
+
+    Raises:
+        ModelError: there are no stored tensors; a description does not match them.
+        SourceError: tensors are missing, or not the model's.
+    """
+    entry = entry_of(architecture) if description is None else described_entry(description, architecture)
+    assert entry is not None, architecture
+    if stored is None:
+        raise ModelError(
+            f"{where}: architectures",
+            f"the sizes of {entry.architecture}'s tensors are known from its weights, and config.json is alone",
+            "give the folder with its safetensors; their headers are enough",
+            code="config.needs-weights",
+        )
+    return shape_by_names(entry, ConfigReader(config, where), stored)

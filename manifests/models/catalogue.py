@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.models.config import MAX_LAYERS
+from manifests.schema import ModelDescription
 
 _PATH = Path(__file__).with_name("catalogue.json")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -180,3 +181,25 @@ def _table() -> Mapping[str, Any]:
     # Read when a model is asked for that no module describes, so that start-up does not pay for it.
     found: Mapping[str, Any] = json.loads(_PATH.read_text())
     return found
+
+
+def described_entry(description: ModelDescription, architecture: str) -> CatalogueEntry:
+    """Return what a description says in the form of the catalogue."""
+    (layers, count), *more = zip(description.layers, description.count, strict=True)
+    return CatalogueEntry(
+        architecture=architecture,
+        inputs=description.inputs,
+        layers=layers,
+        more_layers=tuple((layers, (count,)) for layers, count in more),
+        outputs=description.outputs,
+        count=(count,),
+        width=(description.width,),
+        kinds=tuple(map(frozenset, description.kinds)),
+        ties=tuple((group[0], replica) for group in description.ties for replica in group[1:]),
+        tied=description.tied,
+        buffers=tuple(f".{name.removeprefix('.')}" for name in description.buffers),
+        ignored=tuple(name.removeprefix(".") for name in description.ignored),
+        mtp=description.mtp,
+        spare=description.spare,
+        is_described=True,
+    )

@@ -1,16 +1,33 @@
-"""GPT-2, with learned positions and matrices that are stored inputs first.
+"""Models with blocks of their own: GPT-2, Falcon, MPT, OPT and Phi.
 
-Source: transformers 5.23, `models/gpt2/modeling_gpt2.py`; Radford et al. 2019, "Language Models are Unsupervised
-Multitask Learners".
+GPT-2 has learned positions, and matrices that are stored inputs first; Falcon queries, keys and values in one matrix,
+attention and MLP side by side; MPT, as transformers computes it, ALiBi and no biases; OPT learned positions, and in the
+350M model projections beside the embedding and the head. Phi-3 is a Llama whose matrices are joined.
+
+Source: transformers 5.23, `models/{gpt2,falcon,mpt,opt,phi,phi3}/modeling_*.py`; Radford et al. 2019, "Language Models
+are Unsupervised Multitask Learners"; Almazrouei et al. 2023, "The Falcon Series of Open Language Models"; Press et al.
+2021, "Train Short, Test Long"; Zhang et al. 2022, "OPT: Open Pre-trained Transformer Language Models".
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from manifests.models.components import Component, layer_norm, linear, mlp
+from manifests.models.components import (
+    HEAD,
+    ROTARY_BUFFERS,
+    Component,
+    assemble,
+    decoder,
+    embedding,
+    head,
+    head_tie,
+    layer,
+    layer_norm,
+    linear,
+    mlp,
+)
 from manifests.models.config import MAX_LAYERS, ConfigReader
-from manifests.models.decoder import HEAD, assemble, embedding, head, head_tie
 from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape, Work
 
@@ -26,7 +43,7 @@ def gpt2_shape(config: ConfigReader) -> ModelShape:
     config.expect("add_cross_attention", False)
     width, vocab = config.count("n_embd"), config.count("vocab_size")
     num_layers = config.count("n_layer", most=MAX_LAYERS)
-    block = _block(config, width)
+    block = _gpt2_block(config, width)
     parts = {
         "transformer.wte": embedding(vocab, width),
         "transformer.wpe": embedding(config.count("n_positions"), width),
@@ -47,7 +64,7 @@ def gpt2_shape(config: ConfigReader) -> ModelShape:
     )
 
 
-def _block(config: ConfigReader, width: int) -> Component:
+def _gpt2_block(config: ConfigReader, width: int) -> Component:
     """A layer: norm, attention, norm, MLP.
 
     Shapes: c_attn (D, 3 D), attn.c_proj (D, D), c_fc (D, F), mlp.c_proj (F, D).
@@ -77,3 +94,249 @@ def _conv1d(inputs: int, outputs: int) -> Component:
     """
     tensors = {"weight": (inputs, outputs), "bias": (outputs,)}
     return Component(tensors=tensors, work=linear(inputs, outputs).work)
+
+
+def phi_shape(config: ConfigReader) -> ModelShape:
+    """Return the shape of a `PhiForCausalLM`, whose head has a bias, which is not tied."""
+    width, vocab = config.count("hidden_size"), config.count("vocab_size")
+    num_layers = config.count("num_hidden_layers", most=MAX_LAYERS)
+    block = _phi_block(config, width)
+    parts = {
+        "model.embed_tokens": embedding(vocab, width),
+        **{f"model.layers.{index}": block for index in range(num_layers)},
+        "model.final_layernorm": layer_norm(width),
+        HEAD: head(width, vocab, bias=True),
+    }
+    shape = assemble("PhiForCausalLM", parts, num_layers=num_layers, hidden_size=width)
+    tied = config.flag("tie_word_embeddings", False)
+    ties = head_tie("model.embed_tokens") if tied else ()
+    return as_stored(replace(shape, ties=ties, ignored_suffixes=ROTARY_BUFFERS), config, {})
+
+
+def _phi_block(config: ConfigReader, width: int) -> Component:
+    """A layer: one norm, attention and MLP side by side.
+
+    Shapes: q_proj (D, D), k_proj and v_proj (K h, D), dense (D, D), fc1 (F, D), fc2 (D, F).
+    Kept by attention: as `manifests.models.components.attention`, and its output in another order of memory too; of the
+    norms on queries and keys, their inputs and statistics.
+    """
+    heads, kv_heads, size = _heads(config, width)
+    ffn, keys = config.count("intermediate_size"), kv_heads * size
+    attention = Component(
+        work=Work(flops_per_key=4 * width, saved=3 * width + 2 * keys, saved_fp32=heads, products=width)
+    )
+    for name, outputs in (("q_proj", width), ("k_proj", keys), ("v_proj", keys), ("dense", width)):
+        attention += linear(width, outputs, bias=True).below(name)
+    if config.flag("qk_layernorm", False):
+        tensors = {f"{name}_layernorm.{leaf}": (size,) for name in "qk" for leaf in ("weight", "bias")}
+        attention += Component(tensors=tensors, work=Work(saved=width + keys, saved_fp32=2 * (heads + kv_heads)))
+    up, down = linear(width, ffn, bias=True).below("fc1"), linear(ffn, width, bias=True).below("fc2")
+    return attention.below("self_attn") + mlp(up, down, ffn).below("mlp") + layer_norm(width).below("input_layernorm")
+
+
+def phi3_shape(config: ConfigReader) -> ModelShape:
+    """Return the shape of a `Phi3ForCausalLM` (Phi-3, Phi-3.5 and Phi-4, mini and medium)."""
+    width = config.count("hidden_size")
+    block = _phi3_block(config, width)
+    shape = decoder("Phi3ForCausalLM", config, [block] * config.count("num_hidden_layers", most=MAX_LAYERS))
+    return as_stored(shape, config, {})
+
+
+def _phi3_block(config: ConfigReader, width: int) -> Component:
+    """A Llama's layer.
+
+    Shapes: qkv_proj ((H + 2 K) h, D), o_proj (D, H h), gate_up_proj (2 F, D), down_proj (D, F).
+    Kept: as `manifests.models.components.attention` and `gated_mlp`, attention's output in another order of memory too;
+    with the values, all that qkv_proj returns.
+    """
+    heads, kv_heads, size = _heads(config, width)
+    ffn, keys = config.count("intermediate_size"), kv_heads * size
+    attention = (
+        linear(width, width + 2 * keys).below("qkv_proj")
+        + linear(width, width).below("o_proj")
+        + Component(work=Work(flops_per_key=4 * width, saved=4 * width + 3 * keys, saved_fp32=heads, products=width))
+    )
+    gated = (
+        linear(width, 2 * ffn).below("gate_up_proj")
+        + linear(ffn, width).below("down_proj")
+        + Component(work=Work(saved=4 * ffn))
+    )
+    return layer(attention, gated, width)
+
+
+def _heads(config: ConfigReader, width: int) -> tuple[int, int, int]:
+    """Return the query heads, the key-value heads and a head's width."""
+    heads = config.count("num_attention_heads")
+    kv_heads = config.count("num_key_value_heads", heads)
+    if width % heads:
+        problem = f"expected a divisor of hidden_size {width}, found {heads}"
+        raise config.error("num_attention_heads", problem, code="config.inconsistent-fields")
+    if heads % kv_heads:
+        problem = f"expected a divisor of num_attention_heads {heads}, found {kv_heads}"
+        raise config.error("num_key_value_heads", problem, code="config.inconsistent-fields")
+    return heads, kv_heads, width // heads
+
+
+def falcon_shape(config: ConfigReader) -> ModelShape:
+    """Return the shape of a `FalconForCausalLM`: 7B, 40B and 180B's decoders, and Falcon-RW's."""
+    config.expect("apply_residual_connection_post_layernorm", False)
+    width, vocab = config.count("hidden_size"), config.count("vocab_size")
+    num_layers = config.count("num_hidden_layers", most=MAX_LAYERS)
+    block = _falcon_block(config, width)
+    parts = {
+        "transformer.word_embeddings": embedding(vocab, width),
+        **{f"transformer.h.{index}": block for index in range(num_layers)},
+        "transformer.ln_f": layer_norm(width),
+        HEAD: head(width, vocab),
+    }
+    shape = assemble("FalconForCausalLM", parts, num_layers=num_layers, hidden_size=width)
+    tied = config.flag("tie_word_embeddings", True)
+    shape = replace(shape, ties=head_tie("transformer.word_embeddings") if tied else ())
+    return as_stored(replace(shape, ignored_suffixes=(".self_attention.rotary_emb.inv_freq",)), config, {})
+
+
+def _falcon_block(config: ConfigReader, width: int) -> Component:
+    bias, ffn = config.flag("bias", False), config.count("ffn_hidden_size", 4 * width)
+    up = linear(width, ffn, bias=bias).below("dense_h_to_4h")
+    down = linear(ffn, width, bias=bias).below("dense_4h_to_h")
+    block = _falcon_attention(config, width, bias=bias).below("self_attention") + mlp(up, down, ffn).below("mlp")
+    for name in _falcon_norms(config):
+        block += layer_norm(width).below(name)
+    return block
+
+
+def _falcon_attention(config: ConfigReader, width: int, *, bias: bool) -> Component:
+    """Attention.
+
+    Shapes: query_key_value ((H + 2 K) h, D), dense (D, D). K = 1 in 7B (`multi_query`), H in Falcon-RW.
+    Kept: queries, keys, values, output, and the softmax's sum for each head. The new decoder copies keys and
+    values for every head.
+    """
+    heads = config.count("num_attention_heads")
+    if width % heads:
+        problem = f"expected a divisor of hidden_size {width}, found {heads}"
+        raise config.error("num_attention_heads", problem, code="config.inconsistent-fields")
+    is_new = config.flag("new_decoder_architecture", False)
+    kv_heads = config.count("num_kv_heads", heads) if is_new else 1 if config.flag("multi_query", True) else heads
+    if heads % kv_heads:
+        problem = f"expected a divisor of num_attention_heads {heads}, found {kv_heads}"
+        raise config.error("num_kv_heads", problem, code="config.inconsistent-fields")
+    size = width // heads
+    copied = heads if is_new else kv_heads
+    return (
+        linear(width, (heads + 2 * kv_heads) * size, bias=bias).below("query_key_value")
+        + linear(width, width, bias=bias).below("dense")
+        + Component(
+            work=Work(flops_per_key=4 * width, saved=2 * width + 2 * copied * size, saved_fp32=heads, products=width)
+        )
+    )
+
+
+def _falcon_norms(config: ConfigReader) -> tuple[str, ...]:
+    is_new = config.flag("new_decoder_architecture", False)
+    if not config.flag("parallel_attn", True):
+        if is_new:
+            problem = "expected true beside new_decoder_architecture, found false"
+            raise config.error("parallel_attn", problem, code="config.inconsistent-fields")
+        return "input_layernorm", "post_attention_layernorm"
+    count = config.count("num_ln_in_parallel_attn", 2 if is_new else 1, most=2)
+    if count == 2 and not is_new:
+        problem = "expected 1 without new_decoder_architecture, found 2"
+        raise config.error("num_ln_in_parallel_attn", problem, code="config.inconsistent-fields")
+    return ("ln_attn", "ln_mlp") if count == 2 else ("input_layernorm",)
+
+
+def mpt_shape(config: ConfigReader) -> ModelShape:
+    """Return the shape of a `MptForCausalLM`, which MosaicML's own configs call `MPTForCausalLM`."""
+    config.expect("no_bias", True)
+    config.expect("expansion_ratio", 4)
+    attended = config.section("attn_config")
+    if attended is not None:
+        attended.expect("attn_type", "multihead_attention")
+        attended.expect("alibi", True)
+        attended.expect("qk_ln", False)
+    width, vocab = config.count("d_model"), config.count("vocab_size")
+    num_layers = config.count("n_layers", most=MAX_LAYERS)
+    block = _mpt_block(config, width)
+    parts = {
+        "transformer.wte": embedding(vocab, width),
+        **{f"transformer.blocks.{index}": block for index in range(num_layers)},
+        "transformer.norm_f": layer_norm(width, bias=False),
+        HEAD: head(width, vocab),
+    }
+    shape = assemble("MptForCausalLM", parts, num_layers=num_layers, hidden_size=width)
+    tied = config.flag("tie_word_embeddings", True)
+    return as_stored(replace(shape, ties=head_tie("transformer.wte") if tied else ()), config, {})
+
+
+def _mpt_block(config: ConfigReader, width: int) -> Component:
+    """A layer: norm, attention, norm, MLP.
+
+    Shapes: Wqkv (3 D, D), out_proj (D, D), up_proj (4 D, D), down_proj (D, 4 D).
+    Kept by attention: queries, keys, values, output, and the softmax's sum for each head.
+    """
+    heads, ffn = config.count("n_heads"), 4 * width
+    if width % heads:
+        problem = f"expected a divisor of d_model {width}, found {heads}"
+        raise config.error("n_heads", problem, code="config.inconsistent-fields")
+    attention = (
+        linear(width, 3 * width).below("Wqkv")
+        + linear(width, width).below("out_proj")
+        + Component(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads, products=width))
+    )
+    return (
+        layer_norm(width, bias=False).below("norm_1")
+        + attention.below("attn")
+        + layer_norm(width, bias=False).below("norm_2")
+        + mlp(linear(width, ffn).below("up_proj"), linear(ffn, width).below("down_proj"), ffn).below("ffn")
+    )
+
+
+POSITIONS_AHEAD = 2  # rows of the table before that of the first position
+
+
+def opt_shape(config: ConfigReader) -> ModelShape:
+    """Return the shape of an `OPTForCausalLM`.
+
+    Shapes: embed_tokens (V, P), embed_positions (positions + 2, D), project_in (D, P), project_out (P, D),
+    lm_head (V, P); P = `word_embed_proj_dim`, D without projections.
+    """
+    width, vocab = config.count("hidden_size"), config.count("vocab_size")
+    narrow = config.count("word_embed_proj_dim", width)
+    num_layers = config.count("num_hidden_layers", most=MAX_LAYERS)
+    affine = config.flag("layer_norm_elementwise_affine", True)
+    block = _opt_block(config, width, affine=affine)
+    ends_with_norm = config.flag("do_layer_norm_before", True) and not config.flag("_remove_final_layer_norm", False)
+    parts = {
+        "embed_tokens": embedding(vocab, narrow),
+        **({"project_in": linear(narrow, width)} if narrow != width else {}),
+        "embed_positions": embedding(config.count("max_position_embeddings") + POSITIONS_AHEAD, width),
+        **{f"layers.{index}": block for index in range(num_layers)},
+        **({"final_layer_norm": layer_norm(width, weight=affine, bias=affine)} if ends_with_norm else {}),
+        **({"project_out": linear(width, narrow)} if narrow != width else {}),
+    }
+    modules = {f"model.decoder.{name}": part for name, part in parts.items()} | {HEAD: head(narrow, vocab)}
+    shape = assemble("OPTForCausalLM", modules, num_layers=num_layers, hidden_size=width)
+    tied = config.flag("tie_word_embeddings", True)
+    return as_stored(
+        replace(shape, ties=head_tie("model.decoder.embed_tokens") if tied else (), base="model."), config, {}
+    )
+
+
+def _opt_block(config: ConfigReader, width: int, *, affine: bool) -> Component:
+    """A layer: attention and MLP, and a norm before or after either.
+
+    Shapes: q_proj, k_proj, v_proj and out_proj (D, D), fc1 (F, D), fc2 (D, F).
+    Kept by attention: queries, keys, values, output, and the softmax's sum for each head.
+    """
+    heads, ffn, bias = config.count("num_attention_heads"), config.count("ffn_dim"), config.flag("enable_bias", True)
+    if width % heads:
+        problem = f"expected a divisor of hidden_size {width}, found {heads}"
+        raise config.error("num_attention_heads", problem, code="config.inconsistent-fields")
+    block = Component(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads, products=width))
+    for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+        block += linear(width, width, bias=bias).below(f"self_attn.{name}")
+    for name in ("self_attn_layer_norm", "final_layer_norm"):
+        block += layer_norm(width, weight=affine, bias=affine).below(name)
+    up, down = linear(width, ffn, bias=bias).below("fc1"), linear(ffn, width, bias=bias).below("fc2")
+    return block + mlp(up, down, ffn)

@@ -1,29 +1,49 @@
-"""Llama and its kin: Llama 2 to 3.2, Mistral 7B, Qwen 2, Qwen 3 and Mixtral.
+"""Models with Llama's blocks: RMS norms, rotary positions, gated MLPs or experts.
 
-Source: transformers 5.23, `models/{llama,mistral,qwen2,qwen3,qwen3_moe,mixtral}/modeling_*.py`.
+Llama 2 to 3.2, Mistral 7B, Qwen 2 and 3, Mixtral; Gemma 2, and Gemma 3 without pictures (norms before and after both
+halves of a layer); GPT-OSS (attention sinks, biases, experts whose matrices are in one tensor); DeepSeek-V3 and R1,
+Kimi K2, Moonlight (latent attention, many experts, prediction of further tokens).
+
+Source: transformers 5.23, `models/{llama,mistral,qwen2,qwen3,qwen3_moe,mixtral,gemma2,gemma3,gpt_oss,deepseek_v3}/
+modeling_*.py`; Gemma Team 2024, "Gemma 2: Improving Open Language Models at a Practical Size"; OpenAI 2025,
+"gpt-oss-120b & gpt-oss-20b Model Card"; DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", 2.1 and 2.2;
+deepseek-ai/DeepSeek-V3, `README_WEIGHTS.md`.
 """
 
 from __future__ import annotations
 
-from manifests.models.components import Component, attention, experts, gated_mlp, layer, norm, routing
+from dataclasses import replace
+
+from manifests.models.components import (
+    Component,
+    attention,
+    decoder,
+    expert_work,
+    experts,
+    gated_mlp,
+    head,
+    layer,
+    linear,
+    norm,
+    routing,
+)
 from manifests.models.config import MAX_LAYERS, ConfigReader
-from manifests.models.decoder import decoder
-from manifests.models.quantized import as_stored, fp8
-from manifests.models.shape import ModelShape
+from manifests.models.quantized import as_stored, fp8, mxfp4
+from manifests.models.shape import ModelShape, Work
 
 
 def llama_shape(config: ConfigReader) -> ModelShape:
     """Return the shape of a `LlamaForCausalLM`."""
     biases = config.flag("attention_bias", False), config.flag("mlp_bias", False)
-    return _shape("LlamaForCausalLM", config, *biases)
+    return _llama_shape("LlamaForCausalLM", config, *biases)
 
 
 def mistral_shape(config: ConfigReader) -> ModelShape:
     """Return the shape of a `MistralForCausalLM`: a Llama's, without biases."""
-    return _shape("MistralForCausalLM", config, False, False)
+    return _llama_shape("MistralForCausalLM", config, False, False)
 
 
-def _shape(architecture: str, config: ConfigReader, attention_bias: bool, mlp_bias: bool) -> ModelShape:
+def _llama_shape(architecture: str, config: ConfigReader, attention_bias: bool, mlp_bias: bool) -> ModelShape:
     width = config.count("hidden_size")
     head = config.count("head_dim", width // config.count("num_attention_heads"))
     block = layer(
@@ -48,14 +68,14 @@ def qwen2_shape(config: ConfigReader) -> ModelShape:
     return as_stored(shape, config, {})
 
 
-DEFAULT_HEAD = 128  # Qwen3Config
+QWEN3_HEAD = 128  # Qwen3Config
 
 
 def qwen3_shape(config: ConfigReader) -> ModelShape:
     """Return the shape of a `Qwen3ForCausalLM`."""
     width, bias = config.count("hidden_size"), config.flag("attention_bias", False)
     block = layer(
-        attention(config, head=config.count("head_dim", DEFAULT_HEAD), bias=bias, qk_norm=True),
+        attention(config, head=config.count("head_dim", QWEN3_HEAD), bias=bias, qk_norm=True),
         gated_mlp(width, config.count("intermediate_size")),
         width,
     )
@@ -114,3 +134,153 @@ def _as_filed(routed: Component) -> Component:
         outer, _, name = module.rpartition(".")
         tensors[f"{outer}.{_FILE_NAMES[name]}.{weight}" if name in _FILE_NAMES else leaf] = dims
     return Component(tensors=tensors, work=routed.work)
+
+
+def deepseek_v3_shape(config: ConfigReader) -> ModelShape:
+    """Return the shape of a `DeepseekV3ForCausalLM`.
+
+    The first layers are dense. MTP layers have an embedding and a head of their own: copies of the
+    model's, which files store.
+    """
+    config.expect("moe_layer_freq", 1)
+    config.expect("topk_method", "noaux_tc")
+    width, num_layers = config.count("hidden_size"), config.count("num_hidden_layers", most=MAX_LAYERS)
+    attention = latent_attention(config)
+    dense = layer(attention, gated_mlp(width, config.count("intermediate_size")), width)
+    sparse = layer(attention, _deepseek_experts(config), width)
+    num_dense = min(config.count("first_k_dense_replace", least=0), num_layers)
+    num_mtp = config.count("num_nextn_predict_layers", 0, most=MAX_LAYERS, least=0)
+    shape = decoder(
+        "DeepseekV3ForCausalLM",
+        config,
+        [dense] * num_dense + [sparse] * (num_layers - num_dense),
+        mtp=[_mtp_layer(sparse, width, config.count("vocab_size"))] * num_mtp,
+    )
+    buffers = (".gate.e_score_correction_bias",)
+    return as_stored(replace(shape, untrained_suffixes=buffers), config, {"fp8": fp8})
+
+
+def latent_attention(config: ConfigReader) -> Component:
+    """Multi-head latent attention (MLA), keys and values expanded, as in training.
+
+    Letters: q and c = ranks of queries and of keys and values; n, r, v = widths of a head's part without
+    position, with position, and of its value.
+    Shapes: q_a_proj (q, D), q_b_proj (H (n + r), q), or q_proj (H (n + r), D) without q;
+    kv_a_proj_with_mqa (c + r, D), kv_b_proj (H (n + v), c), o_proj (D, H v).
+    FLOPs: the matrices, and 2 H (n + r) + 2 H v for each key.
+    Kept: besides the latents with their norms, queries, keys, kv_b_proj's output (values are a part of it),
+    output, and the softmax's sum for each head.
+    Source: `DeepseekV3Attention`; DeepSeek-V3 Technical Report, 2.1.1, equations 1 to 11.
+    """
+    width, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    bias = config.flag("attention_bias", False)
+    plain, rotary = config.count("qk_nope_head_dim"), config.count("qk_rope_head_dim")
+    value, kv_rank = config.count("v_head_dim"), config.count("kv_lora_rank")
+    queries = heads * (plain + rotary)
+    if config.has("q_lora_rank"):
+        q_rank = config.count("q_lora_rank")
+        part = linear(width, q_rank, bias=bias).below("q_a_proj")
+        part += norm(q_rank).below("q_a_layernorm") + linear(q_rank, queries).below("q_b_proj")
+    else:
+        part = linear(width, queries).below("q_proj")
+    part += linear(width, kv_rank + rotary, bias=bias).below("kv_a_proj_with_mqa")
+    part += norm(kv_rank).below("kv_a_layernorm") + linear(kv_rank, heads * (plain + value)).below("kv_b_proj")
+    part += linear(heads * value, width, bias=bias).below("o_proj")
+    kept = rotary + 2 * queries + heads * (plain + value) + heads * value
+    per_key = 2 * queries + 2 * heads * value
+    return part + Component(work=Work(flops_per_key=per_key, saved=kept, saved_fp32=heads, products=heads * value))
+
+
+def _deepseek_experts(config: ConfigReader) -> Component:
+    """Routed experts, whose choice a stored bias balances, and shared ones, a single MLP that all tokens go through."""
+    width, ffn = config.count("hidden_size"), config.count("moe_intermediate_size")
+    count, per_token = routing(config, "n_routed_experts")
+    shared = gated_mlp(width, ffn * config.count("n_shared_experts"))
+    return (
+        experts(width, ffn, count=count, per_token=per_token)
+        + Component(tensors={"gate.e_score_correction_bias": (count,)})
+        + shared.below("shared_experts")
+    )
+
+
+def _mtp_layer(block: Component, width: int, vocab: int) -> Component:
+    """A decoder layer that sees the last hidden state beside the next token's embedding, and predicts one further.
+
+    Shapes: eh_proj (D, 2 D), whose input is the outputs of enorm and hnorm side by side.
+    Source: DeepSeek-V3 Technical Report, 2.2, equations 21 to 23.
+    """
+    return (
+        block
+        + Component(tensors={"embed_tokens.weight": (vocab, width)})
+        + norm(width).below("enorm")
+        + norm(width).below("hnorm")
+        + linear(2 * width, width).below("eh_proj")
+        + norm(width).below("shared_head.norm")
+        + head(width, vocab).below("shared_head.head")
+    )
+
+
+GEMMA_HEAD = 256  # Gemma2Config, Gemma3TextConfig
+
+
+def gemma2_shape(config: ConfigReader) -> ModelShape:
+    """Return the shape of a `Gemma2ForCausalLM`."""
+    return _gemma_shape("Gemma2ForCausalLM", config, qk_norm=False)
+
+
+def gemma3_shape(config: ConfigReader) -> ModelShape:
+    """Return the shape of a `Gemma3ForCausalLM`."""
+    return _gemma_shape("Gemma3ForCausalLM", config, qk_norm=True)
+
+
+def _gemma_shape(architecture: str, config: ConfigReader, *, qk_norm: bool) -> ModelShape:
+    width, bias = config.count("hidden_size"), config.flag("attention_bias", False)
+    attended = attention(config, head=config.count("head_dim", GEMMA_HEAD), bias=bias, qk_norm=qk_norm)
+    block = (
+        layer(attended, gated_mlp(width, config.count("intermediate_size")), width)
+        + norm(width).below("pre_feedforward_layernorm")
+        + norm(width).below("post_feedforward_layernorm")
+    )
+    layers = [block] * config.count("num_hidden_layers", most=MAX_LAYERS)
+    return as_stored(decoder(architecture, config, layers, tied_unless_said=True), config, {})
+
+
+GPT_OSS_HEAD = 64  # GptOssConfig
+
+
+def gpt_oss_shape(config: ConfigReader) -> ModelShape:
+    """Return the shape of a `GptOssForCausalLM`.
+
+    Shapes: sinks (H); otherwise see `manifests.models.components.attention`.
+    """
+    width, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    head, bias = config.count("head_dim", GPT_OSS_HEAD), config.flag("attention_bias", True)
+    attended = attention(config, head=head, bias=bias) + Component(tensors={"sinks": (heads,)})
+    block = layer(attended, _gpt_oss_experts(config), width)
+    shape = decoder("GptOssForCausalLM", config, [block] * config.count("num_hidden_layers", most=MAX_LAYERS))
+    return as_stored(shape, config, {"mxfp4": mxfp4})
+
+
+def _gpt_oss_experts(config: ConfigReader) -> Component:
+    """Experts with their gates and ups interleaved, and the router.
+
+    Shapes: router (E, D); gate_up_proj (E, D, 2 F), down_proj (E, F, D): inputs before outputs, unlike
+    everywhere else.
+    FLOPs: see `manifests.models.components.experts`.
+    Kept: as there, but 7 F by each expert: gate and up, both clamped, the sigmoid, the gate times it, the
+    product. A kernel that fuses them keeps less.
+    """
+    width, ffn = config.count("hidden_size"), config.count("intermediate_size")
+    count, per_token = routing(config, "num_local_experts")
+    expert = Work(flops=6 * width * ffn, saved=7 * ffn, products=2 * ffn + width)
+    return Component(
+        tensors={
+            "router.weight": (count, width),
+            "router.bias": (count,),
+            "experts.gate_up_proj": (count, width, 2 * ffn),
+            "experts.gate_up_proj_bias": (count, 2 * ffn),
+            "experts.down_proj": (count, ffn, width),
+            "experts.down_proj_bias": (count, width),
+        },
+        work=expert_work(expert, width, count=count, per_token=per_token),
+    )

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from manifests.lazy import lazy_attributes
+from manifests.command.interpreter import lazy_attributes
 
 if TYPE_CHECKING:
     from manifests.schedules.actions import Action, LoweredTable, Overlap, Step, Table, Transfer, Upkeep, actions_of

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from manifests.arguments import check_choice
-from manifests.errors import Parameter, UsageError
+from manifests.errors import Parameter, UsageError, check_choice
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
@@ -17,7 +16,7 @@ from reshard.formats.publish_export import check_export_to
 from reshard.formats.table import TIED_KEY, ExportOptions, ExportResult, export_targets, names_of_targets
 from reshard.transforms.cast import ExportDtype, cast_checkpoint
 from stores.address import is_url
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 
 
 def export(

@@ -15,7 +15,7 @@ from reshard.tensors.slices import merge_slices
 from reshard.transforms.cast import FLOATS, STORED, cast_tensor
 from stores.base import read_config
 from stores.bundles import Bundles, TensorAt, join_slices
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 
 if TYPE_CHECKING:
     from reshard.tensors.arrays import Array, Framework, Tensor

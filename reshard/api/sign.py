@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.checks.signature import sign_manifest
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 
 
 def sign(manifest: str | Path, *, key: str | Path, password: str | None = None, force: bool = False) -> Path:

@@ -9,7 +9,7 @@ from manifests.errors import Parameter, UsageError
 from reshard.checks.verify import VerifyOptions, VerifyResult, nbytes_to_read, verify_manifest
 from reshard.copy.progress import Progress, counting
 from reshard.formats.open import open_source
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 
 
 def verify(

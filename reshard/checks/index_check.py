@@ -9,8 +9,16 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from manifests.errors import InputError, refused_by_system
-from manifests.index import INDEX_NAME, has_index, is_indexed, replicas_elsewhere
-from manifests.readers import ADAPTER_NAMES, CONSULTED_FOLDERS, is_consulted, is_weights
+from manifests.index import (
+    ADAPTER_NAMES,
+    CONSULTED_FOLDERS,
+    INDEX_NAME,
+    has_index,
+    is_consulted,
+    is_indexed,
+    is_weights,
+    replicas_elsewhere,
+)
 from manifests.schema import WEIGHTS, Manifest, Stage
 from reshard.formats.huggingface.weight_map import ShardIndex, read_shard_index
 from reshard.formatting import count_of, some

@@ -21,7 +21,7 @@ from manifests.store import write_file
 from stores.base import read_whole
 from stores.folders.probe import check_new_file
 from stores.local import LocalFolder
-from stores.manifest_file import ReadManifest
+from stores.open import ReadManifest
 
 SIGNATURE_NAME = "manifest.sig"
 _MOST_NBYTES = 1 << 20  # of a signature; common ones take a few KB

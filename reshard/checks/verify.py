@@ -25,7 +25,7 @@ from reshard.tensors.finding import Contents, Finding, Findings
 from reshard.tensors.slices import merge_slices
 from stores.base import Blocks, Folder, check_whole
 from stores.bundles import Bundles, TensorAt, join_slices
-from stores.manifest_file import ReadManifest, open_manifest
+from stores.open import ReadManifest, open_manifest
 
 _FileReader = Callable[[], Iterable[TensorAt]]  # yields the tensors of a file of a bundle
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reshard.estimate.assumptions import Assumptions
     from reshard.estimate.costs import ModuleTime
     from reshard.transforms.conversion import Conversion
-    from stores.manifest_file import Address
+    from stores.open import Address
 
 Command = Callable[..., Any]
 

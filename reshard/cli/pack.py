@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from reshard.packing.divide import Division
     from reshard.transforms.cast import ExportDtype
     from reshard.transforms.conversion import Conversion
-    from stores.manifest_file import Address
+    from stores.open import Address
 
 
 @click.command(cls=Verb)

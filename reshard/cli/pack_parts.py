@@ -16,7 +16,7 @@ from reshard.cli.verb import Verb
 if TYPE_CHECKING:
     from reshard.packing.divide import Division
     from reshard.packing.kubernetes_job import PackPods
-    from stores.manifest_file import Address
+    from stores.open import Address
 
 _FLAGS = (
     click.option("--part", metavar="I/N", help="Pack only part I of N; reshard commit merges the parts."),

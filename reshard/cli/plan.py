@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from manifests.collector import collector_paused
+from manifests.command.interpreter import collector_paused
 from reshard.cli import options
 from reshard.cli.verb import Verb
 

@@ -22,7 +22,7 @@ from stores.address import is_inside, is_url, place_of
 from stores.base import Blocks, InputFile
 from stores.bundles import TensorAt
 from stores.local import LocalFile
-from stores.manifest_file import Address
+from stores.open import Address
 from stores.prefetch import STREAM_NBYTES, RemoteFile
 
 _MANY_STREAMS = 128

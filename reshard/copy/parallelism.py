@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from stores.cores import threads_for_ranks
 from stores.objects.uplink import NUM_PARTS, part_nbytes
 from stores.prefetch import MEMORY_NBYTES, STREAM_NBYTES, Prefetcher
+from stores.workers import threads_for_ranks
 
 _MOST_SENT_NBYTES = 512 << 20  # in parts at a time: on a link of less than 1 MiB/s, each would count as stalled
 

@@ -17,7 +17,7 @@ from stores.address import is_url
 from stores.base import HUB_MISMATCH, SOURCE_CHANGED
 from stores.folders.owned import FindOwned, files_of_manifest
 from stores.folders.publish import partial_of, publishing
-from stores.manifest_file import Address
+from stores.open import Address
 
 if TYPE_CHECKING:
     from stores.objects.lock import FindOwnedObjects

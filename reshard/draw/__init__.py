@@ -54,7 +54,7 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
         UsageError: the step is too long to simulate.
         OutputError: the file cannot be written.
     """
-    from manifests.collector import collector_paused
+    from manifests.command.interpreter import collector_paused
     from manifests.command.palette import THEMES
     from reshard.draw.sheet import draw_sheet, html_page
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from manifests.arguments import check_choice, check_count
-from manifests.errors import Parameter, UsageError
+from manifests.errors import Parameter, UsageError, check_choice, check_count
 from manifests.models.memory import Recompute
 from manifests.placement import Placement
 from manifests.schedules import default_schedule

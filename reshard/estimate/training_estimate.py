@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manifests.collector import collector_paused
+from manifests.command.interpreter import collector_paused
 from manifests.models import ModelShape
 from manifests.models.memory import POLICIES, MemoryEstimate, Training, estimate_memory
 from manifests.placement import Placement

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from manifests.collector import collector_paused
+from manifests.command.interpreter import collector_paused
 from manifests.errors import Parameter, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.models import ModelShape

@@ -21,7 +21,7 @@ from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MadeFile
 from reshard.transforms.cast import ExportDtype, cast_checkpoint, casts_in
 from stores.address import is_inside, is_url, place_of
-from stores.manifest_file import Address
+from stores.open import Address
 
 Casts = Mapping[tuple[str, str], int]
 

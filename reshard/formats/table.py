@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from reshard.transforms.cast import ExportDtype
     from stores.base import Folder
     from stores.bundles import TensorAt
-    from stores.manifest_file import Address
+    from stores.open import Address
 
 TIED_KEY = "embed"  # of the TiedLayerSpec of a PipelineModule, as Megatron-DeepSpeed and GPT-NeoX call it
 

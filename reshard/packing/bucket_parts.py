@@ -17,8 +17,7 @@ from stores.folders.owned import files_in
 from stores.objects.client import ObjectEntry
 from stores.objects.output import SMALL_NBYTES
 from stores.objects.store import ObjectFile, list_objects, open_objects
-from stores.objects.writable import open_writable, remove_objects
-from stores.objects.writer import ObjectWriter
+from stores.objects.writable import ObjectWriter, open_writable, remove_objects
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from manifests.errors import UsageError
 from reshard.plans.pack_plan import OutputShard
 from reshard.plans.partition import Part, check_num_parts
 from stores.address import OBJECT_SCHEMES, is_url, split_url
-from stores.manifest_file import Address
+from stores.open import Address
 
 if TYPE_CHECKING:
     from reshard.packing.kubernetes_job import PackPods

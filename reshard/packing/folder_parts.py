@@ -31,7 +31,7 @@ from stores.base import check_whole
 from stores.folders.owned import RECORD_NAME, files_in, files_of_manifest
 from stores.folders.publish import check_not_a_step, check_target, partial_of, publishing
 from stores.local import LocalFile
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 
 _COMMIT_NAME = "commit.json"  # identifies the folder that is about to get the output's name
 _OURS = re.compile(r"parts-[0-9a-f]{12}/\.?part-[0-9]{5}-of-[0-9]{5}(\.partial)?/.+|moved\.json")

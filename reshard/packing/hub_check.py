@@ -18,8 +18,8 @@ from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.checksums import stored_file
 from stores.base import HUB_MISMATCH, InputFile, Listed, Range, merge_ranges
-from stores.cores import threads_for_ranks
 from stores.local import LocalFile
+from stores.workers import threads_for_ranks
 
 if TYPE_CHECKING:
     import hashlib

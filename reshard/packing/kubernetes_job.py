@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 from manifests.command.interpreter import module_command
-from manifests.command.kubernetes import MOUNT, MOUNT_FORM, literal, run_kubectl, volumes_of
+from manifests.command.schedulers import MOUNT, MOUNT_FORM, literal, run_kubectl, volumes_of
 from manifests.errors import UsageError
 from stores.address import is_url
-from stores.manifest_file import Address
+from stores.open import Address
 
 _CONTAINER = "reshard"
 _NUM_RETRIES = 3  # of each part

@@ -24,7 +24,7 @@ from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MadeFile
 from reshard.tensors.source_index import record_blocks
-from stores.manifest_file import Address
+from stores.open import Address
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

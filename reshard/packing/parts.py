@@ -44,7 +44,7 @@ from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.checksums import verify_records
 from stores.address import is_url
 from stores.base import PART_NAME
-from stores.manifest_file import Address
+from stores.open import Address
 
 _BLANK = f"{PREFIX}{'0' * 64}"
 _POLL_S = 5.0

@@ -10,7 +10,7 @@ from typing import Protocol
 from manifests.schema import Manifest
 from reshard.packing.pack import index_file
 from reshard.tensors.lazy import MadeFile
-from stores.manifest_file import Address
+from stores.open import Address
 
 OF_PART = re.compile(r"(?P<folder>parts-[0-9a-f]{12})/part-(?P<number>[0-9]{5})-of-(?P<of>[0-9]{5})/.+", re.ASCII)
 

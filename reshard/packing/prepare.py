@@ -8,8 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import get_args
 
-from manifests.arguments import check_choice
-from manifests.errors import Parameter, UsageError
+from manifests.errors import Parameter, UsageError, check_choice
 from manifests.index import MAX_SHARD_NBYTES, MOST_READ_HEADER_NBYTES
 from reshard.copy.destination import check_apart, read_twice
 from reshard.copy.direct_io import Io
@@ -32,7 +31,7 @@ from reshard.transforms.conversion import Conversion, convert
 from stores.address import HubAddress, hub_output, is_url, place_of
 from stores.bundles import TensorAt
 from stores.folders.publish import check_not_a_step, check_not_mounted
-from stores.manifest_file import Address
+from stores.open import Address
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

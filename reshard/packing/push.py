@@ -27,7 +27,7 @@ from stores.folders.owned import files_in
 from stores.hub.store import HubFolder
 from stores.hub.upload import HubUpload, open_upload, staging_folder
 from stores.local import LocalFolder
-from stores.manifest_file import ReadManifest, open_manifest
+from stores.open import ReadManifest, open_manifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

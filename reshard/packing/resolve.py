@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manifests.collector import collector_paused
+from manifests.command.interpreter import collector_paused
 from manifests.command.sizes import parse_size, write_size
 from manifests.errors import Parameter, UsageError
 from manifests.invariants import MANIFEST_NAME

@@ -9,7 +9,7 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.schema import Manifest
 from reshard.copy.parallelism import Used
 from reshard.packing.hub_check import HubReport
-from stores.manifest_file import Address
+from stores.open import Address
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

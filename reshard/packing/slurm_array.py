@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.command.interpreter import module_command
-from manifests.command.slurm import run_slurm, working_folder
+from manifests.command.schedulers import run_slurm, working_folder
 from manifests.errors import OutputError, Parameter, UsageError, UserError
 from stores.folders.owned import files_of_manifest
 from stores.folders.publish import check_target

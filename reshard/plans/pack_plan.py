@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, count
 
 from manifests.errors import LayoutError
+from manifests.headertext import TensorEntry
 from manifests.index import MAX_SHARD_NBYTES, is_indexed, replicas_elsewhere, split_by_size
 from manifests.models import ModelShape, module_of
 from manifests.paths import replicas_path, root_shard_path, shard_path
@@ -22,7 +23,6 @@ from manifests.safetensors import (
 )
 from manifests.schema import WEIGHTS, Holds, TieGroup, TieMember
 from manifests.slices import Slice, slice_metadata
-from manifests.tensortable import TensorEntry
 from reshard.estimate.costs import params_of
 from reshard.layouts.model import StageLayout
 from reshard.tensors.checkpoint import Checkpoint

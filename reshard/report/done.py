@@ -17,7 +17,7 @@ from reshard.packing.result import PackResult
 from reshard.plans.partition import Part
 from reshard.transforms.cast import ExportDtype
 from stores.address import is_url
-from stores.manifest_file import Address
+from stores.open import Address
 
 if TYPE_CHECKING:
     from reshard.checks.check import CheckResult

@@ -15,7 +15,7 @@ from reshard.formatting import show_numbers
 from reshard.layouts.inventory import compress_modules
 from reshard.report.text import table, table_lines, tie_lines
 from stores.bundles import Bundles, TensorAt
-from stores.manifest_file import Address, ReadManifest, open_manifest
+from stores.open import Address, ReadManifest, open_manifest
 
 _LINES_IN_PIECE = 4096
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from manifests.digest import digest_pieces
 from manifests.errors import InputError, ManifestError
+from manifests.headertext import TensorEntry
 from manifests.index import INDEX_NAME
 from manifests.jsontext import parse_json_object
 from manifests.models import StoredTensors
 from manifests.paths import problem_with_path
 from manifests.safetensors import Header, layout_tensors, parse_header
-from manifests.tensortable import TensorEntry
 from stores.base import MAX_WHOLE_NBYTES, Blocks, InputFile, read_whole
 
 SUFFIX = ".safetensors"

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
-from manifests.arguments import check_choice
-from manifests.errors import Parameter, UsageError
+from manifests.errors import Parameter, UsageError, check_choice
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import derive
 from reshard.transforms.cast import FLOATS, STORED, ExportDtype, cast_checkpoint

@@ -21,7 +21,7 @@ from manifests.store import read_config, read_small_file
 from stores.base import Folder, check_whole
 from stores.bundles import Bundles
 from stores.local import LocalFile
-from stores.manifest_file import Address, ReadManifest, open_manifest
+from stores.open import Address, ReadManifest, open_manifest
 
 TOKENIZER = "tokenizer.json"
 _READ_BY_NAME = (TOKENIZER, "tokenizer_config.json", "generation_config.json")

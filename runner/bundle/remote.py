@@ -14,7 +14,7 @@ from runner.bundle.packed import Packed, open_packed
 from runner.config.architectures import check_trainable
 from stores.address import is_url
 from stores.base import Blocks
-from stores.manifest_file import ReadManifest, open_manifest
+from stores.open import ReadManifest, open_manifest
 
 
 def fetch(read: ReadManifest, folder: Path) -> Packed:

@@ -20,7 +20,7 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.store import open_shard, sync_folder
 from stores.folders.lock import locking
 from stores.folders.owned import check_ours, files_of_manifest, foreign_files, remove_tree, write_record
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 
 logger = logging.getLogger("runner")
 

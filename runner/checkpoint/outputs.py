@@ -11,7 +11,7 @@ from runner.config.flags import TrainOptions
 from stores.folders.owned import files_of_manifest
 from stores.folders.probe import check_room, check_writable, folder_of
 from stores.folders.publish import check_not_a_step, check_partial, check_target, exchange, partial_of
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 
 _HINT = "choose a folder that this user can write to on every node"
 

@@ -26,7 +26,7 @@ from runner.bundle.packed import Packed
 from runner.checkpoint.history import checkpoint_path, find_checkpoints, find_misnamed, step_of
 from runner.config.flags import TrainOptions, flag_of
 from runner.config.schema import Dtype, ResumeOptions
-from stores.manifest_file import ReadManifest, open_manifest
+from stores.open import ReadManifest, open_manifest
 
 _OPTIMIZER = "AdamW"
 _DTYPES: Mapping[TrainedDtype, Dtype] = {"F32": "fp32", "BF16": "bf16"}

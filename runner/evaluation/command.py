@@ -13,7 +13,7 @@ from runner.evaluation.options import PLAIN, eval_options, with_flags
 from runner.launch.here import launch_here
 from runner.preflight.preflight import check_model
 from stores.folders.probe import check_stdout
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 
 _ARGS = "runner.args"
 

@@ -37,7 +37,7 @@ from runner.training.self_check import RunOptions, self_check
 from runner.training.ties import check_loaded
 from stores.bundles import Bundles
 from stores.folders.probe import print_result
-from stores.manifest_file import ReadManifest, open_manifest
+from stores.open import ReadManifest, open_manifest
 
 
 def mean_loss(loss_of: Callable[[Batch], float], batches: Iterable[Batch], where: str = "--data") -> tuple[float, int]:

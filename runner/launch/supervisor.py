@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from manifests.command.interpreter import leave_out_working_folder, module_command, safe_environment
+from manifests.command.schedulers import run_slurm
 from manifests.command.signals import INTERRUPTED
-from manifests.command.slurm import run_slurm
 from manifests.errors import RankError, UnreachableError, UserError
 from runner.checkpoint.history import find_checkpoints, step_of
 from runner.config.flags import TrainOptions, parse_training

@@ -23,8 +23,7 @@ from runner.tensors.pinned import PinnedBlocks
 from runner.tensors.regions import intersect, ranges_of
 from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.bundles import Bundles, TensorAt, join_slices
-from stores.cores import threads_for_ranks
-from stores.workers import Take, share_out
+from stores.workers import Take, share_out, threads_for_ranks
 
 _RUN_NBYTES = 64 << 20  # one unit of work of a thread
 

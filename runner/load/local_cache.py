@@ -30,7 +30,7 @@ from runner.load.node_broadcast import ReceivedFile, Transfer, Wanted, open_grou
 from runner.load.same_manifest import check_same_manifest
 from runner.parallel.mesh import Mesh
 from stores.bundles import Bundles
-from stores.manifest_file import ReadManifest
+from stores.open import ReadManifest
 
 logger = logging.getLogger("runner")
 

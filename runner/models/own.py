@@ -14,8 +14,7 @@ from torch import nn
 
 from manifests.errors import ModelError
 from manifests.models import ModelShape, module_of
-from manifests.models.by_catalogue import described_entry
-from manifests.models.catalogue import entry_of
+from manifests.models.catalogue import described_entry, entry_of
 from manifests.schema import ModelDescription
 from runner.config.own_families import GROUP
 from runner.models.family import Family, check_output

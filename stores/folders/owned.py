@@ -27,7 +27,7 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
 from manifests.schema import Manifest
 from manifests.store import read_small_file, write_file
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 
 # Returns the paths below a folder that may be removed; None: the folder was not written by this command.
 FindOwned = Callable[[Path], Collection[str] | None]

@@ -24,7 +24,7 @@ from stores.folders.owned import (
     write_record,
 )
 from stores.folders.probe import check_writable
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _FULL = (errno.ENOSPC, errno.EDQUOT)

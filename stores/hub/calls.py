@@ -27,8 +27,7 @@ from huggingface_hub.utils import _http
 
 from manifests.errors import InputError, StoreError
 from stores.address import HubAddress
-from stores.net.pace import answered_within
-from stores.net.retries import PassingError
+from stores.net.retries import PassingError, answered_within
 
 # huggingface_hub 1.x uses httpx and 2.x httpx2; in both, this is the client's base error.
 ClientError: type[BaseException] = HfHubHTTPError.__bases__[0]

@@ -33,9 +33,8 @@ from stores.hub.calls import (
 )
 from stores.local import LocalReader
 from stores.net.connections import Answer, ConnectionFailure, Connections, is_direct
-from stores.net.pace import Pace, answered_within
 from stores.net.redirects import Redirects
-from stores.net.retries import PassingError, Retries, keep_trying
+from stores.net.retries import Pace, PassingError, Retries, answered_within, keep_trying
 from stores.net.streams import Stream, Streams
 from stores.ranges import Fetch, RangeReader
 

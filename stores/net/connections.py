@@ -16,7 +16,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from stores.net.pace import answered_within
+from stores.net.retries import answered_within
 
 ConnectionFailure = (OSError, HTTPException)
 

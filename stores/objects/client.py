@@ -258,7 +258,7 @@ _CLIENT_SETTINGS = (
 def _reading_limits(retries: Retries) -> ClientConfig:
     """Return the timeouts of reading.
 
-    `stores.net.pace` sees a response only once a chunk of it is complete, and every byte resets `read_timeout`: at a
+    `stores.net.retries` sees a response only once a chunk of it is complete, and every byte resets `read_timeout`: at a
     byte per second, neither would ever end it.
     """
     return {"timeout": timedelta(seconds=retries.request_s), "read_timeout": timedelta(seconds=30)}

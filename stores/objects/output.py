@@ -25,12 +25,19 @@ from manifests.invariants import MANIFEST_NAME
 from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks
 from stores.headers import NUM_AT_ONCE
 from stores.objects.client import ObjectEntry
-from stores.objects.lock import ListedObjects, Wanted, check_existing, lines_of, new_lock, remaining_names
-from stores.objects.progress import CompletedObjects, read_progress
+from stores.objects.lock import (
+    CompletedObjects,
+    ListedObjects,
+    Wanted,
+    check_existing,
+    lines_of,
+    new_lock,
+    read_progress,
+    remaining_names,
+)
 from stores.objects.store import list_objects
 from stores.objects.uplink import NUM_PARTS
-from stores.objects.writable import WritableClient, open_writable, remove_objects
-from stores.objects.writer import ObjectWriter
+from stores.objects.writable import ObjectWriter, WritableClient, open_writable, remove_objects
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from manifests.errors import InputError, SourceError, StoreError, UnreachableErr
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import problem_with_path
 from stores.base import LOCK_NAME, PROGRESS_NAME, SOURCE_CHANGED, Range, is_hidden
-from stores.net.pace import Pace
-from stores.net.retries import PassingError, Retries, keep_trying
+from stores.net.retries import Pace, PassingError, Retries, keep_trying
 from stores.net.streams import Stream, Streams
 from stores.objects.client import ObjectEntry, open_client
 from stores.ranges import Fetch, RangeReader

@@ -22,7 +22,7 @@ from reshard.formats.table import ExportOptions, ExportResult
 from reshard.tensors.checkpoint import Checkpoint
 from stores.base import read_config
 from stores.bundles import TensorAt
-from stores.manifest_file import Address
+from stores.open import Address
 
 _OPTIMIZER, _STATE, _GROUPS = "optimizer", "state", "param_groups"
 # Of torch's AdamW, with torchtitan's defaults.

@@ -12,9 +12,9 @@ from functools import partial
 from math import prod
 
 from manifests.errors import ModelError, SourceError
+from manifests.index import OTHER_WEIGHTS
 from manifests.models import ModelShape, is_sized_by_files, model_shape
 from manifests.models.config import CONFIG_NAME
-from manifests.readers import OTHER_WEIGHTS
 from manifests.schema import MOMENTS, Holds, Source
 from reshard.archives.names import LATEST_NAMES
 from reshard.archives.tensors import read_archive, read_object

@@ -25,7 +25,7 @@ from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import DerivedFile, MadeFile, read_blocks
 from reshard.transforms.cast import FLOATS, cast_tensor
 from stores.bundles import TensorAt
-from stores.manifest_file import Address
+from stores.open import Address
 
 # Note [Groups of a Universal Checkpoint]: its reader loads as many of a trainer's parameter groups as the file lists,
 # and leaves the others as they were initialized, silently. Groups that a trainer does not have are not read.

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import islice
 
 from manifests.errors import ModelError, SourceError, UserError
+from manifests.index import ADAPTER_NAMES
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, check_readable, is_sized_by_files, model_shape
 from manifests.models.config import CONFIG_NAME
-from manifests.readers import ADAPTER_NAMES
 from manifests.schema import ModelDescription
 from reshard.copy.engine import hash_tensors
 from reshard.formats.huggingface.check_files import Weights, read_files

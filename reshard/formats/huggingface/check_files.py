@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manifests.errors import UserError
-from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES
+from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES, OTHER_WEIGHTS
 from manifests.paths import problem_with_path
-from manifests.readers import OTHER_WEIGHTS
 from reshard.archives.tensors import read_archive
 from reshard.formats.huggingface.read import is_beside
 from reshard.formats.huggingface.torch_files import TORCH_INDEX_NAME, TORCH_SUFFIX, is_torch_shard

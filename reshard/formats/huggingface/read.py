@@ -7,12 +7,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from manifests.errors import InputError, ModelError, Parameter, SourceError
-from manifests.index import INDEX_NAME
+from manifests.index import ADAPTER_NAMES, INDEX_NAME, OTHER_WEIGHTS, is_weights
 from manifests.invariants import MANIFEST_NAME, SOURCE_FILES, SOURCE_NAME
 from manifests.models import is_sized_by_files, model_shape
 from manifests.models.config import CONFIG_NAME
 from manifests.paths import problem_with_path
-from manifests.readers import ADAPTER_NAMES, OTHER_WEIGHTS, is_weights
 from manifests.schema import Source
 from reshard.copy.journal import is_working_name
 from reshard.formats.huggingface.guess import guess_description

@@ -21,7 +21,7 @@ from reshard.tensors.source_index import KeptText, RecordedShard, index_anew, la
 from reshard.transforms.cast import STORED, ExportDtype, cast_checkpoint, casts_in, with_dtype
 from stores.base import read_config, read_whole
 from stores.bundles import TensorAt
-from stores.manifest_file import Address
+from stores.open import Address
 
 _HF_ALIGNMENT = 8  # of headers, as the safetensors library pads them
 

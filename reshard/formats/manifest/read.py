@@ -24,7 +24,7 @@ from reshard.tensors.tensor_map import TensorMap
 from stores.base import Folder, read_config, read_whole
 from stores.bundles import Bundles, TensorAt, join_slices
 from stores.local import LocalFolder
-from stores.manifest_file import ReadManifest, open_manifest
+from stores.open import ReadManifest, open_manifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,7 +31,7 @@ from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import MadeFile
 from reshard.transforms.cast import cast_tensor
 from stores.base import read_config
-from stores.manifest_file import Address
+from stores.open import Address
 
 _EMBEDDING = "model.embed_tokens.weight"
 

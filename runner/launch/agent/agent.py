@@ -30,7 +30,7 @@ from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, read_reports
 from runner.rundir.heartbeat import Beat, read_beats
 from runner.rundir.rank_label import place_of, stages_of
 from runner.rundir.state import RunState, clear_state, read_state, write_state
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 
 if TYPE_CHECKING:
     from torch.distributed import DistError

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from manifests.command.kubernetes import ABSENT, MOUNT, MOUNT_FORM, literal, run_kubectl, said_by_kubectl, volumes_of
+from manifests.command.schedulers import ABSENT, MOUNT, MOUNT_FORM, literal, run_kubectl, said_by_kubectl, volumes_of
 from manifests.errors import InputError, LaunchError, UsageError, UserError
 from runner.config.schema import SYNTHETIC
 from runner.launch.decide import FINAL

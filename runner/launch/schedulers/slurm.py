@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manifests.command.interpreter import module_command
-from manifests.command.slurm import run_slurm, working_folder
+from manifests.command.schedulers import run_slurm, working_folder
 from manifests.errors import UsageError, UserError
 from runner.launch.job import Job, check_mounts
 from runner.launch.schedulers import JobState, code_of_state, follow_file, print_file, refuse_force

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from manifests import store
 from manifests.errors import InputError
-from manifests.headertext import read_header_text
+from manifests.headertext import TensorEntry, read_header_text
 from manifests.jsontext import MAX_CONFIG_NBYTES, MOST_CONFIG_VALUES, MOST_VALUES, parse_json_object
 from manifests.safetensors import Header, encode_header, layout_tensors, parse_header
-from manifests.tensortable import TensorEntry
 from stores import base
 from stores.local import LocalFile
 from tests.builders import reshard

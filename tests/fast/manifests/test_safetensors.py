@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 
 from manifests.errors import InputError
+from manifests.headertext import TensorEntry
 from manifests.safetensors import (
     ALIGNMENT,
     Header,
@@ -26,7 +27,6 @@ from manifests.safetensors import (
     parse_header,
     read_header,
 )
-from manifests.tensortable import TensorEntry
 from tests.builders import DTYPE_BITS, Tensor, read_safetensors
 from tests.refusals import refusal
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import manifests
+from manifests.headertext import TensorEntry
 from manifests.safetensors import Header, header_template, layout_tensors, parse_header, read_header
 from manifests.slices import SLICES_KEY, Slice, problem_with_slices, slice_metadata, slices_in
-from manifests.tensortable import TensorEntry
 from tests.refusals import refusal
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)

@@ -13,7 +13,7 @@ from manifests.digest import digest_bytes
 from manifests.safetensors import header_template, layout_tensors
 from manifests.schema import Shard
 from manifests.store import open_shard, read_small_file, write_file, write_manifest
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.refusals import refusal, refused
 

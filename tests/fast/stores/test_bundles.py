@@ -12,7 +12,7 @@ from manifests.digest import digest_bytes
 from manifests.schema import Layout, Manifest, Model, OriginalFile, Source, Span, Stage, TieGroup, TieMember, Virtual
 from stores.bundles import Bundles
 from stores.local import LocalFile
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import (
     INDEX,
     Tensor,

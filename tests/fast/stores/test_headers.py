@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manifests.headertext import TensorEntry
 from manifests.safetensors import encode_header
-from manifests.tensortable import TensorEntry
 from stores.base import Range
 from stores.headers import NUM_AT_ONCE, read_file_headers
 from stores.local import LocalFile

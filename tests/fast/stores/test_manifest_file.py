@@ -11,7 +11,7 @@ import pytest
 import reshard
 from manifests.errors import ManifestError
 from runner.bundle.packed import open_packed
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import llama_config, write_model
 from tests.builders import reshard as command
 

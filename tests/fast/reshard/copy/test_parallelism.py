@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from reshard.copy.parallelism import Parallelism
-from stores.cores import threads_for_ranks, usable_cores
 from stores.objects.uplink import part_nbytes
+from stores.workers import threads_for_ranks, usable_cores
 
 
 @pytest.fixture

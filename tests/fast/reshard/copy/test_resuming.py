@@ -19,8 +19,8 @@ from reshard.formats.open import open_source
 from reshard.formats.table import ExportOptions
 from reshard.packing.resolve import LayoutRequest, lay_out
 from stores.hub import store as hub
-from stores.manifest_file import open_manifest
 from stores.net.retries import Retries
+from stores.open import open_manifest
 from tests.builders import Ended, files_in, leftovers, reshard, write_model
 from tests.servers.hub import Hub, Request, serve_hub, set_up
 

@@ -11,7 +11,7 @@ import pytest
 
 import reshard as api
 from manifests.errors import UserError
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import (
     HEAD,
     Tensor,

@@ -23,7 +23,7 @@ from reshard.plans.partition import parse_part
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.transforms.cast import cast_checkpoint
 from stores.bundles import Bundles
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import leftovers, llama_config, reshard, write_model
 
 Change = Callable[[Path], None]

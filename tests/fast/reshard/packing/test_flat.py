@@ -15,7 +15,7 @@ from manifests.paths import shard_path
 from reshard.packing.prepare import PackRequest, prepare_pack
 from reshard.packing.resolve import LayoutRequest
 from reshard.plans.pack_plan import lay_out_shard
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import (
     EMBEDDING,
     HEAD,

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import (
     Tensor,
     files_in,

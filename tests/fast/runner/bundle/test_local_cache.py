@@ -21,7 +21,7 @@ from runner.bundle.cache_folder import CacheFolder, assign_shards, check_cacheab
 from runner.bundle.remote import fetch, opened
 from runner.rundir.exit_report import code_of
 from stores.local import LocalFolder
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import files_in, flip, llama_config, pack, weights_path, write_model
 from tests.fast.trained import write_trained
 from tests.servers.hub import serve_hub, set_up

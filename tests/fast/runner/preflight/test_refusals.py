@@ -14,7 +14,7 @@ from runner.config.flags import parse_training
 from runner.config.schema import BatchOptions
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import REFUSED, Combination, check_combination, check_divides, combine, share_of
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import pack, write_model
 
 ZERO_BUBBLE: dict[str, Any] = {"schedule": "ZBVZeroBubble", "splits_backward": True}

@@ -8,8 +8,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from manifests.errors import UnreachableError
-from stores.net.pace import LEAST_BYTES_PER_S, Pace, answered_within
-from stores.net.retries import PassingError, Retries, backoff_s, keep_trying
+from stores.net.retries import LEAST_BYTES_PER_S, Pace, PassingError, Retries, answered_within, backoff_s, keep_trying
 from stores.net.streams import Streams
 
 NEVER = threading.Event()

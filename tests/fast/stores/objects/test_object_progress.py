@@ -10,7 +10,7 @@ import pytest
 
 from manifests.errors import StoreError
 from stores.objects.client import ObjectEntry
-from stores.objects.progress import CompletedObjects
+from stores.objects.lock import CompletedObjects
 
 
 class Bucket:

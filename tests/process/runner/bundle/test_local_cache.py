@@ -14,7 +14,7 @@ import pytest
 from manifests.digest import digest_bytes
 from runner.bundle.cache_folder import CacheFolder, node_folder
 from stores.local import LocalFolder
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import flip, pack
 from tests.process.local_jobs import runner
 from tests.process.runner.training_jobs import job, lines_of, losses_of, run_jobs, said

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import flip
 from tests.process.torchrun import started
 

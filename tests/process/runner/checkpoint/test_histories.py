@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runner.checkpoint.history import checkpoint_path
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import flip, pack
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said

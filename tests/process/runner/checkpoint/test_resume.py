@@ -24,7 +24,7 @@ from manifests.store import open_shard
 from runner.checkpoint.history import claim_history
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.sequences import read_batches
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import flip, pack, reshard
 from tests.fast.runner.tiny import load_model, save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from runner.checkpoint.history import checkpoint_path, find_checkpoints, step_of
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import llama_config, pack, reshard, write_model
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said

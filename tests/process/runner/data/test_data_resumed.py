@@ -17,7 +17,7 @@ from pyarrow import parquet
 from manifests.schema import TrainingState
 from runner.bundle.packed import open_packed
 from runner.checkpoint.skipped import read_skipped
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import pack
 from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
 from tests.fast.runner.tiny import save_model

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from runner.preflight.torch_version import TESTED
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import pack, reshard
 from tests.fast.runner.tiny import save_model
 from tests.process.local_jobs import ROOT, runner

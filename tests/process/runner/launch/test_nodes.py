@@ -16,7 +16,7 @@ import yaml
 
 from manifests.digest import digest_bytes
 from runner.bundle.cache_folder import node_folder
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import pack
 from tests.process.local_jobs import pack_tiny
 from tests.servers.network import Network, missing_for_network, start_network

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import INDEX, pack, reshard
 from tests.fast.runner.tiny import EMBEDDING, HEAD, save_model
 from tests.process.local_jobs import runner

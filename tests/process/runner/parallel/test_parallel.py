@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from manifests.store import open_shard
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import pack
 from tests.fast.runner.models.titans import save_titan
 from tests.process.runner.parallel.parallel_cases import LAYOUTS, MODELS, NORMAL, SLOW_4, SLOW_8, SLOW_MIXED, Case

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from manifests.schema import WEIGHTS
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import pack, reshard, run
 from tests.process.runner.parallel.test_parallel import MIDDLE, STEPS, Runs, pack_model
 

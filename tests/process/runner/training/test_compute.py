@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from manifests.store import open_shard
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import pack
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.training.compute_cases import COMPILED, REST, SPANNING, Case

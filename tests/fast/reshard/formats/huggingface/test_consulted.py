@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 
 from manifests.digest import digest_bytes
 from manifests.errors import ModelError
+from manifests.index import is_consulted
 from manifests.models import check_readable
-from manifests.readers import is_consulted
 from tests.builders import Ended, edit_manifest, reshard
 from tests.fast.reshard.checks.test_sign import write_keys
 from tests.fast.trained import write_trained

@@ -18,7 +18,7 @@ from manifests.schema import TieGroup, TieMember
 from reshard.formats.huggingface.read import open_checkpoint
 from reshard.formats.table import OpenOptions
 from stores.local import LocalFolder
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import llama_config, pack, reshard, write_model
 
 NUM_LAYERS = 40

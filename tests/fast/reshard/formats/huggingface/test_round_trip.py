@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stores.manifest_file import open_manifest
+from stores.open import open_manifest
 from tests.builders import (
     DTYPE_BITS,
     EMBEDDING,

@@ -14,7 +14,7 @@ from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import MemoryFile
 from stores.base import read_whole
 from stores.bundles import TensorAt
-from stores.manifest_file import Address
+from stores.open import Address
 
 
 def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> ExportResult:
