@@ -8,6 +8,14 @@ parameters and accumulates their gradients whole; what it divides is the weights
 optimizer step. A backward frees the activations of one module after the other, so the temporary memory of a module
 comes on top of the activations of those before it.
 
+A backward in two parts frees nothing in the first, I: until the second, W, there are also the activations that I has
+recomputed, and the gradients of what every weight gives. Only the loss is done. Of the first stage, W does it all.
+
+A tensor that another rank sends is in memory from its receive until the backward of its microbatch: a stage's input,
+which is then not counted among the activations as well, and the gradient of its output. What a stage sends is in
+memory until it has arrived: one result, and the one computed meanwhile; see Note [Waiting for sends] in
+runner/pipeline/torch_runtime.py.
+
 On the CPU, oneDNN computes a bfloat16 matrix product in a float32 buffer of its result's size, and then rounds it (2.99
 times the result, measured with torch 2.13). The largest of a module's is the gradient of a weight.
 """
@@ -21,9 +29,18 @@ from typing import Literal
 from manifests.errors import UsageError
 from manifests.models import ModelShape, Work, module_of
 from manifests.placement import Placement
-from manifests.schedules import Table, in_flight, peak_held
+from manifests.schedules import (
+    Table,
+    actions_of,
+    lower,
+    num_remote_neighbors,
+    peak_held,
+    peak_held_by_stage,
+    peak_received,
+)
 
 FP32_NBYTES = 4
+MOST_IN_TRANSIT = 2  # results of a stage in one direction that have been computed, and of which one is in transit
 Recompute = Literal["none", "full", "selective"] | int  # a number N: every Nth layer
 # Matrices that every tensor-parallel rank has whole, by the end of their names: routers and projections to latents.
 _WHOLE = (".gate.weight", ".router.weight", ".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
@@ -95,6 +112,11 @@ class Training:
         """Whether FSDP is used: to shard parameters, or for the master weights of tensor-parallel matrices."""
         return self.shard > 1 or (self.tensor > 1 and self.policy.has_masters)
 
+    @property
+    def norms_save_input(self) -> bool:
+        """Whether norms keep their input as it is: if they are several operations, they keep it in float32."""
+        return self.is_fused or self.policy.compute == FP32_NBYTES
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
@@ -108,7 +130,7 @@ class Memory:
     gradients: int = 0
     optimizer: int = 0  # its state, and what FSDP keeps sharded or a master copy
     activations: int = 0
-    receive_buffers: int = 0  # that torch's pipelining receives activations and gradients into
+    receive_buffers: int = 0  # activations and gradients from other ranks, and those in transit to them
     temporary: int = 0  # of the operation or the optimizer step that needs the most besides
 
     @property
@@ -139,19 +161,26 @@ def estimate_memory(
 
     Tied parameters on one rank are one parameter with a gradient per name; each other rank has a copy.
     Activations: see `manifests.models.shape.Work`, for as many microbatches as the schedule has in flight.
-    Receive buffers: torch 2.13 keeps one per microbatch of a step for the input of each stage but the
-    first, and one for the output gradient of each stage but the last.
-
-    Source: torch 2.13, `distributed/pipelining/stage.py`, `_setup_forward_recv_info`,
-        `_create_grad_recv_info`.
+    Receive buffers: for as many as it has received, see `manifests.schedules.peak_received`.
     """
     placement = table.placement
     sizes = _sizes_of(shape, training)
     costs = _costs_of(shape, training, sizes)
-    kept = [sum(costs[module].kept for module in modules) for modules in stages]
-    peaks = [count * nbytes for count, nbytes in zip(in_flight(table), kept, strict=True)]
+    split = {
+        action.stage for steps in table.ranks for step in steps for action in actions_of(step) if action.kind == "I"
+    }
+    split.discard(0)
+    boundary = training.num_tokens * shape.hidden_size * training.policy.compute
+    received, in_transit = peak_received(lower(table)), min(MOST_IN_TRANSIT, table.num_microbatches)
+    sent = [in_transit * num_remote_neighbors(placement, stage) for stage in range(placement.num_stages)]
+    kept, delayed = [], []
+    for stage, modules in enumerate(stages):
+        is_received = stage > 0 and placement.rank_of(stage - 1) != placement.rank_of(stage)
+        counted_twice = boundary if is_received and modules and costs[modules[0]].saves_input else 0
+        kept.append(sum(costs[module].kept for module in modules) - counted_twice)
+        delayed.append(sum(costs[module].delayed for module in modules) if stage in split else 0)
+    peaks = peak_held_by_stage(table, kept, delayed)
     followers = _followers(shape, stages, placement)
-    one_way = table.num_microbatches * training.num_tokens * shape.hidden_size * training.policy.compute
     by_stage = []
     for stage, modules in enumerate(stages):
         num_params = sum(sum(sizes[module].values()) for module in modules)
@@ -164,16 +193,27 @@ def estimate_memory(
                 gradients=gradients,
                 optimizer=optimizer,
                 activations=peaks[stage],
-                receive_buffers=one_way * ((stage > 0) + (stage < placement.num_stages - 1)),
+                receive_buffers=boundary * (received.stages[stage] + sent[stage]),
                 # The optimizer steps when no activations are left.
-                temporary=max(_temporary([costs[module] for module in modules]), in_step - peaks[stage]),
+                temporary=max(
+                    _temporary([costs[module] for module in modules], is_split=stage in split), in_step - peaks[stage]
+                ),
             )
         )
-    at_once = peaks if placement.num_virtual == 1 else peak_held(table, kept)
-    by_rank = [
-        _sum([by_stage[stage] for stage in placement.stages_on(rank)], activations=at_once[rank])
-        for rank in range(placement.num_ranks)
-    ]
+    by_rank = []
+    for rank, activations in enumerate(peak_held(table, kept, delayed)):
+        on_rank = placement.stages_on(rank)
+        parts = [by_stage[stage] for stage in on_rank]
+        by_rank.append(
+            Memory(
+                weights=sum(part.weights for part in parts),
+                gradients=sum(part.gradients for part in parts),
+                optimizer=sum(part.optimizer for part in parts),
+                activations=activations,
+                receive_buffers=boundary * (received.ranks[rank] + sum(sent[stage] for stage in on_rank)),
+                temporary=max((part.temporary for part in parts), default=0),  # one stage runs at a time
+            )
+        )
     return MemoryEstimate(stages=tuple(by_stage), ranks=tuple(by_rank))
 
 
@@ -194,22 +234,31 @@ def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cost:
-    """Bytes of activations that a module keeps for a microbatch, and of temporary memory in its backward."""
+    """Bytes of a module for a microbatch."""
 
-    kept: int
-    temporary: int
+    kept: int  # activations
+    temporary: int  # in its backward, without what that recomputes
+    recomputed: int = 0  # activations that are not kept
+    gradients: int = 0  # of what its weights give
+    is_loss: bool = False  # whether what it keeps is done with when its gradient is known
+    saves_input: bool = False  # whether its input is part of what it keeps
+
+    @property
+    def delayed(self) -> int:
+        """Bytes besides what it keeps between the parts of a backward in two."""
+        return self.recomputed + self.gradients - (self.kept if self.is_loss else 0)
 
 
 def _costs_of(shape: ModelShape, training: Training, sizes: Mapping[str, Mapping[str, int]]) -> dict[str, _Cost]:
-    largest = {module: max(found.values(), default=0) for module, found in sizes.items()}
-    found = {}
+    costs = {}
     for module, work in shape.work.items():
+        largest = max(sizes[module].values(), default=0)
         if _is_layer(module):
             number = int(module.rpartition(".")[2])
-            found[module] = _layer_cost(work, shape.hidden_size, training, number, largest[module])
+            costs[module] = _layer_cost(work, shape.hidden_size, training, number, largest)
         else:
-            found[module] = _outer_cost(work, training, largest[module])
-    return found
+            costs[module] = _outer_cost(work, training, largest)
+    return costs
 
 
 def _layer_cost(work: Work, width: int, training: Training, number: int, largest: int) -> _Cost:
@@ -224,13 +273,20 @@ def _layer_cost(work: Work, width: int, training: Training, number: int, largest
     saved += _unfused_nbytes(work, training)
     gradients = nbytes * _divided(work.saved, norms, training.tensor) // 4  # of what an MLP's second matrix takes
     temporary = tokens * gradients + _weight_gradient(work, largest, training)
-    if every == "none" or (isinstance(every, int) and number % every):
-        return _Cost(kept=tokens * saved, temporary=temporary)
-    kept = nbytes * width  # its input
-    if every == "selective":
-        kept += nbytes * _divided(work.products, work.normed, training.tensor) + statistics
-    kept = min(kept, saved)
-    return _Cost(kept=tokens * kept, temporary=temporary + tokens * (saved - kept))
+    given = work.products - work.flops_per_key // 4 + work.normed  # attention has no weights
+    kept = saved
+    if every != "none" and not (isinstance(every, int) and number % every):
+        kept = nbytes * width  # its input
+        if every == "selective":
+            kept += nbytes * _divided(work.products, work.normed, training.tensor) + statistics
+        kept = min(kept, saved)
+    return _Cost(
+        kept=tokens * kept,
+        temporary=temporary,
+        recomputed=tokens * (saved - kept),
+        gradients=tokens * nbytes * _divided(given, norms, training.tensor),
+        saves_input=kept < saved or training.norms_save_input,
+    )
 
 
 def _outer_cost(work: Work, training: Training, largest: int) -> _Cost:
@@ -240,16 +296,17 @@ def _outer_cost(work: Work, training: Training, largest: int) -> _Cost:
     their input another; only then comes the weight's. With chunks, autograd adds a chunk's gradient of the weight to
     the sum of those before, out of place.
     """
-    nbytes, chunk = training.policy.compute, training.loss_chunk
+    nbytes, tokens = training.policy.compute, training.num_tokens
     logits, fp32 = nbytes * work.saved, FP32_NBYTES * work.saved_fp32
     weight = _weight_gradient(work, largest, training)
     if work.normed or not work.saved_fp32:
-        kept = training.num_tokens * (logits + fp32 + _unfused_nbytes(work, training))
-        return _Cost(kept=kept, temporary=weight)
-    if chunk is None:
-        tokens = training.num_tokens
-        return _Cost(kept=tokens * (logits + fp32), temporary=max(2 * tokens * fp32, weight + tokens * (logits - fp32)))
-    tokens = min(chunk, training.num_tokens)
+        kept = tokens * (logits + fp32 + _unfused_nbytes(work, training))
+        is_norm = work.normed > 0 and training.norms_save_input
+        return _Cost(kept=kept, temporary=weight, gradients=tokens * nbytes * work.normed, saves_input=is_norm)
+    if training.loss_chunk is None:
+        temporary = max(2 * tokens * fp32, weight + tokens * (logits - fp32))
+        return _Cost(kept=tokens * (logits + fp32), temporary=temporary, gradients=tokens * logits, is_loss=True)
+    tokens = min(training.loss_chunk, tokens)
     return _Cost(kept=0, temporary=tokens * (logits + 3 * fp32) + weight + 2 * nbytes * largest)
 
 
@@ -266,11 +323,18 @@ def _weight_gradient(work: Work, largest: int, training: Training) -> int:
     return largest * (policy.compute + besides)
 
 
-def _temporary(costs: Sequence[_Cost]) -> int:
-    """Return the temporary memory of a stage's backward beyond the activations of all its modules."""
+def _temporary(costs: Sequence[_Cost], *, is_split: bool) -> int:
+    """Return the temporary memory of a stage's backward beyond the activations of all its modules.
+
+    If it is split, beyond what is there between its parts as well: of the modules before, that is still to come.
+    """
     most = later = 0
+    if is_split:
+        for cost in costs:
+            most, later = max(most, cost.temporary - later), later + max(0, cost.delayed)
+        return most + sum(max(0, -cost.delayed) for cost in costs)
     for cost in reversed(costs):
-        most, later = max(most, cost.temporary - later), later + cost.kept
+        most, later = max(most, cost.temporary + cost.recomputed - later), later + cost.kept
     return most
 
 
@@ -329,15 +393,3 @@ def _followers(shape: ModelShape, stages: Sequence[Sequence[str]], placement: Pl
         ranks = [rank_of[module] for module in modules if module is not None]
         followers += [fqn for position, fqn in enumerate(group) if ranks[position] in ranks[:position]]
     return frozenset(followers)
-
-
-def _sum(parts: Sequence[Memory], *, activations: int) -> Memory:
-    """Return the memory of a rank: of its stages, one runs at a time."""
-    return Memory(
-        weights=sum(part.weights for part in parts),
-        gradients=sum(part.gradients for part in parts),
-        optimizer=sum(part.optimizer for part in parts),
-        activations=activations,
-        receive_buffers=sum(part.receive_buffers for part in parts),
-        temporary=max((part.temporary for part in parts), default=0),
-    )

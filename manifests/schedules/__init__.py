@@ -7,9 +7,16 @@ from manifests.command.interpreter import lazy_attributes
 if TYPE_CHECKING:
     from manifests.schedules.actions import Action, LoweredTable, Overlap, Step, Table, Transfer, Upkeep, actions_of
     from manifests.schedules.csvtext import read_csv, read_lowered_csv, write_csv
+    from manifests.schedules.liveness import (
+        in_flight,
+        num_remote_neighbors,
+        peak_held,
+        peak_held_by_stage,
+        peak_received,
+    )
     from manifests.schedules.lowering import compute_part, lower
     from manifests.schedules.rules import SCHEDULES, ScheduleName, check_schedule, default_schedule, schedule_named
-    from manifests.schedules.simulation import StageCosts, TimedAction, Timeline, in_flight, peak_held, simulate
+    from manifests.schedules.simulation import StageCosts, TimedAction, Timeline, simulate
     from manifests.schedules.tables import schedule_table
 
 __all__ = [
@@ -31,7 +38,10 @@ __all__ = [
     "default_schedule",
     "in_flight",
     "lower",
+    "num_remote_neighbors",
     "peak_held",
+    "peak_held_by_stage",
+    "peak_received",
     "read_csv",
     "read_lowered_csv",
     "schedule_named",
@@ -54,6 +64,13 @@ __getattr__, __dir__ = lazy_attributes(
             "actions_of",
         ),
         "manifests.schedules.csvtext": ("read_csv", "read_lowered_csv", "write_csv"),
+        "manifests.schedules.liveness": (
+            "in_flight",
+            "num_remote_neighbors",
+            "peak_held",
+            "peak_held_by_stage",
+            "peak_received",
+        ),
         "manifests.schedules.lowering": ("compute_part", "lower"),
         "manifests.schedules.rules": (
             "SCHEDULES",
@@ -66,8 +83,6 @@ __getattr__, __dir__ = lazy_attributes(
             "StageCosts",
             "TimedAction",
             "Timeline",
-            "in_flight",
-            "peak_held",
             "simulate",
         ),
         "manifests.schedules.tables": ("schedule_table",),

@@ -1,4 +1,4 @@
-"""Simulation of a schedule table with a cost per action: timeline, pipeline bubble and microbatches in flight."""
+"""Simulation of a schedule table with a cost per action: timeline and pipeline bubble."""
 
 from __future__ import annotations
 
@@ -169,39 +169,3 @@ def _wires(placement: Placement, costs: StageCosts) -> dict[str, list[_Wire]]:
                 for same in ("F",) if needed == "F" else ("B", "I"):
                     wires[same][source].reader = rank_of(stage)
     return wires
-
-
-def in_flight(table: Table) -> tuple[int, ...]:
-    """Return the most microbatches that each stage has in flight at once; see `peak_held`."""
-    held = [0] * table.placement.num_stages
-    peaks = held.copy()
-    for steps in table.ranks:
-        for step in steps:
-            for action in actions_of(step):
-                stage, kind = action.stage, action.kind
-                if kind == "F":
-                    held[stage] += 1
-                    if held[stage] > peaks[stage]:
-                        peaks[stage] = held[stage]
-                elif kind != "I":
-                    held[stage] -= 1
-    return tuple(peaks)
-
-
-def peak_held(table: Table, stage_sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return each rank's peak, where a microbatch in flight on stage i takes `stage_sizes[i]`.
-
-    A microbatch is in flight on a stage from the start of its F to the end of its B or W. The order of a rank's actions
-    determines the peak; times do not matter.
-    """
-    peaks = []
-    for steps in table.ranks:
-        held = peak = 0
-        for action in (action for step in steps for action in actions_of(step)):
-            if action.kind == "F":
-                held += stage_sizes[action.stage]
-                peak = max(peak, held)
-            elif action.kind != "I":
-                held -= stage_sizes[action.stage]
-        peaks.append(peak)
-    return tuple(peaks)

@@ -67,7 +67,8 @@ class Pipeline:
         lane = self._enter("train", cut)
         lane.runtime.step(*args, **kwargs, return_outputs=False)
         for stage in lane.stages:
-            stage.wait_for_sends()
+            stage.wait_for_sends("F")
+            stage.wait_for_sends("B")
         return total(losses) if self.has_last else None
 
     def evaluate(self, batch: Batch | None, cut: BatchOptions | None = None) -> float | None:
@@ -139,7 +140,7 @@ class Pipeline:
         with evaluating(self._chunks):
             outputs: torch.Tensor | None = lane.runtime.eval(*args, **kwargs)
         for stage in lane.stages:
-            stage.wait_for_sends()
+            stage.wait_for_sends("F")
             stage.clear_runtime_states()  # otherwise the activations of every microbatch stay in memory
         return outputs
 

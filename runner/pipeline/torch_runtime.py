@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,63 +53,152 @@ ADAPTERS = (
 ADAPTER = ADAPTERS[int(hasattr(schedules, "WAIT_SEND_F"))]  # of the installed torch
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Sent:
+    """A send that may not have arrived, and the output of which it is; None: a gradient, or in an evaluation."""
+
+    microbatch: int
+    works: list[dist.Work]
+    output: Any
+
+
 class RuntimeStage(PipelineStage):
-    """Frees what torch would keep in memory until a step ends: tensors that were sent, and evaluated logits.
+    """A stage that has in memory what the schedule still needs, where torch's has every microbatch until a step ends.
 
     Where ranks share a GPU, and so use gloo, it sends and receives through host memory (`is_through_host`).
 
+    # Note [Tensors of other ranks]
+    torch allocates a buffer for every microbatch in both directions when it prepares a stage. Here it gets meta tensors
+    in their place. Memory is allocated when a receive starts, and given up when the microbatch's B or W has run, which
+    may recompute from the input and read the gradient of the output. `manifests.schedules.peak_received` counts by the
+    same rule. The allocator reuses the memory; buffers of our own would be overwritten where a gradient that autograd
+    accumulated is a view of one.
+
     # Note [Waiting for sends]
-    Before a stage sends again, it waits until all but its last few sends have arrived. That cannot deadlock the
-    pipeline: every send and its receive are added to the tables of both ranks together (see Note [Order of transfers]
-    in manifests/schedules/lowering.py), so nothing that the receiver does before depends on what the sender does later.
+    Before a stage computes another result, all but the last one must have arrived, so two are in memory at once
+    (`manifests.models.memory.MOST_IN_TRANSIT`). That cannot deadlock the pipeline: every send and its receive are
+    added to the tables of both ranks together (see Note [Order of transfers] in manifests/schedules/lowering.py), so
+    nothing that the receiver does before depends on what the sender does later.
+
+    # Note [Outputs that were sent]
+    autograd needs the node of an output and its shape until the backward, but not its values: an operation that saves
+    its result saves a reference of its own. So an output's memory is replaced by one element, expanded to the shape. Of
+    several outputs, one may be saved as another's input by reference, so they stay.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._sent = deque[list[dist.Work]]()
+        self._examples = {"F": kwargs["input_args"], "B": kwargs["output_args"]}  # meta tensors, of what it receives
+        self._outputs: dict[int, Any] = {}  # of forwards that are not sent yet
+        self._sent: dict[str, deque[_Sent]] = {"F": deque(), "B": deque()}
         self._received: dict[tuple[str, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}  # buffer, host memory
         self.recorder: Recorder | None = None
         self.is_through_host = exchange_device(self.device, self.group) != self.device
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.wait_for_sends("F", but=1)
         self._from_host("F", fwd_chunk_id)
         with self._timed("F", fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.has_backward:
+            self._outputs[fwd_chunk_id] = output
+        else:
+            self._free("F", fwd_chunk_id)
+            if self.is_last:
+                getattr(self, ADAPTER.forwards).clear()  # neither a send nor a backward needs them
         return_holes(self.device)
-        if self.is_last and not self.has_backward:
-            getattr(self, ADAPTER.forwards).clear()  # neither a send nor a backward needs them
         return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
+        self.wait_for_sends("B", but=1)
+        self._outputs.pop(bwd_chunk_id, None)  # one that was not sent: of the last stage, or for one on this rank
+        while any(sent.microbatch == bwd_chunk_id for sent in self._sent["F"]):  # has arrived: its gradient is here
+            self.wait_for_sends("F", but=len(self._sent["F"]) - 1)
         self._from_host("B", bwd_chunk_id)
         with self._timed("B" if full_backward else "I", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:
+            if loss is not None:
+                loss.detach_()  # its graph would keep the stage's input until torch clears its losses
+            self._free("F", bwd_chunk_id)
+            self._free("B", bwd_chunk_id)
+        else:
+            for info in self._infos("F", bwd_chunk_id):
+                if info.buffer is not None:
+                    info.buffer.grad = None  # what is sent would stay in memory until W
         return_holes(self.device)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._timed("W", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        self._free("F", bwd_chunk_id)
+        self._free("B", bwd_chunk_id)
         return_holes(self.device)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate("F", fwd_chunk_id)
         return self._receive("F", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate("B", bwd_chunk_id)
         return self._receive("B", bwd_chunk_id, super().get_bwd_recv_ops(bwd_chunk_id))
 
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        if any(gradient is None for gradient in next_stage_bwd_outputs):
+            self._allocate("B", mb_index)  # torch sets it to zero
+        super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._send(super().get_fwd_send_ops(fwd_chunk_id))
+        ops = self._send("F", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+        if not self.has_backward:
+            getattr(self, ADAPTER.forwards).clear()
+        return ops
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._send(super().get_bwd_send_ops(bwd_chunk_id))
+        return self._send("B", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
-    def wait_for_sends(self, *, but: int = 0) -> None:
-        """Wait until all but the last `but` sends have arrived."""
-        while len(self._sent) > but:
-            for work in self._sent.popleft():
+    def wait_for_sends(self, kind: str, *, but: int = 0) -> None:
+        """Wait until all but the last `but` activations, F, or gradients, B, have arrived; free the activations."""
+        sent = self._sent[kind]
+        while len(sent) > but:
+            first = sent.popleft()
+            for work in first.works:
                 work.wait()
+            if type(first.output) is torch.Tensor:  # see Note [Outputs that were sent]
+                first.output.data = first.output.new_empty(1).expand(first.output.shape)
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _on_meta(self) -> Iterator[None]:
+        """Let torch prepare this stage without memory; see Note [Tensors of other ranks]."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def _infos(self, kind: str, microbatch: int) -> Sequence[Any]:
+        """Return what torch knows of each tensor that a microbatch's forward, F, or backward, B, takes."""
+        return (self.args_recv_info if kind == "F" else self.grad_recv_info).get(microbatch, ())
+
+    def _allocate(self, kind: str, microbatch: int) -> None:
+        for info, example in zip(self._infos(kind, microbatch), self._examples[kind], strict=False):
+            if info.buffer is not None:
+                info.buffer = torch.empty_like(example, device=self.device)
+
+    def _free(self, kind: str, microbatch: int) -> None:
+        for info, example in zip(self._infos(kind, microbatch), self._examples[kind], strict=False):
+            if info.buffer is not None:
+                info.buffer = example
 
     def _timed(self, kind: RanKind, microbatch: int) -> AbstractContextManager[None]:
         return self.recorder.action(kind, self.stage_index, microbatch) if self.recorder else nullcontext()
@@ -128,10 +217,11 @@ class RuntimeStage(PipelineStage):
         for buffer, host in self._received.pop((kind, microbatch), ()):
             buffer.detach().copy_(host)
 
-    def _send(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        self.wait_for_sends(but=self.num_stages)
+    def _send(self, kind: str, microbatch: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         self._replace_by_host_memory(ops)
-        self._sent.append([op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer) for op in ops])
+        works = [op.op(op.tensor, group=op.group, tag=op.tag, group_dst=op.group_peer) for op in ops]
+        output = self._outputs.pop(microbatch, None) if kind == "F" else None
+        self._sent[kind].append(_Sent(microbatch=microbatch, works=works, output=output))
         return []  # nothing is left to send
 
     def _replace_by_host_memory(self, ops: Iterable[dist.P2POp]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -23,7 +23,10 @@ from manifests.schedules import (
     Timeline,
     actions_of,
     in_flight,
+    lower,
     peak_held,
+    peak_held_by_stage,
+    peak_received,
     schedule_table,
     simulate,
 )
@@ -164,7 +167,47 @@ def test_peak_counts_microbatches_in_flight(name: str, placement: Placement, exp
 def test_peak_held_weighs_stages_and_keeps_a_microbatch_until_its_w() -> None:
     table = table_of(placed(1, 2), 2, "0F0 1F0 1I0 0I0 0F1 1W0 0W0 1F1 1B1 0B1")
     assert peak_held(table, (10, 1)) == (21,)
+    assert peak_held(table, (10, 1), (5, 100)) == (126,)  # more from I to W
+    assert peak_held_by_stage(table, (10, 1), (5, 100)) == (25, 101)
     assert in_flight(table) == (2, 1)
+
+
+@pytest.mark.parametrize("num_microbatches", [8, 64])
+@pytest.mark.parametrize(
+    ("name", "placement", "expected"),
+    [
+        # The input of one microbatch more than are in flight, and the gradient that is being used.
+        ("1F1B", placed(4), (1, 5, 4, 2)),
+        ("Interleaved1F1B", placed(4, 2), (5, 11, 9, 8)),
+        ("InterleavedZeroBubble", placed(4, 2), (5, 11, 12, 13)),
+        ("ZBVZeroBubble", placed(4, 2, "v"), (3, 11, 12, 7)),
+        ("DualPipeV", placed(4, 2, "v"), (3, 12, 12, 6)),
+    ],
+)
+def test_peak_received_does_not_depend_on_the_number_of_microbatches(
+    name: str, placement: Placement, expected: tuple[int, ...], num_microbatches: int
+) -> None:
+    table = schedule_table(name, placement, num_microbatches)
+    assert peak_received(lower(table)).ranks == expected
+
+
+@pytest.mark.parametrize(("name", "placement"), [("GPipe", placed(4)), ("LoopedBFS", placed(4, 2))])
+def test_schedules_that_run_all_forwards_first_receive_what_they_hold_and_a_gradient(
+    name: str, placement: Placement
+) -> None:
+    table = schedule_table(name, placement, 32)
+    most = [held + 1 for held in peak_held(table, [1] * placement.num_stages)]
+    assert all(count <= limit for count, limit in zip(peak_received(lower(table)).ranks, most, strict=True))
+
+
+def test_tensor_that_crosses_is_received_until_its_b_or_w() -> None:
+    """Neither what a rank passes to itself counts, nor a gradient that no stage sends."""
+    table = table_of(placed(2), 2, "0F0 0F1 0B0 0B1", "1F0 1F1 1I0 1W0 1I1 1W1")
+    assert peak_received(lower(table)) == ((1, 2), (1, 2))
+    late = table_of(placed(2), 2, "0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1I1 1W0 1W1")
+    assert peak_received(lower(late)).ranks == (1, 2)
+    alone = table_of(placed(1, 2), 1, "0F0 1F0 1B0 0B0")
+    assert peak_received(lower(alone)) == ((0, 0), (0,))
 
 
 @st.composite
