@@ -29,8 +29,11 @@ if TYPE_CHECKING:
     from manifests.placement import Placement
     from manifests.schema import Layout, Manifest, Stage, TieGroup, TieMember
     from reshard.api.check import check
+    from reshard.api.commit import commit
     from reshard.api.diff import diff
     from reshard.api.export import export
+    from reshard.api.inspect import inspect
+    from reshard.api.layout import layout
     from reshard.api.pack import pack
     from reshard.api.packed import PackedModel, PackedStage, TensorInfo, open
     from reshard.api.plan import plan
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
     from reshard.estimate.assumptions import Assumptions
     from reshard.estimate.costs import ModuleTime
     from reshard.estimate.training_estimate import Forecast, StepEstimate
-    from reshard.formats.table import ExportResult
+    from reshard.formats.table import ExportResult, ListedTensor, Listing
     from reshard.layouts.model import StageLayout
     from reshard.packing.hub_check import HubReport
     from reshard.packing.push import PushResult
@@ -69,6 +72,8 @@ __all__ = [
     "InputError",
     "Layout",
     "LayoutError",
+    "ListedTensor",
+    "Listing",
     "Manifest",
     "ManifestError",
     "Memory",
@@ -103,8 +108,11 @@ __all__ = [
     "VerifyResult",
     "__version__",
     "check",
+    "commit",
     "diff",
     "export",
+    "inspect",
+    "layout",
     "open",
     "pack",
     "plan",
@@ -135,8 +143,11 @@ __getattr__, __dir__ = lazy_attributes(
         "manifests.placement": ("Placement",),
         "manifests.schema": ("Layout", "Manifest", "Stage", "TieGroup", "TieMember"),
         "reshard.api.check": ("check",),
+        "reshard.api.commit": ("commit",),
         "reshard.api.diff": ("diff",),
         "reshard.api.export": ("export",),
+        "reshard.api.inspect": ("inspect",),
+        "reshard.api.layout": ("layout",),
         "reshard.api.pack": ("pack",),
         "reshard.api.packed": ("PackedModel", "PackedStage", "TensorInfo", "open"),
         "reshard.api.plan": ("plan",),
@@ -151,7 +162,7 @@ __getattr__, __dir__ = lazy_attributes(
         "reshard.estimate.training_estimate": ("Forecast", "StepEstimate"),
         "reshard.layouts.model": ("StageLayout",),
         "reshard.checks.diff": ("DiffResult", "TensorDifference"),
-        "reshard.formats.table": ("ExportResult",),
+        "reshard.formats.table": ("ExportResult", "ListedTensor", "Listing"),
         "reshard.packing.hub_check": ("HubReport",),
         "reshard.packing.result": ("PackResult",),
         "reshard.copy.progress": ("Progress",),

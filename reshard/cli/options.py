@@ -272,11 +272,15 @@ def progress(verb: str, quiet: bool, *, is_report: bool = False) -> Iterator[Pro
         return
     from tqdm import tqdm
 
-    with tqdm(desc=verb, unit="iB", unit_scale=True, unit_divisor=1024) as bar:
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def bar() -> Any:  # with the first bytes: notes are printed before
+            return stack.enter_context(tqdm(desc=verb, unit="iB", unit_scale=True, unit_divisor=1024))
 
         def show(done_nbytes: int, total_nbytes: int) -> None:
-            bar.total = total_nbytes
-            bar.update(done_nbytes - bar.n)
+            bar().total = total_nbytes
+            bar().update(done_nbytes - bar().n)
 
         yield show
 

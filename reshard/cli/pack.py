@@ -13,11 +13,13 @@ from reshard.cli.verb import Verb
 from reshard.formats.table import TIED_KEY, export_targets, names_of_targets
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from reshard.copy.direct_io import Io
     from reshard.copy.parallelism import Parallelism
-    from reshard.packing.divide import Division
+    from reshard.packing.prepare import PreparedPack
+    from reshard.plans.partition import Part
     from reshard.transforms.cast import ExportDtype
     from reshard.transforms.conversion import Conversion
     from stores.open import Address
@@ -50,7 +52,8 @@ def pack(
     source: str, layout: str | None, pp: int | None, out: Address, drop: tuple[str, ...],
     model: Path | None, virtual: bool, stages: str | None, conversion: Conversion, max_shard_nbytes: int,
     force: bool, io: Io, sync: bool, parallelism: Parallelism,
-    division: Division, verify_source: bool, dry_run: bool, as_json: bool, quiet: bool,
+    part: Part | None, submission: parts.Submission | None, verify_source: bool, dry_run: bool,
+    as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Write one bundle per stage, a manifest, and an index that makes the output a Hugging Face folder.
 
@@ -75,45 +78,46 @@ def pack(
       reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2
       reshard pack ./Llama-3.1-405B --layout pp=16 --out ./405B-pp16 --parts 8 --scheduler slurm --time 1:00:00
     """
-    from reshard.packing.prepare import PackRequest, prepare_pack
-    from reshard.packing.resolve import LayoutRequest
+    from reshard.api.pack import pack as run
     from reshard.report.done import hub_lines, pack_json, pack_text, part_json, part_text
 
-    asked = LayoutRequest(spec=layout, num_ranks=pp)
-    prepared = prepare_pack(
-        PackRequest(
-            source=source, out=out, asked=asked, conversion=conversion, drop=drop, model=model,
-            virtual=virtual, stages=stages, division=division, force=force, io=io, sync=sync,
-            parallelism=parallelism, verify_source=verify_source, max_shard_nbytes=max_shard_nbytes,
-        )
-    )  # fmt: skip
-    if division.scheduler is not None:  # with a plan that can be packed
-        parts.submit(division, source, out, force=force, dry_run=dry_run, as_json=as_json)
-        return
-    options.name_links(prepared.links, quiet)
-    if dry_run:
-        from reshard.report.plan_summary import plan_json, plan_text
+    def show(prepared: PreparedPack) -> None:
+        """Print what is about to be packed; end here if it is not to be packed by this process."""
+        if submission is not None:
+            submission.submit(source, prepared, dry_run=dry_run, as_json=as_json)
+            raise click.exceptions.Exit
+        options.name_links(prepared.links, quiet)
+        if dry_run:
+            from reshard.report.plan_summary import plan_json, plan_text
 
-        planned, traffic = prepared.planned, prepared.traffic
-        click.echo(json.dumps(plan_json(planned, traffic)) if as_json else plan_text(planned, traffic))
-        return
-    for name in () if quiet else prepared.left_out:
-        click.echo(f"left out: {name} (not part of the weights that are packed)", err=True)
-    if (step := prepared.assumed_step) is not None and not quiet:
-        click.echo(f"{step}; reshard plan --write FILE solves for another step", err=True)
-    for shard in () if quiet else prepared.large_headers:
-        what = f"warning: the header of {shard.path} takes {shard.header_nbytes} bytes"
-        click.echo(f"{what}, and the Hugging Face hub reads up to 25 MB: use a smaller --max-shard-size", err=True)
+            planned, traffic = prepared.planned, prepared.traffic
+            click.echo(json.dumps(plan_json(planned, traffic)) if as_json else plan_text(planned, traffic))
+            raise click.exceptions.Exit
+        for note in () if quiet else _notes(prepared):
+            click.echo(note, err=True)
+
     with options.progress("pack", quiet) as progress, options.upload_bars(out, quiet):
-        if division.part is not None:
-            part, nbytes = division.part, prepared.nbytes
-            prepared.run_part(progress)
-            options.print_result(quiet, as_json, lambda: part_json(part, nbytes), lambda: part_text(part, nbytes, out))
-            return
-        done = prepared.run(progress)
+        done = run(
+            source, out, layout, pp=pp, drop=drop, model=model, conversion=conversion,
+            virtual=virtual, stages=stages, part=part, max_shard_nbytes=max_shard_nbytes, force=force, io=io, sync=sync,
+            parallelism=parallelism, verify_source=verify_source, on_plan=show, progress=progress,
+        )  # fmt: skip
     for line in () if quiet else hub_lines(done.hub):
         click.echo(line, err=True)
-    options.print_result(quiet, as_json, lambda: pack_json(done), lambda: pack_text(done))
+    if done.part is None:
+        options.print_result(quiet, as_json, lambda: pack_json(done), lambda: pack_text(done))
+    else:
+        options.print_result(quiet, as_json, lambda: part_json(done), lambda: part_text(done))
+
+
+def _notes(prepared: PreparedPack) -> Iterator[str]:
+    for name in prepared.left_out:
+        yield f"left out: {name} (not part of the weights that are packed)"
+    if (step := prepared.assumed_step) is not None:
+        yield f"{step}; reshard plan --write FILE solves for another step"
+    for shard in prepared.large_headers:
+        what = f"warning: the header of {shard.path} takes {shard.header_nbytes} bytes"
+        yield f"{what}, and the Hugging Face hub reads up to 25 MB: use a smaller --max-shard-size"
 
 
 @click.command(cls=Verb)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from manifests.errors import UsageError
 from reshard.cli import options
 from reshard.cli.verb import Verb
+from stores.address import is_url
 
 if TYPE_CHECKING:
-    from reshard.packing.divide import Division
-    from reshard.packing.kubernetes_job import PackPods
+    from reshard.packing.prepare import PreparedPack
     from stores.open import Address
 
 _FLAGS = (
@@ -51,10 +54,85 @@ _LEFT_OUT = (
     "sbatch_arg",
     "dry_run",
 )
+_SBATCH = ("--partition", "--account", "--time")  # of sbatch, which are flags of reshard, too
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submission:
+    """The parts of a pack and their commit, for a `scheduler`.
+
+    Slurm gets options of `sbatch`, a Job of Kubernetes an `image` and `mounts`. `command` has the arguments of reshard
+    without those that divide the pack.
+    """
+
+    num_parts: int
+    scheduler: str
+    sbatch: tuple[str, ...]
+    image: str | None
+    mounts: tuple[str, ...]
+    command: tuple[str, ...]
+
+    def submit(self, source: str, prepared: PreparedPack, *, dry_run: bool, as_json: bool) -> None:
+        """Submit the jobs of a plan that can be packed, or print what would be submitted.
+
+        Raises:
+            UsageError: options conflict, pods could not run it, or there are more parts than shards.
+            OutputError: `out` exists or cannot be written.
+            LaunchError: the scheduler refuses the jobs.
+            InputError: its command is not installed here.
+        """
+        from reshard.plans.partition import check_num_parts
+
+        options = prepared.options
+        options.check_divided("--parts")
+        check_num_parts("--parts", self.num_parts, prepared.shards)
+        out, force = options.out, options.force
+        if self.scheduler == "job":
+            self._submit_pods(source, out, force=force, dry_run=dry_run, as_json=as_json)
+            return
+        from reshard.packing import slurm_array as slurm
+
+        if not is_url(out):
+            slurm.check_out(Path(out), force=force)
+        commit = ("commit", str(out), *(["--force"] if force else []))
+        job = slurm.PackJob(num_parts=self.num_parts, pack=self.command, commit=commit, options=self.sbatch)
+        if dry_run:
+            click.echo(json.dumps(slurm.show_json(job)) + "\n" if as_json else slurm.show(job), nl=False)
+            return
+        parts, last = slurm.submit(job)
+        if as_json:
+            numbers = {"parts": {"job": parts}, "commit": {"job": last}}
+            click.echo(json.dumps({"version": 1, "num_parts": job.num_parts, **numbers}))
+        else:
+            click.echo(
+                f"submitted {job.num_parts} parts as job {parts}\nsubmitted a commit that depends on them as {last}"
+            )
+
+    def _submit_pods(self, source: str, out: Address, *, force: bool, dry_run: bool, as_json: bool) -> None:
+        from reshard.packing import kubernetes_job
+        from reshard.packing.slurm_array import check_out
+
+        if force:  # a pod that is started again cannot tell old from new
+            problem, hint = "is not supported with --scheduler job", "remove the old output first"
+            raise UsageError("--force", problem, hint, code="options.conflict")
+        if not is_url(out):
+            check_out(Path(out), force=False)
+        pods = kubernetes_job.PackPods(
+            num_parts=self.num_parts, pack=self.command, source=source, out=out, image=self.image, mounts=self.mounts
+        )
+        pods.check()
+        text = kubernetes_job.render(pods)
+        if dry_run:
+            document = {"version": 1, "num_parts": pods.num_parts, "script": text}
+            click.echo(json.dumps(document) if as_json else text, nl=as_json)
+            return
+        name = kubernetes_job.submit(pods)
+        done = {"version": 1, "num_parts": pods.num_parts, "parts": {"job": name}}
+        click.echo(json.dumps(done) if as_json else f"submitted {pods.num_parts} parts and their commit as {name}")
 
 
 def flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the flags that divide a pack, which the command receives as `division`, a Division."""
+    """Add the flags that divide a pack: the command receives `part`, a Part, and `submission`, a Submission."""
 
     @functools.wraps(command)
     def gathered(
@@ -62,26 +140,50 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
         image: str | None, mounts: tuple[str, ...], partition: str | None, account: str | None, time: str | None,
         sbatch_arg: tuple[str, ...], **others: Any,
     ) -> Any:  # fmt: skip
-        from reshard.packing.divide import NAMED_OPTIONS, Division
-        from reshard.plans.partition import parse_part
-
-        given = zip(NAMED_OPTIONS, (partition, account, time), strict=True)
+        given = zip(_SBATCH, (partition, account, time), strict=True)
         named = (f"{flag}={value and shlex.quote(value)}" for flag, value in given if value is not None)
-        arguments = command_line()
-        division = Division(
-            part=None if part is None else parse_part(part, ("reshard", *arguments)),
-            num_parts=num_parts,
-            scheduler=scheduler,
-            sbatch=(*named, *sbatch_arg),
-            image=image,
-            mounts=mounts,
-            command=arguments,
-        )
-        return command(division=division, **others)
+        sbatch = (*named, *sbatch_arg)
+        if sbatch:
+            from reshard.packing.slurm_array import check_options
+
+            check_options(sbatch)
+        _check(part, num_parts, scheduler, sbatch, {"--image": image, "--mount": mounts})
+        arguments = command_line() if part or num_parts else ()
+        submission = None
+        if num_parts and scheduler:
+            submission = Submission(
+                num_parts=num_parts, scheduler=scheduler, sbatch=sbatch, image=image, mounts=mounts, command=arguments
+            )
+        one = None
+        if part is not None:
+            from reshard.plans.partition import parse_part
+
+            one = parse_part(part, ("reshard", *arguments))
+        return command(part=one, submission=submission, **others)
 
     for flag in reversed(_FLAGS):
         gathered = flag(gathered)
     return gathered
+
+
+def _check(
+    part: str | None, num_parts: int | None, scheduler: str | None, sbatch: tuple[str, ...], pods: Mapping[str, object]
+) -> None:
+    """Refuse flags that conflict, before a source is opened."""
+    if part is not None and num_parts is not None:
+        problem = "conflicts with --parts: it packs one part here, --parts submits all of them"
+        raise UsageError("--part", problem, "leave one of the two out", code="options.conflict")
+    if (num_parts is None) != (scheduler is None):
+        given, lacking = ("--parts", "--scheduler") if scheduler is None else ("--scheduler", "--parts")
+        hint = "use --parts 8 --scheduler slurm, or --part 1/8"
+        raise UsageError(given, f"requires {lacking}", hint, code="options.needs-scheduler")
+    for flag, value in pods.items():
+        if value and scheduler != "job":
+            raise UsageError(flag, "requires --scheduler job", "leave it out", code="options.needs-scheduler")
+    if sbatch and scheduler != "slurm":
+        flag = sbatch[0].partition("=")[0]
+        flag = flag if flag in _SBATCH else "--sbatch-arg"
+        raise UsageError(flag, "requires --scheduler slurm", "leave it out", code="options.needs-scheduler")
 
 
 def command_line() -> tuple[str, ...]:
@@ -104,47 +206,6 @@ def command_line() -> tuple[str, ...]:
     return tuple(arguments)
 
 
-def submit(division: Division, source: str, out: Address, *, force: bool, dry_run: bool, as_json: bool) -> None:
-    """Submit the parts and their commit, or print what would be submitted.
-
-    Raises:
-        UsageError: see `Division.pods`.
-        OutputError: `out` exists or cannot be written.
-        LaunchError: the scheduler refuses the jobs.
-        InputError: its command is not installed here.
-    """
-    if division.scheduler == "job":
-        _submit_pods(division.pods(source, out, force=force), dry_run=dry_run, as_json=as_json)
-        return
-    from reshard.packing import slurm_array as slurm
-
-    job = division.job(out, force=force)
-    if dry_run:
-        click.echo(json.dumps(slurm.show_json(job)) + "\n" if as_json else slurm.show(job), nl=False)
-        return
-    parts, commit = slurm.submit(job)
-    if as_json:
-        numbers = {"parts": {"job": parts}, "commit": {"job": commit}}
-        click.echo(json.dumps({"version": 1, "num_parts": job.num_parts, **numbers}))
-    else:
-        click.echo(
-            f"submitted {job.num_parts} parts as job {parts}\nsubmitted a commit that depends on them as {commit}"
-        )
-
-
-def _submit_pods(pods: PackPods, *, dry_run: bool, as_json: bool) -> None:
-    from reshard.packing import kubernetes_job
-
-    text = kubernetes_job.render(pods)
-    if dry_run:
-        document = {"version": 1, "num_parts": pods.num_parts, "script": text}
-        click.echo(json.dumps(document) if as_json else text, nl=as_json)
-        return
-    name = kubernetes_job.submit(pods)
-    done = {"version": 1, "num_parts": pods.num_parts, "parts": {"job": name}}
-    click.echo(json.dumps(done) if as_json else f"submitted {pods.num_parts} parts and their commit as {name}")
-
-
 @click.command(cls=Verb)
 @click.argument("out", type=click.Path(), callback=lambda _, __, text: options.address(text, "OUT"))
 @click.option("--wait", is_flag=True, help="Wait until all parts are written.")
@@ -163,9 +224,8 @@ def commit(out: Address, wait: bool, force: bool, as_json: bool, quiet: bool) ->
       reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2 --part 2/2
       reshard commit ./Llama-3.2-1B-pp2
     """
-    from reshard.packing.parts import commit as run
-    from reshard.packing.result import PackResult
+    from reshard.api.commit import commit as run
     from reshard.report.done import pack_json, pack_text
 
-    done = PackResult(manifest=run(out, force=force, wait=wait), out=out)
+    done = run(out, force=force, wait=wait)
     options.print_result(quiet, as_json, lambda: pack_json(done), lambda: pack_text(done))

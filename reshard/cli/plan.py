@@ -107,15 +107,13 @@ def layout(
     Example:
       reshard layout 'Et*3|(tt|)*29,m|L' --layers 61 --mtp 1 --pp 16
     """
+    from reshard.api.layout import layout as run
     from reshard.layouts.files import check_layout_file, write_layout
-    from reshard.layouts.inventory import inventory_of_layers
-    from reshard.packing.resolve import LayoutRequest, lay_out_layers
     from reshard.report.layout import layout_json, layout_text
 
     if write:
         check_layout_file(write, force=force)
-    asked = LayoutRequest(spec=spec, num_ranks=pp)
-    found = lay_out_layers(asked, inventory_of_layers(layers, mtp), measured)
+    found = run(spec, layers=layers, mtp=mtp, pp=pp, measured=measured)
     click.echo(json.dumps(layout_json(found)) if as_json else layout_text(found))
     if write:
         write_layout(found, write)

@@ -64,16 +64,16 @@ def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
     Example:
       reshard inspect ./Llama-3.2-1B-pp2 --tensors
     """
-    from reshard.formats.open import find_format
+    from reshard.api.inspect import inspect as run
+    from reshard.formats.table import Listing
     from reshard.report.inspect import inspect_json, inspect_text
     from reshard.report.inspect_archives import listing_json, listing_text
 
-    if Path(manifest).suffix != ".json":
-        kind, folder = find_format(manifest)
-        if listing := kind.list_tensors(folder):
-            click.echo(json.dumps(listing_json(listing, tensors)) if as_json else listing_text(listing, tensors))
-            return
-    for piece in (inspect_json if as_json else inspect_text)(manifest, tensors):
+    contents = run(manifest)
+    if isinstance(contents, Listing):
+        click.echo(json.dumps(listing_json(contents, tensors)) if as_json else listing_text(contents, tensors))
+        return
+    for piece in (inspect_json if as_json else inspect_text)(contents.manifest, contents.bundles, tensors):
         click.echo(piece, nl=False)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 
@@ -14,32 +14,21 @@ from manifests.index import INDEX_NAME, index_blocks
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.schema import AuxiliaryFile, Layout, Manifest, Model, Shard, Stage
 from reshard.copy.destination import FolderTarget, Target, copy_files
-from reshard.copy.engine import WriteOptions, WrittenShard, hash_tensors
+from reshard.copy.engine import WrittenShard, hash_tensors
 from reshard.copy.resumable import open_target
 from reshard.copy.unchanged import check_unchanged
-from reshard.packing.hub_check import HubCheck, HubReport
+from reshard.packing.hub_check import HubCheck
+from reshard.packing.options import PackOptions
+from reshard.packing.result import PackResult
 from reshard.plans.pack_plan import OutputShard, PackPlan, StagePlan
-from reshard.plans.references import References, refer_to_originals
+from reshard.plans.references import References, choose_stages, refer_to_originals
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MadeFile
 from reshard.tensors.source_index import record_blocks
-from stores.open import Address
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackOptions:
-    """Where to write, and which `stages` to pack (None: all of them); the bundles of the others are virtual."""
-
-    out: Address
-    force: bool = False
-    stages: frozenset[int] | None = None
-    write: WriteOptions = field(default_factory=WriteOptions)
-    verify_source: bool = False  # read also what is not packed, to compare whole hub files
-    report: Callable[[HubReport], object] = lambda report: None  # called before the commit
-
-
-def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manifest:
+def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> PackResult:
     """Write one bundle per stage and, last, the manifest that commits them.
 
     Raises:
@@ -49,9 +38,7 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
         InputError: a bundle that would be virtual has no original file to refer to.
     """
     check_stored_ties(checkpoint)
-    wanted = range(len(plan.stages)) if options.stages is None else options.stages
-    references = refer_to_originals([stage for stage in plan.stages if stage.index not in wanted], checkpoint)
-    shards = [shard for stage in plan.stages if stage.index in wanted for shard in stage.shards]
+    shards, references = choose_shards(checkpoint, plan, options)
     names = {MANIFEST_NAME, SOURCE_NAME, *(item.path for item in checkpoint.auxiliary), *(each.path for each in shards)}
     names |= {INDEX_NAME} if any(shard.is_indexed for shard in shards) else set()
     with ExitStack() as stack:
@@ -65,12 +52,23 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> Manife
         written = {shard.path: on_disk for shard, on_disk in zip(shards, done, strict=True)}
         manifest = build_manifest(checkpoint, plan, Written(written, references, files))
         check_manifest(manifest)
-        options.report(hub.finish())
+        report = hub.finish()
         verify_records(origin for shard in shards for origin in shard.origins)
         check_unchanged(plan.shards_on(), checkpoint.auxiliary)
         # Commit point: readers ignore an output without manifest.json.
         target.commit(MANIFEST_NAME, encode_manifest(manifest))
-    return manifest
+    return PackResult(committed=manifest, out=options.out, hub=report, used=options.write.parallelism.used)
+
+
+def choose_shards(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> tuple[list[OutputShard], References]:
+    """Return the shards to write, in all parts, and the virtual bundles of the other stages.
+
+    Raises:
+        InputError: a bundle that would be virtual has no original file to refer to.
+    """
+    chosen = choose_stages(plan, options.virtual, options.stages)
+    others = [] if chosen is None else [stage for stage in plan.stages if stage.index not in chosen]
+    return list(plan.shards_on(chosen)), refer_to_originals(others, checkpoint)
 
 
 def copy_auxiliary_files(checkpoint: Checkpoint, target: Target) -> tuple[AuxiliaryFile, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import PREFIX, digest_bytes
-from manifests.errors import InputError, OutputError, UnreachableError
+from manifests.errors import InputError, OutputError, Parameter, UnreachableError
 from manifests.invariants import SOURCE_NAME, check_manifest
 from manifests.jsontext import parse_json_object
 from manifests.schema import Manifest, Shard
@@ -29,17 +29,17 @@ from reshard.copy.engine import WriteOptions, WrittenShard
 from reshard.copy.journal import plan_key
 from reshard.copy.resumable import open_target
 from reshard.copy.unchanged import check_unchanged
+from reshard.packing.options import PackOptions
 from reshard.packing.pack import (
-    PackOptions,
     Written,
     build_manifest,
     check_stored_ties,
+    choose_shards,
     copy_auxiliary_files,
 )
 from reshard.packing.parts_place import OF_PART, FileFacts, Merged, PartsPlace
 from reshard.plans.pack_plan import OutputShard, PackPlan
 from reshard.plans.partition import Part, shards_of_part
-from reshard.plans.references import refer_to_originals
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.checksums import verify_records
 from stores.address import is_url
@@ -155,9 +155,7 @@ def _plan(checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackOptio
     Raises:
         InputError: a bundle that would be virtual has no original file to refer to.
     """
-    wanted = range(len(plan.stages)) if options.stages is None else options.stages
-    shards = [shard for stage in plan.stages if stage.index in wanted for shard in stage.shards]
-    references = refer_to_originals([stage for stage in plan.stages if stage.index not in wanted], checkpoint)
+    shards, references = choose_shards(checkpoint, plan, options)
     unread = {shard.path: WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=_BLANK) for shard in shards}
     draft = build_manifest(checkpoint, plan, Written(unread, references, ()))
     auxiliary = json.dumps([(item.path, item.file.fingerprint, item.digest) for item in checkpoint.auxiliary]).encode()
@@ -172,7 +170,7 @@ def _merge(place: PartsPlace, files: Mapping[str, FileFacts], folders: Collectio
         OutputError: a part is not complete, or a file is not what its part has written.
     """
     if not folders:
-        hint = "run reshard pack --part first"
+        hint = f"pack them first, with {Parameter('part')}"
         raise OutputError(place.where, "there are no packed parts to commit", hint, code="output.no-parts")
     if len(folders) > 1:
         raise _other_plan(place, folders)
@@ -185,10 +183,10 @@ def _merge(place: PartsPlace, files: Mapping[str, FileFacts], folders: Collectio
         if f"{folder}/{part.name}/{PART_NAME}" in files
     }
     if missing := [part for part in parts if part not in records]:
-        numbers, hint = ", ".join(str(part.number) for part in missing), "run their commands again"
-        if records:
-            command = next(iter(records.values()))["command"]
-            hint = f"run {shlex.join([*command, '--part', f'{missing[0].number}/{of}'])}"
+        numbers = ", ".join(str(part.number) for part in missing)
+        command: list[str] = next((record["command"] for record in records.values()), [])
+        again = f"{missing[0].number}/{of}"
+        hint = f"run {shlex.join([*command, '--part', again])}" if command else f"pack {Parameter('part', again)}"
         problem = f"part{'s' if len(missing) > 1 else ''} {numbers} of {of} not finished"
         raise OutputError(place.where, problem, hint, code="output.missing-parts")
     for part, record in records.items():

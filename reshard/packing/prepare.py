@@ -1,86 +1,37 @@
-"""A pack from request to result: open the source, convert, lay out, then write all of it or one part."""
+"""A pack from options to result: open the source, convert, lay out, then write all of it or one part."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import get_args
 
-from manifests.errors import Parameter, UsageError, check_choice
-from manifests.index import MAX_SHARD_NBYTES, MOST_READ_HEADER_NBYTES
+from manifests.errors import Parameter
+from manifests.index import MOST_READ_HEADER_NBYTES
 from reshard.copy.destination import check_apart, read_twice
-from reshard.copy.direct_io import Io
-from reshard.copy.engine import WriteOptions
-from reshard.copy.parallelism import Parallelism
 from reshard.copy.progress import Progress, counting
 from reshard.estimate.assumptions import Assumptions
 from reshard.formats.open import open_described
 from reshard.formats.source_files import with_source_files
-from reshard.packing.divide import Division
-from reshard.packing.hub_check import HubReport
-from reshard.packing.pack import PackOptions, pack
+from reshard.packing.options import PackOptions
+from reshard.packing.pack import pack
 from reshard.packing.parts import pack_part
-from reshard.packing.resolve import LaidOut, LayoutRequest, PlanResult, estimate_step, is_solved, lay_out, model_name
+from reshard.packing.resolve import LaidOut, PlanResult, estimate_step, is_solved, lay_out, model_name
 from reshard.packing.result import PackResult
 from reshard.plans.pack_plan import OutputShard, Sharding, Traffic, plan_pack, traffic_of
-from reshard.plans.partition import shards_of_part
+from reshard.plans.partition import check_num_parts, shards_of_part
 from reshard.plans.references import choose_stages
-from reshard.transforms.conversion import Conversion, convert
-from stores.address import HubAddress, hub_output, is_url, place_of
+from reshard.transforms.conversion import convert
+from stores.address import hub_output, place_of
 from stores.bundles import TensorAt
-from stores.folders.publish import check_not_a_step, check_not_mounted
-from stores.open import Address
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PackRequest:
-    """The options of `reshard pack`. `stages` is written as `0-3,7`; None packs all of them."""
-
-    source: str
-    out: Address
-    asked: LayoutRequest
-    conversion: Conversion = field(default_factory=Conversion)
-    drop: Collection[str] = ()
-    model: Path | None = None  # the file that describes the source
-    virtual: bool = False
-    stages: str | None = None
-    division: Division = field(default_factory=Division)
-    force: bool = False
-    io: Io = "direct"
-    sync: bool = True
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    verify_source: bool = False
-    max_shard_nbytes: int = MAX_SHARD_NBYTES
-
-    def check(self) -> None:
-        """Refuse options that conflict, before a source is opened.
-
-        Raises:
-            UsageError: naming the flag.
-            OutputError: `out` is a mount point.
-        """
-        if not is_url(self.out):
-            check_not_mounted(Path(self.out))
-        self.conversion.check()
-        check_choice(Parameter("io"), self.io, get_args(Io))
-        self.division.check(self.out, virtual=self.virtual, verify_source=self.verify_source, force=self.force)
-        if self.conversion.changes_bytes and (self.virtual or self.stages is not None):
-            parameter = Parameter("virtual" if self.virtual else "stages")
-            problem = "virtual bundles refer to the source's bytes, which cannot be converted"
-            raise UsageError(parameter, problem, "pack without it", code="options.conflict")
-        if hub_output(self.out) is not None and (self.virtual or self.stages is not None):
-            parameter = Parameter("virtual" if self.virtual else "stages")
-            problem = "virtual bundles refer to the source's bytes, which would not be uploaded"
-            raise UsageError(parameter, problem, "pack without it", code="options.conflict")
+from stores.folders.publish import check_not_a_step
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedPack:
     """A pack that is ready to run: its source is open and laid out, and nothing is written yet."""
 
-    request: PackRequest
+    options: PackOptions
     laid: LaidOut
     stages: frozenset[int] | None  # to pack; None: all
 
@@ -91,13 +42,13 @@ class PreparedPack:
     @cached_property
     def written(self) -> tuple[OutputShard, ...]:
         """The shards to write: all, or those of the part."""
-        part = self.request.division.part
+        part = self.options.part
         return self.shards if part is None else shards_of_part(self.shards, part)
 
     @cached_property
     def read_twice(self) -> list[TensorAt]:
-        is_on_hub = hub_output(self.request.out) is not None  # a folder is packed, and pushed
-        return [] if is_on_hub else read_twice(self.written, self.request.out, self.request.parallelism)
+        is_on_hub = hub_output(self.options.out) is not None  # a folder is packed, and pushed
+        return [] if is_on_hub else read_twice(self.written, self.options.out, self.options.write.parallelism)
 
     @property
     def planned(self) -> PlanResult:
@@ -128,7 +79,7 @@ class PreparedPack:
     @property
     def assumed_step(self) -> str | None:
         """The training step for which the layout was solved, in words; None if it was not solved."""
-        if not is_solved(self.request.asked.spec):
+        if not is_solved(self.options.layout.spec):
             return None
         layout, assumed = self.laid.layout, self.laid.assumed
         return (
@@ -141,54 +92,27 @@ class PreparedPack:
         """Weight files of the source that transformers ignores, since there are safetensors files."""
         return self.laid.checkpoint.source.left_out
 
+    def into(self, folder: Path) -> PreparedPack:
+        """Return the same pack to a folder of ours, such as one that is pushed later."""
+        return replace(self, options=replace(self.options, out=folder, force=True))
+
     def run(self, progress: Progress | None = None) -> PackResult:
-        """Write the bundles and, last, the manifest that commits them; raises as `reshard.packing.pack.pack`.
+        """Write the bundles and, last, the manifest that commits them; or one part.
 
-        With an `out` on the hub, a folder is packed and pushed; raises as `reshard.packing.push.push_folder`, too.
+        Raises as `reshard.packing.pack.pack` and `pack_part`.
         """
-        if (address := hub_output(self.request.out)) is not None:
-            return self._run_and_push(address, progress)
-        checked: list[HubReport] = []
-        options = self._options(progress, report=checked)
-        manifest = pack(self.laid.checkpoint, self.laid.plan, options)
-        hub = checked[0] if checked else HubReport()
-        return PackResult(manifest=manifest, out=self.request.out, hub=hub, used=self.request.parallelism.used)
-
-    def _run_and_push(self, address: HubAddress, progress: Progress | None) -> PackResult:
-        from reshard.packing.push import check_free, push_folder, staged
-
-        check_free(address, force=self.request.force)
-        with staged(address) as folder:
-            here = replace(self, request=replace(self.request, out=folder, force=True))
-            done = here.run(progress)
-            push_folder(folder, address, force=self.request.force)
-        return replace(done, out=self.request.out)
-
-    def run_part(self, progress: Progress | None = None) -> None:
-        """Write the request's part of the shards; raises as `pack_part`."""
-        part = self.request.division.part
-        assert part is not None, "requested by --part"
-        pack_part(self.laid.checkpoint, self.laid.plan, part, self._options(progress, report=[]))
-
-    def _options(self, progress: Progress | None, report: list[HubReport]) -> PackOptions:
-        request = self.request
-        write = WriteOptions(
-            io=request.io,
-            sync=request.sync,
-            progress=counting(progress, self.nbytes),
-            parallelism=request.parallelism,
-        )
-        return PackOptions(
-            out=request.out,
-            force=request.force,
-            stages=self.stages,
-            write=write,
-            verify_source=request.verify_source,
-            report=report.append,
+        write = replace(self.options.write, progress=counting(progress, self.nbytes))
+        options = replace(self.options, write=write)
+        if options.part is None:
+            return pack(self.laid.checkpoint, self.laid.plan, options)
+        pack_part(self.laid.checkpoint, self.laid.plan, options.part, options)
+        part = options.part
+        return PackResult(
+            out=options.out, part=f"{part.number}/{part.of}", part_nbytes=self.nbytes, used=write.parallelism.used
         )
 
 
-def prepare_pack(request: PackRequest) -> PreparedPack:
+def prepare_pack(source: str, options: PackOptions) -> PreparedPack:
     """Open the source, convert it, lay it out and check the output's location, without writing anything.
 
     Raises:
@@ -197,20 +121,21 @@ def prepare_pack(request: PackRequest) -> PreparedPack:
         LayoutError: the layout is invalid, or does not cover the model.
         OutputError: `out` would overwrite what is read.
     """
-    request.check()
-    opened = open_described(request.source, frozenset(request.drop), request.model)
-    check_apart(request.out, opened, may_replace=not request.conversion.changes_bytes)
-    if request.force and isinstance(request.out, Path) and place_of(request.out) != place_of(opened.location):
-        check_not_a_step(request.out)
-    checkpoint = convert(opened, request.conversion)
-    if request.conversion.changes_bytes:
+    options.check()
+    opened = open_described(source, frozenset(options.drop), options.model)
+    check_apart(options.out, opened, may_replace=not options.conversion.changes_bytes)
+    if options.force and isinstance(options.out, Path) and place_of(options.out) != place_of(opened.location):
+        check_not_a_step(options.out)
+    checkpoint = convert(opened, options.conversion)
+    if options.conversion.changes_bytes:
         checkpoint = replace(checkpoint, auxiliary=tuple(with_source_files(checkpoint.auxiliary, is_same=False)))
-    sharding = Sharding(max_nbytes=request.max_shard_nbytes)
-    laid = lay_out(model_name(request.source), checkpoint, request.asked, Assumptions(), sharding)
-    stages = choose_stages(laid.plan, request.virtual, request.stages)
+    sharding = Sharding(max_nbytes=options.max_shard_nbytes)
+    laid = lay_out(model_name(source), checkpoint, options.layout, Assumptions(), sharding)
+    stages = choose_stages(laid.plan, options.virtual, options.stages)
     if stages and len(stages) < len(laid.stages):  # others could take the root's shards for the whole model
         plan = plan_pack(checkpoint, laid.layout, replace(sharding, in_stage_folders=True))
         laid = replace(laid, plan=plan)
-    prepared = PreparedPack(request=request, laid=laid, stages=stages)
-    request.division.check_shards(prepared.shards)
+    prepared = PreparedPack(options=options, laid=laid, stages=stages)
+    if options.part is not None:
+        check_num_parts(Parameter("part"), options.part.of, prepared.shards)
     return prepared

@@ -42,7 +42,7 @@ _SOLVED = re.compile(r"\s*(balance:|parameters\b|type:)")  # the spellings that 
 class LayoutRequest:
     """A requested layout; see `parse_layout`. Without a spec, a manifest keeps its own layout."""
 
-    spec: str | None
+    spec: str | None = None
     num_ranks: int | None = None
 
 

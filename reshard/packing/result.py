@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from manifests.errors import OutputError
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import Manifest
 from reshard.copy.parallelism import Used
@@ -16,13 +17,29 @@ from stores.open import Address
 class PackResult:
     """What was written: the manifest, its address, and which source files were verified against the hub's SHA-256.
 
+    One `part`, such as `2/8`, has no manifest: `commit` writes it once all parts are there.
+
     Units: `nbytes` and `virtual_nbytes` in bytes.
     """
 
-    manifest: Manifest
     out: Address
+    committed: Manifest | None = None
+    part: str | None = None
+    part_nbytes: int = 0
     hub: HubReport = field(default_factory=HubReport)
     used: Used = field(default_factory=Used)  # threads that copied, and requests that ran at a time
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest.
+
+        Raises:
+            OutputError: one part was written (`output.missing-parts`).
+        """
+        if self.committed is None:
+            problem, hint = f"part {self.part} alone has no manifest", "commit the parts once all are written"
+            raise OutputError(str(self.out), problem, hint, code="output.missing-parts")
+        return self.committed
 
     @property
     def path(self) -> str:
@@ -45,8 +62,8 @@ class PackResult:
 
     @property
     def nbytes(self) -> int:
-        """The size of all shards, in bytes."""
-        return sum(shard.nbytes for shard in self.manifest.shards)
+        """The size of all shards, or of those of the part, in bytes."""
+        return self.part_nbytes if self.committed is None else sum(shard.nbytes for shard in self.manifest.shards)
 
     @property
     def virtual_nbytes(self) -> int:

@@ -14,7 +14,6 @@ from reshard.formats.table import export_targets
 from reshard.formatting import counted
 from reshard.packing.hub_check import HubReport
 from reshard.packing.result import PackResult
-from reshard.plans.partition import Part
 from reshard.transforms.cast import ExportDtype
 from stores.address import is_url
 from stores.open import Address
@@ -71,13 +70,14 @@ def pack_text(done: PackResult) -> str:
     return "\n".join(lines)
 
 
-def part_json(part: Part, nbytes: int) -> dict[str, Any]:
-    return {"version": 1, "part": part.number, "of": part.of, "nbytes": nbytes}
+def part_json(done: PackResult) -> dict[str, Any]:
+    number, of = map(int, str(done.part).split("/"))
+    return {"version": 1, "part": number, "of": of, "nbytes": done.nbytes}
 
 
-def part_text(part: Part, nbytes: int, out: Address) -> str:
-    packed = f"packed part {part.number} of {part.of}: {show_bytes(nbytes)}"
-    return f"{packed}\nnext, after all parts: reshard commit {shlex.quote(str(out))}"
+def part_text(done: PackResult) -> str:
+    packed = f"packed part {str(done.part).replace('/', ' of ')}: {show_bytes(done.nbytes)}"
+    return f"{packed}\nnext, after all parts: reshard commit {shlex.quote(str(done.out))}"
 
 
 def export_json(done: ExportResult, form: str, out: Address) -> dict[str, Any]:

@@ -15,15 +15,13 @@ from reshard.formatting import show_numbers
 from reshard.layouts.inventory import compress_modules
 from reshard.report.text import table, table_lines, tie_lines
 from stores.bundles import Bundles, TensorAt
-from stores.open import Address, ReadManifest, open_manifest
 
 _LINES_IN_PIECE = 4096
 
 
-def inspect_text(address: Address, with_tensors: bool) -> Iterator[str]:
+def inspect_text(manifest: Manifest, bundles: Bundles, with_tensors: bool) -> Iterator[str]:
     """Yield the output in pieces: with tensors it may have a million lines."""
-    read = open_manifest(address)
-    manifest, layout = read.manifest, read.manifest.layout
+    layout = manifest.layout
     rows = [
         (
             str(stage.index),
@@ -50,7 +48,7 @@ def inspect_text(address: Address, with_tensors: bool) -> Iterator[str]:
         *_virtual_lines(manifest),
         "files: " + ", ".join(file.path for file in manifest.files),
     ]
-    tensors = _tensors(read) if with_tensors else []
+    tensors = _tensors(manifest, bundles) if with_tensors else []
     yield printable("\n".join(lines)) + "\n"
     if with_tensors:
         columns = ("stage", "tensor", "dtype", "shape", "blake3")
@@ -59,14 +57,13 @@ def inspect_text(address: Address, with_tensors: bool) -> Iterator[str]:
             yield printable("\n".join(some)) + "\n"
 
 
-def inspect_json(address: Address, with_tensors: bool) -> Iterator[str]:
+def inspect_json(manifest: Manifest, bundles: Bundles, with_tensors: bool) -> Iterator[str]:
     """Yield one JSON object, in pieces."""
-    read = open_manifest(address)
-    begun = json.dumps({"version": 1, "manifest": manifest_document(read.manifest)})
+    begun = json.dumps({"version": 1, "manifest": manifest_document(manifest)})
     if not with_tensors:
         yield begun + "\n"
         return
-    listed = map(json.dumps, starmap(_object, _tensors(read)))
+    listed = map(json.dumps, starmap(_object, _tensors(manifest, bundles)))
     yield begun.removesuffix("}") + ', "tensors": ['
     separator = ""
     while some := ", ".join(islice(listed, _LINES_IN_PIECE)):
@@ -75,8 +72,7 @@ def inspect_json(address: Address, with_tensors: bool) -> Iterator[str]:
     yield "]}\n"
 
 
-def _tensors(read: ReadManifest) -> list[tuple[int, TensorAt]]:
-    manifest, bundles = read.manifest, Bundles(read.manifest, read.folder)
+def _tensors(manifest: Manifest, bundles: Bundles) -> list[tuple[int, TensorAt]]:
     bundles.read_ahead(manifest.stages)
     return [(stage.index, tensor) for stage in manifest.stages for tensor in bundles.tensors_on(stage)]
 

@@ -134,11 +134,11 @@ def test_code_below_the_commands_names_parameters_of_the_api() -> None:
         names |= set(re.findall(r"""\bParameter\(["']([a-z_.]+)["']""", text))
         flags |= set(re.findall(r"""Error\(\s*f?"(--[a-z-]+)""", text))
     fields = {f"{parameter}.{name}" for parameter, kind in OBJECTS.items() for name in kind.__dataclass_fields__}
-    assert names - fields <= PARAMETERS | {"part"}
+    assert names - fields <= PARAMETERS
     assert {name for name in names if "." in name} <= fields
     assert flags == ONLY_FLAGS
 
 
 OBJECTS = {"assumed": A, "conversion": C}
 # Of what no function of the API does: --ac is text in commands alone, and layouts are drawn and written by commands.
-ONLY_FLAGS = {"--ac", "--draw", "--write", "--image", "--mount", "--sbatch-arg", "--verify-source", "--force"}
+ONLY_FLAGS = {"--ac", "--draw", "--write", "--image", "--mount", "--sbatch-arg"}

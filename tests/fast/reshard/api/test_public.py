@@ -101,12 +101,25 @@ def test_public_functions_name_their_errors_and_have_an_example(name: str, funct
 
 
 def test_doctests_of_the_public_api_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other in one folder, as a reader would: check, plan, pack, open, verify, diff, export."""
+    """One after the other in one folder, as a reader would: check, plan, pack, open, verify, diff, export, inspect."""
     import reshard
 
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "model", llama_config())
-    order = ("check", "plan", "pack", "open", "PackedModel", "PackedStage", "verify", "diff", "export")
+    order = (
+        "check",
+        "plan",
+        "pack",
+        "open",
+        "PackedModel",
+        "PackedStage",
+        "verify",
+        "diff",
+        "export",
+        "inspect",
+        "layout",
+        "commit",
+    )
     finder, runner = doctest.DocTestFinder(recurse=True), doctest.DocTestRunner()
     for name in order:
         for test in finder.find(getattr(reshard, name), name, globs={"reshard": reshard, "Path": Path}):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,26 +171,10 @@ def test_callback_that_raises_stops_the_pack_and_leaves_no_checkpoint(model: Pat
     assert reshard.verify(tmp_path / "out", against=model).equal
 
 
-def test_errors_name_parameters_where_the_command_names_flags(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    reshard.pack(model, out, "pp=2")
-    calls: dict[tuple[str, str], Callable[[], object]] = {
-        ("layout", "options.missing-layout"): lambda: reshard.plan(model),
-        ("pp", "options.needs-layout"): lambda: reshard.pack(out, tmp_path / "new", pp=2),
-        ("stages", "options.unknown-stage"): lambda: reshard.verify(out, stages=[2]),
-        ("quick", "options.conflict"): lambda: reshard.verify(out, quick=True, against=model),
-        ("out", "output.overlaps-source"): lambda: reshard.export(out, out / "inside"),
-        ("assumed.memory_limit", "options.conflict"): lambda: reshard.plan(
-            model, "balance:params,pp=2,limit=1GB", assumed=reshard.Assumptions(memory_limit=1)
-        ),
-    }
-    for (where, code), call in calls.items():
-        with pytest.raises(reshard.UsageError) as refused:
-            call()
-        assert (refused.value.where, refused.value.code) == (where, code)
-        assert "--" not in str(refused.value)
-    told = command("verify", out, "--stage", "2", "--json").json["error"]
-    assert (told["where"], told["code"]) == ("--stage", "options.unknown-stage")
+def test_command_names_the_flag_of_a_parameter(model: Path, tmp_path: Path) -> None:
+    reshard.pack(model, tmp_path / "out", "pp=2")
+    refused = command("verify", tmp_path / "out", "--stage", "2", "--json").refusal
+    assert refused[1:] == ("options.unknown-stage", "--stage")
 
 
 def test_diff_finds_the_tensor_that_was_changed(tmp_path: Path) -> None:
@@ -207,3 +191,59 @@ def test_diff_finds_the_tensor_that_was_changed(tmp_path: Path) -> None:
     assert [one.fqn for one in found.differences] == ["model.norm.weight"]
     assert found.differences[0].norm is not None
     assert not found.equal
+
+
+def test_parts_and_their_commit_are_the_pack(model: Path, tmp_path: Path) -> None:
+    reshard.pack(model, tmp_path / "whole", "pp=2")
+    with pytest.raises(reshard.OutputError) as refused:
+        reshard.commit(tmp_path / "out")
+    assert refused.value.code == "output.no-parts"
+    first = reshard.pack(model, tmp_path / "out", "pp=2", part="1/2")
+    assert (first.part, first.nbytes > 0, first.committed) == ("1/2", True, None)
+    for call in (lambda: first.manifest, lambda: reshard.commit(tmp_path / "out")):
+        with pytest.raises(reshard.OutputError) as refused:
+            call()
+        assert refused.value.code == "output.missing-parts"
+    assert "`part='2/2'`" in refused.value.hint
+    reshard.pack(model, tmp_path / "out", "pp=2", part="2/2")
+    assert reshard.commit(tmp_path / "out").manifest == reshard.open(tmp_path / "whole").manifest
+    for where, values in {"part": {"part": "3/2"}, "verify_source": {"part": "1/2", "verify_source": True}}.items():
+        with pytest.raises(reshard.UsageError) as conflict:
+            reshard.pack(model, tmp_path / "other", "pp=2", **values)
+        assert conflict.value.where == where
+
+
+def test_callback_sees_the_plan_and_may_stop_the_pack(model: Path, tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    plans: list[Any] = []
+
+    def stop(plan: Any) -> None:
+        plans.append(plan)
+        raise Stop
+
+    with pytest.raises(Stop):
+        reshard.pack(model, tmp_path / "out", "balance:params,pp=2", on_plan=stop)
+    assert not (tmp_path / "out").exists()
+    (plan,) = plans
+    assert plan.traffic.write_nbytes > plan.nbytes > 0
+    assert plan.assumed_step is not None
+
+
+def test_layout_without_a_model_is_that_of_a_model(model: Path) -> None:
+    assert reshard.layout("pp=2", layers=4).stages == reshard.plan(model, "pp=2").layout.stages
+    with pytest.raises(reshard.UsageError) as refused:
+        reshard.layout("pp=2", layers=0)
+    assert refused.value.where == "layers"
+
+
+def test_inspect_reads_manifests_and_other_formats(model: Path, tmp_path: Path) -> None:
+    packed = reshard.pack(model, tmp_path / "out", "pp=2")
+    contents = reshard.inspect(tmp_path / "out")
+    assert isinstance(contents, reshard.PackedModel)
+    assert contents.manifest == packed.manifest
+    reshard.export(tmp_path / "out", tmp_path / "dcp", to="dcp")
+    listing = reshard.inspect(tmp_path / "dcp")
+    assert isinstance(listing, reshard.Listing)
+    assert len(listing.tensors) == packed.num_tensors - 1  # the tied weight is on both stages of the pack

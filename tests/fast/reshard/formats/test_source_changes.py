@@ -15,7 +15,8 @@ from reshard.formats.huggingface.write import export
 from reshard.formats.manifest.read import open_packed
 from reshard.formats.open import open_source
 from reshard.formats.table import ExportOptions
-from reshard.packing.pack import PackOptions, pack
+from reshard.packing.options import PackOptions
+from reshard.packing.pack import pack
 from reshard.packing.parts import pack_part
 from reshard.packing.resolve import LayoutRequest, lay_out
 from reshard.plans.pack_plan import PackPlan
@@ -114,7 +115,7 @@ def test_pack_of_a_source_that_changed_since_its_headers_were_read_is_refused(
 ) -> None:
     changed, out, checkpoint = source / name, tmp_path / "out", open_source(str(source))
     change(changed)
-    options = PackOptions(out=out, stages=frozenset() if is_virtual else None)
+    options = PackOptions(out=out, virtual=is_virtual)
     assert_refused(lambda: pack(checkpoint, laid_out(checkpoint), options), changed, out)
 
 

@@ -12,7 +12,8 @@ from safetensors import safe_open
 
 from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES
 from manifests.paths import shard_path
-from reshard.packing.prepare import PackRequest, prepare_pack
+from reshard.packing.options import PackOptions
+from reshard.packing.prepare import prepare_pack
 from reshard.packing.resolve import LayoutRequest
 from reshard.plans.pack_plan import lay_out_shard
 from stores.open import open_manifest
@@ -236,9 +237,8 @@ def test_force_replaces_the_index_and_removes_it_with_the_shards_that_it_lists(t
 
 def test_headers_that_the_hub_does_not_read_are_named_before_packing(tmp_path: Path) -> None:
     write_model(tmp_path / "source")
-    prepared = prepare_pack(
-        PackRequest(source=str(tmp_path / "source"), out=tmp_path / "out", asked=LayoutRequest(spec="pp=1"))
-    )
+    options = PackOptions(out=tmp_path / "out", layout=LayoutRequest(spec="pp=1"))
+    prepared = prepare_pack(str(tmp_path / "source"), options)
     assert prepared.large_headers == ()
     (shard,) = prepared.shards
     many = (shard.origins[0],) * (MOST_READ_HEADER_NBYTES // 100)

@@ -11,7 +11,8 @@ import pytest
 
 from reshard.copy.engine import WriteOptions, write_shards
 from reshard.packing.hub_check import HubCheck
-from reshard.packing.prepare import PackRequest, prepare_pack
+from reshard.packing.options import PackOptions
+from reshard.packing.prepare import prepare_pack
 from reshard.packing.resolve import LayoutRequest
 from stores.net.retries import Retries
 from tests.builders import HEAD, Ended, files_in, leftovers, llama_config, random_tensors, reshard, write_model
@@ -51,8 +52,8 @@ def test_files_are_hashed_while_they_are_written(served: Hub, tmp_path: Path) ->
     config = llama_config(hidden_size=256, intermediate_size=512, vocab_size=2000)
     write_model(tmp_path / "large", config, random_tensors(config), num_shards=3)
     served.push("org/tiny", files_in(tmp_path / "large"))
-    request = PackRequest(source="hf://org/tiny", out=tmp_path / "out", asked=LayoutRequest(spec="pp=2"))
-    prepared = prepare_pack(request)
+    options = PackOptions(out=tmp_path / "out", layout=LayoutRequest(spec="pp=2"))
+    prepared = prepare_pack("hf://org/tiny", options)
     nbytes = sum(shard.nbytes - shard.header_nbytes for shard in prepared.shards)
     with HubCheck(prepared.laid.checkpoint, prepared.shards, tmp_path, fetch=False) as check:
         begun = nbytes_read()

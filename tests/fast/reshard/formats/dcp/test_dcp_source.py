@@ -33,7 +33,8 @@ from transformers import (
 )
 
 from reshard.copy.journal import plan_key
-from reshard.packing.prepare import PackRequest, prepare_pack
+from reshard.packing.options import PackOptions
+from reshard.packing.prepare import prepare_pack
 from reshard.packing.resolve import LayoutRequest
 from tests.builders import pack, refusal, reshard, run
 
@@ -257,8 +258,8 @@ def test_journal_of_a_pack_is_not_that_of_another_number_of_heads(tmp_path: Path
     config = json.loads((source / "config.json").read_text())
     for heads in ({}, {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}, {}):
         (source / "config.json").write_text(json.dumps(config | heads))
-        asked = PackRequest(source=str(source), out=tmp_path / "out", asked=LayoutRequest(spec="pp=2"))
-        keys.append(plan_key(prepare_pack(asked).shards))
+        options = PackOptions(out=tmp_path / "out", layout=LayoutRequest(spec="pp=2"))
+        keys.append(plan_key(prepare_pack(str(source), options).shards))
     assert keys[0] == keys[2] != keys[1]
 
 

@@ -1,0 +1,85 @@
+"""The options of a pack, from its callers to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+from manifests.errors import Parameter, UsageError, check_choice
+from manifests.index import MAX_SHARD_NBYTES
+from reshard.copy.direct_io import Io
+from reshard.copy.engine import WriteOptions
+from reshard.packing.resolve import LayoutRequest
+from reshard.plans.partition import Part
+from reshard.transforms.conversion import Conversion
+from stores.address import OBJECT_SCHEMES, hub_output, is_url, split_url
+from stores.folders.publish import check_not_mounted
+from stores.open import Address
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackOptions:
+    """Where to pack, what and how. `stages` is written as `0-3,7`: the bundles of the others are virtual.
+
+    Without `stages` all are packed, and without a `part` all shards of them.
+    """
+
+    out: Address
+    layout: LayoutRequest = field(default_factory=LayoutRequest)
+    conversion: Conversion = field(default_factory=Conversion)
+    drop: Collection[str] = ()
+    model: Path | None = None  # the file that describes the source
+    virtual: bool = False
+    stages: str | None = None
+    part: Part | None = None
+    force: bool = False
+    write: WriteOptions = field(default_factory=WriteOptions)
+    verify_source: bool = False  # read also what is not packed, to compare whole hub files
+    max_shard_nbytes: int = MAX_SHARD_NBYTES
+
+    def check(self) -> None:
+        """Refuse options that conflict, before a source is opened.
+
+        Raises:
+            UsageError: naming the parameter.
+            OutputError: `out` is a mount point.
+        """
+        if not is_url(self.out):
+            check_not_mounted(Path(self.out))
+        self.conversion.check()
+        check_choice(Parameter("io"), self.write.io, get_args(Io))
+        if self.part is not None:
+            self.check_divided(Parameter("part"))
+        if not self.virtual and self.stages is None:
+            return
+        parameter, problem = Parameter("virtual" if self.virtual else "stages"), ""
+        if self.conversion.changes_bytes:
+            problem = "virtual bundles refer to the source's bytes, which cannot be converted"
+        elif hub_output(self.out) is not None:
+            problem = "virtual bundles refer to the source's bytes, which would not be uploaded"
+        if problem:
+            raise UsageError(parameter, problem, "pack without it", code="options.conflict")
+
+    def check_divided(self, where: str | Parameter) -> None:
+        """Refuse options with which a pack cannot be divided into parts, as `where` asks for.
+
+        Raises:
+            UsageError: naming the parameter.
+        """
+        if self.verify_source:
+            problem = f"conflicts with {where}: a part does not read whole files"
+            raise UsageError(Parameter("verify_source"), problem, f"pack without {where}", code="options.conflict")
+        if is_url(self.out):
+            out = Parameter("out")
+            if split_url(self.out)[0] not in OBJECT_SCHEMES:
+                problem = f"needs an {out} in a folder, or a bucket of S3, Google Cloud Storage or Azure"
+                raise UsageError(where, problem, "pack into a folder, and copy it", code="options.parts-store")
+            if self.force:
+                problem = f"conflicts with {where} and an {out} in a bucket"
+                hint = f"remove the old output first, or choose another {out}"
+                raise UsageError(Parameter("force"), problem, hint, code="options.conflict")
+        if self.virtual:
+            problem = f"conflicts with {Parameter('virtual', True)}: a virtual pack has no bytes to divide"
+            raise UsageError(where, problem, "leave one of the two out", code="options.conflict")
