@@ -47,7 +47,7 @@ from runner.preflight.preflight import check_evaluable, check_texts
 from runner.profiling.flight_recorder import enable_flight_recorder
 from runner.rundir.heartbeat import clear_beats
 from runner.rundir.rank_label import set_rank_label, stages_of
-from runner.rundir.run_record import note_resolved
+from runner.rundir.run_record import note_resolved, run_id
 from runner.rundir.state import STATE_NAME, RunState, clear_state, write_state
 from runner.setup import Ready, begin
 from runner.steps import train_steps
@@ -194,6 +194,7 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
             open_sinks(options, ready.num_steps),
             StepProgress(options.steps, first_step=ready.num_steps, every=options.log_every, quiet=options.quiet),
             least_step_s=least_step_s(ready.launched.shape, options, world.size, device),
+            run=run_id(options.log_dir),
         )
     launched, clock = ready.launched, ready.clock
     planned = planned_memory(

@@ -17,7 +17,7 @@ from runner.report.lines import check_types, read_object
 from runner.rundir.heartbeat import SKEWED_S, log_path, read_beats
 from runner.rundir.job_record import JobRecord, read_record
 from runner.rundir.rank_label import place_of
-from runner.rundir.run_record import config_of, read_record_of
+from runner.rundir.run_record import check_same_run, config_of, read_record_of
 from runner.rundir.state import read_state
 
 _SILENT_S = 60.0  # a scheduler that is being restarted does not answer
@@ -27,7 +27,8 @@ def status(log_dir: Path) -> dict[str, Any]:
     """Return the status of a job: its state in the scheduler, its progress, and why it failed.
 
     Raises:
-        UserError: no job was launched with this log folder, or its scheduler does not answer.
+        UserError: no job was launched with this log folder, its files are of several runs, or its scheduler does not
+            answer.
     """
     record = read_record(log_dir)
     state, ended = scheduler_of(record.scheduler).find_state(record, log_dir), read_state(log_dir)
@@ -143,6 +144,7 @@ def _progress(metrics: Path) -> dict[str, Any]:
         except InputError:  # the line that is being written
             continue
         if "load_s" in said:
+            check_same_run(said.get("run"), metrics.parent, f"{metrics}:{number}")
             found = dict.fromkeys(found)
         if "loss" in said and said.get("step", 0) <= saved.get("step", 0):  # taken again, so after an older checkpoint
             saved = {}

@@ -48,12 +48,18 @@ class Metrics:
     """Writes each record to all sinks, and prints a line about it; without `progress`, none.
 
     `least_step_s` is the time of a step's matmuls at the data-sheet FLOP/s of the GPUs, from which MFU is computed;
-    None where that is not known. Leaving the context closes the sinks.
+    None where that is not known. `run` is the id in run.json. Leaving the context closes the sinks.
     """
 
     def __init__(
-        self, sinks: Iterable[Sink] = (), progress: StepProgress | None = None, *, least_step_s: float | None = None
+        self,
+        sinks: Iterable[Sink] = (),
+        progress: StepProgress | None = None,
+        *,
+        least_step_s: float | None = None,
+        run: str = "",
     ) -> None:
+        self._run = run
         self._sinks, self._progress, self._least_step_s = list(sinks), progress, least_step_s
 
     def __enter__(self) -> Metrics:
@@ -78,6 +84,7 @@ class Metrics:
             self._write(
                 rank=each.rank,
                 stages=each.stages,
+                **({"run": self._run} if self._run else {}),
                 num_tensors=report.num_tensors,
                 load_nbytes=report.nbytes,
                 load_s=report.load_s,

@@ -14,7 +14,7 @@ from manifests.errors import InputError, LogError
 from manifests.placement import Placement
 from manifests.schedules import Action, TimedAction, Timeline
 from runner.report.lines import Line, check_events, check_line, check_run, read_object, read_text
-from runner.rundir.run_record import read_record_of, run_id
+from runner.rundir.run_record import check_same_run, read_record_of, run_id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ def read_run(log_dir: Path) -> RunLog:
     """Read the log of a run.
 
     Raises:
-        LogError: no metrics, a line that is not a JSON object, or inconsistent traces.
+        LogError: no metrics, those of another run, a line that is not a JSON object, or inconsistent traces.
     """
     path = log_dir / "metrics.jsonl"
     # A last line without an end is being written, or was when the machine crashed.
@@ -86,6 +86,7 @@ def read_run(log_dir: Path) -> RunLog:
     for number, text in enumerate(lines, 1):
         line = read_object(text, f"{path}:{number}")
         check_line(line, f"{path}:{number}")
+        check_same_run(line.get("run"), log_dir, f"{path}:{number}")
         attempts.add(line)
     if not attempts.steps:
         raise LogError(str(path), "has no step", code="log.no-steps")

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from manifests.errors import LaunchError, UsageError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
 from manifests.store import write_file
+from runner.rundir.run_record import check_same_run, run_id
 from stores.folders.probe import check_writable
 
 JOB_NAME = "job.json"
@@ -63,7 +64,10 @@ def write_record(log_dir: Path, record: JobRecord) -> None:
     """
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
-        write_file(log_dir / JOB_NAME, (json.dumps({"version": 1, **asdict(record)}, indent=2) + "\n").encode())
+        write_file(
+            log_dir / JOB_NAME,
+            (json.dumps({"version": 1, **asdict(record), "run": run_id(log_dir)}, indent=2) + "\n").encode(),
+        )
     except OSError as error:
         where, hint = f"--log-dir {log_dir}", "choose a folder that every node can write"
         raise refused_by_system(where, error, "cannot be written", hint, code="output.unwritable") from error
@@ -74,6 +78,7 @@ def read_record(log_dir: Path) -> JobRecord:
 
     Raises:
         LaunchError: there is none, or it is damaged.
+        LogError: it is of another run.
     """
     path = log_dir / JOB_NAME
     try:
@@ -86,9 +91,11 @@ def read_record(log_dir: Path) -> JobRecord:
         texts |= {field: str(found.get(field, "")) for field in ("host", "birth", "namespace")}
         if "\0" in "".join(texts.values()):
             raise ValueError("it contains a zero byte")
-        return JobRecord(**texts)
+        record = JobRecord(**texts)
     except (FileNotFoundError, NotADirectoryError) as error:
         hint = "pass the --log-dir of a job that runner launch started"
         raise LaunchError(str(path), "no such file", hint, code="launch.no-record") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise LaunchError(str(path), f"is not a job record: {error}", code="launch.bad-record") from error
+    check_same_run(found.get("run"), log_dir, str(path))
+    return record

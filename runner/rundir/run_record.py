@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from manifests.errors import LogError
 from manifests.store import write_file
 
 RUN_NAME = "run.json"
@@ -33,6 +34,19 @@ def run_id(log_dir: Path) -> str:
     """Return the unique id of this folder's run; empty if it has none."""
     found = read_record_of(log_dir)
     return str(found["id"]) if found else ""
+
+
+def check_same_run(named: object, log_dir: Path, where: str) -> None:
+    """Check that a file of a log folder, which names the run that has written it, is of the folder's run.
+
+    Raises:
+        LogError: it is of another run.
+    """
+    expected = run_id(log_dir)
+    if expected and isinstance(named, str) and named not in ("", expected):
+        problem = f"is of run {named[:32]}, and {RUN_NAME} beside it of run {expected[:32]}"
+        hint = "copy log folders whole: a file of another run was moved here, or this run's was lost"
+        raise LogError(where, problem, hint, code="log.other-run")
 
 
 def write_run(log_dir: Path, run: Run) -> None:

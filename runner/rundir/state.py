@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from manifests.errors import LogError
 from manifests.store import write_file
+from runner.rundir.run_record import check_same_run, run_id
 
 STATE_NAME = "state.json"
 
@@ -32,7 +34,11 @@ class RunState:
 
 
 def write_state(log_dir: Path, state: RunState) -> None:
-    write_file(log_dir / STATE_NAME, (json.dumps({"version": 1, **asdict(state)}) + "\n").encode(), is_durable=False)
+    write_file(
+        log_dir / STATE_NAME,
+        (json.dumps({"version": 1, **asdict(state), "run": run_id(log_dir)}) + "\n").encode(),
+        is_durable=False,
+    )
 
 
 def clear_state(log_dir: Path) -> None:
@@ -40,9 +46,10 @@ def clear_state(log_dir: Path) -> None:
 
 
 def read_state(log_dir: Path) -> RunState | None:
-    """Return how the last run ended; None if it left no state."""
+    """Return how the last run ended; None if it left no state. That of another run is not this one's."""
     try:
         found = json.loads((log_dir / STATE_NAME).read_bytes())
+        check_same_run(found.get("run"), log_dir, STATE_NAME)
         state = RunState(
             step=int(found["step"]),
             ended=found["ended"],
@@ -50,6 +57,6 @@ def read_state(log_dir: Path) -> RunState | None:
             error=str(found.get("error", "")),
             error_code=str(found.get("error_code", "")),
         )
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+    except (LogError, OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     return state if state.ended in get_args(Ended) else None
