@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.builders import pack
 from tests.fast.runner.tiny import save_model
+from tests.process.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "8", "--timeout", "8")
@@ -36,17 +37,14 @@ def runner(*arguments: object, **environment: str) -> subprocess.CompletedProces
 
 
 class Run:
-    """A launched job, its log folder and the processes of its ranks."""
+    """A launched job, its log folder and the processes of its ranks, all of them forked."""
 
     def __init__(self, packed: Path, log: Path, *training: str | Path, **environment: str) -> None:
         self.log, self.output = log, log / "output"
         log.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "runner.cli", "launch", packed, "--", *SMALL, "--log-dir", log, *training]
-        with open(self.output, "a") as stream:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-                stdout=stream, stderr=stream,
-            )  # fmt: skip
+        self.output.touch()
+        arguments = ["launch", packed, "--", *SMALL, "--log-dir", log, *training]
+        self.process = Forked([str(word) for word in arguments], {**os.environ, **environment}, self.output)
 
     @property
     def said(self) -> str:

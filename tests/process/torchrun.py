@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver, get_context
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,6 +30,7 @@ _IMPORTED = (
     "torch.distributed.pipelining",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "torch.distributed.run",
     "transformers",
     "runner.train",
     "runner.evaluation.evaluate",
@@ -70,9 +71,7 @@ def started(
     num_ranks: int, script: str, *arguments: str | Path, folders: Sequence[Path] = (), **environment: str
 ) -> Iterator[list[Rank]]:
     """Start a script below this folder on so many gloo ranks, each in its folder or in ROOT, and leave none of them."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED))
-    _start_server()
+    context = fork_context()
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     argv = (str(Path(__file__).parent / script), *map(str, arguments))
     shared = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_PORT": str(store.port)}
@@ -108,14 +107,16 @@ def launch(num_ranks: int, script: str, *arguments: str | Path, timeout_s: float
     return printed
 
 
-def _start_server() -> None:
+def fork_context() -> ForkServerContext:
     """Start the process that is forked, in the folder that our own modules are found from."""
-    before = Path.cwd()
+    context, before = get_context("forkserver"), Path.cwd()
+    context.set_forkserver_preload(list(_IMPORTED))
     os.chdir(ROOT)
     try:
         forkserver.ensure_running()
     finally:
         os.chdir(before)
+    return context
 
 
 def _wait(processes: list[ForkServerProcess], until_s: float) -> bool:
