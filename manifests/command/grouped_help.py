@@ -19,7 +19,8 @@ class GroupedHelp:
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options as click does, a section for each group."""
         command: Any = self
-        records = {parameter.name: parameter.get_help_record(ctx) for parameter in command.get_params(ctx)}
+        options = (parameter for parameter in command.get_params(ctx) if parameter.param_type_name == "option")
+        records = {option.name: option.get_help_record(ctx) for option in options}
         sections = {title: [records.pop(name, None) for name in names] for title, names in self.groups.items()}
         for title, listed in {**sections, "Options": [*records.values()]}.items():
             if rows := [record for record in listed if record is not None]:

@@ -25,7 +25,27 @@ if TYPE_CHECKING:
     from stores.open import Address
 
 
-@click.command(cls=Verb)
+_GROUPS = {
+    "What and where": (
+        "layout", "out", "pp", "force", "dry_run", "stages", "virtual", "drop", "model", "verify_source", "as_json",
+        "quiet",
+    ),
+    "Bytes": ("dtype", "dequantize", "merge_slices", "max_shard_nbytes", "io", "sync", "num_threads"),
+    "Remote": ("num_streams", "memory_nbytes"),
+    "Clusters": (
+        "part", "num_parts", "scheduler", "image", "mounts", "partition", "account", "time", "sbatch_arg",
+    ),
+}  # fmt: skip
+_EXPORT_GROUPS = {
+    "What and where": (
+        "to", "out", "names", "dtype", "weights_only", "tied_key", "force", "as_json", "quiet",
+    ),
+    "Bytes": ("io", "sync", "num_threads"),
+    "Remote": ("num_streams", "memory_nbytes"),
+}  # fmt: skip
+
+
+@click.command(cls=Verb, groups=_GROUPS)
 @click.argument("source", type=click.Path(), metavar="SOURCE")
 @options.layout_flags
 @options.out_or_hub
@@ -120,7 +140,7 @@ def _notes(prepared: PreparedPack) -> Iterator[str]:
         yield f"{what}, and the Hugging Face hub reads up to 25 MB: use a smaller --max-shard-size"
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, groups=_EXPORT_GROUPS)
 @options.manifest
 @click.option(
     "--to",

@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from reshard.estimate.costs import ModuleTime
 
 
-@click.command(cls=Verb)
+_GROUPS = {
+    "What and where": ("layout", "pp", "write", "draw", "theme", "force", "drop", "model", "as_json", "quiet"),
+    "Training step": (
+        "memory_limit", "schedule", "num_microbatches", "microbatch", "seq_len", "policy", "recompute", "loss_chunk",
+        "measured",
+    ),
+    "Clusters": ("replicate", "shard", "tensor"),
+}  # fmt: skip
+
+
+@click.command(cls=Verb, groups=_GROUPS)
 @click.argument("source", type=click.Path(), metavar="SOURCE")
 @options.layout_flags
 @options.training_flags

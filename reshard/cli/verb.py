@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import click
 
+from manifests.command.grouped_help import GroupedHelp
 from manifests.errors import flag_like, naming_flags
 
 
-class Verb(click.Command):
+class Verb(GroupedHelp, click.Command):
     """A command that calls a function of the Python API; its options are called like the function's parameters."""
+
+    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]] | None = None, **settings: Any) -> None:
+        super().__init__(*args, groups=groups or {}, **settings)
 
     def invoke(self, ctx: click.Context) -> Any:
         group = ctx.find_root().command

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
+from reshard.cli.command import cli
+from reshard.cli.verb import Verb
 from tests.builders import EMBEDDING, HEAD, leftovers, llama_config, refusal, reshard, run, without_digest, write_model
 
 ROOT = Path(__file__).parents[4]
@@ -144,3 +148,16 @@ def test_disk_that_refuses_a_shard_is_one_sentence_and_leaves_nothing(tmp_path: 
 def test_path_that_the_system_refuses_is_bad_input() -> None:
     name = "a" * 300
     assert refusal("plan", name, "--layout", "pp=2").found == (3, "system.refused", f"{name}/manifest.json")
+
+
+@pytest.mark.parametrize("verb", ["pack", "export", "plan"])
+def test_help_has_every_flag_in_one_group_and_a_dozen_first(verb: str) -> None:
+    command = cli.commands[verb]
+    assert isinstance(command, Verb)
+    names = [name for of_group in command.groups.values() for name in of_group]
+    assert sorted(names) == sorted(str(option.name) for option in command.params if isinstance(option, click.Option))
+    shown = run(verb, "--help").out
+    titles = [line.removesuffix(":") for line in shown.splitlines() if line[:1].isalpha() and line.endswith(":")]
+    assert titles[-1 - len(command.groups) :] == [*command.groups, "Options"]
+    assert len(next(iter(command.groups.values()))) <= 12
+    assert not re.search("^  (SOURCE|MANIFEST)", shown.partition("Options:")[2], re.MULTILINE)
