@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import repeat
+from datetime import timedelta
+from itertools import islice
+
+import torch.distributed as dist
 
 from manifests.schedules import default_schedule
 from manifests.schema import TrainingState
@@ -16,7 +19,10 @@ from runner.checkpoint.resume import advance, remember
 from runner.checkpoint.skipped import read_skipped
 from runner.data.bad import Skipped, log_skipped
 from runner.data.batches import Batch
+from runner.data.read_ahead import GroupExchange, ReadAhead
 from runner.data.sequences import read_batches
+from runner.data.shared import SharedTokenization
+from runner.data.tokenizer import tokenize_alone
 from runner.distributed.fail_together import alone, from_rank_0, together
 from runner.distributed.watchdog import Watchdog
 from runner.metrics.gauges import peak_memory_nbytes
@@ -41,24 +47,28 @@ def train_steps(ready: Ready, metrics: Metrics, saver: Saver | None, watchdog: W
     steps = _Steps(ready=ready, feed=feed, metrics=metrics, saver=saver, watchdog=watchdog, tracer=_tracer(ready))
     watchdog.beat(trained.step)
     is_last = False  # a signal asks for a last step
-    while trained.step < ready.options.steps and not is_last:
-        started_s = time.perf_counter()
-        batch = steps.read()
-        report = steps.train(batch, trained.step)
-        steps.report(trained.step + 1, report, started_s)
-        trained = steps.advance(trained, report, batch)
-        steps.check_ties(trained, is_last=report.is_last)
-        steps.save(trained, is_last=report.is_last)
-        is_last = report.is_last
+    with feed.reader or nullcontext():
+        while trained.step < ready.options.steps and not is_last:
+            started_s = time.perf_counter()
+            batch = steps.read()
+            report = steps.train(batch, trained.step)
+            steps.report(trained.step + 1, report, started_s)
+            trained = steps.advance(trained, report, batch)
+            steps.check_ties(trained, is_last=report.is_last)
+            steps.save(trained, is_last=report.is_last)
+            is_last = report.is_last
     return trained, trained.step < ready.options.steps
 
 
 @dataclass(kw_only=True, slots=True)
 class _Feed:
-    """The batches from where the run resumes, and the number of documents skipped so far."""
+    """The batches from where the run resumes, and the number of documents skipped so far.
 
-    batches: Iterator[Batch | None]
-    num_skipped: int
+    Ranks with neither the first nor the last stage have no reader.
+    """
+
+    reader: ReadAhead | None = None
+    num_skipped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,11 +84,14 @@ class _Steps:
 
     def read(self) -> Batch | None:
         """Wait for this rank's rows; None: it has neither the first nor the last stage."""
-        started_s = time.perf_counter()
-        with alone(self.ready.mesh.rank):
-            batch = next(self.feed.batches)
-        self.ready.clock.note_data(time.perf_counter() - started_s)
-        if batch is not None and batch.cursor is not None:
+        reader = self.feed.reader
+        if reader is None:
+            self.ready.clock.note_data(0.0)
+            return None
+        with alone(self.ready.mesh.rank), self.watchdog.waiting_for(reader.thread_id):
+            batch, waited_s = reader.take()
+        self.ready.clock.note_data(waited_s)
+        if batch.cursor is not None:
             self.feed.num_skipped = batch.cursor.num_skipped
         return batch
 
@@ -136,34 +149,39 @@ class _Steps:
 
 
 def _open_feed(ready: Ready) -> tuple[_Feed, TrainingState]:
-    """Open the data where the run resumes; return it, and the training state before the first step.
-
-    Ranks with neither the first nor the last stage read no data.
-    """
-    options, schedule = ready.options, ready.engine.schedule
+    """Open the data where the run resumes; return it, and the training state before the first step."""
+    options, readers = ready.options, _readers(ready)
     found: FoundData | None = None
     with together("data"):
-        if schedule.has_first or schedule.has_last:
+        if ready.mesh.rank in readers:
             left = ready.training.data if ready.training else None
             found = find_data(options, left, ready.launched.tokenizer, ready.launched.root)
     shared = from_rank_0(found)
     assert shared is not None, "rank 0 has the first stage"
     for note in shared.notes if ready.mesh.rank == 0 else ():
         logger.info("note: %s", note)
-    feed = _Feed(batches=repeat(None), num_skipped=0)
+    group = dist.new_group(readers, timedelta(seconds=options.timeout_s), "gloo") if len(readers) > 1 else None
+    feed = _Feed()
     with together("data"):
         if found is not None:
             check_alike(options.data, found, shared)
-            feed = _read(ready, shared)
+            feed = _read(ready, shared, group)
     num_tokens = ready.training.num_tokens if ready.training else 0
     return feed, remember(
         options, ready.launched.shape, step=ready.num_steps, num_tokens=num_tokens, data=shared.position
     )
 
 
-def _read(ready: Ready, found: FoundData) -> _Feed:
-    """Read this rank's rows of all batches from a position on."""
-    position = found.position
+def _readers(ready: Ready) -> list[int]:
+    """Return the ranks with the first or the last stage of any pipeline, which need data."""
+    placement = ready.launched.manifest.placement
+    ends = {placement.rank_of(0), placement.rank_of(placement.num_stages - 1)}
+    return sorted(ranks[end] for ranks in ready.mesh.pipelines for end in ends)
+
+
+def _read(ready: Ready, found: FoundData, group: dist.ProcessGroup | None) -> _Feed:
+    """Read this rank's rows of all remaining batches ahead, with the ranks of the group."""
+    position, shared = found.position, None if group is None else SharedTokenization(GroupExchange(group))
     num_skipped = read_skipped(ready.origin) if position.cursor is not None else 0
     batches = read_batches(
         ready.options.data,
@@ -173,8 +191,11 @@ def _read(ready: Ready, found: FoundData) -> _Feed:
         start=position.num_sequences,
         cursor=position.cursor,
         skipped=Skipped(count=num_skipped, on_skip=log_skipped if ready.mesh.rank == 0 else None),
+        rows=ready.rows,
+        tokenize=shared or tokenize_alone,
     )
-    return _Feed(batches=map(ready.rows_of, batches), num_skipped=num_skipped)
+    remaining = islice(batches, max(0, ready.options.steps - ready.num_steps))
+    return _Feed(reader=ReadAhead(remaining, ready.chunks[0].device, shared), num_skipped=num_skipped)
 
 
 def _tracer(ready: Ready) -> Tracer | None:

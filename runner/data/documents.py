@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
@@ -74,7 +74,7 @@ class _InOrder:
 
     def read(self, position: SourcePosition) -> Iterator[PlacedDocument]:
         for document in read_documents(self._files[position.item], self._text_field, position.offset):
-            begin, after = (replace(position, offset=offset) for offset in (document.begin, document.end))
+            begin, after = _at(position, document.begin), _at(position, document.end)
             yield PlacedDocument(document=document, begin=begin, after=after)
 
 
@@ -98,13 +98,13 @@ class _Shuffled:
         number = bisect_right(self._ends, item)
         file, items = self._files[number], self._items[number]
         index = item - self._ends[number] + len(items)
-        after = replace(position, item=position.item + 1, offset=0)
+        after = SourcePosition(epoch=position.epoch, item=position.item + 1, offset=0)
         if file.suffix == ROWS:
             yield from self._read_group(position, file, index, items[index], (*key, item))
         elif file.suffix == LINES:
             end = items[index + 1] if index + 1 < len(items) else file_nbytes(file)
             document = line_document(file, self._text_field, items[index], end)
-            yield PlacedDocument(document=document, begin=replace(position, offset=0), after=after)
+            yield PlacedDocument(document=document, begin=_at(position, 0), after=after)
         else:
             for document in read_documents(file, self._text_field, position.offset):
                 yield PlacedDocument(document=document, begin=position, after=after)
@@ -116,8 +116,12 @@ class _Shuffled:
         order = (shuffled(place, num_rows, *key) for place in places)
         for place, (row, value) in zip(places, read_group(file, self._text_field, group, order), strict=True):
             document = row_document(file, self._text_field, row, value)
-            begin, after = (replace(position, offset=offset) for offset in (place, place + 1))
-            yield PlacedDocument(document=document, begin=begin, after=after)
+            yield PlacedDocument(document=document, begin=_at(position, place), after=_at(position, place + 1))
+
+
+def _at(position: SourcePosition, offset: int) -> SourcePosition:
+    """Return a position with another offset; `replace` takes several times as long."""
+    return SourcePosition(epoch=position.epoch, item=position.item, offset=offset)
 
 
 def _items_in(file: Path) -> Sequence[int]:

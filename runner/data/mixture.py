@@ -26,6 +26,15 @@ class Cursor(DataCursor):
         """The position alone, as in a manifest."""
         return DataCursor(num_documents=self.num_documents, num_tokens=self.num_tokens, sources=self.sources)
 
+    def later(self, num_tokens: int) -> Cursor:
+        """Return the cursor so many tokens later in the same document; `replace` takes several times as long."""
+        return Cursor(
+            num_documents=self.num_documents,
+            num_tokens=self.num_tokens + num_tokens,
+            sources=self.sources,
+            num_skipped=self.num_skipped,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Drawn:
@@ -127,7 +136,7 @@ def _placed(pieces: Pieces, begin: Cursor, chosen: int, first: int) -> Iterator[
             sources = list(begin.sources)
             sources[chosen] = replace(sources[chosen], offset=piece_offset)
             cursor, offset, num_tokens = replace(begin, sources=tuple(sources)), piece_offset, 0
-        yield replace(cursor, num_tokens=num_tokens), ids
+        yield cursor.later(num_tokens), ids
         num_tokens += len(ids)
 
 
@@ -136,7 +145,7 @@ def _skip(
 ) -> Iterator[tuple[Cursor, TokenIds]]:
     for cursor, ids in runs:
         if num_tokens < len(ids):
-            yield replace(cursor, num_tokens=cursor.num_tokens + num_tokens), ids[num_tokens:]
+            yield cursor.later(num_tokens), ids[num_tokens:]
         num_tokens = max(0, num_tokens - len(ids))
     if num_tokens:
         raise _nothing_at(source)

@@ -137,7 +137,7 @@ def _cursor_at(place: int, runs: deque[tuple[int, Cursor]]) -> Cursor:
     while len(runs) > 1 and runs[1][0] <= place:
         runs.popleft()
     begin, cursor = runs[0]
-    return replace(cursor, num_tokens=cursor.num_tokens + place - begin)
+    return cursor.later(place - begin)
 
 
 def _padded(documents: Iterable[Drawn], seq_len: int) -> Iterator[Sample]:

@@ -120,6 +120,7 @@ class Watchdog:
         self._took_s: float | None = None
         self._shown_s = self._written_s = 0.0
         self._ended, self._main = threading.Event(), threading.get_ident()
+        self._awaited: int | None = None  # the thread that the main thread waits for
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -152,6 +153,15 @@ class Watchdog:
         if self._phase == "train" and step > self._step:
             self._took_s = now_s - self._last_s
         self._step, self._phase, self._last_s = step, phase, now_s
+
+    @contextlib.contextmanager
+    def waiting_for(self, thread: int | None) -> Iterator[None]:
+        """Report what another thread of this rank does while the main thread waits for it."""
+        self._awaited = thread
+        try:
+            yield
+        finally:
+            self._awaited = None
 
     def leave(self) -> None:
         """Note that no step follows, for whatever reason: only the checkpoint can still be waited for."""
@@ -193,7 +203,7 @@ class Watchdog:
 
     def _write(self) -> None:
         self._written_s = time.monotonic()
-        doing, is_waiting = _doing(self._main)
+        doing, is_waiting = _doing(self._awaited or self._main)
         beat = Beat(
             rank=self._rank, stages=self._stages, host=self._host, pid=os.getpid(), step=self._step,
             phase=self._phase, time=time.time(), doing=doing, is_waiting=is_waiting,

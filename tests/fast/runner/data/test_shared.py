@@ -1,0 +1,253 @@
+"""Ranks that share the tokenization of their data read the batches of one rank, and stop and fail together."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from manifests.errors import UserError
+from runner.config.schema import BatchOptions, DataOptions
+from runner.data.bad import Skipped
+from runner.data.batches import Batch, Rows
+from runner.data.read_ahead import ReadAhead
+from runner.data.sequences import read_batches
+from runner.data.shared import SharedTokenization
+from tests.fast.runner.data.golden import GLOBAL_BATCH, NUM_BATCHES, Case, cases, digests, write_sources
+from tests.fast.runner.data.words import VOCAB_SIZE, write_documents, write_tokenizer
+
+GOLDEN: dict[str, list[str]] = json.loads(Path(__file__).with_name("golden_batches.json").read_text())
+FAST = (
+    "weighted, shuffled, padded",
+    "weighted, in order, packed",
+    "skipped, shuffled, packed",
+    "long, shuffled, packed",
+)
+T = TypeVar("T")
+CPU = torch.device("cpu")
+
+
+class Threads:
+    """An exchange between threads of this process."""
+
+    def __init__(self, rank: int, size: int, values: list[object], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self.label = rank, size, f"rank {rank}"
+        self._values, self._barrier = values, barrier
+
+    def gather(self, value: T) -> Sequence[T]:
+        self._values[self.rank] = value
+        self._barrier.wait(60)
+        values = [pickle.loads(pickle.dumps(each)) for each in self._values]  # as between processes
+        self._barrier.wait(60)
+        return values  # type: ignore[return-value]
+
+
+def on_ranks(size: int, work: Callable[[Threads], T]) -> list[T]:
+    """Run `work` in a thread for each rank."""
+    values, barrier = [None] * size, threading.Barrier(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: work(Threads(rank, size, values, barrier)), range(size)))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("golden")
+    write_sources(place)
+    return place
+
+
+def read(case: Case, place: Path, exchange: Threads, **how: object) -> Iterator[Batch]:
+    """Read this rank's rows: two ranks, the first and the last stage, of each of `size // 2` replicas."""
+    return read_batches(
+        case.options(place), case.batch, folder=place / "tokenizer", vocab_size=VOCAB_SIZE,
+        rows=Rows(number=exchange.rank // 2, count=exchange.size // 2), tokenize=SharedTokenization(exchange), **how,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def joined(replicas: Sequence[Sequence[Batch]]) -> Iterator[Batch]:
+    for parts in zip(*replicas, strict=True):
+        tokens, labels = (torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "labels"))
+        yield replace(parts[0], tokens=tokens, labels=labels)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in GOLDEN]
+)
+def test_rows_of_all_ranks_are_the_batches_of_before(name: str, place: Path) -> None:
+    case, num_ranks = cases()[name], 8
+    read_by = on_ranks(
+        num_ranks,
+        lambda exchange: list(islice(read(case, place, exchange, start=case.start, skipped=Skipped()), NUM_BATCHES)),
+    )
+    assert all(len(batch.tokens) == GLOBAL_BATCH // 4 for batches in read_by for batch in batches)
+    for last in (0, 1):
+        assert digests(joined(read_by[last::2])) == GOLDEN[name]
+    assert len({batches[-1].num_tokens for batches in read_by}) == 1
+    if (cursor := read_by[0][2].cursor) is not None:
+        resumed = on_ranks(
+            2,
+            lambda exchange: list(
+                islice(read(case, place, exchange, cursor=cursor, skipped=Skipped(count=cursor.num_skipped)), 5)
+            ),
+        )
+        assert digests(resumed[1]) == GOLDEN[name][3:]
+
+
+def lines(place: Path, num_documents: int = 2000) -> Path:
+    file = place / "many.jsonl"
+    write_documents(file, [[(number + place) % 8 for place in range(40)] for number in range(num_documents)])
+    return file
+
+
+def test_each_rank_tokenizes_its_part_and_parses_no_other_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, file = write_tokenizer(tmp_path / "tokenizer"), lines(tmp_path)
+    parsed, loads = dict[int, int](), json.loads
+
+    def count(text: str, **how: object) -> object:
+        parsed[threading.get_ident()] = parsed.get(threading.get_ident(), 0) + 1
+        return loads(text, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(json, "loads", count)
+    data, batch = DataOptions(sources=(str(file),)), BatchOptions(global_batch=8, microbatch=1, seq_len=42)
+
+    def run(exchange: Threads) -> tuple[int, int]:
+        batches = read_batches(
+            data, batch, folder=folder, vocab_size=VOCAB_SIZE, tokenize=SharedTokenization(exchange),
+            rows=Rows(number=exchange.rank, count=exchange.size),
+        )  # fmt: skip
+        begun = parsed.get(threading.get_ident(), 0)
+        num_rows = sum(len(each.tokens) for each in islice(batches, 200))
+        return num_rows, parsed[threading.get_ident()] - begun
+
+    for num_rows, num_parsed in on_ranks(4, run):
+        assert num_rows == 2 * 200
+        assert 400 < num_parsed < 700  # of 1,600 documents that are used; a round is whole
+
+
+@pytest.mark.parametrize("kind", ["a document", "a file", "a file of one rank", "another file"])
+def test_what_one_rank_cannot_read_ends_all_at_the_same_batch_with_its_name(kind: str, tmp_path: Path) -> None:
+    folder, file = write_tokenizer(tmp_path / "tokenizer"), lines(tmp_path)
+    places = [tmp_path / f"node-{rank}" for rank in range(2)]
+    for rank, node in enumerate(places):
+        node.mkdir()
+        written = file.read_text().splitlines()[:60]
+        match kind:
+            case "a document":
+                written[40] = "{"
+            case "another file" if rank == 1:
+                written[40] = written[40][:-4] + 'w"}'
+        (node / "a.jsonl").write_text("\n".join(written))
+        if kind == "a file" or (kind == "a file of one rank" and rank == 1):
+            (node / "b.parquet").write_bytes(b"PAR1")
+        else:
+            write_documents(node / "b.jsonl", [[1, 2, 3]] * 50)
+    batch = BatchOptions(global_batch=4, microbatch=1, seq_len=42)
+
+    def run(exchange: Threads) -> tuple[int, UserError | None]:
+        sources = tuple(str(path) for path in sorted(places[exchange.rank].iterdir()))
+        batches = read_batches(
+            DataOptions(sources=sources), batch, folder=folder, vocab_size=VOCAB_SIZE,
+            tokenize=SharedTokenization(exchange),
+        )  # fmt: skip
+        number = 0
+        try:
+            with ReadAhead(islice(batches, 30), CPU) as reader:
+                while number < 30:
+                    reader.take()
+                    number += 1
+        except UserError as error:
+            return number, error
+        return number, None
+
+    (first, error), (second, other) = on_ranks(2, run)
+    assert error is not None
+    assert other is not None
+    codes = {
+        "a document": ("data.not-json", "a.jsonl:41"),
+        "a file": ("data.not-parquet", "b.parquet"),
+        "a file of one rank": ("data.not-parquet", "b.parquet"),
+        "another file": ("data.differs-between-ranks", "a.jsonl"),
+    }
+    code, where = codes[kind]
+    assert {error.code, other.code} == {code}
+    assert error.where.endswith(where)
+    assert first == second
+    if kind == "a document":
+        assert first == 9  # the tenth batch ends with a token of document 41
+    if kind == "a file of one rank":
+        assert (error.is_elsewhere, other.is_elsewhere) == (True, False)
+        assert error.where.startswith("rank 1: ")
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.05])
+@pytest.mark.parametrize("num_taken", [0, 3])
+def test_reader_stops_on_all_ranks_wherever_each_of_them_is(num_taken: int, delay_s: float, tmp_path: Path) -> None:
+    folder, file = write_tokenizer(tmp_path / "tokenizer"), lines(tmp_path)
+    batch = BatchOptions(global_batch=8, microbatch=1, seq_len=42)
+    before, taken = threading.active_count(), threading.Barrier(3)
+
+    def run(exchange: Threads) -> None:
+        shared = SharedTokenization(exchange)
+        batches = read_batches(
+            DataOptions(sources=(str(file),)), batch, folder=folder, vocab_size=VOCAB_SIZE, tokenize=shared
+        )
+        with ReadAhead(batches, CPU, shared) as reader:
+            for _ in range(num_taken):
+                reader.take()
+            taken.wait(60)  # as ranks do with the totals of a step
+            time.sleep(exchange.rank * delay_s)
+
+    on_ranks(3, run)
+    assert threading.active_count() <= before
+
+
+def test_rank_that_needs_more_than_the_others_is_told_that_one_has_stopped(tmp_path: Path) -> None:
+    folder, file = write_tokenizer(tmp_path / "tokenizer"), lines(tmp_path)
+    batch = BatchOptions(global_batch=8, microbatch=1, seq_len=42)
+
+    def run(exchange: Threads) -> tuple[str, bool] | None:
+        shared = SharedTokenization(exchange)
+        batches = read_batches(
+            DataOptions(sources=(str(file),)), batch, folder=folder, vocab_size=VOCAB_SIZE, tokenize=shared
+        )
+        try:
+            with ReadAhead(batches, CPU, shared) as reader:
+                for _ in range(10_000 if exchange.rank else 1):
+                    reader.take()
+        except UserError as error:
+            return error.code, error.is_elsewhere
+        return None
+
+    assert on_ranks(2, run) == [None, ("rank.lost", True)]
+
+
+def test_batch_that_is_ready_is_not_waited_for_and_one_that_is_not_is(tmp_path: Path) -> None:
+    batch = Batch(tokens=torch.zeros(1, 1), labels=torch.zeros(1, 1), num_tokens=1)
+    slow, is_ready = threading.Event(), threading.Event()
+
+    def batches() -> Iterator[Batch]:
+        yield batch
+        yield batch
+        is_ready.set()
+        slow.wait(60)
+        yield batch
+
+    with ReadAhead(batches(), CPU) as reader:
+        first, _ = reader.take()
+        assert first is batch
+        assert is_ready.wait(60)  # so the second is there
+        assert reader.take()[1] == 0.0
+        threading.Timer(0.05, slow.set).start()
+        assert reader.take()[1] > 0.01
+        with pytest.raises(EOFError):
+            reader.take()
