@@ -93,9 +93,9 @@ def _with_upkeep(steps: Sequence[Step], num_microbatches: int) -> list[LoweredSt
 def _next_stages(steps: Sequence[Step]) -> list[list[int]]:
     """Return for each step the stages used next, in order of use, as many as may be unsharded at once."""
     upcoming: list[int] = []
-    found: list[list[int]] = []
+    following: list[list[int]] = []
     for step in reversed(steps):
         stages = [action.stage for action in actions_of(step)]
         upcoming = [*stages, *(stage for stage in upcoming if stage not in stages)]
-        found.append(upcoming[:_MAX_GATHERED])
-    return found[::-1]
+        following.append(upcoming[:_MAX_GATHERED])
+    return following[::-1]

@@ -44,9 +44,9 @@ def check_finished(
     Raises:
         ScheduleError: they wait for each other, or for something that no rank computes.
     """
-    left = [steps[position:] for steps, position in zip(ranks, at, strict=True)]
-    if any(left):
-        raise _deadlock(left, placement.num_stages, done)
+    remaining = [steps[position:] for steps, position in zip(ranks, at, strict=True)]
+    if any(remaining):
+        raise _deadlock(remaining, placement.num_stages, done)
 
 
 def input_of(action: Action, num_stages: int) -> Result | None:
@@ -59,9 +59,9 @@ def input_of(action: Action, num_stages: int) -> Result | None:
 
 def inputs_of(action: Action, num_stages: int) -> list[Result]:
     """Return all results that an action needs, those of its own stage included."""
-    own = {"F": (), "W": ("B",)}.get(action.kind, ("F",))
-    neighbour = input_of(action, num_stages)
-    return [(action.stage, kind, action.microbatch) for kind in own] + ([neighbour] if neighbour else [])
+    kinds = {"F": (), "W": ("B",)}.get(action.kind, ("F",))  # of the same stage
+    neighbor = input_of(action, num_stages)
+    return [(action.stage, kind, action.microbatch) for kind in kinds] + ([neighbor] if neighbor else [])
 
 
 def result_of(action: Action) -> Result:
@@ -70,21 +70,21 @@ def result_of(action: Action) -> Result:
 
 def _missing(actions: Sequence[Action], num_stages: int, done: Container[Result]) -> Result | None:
     """Return a result that the actions of a step still wait for, if any."""
-    return next((found for action in actions for found in inputs_of(action, num_stages) if found not in done), None)
+    return next((needed for action in actions for needed in inputs_of(action, num_stages) if needed not in done), None)
 
 
-def _deadlock(left: Sequence[Sequence[LoweredStep]], num_stages: int, done: Container[Result]) -> ScheduleError:
+def _deadlock(remaining: Sequence[Sequence[LoweredStep]], num_stages: int, done: Container[Result]) -> ScheduleError:
     """Follow the dependencies from rank to rank to a cycle, or to something that no rank computes."""
     computed_by = {
-        result_of(action): rank for rank, steps in enumerate(left) for step in steps for action in actions_of(step)
+        result_of(action): rank for rank, steps in enumerate(remaining) for step in steps for action in actions_of(step)
     }
     waits: dict[int, str] = {}
-    rank = next(rank for rank, steps in enumerate(left) if steps)
+    rank = next(rank for rank, steps in enumerate(remaining) if steps)
     while rank not in waits:
-        missing = _missing(actions_of(left[rank][0]), num_stages, done)
+        missing = _missing(actions_of(remaining[rank][0]), num_stages, done)
         assert missing is not None, "a rank that waits for nothing could run"
         stage, kind, microbatch = missing
-        waits[rank] = f"rank {rank} waits with {left[rank][0]} for {stage}{kind}{microbatch}"
+        waits[rank] = f"rank {rank} waits with {remaining[rank][0]} for {stage}{kind}{microbatch}"
         if missing not in computed_by:
             return ScheduleError("schedule", f"{waits[rank]}, which no rank computes", code="schedule.deadlock")
         if computed_by[missing] == rank:

@@ -25,11 +25,11 @@ def schedule_named(name: str) -> ScheduleName:
     Raises:
         UsageError: unknown schedule.
     """
-    known = {schedule.lower(): schedule for schedule in SCHEDULES}
-    if name.lower() in known:
-        return known[name.lower()]
-    close = get_close_matches(name.lower(), known, n=1, cutoff=0.3)
-    guess = f"did you mean {known[close[0]]}? " if close else ""
+    names = {schedule.lower(): schedule for schedule in SCHEDULES}
+    if name.lower() in names:
+        return names[name.lower()]
+    close = get_close_matches(name.lower(), names, n=1, cutoff=0.3)
+    guess = f"did you mean {names[close[0]]}? " if close else ""
     hint = f"{guess}known schedules: {', '.join(SCHEDULES)}"
     raise UsageError(_WHERE, f"unknown schedule {name!r}", hint, code="schedule.unknown")
 

@@ -133,7 +133,9 @@ def simulate(table: Table, costs: StageCosts, begins_s: Sequence[float] | None =
                     waiting.remove(wire.reader)
                     ready.append(wire.reader)
     if waiting:
-        done = {(stage, kind, each) for kind in "FB" for stage, wire in enumerate(wires[kind]) for each in wire.results}
+        done = {
+            (stage, kind, number) for kind in "FB" for stage, wire in enumerate(wires[kind]) for number in wire.results
+        }
         check_finished(table.ranks, at, placement, done)
     return Timeline(
         ranks=tuple(map(tuple, spans)),
@@ -158,7 +160,7 @@ def _wires(placement: Placement, costs: StageCosts) -> dict[str, list[_Wire]]:
     rows: dict[str, list[_Row]] = {kind: [{} for _ in range(num_stages)] for kind in "FBW"}
     rows["I"] = rows["B"]
     wires = {
-        kind: [_Wire(seconds=each, results=row, inputs=[]) for each, row in zip(seconds, rows[kind], strict=True)]
+        kind: [_Wire(seconds=time, results=row, inputs=[]) for time, row in zip(seconds, rows[kind], strict=True)]
         for kind, seconds in costs.by_kind().items()
     }
     for kind, stage in product(get_args(ComputeKind), range(num_stages)):

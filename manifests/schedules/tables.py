@@ -92,16 +92,16 @@ def _alternate(forwards: Sequence[_Turn], backwards: Sequence[_Turn], num_warmup
 
 def _split_backwards(actions: Iterable[Action], num_kept: int) -> Iterator[Action]:
     """Split each backward into I and W, with every W delayed by `num_kept` backwards."""
-    kept = deque[Action]()
+    delayed = deque[Action]()
     for action in actions:
         if action.kind == "F":
             yield action
             continue
         yield action._replace(kind="I")
-        kept.append(action._replace(kind="W"))
-        if len(kept) > num_kept:
-            yield kept.popleft()
-    yield from kept
+        delayed.append(action._replace(kind="W"))
+        if len(delayed) > num_kept:
+            yield delayed.popleft()
+    yield from delayed
 
 
 def zbv(placement: Placement, num_microbatches: int, rank: int) -> Iterator[Action]:
@@ -162,18 +162,18 @@ def dualpipev(placement: Placement, num_microbatches: int, rank: int) -> Iterato
         yield beside(up, down)
 
     # All forwards are done. The later backwards are split, and their weight gradients fill the bubbles.
-    kept = deque[Action]()
+    delayed = deque[Action]()
     for number in range(2 * (rank + 1)):
         backward = take("B" if number < rank + 1 else "I", down if number % 2 else up)
         yield backward
         if backward.kind == "I":
-            kept.append(_weights_of(backward))
+            delayed.append(_weights_of(backward))
     for _ in range(ranks_after):
-        yield kept.popleft()
+        yield delayed.popleft()
         gradient = take("I", down)
         yield gradient
-        kept.append(_weights_of(gradient))
-    yield from kept
+        delayed.append(_weights_of(gradient))
+    yield from delayed
 
 
 _StageAction = tuple[ComputeKind, int]  # an action on a stage, before it has a microbatch

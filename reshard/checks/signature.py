@@ -105,8 +105,8 @@ def _refused(where: str, manifest: str, key: Path, error: Exception) -> Signatur
 
 
 def _bad_key(key: Parameter, error: Exception, kind: str, more: str = "") -> InputError:
-    said = f"{type(error).__name__}: {error}"[:200]
-    problem = f"expected a {kind} key on the curve P-256, P-384 or P-521 in PEM; reading it failed with {said}"
+    reason = f"{type(error).__name__}: {error}"[:200]
+    problem = f"expected a {kind} key on the curve P-256, P-384 or P-521 in PEM; reading it failed with {reason}"
     hint = f"make a pair with openssl ecparam and openssl ec, see reshard sign --help{more}"
     return InputError(key, problem, hint, code="options.unreadable-key")
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from manifests.digest import DigestTable, HashedBlocks, digest_bytes
 from manifests.safetensors import parse_header
 from manifests.schema import AuxiliaryFile
-from reshard.copy.destination import UploadPlan
 from reshard.copy.engine import InOrder, WriteOptions, WrittenShard
+from reshard.copy.parallelism import UploadPlan
 from reshard.plans.pack_plan import OutputShard
 from stores.base import Blocks, InputFile
 from stores.objects.lock import FindOwnedObjects, Wanted, objects_of_manifest
@@ -90,8 +90,8 @@ class BucketTarget:
             with readers:
                 digests = source.hash_and_keep()
         elif shard.with_digests:
-            found = iter(source.hash(before))
-            digests = DigestTable.of(origin.digest or next(found) for origin in shard.origins)
+            computed = iter(source.hash(before))
+            digests = DigestTable.of(origin.digest or next(computed) for origin in shard.origins)
         blocks = HashedBlocks(shard.header_blocks(digests))
         writer = self.objects.writer(path, shard.nbytes, blocks, plan.uploads.num_parts(shard.nbytes))
         source.write(writer, digests)
@@ -104,10 +104,10 @@ class BucketTarget:
         header = self.objects.completed(path, shard.nbytes, shard.header_nbytes)
         if header is None or not shard.with_digests:
             return header if header == shard.header else None
-        found = parse_header(header[8:], data_nbytes=shard.nbytes - len(header), where=path)
-        if found.tensors.names != [origin.name for origin in shard.origins]:
+        parsed = parse_header(header[8:], data_nbytes=shard.nbytes - len(header), where=path)
+        if parsed.tensors.names != [origin.name for origin in shard.origins]:
             return None
-        digests = found.digest_table(path)
+        digests = parsed.digest_table(path)
         is_known = all(origin.digest in (None, digest) for origin, digest in zip(shard.origins, digests, strict=True))
         return header if is_known and b"".join(shard.header_blocks(digests)) == header else None
 

@@ -1,32 +1,37 @@
-"""Where an output is written: a folder here, a bucket in `reshard.copy.bucket`. Both appear atomically."""
+"""Where an output is written: a folder here, a bucket in `reshard.copy.bucket`. Both appear atomically.
+
+After a failure verified data is kept, and the same command resumes from it. Before the commit, the files that the
+output was made from are checked for changes.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from manifests.errors import OutputError, Parameter, SourceError, UsageError
+from manifests.errors import OutputError, Parameter, SourceError, UsageError, UserError
+from manifests.invariants import MANIFEST_NAME
 from manifests.schema import AuxiliaryFile
 from manifests.store import write_file
-from reshard.copy.engine import WriteOptions, WrittenShard, is_remote, write_shards
-from reshard.copy.journal import Journal, is_working_name
-from reshard.copy.parallelism import Parallelism, Uploads
+from reshard.copy.engine import WriteOptions, WrittenShard, write_shards
+from reshard.copy.journal import JOURNAL_NAME, Journal, is_working_name, plan_key
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
-from reshard.tensors.read_together import read_together
-from reshard.tensors.slices import pieces_of
+from reshard.tensors.checksums import stored_file
+from reshard.tensors.lazy import WOULD_OVERFLOW, DerivedFile, read_together
 from stores.address import is_inside, is_url, place_of
-from stores.base import Blocks, InputFile
-from stores.bundles import TensorAt
+from stores.base import HUB_MISMATCH, SOURCE_CHANGED, Blocks, InputFile
+from stores.folders.owned import FindOwned, files_of_manifest
+from stores.folders.publish import partial_of, publishing
 from stores.local import LocalFile
 from stores.open import Address
-from stores.prefetch import STREAM_NBYTES, RemoteFile
 
-_MANY_STREAMS = 128
-_LEAST_STREAM_NBYTES = 2 << 20
+if TYPE_CHECKING:
+    from stores.objects.lock import FindOwnedObjects
 
 
 class Target(Protocol):
@@ -146,64 +151,6 @@ class FolderTarget:
         self.put(name, data)  # the folder loses its journal later, as it gets its name
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UploadPlan:
-    """How shards are uploaded: how many at a time, and the memory for reading a remote source meanwhile.
-
-    A shard's header comes first, and has its digests. Shards that are `kept` stay in memory from the reading that
-    computes these until they are sent, while the next `num_readers` are read, half of them if not all fit at a time;
-    otherwise, tensors without a known digest are read twice.
-    """
-
-    uploads: Uploads
-    reading: Parallelism
-    num_readers: int
-    is_kept: bool = False
-
-    @property
-    def stream_nbytes(self) -> int:
-        """The memory for each request: shorter ones where a few shards are read whole, each as fast as can be."""
-        share = self.reading.memory_nbytes // _MANY_STREAMS
-        return min(STREAM_NBYTES, max(_LEAST_STREAM_NBYTES, share)) if self.is_kept else STREAM_NBYTES
-
-    @classmethod
-    def of(cls, shards: Sequence[OutputShard], parallelism: Parallelism) -> UploadPlan:
-        sizes = [shard.nbytes for shard in shards]
-        if _can_be_kept(shards) and (kept := parallelism.uploads_of_kept(sizes)):
-            is_one_round = kept.num_objects == len(shards)
-            num_readers = kept.num_objects if is_one_round else (kept.num_objects + 1) // 2
-            reading = parallelism.within(num_readers * max(sizes))
-            return cls(uploads=kept, reading=reading, num_readers=num_readers, is_kept=True)
-        if is_remote(origin for shard in shards for origin in shard.origins):
-            parallelism = parallelism.within(parallelism.memory_nbytes // 2)
-        uploads = parallelism.uploads_of(sizes)
-        return cls(uploads=uploads, reading=parallelism, num_readers=uploads.num_objects)
-
-    def read_before(self, shard: OutputShard) -> list[TensorAt]:
-        """Return the tensors of a shard that are read twice."""
-        return [] if self.is_kept else without_digest(shard)
-
-
-def read_twice(shards: Sequence[OutputShard], out: Address, parallelism: Parallelism) -> list[TensorAt]:
-    """Return the tensors that are read twice when `shards` are written to `out`."""
-    if not is_url(out):
-        return []
-    plan = UploadPlan.of(shards, parallelism)
-    return [tensor for shard in shards for tensor in plan.read_before(shard)]
-
-
-def _can_be_kept(shards: Sequence[OutputShard]) -> bool:
-    """Return whether shards must be hashed before they are sent, and all of them are fetched in planned requests."""
-    origins = (origin for shard in shards for origin in shard.origins)
-    files = {type(piece.file): piece.file for origin in origins for piece in pieces_of(origin)}
-    return any(map(without_digest, shards)) and all(isinstance(file, RemoteFile) for file in files.values())
-
-
-def without_digest(shard: OutputShard) -> list[TensorAt]:
-    """Return the tensors to hash before a shard is uploaded, since its header comes first and has their digests."""
-    return [origin for origin in shard.origins if origin.blake3 is None] if shard.with_digests else []
-
-
 def copy_files(files: Sequence[AuxiliaryAt], target: Target) -> tuple[AuxiliaryFile, ...]:
     """Copy auxiliary files byte for byte, verifying known digests.
 
@@ -217,3 +164,122 @@ def copy_files(files: Sequence[AuxiliaryAt], target: Target) -> tuple[AuxiliaryF
             raise SourceError(str(item.file), problem, "leave the file out", code="source.reserved-name")
     read = read_together([item.file for item in files])
     return tuple(target.copy(item.path, file, item.digest) for item, file in zip(files, read, strict=True))
+
+
+def check_unchanged(shards: Iterable[OutputShard], auxiliary: Iterable[AuxiliaryAt]) -> None:
+    """Refuse to commit an output if local files that it was made from were changed while they were read.
+
+    Files of other stores are compared with their etag at every read.
+
+    Raises:
+        SourceError: a file was changed, replaced or removed.
+    """
+    files = dict.fromkeys(origin.file for shard in shards for origin in shard.origins)
+    for file in dict.fromkeys(_all_of((*files, *(item.file for item in auxiliary)))):
+        if isinstance(file := stored_file(file), LocalFile):
+            file.check_unchanged()
+
+
+def _all_of(files: Iterable[InputFile]) -> Iterator[InputFile]:
+    for file in files:
+        if isinstance(file, DerivedFile):
+            yield from _all_of(origin.file for origin in file.origins)
+        else:
+            yield file
+
+
+# Errors after which a plan cannot be resumed: its output may be of two models, or useless.
+_FATAL = (HUB_MISMATCH, SOURCE_CHANGED, WOULD_OVERFLOW)
+
+_RESUME = "run the same command again to resume"
+
+
+@contextmanager
+def open_target(
+    out: Address,
+    shards: Sequence[OutputShard],
+    *,
+    force: bool,
+    find_owned: FindOwned = files_of_manifest,
+    find_owned_objects: FindOwnedObjects | None = None,  # None: those of a manifest
+    wanted: Collection[str] = (),
+    last: str = MANIFEST_NAME,
+) -> Iterator[Target]:
+    """Yield a target to write `shards` to, which becomes the output when the block succeeds.
+
+    If it fails, verified data is kept for the next run of the same plan, unless the error is one after which the plan
+    cannot be resumed. With `force`, an existing output is replaced: in a folder the files that `find_owned`
+    returns, in one step; in a bucket the objects that `find_owned_objects` returns (see `stores.objects.output`). Other
+    files that would be overwritten by the `wanted` ones are refused.
+
+    Raises:
+        OutputError: `out` exists and may not be replaced, is being written by another process, or cannot be written.
+    """
+    key, begun = plan_key(shards), False
+    if is_url(out):
+        from reshard.copy.bucket import open_prefix  # clients of object stores
+
+        paths = {shard.path for shard in shards}
+        small = {*wanted} - paths
+        with open_prefix(out, paths, small, last=last, force=force, plan=key, find_owned=find_owned_objects) as prefix:
+            try:
+                with _discarded_if_fatal(prefix.objects.forget):
+                    yield prefix
+            except BaseException as error:
+                if prefix.objects.is_resumable:
+                    _add_hint(error, f"completed objects are kept in {out}; {_RESUME}")
+                raise
+        return
+
+    def is_resumable(folder: Path) -> bool:
+        return Journal(folder, key).has_work
+
+    try:
+        with publishing(
+            Path(out),
+            force=force,
+            find_owned=find_owned,
+            wanted=wanted,
+            outlives_errors=True,
+            is_resumable=is_resumable,
+        ) as folder:
+            journal, begun = Journal(folder, key), True
+            keep_only(folder, {JOURNAL_NAME, *(shard.path for shard in shards)})
+            journal.begin({*wanted, *(shard.path for shard in shards)})
+            with _discarded_if_fatal(journal.forget):
+                yield FolderTarget(folder, journal)
+    except BaseException as error:
+        partial = partial_of(Path(out))
+        if begun and Journal(partial, key).has_work:
+            _add_hint(error, f"verified data is kept in {partial}; {_RESUME}")
+        raise
+
+
+def keep_only(folder: Path, names: Collection[str]) -> None:
+    """Remove everything from a folder but these files."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() and not path.is_symlink():
+            path.chmod(0o700 | path.stat().st_mode)
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir() and not path.is_symlink():
+            with suppress(OSError):  # not empty
+                path.rmdir()
+        elif path.relative_to(folder).as_posix() not in names:
+            path.unlink()
+
+
+@contextmanager
+def _discarded_if_fatal(discard: Callable[[], None]) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        if error.code in _FATAL:
+            discard()
+        raise
+
+
+def _add_hint(error: BaseException, hint: str) -> None:
+    if isinstance(error, UserError):
+        error.hint = f"{error.hint}; {hint}" if error.hint else hint
+    else:
+        error.add_note(hint)  # of an interrupt, which the command prints

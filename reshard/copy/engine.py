@@ -7,24 +7,26 @@ tensors of a run, and what `Parallelism` allows to requests if the source is rem
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from manifests.digest import DigestTable, HashedBlocks
-from reshard.copy.ahead import Ahead, Taken
 from reshard.copy.direct_io import Io, OutputFile
 from reshard.copy.journal import Journal
 from reshard.copy.parallelism import Parallelism
-from reshard.copy.runs import ByteCounter, Output, Run, copy_run, on_disk, split_run
-from reshard.copy.team import SharedRun, with_teams
+from reshard.copy.runs import ByteCounter, Output, Run, SharedRun, copy_run, is_remote, on_disk, split_run, with_teams
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import check_digest
+from reshard.tensors.slices import pieces_of
+from stores.base import InputFile
 from stores.bundles import TensorAt
-from stores.prefetch import Prefetcher, RemoteFile
+from stores.prefetch import Lane, PlannedReader, Prefetcher
 from stores.workers import Take, share_out
 
 _MAX_OPEN = 128  # output files open at a time
@@ -72,12 +74,6 @@ def write_shards(
     return tuple(written)
 
 
-def is_remote(tensors: Iterable[TensorAt]) -> bool:
-    """Return whether any of the tensors are fetched over a network."""
-    one_of_each_type = {type(tensor.file): tensor.file for tensor in tensors}
-    return any(isinstance(file, RemoteFile) for file in one_of_each_type.values())
-
-
 def hash_tensors(tensors: Sequence[TensorAt], progress: ByteCounter = lambda nbytes: None) -> DigestTable:
     """Return the hex digest of each tensor's bytes; known digests are ignored."""
     return _execute(tuple(split_run(Run(tensors, 0, verifies=False))), len(tensors), WriteOptions(progress=progress))
@@ -108,9 +104,9 @@ class InOrder:
         """
         for run, _, readers in self._ahead:
             run = replace(run, output=output, is_hashed=self._is_hashed)
-            found = DigestTable(copy_run(run, readers, self.progress, self._prefetcher.stop))
+            written = DigestTable(copy_run(run, readers, self.progress, self._prefetcher.stop))
             if digests is not None and not self._is_hashed:
-                for tensor, digest, expected in zip(run.tensors, found, digests[run.first :], strict=False):
+                for tensor, digest, expected in zip(run.tensors, written, digests[run.first :], strict=False):
                     check_digest(tensor, digest, expected)
 
     def _hash(self, ahead: Iterable[Taken], progress: ByteCounter, *, verifies: bool = False) -> DigestTable:
@@ -168,10 +164,10 @@ def _execute(runs: Sequence[Run], num_tensors: int, options: WriteOptions) -> Di
             for taken in Ahead(take, prefetcher, of_thread_nbytes, options.journal):
                 if stop.is_set():
                     return
-                found = _copy_or_reuse(taken, options, stop)
-                if found is None:  # others of its team have not finished, or have done it all
+                of_run = _copy_or_reuse(taken, options, stop)
+                if of_run is None:  # others of its team have not finished, or have done it all
                     continue
-                digests.put(taken.run.first, found)
+                digests.put(taken.run.first, of_run)
                 if not stop.is_set():
                     options.written(taken.run)
 
@@ -185,15 +181,73 @@ def _copy_or_reuse(taken: Taken, options: WriteOptions, stop: threading.Event) -
 
     Return its digests, or None if another thread of its team does.
     """
-    run, known, readers = taken
+    run, recorded, readers = taken
     output, journal, team = run.output, options.journal, run.team if isinstance(run, SharedRun) else None
-    if known is not None:
+    if recorded is not None:
         if team is not None and not team.lead():
             return None
-        if isinstance(output, OutputFile) and copy_run(on_disk(run, output), {}, options.progress, stop) == known:
-            return known
+        if isinstance(output, OutputFile) and copy_run(on_disk(run, output), {}, options.progress, stop) == recorded:
+            return recorded
         team = None
     digests = copy_run(run, readers, options.progress, stop) if team is None else team.help(options.progress, stop)
     if digests is not None and journal is not None and isinstance(output, OutputFile) and not stop.is_set():
         journal.record(output.path.relative_to(journal.folder).as_posix(), run.position, digests)
     return digests
+
+
+class Taken(NamedTuple):
+    """A run that a thread has taken.
+
+    `digests` are those of what an interrupted run of the command has written of it, `readers` those of remote files.
+    """
+
+    run: Run
+    digests: bytes | None
+    readers: Mapping[InputFile, PlannedReader]
+
+
+class Ahead:
+    """Takes runs as long as the thread's share of the memory has room for their requests; yields them in order.
+
+    They are expected to be of `nbytes` in all.
+    """
+
+    def __init__(self, take: Take[Run], prefetcher: Prefetcher, nbytes: int, journal: Journal | None = None) -> None:
+        self._take, self._journal = take, journal
+        self._lane = Lane(prefetcher, self._more, nbytes)
+        self._taken = deque[Taken]()
+
+    def __iter__(self) -> Iterator[Taken]:
+        while self._taken or self._take_one() is not None:
+            self._lane.fill()
+            yield self._taken.popleft()
+
+    def read_before(self) -> Iterator[Taken]:
+        """Yield all runs, with readers that keep the bytes in memory, from where `__iter__` reads them again."""
+        while self._take_one() is not None:
+            pass
+        self._lane.fill()
+        for run, digests, readers in tuple(self._taken):
+            yield Taken(run, digests, {file: reader.keeping() for file, reader in readers.items()})
+
+    def _more(self) -> bool:
+        """Take another run, unless the last is one of local files alone; return whether yet another may follow."""
+        if self._taken and self._taken[-1].digests is None and not self._taken[-1].readers:
+            return False  # what nobody needs ahead is left to other threads
+        taken = self._take_one()
+        return taken is not None and bool(taken.readers)
+
+    def _take_one(self) -> Taken | None:
+        run = self._take()
+        if run is None:
+            return None
+        digests = _digests_in(self._journal, run)
+        ranges = ((piece.file, piece.begin, piece.end) for tensor in run.tensors for piece in pieces_of(tensor))
+        self._taken.append(Taken(run, digests, self._lane.plan(ranges) if digests is None else {}))
+        return self._taken[-1]
+
+
+def _digests_in(journal: Journal | None, run: Run) -> bytes | None:
+    if journal is None or not isinstance(run.output, OutputFile):
+        return None
+    return journal.digests(run.output.path.relative_to(journal.folder).as_posix(), run.position)

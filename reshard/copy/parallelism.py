@@ -1,4 +1,4 @@
-"""How many threads and requests copy at a time."""
+"""How many threads and requests copy at a time, and how many objects are uploaded."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from reshard.copy.runs import is_remote
+from reshard.plans.pack_plan import OutputShard
+from reshard.tensors.slices import pieces_of
+from stores.address import is_url
+from stores.bundles import TensorAt
 from stores.objects.uplink import NUM_PARTS, part_nbytes
-from stores.prefetch import MEMORY_NBYTES, STREAM_NBYTES, Prefetcher
+from stores.open import Address
+from stores.prefetch import MEMORY_NBYTES, STREAM_NBYTES, Prefetcher, RemoteFile
 from stores.workers import threads_for_ranks
+
+_MANY_STREAMS = 128
+_LEAST_STREAM_NBYTES = 2 << 20
 
 _MOST_SENT_NBYTES = 512 << 20  # in parts at a time: on a link of less than 1 MiB/s, each would count as stalled
 
@@ -114,3 +123,61 @@ class Parallelism:
     def add(self, prefetcher: Prefetcher) -> None:
         """Record what a prefetcher used."""
         self.used.num_streams = max(self.used.num_streams, prefetcher.most_running)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UploadPlan:
+    """How shards are uploaded: how many at a time, and the memory for reading a remote source meanwhile.
+
+    A shard's header comes first, and has its digests. Shards that are `kept` stay in memory from the reading that
+    computes these until they are sent, while the next `num_readers` are read, half of them if not all fit at a time;
+    otherwise, tensors without a known digest are read twice.
+    """
+
+    uploads: Uploads
+    reading: Parallelism
+    num_readers: int
+    is_kept: bool = False
+
+    @property
+    def stream_nbytes(self) -> int:
+        """The memory for each request: shorter ones where a few shards are read whole, each as fast as can be."""
+        share = self.reading.memory_nbytes // _MANY_STREAMS
+        return min(STREAM_NBYTES, max(_LEAST_STREAM_NBYTES, share)) if self.is_kept else STREAM_NBYTES
+
+    @classmethod
+    def of(cls, shards: Sequence[OutputShard], parallelism: Parallelism) -> UploadPlan:
+        sizes = [shard.nbytes for shard in shards]
+        if _can_be_kept(shards) and (uploads := parallelism.uploads_of_kept(sizes)):
+            is_one_round = uploads.num_objects == len(shards)
+            num_readers = uploads.num_objects if is_one_round else (uploads.num_objects + 1) // 2
+            reading = parallelism.within(num_readers * max(sizes))
+            return cls(uploads=uploads, reading=reading, num_readers=num_readers, is_kept=True)
+        if is_remote(origin for shard in shards for origin in shard.origins):
+            parallelism = parallelism.within(parallelism.memory_nbytes // 2)
+        uploads = parallelism.uploads_of(sizes)
+        return cls(uploads=uploads, reading=parallelism, num_readers=uploads.num_objects)
+
+    def read_before(self, shard: OutputShard) -> list[TensorAt]:
+        """Return the tensors of a shard that are read twice."""
+        return [] if self.is_kept else without_digest(shard)
+
+
+def read_twice(shards: Sequence[OutputShard], out: Address, parallelism: Parallelism) -> list[TensorAt]:
+    """Return the tensors that are read twice when `shards` are written to `out`."""
+    if not is_url(out):
+        return []
+    plan = UploadPlan.of(shards, parallelism)
+    return [tensor for shard in shards for tensor in plan.read_before(shard)]
+
+
+def _can_be_kept(shards: Sequence[OutputShard]) -> bool:
+    """Return whether shards must be hashed before they are sent, and all of them are fetched in planned requests."""
+    origins = (origin for shard in shards for origin in shard.origins)
+    files = {type(piece.file): piece.file for origin in origins for piece in pieces_of(origin)}
+    return any(map(without_digest, shards)) and all(isinstance(file, RemoteFile) for file in files.values())
+
+
+def without_digest(shard: OutputShard) -> list[TensorAt]:
+    """Return the tensors to hash before a shard is uploaded, since its header comes first and has their digests."""
+    return [origin for origin in shard.origins if origin.blake3 is None] if shard.with_digests else []

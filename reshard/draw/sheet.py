@@ -110,11 +110,11 @@ def sheet_of(planned: PlanResult, theme: Theme, *, header: bool = True) -> Figur
     height = top + stages + _BELOW_STAGES + rows + _BELOW_RANKS
     figure = Figure(figsize=(_WIDTH, height))
     _write_header(figure, lines, height)
-    inner, left = _WIDTH - _LEFT - _RIGHT, _LEFT
+    inner, x = _WIDTH - _LEFT - _RIGHT, _LEFT
     draw_stages(_place(figure, _LEFT, height - top - stages, inner, stages), planned, theme)
     for draw, share in zip((draw_schedule, draw_work, draw_memory), _SHARES, strict=True):
-        draw(_place(figure, left, _BELOW_RANKS, share * inner - _GAP, rows), planned.forecast, theme)
-        left += share * inner + (_GAP / 2)
+        draw(_place(figure, x, _BELOW_RANKS, share * inner - _GAP, rows), planned.forecast, theme)
+        x += share * inner + (_GAP / 2)
     return figure
 
 
@@ -145,10 +145,10 @@ def _rows_height(num_ranks: int) -> float:
     return 0.26 * num_ranks if num_ranks <= 32 else 8.0
 
 
-def _place(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
+def _place(figure: Figure, x: float, y: float, width: float, height: float) -> Axes:
     """Add axes, placed in inches."""
     wide, high = figure.get_size_inches()
-    return figure.add_axes((left / wide, bottom / high, width / wide, height / high))
+    return figure.add_axes((x / wide, y / high, width / wide, height / high))
 
 
 def _write_header(figure: Figure, lines: Sequence[tuple[str, str, float, str]], height: float) -> None:

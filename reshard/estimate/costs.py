@@ -121,26 +121,26 @@ def parse_times(text: bytes, where: str) -> dict[str, ModuleTime]:
     modules = _object(document.get("modules"), f"{where}: modules")
     return {
         module: ModuleTime(
-            forward=_seconds(found, "forward_s", f"{where}: modules[{module!r}]"),
-            backward=_seconds(found, "backward_s", f"{where}: modules[{module!r}]"),
+            forward=_seconds(times, "forward_s", f"{where}: modules[{module!r}]"),
+            backward=_seconds(times, "backward_s", f"{where}: modules[{module!r}]"),
         )
-        for module, found in modules.items()
+        for module, times in modules.items()
     }
 
 
 def _seconds(entry: object, name: str, where: str) -> float:
-    found = _object(entry, where).get(name)
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 <= found <= sys.float_info.max:
+    seconds = _object(entry, where).get(name)
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds <= sys.float_info.max:
         raise InputError(
-            f"{where}.{name}", f"expected seconds, 0 or more, found {str(found)[:80]}", code="options.cost-file"
+            f"{where}.{name}", f"expected seconds, 0 or more, found {str(seconds)[:80]}", code="options.cost-file"
         )
-    return float(found)
+    return float(seconds)
 
 
-def _object(found: object, where: str) -> Mapping[str, object]:
-    if not isinstance(found, dict):
-        raise InputError(where, f"expected an object, found {kind_of(found)}", code="options.cost-file")
-    return found
+def _object(value: object, where: str) -> Mapping[str, object]:
+    if not isinstance(value, dict):
+        raise InputError(where, f"expected an object, found {kind_of(value)}", code="options.cost-file")
+    return value
 
 
 def _some(names: Iterable[str]) -> str:

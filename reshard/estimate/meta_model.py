@@ -104,7 +104,7 @@ def build(architecture: str, config: Mapping[str, object]) -> tuple[dict[str, An
             state.pop(replica, None)
     files = revert_weight_conversion(model, state)
     document = {**model.config.to_dict(), "architectures": [architecture]}
-    return json.loads(json.dumps(document, default=str)), {name: tuple(each.shape) for name, each in files.items()}
+    return json.loads(json.dumps(document, default=str)), {name: tuple(tensor.shape) for name, tensor in files.items()}
 
 
 def main() -> None:

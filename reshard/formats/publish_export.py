@@ -9,9 +9,7 @@ from pathlib import Path
 
 from manifests.errors import OutputError, Parameter
 from reshard.copy.bucket import BucketTarget
-from reshard.copy.destination import FolderTarget, check_apart, copy_files
-from reshard.copy.resumable import open_target
-from reshard.copy.unchanged import check_unchanged
+from reshard.copy.destination import FolderTarget, check_apart, check_unchanged, copy_files, open_target
 from reshard.formats.exported import files_of_export, record_export
 from reshard.formats.exported_objects import objects_of_export, record_exported_objects
 from reshard.formats.table import ExportOptions, ExportResult

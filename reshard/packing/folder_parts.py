@@ -24,8 +24,7 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
 from manifests.schema import Manifest
 from manifests.store import open_shard, read_small_file, write_file, write_manifest
-from reshard.copy.destination import FolderTarget
-from reshard.copy.resumable import keep_only
+from reshard.copy.destination import FolderTarget, keep_only
 from reshard.packing.parts_place import OF_PART, FileFacts, Merged
 from stores.base import check_whole
 from stores.folders.owned import RECORD_NAME, files_in, files_of_manifest

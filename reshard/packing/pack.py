@@ -13,10 +13,8 @@ from manifests.errors import Parameter, SourceError
 from manifests.index import INDEX_NAME, index_blocks
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.schema import AuxiliaryFile, Layout, Manifest, Model, Shard, Stage
-from reshard.copy.destination import FolderTarget, Target, copy_files
+from reshard.copy.destination import FolderTarget, Target, check_unchanged, copy_files, open_target
 from reshard.copy.engine import WrittenShard, hash_tensors
-from reshard.copy.resumable import open_target
-from reshard.copy.unchanged import check_unchanged
 from reshard.packing.hub_check import HubCheck
 from reshard.packing.options import PackOptions
 from reshard.packing.result import PackResult

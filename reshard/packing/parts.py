@@ -25,10 +25,9 @@ from manifests.invariants import SOURCE_NAME, check_manifest
 from manifests.jsontext import parse_json_object
 from manifests.schema import Manifest, Shard
 from manifests.store import read_small_file
+from reshard.copy.destination import check_unchanged, open_target
 from reshard.copy.engine import WriteOptions, WrittenShard
 from reshard.copy.journal import plan_key
-from reshard.copy.resumable import open_target
-from reshard.copy.unchanged import check_unchanged
 from reshard.packing.options import PackOptions
 from reshard.packing.pack import (
     Written,

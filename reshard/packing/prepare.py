@@ -8,7 +8,8 @@ from pathlib import Path
 
 from manifests.errors import Parameter
 from manifests.index import MOST_READ_HEADER_NBYTES
-from reshard.copy.destination import check_apart, read_twice
+from reshard.copy.destination import check_apart
+from reshard.copy.parallelism import read_twice
 from reshard.copy.progress import Progress, counting
 from reshard.estimate.assumptions import Assumptions
 from reshard.formats.open import open_described

@@ -25,11 +25,10 @@ from manifests.schema import WEIGHTS, Holds, TieGroup, TieMember
 from manifests.slices import Slice, slice_metadata
 from reshard.estimate.costs import params_of
 from reshard.layouts.model import StageLayout
-from reshard.tensors.checkpoint import Checkpoint
+from reshard.tensors.checkpoint import Checkpoint, as_objects
 from reshard.tensors.lazy import stored_nbytes
 from reshard.tensors.slices import slices_of
 from reshard.tensors.source_index import KeptText
-from reshard.tensors.tensor_map import as_objects
 from stores.bundles import TensorAt
 
 
@@ -51,20 +50,20 @@ class GivenHeader:
     `order` numbers its tensors by their offsets; None: they are in that order.
     """
 
-    kept: KeptText | None
+    header_text: KeptText | None
     order: tuple[int, ...] | None
 
     @classmethod
     def of(cls, text: KeptText, entries: Sequence[TensorEntry]) -> GivenHeader:
         is_ordered = in_data_order(entries) is entries
         order = None if is_ordered else sorted(range(len(entries)), key=lambda n: (entries[n].begin, entries[n].end))
-        return cls(kept=text, order=order if order is None else tuple(order))
+        return cls(header_text=text, order=order if order is None else tuple(order))
 
     @property
     def header(self) -> bytes:
-        if self.kept is None:
+        if self.header_text is None:
             return b""
-        text = self.kept.text
+        text = self.header_text.text
         return len(text).to_bytes(LENGTH_NBYTES, "little") + text
 
 
@@ -95,8 +94,8 @@ class OutputShard:
     def entries(self) -> Sequence[TensorEntry]:
         if self.given is None:
             return layout_tensors(_kinds_of(self.origins))
-        assert self.given.kept is not None, "of safetensors files"
-        return parse_header(self.given.kept.text, data_nbytes=None, where=self.path).tensors
+        assert self.given.header_text is not None, "of safetensors files"
+        return parse_header(self.given.header_text.text, data_nbytes=None, where=self.path).tensors
 
     @property
     def header(self) -> bytes:
@@ -229,7 +228,7 @@ def plan_pack(checkpoint: Checkpoint, layout: StageLayout, sharding: Sharding | 
 
 def without_header(path: str, tensors: Sequence[TensorAt]) -> OutputShard:
     """Plan a file of these bytes alone, one after the other."""
-    given = GivenHeader(kept=None, order=None)
+    given = GivenHeader(header_text=None, order=None)
     return OutputShard(path=path, origins=tuple(tensors), header_nbytes=0, given=given)
 
 
@@ -263,7 +262,7 @@ def _in_root(
 ) -> list[list[OutputShard]]:
     """Return each stage's shards of whole weights, numbered over all stages; `replicas` are in a shard of their own."""
     runs = [
-        split_by_size((each for each in tensors if each.name not in replicas), _nbytes_of, sharding.max_nbytes)
+        split_by_size((tensor for tensor in tensors if tensor.name not in replicas), _nbytes_of, sharding.max_nbytes)
         for tensors in weights
     ]
     shards = [[shard for run in of_stage for shard in lay_out_readable(run)] for of_stage in runs]

@@ -118,7 +118,7 @@ def _check_names(checkpoint: Checkpoint) -> None:
 
 
 def _spans(here: Mapping[str, Sequence[Range]], numbers: Mapping[str, int]) -> list[Span]:
-    merged = sorted((numbers[name], begin, end) for name, found in here.items() for begin, end in merge_ranges(found))
+    merged = sorted((numbers[name], begin, end) for name, ranges in here.items() for begin, end in merge_ranges(ranges))
     return [Span(file=number, begin=begin, end=end) for number, begin, end in merged]
 
 

@@ -36,11 +36,11 @@ def combined_crc(first: int, second: int, second_nbytes: int) -> int:
     return _product(_shift(second_nbytes), first) ^ second
 
 
-def bad_checksum(file: InputFile, name: str, begin: int, expected: int, found: int) -> SourceError:
+def bad_checksum(file: InputFile, name: str, begin: int, expected: int, crc: int) -> SourceError:
     """Return the error for a record whose bytes are not those that were written."""
     return SourceError(
         f"{file}: record {name[:80]!r} at byte {begin}",
-        f"expected CRC-32 {expected:08x}, found {found:08x}",
+        f"expected CRC-32 {expected:08x}, found {crc:08x}",
         "the file is damaged; copy or download it again, or save the checkpoint again",
         code="source.checksum-mismatch",
     )
@@ -65,19 +65,19 @@ class _Record:
 
     def gaps(self, begin: int, end: int) -> list[Range]:
         """Return the parts of a range that were not read."""
-        found = []
+        gaps = []
         for piece in self.pieces:
             if piece.begin >= end:
                 break
             if piece.end > begin:
                 if piece.begin > begin:
-                    found.append((begin, piece.begin))
+                    gaps.append((begin, piece.begin))
                 begin = piece.end
-        return [*found, (begin, end)] if begin < end else found
+        return [*gaps, (begin, end)] if begin < end else gaps
 
     def reserve(self, begin: int, end: int) -> list[tuple[_Piece, int, int]]:
         """Return the parts of a range that were not read, each with the piece that it extends or is."""
-        found = []
+        parts = []
         for first, last in self.gaps(begin, end):
             at = bisect_left(self.pieces, first, key=attrgetter("begin"))
             piece = self.pieces[at - 1] if at else None
@@ -86,8 +86,8 @@ class _Record:
             else:
                 piece = _Piece(first, last)
                 self.pieces.insert(at, piece)
-            found.append((piece, first, last))
-        return found
+            parts.append((piece, first, last))
+        return parts
 
     def fill(self, piece: _Piece, crc: int) -> bool:
         """Set the CRC of a reserved piece; return whether it was the last one of the record."""
@@ -148,8 +148,8 @@ class RecordedFile:
                 crc = crc32(data[first - position : last - position], piece.before)
                 with self._lock:
                     is_complete = record.fill(piece, crc)
-                if is_complete and (found := record.pieces[0].crc or 0) != record.crc:
-                    raise bad_checksum(self.stored, record.name, record.begin, record.crc, found)
+                if is_complete and (read_crc := record.pieces[0].crc or 0) != record.crc:
+                    raise bad_checksum(self.stored, record.name, record.begin, record.crc, read_crc)
 
     def complete(self, begin: int, end: int) -> None:
         """Read what was not read of records of which a range is a part, so that they are compared.

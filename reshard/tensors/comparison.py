@@ -1,12 +1,20 @@
-"""Compare what is expected with what a checkpoint has, by name. Pure; each verb asks its own questions of it."""
+"""Compare what is expected with what a checkpoint has, by name; and law 1, coverage: exactly the tensors of a model.
+
+Pure; each command asks its own questions of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from manifests.models import ModelShape
+from manifests.errors import InputError, Parameter, SourceError
+from manifests.models import ModelShape, StoredTensors, module_of
+from manifests.models.catalogue import entry_of
+from manifests.models.config import CONFIG_NAME
+from reshard.formatting import count_of, some
+from reshard.tensors.checkpoint import TensorMap
 from stores.bundles import TensorAt
 
 _Expected = TypeVar("_Expected")
@@ -67,3 +75,99 @@ def other_kind(expected: TensorAt, actual: TensorAt) -> str:
     """Return the problem of a tensor of another dtype or shape than expected."""
     wanted, kind = (f"{tensor.dtype} {list(tensor.shape)}" for tensor in (expected, actual))
     return f"expected {wanted} ({expected.file}), found {kind}"
+
+
+def stored_in(tensors: Mapping[str, TensorAt], where: str) -> StoredTensors:
+    """Return the names and shapes of tensors, for an architecture that only they and the catalogue describe."""
+    return StoredTensors(tensors={name: tensor.shape for name, tensor in tensors.items()}, where=where)
+
+
+def shared_shape(shape: ModelShape, like: ModelShape | None) -> ModelShape:
+    """Return `like` if a shape is equal to it: the names of a million tensors take 140 MB."""
+    return like if like == shape else shape
+
+
+def without_absent(shape: ModelShape, tensors: Collection[str]) -> ModelShape:
+    """Return the shape without optional modules (such as MTP layers) of which no tensor is stored."""
+    if not shape.optional:
+        return shape
+    stored = {module_of(fqn, shape.optional) for fqn in tensors}
+    return shape.without(shape.optional.difference(module for module in stored if module))
+
+
+def trained_part(shape: ModelShape) -> ModelShape:
+    """Return the shape of the parameters alone, which is that of each kind of optimizer state."""
+    untrained = shape.untrained_suffixes or ("\0",)
+    parameters = {fqn: dims for fqn, dims in shape.tensors.items() if not fqn.endswith(untrained)}
+    return replace(shape, tensors=parameters, ignored_suffixes=())
+
+
+def check_coverage(
+    tensors: Mapping[str, TensorAt], shape: ModelShape, where: str, dropped: frozenset[str] = frozenset()
+) -> None:
+    """Raise unless the tensors are exactly those of the model, with the shapes of the config."""
+    coverage = compare_with_shape(tensors, shape)
+    if missing := coverage.missing:
+        raise SourceError(
+            where,
+            f"missing {count_of(missing, 'tensor')} of the model: {some(missing)}",
+            f"remove {Parameter('drop')}, which is for tensors that the model does not need"
+            if not dropped.isdisjoint(missing)
+            else "the checkpoint is incomplete; download it again",
+            code="source.missing-tensor",
+        )
+    if unknown := coverage.unexpected:
+        raise SourceError(
+            where,
+            f"found {count_of(unknown, 'tensor')} that {shape.architecture} does not have: {some(unknown)}",
+            _hint_for_unknown(shape.architecture, unknown[0]),
+            code="source.unknown-tensor",
+        )
+    for fqn in coverage.different:
+        tensor = tensors[fqn]
+        raise SourceError(
+            f"{tensor.file}: {fqn!r}.shape",
+            f"expected {list(shape.tensors[fqn])} ({CONFIG_NAME}), found {list(tensor.shape)}",
+            "download weights and config from one revision",
+            code="source.shape-mismatch",
+        )
+
+
+def _hint_for_unknown(architecture: str, fqn: str) -> str:
+    """Return what to do about a tensor that the model does not have: not to drop what it has with another config."""
+    entry, hint = entry_of(architecture), "download weights and config from one revision"
+    return hint if entry is not None and entry.has(fqn) else f"{hint}, or use {Parameter('drop', [fqn])}"
+
+
+def drop_tensors(
+    tensors: MutableMapping[str, TensorAt], drop: frozenset[str], shape: ModelShape | None
+) -> tuple[str, ...]:
+    """Remove the tensors and modules in `drop`, and return its names in files."""
+    if not drop:
+        return ()
+    stored = {shape.fqn_of(name): name for name in tensors} if shape else {}
+    names = []
+    for dropped in sorted(drop):
+        name = dropped if dropped in tensors else stored.get(dropped)
+        matches = [name] if name else [below for below in tensors if below.startswith(f"{dropped}.")]
+        if not matches:
+            raise InputError(
+                Parameter("drop"), f"the source has no tensor or module {dropped!r}", code="options.unknown-drop"
+            )
+        for match in matches:
+            del tensors[match]
+        names += matches
+    return tuple(sorted(names))
+
+
+def under_fqns(tensors: MutableMapping[str, TensorAt], shape: ModelShape) -> MutableMapping[str, TensorAt]:
+    """Return the tensors under their FQNs; files of the model without its head omit a prefix."""
+    if not shape.base:
+        return tensors
+    by_fqn = TensorMap()
+    for name, tensor in tensors.items():
+        fqn = shape.fqn_of(name)
+        if fqn in by_fqn:
+            raise SourceError(f"{tensor.file}: {name!r}", f"{fqn} is stored twice", code="source.tensor-twice")
+        by_fqn[fqn] = tensor  # which has this name from now on
+    return by_fqn

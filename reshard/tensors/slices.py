@@ -24,7 +24,7 @@ def merge_slices(slices: Sequence[TensorAt]) -> TensorAt:
     if len(slices) == 1:
         return replace(first, part=None) if first.part else first
     whole = replace(first, shape=first.whole_shape, part=None)
-    filled = tuple(one for one in slices if one.nbytes) or (first,)
+    filled = tuple(part for part in slices if part.nbytes) or (first,)
     how = f"merged from {len(slices)} slices"
     return derive(whole, first.dtype, how, tuple(slices), partial(_merged_blocks, filled))
 
@@ -33,7 +33,7 @@ def slices_of(tensor: TensorAt) -> tuple[TensorAt, ...]:
     """Return the slices that a tensor is merged from, under its name; the tensor itself if it is not sliced."""
     file = tensor.file
     if isinstance(file, DerivedFile) and isinstance(file.make, partial) and file.make.func is _merged_blocks:
-        return tuple(replace(one, name=tensor.name) for one in file.origins)
+        return tuple(replace(part, name=tensor.name) for part in file.origins)
     return (tensor,)
 
 
@@ -42,14 +42,14 @@ def pieces_of(tensor: TensorAt) -> tuple[TensorAt, ...]:
 
     Slices with digests are verified as they are merged, so that the tensor is its own piece.
     """
-    slices = [one for one in slices_of(tensor) if one.nbytes]
-    if len(slices) < 2 or any(one.blake3 is not None or not _is_of_rows(one) for one in slices):
+    slices = [part for part in slices_of(tensor) if part.nbytes]
+    if len(slices) < 2 or any(part.blake3 is not None or not _is_of_rows(part) for part in slices):
         return (tensor,)
     return tuple(sorted(slices, key=attrgetter("offset")))
 
 
-def _is_of_rows(one: TensorAt) -> bool:
-    return one.shape[1:] == one.whole_shape[1:]
+def _is_of_rows(part: TensorAt) -> bool:
+    return part.shape[1:] == part.whole_shape[1:]
 
 
 def _merged_blocks(slices: Sequence[TensorAt]) -> Iterator[Buffer]:
@@ -59,22 +59,22 @@ def _merged_blocks(slices: Sequence[TensorAt]) -> Iterator[Buffer]:
     """
     are_rows = all(map(_is_of_rows, slices))
     step = STEP_NBYTES if are_rows else max(_LEAST_STEP_NBYTES, STEP_NBYTES // len(slices))
-    runs = [_runs_of(one) for one in slices]
+    runs = [_runs_of(part) for part in slices]
     coming = [(next(begins), number) for number, (begins, _) in enumerate(runs)]
     heapify(coming)
     block = memoryview(bytearray(STEP_NBYTES))
     filled = 0
     with ExitStack() as stack:
         readers = [
-            stack.enter_context(closing(BlockReader(one.nbytes, partial(read_blocks, one, step)))) for one in slices
+            stack.enter_context(closing(BlockReader(part.nbytes, partial(read_blocks, part, step)))) for part in slices
         ]
         while coming:
             _, number = coming[0]
-            begins, left = runs[number]
-            while left:
-                count = min(left, STEP_NBYTES - filled)
+            begins, remaining = runs[number]
+            while remaining:
+                count = min(remaining, STEP_NBYTES - filled)
                 readers[number].read_into(block[filled : filled + count])
-                left, filled = left - count, filled + count
+                remaining, filled = remaining - count, filled + count
                 if filled == STEP_NBYTES:
                     yield block
                     filled = 0
@@ -87,13 +87,13 @@ def _merged_blocks(slices: Sequence[TensorAt]) -> Iterator[Buffer]:
         yield block[:filled]
 
 
-def _runs_of(one: TensorAt) -> tuple[Iterator[int], int]:
+def _runs_of(part: TensorAt) -> tuple[Iterator[int], int]:
     """Return the offset of each run of a slice in the whole tensor, in elements, and the bytes of a run."""
-    whole, cut = one.whole_shape, 0
-    for axis, (size, all_of_it) in enumerate(zip(one.shape, whole, strict=True)):
+    whole, cut = part.whole_shape, 0
+    for axis, (size, all_of_it) in enumerate(zip(part.shape, whole, strict=True)):
         if size != all_of_it:
             cut = axis  # after the last sliced axis, a run spans the whole axes
     strides = [prod(whole[axis + 1 :]) for axis in range(len(whole))]
-    begin = sum(offset * stride for offset, stride in zip(one.offset, strides, strict=True))
-    steps = [range(0, size * stride, stride) for size, stride in zip(one.shape[:cut], strides, strict=False)]
-    return (begin + sum(step) for step in product(*steps)), nbytes_of(one.dtype, one.shape[cut:])
+    begin = sum(offset * stride for offset, stride in zip(part.offset, strides, strict=True))
+    steps = [range(0, size * stride, stride) for size, stride in zip(part.shape[:cut], strides, strict=False)]
+    return (begin + sum(step) for step in product(*steps)), nbytes_of(part.dtype, part.shape[cut:])

@@ -75,17 +75,17 @@ class RecordedShard:
     """One shard of the original checkpoint: its name and the JSON text of its header."""
 
     name: str
-    kept: KeptText
+    header_text: KeptText
 
-    def __init__(self, name: str, header_text: str | bytes) -> None:
+    def __init__(self, name: str, header: str | bytes) -> None:
         object.__setattr__(self, "name", name)
-        raw = header_text.encode() if isinstance(header_text, str) else header_text
-        object.__setattr__(self, "kept", KeptText(raw))
+        raw = header.encode() if isinstance(header, str) else header
+        object.__setattr__(self, "header_text", KeptText(raw))
 
     @property
     def digest(self) -> str:
         """As `Header.digest`, without parsing."""
-        text = self.kept.text
+        text = self.header_text.text
         return digest_pieces((len(text).to_bytes(8, "little"), text))
 
     @property
@@ -95,7 +95,7 @@ class RecordedShard:
 
     def header_of(self, names: Mapping[str, str]) -> Header:
         """Return the header, with names as `parse_header`."""
-        return parse_header(self.kept.text, data_nbytes=None, where=f"source.json: {self.name}", names=names)
+        return parse_header(self.header_text.text, data_nbytes=None, where=f"source.json: {self.name}", names=names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +128,7 @@ def record_blocks(record: SourceRecord) -> Iterator[bytes]:
     yield _BEGIN
     for number, shard in enumerate(record.shards):
         yield f'{"," if number else ""}\n  {{\n   "name": {json.dumps(shard.name)},\n   "header": '.encode()
-        yield from shard.kept.as_json()
+        yield from shard.header_text.as_json()
         yield b"\n  }"
     yield b'%b],\n "index": ' % (b"\n " if record.shards else b"")
     if record.index is None:
@@ -187,7 +187,7 @@ def _read_usual(blocks: Iterable[bytes]) -> SourceRecord | None:
     if (
         fields.keys() != {"dropped"}
         or not isinstance(dropped, list)
-        or not all(isinstance(one, str) for one in dropped)
+        or not all(isinstance(name, str) for name in dropped)
     ):
         return None
     return SourceRecord(shards=tuple(shards), index=index, dropped=tuple(dropped))
@@ -205,9 +205,9 @@ class _Text:
     def skip(self, expected: bytes) -> bool:
         while len(self._block) - self._at < len(expected) and self._read_more():
             pass
-        found = self._block.startswith(expected, self._at)
-        self._at += len(expected) if found else 0
-        return found
+        is_next = self._block.startswith(expected, self._at)
+        self._at += len(expected) if is_next else 0
+        return is_next
 
     def _read_more(self) -> bool:
         """Append the next block to what is left; return whether there was one."""
@@ -225,13 +225,13 @@ class _Text:
         """Yield an ASCII string's characters in UTF-8, in pieces."""
         self.expect(b'"')
         while not self.skip(b'"'):
-            found = _CHARACTERS.match(self._block, self._at)
-            if found is None:
+            match = _CHARACTERS.match(self._block, self._at)
+            if match is None:
                 if not self._read_more():  # else an escape may end in the next block
                     raise ValueError
                 continue
-            self._at = found.end()
-            piece: str = json.loads(b'"%b"' % found[0])
+            self._at = match.end()
+            piece: str = json.loads(b'"%b"' % match[0])
             yield piece.encode()
 
 
@@ -269,10 +269,10 @@ def lay_out_anew(entries: Sequence[TensorEntry], kinds: Mapping[str, TargetTenso
 
     `kinds` maps each name to the converted name, dtype and shape; other tensors are left out.
     """
-    left = [entry for entry in entries if entry.name in kinds]
-    in_data_order = sorted(left, key=lambda entry: (entry.begin, entry.end))
+    remaining = [entry for entry in entries if entry.name in kinds]
+    in_data_order = sorted(remaining, key=lambda entry: (entry.begin, entry.end))
     placed = {entry.name: entry for entry in layout_tensors(kinds[entry.name] for entry in in_data_order)}
-    return tuple(placed[kinds[entry.name][0]] for entry in left)
+    return tuple(placed[kinds[entry.name][0]] for entry in remaining)
 
 
 def index_anew(before: KeptText | None, shards: Mapping[str, Sequence[TensorEntry]]) -> KeptText:
@@ -313,10 +313,10 @@ def _check_names(record: SourceRecord, where: str) -> None:
         raise ManifestError(f"{where}: dropped", f"{unknown[0]!r} is in no shard", code="manifest.bad-source-record")
 
 
-def _is_shard(found: object) -> bool:
+def _is_shard(value: object) -> bool:
     return (
-        isinstance(found, dict)
-        and isinstance(found.get("name"), str)
-        and isinstance(found.get("header"), str)
-        and found.keys() == {"name", "header"}
+        isinstance(value, dict)
+        and isinstance(value.get("name"), str)
+        and isinstance(value.get("header"), str)
+        and value.keys() == {"name", "header"}
     )

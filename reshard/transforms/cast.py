@@ -9,9 +9,8 @@ from functools import partial
 from typing import Any, Literal
 
 from manifests.errors import Parameter, SourceError, UsageError
-from reshard.tensors.checkpoint import Checkpoint
+from reshard.tensors.checkpoint import Checkpoint, as_objects
 from reshard.tensors.lazy import DerivedFile, derive
-from reshard.tensors.tensor_map import as_objects
 from stores.bundles import TensorAt
 
 CONFIG_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

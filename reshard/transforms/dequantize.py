@@ -12,7 +12,7 @@ from manifests.models import model_shape
 from manifests.models.config import CONFIG_NAME
 from manifests.safetensors import encode_header
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
-from reshard.tensors.coverage import check_coverage, stored_in, without_absent
+from reshard.tensors.comparison import check_coverage, stored_in, without_absent
 from reshard.tensors.lazy import MemoryFile, derive
 from reshard.tensors.source_index import RecordedShard, SourceRecord, TargetTensor, index_anew, lay_out_anew
 from reshard.transforms.cast import FLOATS, with_dtype

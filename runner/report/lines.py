@@ -38,12 +38,12 @@ def read_object(text: str, where: str) -> Line:
         LogError: it is not one.
     """
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise LogError(where, f"is not JSON: {error}", code="log.not-json") from error
-    if not isinstance(found, dict):
-        raise LogError(where, f"expected an object, found {kind_of(found)}", code="log.not-an-object")
-    return found
+    if not isinstance(document, dict):
+        raise LogError(where, f"expected an object, found {kind_of(document)}", code="log.not-an-object")
+    return document
 
 
 def check_line(line: Line, where: str) -> None:
@@ -93,7 +93,7 @@ def check_events(document: Line, run: Line, where: str) -> tuple[Line, ...]:
     events = document.get("traceEvents")
     if not isinstance(events, list):
         raise LogError(f"{where}: traceEvents", f"expected a list, found {kind_of(events)}", code="log.bad-field")
-    found = []
+    checked = []
     for number, event in enumerate(events):
         at = f"{where}: traceEvents[{number}]"
         if not isinstance(event, Mapping):
@@ -107,8 +107,8 @@ def check_events(document: Line, run: Line, where: str) -> tuple[Line, ...]:
         if event["tid"] >= run["num_stages"]:
             problem = f"expected a stage below {run['num_stages']}, found {event['tid']}"
             raise LogError(f"{at}.tid", problem, code="log.bad-field")
-        found.append(event)
-    return tuple(found)
+        checked.append(event)
+    return tuple(checked)
 
 
 def _check_fields(line: Line, where: str, needed: Iterable[str]) -> None:
@@ -122,39 +122,39 @@ def _check_fields(line: Line, where: str, needed: Iterable[str]) -> None:
             raise LogError(f"{where}: {name}", f"expected {expected}, found {shown}", code="log.bad-field")
 
 
-def _is_integer(found: object) -> bool:
-    return type(found) is int and abs(found) < _MOST
+def _is_integer(value: object) -> bool:
+    return type(value) is int and abs(value) < _MOST
 
 
-def _is_count(found: object) -> bool:
-    return type(found) is int and 0 <= found < _MOST
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST
 
 
-def _is_positive(found: object) -> bool:
-    return _is_count(found) and found != 0
+def _is_positive(value: object) -> bool:
+    return _is_count(value) and value != 0
 
 
-def _is_number(found: object) -> bool:
-    return type(found) is float or _is_integer(found)
+def _is_number(value: object) -> bool:
+    return type(value) is float or _is_integer(value)
 
 
-def _is_finite(found: object) -> bool:
-    return _is_number(found) and abs(found) < _MOST  # type: ignore[arg-type]
+def _is_finite(value: object) -> bool:
+    return _is_number(value) and abs(value) < _MOST  # type: ignore[arg-type]
 
 
-def _is_duration(found: object) -> bool:
-    return _is_finite(found) and not math.isnan(found) and found >= 0  # type: ignore[arg-type, operator]
+def _is_duration(value: object) -> bool:
+    return _is_finite(value) and not math.isnan(value) and value >= 0  # type: ignore[arg-type, operator]
 
 
 def _all_of(is_one: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda found: isinstance(found, Sequence) and not isinstance(found, str) and all(map(is_one, found))
+    return lambda value: isinstance(value, Sequence) and not isinstance(value, str) and all(map(is_one, value))
 
 
-_ANY = ("anything", lambda found: True)
+_ANY = ("anything", lambda value: True)
 _COUNT = ("a count", _is_count)
 _NUMBER = ("a number", _is_number)  # or NaN, as a loss may be
 _FINITE = ("a number", _is_finite)
-_TEXT = ("a text", lambda found: isinstance(found, str))
+_TEXT = ("a text", lambda value: isinstance(value, str))
 _SECONDS = ("a list of seconds, of each pipeline rank", _all_of(_is_duration))
 _FIELDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(("step", "rank", "microbatch", "base_nbytes", "planned_nbytes", "peak_nbytes"), _COUNT),
@@ -164,11 +164,11 @@ _FIELDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(("num_stages", "num_ranks", "num_microbatches"), ("a number from 1 up", _is_positive)),
     **dict.fromkeys(("schedule", "checkpoint", "save_error"), _TEXT),
     "stages": ("a list of stages", _all_of(_is_count)),
-    "style": ("loop or v", lambda found: found in ("loop", "v")),
+    "style": ("loop or v", lambda value: value in ("loop", "v")),
     "dur": ("microseconds, 0 or more", _is_duration),
     "tid": ("a stage", _is_integer),
-    "kind": (f"one of {', '.join(_KINDS)}", lambda found: found in tuple(_KINDS)),
-    "args": ("an object", lambda found: isinstance(found, Mapping)),
+    "kind": (f"one of {', '.join(_KINDS)}", lambda value: value in tuple(_KINDS)),
+    "args": ("an object", lambda value: isinstance(value, Mapping)),
 }  # fmt: skip
 # Required fields by the field that identifies the kind of a line; the first that a line has counts.
 _NEEDED: Mapping[str, tuple[str, ...]] = {

@@ -76,19 +76,19 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False, other_dir: Pa
         name = other_dir.resolve().name
         runs[name if name not in runs else str(other_dir.resolve())] = other
     parts = [f"<h1>{html.escape(title)}</h1>", *_alarms(runs), _identity(runs), _summary(runs), *_curves(runs)]
-    said = f"{len(run.steps)} steps, last loss {run.steps[-1]['loss']:.6f}"
-    plans = {name: planned(each.traces) for name, each in runs.items() if each.traces is not None}
+    summary = f"{len(run.steps)} steps, last loss {run.steps[-1]['loss']:.6f}"
+    plans = {name: planned(log.traces) for name, log in runs.items() if log.traces is not None}
     if run.traces is not None:
         plan = plans[next(iter(runs))]
-        said += f"; bubble {run.traces.bubble:.1%} measured, {plan.bubble:.1%} planned"
+        summary += f"; bubble {run.traces.bubble:.1%} measured, {plan.bubble:.1%} planned"
     else:
         parts.append("<p class=note>No step was traced: with --trace 20-30 the pipeline is drawn here.</p>")
-    parts += _pipelines({name: (each.traces, plans[name]) for name, each in runs.items() if each.traces is not None})
-    for name, each in runs.items():
+    parts += _pipelines({name: (log.traces, plans[name]) for name, log in runs.items() if log.traces is not None})
+    for name, log in runs.items():
         of = f": {html.escape(name)}" if other else ""
-        parts += [part.replace("</h2>", f"{of}</h2>", 1) for part in (*_times(each), *_memory(each))]
+        parts += [part.replace("</h2>", f"{of}</h2>", 1) for part in (*_times(log), *_memory(log))]
     _write(out, _page(title, parts).encode(errors="replace"))
-    return said
+    return summary
 
 
 def write_trace(log_dir: Path, out: Path, *, force: bool = False) -> int:
@@ -163,8 +163,8 @@ def _identity_of(run: RunLog) -> dict[str, str]:
     versions = [f"{name.removeprefix('version/')} {config[name]}" for name in config if name.startswith("version/")]
     facts = {"run": ("name", "run"), "model": ("manifest",), "manifest digest": ("manifest_digest",)}
     facts |= {"command": ("command",), "host": ("host",), "ranks": ("num_ranks",)}
-    found = {fact: " ".join(config[name] for name in names if name in config) for fact, names in facts.items()}
-    return {fact: text for fact, text in {**found, "versions": ", ".join(versions)}.items() if text}
+    texts = {fact: " ".join(config[name] for name in names if name in config) for fact, names in facts.items()}
+    return {fact: text for fact, text in {**texts, "versions": ", ".join(versions)}.items() if text}
 
 
 def _summary(runs: dict[str, RunLog]) -> str:
@@ -198,12 +198,14 @@ def _compare(facts: dict[str, dict[str, str]]) -> str:
 
 
 def _curves(runs: dict[str, RunLog]) -> list[str]:
-    own = next(iter(runs.values()))
+    first = next(iter(runs.values()))
 
     def curves(field: str, what: str) -> list[Curve]:
         names = {name: f"{what} of {name}" if len(runs) > 1 else what for name in runs}
         return [
-            Curve(name=names[name], points=[(line["step"], line[field]) for line in run.steps], is_other=run is not own)
+            Curve(
+                name=names[name], points=[(line["step"], line[field]) for line in run.steps], is_other=run is not first
+            )
             for name, run in runs.items()
         ]
 
@@ -211,15 +213,15 @@ def _curves(runs: dict[str, RunLog]) -> list[str]:
         Curve(
             name=f"evaluation loss of {name}" if len(runs) > 1 else "evaluation loss",
             points=[(line["step"], line["eval_loss"]) for line in run.evaluations],
-            is_other=run is not own,
+            is_other=run is not first,
             is_dotted=True,
         )
         for name, run in runs.items()
         if run.evaluations
     ]
-    saved = {line["step"] for line in own.checkpoints}
+    saved = {line["step"] for line in first.checkpoints}
     marks = ["Dotted lines: checkpoints."] if saved else []
-    marks += [f"Attempts began at steps {', '.join(map(str, own.begins))}."] if own.begins[1:] else []
+    marks += [f"Attempts began at steps {', '.join(map(str, first.begins))}."] if first.begins[1:] else []
     colors = zip(("own", "other"), runs, strict=False) if len(runs) > 1 else ()
     keys = " &nbsp; ".join(
         f'<svg width="11" height="11" aria-hidden="true"><circle class="{color}" cx="5.5" cy="5.5" r="5"/></svg> '
@@ -228,7 +230,7 @@ def _curves(runs: dict[str, RunLog]) -> list[str]:
     )
     return [
         "<h2>Loss</h2>", f"<p class=legend>{keys}</p>" if keys else "",
-        draw_curves("Loss by step", losses, lines=sorted({*saved, *own.begins[1:]})),
+        draw_curves("Loss by step", losses, lines=sorted({*saved, *first.begins[1:]})),
         f"<p class=note>{' '.join(marks)}</p>" if marks else "",
         "<h2>Throughput, in tokens/s</h2>",
         draw_curves("Throughput by step", curves("tokens_per_s", "tokens/s"), from_zero=True),
@@ -311,8 +313,8 @@ def _memory(run: RunLog) -> list[str]:
     rows = []
     for load in run.loads:
         rank, base, planned = load["rank"], load.get("base_nbytes", 0), load.get("planned_nbytes")
-        own = peaks[rank] - base if rank in peaks else None
-        shown = [_mib(base), _mib(own), _mib(planned), f"{own / planned:.2f}" if own and planned else ""]
+        peak = peaks[rank] - base if rank in peaks else None
+        shown = [_mib(base), _mib(peak), _mib(planned), f"{peak / planned:.2f}" if peak and planned else ""]
         rows.append((f"{rank}", ", ".join(map(str, load["stages"])), *shown))
     if not rows:
         return []

@@ -20,6 +20,17 @@ from tools.architecture import find_cycle
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("manifests", "reshard", "runner", "stores")
 MAX_FILE_LINES = 400
+# Names that say how a value came about, not what it is. Packages in PLAIN_NAMES have none, the others only fewer.
+PARTICIPLES = frozenset(
+    ["found", "said", "asked", "held", "kept", "laid", "left", "told", "known", "own", "one", "each"]
+)
+MOST_PARTICIPLES = 653
+PLAIN_NAMES = frozenset(
+    {
+        "manifests/schedules", "reshard/checks", "reshard/copy", "reshard/draw", "reshard/estimate",
+        "reshard/formatting.py", "reshard/layouts", "reshard/plans", "reshard/tensors", "runner/report",
+    }
+)  # fmt: skip
 # How much processor time --help may take, as a multiple of what importing click takes.
 MAX_HELP = 3
 # Packages that a packing node does not have, or that are slow to import.
@@ -75,6 +86,30 @@ def test_no_source_file_is_longer_than_400_lines() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources}
     assert lengths
     assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+def bound_names(tree: ast.Module) -> list[str]:
+    """Return the names of variables, arguments, attributes and functions that a module binds, without underscores."""
+    names = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+                names.append(name.strip("_"))
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.MatchAs(name=str(name)):
+                names.append(name.strip("_"))
+    return names
+
+
+def test_names_are_nouns_of_what_they_are() -> None:
+    participles: dict[str, list[str]] = {}
+    for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
+        place, names = path.relative_to(ROOT), bound_names(ast.parse(path.read_text()))
+        words = PARTICIPLES - {"left"} if "right" in names else PARTICIPLES  # a side
+        participles.setdefault("/".join(place.parts[:2]), []).extend(
+            f"{place}: {name}" for name in names if name in words
+        )
+    assert {package: participles[package] for package in PLAIN_NAMES if participles[package]} == {}
+    assert sum(map(len, participles.values())) <= MOST_PARTICIPLES
 
 
 @pytest.mark.parametrize(

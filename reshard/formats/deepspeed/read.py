@@ -27,7 +27,7 @@ from reshard.formats.huggingface.read import auxiliary_files
 from reshard.formats.huggingface.torch_files import index_of, recorded_anew
 from reshard.formats.table import ListedTensor, Listing, OpenOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
-from reshard.tensors.coverage import check_coverage, drop_tensors, stored_in, trained_part, under_fqns, without_absent
+from reshard.tensors.comparison import check_coverage, drop_tensors, stored_in, trained_part, under_fqns, without_absent
 from reshard.tensors.source_index import SourceRecord
 from stores.base import Folder, read_config
 from stores.bundles import TensorAt

@@ -18,8 +18,7 @@ from reshard.formats.huggingface.check_files import Weights, read_files
 from reshard.formats.huggingface.read import adapter_error
 from reshard.formats.table import CheckOptions
 from reshard.formatting import count_of, find_missing, some
-from reshard.tensors.comparison import compare_with_shape
-from reshard.tensors.coverage import stored_in, without_absent
+from reshard.tensors.comparison import compare_with_shape, stored_in, without_absent
 from reshard.tensors.finding import Contents, Findings
 from stores.base import Folder, read_config, read_whole
 from stores.bundles import TensorAt

@@ -27,11 +27,10 @@ from reshard.formats.huggingface.weight_map import read_shard_index, refuse_rank
 from reshard.formats.source_files import describes_files
 from reshard.formats.table import ListedTensor, Listing, OpenOptions
 from reshard.formatting import some
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
-from reshard.tensors.coverage import check_coverage, drop_tensors, shared_shape, stored_in, under_fqns, without_absent
-from reshard.tensors.read_together import FolderInPart
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorMap
+from reshard.tensors.comparison import check_coverage, drop_tensors, shared_shape, stored_in, under_fqns, without_absent
+from reshard.tensors.lazy import FolderInPart
 from reshard.tensors.source_index import SUFFIX, KeptText, RecordedShard, SourceRecord
-from reshard.tensors.tensor_map import TensorMap
 from stores.base import Folder, InputFile, read_config, read_whole
 from stores.bundles import TensorAt, tensors_in
 from stores.headers import each_file_header, each_of

@@ -53,7 +53,7 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
     shards = plan_export(checkpoint)
     (config,) = (item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
     index = _index_of(checkpoint, shards)
-    identical = _headers_of(shards) == {shard.name: shard.kept for shard in checkpoint.record.shards}
+    identical = _headers_of(shards) == {shard.name: shard.header_text for shard in checkpoint.record.shards}
     copied = with_source_files(checkpoint.auxiliary, is_same=identical)
     plan = ExportPlan(
         copied=[item for item in copied if item is not config],
@@ -73,7 +73,7 @@ def _shard(recorded: RecordedShard, checkpoint: Checkpoint) -> OutputShard:
         (entry.dtype, entry.shape) == (origin.dtype, origin.shape)
         for entry, origin in zip(entries, origins, strict=True)
     )
-    text = recorded.kept
+    text = recorded.header_text
     if not same:
         kinds = {
             entry.name: (entry.name, origin.dtype, origin.shape) for entry, origin in zip(entries, origins, strict=True)
@@ -86,7 +86,7 @@ def _shard(recorded: RecordedShard, checkpoint: Checkpoint) -> OutputShard:
 
 
 def _headers_of(shards: Sequence[OutputShard]) -> dict[str, KeptText | None]:
-    return {shard.path: shard.given.kept for shard in shards if shard.given is not None}
+    return {shard.path: shard.given.header_text for shard in shards if shard.given is not None}
 
 
 def _tensor(checkpoint: Checkpoint, fqn: str) -> TensorAt:

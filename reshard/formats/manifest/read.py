@@ -15,12 +15,11 @@ from manifests.schema import MODEL_CARD_NAME, MOMENTS, WEIGHTS, AuxiliaryFile, H
 from reshard.copy.engine import hash_tensors
 from reshard.formats.huggingface.model_card import has_section, without_section
 from reshard.formats.table import OpenOptions
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
-from reshard.tensors.coverage import check_coverage, shared_shape, trained_part, without_absent
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorMap
+from reshard.tensors.comparison import check_coverage, shared_shape, trained_part, without_absent
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.slices import merge_slices, slices_of
 from reshard.tensors.source_index import SourceRecord, read_record
-from reshard.tensors.tensor_map import TensorMap
 from stores.base import Folder, read_config, read_whole
 from stores.bundles import Bundles, TensorAt, join_slices
 from stores.local import LocalFolder

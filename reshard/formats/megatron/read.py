@@ -24,7 +24,7 @@ from reshard.formats.megatron.tensors import has_megatron_names, is_megatron_wei
 from reshard.formats.megatron.training import MASTERS, OPTIMIZER, find_optimizer, training_state
 from reshard.formats.table import Listing, OpenOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
-from reshard.tensors.coverage import check_coverage, drop_tensors, trained_part, without_absent
+from reshard.tensors.comparison import check_coverage, drop_tensors, trained_part, without_absent
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.slices import merge_slices
 from reshard.tensors.source_index import SourceRecord

@@ -10,8 +10,8 @@ import pytest
 from huggingface_hub import constants
 
 from manifests.errors import InputError, UnreachableError
+from reshard.copy.destination import open_target
 from reshard.copy.engine import WriteOptions
-from reshard.copy.resumable import open_target
 from reshard.estimate.assumptions import Assumptions
 from reshard.formats.huggingface.write import export
 from reshard.formats.manifest.read import open_packed

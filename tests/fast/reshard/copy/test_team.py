@@ -10,12 +10,11 @@ from blake3 import blake3
 from safetensors import deserialize
 
 from manifests.errors import UnreachableError
-from reshard.copy import team
+from reshard.copy import runs as team
+from reshard.copy.destination import open_target
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
-from reshard.copy.resumable import open_target
-from reshard.copy.runs import Run
-from reshard.copy.team import SharedRun, with_teams
+from reshard.copy.runs import Run, SharedRun, with_teams
 from reshard.estimate.assumptions import Assumptions
 from reshard.formats.open import open_source
 from reshard.packing.resolve import LayoutRequest, lay_out

@@ -30,9 +30,9 @@ from reshard.copy.engine import write_shards
 from reshard.copy.journal import plan_key
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.plans.pack_plan import GivenHeader, OutputShard, lay_out_readable, lay_out_shard
+from reshard.tensors.checkpoint import TensorMap, as_objects
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import KeptText, RecordedShard, SourceRecord, decode_record, encode_record
-from reshard.tensors.tensor_map import TensorMap, as_objects
 from stores.bundles import Bundles, TensorAt
 from stores.local import LocalFile
 from tests.builders import INDEX

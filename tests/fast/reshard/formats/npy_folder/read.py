@@ -13,7 +13,7 @@ from reshard.formats.huggingface.read import auxiliary_files
 from reshard.formats.huggingface.torch_files import recorded_anew
 from reshard.formats.table import ListedTensor, Listing, OpenOptions
 from reshard.tensors.checkpoint import Checkpoint, OriginalFiles
-from reshard.tensors.coverage import check_coverage
+from reshard.tensors.comparison import check_coverage
 from reshard.tensors.source_index import SourceRecord
 from stores.base import Folder, read_config, read_whole
 from stores.bundles import TensorAt
