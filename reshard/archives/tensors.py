@@ -163,11 +163,11 @@ def read_value(file: InputFile, part: Range) -> object:
     return _read(with_records(file), part, checked)
 
 
-def read_object(file: InputFile, name: str, nesting: int = 1) -> object:
-    """Return what torch.save wrote: a tensor, or dicts, lists and tuples of tensors and other values, or a value.
+def read_object(file: InputFile, name: str) -> object:
+    """Return what torch.save wrote: a tensor, a dict of tensors and other values, or a value.
 
-    Tensors are where their bytes are, in so many containers; `name` is that of one at the top. Objects of other classes
-    are their fields.
+    Tensors at the top, under `name`, or in a dict there are where their bytes are. Objects of other classes are their
+    fields.
 
     Raises:
         SourceError, InputError: as `read_archive`.
@@ -175,30 +175,15 @@ def read_object(file: InputFile, name: str, nesting: int = 1) -> object:
 
     def find(value: object, entries: Mapping[str, ZipEntry]) -> object:
         check_repeats(value)
-        return _located(value, name, nesting, lambda view, key: _tensor(recorded, key, view, entries), {})
+        if isinstance(value, _View):
+            return _tensor(recorded, name, value, entries)
+        if not isinstance(value, dict):
+            return value
+        views = {key: item for key, item in value.items() if isinstance(item, _View)}
+        return {**value, **{key: _tensor(recorded, str(key), view, entries) for key, view in views.items()}}
 
     recorded = with_records(file)
     return _read(recorded, (0, file.nbytes), find, Record)
-
-
-def _located(
-    value: object, name: str, nesting: int, locate: Callable[[_View, str], TensorAt], done: dict[int, Any]
-) -> object:
-    """Return a value with tensors in place of views; `done` are its containers, each of which is replaced once."""
-    if isinstance(value, _View):
-        return locate(value, name)
-    if not nesting or not isinstance(value, dict | list | tuple):
-        return value
-    if id(value) not in done:
-        if isinstance(value, dict):
-            done[id(value)] = made = dict[object, object]()
-            made.update((key, _located(each, str(key), nesting - 1, locate, done)) for key, each in value.items())
-        elif isinstance(value, list):
-            done[id(value)] = listed = list[object]()
-            listed.extend(_located(each, name, nesting - 1, locate, done) for each in value)
-        else:
-            done[id(value)] = tuple(_located(each, name, nesting - 1, locate, done) for each in value)
-    return done[id(value)]
 
 
 def _read(

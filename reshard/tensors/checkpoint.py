@@ -52,7 +52,6 @@ class Checkpoint:
     originals: OriginalFiles | None = None  # if tensors are read from them
     moments: Mapping[Holds, Mapping[str, TensorAt]] = field(default_factory=dict)  # of a training checkpoint
     trained: TrainingState | None = None
-    copies: Mapping[str, TensorAt] = field(default_factory=dict)  # of weights in another dtype, which must agree
     merges_slices: bool = False  # whether sliced tensors are packed whole
     description: ModelDescription | None = None  # of a model whose architecture does not say its modules
 

@@ -57,27 +57,6 @@ def cast_blocks(tensor: TensorAt, dtype: str) -> Iterator[Buffer]:
         yield encoded
 
 
-def compared_blocks(tensor: TensorAt, copy: TensorAt) -> Iterator[Buffer]:
-    """Yield a float32 tensor's values, and compare them with a copy in the same or another floating-point dtype.
-
-    Raises:
-        SourceError: a value of the copy is not what this one is in its dtype.
-    """
-    step = _STEP * np.dtype(_NUMPY.get(copy.dtype, "<u2")).itemsize
-    for block, expected in zip(read_blocks(tensor, _STEP * 4), read_blocks(copy, step), strict=True):
-        encoded = _encoded(_decoded(block, tensor.dtype), copy.dtype)
-        if encoded != expected and not np.array_equal(
-            _decoded(encoded, copy.dtype), _decoded(expected, copy.dtype), equal_nan=True
-        ):
-            raise SourceError(
-                f"{copy.file}: {tensor.name!r}",
-                f"is not what the float32 values are in {copy.dtype}, which partitions of ZeRO have of it",
-                "files are damaged, of another step, or of swapped ranks; copy or save the checkpoint again",
-                code="source.partitions-differ",
-            )
-        yield block
-
-
 def fp8_blocks(weight: TensorAt, scale: TensorAt, block: tuple[int, int], dtype: str) -> Iterator[Buffer]:
     """Multiply a float8 weight by its scales, one per block, in float32.
 

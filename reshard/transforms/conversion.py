@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal, get_args
 
 from manifests.errors import Parameter, UsageError, check_choice
 from reshard.tensors.checkpoint import Checkpoint
-from reshard.tensors.lazy import derive
-from reshard.transforms.cast import FLOATS, STORED, ExportDtype, cast_checkpoint
-from stores.bundles import TensorAt
+from reshard.transforms.cast import STORED, ExportDtype, cast_checkpoint
 
 Plain = Literal["bf16", "fp32"]
 
@@ -45,10 +42,6 @@ def convert(checkpoint: Checkpoint, asked: Conversion) -> Checkpoint:
         SourceError, UsageError: see `dequantize` and `cast_checkpoint`.
         UsageError: a cast of a training checkpoint, which has optimizer state.
     """
-    if checkpoint.copies:
-        copies = checkpoint.copies
-        tensors = {fqn: _compared(tensor, copies.get(fqn)) for fqn, tensor in checkpoint.tensors.items()}
-        checkpoint = replace(checkpoint, tensors=tensors, copies={})
     if asked.dequantize is not None:
         from reshard.transforms.dequantize import dequantize
 
@@ -64,13 +57,3 @@ def convert(checkpoint: Checkpoint, asked: Conversion) -> Checkpoint:
             )
         checkpoint = cast_checkpoint(checkpoint, asked.dtype)
     return replace(checkpoint, merges_slices=asked.merge_slices or checkpoint.merges_slices)
-
-
-def _compared(tensor: TensorAt, copy: TensorAt | None) -> TensorAt:
-    """Return a weight that is compared with its copy when it is read."""
-    if copy is None or copy.dtype not in FLOATS or copy.shape != tensor.shape:
-        return tensor
-    from reshard.transforms.arithmetic import compared_blocks  # with numpy
-
-    make = partial(compared_blocks, tensor, copy)
-    return derive(tensor, tensor.dtype, f"compared with {copy.dtype}", (tensor, copy), make)

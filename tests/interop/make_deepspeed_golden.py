@@ -86,21 +86,6 @@ def write(name: str, config: dict[str, Any], *, is_universal: bool, **job: Any) 
         (place / "latest_universal").write_text(f"{step.name}_universal")
 
 
-def write_zero(name: str, config: dict[str, Any], stage: int, **job: Any) -> None:
-    """Write ZeRO's partitions of two ranks, and the weights and the optimizer state that DeepSpeed makes of them."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    place = GOLDEN / name
-    given = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
-    train(place, config, pp=None, dp=2, ds_config=given, **job)
-    found = {f"fp32/{fqn}": tensor for fqn, tensor in get_fp32_state_dict_from_zero_checkpoint(place).items()}
-    with tempfile.TemporaryDirectory() as folder:
-        convert(place / "global_step2", Path(folder, "universal"), "--inject_missing_state")
-        for path in Path(folder, "universal", "zero").glob("*/exp_avg*.pt"):
-            found[f"{path.stem}/{path.parent.name}"] = torch.load(path, weights_only=True)["param"]
-    save_file({key: tensor.clone() for key, tensor in found.items()}, GOLDEN / f"{name}.safetensors")
-
-
 def convert(step: Path, out: Path, *flags: str) -> None:
     """Let DeepSpeed make a Universal Checkpoint."""
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", step]
@@ -137,6 +122,4 @@ if __name__ == "__main__":
     write("gpt2", GPT2, is_universal=False, with_model_axis=False)
     write("gpt2-universal", GPT2, is_universal=True)
     write("mpt", MPT, is_universal=False)  # whose head is a layer of its own
-    write_zero("gpt2-zero1", GPT2, 1, undecayed=("bias", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
-    write_zero("llama-zero2", LLAMA | ODD, 2)
     write_llama_deepspeed(GOLDEN / "llama-deepspeed")

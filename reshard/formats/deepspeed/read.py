@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed's and the model's config.json: a PipelineModule's layers, ZeRO's partitions, Universal.
+"""A checkpoint of DeepSpeed's and the model's config.json: a PipelineModule's layers, or a Universal Checkpoint.
 
 Source: DeepSpeed 0.19.8, runtime/pipe/module.py, runtime/engine.py and checkpoint/ds_to_universal.py.
 """
@@ -6,6 +6,7 @@ Source: DeepSpeed 0.19.8, runtime/pipe/module.py, runtime/engine.py and checkpoi
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,10 +20,8 @@ from manifests.schema import MOMENTS, Holds, Source
 from reshard.archives.names import LATEST_NAMES
 from reshard.archives.tensors import read_archive, read_object
 from reshard.formats.adamw import bad_optimizer, read_number
-from reshard.formats.deepspeed.names import fqns_of_layers
-from reshard.formats.deepspeed.step import Saved, Step, find_step
+from reshard.formats.deepspeed.names import Saved, Step, find_step, fqns_of_layers
 from reshard.formats.deepspeed.training import STATE_NAME, is_rank_file, training_state
-from reshard.formats.deepspeed.zero import read_partitions
 from reshard.formats.huggingface.read import auxiliary_files
 from reshard.formats.huggingface.torch_files import index_of, recorded_anew
 from reshard.formats.table import ListedTensor, Listing, OpenOptions
@@ -48,11 +47,10 @@ _AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
 def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     """Read the tables of a DeepSpeed checkpoint and check that its tensors cover the model exactly.
 
-    Weights are those of the layers of a PipelineModule, or, with AdamW's state, those of a Universal Checkpoint or of
-    the partitions of ZeRO 1 and 2.
+    Weights are those of the layers of a PipelineModule, or, with AdamW's state, those of a Universal Checkpoint.
 
     Raises:
-        SourceError: no config.json, damaged files, tensor-parallel slices, partitions of ZeRO 3, layers that
+        SourceError: no config.json, damaged files, tensor-parallel slices, partitions of ZeRO, layers that
             are not the model's, or tensors missing, unknown or of the wrong shape.
         ModelError: an invalid config, an unsupported architecture, or a description of another model.
     """
@@ -104,7 +102,6 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
         originals=OriginalFiles(
             location=root.location, revision=root.revision, files={name: root.file(name) for name in read}
         ),
-        copies=under_fqns(_named(saved, saved.copies, fqns, shape), shape),
         moments=moments,
         trained=trained,
         description=description,
@@ -124,10 +121,10 @@ def list_tensors(folder: Folder) -> Listing:
 
 
 def read_step(step: Step) -> Saved:
-    """Return the tensors of a step: those of layers, of a Universal Checkpoint, or of ZeRO's partitions.
+    """Return the tensors of a step: those of layers, or of a Universal Checkpoint.
 
     Raises:
-        SourceError: layers and a Universal Checkpoint, or files that are damaged; or as `read_partitions`.
+        SourceError: both, or neither, or files that are damaged.
     """
     names = step.names()
     layers = [name for name in names if _LAYER.fullmatch(name)]
@@ -140,7 +137,15 @@ def read_step(step: Step) -> Saved:
         return _read_layers(step, layers)
     if parameters:
         return _read_universal(step, parameters)
-    return read_partitions(step)
+    problem = "has partitions of ZeRO, expected layers of a PipelineModule or a Universal Checkpoint"
+    raise SourceError(step.where, problem, _convert(step), code="source.zero-partitions")
+
+
+def _convert(step: Step) -> str:
+    """Return how to convert partitions, from where DeepSpeed is installed."""
+    place = shlex.quote(step.where)
+    command = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
+    return f"{command} --input_folder {place} --output_folder {place}_universal; then pack {place}_universal"
 
 
 def _read_layers(step: Step, names: Sequence[str]) -> Saved:

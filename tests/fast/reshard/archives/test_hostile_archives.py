@@ -103,9 +103,6 @@ CONTAINERS = {
         golden("golden/deepspeed/gpt2-universal"),
         "global_step2_universal/zero/tied_modules.embed.wte.weight/fp32.pt",
     ),
-    "zero": Container(
-        golden("golden/deepspeed/llama-zero2"), "global_step2/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    ),
     "universal's options": Container(
         golden("golden/deepspeed/gpt2-universal"), "global_step2_universal/mp_rank_00_model_states.pt"
     ),
@@ -202,7 +199,6 @@ def copied(good: Path, name: str, place: Path) -> Path:
 OF_CONTAINER = {
     "common.pt": "source.no-megatron-arguments",
     "universal": "source.bad-universal",
-    "zero": "source.zero-partitions",
     "universal's options": "source.bad-optimizer-state",
 }
 

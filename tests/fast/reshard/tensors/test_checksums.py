@@ -50,12 +50,10 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "torch_dist": copied(MEGATRON / "qwen3"),
     "layers": copied(GOLDEN / "llama"),
     "universal": copied(GOLDEN / "gpt2-universal"),
-    "zero": copied(GOLDEN / "llama-zero2"),
 }
 READ = {
     "layers": "layer_*.pt",
     "universal": "*/exp_avg.pt",
-    "zero": "*_optim_states.pt",
 }  # files of nothing but weights
 
 
