@@ -118,7 +118,6 @@ NORMAL = (
     Case(number=11, model="tiny-opt", changes={"word_embed_proj_dim": 16}, loss_chunk=20),
     *(Case(number=12 + n, implementation="transformers", **case) for n, case in enumerate(_ON_TRANSFORMERS)),
 )
-TRAINED = frozenset(case.model for case in NORMAL if case.implementation is None)  # as the runner does by itself
 # A variant has one of these: `test_parity` pairs each model with every schedule and number of ranks.
 _WAYS = (
     ("pp=2", "1F1B"),

@@ -16,7 +16,6 @@ from runner.data.batches import Batch
 from tests.covering import covering
 from tests.fast.manifests.models.built import DECODERS, TINY
 from tests.fast.runner.tiny import padded_batch
-from tests.process.runner.models.family_cases import TRAINED
 
 STEPS = 3  # each shape of a batch, the first one again, and clipping behind them
 EVALUATED = COMPARED = 2  # steps from the first on: one of each shape
@@ -183,16 +182,6 @@ SPANNING = (
     UNEVEN[0],
     UNEVEN[3],
 )
-# One case for each of the other families that `test_families` leaves to slow tests: on two ranks and some on four.
-ONE_EACH = tuple(
-    Case(
-        schedule=SCHEDULES[number % len(SCHEDULES)],
-        num_ranks=(2, 2, 2, 4)[number % 4],
-        family=family,
-        weights=_WEIGHTS[number // 2 % 2],
-    )
-    for number, family in enumerate(family for family in CHANGES if family not in TRAINED)
-)
 HALF = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", dtype=torch.bfloat16),)
 THROUGH_HOST = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", plant="through_host"),)
 FROM_CSV = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", is_csv=True), _CSV)
@@ -210,9 +199,9 @@ PLANTED = (
     Case(schedule="1F1B", num_ranks=2, family="tiny-deepseek-v3", plant="expert_dropped"),
     Case(schedule="1F1B", num_ranks=2, family="tiny-mixtral", plant="expert_not_trained"),
 )
-NORMAL = SPANNING + ONE_EACH + HALF + THROUGH_HOST + FROM_CSV + PLANTED
+NORMAL = SPANNING + HALF + THROUGH_HOST + FROM_CSV + PLANTED
 SLOW = (
-    *covering(MATRIX, _columns, SPANNING[:-2] + ONE_EACH + FROM_CSV),
+    *covering(MATRIX, _columns, SPANNING[:-2] + FROM_CSV),
     *(case for case in UNEVEN if case not in SPANNING),
 )
 

@@ -48,7 +48,7 @@ SHARED = {
     dtype: [_case(dtype, degrees, recompute) for degrees in ("fsdp", "tp") for recompute in ("none", "full")]
     for dtype in _DTYPES
 }
-SAMPLE = [_case("fp32", "pp", "none"), _case("mixed", "pp", "full")]
+SAMPLE = [_case("fp32", "pp", "none")]
 # What torch, gloo and oneDNN allocate at their first use stays out of the figures.
 WARM_UP = {
     2: [_case("bf16", "pp", "full", 64)],
