@@ -22,6 +22,7 @@ from manifests.errors import InputError, OutputError, refused_by_system
 from manifests.index import INDEX_NAME, has_index
 from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
+from manifests.paths import problem_with_path
 from manifests.schema import Manifest
 from manifests.store import open_shard, read_small_file, write_file, write_manifest
 from reshard.copy.destination import FolderTarget, keep_only
@@ -136,7 +137,14 @@ class FolderParts:
 
     def _moved(self) -> dict[str, int]:
         path = self._base / _MOVED_NAME
-        return dict(parse_json_object(read_small_file(path), str(path))) if path.is_file() else {}
+        if not path.is_file():
+            return {}
+        moved = parse_json_object(read_small_file(path), str(path))
+        for name, nbytes in moved.items():
+            if OF_PART.fullmatch(name) is None or problem_with_path(name) or type(nbytes) is not int:
+                problem, hint = "is not a record of a commit", "remove it, and run the parts again"
+                raise OutputError(str(path), problem, hint, code="output.damaged-parts")
+        return moved
 
     def _files_below_base(self) -> Iterator[tuple[str, FileFacts]]:
         for parent, _, names in os.walk(self._base):

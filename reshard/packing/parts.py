@@ -14,6 +14,7 @@ import json
 import shlex
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from manifests.digest import PREFIX, digest_bytes
 from manifests.errors import InputError, OutputError, Parameter, UnreachableError
 from manifests.invariants import SOURCE_NAME, check_manifest
 from manifests.jsontext import parse_json_object
+from manifests.paths import problem_with_path
 from manifests.schema import Manifest, Shard
 from manifests.store import read_small_file
 from reshard.copy.destination import check_unchanged, open_target
@@ -80,8 +82,9 @@ def pack_part(checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackO
     if others := _folders_in(files) - {work.folder}:
         raise _other_plan(place, others)
     if f"{where}/{PART_NAME}" in files:
-        if not _missing_files(where, _read_record(place, where), files):
-            return
+        with suppress(OutputError):  # a record that is damaged, as its part may be
+            if not _missing_files(where, _read_record(place, where), files):
+                return
         place.remove(where)
     _write(work, part, place.address(where), options.write)
 
@@ -237,7 +240,42 @@ def _files_of_part(folder: Path) -> Collection[str] | None:
 
 
 def _read_record(place: PartsPlace, where: str) -> dict[str, Any]:
-    return parse_json_object(place.load(f"{where}/{PART_NAME}"), f"{place.address(where)}/{PART_NAME}")
+    """Read what a complete part has recorded.
+
+    Raises:
+        OutputError: it is damaged, or names files outside of the part.
+    """
+    path = f"{place.address(where)}/{PART_NAME}"
+    record = parse_json_object(place.load(f"{where}/{PART_NAME}"), path)
+    if not _is_record(record):
+        problem, hint = "is not the record of a part", "run its part again"
+        raise OutputError(path, problem, hint, code="output.damaged-parts")
+    return record
+
+
+def _is_record(record: Mapping[str, Any]) -> bool:
+    command, files, shards = record.get("command"), record.get("files"), record.get("shards")
+    if not isinstance(command, list) or not isinstance(files, dict) or not isinstance(shards, dict):
+        return False
+    return (
+        all(isinstance(word, str) for word in command)
+        and all(problem_with_path(path) is None and _are_facts(facts) for path, facts in files.items())
+        and all(path in files and _is_shard(shard) for path, shard in shards.items())
+        and isinstance(record.get("manifest", ""), str)
+        and ("manifest" in record) == (SOURCE_NAME in files)  # both are of part 1
+    )
+
+
+def _are_facts(facts: object) -> bool:
+    return isinstance(facts, list) and len(facts) == 2 and type(facts[0]) is int and isinstance(facts[1], str)
+
+
+def _is_shard(shard: object) -> bool:
+    if not isinstance(shard, dict) or not isinstance(shard.get("digest"), str):
+        return False
+    names = shard.get("names", ...)
+    is_listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return (names is None or is_listed) and type(shard.get("data_nbytes")) is int
 
 
 def _folders_in(names: Iterable[str]) -> set[str]:

@@ -253,7 +253,7 @@ def _read_json(text: bytes, where: str) -> SourceRecord:
             "expected a list of objects with name and header, both strings",
             code="manifest.bad-source-record",
         )
-    if not (index is None or isinstance(index, str)):
+    if "index" not in document or not (index is None or isinstance(index, str)):
         raise ManifestError(f"{where}: index", "expected a string or null", code="manifest.bad-source-record")
     if not isinstance(dropped, list) or not all(isinstance(name, str) for name in dropped):
         raise ManifestError(f"{where}: dropped", "expected a list of strings", code="manifest.bad-source-record")

@@ -140,6 +140,7 @@ def test_auxiliary_file_with_the_name_of_a_shard(out: Path) -> None:
         (lambda document: document.update(dropped=[1]), ": dropped"),
         (lambda document: document.update(dropped=["ghost"]), ": dropped"),
         (lambda document: document.update(index=1), ": index"),
+        (lambda document: document.pop("index"), ": index"),
         (lambda document: document.update(shards={}), ": shards"),
         (lambda document: document["shards"][0].update(name=1), ": shards"),
         (lambda document: document["shards"][0].update(name="../../.bashrc"), ": shards[0].name"),

@@ -22,6 +22,7 @@ import pytest
 from reshard.plans.pack_plan import OutputShard, lay_out_shard
 from reshard.plans.partition import Part, shards_of_part
 from reshard.tensors.lazy import MemoryFile
+from stores.base import PART_NAME
 from stores.bundles import TensorAt
 from tests.builders import (
     Ended,
@@ -491,3 +492,46 @@ def test_commit_that_has_ended_says_so_when_it_is_run_again(tmp_path: Path) -> N
     assert files_in(out) == before
     nothing = reshard("commit", tmp_path / "nothing", "--json")
     assert (nothing.code, nothing.json["error"]["code"]) == (3, "output.no-parts")
+
+
+CLIMBING = "parts-0123456789ab/part-00001-of-00002/../../../../outside"
+RECORDS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no files": lambda record: record.pop("files"),
+    "no shards": lambda record: record.pop("shards"),
+    "no manifest": lambda record: record.pop("manifest"),
+    "list of files": lambda record: record.update(files=[*record["files"]]),
+    "size as text": lambda record: record.update(files={path: ["1", ""] for path in record["files"]}),
+    "file that climbs": lambda record: record["files"].update({"../../../../outside": [8, ""]}),
+    "shard without digest": lambda record: next(iter(record["shards"].values())).pop("digest"),
+    "command of numbers": lambda record: record.update(command=[1]),
+}
+
+
+@pytest.mark.parametrize("damage", RECORDS)
+def test_record_of_a_part_that_is_no_record_is_refused_and_its_part_packed_again(
+    damage: str, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    (tmp_path / "outside").write_bytes(b"not ours")
+    out = tmp_path / "out"
+    for part in ("1/2", "2/2"):
+        assert pack_part(source, out, part).code == 0
+    path = place_of(out, "00001-of-00002") / PART_NAME
+    record = json.loads(path.read_bytes())
+    RECORDS[damage](record)
+    path.write_text(json.dumps(record))
+    assert refusal("commit", out).found == (3, "output.damaged-parts", str(path))
+    assert pack_part(source, out, "1/2").code == 0
+    assert reshard("commit", out).code == 0
+    assert files_in(out) == whole
+    assert (tmp_path / "outside").read_bytes() == b"not ours"
+
+
+@pytest.mark.parametrize("moved", [{CLIMBING: 8}, {"x": 1}, {CLIMBING.replace("../", "a/"): "8"}])
+def test_record_of_moved_files_that_is_none_is_refused(moved: dict[str, Any], source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for part in ("1/2", "2/2"):
+        assert pack_part(source, out, part).code == 0
+    planted = out.with_name(".out.parts") / "moved.json"
+    planted.write_text(json.dumps(moved))
+    assert refusal("commit", out).found == (3, "output.damaged-parts", str(planted))
+    assert not out.exists()
