@@ -13,9 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from tests.builders import Tensor, read_safetensors, reshard
 from tests.fast.trained import write_trained
+from tests.servers.hub import MEMBER, serve_hub, set_up
 
 Change = Callable[[Path, Path], object]
 ROOT_SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -27,6 +30,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("swapped")
     for seed, name in enumerate(("model", "other")):
         write_trained(place / name, "pp=2", seed=seed, num_hidden_layers=2, tie_word_embeddings=True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    (place / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    (place / "key.pub").write_bytes(public)
     return place
 
 
@@ -82,6 +89,7 @@ def check(place: Path, changes: list[Change], folder: Path) -> None:
         change(out, place / "other" / "trained")
     expected = contents(original)
     verbs = {
+        "inspect": ("inspect", out, "--tensors"),
         "verify": ("verify", out),
         "check": ("check", out),
         "diff": ("diff", original, out),
@@ -89,8 +97,10 @@ def check(place: Path, changes: list[Change], folder: Path) -> None:
         "export": ("export", out, "--to", "hf", "--out", folder / "exported"),
     }
     codes = {verb: reshard(*words).code for verb, words in verbs.items()}
+    codes["sign"] = reshard("sign", out, "--key", place / "key.pem").code
+    codes["signed"] = reshard("verify", out, "--public-key", place / "key.pub").code
     assert set(codes.values()) <= {0, 3, 4}, codes
-    assert codes["verify"] != 0, codes
+    assert 0 not in (codes["verify"], codes["signed"]), codes
     assert codes["diff"] != 0, codes
     for verb, made in (("pack", folder / "packed"), ("export", folder / "exported")):
         if codes[verb] == 0:
@@ -117,3 +127,23 @@ def test_renamed_output_is_the_same_output(place: Path, tmp_path: Path) -> None:
     for words in (("verify", out), ("check", out), ("diff", place / "model" / "trained", out)):
         ended = reshard(*words)
         assert ended.code == 0, ended.err
+
+
+# huggingface_hub 1.33 passes files to httpx in the old way.
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_swapped_output_is_not_pushed_or_verify_refuses_what_was(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve_hub() as hub:
+        set_up(monkeypatch, hub, tmp_path / "cache")
+        monkeypatch.setenv("HF_TOKEN", MEMBER)
+        assert reshard("push", place / "model" / "trained", "org/whole").code == 0
+        assert reshard("verify", "hf://org/whole").code == 0
+        for number, (name, change) in enumerate(CHANGES.items()):
+            out, repository = tmp_path / str(number), f"org/swapped-{number}"
+            shutil.copytree(place / "model" / "trained", out)
+            change(out, place / "other" / "trained")
+            pushed = reshard("push", out, repository).code
+            assert pushed in (0, 3, 4), name
+            if pushed == 0:
+                assert reshard("verify", f"hf://{repository}").code in (3, 4), name
