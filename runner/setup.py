@@ -20,6 +20,7 @@ from runner.checkpoint.resume import Origin, check_fits, override_notes, remembe
 from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
 from runner.config.flags import TrainOptions, recall
+from runner.config.memory import planned_memory
 from runner.data.batches import Batch, Rows, rows_of
 from runner.distributed.fail_together import from_rank_0, together
 from runner.distributed.world import World
@@ -42,7 +43,7 @@ from runner.preflight.combinations import check_combination, check_divides, comb
 from runner.preflight.preflight import expert_notes, notes
 from runner.profiling.clock import Clock
 from runner.tensors.dtypes import FLAG_DTYPES
-from runner.tensors.heap import return_large_blocks
+from runner.tensors.heap import set_up_heap
 from runner.training.compute import apply_compute_options
 from runner.training.gradient_norm import StepTotals
 from runner.training.mixed_precision import keep_masters, kept, round_masters
@@ -72,6 +73,7 @@ class Ready:
     deferred: DeferredVerification
     mesh: Mesh
     base_nbytes: int  # memory that this process used before it built its stages
+    planned_nbytes: int  # memory that is planned beyond that
 
     @property
     def num_steps(self) -> int:
@@ -122,7 +124,6 @@ def begin(
     """
     with together("ranks"):
         degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world.size)
-    return_large_blocks(is_sharded=degrees.shard * degrees.tensor > 1)
     mesh = build_mesh(degrees, world.rank, device, timedelta(seconds=options.timeout_s))
     if world.rank == 0 and degrees.per_stage > 1:
         logger.info("%d ranks: %s", world.size, degrees)
@@ -165,6 +166,7 @@ def _begin(
         )
         check_divides(launched.config, mesh.degrees.tensor)
         timetable = _choose_timetable(launched, options, mesh)
+        planned_nbytes = _plan_memory(launched, options, timetable, mesh, world, device)
         family = family_for(
             launched.config,
             max_seq_len=options.batch.seq_len,
@@ -217,6 +219,7 @@ def _begin(
         deferred=deferred,
         mesh=mesh,
         base_nbytes=base_nbytes,
+        planned_nbytes=planned_nbytes,
     )
 
 
@@ -305,6 +308,22 @@ def _choose_timetable(launched: Packed, options: TrainOptions, mesh: Mesh) -> Ti
     )
     check_combination(combine(launched.manifest, options, timetable, mesh.degrees))
     return timetable
+
+
+def _plan_memory(
+    launched: Packed, options: TrainOptions, timetable: Timetable, mesh: Mesh, world: World, device: torch.device
+) -> int:
+    """Return this rank's planned memory, and set up the heap for it; see Note [Host memory] in heap.py."""
+    table = timetable.planned(share_of(options.batch, mesh.degrees.data).num_microbatches)
+    is_cuda = device.type == "cuda"
+    estimate = planned_memory(launched.shape, launched.stage_modules, table, options, mesh.degrees, is_fused=is_cuda)
+    planned_nbytes = estimate.ranks[mesh.pipeline_rank].total
+    if not is_cuda:
+        is_sharded = mesh.degrees.shard * mesh.degrees.tensor > 1
+        line = set_up_heap(options.host_memory, planned_nbytes, world.local_size, is_sharded=is_sharded)
+        if mesh.rank == 0:
+            logger.info("%s", line)
+    return planned_nbytes
 
 
 def _build_engine(

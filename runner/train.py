@@ -27,7 +27,6 @@ from runner.checkpoint.save import save
 from runner.checkpoint.save_paths import check_apart
 from runner.checkpoint.state import nbytes_of
 from runner.config.flags import TrainOptions, parse_training
-from runner.config.memory import planned_memory
 from runner.data.bad import Skipped, log_skipped
 from runner.data.sequences import read_once
 from runner.distributed.fail_together import alone, from_rank_0, together
@@ -196,17 +195,12 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
             least_step_s=least_step_s(ready.launched.shape, options, world.size, device),
             run=run_id(options.log_dir),
         )
-    launched, clock = ready.launched, ready.clock
-    planned = planned_memory(
-        launched.shape, launched.stage_modules, clock.table, options, ready.mesh.degrees,
-        is_fused=device.type == "cuda",
-    )  # fmt: skip
     own = RankLoad(
         rank=world.rank,
         stages=tuple(chunk.stage for chunk in ready.chunks),
         report=ready.loaded,
         base_nbytes=ready.base_nbytes,
-        planned_nbytes=planned.ranks[ready.mesh.pipeline_rank].total,
+        planned_nbytes=ready.planned_nbytes,
         copied=ready.copied,
     )
     metrics.loaded(_from_all(own, world))

@@ -42,6 +42,7 @@ from manifests.schedules import (
 FP32_NBYTES = 4
 MOST_IN_TRANSIT = 2  # results of a stage in one direction that have been computed, and of which one is in transit
 Recompute = Literal["none", "full", "selective"] | int  # a number N: every Nth layer
+HostMemory = Literal["auto", "fast", "compact"]  # what ranks on CPUs do with freed memory; plans are of compact ones
 # Matrices that every tensor-parallel rank has whole, by the end of their names: routers and projections to latents.
 _WHOLE = (".gate.weight", ".router.weight", ".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
 

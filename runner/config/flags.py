@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from manifests.command.grouped_help import GroupedHelp
 from manifests.errors import UsageError
+from manifests.models.memory import HostMemory
 from manifests.schedules import SCHEDULES
 from runner.config.declared import WholeNumber, build, flag, group, parameters_of
 from runner.config.parallel_dims import DegreeOptions
@@ -76,6 +77,11 @@ class TrainOptions:
     check_ties_every: int = flag(
         "--check-ties-every", type=WholeNumber(min=1), written_default=100, metavar="N",
         help="Check every N steps, and before every checkpoint, that replicas of tied weights are equal.",
+    )  # fmt: skip
+    host_memory: HostMemory = flag(
+        "--host-memory", type=click.Choice(get_args(HostMemory)), default="auto",
+        help="On CPUs, reuse freed memory (fast), or return it to the system after every action, within 10% of the "
+        "plan (compact); auto: fast if 1.5 times the plan fits into what is free.",
     )  # fmt: skip
     self_check: bool = flag(
         "--self-check/--no-self-check", default=True,
@@ -224,7 +230,7 @@ _GROUPS = {
         "decay_steps", "min_lr",
     ),
     "Precision and memory": (
-        "master_dtype", "reduce_dtype", "ac", "loss_chunk", "is_compiled", "implementation", "device",
+        "master_dtype", "reduce_dtype", "ac", "loss_chunk", "is_compiled", "implementation", "device", "host_memory",
     ),
     "Parallelism": ("schedule", "dp_replicate", "dp_shard", "tp", "load", "stage_to_local", "timeout", "step_timeout"),
     "Checkpoints": ("keep", "checkpoint_sync", "resume_weights_only", "force"),

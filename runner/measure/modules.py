@@ -30,7 +30,7 @@ from runner.pipeline.chunk import StageChunk, build_chunks, materialize
 from runner.pipeline.microbatches import token_loss
 from runner.profiling.trace import Recorder
 from runner.tensors.dtypes import FLAG_DTYPES
-from runner.tensors.heap import return_holes, return_large_blocks
+from runner.tensors.heap import compact_heap, return_holes
 from runner.training.activation_checkpoint import recompute_layers
 
 _WARMUP = 3  # runs before those that count
@@ -61,7 +61,7 @@ def measure_modules(
         UserError: the model cannot be trained, or a module and its activations do not fit into memory.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # this and the next line as a rank does
-    return_large_blocks(is_sharded=False)
+    compact_heap(is_sharded=False)
     device = device_of(World(rank=0, local_rank=0, size=1), setting.device)
     family = family_for(
         packed.config, max_seq_len=setting.seq_len, implementation=setting.implementation, shape=packed.shape,
