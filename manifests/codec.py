@@ -97,51 +97,51 @@ def _decode_digest(value: Any) -> str:
     return digest
 
 
-def _decode(found: Any, wanted: Any, path: str) -> Any:
+def _decode(value: Any, wanted: Any, path: str) -> Any:
     if is_dataclass(wanted) and isinstance(wanted, type):
-        return _decode_fields(found, wanted, path)
+        return _decode_fields(value, wanted, path)
     origin, args = get_origin(wanted), get_args(wanted)
     if origin is tuple:
-        if not isinstance(found, list):
-            raise _invalid(path, f"expected a list, found {kind_of(found)}")
-        return tuple(_decode(item, args[0], f"{path}[{index}]") for index, item in enumerate(found))
+        if not isinstance(value, list):
+            raise _invalid(path, f"expected a list, found {kind_of(value)}")
+        return tuple(_decode(item, args[0], f"{path}[{index}]") for index, item in enumerate(value))
     if origin in (types.UnionType, Union):
-        return None if found is None else _decode(found, args[0], path)
+        return None if value is None else _decode(value, args[0], path)
     if origin is Literal:
-        if found not in args or not isinstance(found, str):
-            raise _invalid(path, f"expected one of {', '.join(map(repr, args))}, found {str(found)[:80]!r}")
-        return found
+        if value not in args or not isinstance(value, str):
+            raise _invalid(path, f"expected one of {', '.join(map(repr, args))}, found {str(value)[:80]!r}")
+        return value
     if wanted is float:
-        return _number(found, path)
-    if type(found) is not wanted:
-        raise _invalid(path, f"expected {_NAMES[wanted]}, found {kind_of(found)}")
-    if wanted is int and not 0 <= found < COUNT_LIMIT:
-        raise _invalid(path, f"expected a count below 2^63, found {str(found)[:80]}")
-    return found
+        return _number(value, path)
+    if type(value) is not wanted:
+        raise _invalid(path, f"expected {_NAMES[wanted]}, found {kind_of(value)}")
+    if wanted is int and not 0 <= value < COUNT_LIMIT:
+        raise _invalid(path, f"expected a count below 2^63, found {str(value)[:80]}")
+    return value
 
 
-def _number(found: Any, path: str) -> float:
-    if isinstance(found, bool) or not isinstance(found, (int, float)):
-        raise _invalid(path, f"expected a number, found {kind_of(found)}")
-    if not 0 <= found <= LARGEST_NUMBER:
-        raise _invalid(path, f"expected a number of 0 or more, found {str(found)[:80]}")
-    return float(found)
+def _number(value: Any, path: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _invalid(path, f"expected a number, found {kind_of(value)}")
+    if not 0 <= value <= LARGEST_NUMBER:
+        raise _invalid(path, f"expected a number of 0 or more, found {str(value)[:80]}")
+    return float(value)
 
 
-def _decode_fields(found: Any, wanted: Callable[..., T], path: str) -> T:
-    if not isinstance(found, Mapping):
-        raise _invalid(path, f"expected an object, found {kind_of(found)}")
+def _decode_fields(document: Any, wanted: Callable[..., T], path: str) -> T:
+    if not isinstance(document, Mapping):
+        raise _invalid(path, f"expected an object, found {kind_of(document)}")
     hints = get_type_hints(wanted)
-    known = {field.name: field for field in fields(wanted)}  # type: ignore[arg-type]
+    fields_of = {field.name: field for field in fields(wanted)}  # type: ignore[arg-type]
     prefix = f"{path}." if path else ""
-    for key in found:
-        if key not in known:
-            problem, hint = "unknown field in version 1", "known fields: " + ", ".join(known)
+    for key in document:
+        if key not in fields_of:
+            problem, hint = "unknown field in version 1", "known fields: " + ", ".join(fields_of)
             raise ManifestError(f"{prefix}{key}", problem, hint, code="manifest.unknown-field")
     values = {}
-    for name, field in known.items():
-        if name in found:
-            values[name] = _decode(found[name], hints[name], prefix + name)
+    for name, field in fields_of.items():
+        if name in document:
+            values[name] = _decode(document[name], hints[name], prefix + name)
         elif field.default is MISSING:
             raise ManifestError(f"{prefix}{name}", "missing required field", code="manifest.missing-field")
     return wanted(**values)

@@ -207,14 +207,14 @@ def refused_by_system(
     where: str | Parameter, error: OSError, problem: str = "cannot be read", hint: str = "", *, code: str
 ) -> InputError:
     """Return an error about a file that the system refuses; `hint` is used unless the machine itself is at fault."""
-    said = f"{problem}: {error.strerror}"
+    sentence = f"{problem}: {error.strerror}"
     if error.errno in _RUN_OUT:
         hint = "system resource limit reached; check ulimit -n and free memory"
-        return UnreachableError(where, said, hint, code=code)
+        return UnreachableError(where, sentence, hint, code=code)
     if error.errno not in _OF_THE_MACHINE:
-        return _OF_AREAS.get(code.partition(".")[0], InputError)(where, said, hint, code=code)
+        return _OF_AREAS.get(code.partition(".")[0], InputError)(where, sentence, hint, code=code)
     hint = "a disk, mount or network failure of this machine; check dmesg"
-    return UnreachableError(where, said, hint, code=code)
+    return UnreachableError(where, sentence, hint, code=code)
 
 
 def error_json(error: UserError) -> str:

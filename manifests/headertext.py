@@ -63,8 +63,8 @@ def read_header_text(raw: bytes, names: Mapping[str, str] = NO_NAMES) -> tuple[T
     kinds: dict[tuple[bytes, bytes], TensorKind] = {}
     at = opened.end()
     while True:
-        if found := _TENSOR.match(raw, at):
-            name, dtype, shape, offsets, following = found.groups()
+        if match := _TENSOR.match(raw, at):
+            name, dtype, shape, offsets, following = match.groups()
         elif (opened := _METADATA_OPENED.match(raw, at)) and metadata is None:
             read = _read_metadata(raw, opened)
             if read is None:
@@ -76,8 +76,8 @@ def read_header_text(raw: bytes, names: Mapping[str, str] = NO_NAMES) -> tuple[T
             if closing[1] == b"}":
                 break
             continue
-        elif (found := _in_any_order().match(raw, at)) and (fields := _sorted_fields(found)):
-            name, (dtype, shape, offsets), following = found[1], fields, found[11]
+        elif (match := _in_any_order().match(raw, at)) and (fields := _sorted_fields(match)):
+            name, (dtype, shape, offsets), following = match[1], fields, match[11]
         else:
             return at
         fqn, kind = read_string(name), _kind_of(dtype, shape, kinds)
@@ -85,7 +85,7 @@ def read_header_text(raw: bytes, names: Mapping[str, str] = NO_NAMES) -> tuple[T
         if fqn is None or fqn == METADATA or kind is None or begin is None:
             return at
         table.append(names.get(fqn, fqn), kind, begin)
-        at = found.end()
+        at = match.end()
         if following == b"}":
             break
     if _CLOSED.match(raw, at) is None:
@@ -98,11 +98,11 @@ def read_string(text: bytes) -> str | None:
     try:
         if b"\\" not in text:
             return text.decode()
-        found: str = json.loads(b'"%s"' % text)
-        found.encode()
+        string: str = json.loads(b'"%s"' % text)
+        string.encode()
     except ValueError:  # a UnicodeError or a JSONDecodeError
         return None
-    return found
+    return string
 
 
 def _begin_of(offsets: bytes, kind: TensorKind) -> int | None:
@@ -114,10 +114,10 @@ def _begin_of(offsets: bytes, kind: TensorKind) -> int | None:
     return begin if end - begin == kind[2] and end < MAX_DIM else None
 
 
-def _kind_of(dtype: bytes, shape: bytes, known: dict[tuple[bytes, bytes], TensorKind]) -> TensorKind | None:
+def _kind_of(dtype: bytes, shape: bytes, kinds: dict[tuple[bytes, bytes], TensorKind]) -> TensorKind | None:
     """Return dtype, shape and bytes; tensors of one kind share the objects."""
-    if found := known.get((dtype, shape)):
-        return found
+    if kind_before := kinds.get((dtype, shape)):
+        return kind_before
     name = _NAMES.get(dtype)
     if name is None or shape.count(b",") >= MAX_RANK or _COUNTS.fullmatch(shape) is None:
         return None
@@ -125,16 +125,16 @@ def _kind_of(dtype: bytes, shape: bytes, known: dict[tuple[bytes, bytes], Tensor
     bits = prod(dims) * DTYPE_BITS[name]
     if max(dims, default=0) >= MAX_DIM or prod(filter(None, dims)) * DTYPE_BITS[name] >= MAX_DIM or bits % 8:
         return None
-    if len(known) == _MOST_KINDS:
-        known.clear()
-    known[dtype, shape] = kind = (name, dims, bits // 8)
+    if len(kinds) == _MOST_KINDS:
+        kinds.clear()
+    kinds[dtype, shape] = kind = (name, dims, bits // 8)
     return kind
 
 
-def _sorted_fields(found: re.Match[bytes]) -> tuple[bytes, bytes, bytes] | None:
+def _sorted_fields(match: re.Match[bytes]) -> tuple[bytes, bytes, bytes] | None:
     """Return dtype, shape and offsets if each occurs once and has the right type."""
-    texts = {found[number]: found[number + 1] for number in (2, 5, 8)}
-    lists = {found[number]: found[number + 2] for number in (2, 5, 8)}
+    texts = {match[number]: match[number + 1] for number in (2, 5, 8)}
+    lists = {match[number]: match[number + 2] for number in (2, 5, 8)}
     dtype, shape, offsets = texts.get(b"dtype"), lists.get(b"shape"), lists.get(b"data_offsets")
     return None if dtype is None or shape is None or offsets is None else (dtype, shape, offsets)
 
@@ -144,14 +144,14 @@ def _read_metadata(raw: bytes, opened: re.Match[bytes]) -> tuple[dict[str, str],
     metadata: dict[str, str] = {}
     at, following = opened.end(), opened[1]
     while following != b"}":
-        found = PAIR.match(raw, at)
-        if found is None or len(metadata) == _MOST_METADATA:
+        match = PAIR.match(raw, at)
+        if match is None or len(metadata) == _MOST_METADATA:
             return None
-        key, value = read_string(found[1]), read_string(found[2])
+        key, value = read_string(match[1]), read_string(match[2])
         if key is None or value is None or key in metadata:
             return None
         metadata[key] = value
-        at, following = found.end(), found[3]
+        at, following = match.end(), match[3]
     return metadata, at
 
 

@@ -36,8 +36,8 @@ def with_floats(value: Any) -> Any:
     if isinstance(value, Mapping):
         if value.keys() == {_FLOAT} and value[_FLOAT] in ("Infinity", "-Infinity", "NaN"):
             return float(value[_FLOAT])
-        return {name: with_floats(each) for name, each in value.items()}
-    return [with_floats(each) for each in value] if isinstance(value, list) else value
+        return {name: with_floats(item) for name, item in value.items()}
+    return [with_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def parse_json_object(text: bytes, where: str, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
@@ -78,9 +78,9 @@ def _parse(text: bytes, where: str, most_values: int, constant: Callable[[str], 
     return document
 
 
-def kind_of(found: object) -> str:
+def kind_of(value: object) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(found), "a number")
+    return names.get(type(value), "a number")
 
 
 def _has_more_values(text: bytes, most: int) -> bool:

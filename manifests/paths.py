@@ -100,7 +100,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
-def _check(found: os.stat_result, path: str | Path) -> None:
-    if (kind := _KINDS.get(stat.S_IFMT(found.st_mode))) is not None:
+def _check(status: os.stat_result, path: str | Path) -> None:
+    if (kind := _KINDS.get(stat.S_IFMT(status.st_mode))) is not None:
         problem = f"expected a regular file, found {kind}"
         raise StoreError(str(path), problem, "replace it with a regular file", code="store.not-a-file")

@@ -53,7 +53,7 @@ def slices_in(header: Header, where: str) -> dict[str, Slice]:
     if odd := table.keys() ^ {entry.name for entry in header.tensors}:
         problem = f"expected the names of the shard's tensors, found a mismatch: {min(odd)!r}"
         raise ShardError(where, problem, code="header.invalid-slices")
-    found = {}
+    slices = {}
     for entry in header.tensors:
         fields, place = table[entry.name], f"{where}: {entry.name!r}"
         if not isinstance(fields, dict) or fields.keys() != {_OFFSET, _SHAPE}:
@@ -63,8 +63,8 @@ def slices_in(header: Header, where: str) -> dict[str, Slice]:
         if any(end > most for end, most in zip(part.end, whole, strict=True)):
             problem = f"expected a slice within {list(whole)}, found {_shown(part)}"
             raise ShardError(place, problem, code="header.invalid-slices")
-        found[entry.name] = part
-    return found
+        slices[entry.name] = part
+    return slices
 
 
 def problem_with_slices(slices: Sequence[Slice]) -> str | None:
@@ -73,10 +73,10 @@ def problem_with_slices(slices: Sequence[Slice]) -> str | None:
     for part in slices:
         if part.whole_shape != whole:
             return f"expected a slice of {list(whole)} as elsewhere, found one of {list(part.whole_shape)}"
-    for one, other in _overlapping(part for part in slices if prod(part.shape)):
-        return f"slices overlap: {_shown(one)} and {_shown(other)}"
-    found, expected = sum(prod(part.shape) for part in slices), prod(whole)
-    return None if found == expected else f"expected {expected} elements in all slices, found {found}"
+    for first, second in _overlapping(part for part in slices if prod(part.shape)):
+        return f"slices overlap: {_shown(first)} and {_shown(second)}"
+    num_elements, expected = sum(prod(part.shape) for part in slices), prod(whole)
+    return None if num_elements == expected else f"expected {expected} elements in all slices, found {num_elements}"
 
 
 def _overlapping(slices: Iterable[Slice]) -> Iterator[tuple[Slice, Slice]]:
@@ -91,15 +91,15 @@ def _overlapping(slices: Iterable[Slice]) -> Iterator[tuple[Slice, Slice]]:
         open_.append(part)
 
 
-def _counts(found: object, length: int, where: str) -> tuple[int, ...]:
+def _counts(value: object, length: int, where: str) -> tuple[int, ...]:
     if (
-        not isinstance(found, list)
-        or len(found) != length
-        or not all(type(n) is int and 0 <= n < 1 << 63 for n in found)
+        not isinstance(value, list)
+        or len(value) != length
+        or not all(type(n) is int and 0 <= n < 1 << 63 for n in value)
     ):
-        problem = f"expected {length} counts, found {str(found)[:80]}"
+        problem = f"expected {length} counts, found {str(value)[:80]}"
         raise ShardError(where, problem, code="header.invalid-slices")
-    return tuple(found)
+    return tuple(value)
 
 
 def _shown(part: Slice) -> str:

@@ -33,10 +33,10 @@ def check_links(folder: Path, manifest: Manifest) -> None:
         ManifestError: naming the first such file.
     """
     paths = (*(shard.path for shard in manifest.shards), *(file.path for file in manifest.files))
-    for path, found in links_out_of(folder, paths):
+    for path, target in links_out_of(folder, paths):
         raise ManifestError(
             str(folder / path),
-            f"expected a file in the checkpoint's folder, found a link to {found}",
+            f"expected a file in the checkpoint's folder, found a link to {target}",
             "replace the link with the file",
             code="manifest.link-out-of-folder",
         )
@@ -48,9 +48,9 @@ def links_out_of(folder: Path, paths: Iterable[str]) -> Iterator[tuple[str, str]
     snapshots, cache = os.path.basename(os.path.dirname(root)), os.path.dirname(os.path.dirname(root))
     allowed = (f"{root}/", f"{cache}/blobs/") if snapshots == "snapshots" else (f"{root.rstrip('/')}/",)
     for path in paths:
-        found = os.path.realpath(folder / path)
-        if not found.startswith(allowed):
-            yield path, found
+        target = os.path.realpath(folder / path)
+        if not target.startswith(allowed):
+            yield path, target
 
 
 def no_manifest(where: str, path: Path | None = None) -> InputError:

@@ -56,10 +56,10 @@ def state_problems(training: TrainingState) -> Iterator[tuple[str, str]]:
     yield from _random_problems(training.random)
 
 
-def _number_problems(found: Any, path: str) -> Iterator[tuple[str, str]]:
+def _number_problems(record: Any, path: str) -> Iterator[tuple[str, str]]:
     """Yield the numbers that the decoder refuses."""
-    for field in fields(found):
-        value, place = getattr(found, field.name), f"{path}.{field.name}"
+    for field in fields(record):
+        value, place = getattr(record, field.name), f"{path}.{field.name}"
         if isinstance(value, float) and not 0 <= value <= LARGEST_NUMBER:
             yield place, f"expected a number of 0 or more, found {value}"
         elif isinstance(value, int) and not 0 <= value < COUNT_LIMIT:

@@ -215,22 +215,22 @@ def _listed_hasher(file: InputFile) -> hashlib._Hash | None:
     return None
 
 
-def _check_listed(file: InputFile, found: str) -> None:
+def _check_listed(file: InputFile, digest: str) -> None:
     listed = file.listed if isinstance(file, Listed) else ""
-    if found != listed:
+    if digest != listed:
         raise SourceError(
             str(file),
-            f"expected {listed} (listing of the hub), found {found}",
+            f"expected {listed} (listing of the hub), found {digest}",
             "a server or proxy sent wrong bytes; run again, or from another network",
             code=HUB_MISMATCH,
         )
 
 
-def _check_digest(file: InputFile, expected: str, found: str) -> None:
-    if found != expected:
+def _check_digest(file: InputFile, expected: str, digest: str) -> None:
+    if digest != expected:
         raise SourceError(
             str(file),
-            f"expected {expected}, found {found}",
+            f"expected {expected}, found {digest}",
             "the file was changed or damaged after it was written",
             code="source.digest-mismatch",
         )

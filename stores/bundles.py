@@ -96,10 +96,10 @@ def join_slices(tensors: Iterable[TensorAt]) -> dict[str, tuple[TensorAt, ...]]:
     Raises:
         ShardError: a tensor is stored twice, or its slices do not make up the whole tensor.
     """
-    found: dict[str, list[TensorAt]] = {}
+    parts_of: dict[str, list[TensorAt]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.name, []).append(tensor)
-    for name, parts in found.items():
+        parts_of.setdefault(tensor.name, []).append(tensor)
+    for name, parts in parts_of.items():
         where = f"{parts[-1].file}: {name!r}"
         if len(parts) > 1 and any(part.part is None for part in parts):
             raise ShardError(where, "expected in one shard, found in two", code="shard.inconsistent-slices")
@@ -111,7 +111,7 @@ def join_slices(tensors: Iterable[TensorAt]) -> dict[str, tuple[TensorAt, ...]]:
             hint = "a shard of this stage is missing, or an unrelated one is present; write the bundle again"
             raise ShardError(where, problem, hint, code="shard.inconsistent-slices")
         parts.sort(key=attrgetter("offset"))
-    return {name: tuple(parts) for name, parts in found.items()}
+    return {name: tuple(parts) for name, parts in parts_of.items()}
 
 
 class Bundles:
@@ -216,7 +216,7 @@ class Bundles:
 
     def _in_spans(self, stage: Stage, number: int, spans: Sequence[Span]) -> list[TensorAt]:
         tensors = self._in_original(number)
-        found = []
+        in_spans: list[TensorAt] = []
         for span in spans:
             first, last = (bisect_left(tensors, edge, key=attrgetter("begin")) for edge in (span.begin, span.end))
             inside = tensors[first:last]
@@ -224,8 +224,8 @@ class Bundles:
                 where = f"stages[{stage.index}].spans: {self.original_file(number)}"
                 problem = f"expected whole tensors, found bytes {span.begin} to {span.end}"
                 raise ManifestError(where, problem, code="manifest.wrong-span")
-            found += [replace(tensor, name=name) for tensor in inside for name in self._names_on(stage, tensor)]
-        return found
+            in_spans += [replace(tensor, name=name) for tensor in inside for name in self._names_on(stage, tensor)]
+        return in_spans
 
     def _in_original(self, number: int) -> list[TensorAt]:
         if number not in self._originals:
@@ -262,11 +262,11 @@ def _read_original(file: InputFile, original: OriginalFile, names: Mapping[str, 
     return header
 
 
-def _expect(file: InputFile, expected: str, found: str) -> None:
-    if found != expected:
+def _expect(file: InputFile, expected: str, actual: str) -> None:
+    if actual != expected:
         raise SourceError(
             str(file),
-            f"expected {expected} (virtual.files of manifest.json), found {found}",
+            f"expected {expected} (virtual.files of manifest.json), found {actual}",
             "the source changed after the manifest was written; pack it again with reshard pack --virtual",
             code=SOURCE_CHANGED,
         )

@@ -39,8 +39,12 @@ def each_file_header(
     Raises:
         InputError: as `read_file_headers`.
     """
-    found = heads or {}
-    return each_of(files, lambda file: read_file_header(file, names, found[file].result() if file in found else None))
+    read_before = heads or {}
+
+    def read_one(file: InputFile) -> Header:
+        return read_file_header(file, names, read_before[file].result() if file in read_before else None)
+
+    return each_of(files, read_one)
 
 
 def each_of(files: Iterable[InputFile], read_one: Callable[[InputFile], T]) -> Iterator[tuple[InputFile, T]]:

@@ -104,18 +104,18 @@ class LocalReader:
     def read_into(self, part: memoryview, position: int) -> None:
         while part:
             try:
-                found = os.preadv(self._descriptor, [part], position)
+                num_read = os.preadv(self._descriptor, [part], position)
             except OSError as error:
                 problem = f"cannot be read at byte {position}"
                 raise refused_by_system(str(self._path), error, problem, code="store.unreadable") from error
-            if found == 0:
+            if num_read == 0:
                 raise SourceError(
                     str(self._path),
                     f"unexpected end of file at byte {position}",
                     "the file was truncated after its header was read",
                     code=SOURCE_CHANGED,
                 )
-            part, position = part[found:], position + found
+            part, position = part[num_read:], position + num_read
         self._check()
 
     def close(self) -> None:
@@ -202,8 +202,8 @@ def _state_of(path: Path) -> _State:
         raise refused_by_system(str(path), error, code="store.unreadable") from error
 
 
-def _in_short(found: os.stat_result) -> _State:
-    return _State(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+def _in_short(status: os.stat_result) -> _State:
+    return _State(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
 def _changed(path: Path) -> InputError:

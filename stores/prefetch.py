@@ -115,11 +115,11 @@ class Prefetcher:
         if nbytes < _LEAST_REQUEST_NBYTES:
             return memoryview(bytearray(nbytes))
         try:
-            found = self._spare.pop()
+            memory = self._spare.pop()
         except IndexError:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            found = memoryview(mmap.mmap(-1, self._request_nbytes, flags=flags))
-        return found[:nbytes]
+            memory = memoryview(mmap.mmap(-1, self._request_nbytes, flags=flags))
+        return memory[:nbytes]
 
 
 class Lane:
@@ -138,7 +138,7 @@ class Lane:
     def plan(self, ranges: Iterable[Planned]) -> dict[InputFile, PlannedReader]:
         """Plan ranges in the order in which they will be read; return a reader of each remote file among them."""
         fetch_of, readers = self._prefetcher.fetch_of, dict[InputFile, PlannedReader]()
-        for file, begin, end in join_ranges(each for each in ranges if fetch_of(each[0]) is not None):
+        for file, begin, end in join_ranges(item for item in ranges if fetch_of(item[0]) is not None):
             if file not in readers:
                 fetch = fetch_of(file)
                 assert fetch is not None
@@ -242,12 +242,12 @@ class PlannedReader:
 
 def join_ranges(ranges: Iterable[Planned]) -> list[Planned]:
     """Join ranges of a file with only a small gap between them; keep the order of the first ones."""
-    found: list[list[Any]] = []
+    joined: list[list[Any]] = []
     last: dict[InputFile, list[Any]] = {}
     for file, begin, end in ranges:
         if file in last and 0 <= begin - last[file][2] <= _GAP_NBYTES:
             last[file][2] = end
         elif begin < end:
             last[file] = [file, begin, end]
-            found.append(last[file])
-    return [(file, begin, end) for file, begin, end in found]
+            joined.append(last[file])
+    return [(file, begin, end) for file, begin, end in joined]

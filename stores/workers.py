@@ -47,7 +47,7 @@ def share_out(
             stop.set()
     errors = [error for job in (*failed, *jobs) if (error := job.exception()) is not None]
     # A thread that was stopped because of another's failure says only that.
-    for error in (*(each for each in errors if not isinstance(each, CancelledError)), *errors):
+    for error in (*(error for error in errors if not isinstance(error, CancelledError)), *errors):
         raise error
 
 
@@ -66,10 +66,10 @@ class _Shares(Generic[T]):
 
         def take() -> T | None:
             with self._lock:
-                found = part or max(self._parts, key=len)
-                if not found:
+                part_with_most = part or max(self._parts, key=len)
+                if not part_with_most:
                     return None
-                return found.popleft() if is_from_front else found.pop()
+                return part_with_most.popleft() if is_from_front else part_with_most.pop()
 
         return take
 
@@ -83,11 +83,11 @@ def threads_for_ranks(num_ranks: int = 1) -> int:
     return max(2, min(usable_cores() // num_ranks, _MAX_THREADS))
 
 
-def usable_cores(cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+def usable_cores(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int:
     """Return the number of cores that this process may use: by its affinity, and by the quotas of its cgroups."""
     cores = float(len(os.sched_getaffinity(0)))
     try:
-        lines = own.read_text().splitlines()
+        lines = membership.read_text().splitlines()
     except OSError:
         return int(cores)
     for line in lines:
@@ -99,7 +99,7 @@ def usable_cores(cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")
         else:
             continue
         below = Path(path.lstrip("/"))
-        cores = min(cores, *(_quota(folder / each) for each in (below, *below.parents)))
+        cores = min(cores, *(_quota(folder / cgroup) for cgroup in (below, *below.parents)))
     return max(1, int(cores))
 
 

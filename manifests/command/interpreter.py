@@ -60,9 +60,9 @@ def lazy_attributes(
             return version("reshard")
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = getattr(import_module(module_of[name]), name)
-        setattr(sys.modules[package], name, found)
-        return found
+        attribute = getattr(import_module(module_of[name]), name)
+        setattr(sys.modules[package], name, attribute)
+        return attribute
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *module_of, "__version__"})

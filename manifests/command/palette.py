@@ -65,9 +65,9 @@ THEMES: Mapping[str, Theme] = {
 }
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(color: str, background: str) -> float:
     """Return the contrast ratio of two colors, 1 to 21. Source: WCAG 2.2, "contrast ratio"."""
-    low, high = sorted((_luminance(one), _luminance(other)))
+    low, high = sorted((_luminance(color), _luminance(background)))
     return (high + 0.05) / (low + 0.05)
 
 

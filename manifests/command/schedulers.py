@@ -50,8 +50,8 @@ def run_slurm(command: Sequence[str], standard_input: str = "", *, limit_s: floa
             where, f"did not answer within {limit_s:.0f} s", hint, code="launch.scheduler-silent"
         ) from error
     if done.returncode:
-        said = " ".join(done.stderr.split()).removeprefix(f"{where}: error: ")
-        raise LaunchError(where, said or f"exited with code {done.returncode}", code="launch.scheduler-failed")
+        message = " ".join(done.stderr.split()).removeprefix(f"{where}: error: ")
+        raise LaunchError(where, message or f"exited with code {done.returncode}", code="launch.scheduler-failed")
     return done.stdout
 
 
@@ -75,9 +75,9 @@ def run_kubectl(command: Sequence[str], standard_input: str = "") -> str:
     except subprocess.TimeoutExpired as error:
         raise LaunchError(command[0], f"did not answer within {_LIMIT_S} s", code="launch.scheduler-silent") from error
     if done.returncode:
-        said = said_by_kubectl(done.stderr.splitlines())
+        message = said_by_kubectl(done.stderr.splitlines())
         raise LaunchError(
-            " ".join(command[:2]), said or f"exited with code {done.returncode}", code="launch.scheduler-failed"
+            " ".join(command[:2]), message or f"exited with code {done.returncode}", code="launch.scheduler-failed"
         )
     return done.stdout
 
@@ -94,9 +94,9 @@ def literal(text: str) -> str:
 
 def volumes_of(mounts: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the volumes of mounts, which have the form `MOUNT`, by their mount paths."""
-    found: dict[str, dict[str, Any]] = {}
+    volumes: dict[str, dict[str, Any]] = {}
     for number, mount in enumerate(mounts):
         source, _, target = mount.rpartition(":")
         kind, key = ("hostPath", "path") if source.startswith("/") else ("persistentVolumeClaim", "claimName")
-        found[target.rstrip("/")] = {"name": f"mount-{number}", kind: {key: source}}
-    return found
+        volumes[target.rstrip("/")] = {"name": f"mount-{number}", kind: {key: source}}
+    return volumes

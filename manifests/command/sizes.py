@@ -19,11 +19,11 @@ def parse_size(text: str) -> int | None:
 
     A number without a unit is in bytes and must be at least 1 MiB: `80` is refused.
     """
-    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([KMGT]?)(i?B|)", text, re.IGNORECASE)
-    if not found or (found[3].lower() == "ib" and not found[2]):
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([KMGT]?)(i?B|)", text, re.IGNORECASE)
+    if not match or (match[3].lower() == "ib" and not match[2]):
         return None
-    nbytes = int(Fraction(found[1]) * 1024 ** _POWERS[found[2].upper()])
-    if not found[2] and not found[3] and (nbytes < _LEAST_BARE or "." in found[1]):
+    nbytes = int(Fraction(match[1]) * 1024 ** _POWERS[match[2].upper()])
+    if not match[2] and not match[3] and (nbytes < _LEAST_BARE or "." in match[1]):
         return None
     return nbytes or None
 

@@ -107,8 +107,8 @@ def architecture_of(
     Raises:
         ModelError: it is not known and not described, or described although it is known.
     """
-    found = config.get("architectures")
-    name = found[0] if isinstance(found, list) and len(found) == 1 else found
+    value = config.get("architectures")
+    name = value[0] if isinstance(value, list) and len(value) == 1 else value
     if description is not None:
         return _described_name(description, name, where)
     if not isinstance(name, str) or not _is_known(name):
@@ -151,7 +151,7 @@ def _described_name(description: ModelDescription, named: object, where: str) ->
 
 def check_experts(config: Mapping[str, object], where: str) -> None:
     """Refuse a table of tensors that would exhaust memory before it is made: too many layers times experts."""
-    layers = sum(found for found in map(config.get, _LAYERS) if type(found) is int)
+    layers = sum(count for count in map(config.get, _LAYERS) if type(count) is int)
     for name, experts in ((name, config.get(name)) for name in _EXPERTS):
         if type(experts) is int and layers * experts > _MOST_EXPERTS:
             problem = f"expected at most {_MOST_EXPERTS} experts in all layers, found {layers * experts}"

@@ -56,9 +56,9 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
     num_layers = 0
     for name, count in lists:
         listed = _count_layers(config, count)
-        found = _read_layers(entry, config, name, inner[name], listed, stored.where)
-        layers += found
-        names += [f"{name}.{number}" for number in range(len(found))]
+        read_layers = _read_layers(entry, config, name, inner[name], listed, stored.where)
+        layers += read_layers
+        names += [f"{name}.{number}" for number in range(len(read_layers))]
         num_layers += listed
     spare, towers = (
         [module for module in modules if any(module_of(name, {module}) for name in outside)]
@@ -113,8 +113,8 @@ def _count(config: ConfigReader, names: tuple[str, ...], most: int = _MOST_WIDE)
 def _count_layers(config: ConfigReader, names: tuple[str, ...]) -> int:
     """Return the number of layers; some configs have a list of their types instead."""
     name = next((name for name in names if config.has(name)), names[0])
-    found = config.config.get(name)
-    return len(found) if isinstance(found, list) and found else config.count(name, most=MAX_LAYERS)
+    value = config.config.get(name)
+    return len(value) if isinstance(value, list) and value else config.count(name, most=MAX_LAYERS)
 
 
 def _sort(
@@ -145,8 +145,8 @@ def _read_layers(
     num_mtp = config.count(entry.mtp, 0, most=MAX_LAYERS, least=0) if entry.mtp else 0
     for number in range(num_layers):
         if str(number) not in inner:
-            found = f"found {len(inner)} layers" if inner else "found no layers of that name"
-            problem = f"expected layers 0 to {num_layers - 1} of {listed}, {found} and no {listed}.{number}"
+            listing = f"found {len(inner)} layers" if inner else "found no layers of that name"
+            problem = f"expected layers 0 to {num_layers - 1} of {listed}, {listing} and no {listed}.{number}"
             hint = _INCOMPLETE
             if not inner and entry.is_described:
                 hint = f"correct layers in the file of {Parameter('model')}"
@@ -155,22 +155,22 @@ def _read_layers(
     while str(count) in inner and count < num_layers + num_mtp:
         count += 1
     if len(inner) > count:
-        odd = next(number for number in inner if number not in {str(known) for known in range(count)})
+        odd = next(number for number in inner if number not in {str(expected) for expected in range(count)})
         leaf = next(iter(inner[odd]))
         raise _unknown(entry, f"{listed}.{odd}.{leaf}", where)
     return [_layer(inner[str(number)]) for number in range(count)]
 
 
 def _layer(tensors: Mapping[str, Shape]) -> _Layer:
-    found = _Layer(shapes={}, numbers={})
+    layer = _Layer(shapes={}, numbers={})
     for leaf, dims in tensors.items():
         words = leaf.split(".")
         numbers = [word for word in words[:-1] if word.isdecimal()]
         if numbers:
             leaf = ".".join("*" if word.isdecimal() else word for word in words[:-1]) + f".{words[-1]}"
-            found.numbers.setdefault(leaf, set()).add(".".join(numbers))
-        found.shapes.setdefault(leaf, dims)
-    return found
+            layer.numbers.setdefault(leaf, set()).add(".".join(numbers))
+        layer.shapes.setdefault(leaf, dims)
+    return layer
 
 
 def _kind_of(entry: CatalogueEntry, layer: _Layer, kinds: Mapping[int, frozenset[str]], name: str, where: str) -> int:
@@ -182,18 +182,18 @@ def _kind_of(entry: CatalogueEntry, layer: _Layer, kinds: Mapping[int, frozenset
     for leaf, numbers in layer.numbers.items():
         if leaf.count("*") == 1 and "expert" in leaf:
             alike = leaf.partition("*")[0]
-            together = [found for other, found in layer.numbers.items() if other.partition("*")[0] == alike]
+            together = [numbers for other, numbers in layer.numbers.items() if other.partition("*")[0] == alike]
             if entry.uneven:
                 together = [numbers]
-            most = max(len(found) for found in together)
+            most = max(len(numbers) for numbers in together)
             gap = next((number for number in range(most) if str(number) not in numbers), None)
             if gap is not None:
                 raise _missing(f"{name}.{leaf.replace('*', str(gap))}", where)
     if not kinds:
         return 0
     names = frozenset(layer.shapes)
-    for kind, known in kinds.items():
-        if names == known:
+    for kind, expected_names in kinds.items():
+        if names == expected_names:
             return kind
     nearest = max(kinds.values(), key=lambda kind: len(kind & names) - len(kind ^ names))
     if lacking := sorted(nearest - names):
@@ -208,10 +208,10 @@ def _check_alike(names: list[str], layers: list[_Layer], kinds: list[int], where
     for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
         other = first.setdefault((kind, frozenset(layer.shapes)), number)
         if layer.num_experts != layers[other].num_experts:
-            fewer, more = sorted((number, other), key=lambda found: layers[found].num_experts)
+            fewer, more = sorted((number, other), key=lambda layer: layers[layer].num_experts)
             leaf, numbers = next(
-                (leaf, found) for leaf, found in sorted(layers[more].numbers.items())
-                if len(found) > len(layers[fewer].numbers[leaf])
+                (leaf, numbers) for leaf, numbers in sorted(layers[more].numbers.items())
+                if len(numbers) > len(layers[fewer].numbers[leaf])
             )  # fmt: skip
             gone = sorted(numbers - layers[fewer].numbers[leaf])[0]
             raise _missing(f"{names[fewer]}.{leaf.replace('*', gone, 1)}", where)
@@ -222,18 +222,18 @@ def _check_alike(names: list[str], layers: list[_Layer], kinds: list[int], where
 
 
 def _check_outside(
-    entry: CatalogueEntry, config: ConfigReader, expected: frozenset[str], found: Mapping[str, Shape],
+    entry: CatalogueEntry, config: ConfigReader, expected: frozenset[str], stored: Mapping[str, Shape],
     others: list[str], where: str,
 ) -> None:  # fmt: skip
     if not expected:
         return
     tied = {}
     if config.flag("tie_word_embeddings", entry.tied):
-        tied = {one: other for pair in entry.ties for one, other in (pair, pair[::-1])}
+        tied = {member: partner for pair in entry.ties for member, partner in (pair, pair[::-1])}
     for name in sorted(expected):
-        if name not in found and tied.get(name) not in found:
+        if name not in stored and tied.get(name) not in stored:
             raise _missing(name, where)
-    for name in found:
+    for name in stored:
         if name not in expected and module_of(name, others) is None:
             raise _unknown(entry, name, where)
 
@@ -309,8 +309,8 @@ def _work(
             flops=round(flops), flops_per_key=keyed, saved=round(saved), normed=normed, products=round(given)
         )
     for module in entry.outputs:
-        own = (name for name in tensors if name == module or name.startswith(f"{module}."))
-        sizes = [tensors[name] for name in own if len(tensors[name]) == 2]
+        inside = (name for name in tensors if name == module or name.startswith(f"{module}."))
+        sizes = [tensors[name] for name in inside if len(tensors[name]) == 2]
         last = max((dims[0] for dims in sizes), default=0) if module == entry.outputs[-1] else 0
         products, widths = sum(2 * prod(dims) for dims in sizes), sum(sum(dims) for dims in sizes)
         work[module] = Work(flops=products, saved=widths, saved_fp32=last)

@@ -137,15 +137,15 @@ def catalogued() -> tuple[str, ...]:
 
 def left_out() -> Mapping[str, str]:
     """Return the architectures of transformers that the catalogue lacks, each with the reason."""
-    found: Mapping[str, str] = _table()["left_out"]
-    return found
+    modules: Mapping[str, str] = _table()["left_out"]
+    return modules
 
 
 def entry_of(architecture: str) -> CatalogueEntry | None:
     """Return an architecture's entry, if it has one."""
     architecture = _ALIASES.get(architecture, architecture)
-    found = _table()["architectures"].get(architecture)
-    return None if found is None else make_entry(architecture, found)
+    document = _table()["architectures"].get(architecture)
+    return None if document is None else make_entry(architecture, document)
 
 
 def make_entry(architecture: str, table: Mapping[str, Any]) -> CatalogueEntry:
@@ -163,24 +163,24 @@ def make_entry(architecture: str, table: Mapping[str, Any]) -> CatalogueEntry:
         Numbered(pattern=pattern, name=name, more=more, absent=absent)
         for pattern, name, more, absent in fields.get("numbered", ())
     )
-    fields["switches"] = tuple(_switch(found) for found in fields.get("switches", ()))
+    fields["switches"] = tuple(_switch(switch) for switch in fields.get("switches", ()))
     return CatalogueEntry(**fields)
 
 
-def _switch(found: Mapping[str, Any]) -> Switch:
-    changes = {kind: (frozenset(added), frozenset(removed)) for kind, added, removed in found["changes"]}
-    return Switch(when=_conditions(found["when"]), changes=changes)
+def _switch(document: Mapping[str, Any]) -> Switch:
+    changes = {kind: (frozenset(added), frozenset(removed)) for kind, added, removed in document["changes"]}
+    return Switch(when=_conditions(document["when"]), changes=changes)
 
 
-def _conditions(found: Iterable[tuple[str, bool, bool]]) -> tuple[Condition, ...]:
-    return tuple(Condition(name=name, value=value, absent=absent) for name, value, absent in found)
+def _conditions(conditions: Iterable[tuple[str, bool, bool]]) -> tuple[Condition, ...]:
+    return tuple(Condition(name=name, value=value, absent=absent) for name, value, absent in conditions)
 
 
 @cache
 def _table() -> Mapping[str, Any]:
     # Read when a model is asked for that no module describes, so that start-up does not pay for it.
-    found: Mapping[str, Any] = json.loads(_PATH.read_text())
-    return found
+    document: Mapping[str, Any] = json.loads(_PATH.read_text())
+    return document
 
 
 def described_entry(description: ModelDescription, architecture: str) -> CatalogueEntry:

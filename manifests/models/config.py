@@ -53,59 +53,59 @@ class ConfigReader:
 
     def count(self, name: str, default: int | None = None, most: int = _MAX_COUNT, least: int = 1) -> int:
         """Return an integer from `least` to `most`; null or absent means `default`."""
-        found = self.config.get(name)
-        if found is None and default is not None:
+        value = self.config.get(name)
+        if value is None and default is not None:
             return default
-        if type(found) is not int or found < least:
+        if type(value) is not int or value < least:
             expected = "a positive integer" if least == 1 else f"an integer, {least} or more"
-            raise self.error(name, f"expected {expected}, found {_shown(found)}", code="config.invalid-field")
-        if found > most:
-            raise self.error(name, f"expected at most {most}, found {str(found)[:80]}", code="config.too-large")
-        return found
+            raise self.error(name, f"expected {expected}, found {_shown(value)}", code="config.invalid-field")
+        if value > most:
+            raise self.error(name, f"expected at most {most}, found {str(value)[:80]}", code="config.too-large")
+        return value
 
     def counts(self, name: str) -> tuple[int, ...]:
         """Return a list of integers, 0 or more; null or absent means none."""
-        found = self.config.get(name)
-        if found is None:
+        value = self.config.get(name)
+        if value is None:
             return ()
-        if not isinstance(found, list) or not all(type(item) is int and item >= 0 for item in found):
-            problem = f"expected a list of integers, 0 or more, found {_shown(found)}"
+        if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+            problem = f"expected a list of integers, 0 or more, found {_shown(value)}"
             raise self.error(name, problem, code="config.invalid-field")
-        return tuple(found)
+        return tuple(value)
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return a list of strings; null or absent means none."""
-        found = self.config.get(name)
-        if found is None:
+        value = self.config.get(name)
+        if value is None:
             return ()
-        if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
-            problem = f"expected a list of strings, found {_shown(found)}"
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            problem = f"expected a list of strings, found {_shown(value)}"
             raise self.error(name, problem, code="config.invalid-field")
-        return tuple(found)
+        return tuple(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        found = self.config.get(name)
-        if found is None:
+        value = self.config.get(name)
+        if value is None:
             return default
-        if not isinstance(found, bool):
-            problem = f"expected true or false, found {kind_of(found)}"
+        if not isinstance(value, bool):
+            problem = f"expected true or false, found {kind_of(value)}"
             raise self.error(name, problem, code="config.invalid-field")
-        return found
+        return value
 
     def section(self, name: str) -> ConfigReader | None:
         """Return an object inside the config; null or absent means None."""
-        found = self.config.get(name)
-        if found is None:
+        value = self.config.get(name)
+        if value is None:
             return None
-        if not isinstance(found, Mapping):
-            raise self.error(name, f"expected an object, found {kind_of(found)}", code="config.invalid-field")
-        return ConfigReader(found, self.where, f"{self.prefix}{name}.")
+        if not isinstance(value, Mapping):
+            raise self.error(name, f"expected an object, found {kind_of(value)}", code="config.invalid-field")
+        return ConfigReader(value, self.where, f"{self.prefix}{name}.")
 
     def expect(self, name: str, allowed: object) -> None:
         """Refuse a field whose other values are not supported; null or absent is fine."""
-        found = self.config.get(name)
-        if found is not None and found != allowed:
-            problem = f"expected {allowed!r} or nothing, found {_shown(found)}"
+        value = self.config.get(name)
+        if value is not None and value != allowed:
+            problem = f"expected {allowed!r} or nothing, found {_shown(value)}"
             raise self.error(name, problem, "no other value is supported", code="config.unsupported-field")
 
 
@@ -130,5 +130,5 @@ def check_readable(config: Mapping[str, object], where: str, prefix: str = "") -
         raise ModelError(f"{where}: {prefix}{name}", problem, hint, code="config.redirects")
 
 
-def _shown(found: object) -> str:
-    return "nothing" if found is None else repr(found)[:80]
+def _shown(value: object) -> str:
+    return "nothing" if value is None else repr(value)[:80]

@@ -31,19 +31,19 @@ def description_problems(description: ModelDescription) -> Iterator[tuple[str, s
 
 def _invalid_names(description: ModelDescription) -> Iterator[tuple[str, str, bool]]:
     for name in (field.name for field in fields(description)):
-        found = getattr(description, name)
-        if name in _REQUIRED and not found:
+        value = getattr(description, name)
+        if name in _REQUIRED and not value:
             yield name, "expected one or more names, found none", False
-        for place, text in _texts(name, found):
+        for place, text in _texts(name, value):
             if not _NAME.fullmatch(text.removeprefix(".") if name in _OF_TENSORS else text):
                 yield place, f"expected a name such as model.norm, found {text[:80]!r}", False
 
 
-def _texts(place: str, found: object) -> Iterator[tuple[str, str]]:
-    if isinstance(found, str):
-        yield place, found
-    elif isinstance(found, tuple):
-        for number, item in enumerate(found):
+def _texts(place: str, value: object) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, tuple):
+        for number, item in enumerate(value):
             yield from _texts(f"{place}[{number}]", item)
 
 

@@ -186,9 +186,9 @@ def latent_attention(config: ConfigReader) -> Component:
     part += linear(width, kv_rank + rotary, bias=bias).below("kv_a_proj_with_mqa")
     part += norm(kv_rank).below("kv_a_layernorm") + linear(kv_rank, heads * (plain + value)).below("kv_b_proj")
     part += linear(heads * value, width, bias=bias).below("o_proj")
-    kept = rotary + 2 * queries + heads * (plain + value) + heads * value
+    saved = rotary + 2 * queries + heads * (plain + value) + heads * value
     per_key = 2 * queries + 2 * heads * value
-    return part + Component(work=Work(flops_per_key=per_key, saved=kept, saved_fp32=heads, products=heads * value))
+    return part + Component(work=Work(flops_per_key=per_key, saved=saved, saved_fp32=heads, products=heads * value))
 
 
 def _deepseek_experts(config: ConfigReader) -> Component:

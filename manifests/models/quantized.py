@@ -14,7 +14,7 @@ Method = Callable[[ModelShape, ConfigReader], ModelShape]
 MXFP4_BLOCK = 32  # values that share a scale
 
 
-def as_stored(shape: ModelShape, config: ConfigReader, known: Mapping[str, Method]) -> ModelShape:
+def as_stored(shape: ModelShape, config: ConfigReader, methods: Mapping[str, Method]) -> ModelShape:
     """Return the shape of a model whose config may say `quantization_config`.
 
     Raises:
@@ -24,12 +24,12 @@ def as_stored(shape: ModelShape, config: ConfigReader, known: Mapping[str, Metho
     if section is None:
         return shape
     method = section.config.get("quant_method")
-    if not isinstance(method, str) or method not in known:
-        hint = f"supported for {shape.architecture}: {', '.join(known) or 'none; dequantize the weights first'}"
+    if not isinstance(method, str) or method not in methods:
+        hint = f"supported for {shape.architecture}: {', '.join(methods) or 'none; dequantize the weights first'}"
         raise section.error(
             "quant_method", f"{method!r} is not supported", hint, code="config.unsupported-quantization"
         )
-    return known[method](shape, section)
+    return methods[method](shape, section)
 
 
 def fp8(shape: ModelShape, section: ConfigReader) -> ModelShape:
@@ -46,15 +46,15 @@ def fp8(shape: ModelShape, section: ConfigReader) -> ModelShape:
     if len(block) != 2 or 0 in block:
         problem = f"expected two positive integers, found {list(block)}"
         raise section.error("weight_block_size", problem, code="config.invalid-field")
-    kept = {*section.names("modules_to_not_convert"), *section.names("ignored_layers")}
-    if odd := sorted(name for name in kept if not re.fullmatch(r"[\w.]+", name)):
+    unquantized = {*section.names("modules_to_not_convert"), *section.names("ignored_layers")}
+    if odd := sorted(name for name in unquantized if not re.fullmatch(r"[\w.]+", name)):
         problem = f"{odd[0]!r} is not the name of a module"
         hint = "patterns are not supported"
         raise section.error("modules_to_not_convert", problem, hint, code="config.unsupported-field")
     tensors, scales = dict[str, Shape](), dict[Shape, Shape]()  # one object for all of a shape: there may be a million
     for fqn, dims in shape.tensors.items():
         tensors[fqn] = dims
-        if _is_linear(fqn, dims) and not (kept and kept & _dotted_parts(fqn.removesuffix(".weight"))):
+        if _is_linear(fqn, dims) and not (unquantized and unquantized & _dotted_parts(fqn.removesuffix(".weight"))):
             if dims not in scales:
                 scales[dims] = (-(-dims[0] // block[0]), -(-dims[1] // block[1]))
             tensors[f"{fqn}_scale_inv"] = scales[dims]

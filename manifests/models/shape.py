@@ -101,12 +101,12 @@ class ModelShape:
     def by_module(self) -> Mapping[str, tuple[str, ...]]:
         """Return the FQNs of each module's tensors, in the order of `tensors`."""
         if not self._owned:  # a plan asks several times, and a model has up to a hundred thousand tensors
-            found: dict[str, list[str]] = {module: [] for module in self.modules}
+            fqns_of: dict[str, list[str]] = {module: [] for module in self.modules}
             for fqn in self.tensors:
-                module = module_of(fqn, found)
+                module = module_of(fqn, fqns_of)
                 assert module is not None, fqn
-                found[module].append(fqn)
-            self._owned.update({module: tuple(fqns) for module, fqns in found.items()})
+                fqns_of[module].append(fqn)
+            self._owned.update({module: tuple(fqns) for module, fqns in fqns_of.items()})
         return self._owned
 
     def without(self, modules: Collection[str]) -> ModelShape:

@@ -147,10 +147,10 @@ def _remove_left_probes(folder: Path) -> None:
     """Remove the probes of processes of this machine that have ended."""
     with contextlib.suppress(OSError):
         for entry in folder.iterdir():
-            found = _NAME.fullmatch(entry.name)
-            if found is None or found[1] != _machine() or entry.is_symlink():
+            match = _NAME.fullmatch(entry.name)
+            if match is None or match[1] != _machine() or entry.is_symlink():
                 continue
-            if (birth_of(int(found[2])) or "").partition(" ")[2] != found[3]:
+            if (birth_of(int(match[2])) or "").partition(" ")[2] != match[3]:
                 shutil.rmtree(entry, ignore_errors=True)
 
 

@@ -162,12 +162,12 @@ def busy(server: str, status: int, headers: Mapping[str, str]) -> PassingError:
 
 def asked_wait_s(headers: Mapping[str, str]) -> float | None:
     """Return the wait in seconds that a server requests, by `Retry-After` or the hub's `RateLimit`."""
-    asked = headers.get("retry-after", "").strip()
-    if asked.isdecimal():
-        return float(asked)
-    if asked:
+    retry_after = headers.get("retry-after", "").strip()
+    if retry_after.isdecimal():
+        return float(retry_after)
+    if retry_after:
         try:
-            return max(0.0, parsedate_to_datetime(asked).timestamp() - time.time())
+            return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
         except (ValueError, OverflowError):
             return None
     used_up = _WINDOW_IS_USED_UP.search(headers.get("ratelimit", ""))
@@ -215,8 +215,8 @@ def _refusal(address: HubAddress, error: HfHubHTTPError) -> InputError:
     if status == HTTPStatus.UNAUTHORIZED:
         problem, hint = "invalid token (401)", f"{LOG_IN} to a valid one"
         return StoreError(where, problem, hint, code="store.invalid-token")
-    said = without_token(error.server_message or "no reason given")[:_REFUSAL_CHARS]
-    problem = f"the hub responded with {status}: {said}"
+    message = without_token(error.server_message or "no reason given")[:_REFUSAL_CHARS]
+    problem = f"the hub responded with {status}: {message}"
     if status == HTTPStatus.FORBIDDEN:
         hint = f"use a token that may write there, see {constants.ENDPOINT}/settings/tokens"
         return StoreError(where, problem, hint if has_token else LOG_IN, code="store.denied")

@@ -113,8 +113,8 @@ class HubFile:
 
     def _ask(self, wanted: _Wanted, stop: threading.Event, stream: Stream) -> None:
         is_whole = wanted.begin == 0 and wanted.end == self.nbytes  # then a server need not support ranges
-        asked = {} if is_whole else {"Range": f"bytes={wanted.begin}-{wanted.end - 1}"}
-        with self._answer(asked, stop) as (place, response):
+        range_header = {} if is_whole else {"Range": f"bytes={wanted.begin}-{wanted.end - 1}"}
+        with self._answer(range_header, stop) as (place, response):
             status = response.status_code
             if status >= 400 and place.is_endpoint and not is_passing(status):
                 check_refusal(self.address, response, self.retries.answer_s)  # httpx's, see `_get_directly`
@@ -135,7 +135,7 @@ class HubFile:
                 raise PassingError(f"{place.host} ended its response early, at byte {wanted.begin}")
 
     @contextmanager
-    def _answer(self, asked: Mapping[str, str], stop: threading.Event) -> Iterator[tuple[_Place, Any]]:
+    def _answer(self, range_header: Mapping[str, str], stop: threading.Event) -> Iterator[tuple[_Place, Any]]:
         """Yield where the bytes are, and the response to a GET there, with its body unread."""
         with ExitStack() as stack:
             response = None
@@ -145,18 +145,19 @@ class HubFile:
                 place = self._route.place
                 if place is None:
                     url = hf_hub_url(self.address.repo, self.name, revision=self.commit, endpoint=constants.ENDPOINT)
-                    place, response = self._get(url, asked, stack, is_listed=True)
+                    place, response = self._get(url, range_header, stack, is_listed=True)
                     if response.status_code < 400:
                         self._route.place = place
             if response is None:
-                response = self._get_directly(place, asked, stack) or self._get(place.url, asked, stack)[1]
+                direct = self._get_directly(place, range_header, stack)
+                response = direct or self._get(place.url, range_header, stack)[1]
             yield place, response
 
-    def _get_directly(self, place: _Place, asked: Mapping[str, str], stack: ExitStack) -> Answer | None:
+    def _get_directly(self, place: _Place, range_header: Mapping[str, str], stack: ExitStack) -> Answer | None:
         """Send a GET without httpx; None if it is for httpx to send, with its settings, and to explain the response."""
         if not place.is_direct or not has_default_client():
             return None
-        headers = {**headers_of_requests(place.url), "Accept-Encoding": "identity", **asked}
+        headers = {**headers_of_requests(place.url), "Accept-Encoding": "identity", **range_header}
         limits = constants.HF_HUB_DOWNLOAD_TIMEOUT, self.retries.answer_s
         try:
             answer = stack.enter_context(
@@ -174,10 +175,10 @@ class HubFile:
         return answer if place.is_direct else None
 
     def _get(
-        self, url: str, asked: Mapping[str, str], stack: ExitStack, *, is_listed: bool = False
+        self, url: str, range_header: Mapping[str, str], stack: ExitStack, *, is_listed: bool = False
     ) -> tuple[_Place, Any]:
         """Send a GET and follow redirects, except to internal addresses; `stack` closes the response."""
-        headers = {**headers_of_requests(url), "Accept-Encoding": "identity", **asked}
+        headers = {**headers_of_requests(url), "Accept-Encoding": "identity", **range_header}
         redirects = Redirects(str(self), url)
         for _ in range(_MAX_REDIRECTS):
             place = _Place(url, redirects)
@@ -236,17 +237,18 @@ class HubFile:
 
     def _check_range(self, headers: Mapping[str, str], place: _Place, wanted: _Wanted) -> None:
         """Raise unless the response is the requested range: a server may ignore ranges."""
-        asked = (wanted.begin, wanted.end - 1, self.nbytes)
-        said = headers.get("content-range", "the whole file")
-        found = _CONTENT_RANGE.fullmatch(said)
-        if found is None or tuple(map(int, found.groups())) != asked:
-            raise self._wrong(place, f"expected bytes {asked[0]}-{asked[1]}/{asked[2]}, found {said[:_SHOWN_CHARS]}")
+        expected = (wanted.begin, wanted.end - 1, self.nbytes)
+        content_range = headers.get("content-range", "the whole file")
+        match = _CONTENT_RANGE.fullmatch(content_range)
+        if match is None or tuple(map(int, match.groups())) != expected:
+            shown = content_range[:_SHOWN_CHARS]
+            raise self._wrong(place, f"expected bytes {expected[0]}-{expected[1]}/{expected[2]}, found {shown}")
 
     def _check_body(self, headers: Mapping[str, str], place: _Place, wanted: _Wanted) -> None:
         """Raise unless the response has the requested length, no encoding, and the ETag of earlier ones."""
         nbytes = str(wanted.end - wanted.begin)
-        if (found := headers.get("content-length", nbytes)) != nbytes:
-            raise self._wrong(place, f"expected {nbytes} bytes, found {found[:_SHOWN_CHARS]}")
+        if (length := headers.get("content-length", nbytes)) != nbytes:
+            raise self._wrong(place, f"expected {nbytes} bytes, found {length[:_SHOWN_CHARS]}")
         if (encoding := headers.get("content-encoding", "identity")) != "identity":
             raise self._wrong(place, f"expected no encoding, found {encoding!r}")
         with self._route.lock:  # responses may arrive concurrently
@@ -260,11 +262,11 @@ class HubFile:
         hint = f"a proxy may be changing responses of {place.host}; bypass it, or download the file: {fetch}"
         return StoreError(str(self), problem, hint, code="store.wrong-answer")
 
-    def _expect(self, what: str, listed: int | str | None, found: int | str | None) -> None:
-        if None not in (listed, found) and listed != found:
+    def _expect(self, what: str, listed: int | str | None, actual: int | str | None) -> None:
+        if None not in (listed, actual) and listed != actual:
             raise StoreError(
                 str(self),
-                f"expected {what} {listed} (listing of {self.commit}), found {found}",
+                f"expected {what} {listed} (listing of {self.commit}), found {actual}",
                 "check HF_ENDPOINT",
                 code="store.wrong-answer",
             )

@@ -58,8 +58,8 @@ def open_hub(address: HubAddress, retries: Retries | None = None) -> HubFolder:
         for sibling in info.siblings or ()
         if not is_hidden(sibling.rfilename)
     ]
-    found = {file.name: file for file in files}
-    return HubFolder(address=address, revision=info.sha, files=found, is_private=bool(info.private))
+    by_name = {file.name: file for file in files}
+    return HubFolder(address=address, revision=info.sha, files=by_name, is_private=bool(info.private))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +123,7 @@ def _list(address: HubAddress) -> ModelInfo:
     info = ModelInfo(**response.json())  # type: ignore[no-untyped-call]
     for sibling in info.siblings or ():  # whose types huggingface_hub does not check
         named: tuple[object, object] = sibling.rfilename, _etag(sibling) or ""
-        if not all(isinstance(each, str) for each in named):
+        if not all(isinstance(value, str) for value in named):
             raise TypeError(f"expected a name and a digest, found {named}")
     return info
 

@@ -85,8 +85,8 @@ def keep_trying(
             if give_up_at is None:
                 give_up_at = clock() + retries.patience_s
             if error.asked_s is not None and error.asked_s > retries.longest_wait_s:
-                asked = f"{error.asked_s:.0f} s" if error.asked_s <= _DAY_S else "more than a day"
-                raise _given_up(where, error, f" and requests a wait of {asked}") from error
+                wait = f"{error.asked_s:.0f} s" if error.asked_s <= _DAY_S else "more than a day"
+                raise _given_up(where, error, f" and requests a wait of {wait}") from error
             wait_s = (error.asked_s or 0.0) + backoff_s(attempt, retries)
             if attempt == retries.num_attempts or clock() + wait_s > give_up_at:
                 raise _given_up(where, error, f" (gave up after attempt {attempt})") from error
@@ -147,13 +147,13 @@ def answered_within(
 
     def run() -> None:
         try:
-            found = call()
+            response = call()
         except BaseException as error:
             answer.set_exception(error)
             return
         with lock:
             if not is_late:
-                answer.set_result(found)
+                answer.set_result(response)
                 return
         abandon()
 

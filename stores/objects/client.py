@@ -112,8 +112,8 @@ class ObstoreClient:
         with explained(where):
             answer = self.reading.get(entry.name, options=options)
             chunks = iter(answer.stream(min_chunk_size=_CHUNK_NBYTES))
-        found = _entry(entry.name, answer.meta["size"], answer.meta["e_tag"])
-        if found != entry:  # a server may ignore the condition
+        current = _entry(entry.name, answer.meta["size"], answer.meta["e_tag"])
+        if current != entry:  # a server may ignore the condition
             raise SourceError(
                 where,
                 "was changed after it was listed",
@@ -267,10 +267,10 @@ def _reading_limits(retries: Retries) -> ClientConfig:
 def _limits(scheme: str, limits: ClientConfig | None) -> Any:
     """Return a client's timeouts, overridden by the environment."""
     prefix = _PREFIXES.get(scheme, "AWS_")
-    said = {key: os.environ.get(prefix + key.upper()) for key in _CLIENT_SETTINGS}
+    settings = {key: os.environ.get(prefix + key.upper()) for key in _CLIENT_SETTINGS}
     if scheme == "gs" and os.environ.get("GOOGLE_BASE_URL", "").startswith("http://"):
-        said["allow_http"] = "true"  # as obstore does
-    return {**(limits or {}), **{key: value for key, value in said.items() if value is not None}}
+        settings["allow_http"] = "true"  # as obstore does
+    return {**(limits or {}), **{key: value for key, value in settings.items() if value is not None}}
 
 
 def _entry(name: str, nbytes: int, etag: str | None) -> ObjectEntry:

@@ -127,15 +127,15 @@ def explanation(where: str, error: Exception) -> InputError:
     if status is not None:
         is_busy = status in ("429", "503") or code in _ANSWERS_FOR_BUSY
         kind = UnreachableError if is_busy or (status.startswith("5") and status != "501") else InputError
-        said = ": ".join(part for part in (code, _first(_MESSAGE, text)) if part)
+        answer = ": ".join(part for part in (code, _first(_MESSAGE, text)) if part)
         hint = "AWS_CONDITIONAL_PUT=disabled does without conditional writes" if status == "501" else ""
         if is_busy:
             hint = "the store asks for fewer requests: try again later, or with less at the same time"
         kind_of = "store.busy" if is_busy else "store.refused" if kind is InputError else "store.unreachable"
-        return kind(where, f"the store answers {status}" + (f" ({said})" if said else ""), hint, code=kind_of)
+        return kind(where, f"the store answers {status}" + (f" ({answer})" if answer else ""), hint, code=kind_of)
     return StoreError(where, without_queries(text.partition("\n")[0]), code="store.refused")
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str | None:
-    found = pattern.search(text)
-    return found[1] if found else None
+    match = pattern.search(text)
+    return match[1] if match else None

@@ -92,11 +92,11 @@ def check_existing(
     listed: Mapping[str, ObjectEntry],
     wanted: Wanted,
     *,
-    known: Collection[str] = (),
+    unremoved: Collection[str] = (),
     is_unfinished: bool = False,
     force: bool = False,
 ) -> ListedObjects:
-    """Determine what an output may replace; `known` are names that earlier writers left for removal.
+    """Determine what an output may replace; `unremoved` are names that earlier writers left for removal.
 
     Raises:
         OutputError: existing objects may not be replaced, or are of others.
@@ -111,7 +111,7 @@ def check_existing(
         problem = f"exists, and is not what this command writes; {Parameter('force', True)} does not replace it"
         hint = f"choose another {Parameter('out')}, or remove it yourself"
         raise OutputError(client.url, problem, hint, code="output.not-ours")
-    ours = frozenset({*named, *known} & others.keys())
+    ours = frozenset({*named, *unremoved} & others.keys())
     if foreign := sorted(others.keys() - ours):
         raise foreign_error(client.url, foreign)
     old = frozenset(named) if MANIFEST_NAME in named else ours if wanted.last in named else frozenset()

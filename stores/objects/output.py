@@ -64,16 +64,18 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
     is_unfinished = LOCK_NAME in listed and MANIFEST_NAME not in listed
     before = client.load(LOCK_NAME) if LOCK_NAME in listed else b""
     record = read_progress(client, listed)
-    known = remaining_names(before) | (record.names if record else set())
-    left = record if record and plan and record.plan == plan else None
-    may_replace = force or (is_unfinished and left is not None and left.is_over(before))
+    unremoved = remaining_names(before) | (record.names if record else set())
+    unfinished = record if record and plan and record.plan == plan else None
+    may_replace = force or (is_unfinished and unfinished is not None and unfinished.is_over(before))
 
-    def found_in(listed: Mapping[str, ObjectEntry]) -> ListedObjects:
-        return check_existing(client, listed, wanted, known=known, is_unfinished=is_unfinished, force=may_replace)
+    def existing_in(listed: Mapping[str, ObjectEntry]) -> ListedObjects:
+        return check_existing(
+            client, listed, wanted, unremoved=unremoved, is_unfinished=is_unfinished, force=may_replace
+        )
 
-    found = found_in(listed)
+    existing = existing_in(listed)
     # The record is about to be written over, and no kill from here on may make these names forgotten.
-    lock = new_lock() + lines_of(found.ours - (found.old if found.has_manifest else set()))
+    lock = new_lock() + lines_of(existing.ours - (existing.old if existing.has_manifest else set()))
     if LOCK_NAME in listed:
         client.put(LOCK_NAME, lock)
     elif not client.create(LOCK_NAME, lock):
@@ -87,22 +89,22 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
         return target
     target = ObjectTarget(client, lock)
     try:
-        found = found_in(list_objects(client))  # some may have come before the lock
-        folder = f"packed-{uuid.uuid4().hex[:12]}/" if found.has_manifest else ""
-        kept: dict[str, ObjectEntry] = {}
-        if left is not None and bool(left.folder) == found.has_manifest:
-            folder, kept = left.folder, left.completed(found.listed)
-        progress = CompletedObjects(plan, lock, folder, found.names_to_write(wanted, folder))
+        existing = existing_in(list_objects(client))  # some may have come before the lock
+        folder = f"packed-{uuid.uuid4().hex[:12]}/" if existing.has_manifest else ""
+        completed: dict[str, ObjectEntry] = {}
+        if unfinished is not None and bool(unfinished.folder) == existing.has_manifest:
+            folder, completed = unfinished.folder, unfinished.completed(existing.listed)
+        progress = CompletedObjects(plan, lock, folder, existing.names_to_write(wanted, folder))
         if progress.names:
-            progress.add(client, kept)
+            progress.add(client, completed)
     except BaseException:
         if LOCK_NAME not in listed:  # otherwise the lock is kept, and the completed objects with it
             target.abort()
         raise
-    target = ObjectTarget(client, lock, found, progress, kept, wanted.last)
+    target = ObjectTarget(client, lock, existing, progress, completed, wanted.last)
     target.check_lock()  # another process may have resumed it meanwhile, and written some of these again
     # If this fails halfway, the lock stays: the prefix is unfinished now.
-    remove_objects(client, found.ours - kept.keys() - found.old)
+    remove_objects(client, existing.ours - completed.keys() - existing.old)
     return target
 
 
@@ -122,15 +124,15 @@ class ObjectTarget:
         self,
         client: WritableClient,
         lock: bytes,
-        found: ListedObjects | None = None,
+        existing: ListedObjects | None = None,
         progress: CompletedObjects | None = None,
-        kept: Mapping[str, ObjectEntry] | None = None,
+        completed: Mapping[str, ObjectEntry] | None = None,
         last: str = MANIFEST_NAME,
     ) -> None:
-        self._client, self._own_lock, self._found = client, lock, found or ListedObjects(listed={})
+        self._client, self._own_lock, self._found = client, lock, existing or ListedObjects(listed={})
         self._old, self._last = self._found.old, last
         self._progress = progress or CompletedObjects("", lock)
-        self._kept = dict(kept or {})
+        self._kept = dict(completed or {})
         self._nbytes: dict[str, int] = {}
         self._held: dict[str, bytes | Blocks] = {}
         self._writers: list[ObjectWriter] = []
@@ -247,22 +249,22 @@ class ObjectTarget:
         listed = list_objects(self._client)
         is_ours.result()
         for written, nbytes in self._nbytes.items():
-            found = listed[written].nbytes if written in listed else 0
-            if written not in listed or found != nbytes:
+            nbytes_there = listed[written].nbytes if written in listed else 0
+            if written not in listed or nbytes_there != nbytes:
                 where = f"{self._client.url}/{written}"
-                problem = f"{nbytes} bytes were written, the store has {found}"
+                problem = f"{nbytes} bytes were written, the store has {nbytes_there}"
                 raise OutputError(where, problem, code="output.lost-object")
         problem = "already exists: another process has finished here"
         done = OutputError(self._client.url, problem, f"choose another {Parameter('out')}", code="output.contended")
         if name in listed and not self._old:
             raise done
-        kept = {name, *self._nbytes, *self._held}
-        gone = [old for old in self._old if old in listed and old not in kept]
+        current = {name, *self._nbytes, *self._held}
+        gone = [old for old in self._old if old in listed and old not in current]
         # Small files of the new manifest are beside the old one until it is written.
-        if left := [*gone, *(held for held in self._held if held not in listed)]:
+        if to_remove := [*gone, *(path for path in self._held if path not in listed)]:
             self.check_lock()
             self._settle_records()
-            lock = self._own_lock + lines_of(left)
+            lock = self._own_lock + lines_of(to_remove)
             self._client.put(LOCK_NAME, lock)
             self._own_lock = lock
             self._progress.lock = digest_bytes(lock)
@@ -270,11 +272,11 @@ class ObjectTarget:
             self._remove_mark()
         # From here on nothing is removed: whether a write without an answer took place is not known.
         self._may_be_committed = True
-        for held, content in self._held.items():
+        for path, content in self._held.items():
             if isinstance(content, Blocks):
-                self._send(held, content)
-            elif held not in listed or self._client.load(held) != content:
-                self._client.put(held, content)
+                self._send(path, content)
+            elif path not in listed or self._client.load(path) != content:
+                self._client.put(path, content)
         # Commit point: readers ignore a prefix without manifest.json, and refuse a locked one.
         if self._old:
             self._client.put(name, data)

@@ -193,6 +193,6 @@ def _fetch(file: ObjectFile, into: memoryview, position: int, stop: threading.Ev
         raise _wrong_length(file, into, position, str(filled))
 
 
-def _wrong_length(file: ObjectFile, into: memoryview, position: int, found: str) -> InputError:
-    problem = f"asked for {len(into)} bytes at {position}, the server sent {found}"
+def _wrong_length(file: ObjectFile, into: memoryview, position: int, num_received: str) -> InputError:
+    problem = f"asked for {len(into)} bytes at {position}, the server sent {num_received}"
     return StoreError(str(file), problem, code="store.wrong-answer")
