@@ -30,8 +30,8 @@ def diff(
         ShardError: a file is truncated or damaged.
 
     Example:
-        >>> found = reshard.diff("model-pp2", "model-pp4")
-        >>> found.equal, found.num_equal, found.num_moved
+        >>> done = reshard.diff("model-pp2", "model-pp4")
+        >>> done.equal, done.num_equal, done.num_moved
         (True, 39, 20)
     """
     left, right = open_both(str(a), str(b), None if model is None else Path(model))

@@ -160,13 +160,13 @@ class PackedStage:
                 self.model.location, "there is no optimizer state", hint, code="checkpoint.no-optimizer-state"
             )
         slices = join_slices(self.model.bundles.tensors_on(self.info, kind))
-        found = {fqn: merge_slices(parts) for fqn, parts in slices.items()}
+        tensors = {fqn: merge_slices(parts) for fqn, parts in slices.items()}
         for group in manifest.ties:
             names = [member.fqn for member in group.members if member.stage == self.info.index]
-            stored = next((found[name] for name in names if name in found), None)
+            stored = next((tensors[name] for name in names if name in tensors), None)
             if stored is not None:
-                found |= {name: found.get(name, stored) for name in names}
-        return found
+                tensors |= {name: tensors.get(name, stored) for name in names}
+        return tensors
 
 
 def open(manifest: str | Path) -> PackedModel:

@@ -40,5 +40,5 @@ def plan(
         >>> planned.forecast.schedule
         '1F1B'
     """
-    asked = LayoutRequest(spec=layout, num_ranks=pp)
-    return plan_source(str(source), asked, assumed or Assumptions(), drop, None if model is None else Path(model))
+    request = LayoutRequest(spec=layout, num_ranks=pp)
+    return plan_source(str(source), request, assumed or Assumptions(), drop, None if model is None else Path(model))

@@ -46,8 +46,8 @@ _VERBS = {
     diff: "List what differs between two checkpoints.",
     completion: "Print the shell completion script of bash, zsh or fish.",
 }
-for verb, said in _VERBS.items():
-    verb.short_help = said
+for verb, short_help in _VERBS.items():
+    verb.short_help = short_help
     cli.add_command(verb)
 
 

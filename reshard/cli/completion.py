@@ -20,6 +20,6 @@ def completion(ctx: click.Context, shell: str) -> None:
     """
     from click.shell_completion import get_completion_class
 
-    made = get_completion_class(shell)
-    assert made is not None, shell
-    click.echo(made(ctx.find_root().command, {}, "reshard", "_RESHARD_COMPLETE").source())
+    completer = get_completion_class(shell)
+    assert completer is not None, shell
+    click.echo(completer(ctx.find_root().command, {}, "reshard", "_RESHARD_COMPLETE").source())

@@ -38,10 +38,10 @@ class WholeNumber(click.IntRange):
         self.most = most
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = int(super().convert(value, param, ctx))
-        if found > self.most:
+        number = int(super().convert(value, param, ctx))
+        if number > self.most:
             self.fail(f"expected at most {self.most}, found {str(value)[:40]}", param, ctx)
-        return found
+        return number
 
 
 # Repeated here, since --help imports nothing that a command needs; a test compares them.

@@ -140,8 +140,8 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
         image: str | None, mounts: tuple[str, ...], partition: str | None, account: str | None, time: str | None,
         sbatch_arg: tuple[str, ...], **others: Any,
     ) -> Any:  # fmt: skip
-        given = zip(_SBATCH, (partition, account, time), strict=True)
-        named = (f"{flag}={value and shlex.quote(value)}" for flag, value in given if value is not None)
+        named_options = zip(_SBATCH, (partition, account, time), strict=True)
+        named = (f"{flag}={value and shlex.quote(value)}" for flag, value in named_options if value is not None)
         sbatch = (*named, *sbatch_arg)
         if sbatch:
             from reshard.packing.slurm_array import check_options
@@ -154,12 +154,12 @@ def flags(command: Callable[..., Any]) -> Callable[..., Any]:
             submission = Submission(
                 num_parts=num_parts, scheduler=scheduler, sbatch=sbatch, image=image, mounts=mounts, command=arguments
             )
-        one = None
+        part_of_pack = None
         if part is not None:
             from reshard.plans.partition import parse_part
 
-            one = parse_part(part, ("reshard", *arguments))
-        return command(part=one, submission=submission, **others)
+            part_of_pack = parse_part(part, ("reshard", *arguments))
+        return command(part=part_of_pack, submission=submission, **others)
 
     for flag in reversed(_FLAGS):
         gathered = flag(gathered)
@@ -202,7 +202,7 @@ def command_line() -> tuple[str, ...]:
             arguments.append(parameter.opts[0] if value else parameter.secondary_opts[0])
         else:
             values = value if isinstance(value, tuple) else (value,)
-            arguments += [word for each in values for word in (parameter.opts[0], str(each))]
+            arguments += [word for item in values for word in (parameter.opts[0], str(item))]
     return tuple(arguments)
 
 

@@ -123,9 +123,9 @@ def layout(
 
     if write:
         check_layout_file(write, force=force)
-    found = run(spec, layers=layers, mtp=mtp, pp=pp, measured=measured)
-    click.echo(json.dumps(layout_json(found)) if as_json else layout_text(found))
+    laid_out = run(spec, layers=layers, mtp=mtp, pp=pp, measured=measured)
+    click.echo(json.dumps(layout_json(laid_out)) if as_json else layout_text(laid_out))
     if write:
-        write_layout(found, write)
+        write_layout(laid_out, write)
         if not quiet:
             click.echo(f"written: {write}", err=True)

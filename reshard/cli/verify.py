@@ -103,7 +103,7 @@ def diff(
     from reshard.report.done import diff_json, diff_text
 
     with options.progress("diff", quiet, is_report=True) as progress:
-        found = run(a, b, model=model, with_norms=with_norms, reads_bytes=reads_bytes, progress=progress)
-    click.echo(json.dumps(diff_json(found)) if as_json else diff_text(found))
-    if not found.equal:
+        done = run(a, b, model=model, with_norms=with_norms, reads_bytes=reads_bytes, progress=progress)
+    click.echo(json.dumps(diff_json(done)) if as_json else diff_text(done))
+    if not done.equal:
         sys.exit(4)

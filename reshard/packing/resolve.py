@@ -115,7 +115,7 @@ def model_name(source: str) -> str:
 
 def plan_source(
     source: str,
-    asked: LayoutRequest,
+    request: LayoutRequest,
     assumed: Assumptions,
     drop: Collection[str] = (),
     model: Path | None = None,
@@ -126,7 +126,7 @@ def plan_source(
         UserError: see `check_assumptions`, `open_model` and `lay_out`.
     """
     check_assumptions(assumed)
-    return estimate_step(lay_out(model_name(source), open_model(source, frozenset(drop), model), asked, assumed))
+    return estimate_step(lay_out(model_name(source), open_model(source, frozenset(drop), model), request, assumed))
 
 
 def estimate_step(laid: LaidOut) -> PlanResult:
@@ -143,7 +143,7 @@ def estimate_step(laid: LaidOut) -> PlanResult:
 def lay_out(
     name: str,
     checkpoint: Checkpoint,
-    asked: LayoutRequest,
+    request: LayoutRequest,
     assumed: Assumptions,
     sharding: Sharding | None = None,
 ) -> LaidOut:
@@ -158,16 +158,16 @@ def lay_out(
         InputError: the measured times are of another model.
     """
     shape = checkpoint.shape
-    asked, assumed = _agree_on_limit(asked, assumed)
+    request, assumed = _agree_on_limit(request, assumed)
     inventory = inventory_of_modules(shape.modules, shape.num_layers)
     sizes = {fqn: tensor.nbytes for fqn, tensor in checkpoint.tensors.items()}
     costs = costs_of(shape, seq_len=assumed.seq_len, nbytes=sizes, measured=assumed.measured)
-    if asked.spec is None:
-        layout = _kept(checkpoint.manifest, asked)
-    elif is_solved(asked.spec):
-        layout = _solve(asked, shape, inventory, costs, assumed)
+    if request.spec is None:
+        layout = _layout_of_manifest(checkpoint.manifest, request)
+    elif is_solved(request.spec):
+        layout = _solve(request, shape, inventory, costs, assumed)
     else:
-        layout = _read(asked, inventory, costs)
+        layout = _read(request, inventory, costs)
     placement = layout.placement
     schedule = check_schedule(assumed.schedule_for(layout), placement, assumed.microbatches_for(placement))
     if assumed.schedule:
@@ -187,30 +187,30 @@ def is_solved(spec: str | None) -> bool:
 
 
 def lay_out_layers(
-    asked: LayoutRequest, inventory: Inventory, measured: Mapping[str, ModuleTime] | None = None
+    request: LayoutRequest, inventory: Inventory, measured: Mapping[str, ModuleTime] | None = None
 ) -> StageLayout:
     """Read or solve for the layout of modules alone, without a model.
 
     Raises:
         LayoutError, UsageError: see `parse_layout`; or there are measured times, and nothing to balance by time.
     """
-    assert asked.spec is not None
+    assert request.spec is not None
     costs = {"time": {module: time.total for module, time in measured.items()}} if measured else {}
-    layout = _read(asked, inventory, costs)
-    if measured and not balances_time(asked.spec):
-        problem, hint = f"{shorten(asked.spec)} does not balance by time", "leave it out, or use balance:time"
+    layout = _read(request, inventory, costs)
+    if measured and not balances_time(request.spec):
+        problem, hint = f"{shorten(request.spec)} does not balance by time", "leave it out, or use balance:time"
         raise UsageError(Parameter("assumed.measured"), problem, hint, code="options.conflict")
     return layout
 
 
-def _agree_on_limit(asked: LayoutRequest, assumed: Assumptions) -> tuple[LayoutRequest, Assumptions]:
-    if asked.spec is None or not is_solved(asked.spec):
-        return asked, assumed
-    limit = next((word.value for word in read_words(asked.spec) if word.key == "limit"), None)
+def _agree_on_limit(request: LayoutRequest, assumed: Assumptions) -> tuple[LayoutRequest, Assumptions]:
+    if request.spec is None or not is_solved(request.spec):
+        return request, assumed
+    limit = next((word.value for word in read_words(request.spec) if word.key == "limit"), None)
     if limit is None:
         if assumed.memory_limit is None:
-            return asked, assumed
-        return replace(asked, spec=f"{asked.spec},limit={write_size(assumed.memory_limit)}"), assumed
+            return request, assumed
+        return replace(request, spec=f"{request.spec},limit={write_size(assumed.memory_limit)}"), assumed
     if assumed.memory_limit is not None:
         raise UsageError(
             Parameter("assumed.memory_limit"),
@@ -218,17 +218,17 @@ def _agree_on_limit(asked: LayoutRequest, assumed: Assumptions) -> tuple[LayoutR
             "leave one of the two out",
             code="options.conflict",
         )
-    return asked, replace(assumed, memory_limit=parse_size(limit))  # the layout's reader refuses what is not a size
+    return request, replace(assumed, memory_limit=parse_size(limit))  # the layout's reader refuses what is not a size
 
 
-def _kept(manifest: Manifest | None, asked: LayoutRequest) -> StageLayout:
+def _layout_of_manifest(manifest: Manifest | None, request: LayoutRequest) -> StageLayout:
     """Return the layout of a manifest, which no option may change."""
     if manifest is None:
         problem = "is required: the source is not a manifest, which would have one"
         raise UsageError(Parameter("layout"), problem, "pass one, such as pp=2", code="options.missing-layout")
     problem = f"requires {Parameter('layout')}; without one, a manifest keeps its own layout"
-    if asked.num_ranks is not None:
-        hint = f"use {Parameter('layout', f'pp={asked.num_ranks}')}, or leave {Parameter('pp')} out"
+    if request.num_ranks is not None:
+        hint = f"use {Parameter('layout', f'pp={request.num_ranks}')}, or leave {Parameter('pp')} out"
         raise UsageError(Parameter("pp"), problem, hint, code="options.needs-layout")
     return StageLayout(
         spec=manifest.layout.spec,
@@ -239,36 +239,36 @@ def _kept(manifest: Manifest | None, asked: LayoutRequest) -> StageLayout:
 
 
 def _read(
-    asked: LayoutRequest,
+    request: LayoutRequest,
     inventory: Inventory,
     costs: Mapping[str, Mapping[str, float]],
     in_flight: InFlight | None = None,
 ) -> StageLayout:
-    assert asked.spec is not None
+    assert request.spec is not None
     return parse_layout(
-        asked.spec,
+        request.spec,
         inventory,
-        num_ranks=asked.num_ranks,
+        num_ranks=request.num_ranks,
         costs=costs,
         in_flight=in_flight,
     )
 
 
 def _solve(
-    asked: LayoutRequest,
+    request: LayoutRequest,
     shape: ModelShape,
     inventory: Inventory,
     costs: Mapping[str, Mapping[str, float]],
     assumed: Assumptions,
 ) -> StageLayout:
     """Solve for a layout whose ranks stay within the memory limit, if there is one."""
-    assert asked.spec is not None
-    if assumed.memory_limit is None and not balances_memory(asked.spec):
-        return _read(asked, inventory, costs)
+    assert request.spec is not None
+    if assumed.memory_limit is None and not balances_memory(request.spec):
+        return _read(request, inventory, costs)
 
-    placed = unsolved(Request(spec=asked.spec, inventory=inventory, num_ranks=asked.num_ranks))
+    placed = unsolved(Request(spec=request.spec, inventory=inventory, num_ranks=request.num_ranks))
     memory, in_flight = memory_costs(shape, placed, assumed)
-    return _read(asked, inventory, {**costs, "memory": memory}, in_flight)
+    return _read(request, inventory, {**costs, "memory": memory}, in_flight)
 
 
 def memory_costs(shape: ModelShape, placed: StageLayout, assumed: Assumptions) -> tuple[Mapping[str, float], InFlight]:
