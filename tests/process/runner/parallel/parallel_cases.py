@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,6 +110,15 @@ def _families() -> tuple[Case, ...]:
     return tuple(cases)
 
 
+def _recomputed() -> Iterator[Case]:
+    """Yield activation checkpointing in shards and with tensor parallelism, of each family that has the degree."""
+    for recompute in ("full", "selective"):
+        flags = ("--ac", recompute)
+        yield from (Case(model=model, tensor=2, flags=flags) for model in ("tied", "qwen3", *_EVEN))
+        sharded = ("tied", "qwen3", "qwen3-moe", "deepseek-v3", "gpt-oss", "gemma2", "gpt2", "mixtral", "phi")
+        yield from (Case(model=model, shard=2, flags=flags) for model in sharded)
+
+
 MIXED = ("--dtype", "bf16", "--master-dtype", "fp32")
 _ZBV = ("--schedule", "ZBVZeroBubble")
 _GPT_OSS = Case(model="gpt-oss", shard=2)
@@ -145,7 +154,6 @@ SLOW_4 = tuple(
         Case(model="tied", layout="pp=2,vpp=2", shard=2),
         Case(model="tied", layout="pp=2,vpp=2,style=v", tensor=2, flags=_ZBV),
         Case(model="tied", layout="pp=2,vpp=2,style=v", replicate=2, flags=_ZBV),
-        Case(model="tied", shard=2, flags=("--ac", "full")),
         Case(model="tied", shard=2, flags=("--compile",)),
         Case(model="untied", layout="pp=1", replicate=2, tensor=2, flags=("--load", "broadcast")),
         *(Case(model=model, tensor=2) for model in _EVEN),
@@ -161,6 +169,7 @@ SLOW_4 = tuple(
         Case(model="mixtral", layout="pp=2,vpp=2", replicate=2, flags=("--schedule", "LoopedBFS")),
         Case(model="deepseek-v3", shard=2, flags=("--load", "broadcast")),
         Case(model="mixtral", shard=2, flags=("--load", "broadcast")),
+        *_recomputed(),
     )
     if case not in NORMAL
 )
