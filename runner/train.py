@@ -21,10 +21,9 @@ from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import Saver
 from runner.checkpoint.data_position import check_same_files, digests_of
 from runner.checkpoint.history import claim_history, claim_output, find_misnamed
-from runner.checkpoint.outputs import check_outputs, check_space, replaced_note
+from runner.checkpoint.outputs import check_apart, check_outputs, check_space, replaced_note
 from runner.checkpoint.resume import Origin, find_origins
 from runner.checkpoint.save import save
-from runner.checkpoint.save_paths import check_apart
 from runner.checkpoint.state import nbytes_of
 from runner.config.flags import TrainOptions, parse_training
 from runner.data.bad import Skipped, log_skipped

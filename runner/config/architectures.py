@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import Literal
 
 from manifests.errors import ModelError, UsageError
 from manifests.models.catalogue import CatalogueEntry, entry_of
-from runner.config.own_families import GROUP, find_family, package_of
 
 Implementation = Literal["torchtitan", "transformers"]
 # Those with modules of torchtitan's. transformers has them, too.
@@ -106,3 +106,28 @@ def check_trainable(architecture: str, where: str = "config.json", *, is_describ
         "docs/models.md lists the architectures that train",
         code="model.no-family",
     )
+
+
+GROUP = "runner.families"
+
+
+def find_family(architecture: str) -> EntryPoint | None:
+    """Return the entry point of an installed package for an architecture, if there is one.
+
+    Raises:
+        ModelError: two packages have one.
+    """
+    found = sorted(entry_points(group=GROUP, name=architecture), key=package_of)
+    if len(found) > 1:
+        raise ModelError(
+            f"entry points {GROUP}",
+            f"{' and '.join(map(package_of, found))} both have a family for {architecture}",
+            "uninstall one of them",
+            code="model.family-claimed-twice",
+        )
+    return found[0] if found else None
+
+
+def package_of(found: EntryPoint) -> str:
+    """Return the name of the package that has an entry point."""
+    return found.dist.name if found.dist is not None else found.module

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from manifests.command.console import open_streams
 from manifests.errors import RankError, UserError, naming_flags
-from runner.distributed.fail_together import AloneError
-from runner.distributed.system_errors import causes, exhausted, unreachable
+from runner.distributed.fail_together import AloneError, causes, exhausted, unreachable
 from runner.distributed.watchdog import StoppedError
 from runner.distributed.world import World
 from runner.rundir.exit_report import AGENT, ExitReport, code_of, report_exit

@@ -39,7 +39,7 @@ from runner.launch.nodes import check_groups, check_memory, check_ranks, parse_n
 from runner.launch.run_folder import RunFolder, choose_folder
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import share_of
-from runner.preflight.request import check_beginning, check_request
+from runner.preflight.preflight import check_beginning, check_request
 from runner.rundir.job_record import SCHEDULERS
 
 

@@ -22,7 +22,7 @@ from runner.bundle.packed import Packed
 from runner.config.architectures import Implementation
 from runner.config.flags import Device
 from runner.config.schema import Dtype
-from runner.distributed.system_errors import exhausted
+from runner.distributed.fail_together import exhausted
 from runner.distributed.world import World, device_of
 from runner.measure.times import ModuleSeconds
 from runner.models import Family, family_for

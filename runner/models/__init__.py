@@ -11,8 +11,13 @@ from manifests.errors import InputError
 from manifests.jsontext import with_floats
 from manifests.models import ModelShape, architecture_of, is_sized_by_files, model_shape
 from manifests.schema import ModelDescription
-from runner.config.architectures import Implementation, check_trainable, choose_implementation, generic_entry
-from runner.config.own_families import find_family
+from runner.config.architectures import (
+    Implementation,
+    check_trainable,
+    choose_implementation,
+    find_family,
+    generic_entry,
+)
 from runner.models.family import Family
 
 __all__ = ["FAMILIES", "Family", "family_for"]

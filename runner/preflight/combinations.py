@@ -15,12 +15,12 @@ from runner.config.architectures import (
     TENSOR_PARALLEL,
     Implementation,
     choose_implementation,
+    find_family,
     hands_on_trees,
     is_generic,
     why_not_tensor_parallel,
 )
 from runner.config.flags import TrainOptions
-from runner.config.own_families import find_family
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions
 from runner.pipeline.timetable import Timetable

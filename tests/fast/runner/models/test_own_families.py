@@ -19,8 +19,7 @@ import runner
 from manifests.errors import UserError
 from manifests.models import ModelShape
 from manifests.schema import ModelDescription
-from runner.config.architectures import check_trainable
-from runner.config.own_families import find_family
+from runner.config.architectures import check_trainable, find_family
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks
 from runner.pipeline.self_check import SelfChecked
