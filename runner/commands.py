@@ -51,7 +51,7 @@ class _Verbs(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, said) for name, (_, said) in _VERBS.items()])
+            formatter.write_dl([(name, line) for name, (_, line) in _VERBS.items()])
 
 
 @click.group(cls=_Verbs, context_settings=_PLAIN)

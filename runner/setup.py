@@ -110,8 +110,8 @@ class Ready:
         """
         is_writer = self.mesh.replicate_rank == self.mesh.writer == 0
         with together("save"):
-            held = whole_weights(self.chunks, self.launched.manifest.ties, is_writer=is_writer)
-        return held, replace(self.save_context, writer=0, num_writers=1)
+            weights = whole_weights(self.chunks, self.launched.manifest.ties, is_writer=is_writer)
+        return weights, replace(self.save_context, writer=0, num_writers=1)
 
 
 def begin(
@@ -236,16 +236,16 @@ class _Start:
 def _read_start(launched: Packed, found: Origin, options: TrainOptions) -> _Start:
     is_launched = found.folder == launched.root
     origin = launched if is_launched else open_packed(found.read or found.folder)
-    said = check_fits(origin, launched)
-    said += tuple(f"{name} is not listed in {launched.where}, so it is not verified" for name in launched.unnamed)
-    training, asked = resumed_state(origin, options.resume, is_launched=is_launched), options
+    lines = check_fits(origin, launched)
+    lines += tuple(f"{name} is not listed in {launched.where}, so it is not verified" for name in launched.unnamed)
+    training, given_options = resumed_state(origin, options.resume, is_launched=is_launched), options
     if training is not None:
-        said += override_notes(options, training)
+        lines += override_notes(options, training)
         options = recall(options, remembered(training))
-        said += schedule_notes(options, training)
-    said += (*notes(asked, options, origin.manifest, training), *expert_notes(launched.shape.tensors))
-    said += _beyond_positions(launched, options)
-    return _Start(origin=origin, training=training, options=options, notes=said)
+        lines += schedule_notes(options, training)
+    lines += (*notes(given_options, options, origin.manifest, training), *expert_notes(launched.shape.tensors))
+    lines += _beyond_positions(launched, options)
+    return _Start(origin=origin, training=training, options=options, notes=lines)
 
 
 def _resume_optimizer(
@@ -387,11 +387,11 @@ def _log_start(start: _Start) -> None:
     origin, training = start.origin, start.training
     if training is not None:
         logger.info("resuming from %s at step %d (%s tokens)", origin.root, training.step, f"{training.num_tokens:,}")
-    elif (left := origin.manifest.training) is not None and left.optimizer is not None:
+    elif (stored_state := origin.manifest.training) is not None and stored_state.optimizer is not None:
         logger.info(
             "starting at step 0 with the weights of %s; not resumed: %s state at step %d, learning-rate schedule, "
             "data position and RNG state",
-            origin.root, left.optimizer.name, left.step,
+            origin.root, stored_state.optimizer.name, stored_state.step,
         )  # fmt: skip
     for sentence in start.notes:
         logger.info("note: %s", sentence)

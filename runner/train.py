@@ -161,8 +161,8 @@ def check_writes(ready: Ready, world: World) -> None:
     options = ready.options
     with together("outputs"):
         check_outputs(options)
-    own = (nbytes_of(ready.held_state()), nbytes_of(ready.held_weights()))
-    state_nbytes, weights_nbytes = (sum(sizes) for sizes in zip(*_from_all(own, world), strict=True))
+    nbytes = (nbytes_of(ready.held_state()), nbytes_of(ready.held_weights()))
+    state_nbytes, weights_nbytes = (sum(sizes) for sizes in zip(*_from_all(nbytes, world), strict=True))
     is_done = ready.training is not None and ready.num_steps >= options.steps
     with together("outputs"):
         if world.rank == 0:
@@ -174,14 +174,14 @@ def check_evaluation(launched: Packed, options: TrainOptions) -> None:
     data = options.eval_data
     if data is None:
         return
-    found: tuple[str, ...] = ()
+    digests: tuple[str, ...] = ()
     with together("evaluation data"):
         check_evaluable(data)
         check_texts(launched, options)
-        found = digests_of(data)
-    shared = from_rank_0(found)
+        digests = digests_of(data)
+    shared = from_rank_0(digests)
     with together("evaluation data"):
-        check_same_files("--eval-data", data, found, shared)
+        check_same_files("--eval-data", data, digests, shared)
 
 
 def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
@@ -194,7 +194,7 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
             least_step_s=least_step_s(ready.launched.shape, options, world.size, device),
             run=run_id(options.log_dir),
         )
-    own = RankLoad(
+    rank_load = RankLoad(
         rank=world.rank,
         stages=tuple(chunk.stage for chunk in ready.chunks),
         report=ready.loaded,
@@ -202,7 +202,7 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
         planned_nbytes=ready.planned_nbytes,
         copied=ready.copied,
     )
-    metrics.loaded(_from_all(own, world))
+    metrics.loaded(_from_all(rank_load, world))
     return metrics
 
 
@@ -210,7 +210,7 @@ def evaluate(ready: Ready) -> tuple[float, int, int | None]:
     """Return the mean loss over the valid tokens of the evaluation data, their number, and documents skipped."""
     options, family = ready.options, ready.chunks[0].family
     assert options.eval_data is not None
-    own = share_of(options.batch, ready.mesh.degrees.data)
+    batch_share = share_of(options.batch, ready.mesh.degrees.data)
     with together("evaluation data"):
         # Every rank reads all of it, and so knows where it ends.
         skipped = Skipped(on_skip=log_skipped if ready.mesh.rank == 0 else None)
@@ -223,7 +223,7 @@ def evaluate(ready: Ready) -> tuple[float, int, int | None]:
             skipped=skipped,
         )
     loss, num_tokens = mean_loss(
-        lambda batch: eval_step(ready.engine, ready.rows_of(batch), cut_as(own, batch)), batches, "--eval-data"
+        lambda batch: eval_step(ready.engine, ready.rows_of(batch), cut_as(batch_share, batch)), batches, "--eval-data"
     )
     return loss, num_tokens, skipped.count if options.eval_data.skip_bad_documents else None
 
@@ -245,8 +245,8 @@ def _finish_saving(saver: Saver | None, metrics: Metrics) -> UserError | None:
 def _save_weights(ready: Ready, trained: TrainingState, out: Path, timer: StallTimer) -> None:
     """Write the trained weights, without optimizer state."""
     weights_only = TrainingState(step=trained.step, num_tokens=trained.num_tokens, dtype=trained.dtype)
-    held, context = ready.whole_weights()
-    save(held, context, out, weights_only, force=ready.options.force, timer=timer)
+    weights, context = ready.whole_weights()
+    save(weights, context, out, weights_only, force=ready.options.force, timer=timer)
 
 
 def _watchdog(ready: Ready, world: World, saving: StallTimer) -> Watchdog:

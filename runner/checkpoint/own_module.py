@@ -117,8 +117,8 @@ def save_stages(
         with together("save", group):
             _check_parts(packed, parts)
         training = _training_of(parts, TrainingState(step=step, num_tokens=num_tokens), max_norm)
-        held, context = _share_of(packed, pieces, parts)
-        return save(held, context, Path(out), training, force=force, group=group)
+        own_state, context = _share_of(packed, pieces, parts)
+        return save(own_state, context, Path(out), training, force=force, group=group)
 
 
 @contextmanager
@@ -292,7 +292,7 @@ def _share_of(packed: Packed, pieces: Mapping[Holds, _Pieces], parts: Sequence[_
     peers = [number for number, part in enumerate(parts) if part.rank == parts[position].rank]
     earlier = {region for number in peers if number < position for region in parts[number].regions}
     is_sliced = any(shape != packed.shape.tensors[fqn] for part in parts for fqn, _, shape in part.regions)
-    held = {
+    state = {
         stage: {
             holds: tuple(piece for piece in by_stage[stage] if _region_of(piece) not in earlier)
             for holds, by_stage in pieces.items()
@@ -307,7 +307,7 @@ def _share_of(packed: Packed, pieces: Mapping[Holds, _Pieces], parts: Sequence[_
         writer=peers.index(position) if is_sliced else 0,
         num_writers=len(peers) if is_sliced else 1,
     )
-    return held, context
+    return state, context
 
 
 def _all_of(pieces: _Pieces) -> Iterator[Piece]:

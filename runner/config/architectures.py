@@ -81,15 +81,15 @@ def check_trainable(architecture: str, where: str = "config.json", *, is_describ
         ModelError: it cannot, with the reason, or a package has a family for an architecture that trains here.
     """
     trains = not is_described and generic_entry(architecture) is not None
-    own = find_family(architecture)
-    if own is not None and trains:
+    family = find_family(architecture)
+    if family is not None and trains:
         raise ModelError(
             f"entry points {GROUP}",
-            f"{package_of(own)} has a family for {architecture}, which trains without it",
-            f"uninstall {package_of(own)}, or give its architecture another name",
+            f"{package_of(family)} has a family for {architecture}, which trains without it",
+            f"uninstall {package_of(family)}, or give its architecture another name",
             code="model.family-claimed-twice",
         )
-    if own is not None or trains:
+    if family is not None or trains:
         return
     if is_described:
         raise ModelError(
@@ -117,15 +117,15 @@ def find_family(architecture: str) -> EntryPoint | None:
     Raises:
         ModelError: two packages have one.
     """
-    found = sorted(entry_points(group=GROUP, name=architecture), key=package_of)
-    if len(found) > 1:
+    entries = sorted(entry_points(group=GROUP, name=architecture), key=package_of)
+    if len(entries) > 1:
         raise ModelError(
             f"entry points {GROUP}",
-            f"{' and '.join(map(package_of, found))} both have a family for {architecture}",
+            f"{' and '.join(map(package_of, entries))} both have a family for {architecture}",
             "uninstall one of them",
             code="model.family-claimed-twice",
         )
-    return found[0] if found else None
+    return entries[0] if entries else None
 
 
 def package_of(found: EntryPoint) -> str:

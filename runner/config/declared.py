@@ -23,10 +23,10 @@ class WholeNumber(click.IntRange):
     name = "integer"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = int(super().convert(value, param, ctx))
-        if found > MOST:
+        number = int(super().convert(value, param, ctx))
+        if number > MOST:
             self.fail(f"expected at most {MOST}, found {str(value)[:40]}", param, ctx)
-        return found
+        return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +67,21 @@ def group(of: type[Any], *, default: Any = MISSING, unless_none: str | None = No
 
 def parameters_of(declared: type[Any]) -> Iterator[click.Option]:
     """Yield the click options of a dataclass and its groups, in the order of their fields."""
-    for each in fields(declared):
-        if "flag" in each.metadata:
-            yield each.metadata["flag"].option
-        elif "group" in each.metadata:
-            yield from parameters_of(each.metadata["group"].of)
+    for member in fields(declared):
+        if "flag" in member.metadata:
+            yield member.metadata["flag"].option
+        elif "group" in member.metadata:
+            yield from parameters_of(member.metadata["group"].of)
 
 
 def build(declared: type[T], values: Mapping[str, Any], **others: Any) -> T:
     """Return the dataclass built from click's values by parameter name; `others` are fields without a flag."""
-    for each in fields(declared):  # type: ignore[arg-type]
-        if "flag" in each.metadata:
-            declaration: _Flag = each.metadata["flag"]
-            others[each.name] = declaration.read(values[str(declaration.option.name)])
-        elif "group" in each.metadata:
-            inner: _Group = each.metadata["group"]
+    for member in fields(declared):  # type: ignore[arg-type]
+        if "flag" in member.metadata:
+            declaration: _Flag = member.metadata["flag"]
+            others[member.name] = declaration.read(values[str(declaration.option.name)])
+        elif "group" in member.metadata:
+            inner: _Group = member.metadata["group"]
             is_absent = inner.unless_none is not None and values[inner.unless_none] is None
-            others[each.name] = None if is_absent else build(inner.of, values)
+            others[member.name] = None if is_absent else build(inner.of, values)
     return declared(**others)

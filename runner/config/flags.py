@@ -195,13 +195,13 @@ def unwritten(flags: Mapping[str, Sequence[str]], args: Sequence[str]) -> tuple[
     """Return the arguments of those flags that the training options do not set themselves."""
     parser = training_command.make_parser(click.Context(training_command))
     try:
-        said = parser.parse_args(list(args))[0]
+        written = parser.parse_args(list(args))[0]
     except click.UsageError:  # `parse_training` reports it
         return ()
     names = {flag: param.name for param in training_command.params for flag in (*param.opts, *param.secondary_opts)}
-    if "data" in said:
-        said.setdefault("data_weight", ())  # weights belong to their --data
-    return tuple(word for flag, words in flags.items() if names.get(flag) not in said for word in words)
+    if "data" in written:
+        written.setdefault("data_weight", ())  # weights belong to their --data
+    return tuple(word for flag, words in flags.items() if names.get(flag) not in written for word in words)
 
 
 def _training(**_: Any) -> None:

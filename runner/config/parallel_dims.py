@@ -111,11 +111,11 @@ class DegreeOptions:
         replicate = self.replicate or data // (self.shard or data) or 1
         shard = self.shard or max(1, data // replicate)
         if replicate * shard != data:
-            asked = "--dp-replicate" if self.replicate else "--dp-shard"
-            left = "both degrees" if self.replicate and data % (self.shard or data) else asked
-            hint = f"start {num_pipeline_ranks * self.tensor * replicate * shard} ranks, or remove {left}"
+            given_flag = "--dp-replicate" if self.replicate else "--dp-shard"
+            hinted = "both degrees" if self.replicate and data % (self.shard or data) else given_flag
+            hint = f"start {num_pipeline_ranks * self.tensor * replicate * shard} ranks, or remove {hinted}"
             raise UsageError(
-                asked,
+                given_flag,
                 f"{replicate} replicas of {shard} shards are {replicate * shard} data-parallel ranks for each stage, "
                 f"and {world_size} ranks over {num_pipeline_ranks} pipeline ranks and --tp {self.tensor} leave {data}",
                 hint,

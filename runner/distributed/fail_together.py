@@ -65,10 +65,10 @@ def together(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None
 def join_failures(failed: Mapping[str, UserError]) -> UserError:
     """Join the errors of ranks, by their labels, into one; an error that a restart cannot fix comes first."""
     (place, first), *others = sorted(failed.items(), key=lambda item: code_of(item[1]) == RankError.exit_code)
-    said = first.on_rank(place)
+    joined = first.on_rank(place)
     # An error that a group of ranks has already joined is the same on all of them.
     rest = [error.on_rank(place) for place, error in others if str(error) != str(first)]
-    return said.changed(problem="\n".join((said.problem, *(str(each.changed(hint="")) for each in rest))))
+    return joined.changed(problem="\n".join((joined.problem, *(str(each.changed(hint="")) for each in rest))))
 
 
 def from_rank_0(value: T) -> T:
@@ -104,28 +104,28 @@ class ExhaustedError(RankError):
 
 def exhausted(error: BaseException) -> ExhaustedError | None:
     """Return the error to report if this one, or one that caused it, means out of memory; otherwise None."""
-    for said in causes(error):
-        if _is_one(said):
-            asked = _ASKED.search(str(said))
-            wanted = f"failed to allocate {_shown(asked)}" if asked else "an allocation failed"
-            return ExhaustedError("", f"out of memory: {wanted}; {_used(said)}", _HINT, code="system.out-of-memory")
+    for cause in causes(error):
+        if _is_one(cause):
+            match = _ASKED.search(str(cause))
+            wanted = f"failed to allocate {_shown(match)}" if match else "an allocation failed"
+            return ExhaustedError("", f"out of memory: {wanted}; {_used(cause)}", _HINT, code="system.out-of-memory")
     return None
 
 
 def unreachable(error: BaseException) -> InputError | None:
     """Return the error to report if this one means a failed disk, mount or network; otherwise None."""
     if isinstance(error, OSError) and error.errno is not None:
-        said = refused_by_system(str(error.filename or ""), error, "cannot be read or written", code="system.io")
-        return said if isinstance(said, UnreachableError) else None
+        refusal = refused_by_system(str(error.filename or ""), error, "cannot be read or written", code="system.io")
+        return refusal if isinstance(refusal, UnreachableError) else None
     return None
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and those that it was raised from: torch wraps the errors of stages."""
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def _is_one(error: BaseException) -> bool:

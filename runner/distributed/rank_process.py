@@ -91,8 +91,8 @@ def _crash(error: Exception, world: World) -> int:
     """Report what ended this rank: what torch wrapped, out of memory or a lost rank in a line, a bug with traceback."""
     place = rank_label(world.rank)
     wrapped = next((cause for cause in causes(error) if isinstance(cause, UserError)), None)
-    if (said := wrapped or exhausted(error) or unreachable(error)) is not None:
-        return _fail(said.on_rank(place))
+    if (refusal := wrapped or exhausted(error) or unreachable(error)) is not None:
+        return _fail(refusal.on_rank(place))
     lost = [cause for cause in causes(error) if isinstance(cause, dist.DistError) or "gloo" in str(cause).lower()]
     if lost:
         reason = str(lost[0]).splitlines()[0].partition(". ")[0][:200]

@@ -71,7 +71,7 @@ def exchange_device(device: torch.device, group: dist.ProcessGroup | None = None
 
     Source: torch 2.13, docs/source/distributed.md, "Backends".
     """
-    found = group or dist.group.WORLD
-    if device.type == "cpu" or found is None or found._get_backend(device).name() != "gloo":
+    world_group = group or dist.group.WORLD
+    if device.type == "cpu" or world_group is None or world_group._get_backend(device).name() != "gloo":
         return device
     return torch.device("cpu")

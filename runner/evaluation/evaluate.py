@@ -118,8 +118,8 @@ def _print(loss: float, num_tokens: int, took_s: float, counts: Mapping[str, int
         print_result(json.dumps({"version": 1, **shown}))
         return
     skipped = "".join(f", {count} documents skipped" for count in counts.values())
-    said = f"loss {loss:.6f} over {num_tokens:,} tokens, perplexity {_perplexity(loss):.6g}, in {took_s:.1f} s"
-    print_result(said + skipped)
+    text = f"loss {loss:.6f} over {num_tokens:,} tokens, perplexity {_perplexity(loss):.6g}, in {took_s:.1f} s"
+    print_result(text + skipped)
 
 
 def _perplexity(loss: float) -> float:

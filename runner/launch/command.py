@@ -48,8 +48,8 @@ def _read_job(context: click.Context, parameter: click.Parameter, path: Path | N
     if path is None:
         return
     options = [param for param in context.command.params if isinstance(param, click.Option)]
-    known = {option.opts[-1].removeprefix("--"): _kind_of(option) for option in options if option.name != "job"}
-    values = read_job_file(path, {**known, "manifest": "one"})
+    kinds = {option.opts[-1].removeprefix("--"): _kind_of(option) for option in options if option.name != "job"}
+    values = read_job_file(path, {**kinds, "manifest": "one"})
     context.obj = values.pop("training")
     context.default_map = values
 
@@ -64,13 +64,13 @@ class _BeforeTraining(GroupedHelp, click.Command):
     """A command whose own arguments end at `--`; the rest is passed to the ranks."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        own = args[: args.index("--")] if "--" in args else args
-        ctx.meta["training"] = training = tuple(args[len(own) + 1 :])
-        ctx.meta["is_past_own"] = len(own) < len(args)
+        launch_args = args[: args.index("--")] if "--" in args else args
+        ctx.meta["training"] = training = tuple(args[len(launch_args) + 1 :])
+        ctx.meta["is_past_own"] = len(launch_args) < len(args)
         if {"--help", "-h"} & set(training) and not ctx.resilient_parsing:
             parse_training(("--help",))
         try:
-            return super().parse_args(ctx, own)
+            return super().parse_args(ctx, launch_args)
         except click.BadParameter as error:
             name = error.param.name if error.param is not None else None
             if name is not None and ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
@@ -140,7 +140,7 @@ _GROUPS = {
 def launch(
     manifest: str | None, scheduler: str, nnodes: str,
     nproc_per_node: int | None, gpu_memory: str | None, follow: bool, dry_run: bool, log_dir: Path | None,
-    stage_to_local: Path | None, name: str | None, quiet: bool, **asked: Any,
+    stage_to_local: Path | None, name: str | None, quiet: bool, **cluster_flags: Any,
 ) -> None:  # fmt: skip
     """Train the model of MANIFEST: on this machine, under torchrun, or on the nodes of a cluster.
 
@@ -169,12 +169,12 @@ def launch(
         if is_chosen := "log_dir" not in options.given:
             training += ("--log-dir", str(choose_folder(options, name or name_of(launched.location))))
             options = parse_training(training)
-        each = nproc_per_node or max(1, launched.manifest.layout.num_ranks // num_nodes)
-        degrees = _check_placement(launched, options, num_nodes, each, gpu_nbytes)
+        num_per_node = nproc_per_node or max(1, launched.manifest.layout.num_ranks // num_nodes)
+        degrees = _check_placement(launched, options, num_nodes, num_per_node, gpu_nbytes)
         if scheduler == "local":
-            _check_here(launched, options, degrees, each, gpu_nbytes)
+            _check_here(launched, options, degrees, num_per_node, gpu_nbytes)
         elif not options.quiet:
-            click.echo(printed(plan_nodes(launched.manifest, num_nodes, each)), err=True)
+            click.echo(printed(plan_nodes(launched.manifest, num_nodes, num_per_node)), err=True)
     run = RunFolder(
         path=options.log_dir if scheduler == "local" else options.log_dir.resolve(),
         name=name or name_of(launched.location),
@@ -185,21 +185,21 @@ def launch(
     )
     if scheduler == "local":
         here = LocalJob(name=name_of(launched.location), run=run, shutdown_s=options.timeout_s)
-        launch_here((address, *training), nproc_per_node=each, dry_run=dry_run, job=here, quiet=options.quiet)
+        launch_here((address, *training), nproc_per_node=num_per_node, dry_run=dry_run, job=here, quiet=options.quiet)
         return
     _submit(
         Job(
-            manifest=shown_address(address, manifest, asked["mount"]),
+            manifest=shown_address(address, manifest, cluster_flags["mount"]),
             training=training,
             name=name_of(launched.location).lower() if name is None else name,
             log_dir=run.path,
             nnodes=num_nodes,
-            nproc_per_node=each,
-            environment=read_environment(asked["env"]),
-            image=asked["image"],
-            mounts=asked["mount"],
-            sbatch_args=asked["sbatch_arg"],
-            **{field: asked[field] for field in _PLAIN_FIELDS},
+            nproc_per_node=num_per_node,
+            environment=read_environment(cluster_flags["env"]),
+            image=cluster_flags["image"],
+            mounts=cluster_flags["mount"],
+            sbatch_args=cluster_flags["sbatch_arg"],
+            **{field: cluster_flags[field] for field in _PLAIN_FIELDS},
         ),
         scheduler,
         run,
@@ -280,13 +280,13 @@ _CLUSTERS = ("env", "image", "mount", "sbatch_arg", "name", "follow", *_PLAIN_FI
 
 
 def _refuse_clusters(context: click.Context, num_nodes: int) -> None:
-    asked = {ParameterSource.COMMANDLINE}
+    sources = {ParameterSource.COMMANDLINE}
     if (
         context.get_parameter_source("scheduler") is ParameterSource.DEFAULT
     ):  # with --scheduler local, a job file is tried here on purpose
-        asked.add(ParameterSource.DEFAULT_MAP)
+        sources.add(ParameterSource.DEFAULT_MAP)
     on = [name for name in _CLUSTERS if context.params[name] not in (False, ())]  # 0 restarts count as off
-    given = [name for name in on if context.get_parameter_source(name) in asked]
+    given = [name for name in on if context.get_parameter_source(name) in sources]
     if num_nodes > 1:
         given.insert(0, "nnodes")
     if given:
@@ -335,8 +335,8 @@ def memories_gib(device: Device, environment: Mapping[str, str] = os.environ) ->
         return ()
     try:
         done = subprocess.run(_COMMAND, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
-        found = [line.split(", ") for line in done.stdout.splitlines()]
-        gpus = [(index, uuid, int(mib) / 2**10) for index, uuid, mib in found]
+        rows = [line.split(", ") for line in done.stdout.splitlines()]
+        gpus = [(index, uuid, int(mib) / 2**10) for index, uuid, mib in rows]
     except (OSError, subprocess.SubprocessError, ValueError):  # no driver, or unknown output
         return ()
     visible = environment.get("CUDA_VISIBLE_DEVICES")

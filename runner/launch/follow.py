@@ -32,16 +32,16 @@ def status(log_dir: Path) -> dict[str, Any]:
     """
     record = read_record(log_dir)
     state, ended = scheduler_of(record.scheduler).find_state(record, log_dir), read_state(log_dir)
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "version": 1, "scheduler": record.scheduler, "id": record.id, "name": record.name,
         "state": state.word, "reason": state.reason, "nodes": state.nodes, "requeues": state.num_requeues,
     }  # fmt: skip
     has_failed = ended is not None and ended.ended == "failed"
-    found["error"] = ended.error if ended and has_failed else None
-    found["error_code"] = ended.error_code if ended and has_failed else None
-    found["silent_ranks"] = _silent(log_dir) if state.word.upper() == "RUNNING" else []
+    report["error"] = ended.error if ended and has_failed else None
+    report["error_code"] = ended.error_code if ended and has_failed else None
+    report["silent_ranks"] = _silent(log_dir) if state.word.upper() == "RUNNING" else []
     num_steps = config_of(read_record_of(log_dir)).get("steps")
-    return found | _progress(log_dir / "metrics.jsonl") | {"num_steps": num_steps}
+    return report | _progress(log_dir / "metrics.jsonl") | {"num_steps": num_steps}
 
 
 def show_logs(log_dir: Path, show: Print, *, rank: int | None, is_followed: bool) -> None:
@@ -72,11 +72,11 @@ def _no_log(path: Path, log_dir: Path) -> InputError:
             "check with runner status whether the job has started",
             code="launch.no-log",
         )
-    left = sorted(found.stem for found in path.parent.glob("rank-*.log"))
+    ranks = sorted(file.stem for file in path.parent.glob("rank-*.log"))
     return LaunchError(
         str(path),
         "does not exist, and the job has ended",
-        f"it has logs {left[0]} to {left[-1]}" if left else "",
+        f"it has logs {ranks[0]} to {ranks[-1]}" if ranks else "",
         code="launch.no-log",
     )
 
@@ -134,23 +134,23 @@ def _silent(log_dir: Path) -> list[str]:
 
 def _progress(metrics: Path) -> dict[str, Any]:
     """Return the progress of the last attempt in these metrics, which may contain earlier attempts."""
-    found: dict[str, Any] = {"last_step": None, "last_loss": None, "last_checkpoint": None}
+    progress: dict[str, Any] = {"last_step": None, "last_loss": None, "last_checkpoint": None}
     saved: dict[str, Any] = {}
     text = metrics.read_text(errors="replace") if metrics.is_file() else ""
     for number, line in enumerate(text.split("\n"), 1):
         try:
-            said = dict(read_object(line, f"{metrics}:{number}"))
-            check_types(said, f"{metrics}:{number}")
+            record = dict(read_object(line, f"{metrics}:{number}"))
+            check_types(record, f"{metrics}:{number}")
         except InputError:  # the line that is being written
             continue
-        if "load_s" in said:
-            check_same_run(said.get("run"), metrics.parent, f"{metrics}:{number}")
-            found = dict.fromkeys(found)
-        if "loss" in said and said.get("step", 0) <= saved.get("step", 0):  # taken again, so after an older checkpoint
+        if "load_s" in record:
+            check_same_run(record.get("run"), metrics.parent, f"{metrics}:{number}")
+            progress = dict.fromkeys(progress)
+        if "loss" in record and record.get("step", 0) <= saved.get("step", 0):  # taken again
             saved = {}
-        if "checkpoint" in said and "save_error" not in said:
-            saved = said
-        found["last_step"] = said.get("step", found["last_step"])
-        found["last_loss"] = said.get("loss", found["last_loss"])
-        found["last_checkpoint"] = saved.get("checkpoint") if found["last_step"] is not None else None
-    return found
+        if "checkpoint" in record and "save_error" not in record:
+            saved = record
+        progress["last_step"] = record.get("step", progress["last_step"])
+        progress["last_loss"] = record.get("loss", progress["last_loss"])
+        progress["last_checkpoint"] = saved.get("checkpoint") if progress["last_step"] is not None else None
+    return progress

@@ -93,7 +93,7 @@ def read_environment(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
     Raises:
         UsageError: not a name, a variable that is not set here, or one that torchrun sets.
     """
-    found = {}
+    variables = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not _VARIABLE.fullmatch(name):
@@ -113,11 +113,11 @@ def read_environment(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
             raise UsageError("--env", problem, hint, code="launch.environment")
         if not equals and name not in os.environ:
             raise UsageError("--env", f"{name} is not set here", f"use --env {name}=VALUE", code="launch.environment")
-        found[name] = value if equals else os.environ[name]
-    return tuple(found.items())
+        variables[name] = value if equals else os.environ[name]
+    return tuple(variables.items())
 
 
-def read_job_file(path: Path, known: Mapping[str, FlagKind]) -> dict[str, Any]:
+def read_job_file(path: Path, kinds: Mapping[str, FlagKind]) -> dict[str, Any]:
     """Read a job file: the flags of `runner launch` without their dashes, and a table `training` of those after --.
 
     Returns the values by the names of their parameters; `training` maps each flag to its arguments.
@@ -126,24 +126,24 @@ def read_job_file(path: Path, known: Mapping[str, FlagKind]) -> dict[str, Any]:
         LaunchError: no such file, not TOML, a key that is not a flag, or a value of another kind.
     """
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise LaunchError(str(path), f"cannot be read: {error.strerror}", code="launch.job-file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise LaunchError(str(path), f"is not TOML: {error}", code="launch.job-file") from error
-    training = found.pop("training", {})
+    training = document.pop("training", {})
     if not isinstance(training, Mapping):
         raise LaunchError(f"{path}: training", "expected a table of the flags that follow --", code="launch.job-file")
     values: dict[str, Any] = {}
-    for key, value in found.items():
-        if key not in known:
+    for key, value in document.items():
+        if key not in kinds:
             raise LaunchError(
                 f"{path}: {key}",
                 "is not a flag of runner launch",
-                "known: " + ", ".join(sorted(known)),
+                "known: " + ", ".join(sorted(kinds)),
                 code="launch.job-file",
             )
-        values[key.replace("-", "_")] = _value_of(value, known[key], f"{path}: {key}")
+        values[key.replace("-", "_")] = _value_of(value, kinds[key], f"{path}: {key}")
     return {**values, "training": {f"--{key}": _words(key, value, where=str(path)) for key, value in training.items()}}
 
 

@@ -106,10 +106,10 @@ def _nearest(found: int, unit: int) -> str:
 def plan_nodes(manifest: Manifest, nnodes: int, nproc_per_node: int) -> tuple[NodePlan, ...]:
     """Return the nodes of a job. Ranks of one stage are adjacent, and so are adjacent stages."""
     placement, world_size = manifest.placement, nnodes * nproc_per_node
-    each = max(1, world_size // placement.num_ranks)  # ranks that share their stages
+    num_per_stage = max(1, world_size // placement.num_ranks)  # ranks that share their stages
 
     def stages_of(first: int, last: int) -> Iterator[int]:
-        for pipeline_rank in range(first // each, min(last // each + 1, placement.num_ranks)):
+        for pipeline_rank in range(first // num_per_stage, min(last // num_per_stage + 1, placement.num_ranks)):
             yield from placement.stages_on(pipeline_rank)
 
     plans = []

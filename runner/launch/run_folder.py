@@ -118,7 +118,7 @@ def _free(parent: Path, began: datetime, name: str) -> Path:
     word = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)
     stem = f"{began:%Y%m%d-%H%M%S}-{word or 'run'}"
     names = itertools.chain((stem,), (f"{stem}-{number}" for number in itertools.count(2)))
-    return next(parent / each for each in names if not (parent / each).exists())
+    return next(parent / candidate for candidate in names if not (parent / candidate).exists())
 
 
 def _began(run: Mapping[str, Any]) -> float:
@@ -127,8 +127,8 @@ def _began(run: Mapping[str, Any]) -> float:
 
 
 def _runs() -> list[tuple[Path, Mapping[str, Any]]]:
-    found = [(path.parent, read_record_of(path.parent)) for path in DEFAULT_RUNS.glob(f"*/{RUN_NAME}")]
-    return [(path, run) for path, run in found if run is not None and not path.is_symlink()]
+    records = [(path.parent, read_record_of(path.parent)) for path in DEFAULT_RUNS.glob(f"*/{RUN_NAME}")]
+    return [(path, run) for path, run in records if run is not None and not path.is_symlink()]
 
 
 def _is_same(run: Mapping[str, Any] | None, options: TrainOptions) -> bool:
@@ -153,14 +153,14 @@ def _history(options: TrainOptions) -> Path | None:
 
 def _move_aside(log_dir: Path, run: Mapping[str, Any] | None) -> None:
     """Move the files of an earlier run into a separate folder."""
-    left = [path for path in log_dir.iterdir() if _is_left(path)]
-    if not left:
+    earlier_paths = [path for path in log_dir.iterdir() if _is_left(path)]
+    if not earlier_paths:
         return
-    began_s = (run and _began(run)) or min(path.stat().st_mtime for path in left)
+    began_s = (run and _began(run)) or min(path.stat().st_mtime for path in earlier_paths)
     aside = _free(log_dir / _EARLIER, datetime.fromtimestamp(began_s), str(run.get("name", "")) if run else "")
     aside.mkdir(parents=True)
     # The files that identify the earlier run go last: after a kill, the next launch moves the rest.
-    for path in sorted(left, key=lambda path: path.name in (RUN_NAME, "metrics.jsonl")):
+    for path in sorted(earlier_paths, key=lambda path: path.name in (RUN_NAME, "metrics.jsonl")):
         path.rename(aside / path.name)
 
 
@@ -173,13 +173,13 @@ def _is_left(path: Path) -> bool:
 def _versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version  # slow to import
 
-    found = {"python": sys.version.split()[0]}
+    versions = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 _CLAIM = ".launch.lock"

@@ -78,16 +78,16 @@ def main() -> None:
     parser.add_argument("--srun-arg", action="append", default=[])
     parser.add_argument("manifest")
     parser.add_argument("training", nargs=argparse.REMAINDER)
-    asked = parser.parse_args()
-    training = asked.training[1:] if asked.training[:1] == ["--"] else asked.training
+    arguments = parser.parse_args()
+    training = arguments.training[1:] if arguments.training[:1] == ["--"] else arguments.training
     try:
         options = parse_training(training)
         agent = agent_command(
-            asked.manifest, training, nnodes=asked.nnodes, nproc_per_node=asked.nproc_per_node,
-            shutdown_s=options.timeout_s, python=asked.python,
+            arguments.manifest, training, nnodes=arguments.nnodes, nproc_per_node=arguments.nproc_per_node,
+            shutdown_s=options.timeout_s, python=arguments.python,
         )  # fmt: skip
-        command = srun_command(agent, asked.nnodes, asked.srun_arg)
-        code = _Supervisor(command, options, os.environ).run(asked.restarts, requeue=asked.requeue)
+        command = srun_command(agent, arguments.nnodes, arguments.srun_arg)
+        code = _Supervisor(command, options, os.environ).run(arguments.restarts, requeue=arguments.requeue)
     except UserError as error:
         logger.error("error: %s", error)
         code = code_of(error)

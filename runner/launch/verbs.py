@@ -30,23 +30,23 @@ def status(log_dir: Path, as_json: bool) -> None:
     """
     from runner.launch import follow as watch
 
-    found = watch.status(log_dir)
+    state = watch.status(log_dir)
     if as_json:
-        click.echo(json.dumps(found))
+        click.echo(json.dumps(state))
         return
-    why = f" ({found['reason']})" if found.get("reason") else ""
-    where = f" on {found['nodes']}" if found.get("nodes") else ""
-    again = f", requeued {found['requeues']} times" if found.get("requeues") else ""
-    click.echo(f"{found['name']}: {found['scheduler']} job {found['id']} is {found['state']}{why}{where}{again}")
-    if found["last_step"] is not None:
-        loss = f", loss {found['last_loss']:.6f}" if found["last_loss"] is not None else ""
-        saved = f", last checkpoint {found['last_checkpoint']}" if found["last_checkpoint"] else ""
-        of = f" of {found['num_steps']}" if found["num_steps"] is not None else ""
-        click.echo(f"step {found['last_step']}{of}{loss}{saved}")
-    for rank in found["silent_ranks"]:
+    why = f" ({state['reason']})" if state.get("reason") else ""
+    where = f" on {state['nodes']}" if state.get("nodes") else ""
+    again = f", requeued {state['requeues']} times" if state.get("requeues") else ""
+    click.echo(f"{state['name']}: {state['scheduler']} job {state['id']} is {state['state']}{why}{where}{again}")
+    if state["last_step"] is not None:
+        loss = f", loss {state['last_loss']:.6f}" if state["last_loss"] is not None else ""
+        saved = f", last checkpoint {state['last_checkpoint']}" if state["last_checkpoint"] else ""
+        of = f" of {state['num_steps']}" if state["num_steps"] is not None else ""
+        click.echo(f"step {state['last_step']}{of}{loss}{saved}")
+    for rank in state["silent_ranks"]:
         click.echo(f"no heartbeat from {rank}")
-    if found["error"]:
-        click.echo(f"error: {found['error']}")
+    if state["error"]:
+        click.echo(f"error: {state['error']}")
 
 
 @click.command()
@@ -111,8 +111,8 @@ def report(log_dir: Path, out: Path | None, compare: Path | None, trace: Path | 
     from runner.report.page import write_report, write_trace
 
     path = out or log_dir / "report.html"
-    said = write_report(log_dir, path, force=force, other_dir=compare)
-    click.echo(f"{path}: {said}")
+    summary = write_report(log_dir, path, force=force, other_dir=compare)
+    click.echo(f"{path}: {summary}")
     if trace is not None:
         num_steps = write_trace(log_dir, trace, force=force)
         click.echo(f"{trace}: {num_steps} traced steps; open it in https://ui.perfetto.dev")

@@ -89,8 +89,8 @@ def load_stages(
     """
     packed, stages = open_stages(manifest, rank)
     models = [model] if isinstance(model, nn.Module) else list(model)
-    for each in models:
-        _give_memory(each, torch.device(device))
+    for module in models:
+        _give_memory(module, torch.device(device))
     if adapter is None:
         report = _load_named(packed, stages, models, name_of)
     else:
@@ -101,7 +101,7 @@ def load_stages(
         nbytes=report.nbytes,
         load_s=report.load_s,
         num_unverified=report.num_unverified,
-        meta_buffers=tuple(name for each in models for name, buffer in each.named_buffers() if buffer.is_meta),
+        meta_buffers=tuple(name for module in models for name, buffer in module.named_buffers() if buffer.is_meta),
     )
 
 
@@ -141,15 +141,15 @@ def _load_adapted(
     packed: Packed, stages: Sequence[int], models: Sequence[nn.Module], adapter: StateDictAdapter
 ) -> LoadReport:
     owned: list[dict[str, Any]] = [model.state_dict() for model in models]
-    stored = [adapter.to_hf({name: _on_meta(tensor) for name, tensor in own.items()}) for own in owned]
+    stored = [adapter.to_hf({name: _on_meta(tensor) for name, tensor in states.items()}) for states in owned]
     check_names(packed, stages, {fqn: fqn for tensors in stored for fqn in tensors})
-    read = {fqn: torch.empty(each.shape, dtype=each.dtype) for tensors in stored for fqn, each in tensors.items()}
+    read = {fqn: torch.empty(like.shape, dtype=like.dtype) for tensors in stored for fqn, like in tensors.items()}
     report = load_tensors(whole_pieces(read), packed.bundles, packed.shape, num_ranks=_num_local_ranks())
-    for model, own, tensors in zip(models, owned, stored, strict=True):
+    for model, states, tensors in zip(models, owned, stored, strict=True):
         converted = adapter.from_hf({fqn: read[fqn] for fqn in tensors})
-        if lacking := sorted(own.keys() - converted.keys()):
+        if lacking := sorted(states.keys() - converted.keys()):
             raise _missing(packed, f"the adapter makes no value for {some_of(lacking)}")
-        model.load_state_dict({name: _like(tensor, converted[name]) for name, tensor in own.items()})
+        model.load_state_dict({name: _like(tensor, converted[name]) for name, tensor in states.items()})
     return report
 
 
@@ -209,23 +209,25 @@ def piece_of(fqn: str, tensor: torch.Tensor) -> Piece:
 
 def _once(pieces: Sequence[Piece]) -> list[Piece]:
     """Drop pieces whose memory is already filled under another name."""
-    return list({(each.memory.data_ptr(), each.offset, each.memory.shape): each for each in reversed(pieces)}.values())
+    return list(
+        {(piece.memory.data_ptr(), piece.offset, piece.memory.shape): piece for piece in reversed(pieces)}.values()
+    )
 
 
 def check_names(packed: Packed, stages: Sequence[int], fqns: Mapping[str, str]) -> None:
     """Check that the module has all weights of these stages, and no others."""
     modules = frozenset(module for stage in stages for module in packed.manifest.stages[stage].modules)
-    own = {fqn for fqn in packed.shape.tensors if module_of(fqn, modules) is not None}
-    if unexpected := sorted(name for name, fqn in fqns.items() if fqn not in own):
+    expected = {fqn for fqn in packed.shape.tensors if module_of(fqn, modules) is not None}
+    if unexpected := sorted(name for name, fqn in fqns.items() if fqn not in expected):
         raise ModelError(
             packed.where,
             f"stages {', '.join(map(str, stages))} have no tensor for the module's {some_of(unexpected)}",
             "build only these stages, with Hugging Face FQNs, or map names with name_of",
             code="model.unexpected-parameter",
         )
-    found = set(fqns.values())
-    tied = {fqn for group in packed.shape.ties if found.intersection(group) for fqn in group}
-    if lacking := sorted(own - found - tied):
+    actual = set(fqns.values())
+    tied = {fqn for group in packed.shape.ties if actual.intersection(group) for fqn in group}
+    if lacking := sorted(expected - actual - tied):
         raise _missing(packed, f"the module has no parameter for {some_of(lacking)}")
 
 

@@ -64,7 +64,7 @@ def measure(
     recompute = parse_recompute(ac)
     packed = open_packed(manifest)
     if run is not None:
-        found, how = read_seconds(packed, run)
+        seconds, how = read_seconds(packed, run)
     else:
         from runner.measure.modules import Setting, measure_modules
 
@@ -72,12 +72,13 @@ def measure(
             seq_len=seq_len, microbatch=microbatch, dtype=dtype, recompute=recompute, device=device,
             implementation=implementation, num_repeats=repeats,
         )  # fmt: skip
-        found, how = measure_modules(packed, setting, note=None if quiet else _note)
-    _write(out, found, how)
+        seconds, how = measure_modules(packed, setting, note=None if quiet else _note)
+    _write(out, seconds, how)
     if not quiet:
-        slowest = max(found, key=lambda module: found[module].total)
-        print_result(f"measured {len(found)} modules, {sum(each.total for each in found.values()) * 1e3:.2f} ms for a "
-                     f"microbatch; the slowest is {slowest}, {found[slowest].total * 1e3:.2f} ms: {out}")  # fmt: skip
+        slowest = max(seconds, key=lambda module: seconds[module].total)
+        total_s = sum(times.total for times in seconds.values())
+        print_result(f"measured {len(seconds)} modules, {total_s * 1e3:.2f} ms for a "
+                     f"microbatch; the slowest is {slowest}, {seconds[slowest].total * 1e3:.2f} ms: {out}")  # fmt: skip
 
 
 def _note(module: str, seconds: ModuleSeconds) -> None:
@@ -86,8 +87,10 @@ def _note(module: str, seconds: ModuleSeconds) -> None:
     )
 
 
-def _write(out: Path, found: Mapping[str, ModuleSeconds], how: Mapping[str, Any]) -> None:
-    modules = {module: {"forward_s": each.forward_s, "backward_s": each.backward_s} for module, each in found.items()}
+def _write(out: Path, seconds: Mapping[str, ModuleSeconds], how: Mapping[str, Any]) -> None:
+    modules = {
+        module: {"forward_s": times.forward_s, "backward_s": times.backward_s} for module, times in seconds.items()
+    }
     text = json.dumps({"version": 1, "measured": how, "modules": modules}, indent=1) + "\n"
     try:
         write_file(out, text.encode(), is_durable=False)
@@ -123,18 +126,18 @@ def read_seconds(packed: Packed, log_dir: Path) -> tuple[dict[str, ModuleSeconds
     forward, backward, inputs, weights, loss = (run.traces.seconds_of(kind) for kind in "FBIWL")
     options = config_of(run.record)
     seq_len = int(options.get("seq_len", _SEQ_LEN))
-    found = {}
+    seconds = {}
     for stage, modules in enumerate(stages):
         flops = [packed.shape.work[module].forward_flops(seq_len) for module in modules]
         for module, share in zip(modules, _shares(flops), strict=True):
-            found[module] = ModuleSeconds(
+            seconds[module] = ModuleSeconds(
                 forward_s=share * (forward[stage] + loss[stage]),
                 backward_s=share * (backward[stage] or inputs[stage] + weights[stage]),
             )
     names = ("seq_len", "microbatch", "dtype", "recompute")
-    return found, {"run": str(folder), **{name: options[name] for name in names if name in options}}
+    return seconds, {"run": str(folder), **{name: options[name] for name in names if name in options}}
 
 
 def _shares(flops: list[int]) -> list[float]:
     total = sum(flops)
-    return [each / total if total else 1 / len(flops) for each in flops]
+    return [count / total if total else 1 / len(flops) for count in flops]

@@ -120,16 +120,18 @@ def _time(chunk: nn.Module, crossing: Any, labels: torch.Tensor | None, num_repe
     device = next(iter(pytree.tree_leaves(crossing))).device
     recorder = Recorder(device)
     chunk.train()
-    left: Any = None
+    outputs: Any = None
     recorder.start()
     for repeat in range(_WARMUP + num_repeats):
         arrived = pytree.tree_map(_entering, crossing)
         with recorder.action("F", 0, repeat):
-            left = chunk(arrived)
+            outputs = chunk(arrived)
             if labels is not None:
-                left = token_loss(left, labels, num_tokens=labels.numel())
+                outputs = token_loss(outputs, labels, num_tokens=labels.numel())
         return_holes(device)
-        trained = [leaf for leaf in pytree.tree_leaves(left) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        trained = [
+            leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
         gradients = [torch.ones_like(leaf) if leaf.dim() == 0 else torch.randn_like(leaf) for leaf in trained]
         with recorder.action("B", 0, repeat):
             torch.autograd.backward(trained, gradients)
@@ -137,7 +139,7 @@ def _time(chunk: nn.Module, crossing: Any, labels: torch.Tensor | None, num_repe
     recorder.stop()
     ran = [action for action in recorder.take() if action.microbatch >= _WARMUP]
     seconds = [median(action.end_s - action.begin_s for action in ran if action.kind == kind) for kind in "FB"]
-    return ModuleSeconds(forward_s=seconds[0], backward_s=seconds[1]), pytree.tree_map(_leaving, left)
+    return ModuleSeconds(forward_s=seconds[0], backward_s=seconds[1]), pytree.tree_map(_leaving, outputs)
 
 
 def _entering(leaf: Any) -> Any:

@@ -180,7 +180,7 @@ def combine(
     degrees = degrees or ParallelDims(pipeline=manifest.layout.num_ranks)
     architecture, is_own = manifest.model.architecture, _is_own(manifest)
     modules = (module for stage in manifest.stages for module in stage.modules)
-    numbers = [int(found[1]) for found in map(_LAYER.search, modules) if found]
+    numbers = [int(match[1]) for match in map(_LAYER.search, modules) if match]
     return Combination(
         schedule=timetable.name,
         splits_backward=timetable.splits_backward,
@@ -220,8 +220,8 @@ def check_divides(config: Mapping[str, Any], num_tensor: int) -> None:
     """
     section = config.get("text_config")
     for name in _CUT:
-        found = section if isinstance(section, Mapping) else config
-        if isinstance(count := found.get(name), int) and count % num_tensor:
+        fields = section if isinstance(section, Mapping) else config
+        if isinstance(count := fields.get(name), int) and count % num_tensor:
             problem = f"expected a divisor of {count} ({name} of config.json), found {num_tensor}"
             raise UsageError("--tp", problem, code="options.tp-divisor")
 

@@ -115,8 +115,8 @@ def check_model(launched: Packed, implementation: Implementation | None = None) 
         TITAN_FIELDS[shape.architecture](config, where).check_modules(modules)
     elif (entry := generic_entry(shape.architecture)) is not None and launched.manifest.model.description is None:
         check_fields(entry, ConfigReader(config, where))
-        known = set(shape.modules) - shape.optional
-        check_modules(entry, known, launched.stage_modules, where)
+        required = set(shape.modules) - shape.optional
+        check_modules(entry, required, launched.stage_modules, where)
 
 
 def check_length(launched: Packed, options: TrainOptions) -> None:
@@ -136,25 +136,25 @@ def notes(asked: TrainOptions, options: TrainOptions, origin: Manifest, training
     `options` are those `asked`, with the values that the checkpoint stores; `training` is the state that the run
     resumes, if it does not start at step 0 with the weights of `origin`.
     """
-    said, first, last = [], (training.step if training else 0) + 1, options.steps
+    lines, first, last = [], (training.step if training else 0) + 1, options.steps
     if first <= last and options.checkpoint is None and options.save is None:
-        said.append("without --checkpoint DIR or --save DIR the trained weights are lost when the run ends")
+        lines.append("without --checkpoint DIR or --save DIR the trained weights are lost when the run ends")
     architecture, implementation = origin.model.architecture, asked.compute.implementation
     if architecture in TORCHTITAN and not implementation and choose_implementation(architecture) == "transformers":
-        said.append(f"{architecture} is built of transformers' modules: torchtitan is not installed")
+        lines.append(f"{architecture} is built of transformers' modules: torchtitan is not installed")
     if options.traced and first <= last and not (options.traced.start <= last and options.traced.stop > first):
-        said.append(f"--trace {asked.values['trace']} has no effect: the run takes steps {first} to {last}")
+        lines.append(f"--trace {asked.values['trace']} has no effect: the run takes steps {first} to {last}")
     if options.resume.restart_data and training is None:
-        said.append("--restart-data has no effect: the run starts at step 0, and its data at the first sequence")
+        lines.append("--restart-data has no effect: the run starts at step 0, and its data at the first sequence")
     if options.optim.decay == "constant" and "min_lr" in asked.given and options.optim.min_lr:
-        said.append(
+        lines.append(
             f"--min-lr {options.optim.min_lr} is not used: with --decay constant the learning rate stays at --lr"
         )
     taken = {} if training is None else remembered(training)
     shown = [f"{flag_of(name)} {value}" for name, value in taken.items() if _is_taken(name, value, asked)]
     if shown:
-        said.append(f"recalled from the checkpoint: {', '.join(shown)}")
-    return said
+        lines.append(f"recalled from the checkpoint: {', '.join(shown)}")
+    return lines
 
 
 def expert_notes(tensors: Iterable[str]) -> tuple[str, ...]:
@@ -169,8 +169,8 @@ def expert_notes(tensors: Iterable[str]) -> tuple[str, ...]:
 
 def _or_by_name(folder: Path) -> str:
     """Return the rest of a hint, where texts are in the folder itself: globs of them exclude its subfolders."""
-    found = sorted({file.suffix for file in folder.glob("*") if file.suffix in SUFFIXES and file.is_file()})
-    shown = " ".join(f"'{folder}/*{suffix}'" for suffix in found)
+    suffixes = sorted({file.suffix for file in folder.glob("*") if file.suffix in SUFFIXES and file.is_file()})
+    shown = " ".join(f"'{folder}/*{suffix}'" for suffix in suffixes)
     return f", or name the files: {shown}" if shown else ""
 
 
@@ -222,8 +222,8 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
     check_outputs(options)
     origins, training = find_origins(Origin(launched.root, launched.read), options), None
     if options.resume.source != "auto":
-        (found,) = origins
-        origin = launched if found.folder == launched.root else open_packed(found.read or found.folder)
+        (start,) = origins
+        origin = launched if start.folder == launched.root else open_packed(start.read or start.folder)
         check_fits(origin, launched)
         training = resumed_state(origin, options.resume, is_launched=origin is launched)
         if training is not None:

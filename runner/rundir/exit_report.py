@@ -66,23 +66,23 @@ def report_exit(report: ExitReport, *, echo: bool | Literal["json"] = True) -> N
     logger.error("error: %s", report.error)
 
 
-def read_report(left: Mapping[str, Any]) -> ExitReport | None:
+def read_report(document: Mapping[str, Any]) -> ExitReport | None:
     """Read the report in a rank's error file; None: it has none of ours."""
-    found = left.get(_KEY)
-    if not isinstance(found, Mapping) or found.get("kind") not in get_args(FailureKind):
+    fields = document.get(_KEY)
+    if not isinstance(fields, Mapping) or fields.get("kind") not in get_args(FailureKind):
         return None
-    texts = {name: str(found.get(name, "")) for name in ("where", "problem", "hint", "error_code")}
-    is_elsewhere = found.get("is_elsewhere") is True
-    return ExitReport(kind=found["kind"], code=int(found.get("code", 1)), is_elsewhere=is_elsewhere, **texts)
+    texts = {name: str(fields.get(name, "")) for name in ("where", "problem", "hint", "error_code")}
+    is_elsewhere = fields.get("is_elsewhere") is True
+    return ExitReport(kind=fields["kind"], code=int(fields.get("code", 1)), is_elsewhere=is_elsewhere, **texts)
 
 
 def read_reports(folder: Path) -> tuple[ExitReport, ...]:
     """Read the reports in an agent's folder, the oldest first."""
-    found = []
+    reports = []
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
         with contextlib.suppress(OSError, ValueError):
-            found.append(read_report(json.loads(path.read_bytes())))
-    return tuple(report for report in found if report is not None)
+            reports.append(read_report(json.loads(path.read_bytes())))
+    return tuple(report for report in reports if report is not None)
 
 
 def _leave(report: ExitReport) -> bool:
@@ -92,11 +92,11 @@ def _leave(report: ExitReport) -> bool:
     # torchrun itself reads `message`.
     extra = {"py_callstack": str(report.error), "timestamp": str(int(time.time()))}
     message = {"message": str(report.error), "extraInfo": extra}
-    left = json.dumps({"message": message, _KEY: asdict(report)}).encode()
+    data = json.dumps({"message": message, _KEY: asdict(report)}).encode()
     try:
         if folder := os.environ.get(REPORTS):
-            write_file(Path(folder) / f"{os.getpid()}.json", left, is_durable=False)
-        write_file(Path(path), left, is_durable=False)  # torchrun may kill this process at any moment
+            write_file(Path(folder) / f"{os.getpid()}.json", data, is_durable=False)
+        write_file(Path(path), data, is_durable=False)  # torchrun may kill this process at any moment
     except OSError:  # with a full disk, the message must still be printed
         return False
     return True

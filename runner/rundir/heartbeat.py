@@ -48,7 +48,7 @@ def write_beat(path: Path, beat: Beat) -> None:
 
 def read_beats(log_dir: Path, *, since: float = 0.0) -> tuple[Beat, ...]:
     """Return every rank's last heartbeat that is not older than `since`, ordered by rank."""
-    found = []
+    beats = []
     for path in sorted((log_dir / _FOLDER).glob("rank-*.json")):
         try:
             beat = json.loads(path.read_bytes())
@@ -56,8 +56,8 @@ def read_beats(log_dir: Path, *, since: float = 0.0) -> tuple[Beat, ...]:
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             continue
         if _is_whole(beat) and beat.time >= since:
-            found.append(beat)
-    return tuple(found)
+            beats.append(beat)
+    return tuple(beats)
 
 
 def _is_whole(beat: Beat) -> bool:

@@ -82,13 +82,13 @@ def read_record(log_dir: Path) -> JobRecord:
     """
     path = log_dir / JOB_NAME
     try:
-        found = json.loads(path.read_bytes())
-        texts = {field: str(found[field]) for field in ("scheduler", "id", "name", "output")}
+        document = json.loads(path.read_bytes())
+        texts = {field: str(document[field]) for field in ("scheduler", "id", "name", "output")}
         if texts["scheduler"] not in SCHEDULERS:
             raise ValueError(f"expected one of {', '.join(SCHEDULERS)}, found {texts['scheduler']!r}")
         if texts["scheduler"] == "local" and not (texts["id"].isdecimal() and len(texts["id"]) < _MOST_DIGITS):
             raise ValueError(f"expected a process id, found {texts['id']!r}")
-        texts |= {field: str(found.get(field, "")) for field in ("host", "birth", "namespace")}
+        texts |= {field: str(document.get(field, "")) for field in ("host", "birth", "namespace")}
         if "\0" in "".join(texts.values()):
             raise ValueError("it contains a zero byte")
         record = JobRecord(**texts)
@@ -97,5 +97,5 @@ def read_record(log_dir: Path) -> JobRecord:
         raise LaunchError(str(path), "no such file", hint, code="launch.no-record") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise LaunchError(str(path), f"is not a job record: {error}", code="launch.bad-record") from error
-    check_same_run(found.get("run"), log_dir, str(path))
+    check_same_run(document.get("run"), log_dir, str(path))
     return record

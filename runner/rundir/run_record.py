@@ -24,16 +24,16 @@ Run = Mapping[str, Any]
 def read_record_of(log_dir: Path) -> dict[str, Any] | None:
     """Return the run record of a folder; None if there is none that can be read."""
     try:
-        found = json.loads((log_dir / RUN_NAME).read_bytes())
+        document = json.loads((log_dir / RUN_NAME).read_bytes())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("id"), str) else None
+    return document if isinstance(document, dict) and isinstance(document.get("id"), str) else None
 
 
 def run_id(log_dir: Path) -> str:
     """Return the unique id of this folder's run; empty if it has none."""
-    found = read_record_of(log_dir)
-    return str(found["id"]) if found else ""
+    record = read_record_of(log_dir)
+    return str(record["id"]) if record else ""
 
 
 def check_same_run(named: object, log_dir: Path, where: str) -> None:
@@ -85,14 +85,14 @@ def config_of(run: Run | None) -> dict[str, Any]:
         "manifest_digest": manifest.get("digest"),
         "command": shlex.join(map(str, argv)) if isinstance(argv, list) else None,
         "host": launch.get("host"),
-        **{f"version/{package}": found for package, found in _object(launch.get("versions")).items()},
+        **{f"version/{package}": number for package, number in _object(launch.get("versions")).items()},
     }
     options = _object(launch.get("resolved")) or _object(launch.get("options"))
     return {name: value for name, value in {**options, **facts}.items() if value is not None}
 
 
-def _object(found: object) -> Mapping[str, Any]:
-    return found if isinstance(found, dict) else {}
+def _object(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def find_run(path: Path) -> Path:

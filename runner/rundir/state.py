@@ -48,14 +48,14 @@ def clear_state(log_dir: Path) -> None:
 def read_state(log_dir: Path) -> RunState | None:
     """Return how the last run ended; None if it left no state. That of another run is not this one's."""
     try:
-        found = json.loads((log_dir / STATE_NAME).read_bytes())
-        check_same_run(found.get("run"), log_dir, STATE_NAME)
+        document = json.loads((log_dir / STATE_NAME).read_bytes())
+        check_same_run(document.get("run"), log_dir, STATE_NAME)
         state = RunState(
-            step=int(found["step"]),
-            ended=found["ended"],
-            code=int(found.get("code", 0)),
-            error=str(found.get("error", "")),
-            error_code=str(found.get("error_code", "")),
+            step=int(document["step"]),
+            ended=document["ended"],
+            code=int(document.get("code", 0)),
+            error=str(document.get("error", "")),
+            error_code=str(document.get("error_code", "")),
         )
     except (LogError, OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None

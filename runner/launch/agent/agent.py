@@ -24,6 +24,7 @@ from manifests.command.interpreter import leave_out_working_folder, safe_environ
 from manifests.command.signals import INTERRUPTED, end_at_signals, say_interrupted
 from manifests.errors import RankError, UserError, error_json
 from runner.config.flags import TrainOptions, parse_training
+from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
 from runner.preflight.torch_version import check_torch
 from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, read_reports
 from runner.rundir.heartbeat import Beat, read_beats
@@ -34,15 +35,6 @@ from stores.open import open_manifest
 if TYPE_CHECKING:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from collections.abc import Callable, Container
-from typing import TYPE_CHECKING
-
-from runner.rundir.exit_report import read_report
-from runner.rundir.heartbeat import ALIVE_S, SKEWED_S, log_path
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
 
 _LOCAL = "--standalone"  # of torchrun, for a job of this machine alone
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
@@ -128,11 +120,11 @@ def _note_stopped(log_dir: Path, step: int) -> None:
 def _quiet_torchrun() -> ModuleType:
     """Return torchrun with its own messages silenced: the agent reports instead."""
     levels = "TORCH_CPP_LOG_LEVEL"  # read when torch is imported; the ranks keep the user's value
-    asked = os.environ.get(levels)
-    os.environ[levels] = asked or "FATAL"
+    configured = os.environ.get(levels)
+    os.environ[levels] = configured or "FATAL"
     from torch.distributed import run
 
-    if asked is None:
+    if configured is None:
         del os.environ[levels]
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
@@ -243,8 +235,8 @@ def _training(argv: Sequence[str]) -> TrainOptions | None:
 
 
 def _number(flag: str, variable: str = "") -> int:
-    found = dict(itertools.pairwise(sys.argv)).get(flag, os.environ.get(variable, ""))
-    return int(found) if found.isdecimal() else (1 if flag != "--node-rank" else 0)
+    text = dict(itertools.pairwise(sys.argv)).get(flag, os.environ.get(variable, ""))
+    return int(text) if text.isdecimal() else (1 if flag != "--node-rank" else 0)
 
 
 def _after(argv: Sequence[str], word: str) -> str:
@@ -321,104 +313,3 @@ def _size(path: Path) -> int:
 
 if __name__ == "__main__":
     main()
-
-
-_RANK_FAILED = 5
-_OUR_CODES = (1, 2, 3, 4, 5)
-_AT_ONCE_S = 2  # torchrun's times are whole seconds
-_SILENT_S = 3 * ALIVE_S
-_AFTERMATH = (-signal.SIGTERM, -signal.SIGABRT)  # how torchrun, and NCCL's watchdog, end ranks that wait
-
-
-def find_cause(
-    failures: Mapping[int, ProcessFailure], beats: Sequence[Beat], place: Callable[[int], str]
-) -> ExitReport | None:
-    """Return the failure that ended a job; None where the ranks stopped because they were asked to.
-
-    A rank that was killed by a signal comes first, then errors of ranks themselves; where ranks only timed out, the
-    rank that they waited for, as far as heartbeats show it.
-    """
-    first_s = min(failure.timestamp for failure in failures.values())
-    reports = {rank: read_report(failure.error_file_data) for rank, failure in failures.items()}
-    for rank, failure in sorted(failures.items()):
-        is_first = failure.timestamp <= first_s + _AT_ONCE_S
-        if is_first and failure.exitcode < 0 and failure.exitcode not in _AFTERMATH:
-            return _killed(failure, place(rank))
-    in_turn = [reports[rank] for rank in sorted(failures, key=lambda rank: (failures[rank].timestamp, rank))]
-    if (error := _first_error([ending for ending in in_turn if ending is not None])) is not None:
-        return error
-    lost = {rank for rank, ending in reports.items() if ending is not None and ending.kind == "lost"}
-    if (blamed := _awaited(beats, lost, first_s)) is not None:
-        return blamed
-    rank = min(failures, key=lambda rank: (failures[rank].timestamp, reports[rank] is None, rank))
-    return reports[rank] or _unreported(failures[rank], place(rank))
-
-
-def find_cause_at_stop(endings: Sequence[ExitReport], *, is_unsaved: bool) -> ExitReport | None:
-    """Return the first failure of ranks that were asked to stop, of their reports in turn; None: there was none.
-
-    Timeouts count only where the ranks should have saved and did not: without a save to do, they just end.
-    """
-    return _first_error(endings) or (endings[0] if endings and is_unsaved else None)
-
-
-def _first_error(endings: Sequence[ExitReport]) -> ExitReport | None:
-    """Return the first error of a rank itself, in the words of the rank that failed where its report is here."""
-    failed = [ending for ending in endings if ending.kind == "failed"]
-    return min(failed, key=lambda ending: ending.is_elsewhere, default=None)
-
-
-def _killed(failure: ProcessFailure, where: str) -> ExitReport:
-    name = _signal_name(-failure.exitcode)
-    hint = "out of memory? the kernel's OOM killer sends SIGKILL; check dmesg" if name == "SIGKILL" else ""
-    problem = f"killed by {name}; stopping all ranks"
-    return ExitReport(
-        kind="failed", code=_RANK_FAILED, where=where, problem=problem, hint=hint, error_code="rank.killed"
-    )
-
-
-def _awaited(beats: Sequence[Beat], lost: Container[int], ended_s: float) -> ExitReport | None:
-    """Return a report on the first rank that did not wait for another one when the job ended, unless none waited."""
-    silent_s = _silences(beats, ended_s)
-    suspects = [beat for beat in beats if beat.rank not in lost]
-    silent = [beat for beat in suspects if beat.rank in silent_s]
-    busy = [beat for beat in suspects if beat.phase == "train" and not beat.is_waiting and beat not in silent]
-    if not 0 < len(silent) + len(busy) < len(beats):
-        return None
-    beat = (silent or busy)[0]
-    problem = f"other ranks timed out waiting for it after step {beat.step}; it was executing {beat.doing}"
-    hint = f"{log_path(Path(), beat.rank)} in the log folder shows what each of its threads was doing"
-    if silent:
-        problem = f"no heartbeat for {silent_s[beat.rank]:.0f} s; {problem}"
-        hint = "its process was suspended, or hangs in a driver; check dmesg on that node"
-    where = place_of(beat.rank, beat.stages, beat.host)
-    error_code = "rank.silent" if silent else "rank.stuck"
-    return ExitReport(kind="stuck", code=_RANK_FAILED, where=where, problem=problem, hint=hint, error_code=error_code)
-
-
-def _silences(beats: Sequence[Beat], ended_s: float) -> dict[int, float]:
-    """Return how long ranks have sent no heartbeat: by their own node's clock or, failing that, by ours."""
-    newest_s = {beat.host: beat.time for beat in sorted(beats, key=lambda beat: beat.time)}
-    found = {}
-    for beat in beats:
-        theirs_s, ours_s = newest_s[beat.host] - beat.time, ended_s - beat.time
-        if theirs_s > _SILENT_S or ours_s > SKEWED_S:
-            found[beat.rank] = theirs_s if theirs_s > _SILENT_S else ours_s
-    return found
-
-
-def _unreported(failure: ProcessFailure, where: str) -> ExitReport | None:
-    if failure.exitcode < 0:
-        return _killed(failure, where)
-    if failure.exitcode == 130:
-        return None
-    code = failure.exitcode if failure.exitcode in _OUR_CODES else _RANK_FAILED
-    problem = f"exited with code {failure.exitcode} without a report; stopping all ranks"
-    return ExitReport(kind="failed", code=code, where=where, problem=problem, error_code="rank.ended")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

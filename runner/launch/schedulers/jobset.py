@@ -203,9 +203,9 @@ def _refuse(job: Job) -> None:
             code="launch.no-image",
         )
     if not _NAME.fullmatch(job.name) or len(job.name) > _MAX_NAME:
-        found = f"expected at most {_MAX_NAME} of a-z, 0-9 and -, starting with a letter, found {job.name!r}"
+        problem = f"expected at most {_MAX_NAME} of a-z, 0-9 and -, starting with a letter, found {job.name!r}"
         near = re.sub(r"[^a-z0-9]+", "-", job.name.lower())[:_MAX_NAME].strip("-")
-        raise UsageError("--name", found, f"--name {near}" if _NAME.fullmatch(near) else "", code="launch.job-name")
+        raise UsageError("--name", problem, f"--name {near}" if _NAME.fullmatch(near) else "", code="launch.job-name")
     check_mounts(job.mounts, MOUNT, MOUNT_FORM)
     for flag, value in (("--partition", job.partition), ("--account", job.account), ("--qos", job.qos),
                         ("--time", job.time), ("--signal", job.signal), ("--sbatch-arg", job.sbatch_args or None),
@@ -262,10 +262,10 @@ def _container(job: Job) -> dict[str, Any]:
 
 def _volumes(job: Job) -> dict[str, dict[str, Any]]:
     """Return the volumes of a pod by their mount paths."""
-    found = volumes_of(job.mounts)
+    volumes = volumes_of(job.mounts)
     # The default is 64 MiB, and ranks of one node communicate through it: NCCL fails where it is too small.
-    found.setdefault(_SHARED_MEMORY, {"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
-    return found
+    volumes.setdefault(_SHARED_MEMORY, {"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
+    return volumes
 
 
 def _written(job: Job) -> Iterator[tuple[str, str]]:

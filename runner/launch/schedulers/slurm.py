@@ -158,10 +158,10 @@ def _check_nodes(job: Job) -> None:
     words = (line.split() for line in run_slurm(["scontrol", "show", "partition", "-o"]).splitlines())
     partitions = [dict(word.partition("=")[::2] for word in line) for line in words]
     partition = job.partition or os.environ.get("SBATCH_PARTITION")
-    asked = set(partition.split(",")) if partition else None
+    names = set(partition.split(",")) if partition else None
     chosen = [
         fields for fields in partitions
-        if (fields.get("Default") == "YES" if asked is None else fields.get("PartitionName") in asked)
+        if (fields.get("Default") == "YES" if names is None else fields.get("PartitionName") in names)
     ]  # fmt: skip
     sizes = {fields["PartitionName"]: int(fields["TotalNodes"]) for fields in chosen if "TotalNodes" in fields}
     if sizes and max(sizes.values()) < job.nnodes:

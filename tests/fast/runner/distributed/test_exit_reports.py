@@ -23,7 +23,7 @@ from runner.checkpoint import save
 from runner.checkpoint.save import write_shard
 from runner.distributed.fail_together import AloneError, ExhaustedError, alone, exhausted, join_failures, unreachable
 from runner.distributed.watchdog import Watchdog, log_to_file
-from runner.launch.agent.agent import find_cause, find_cause_at_stop
+from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
 from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, code_of, read_report, read_reports, report_exit
 from runner.rundir.heartbeat import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
 from runner.tensors.local_shard import whole_pieces
