@@ -1,26 +1,30 @@
 """A folder of torch.distributed.checkpoint: which tensors it has, in which chunks, and where their bytes are.
 
-`.metadata` is a pickle that is read as data; each chunk is a file of torch.save inside of a `.distcp` file.
+`.metadata` is a pickle that is read as data; each chunk is a file of torch.save inside of a `.distcp` file. A large
+model has ten thousands of chunks, and those of one dtype and shape differ only in their data: what parsing one of them
+read is compared with the next.
 
 Source: torch 2.13.0, torch/distributed/checkpoint/metadata.py, filesystem.py and planner_helpers.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from manifests.errors import InputError, SourceError
 from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK
 from manifests.paths import problem_with_path
 from manifests.slices import Slice
-from reshard.archives.alike import TensorReader
 from reshard.archives.names import METADATA_NAME
 from reshard.archives.pickled import BadPickleError, Record, read_pickle
-from reshard.archives.tensors import VALUES, ArchiveDtype, read_value
-from stores.base import Folder, InputFile, Range, is_hidden, read_range, read_whole
+from reshard.archives.tensors import VALUES, ArchiveDtype, read_tensor, read_value
+from reshard.archives.zipped import Archive, ZipEntry, archives_in
+from reshard.tensors.checksums import with_records
+from stores.base import Folder, InputFile, Range, is_hidden, merge_ranges, read_range, read_whole
 from stores.bundles import TensorAt
 
 _MAX_NBYTES = 256 << 20
@@ -288,3 +292,68 @@ def _counts(found: object) -> tuple[int, ...]:
     if not all(type(count) is int and 0 <= count < MAX_DIM for count in found):
         raise BadPickleError("a size or an offset that is not of counts")
     return tuple(found)
+
+
+_MOST_KNOWN = 8  # of one length: shapes of as many elements, and the names that writers give the folder in the file
+
+
+class _Known(NamedTuple):
+    """The bytes that were read of an archive, its tensor, and the entry of its bytes if that has a checksum.
+
+    Positions are from its beginning.
+    """
+
+    pieces: Sequence[tuple[int, bytes]]
+    tensor: TensorAt
+    record: ZipEntry | None
+
+
+class TensorReader:
+    """Reads archives of one tensor each, and remembers what those that it parsed looked like."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[_Known]] = {}  # by the length of the archive
+
+    def read(self, file: InputFile, names: Mapping[Range, str]) -> Iterator[tuple[Range, TensorAt]]:
+        """Yield the tensor in each part of a file, in order, under its name.
+
+        Raises:
+            SourceError, InputError: as `read_tensor`.
+        """
+        for archive in archives_in(with_records(file), list(names)):
+            part = (archive.begin, archive.end)
+            yield part, self._tensor_in(archive, names[part])
+
+    def _tensor_in(self, archive: Archive, name: str) -> TensorAt:
+        known = self._known.setdefault(archive.end - archive.begin, [])
+        for pieces, like, record in known:
+            if archive.has(pieces):
+                if record is not None:
+                    crc_begin, crc_end = (archive.begin + at for at in record.crc_at)
+                    crc = int.from_bytes(archive.read_range(crc_begin, crc_end), "little")
+                    archive.file.add(record.name, archive.begin + record.begin, archive.begin + record.end, crc)
+                return TensorAt(name, like.dtype, like.shape, archive.file, archive.begin + like.begin, like.nbytes)
+        tensor = read_tensor(archive, name)
+        if tensor.file is archive.file and len(known) < _MOST_KNOWN:  # not if it is gathered
+            record = _record_of(archive, tensor)
+            like = replace(tensor, begin=tensor.begin - archive.begin)
+            known.append(_Known(list(_pieces(archive, [] if record is None else archive.checksums)), like, record))
+        return tensor
+
+
+def _record_of(archive: Archive, tensor: TensorAt) -> ZipEntry | None:
+    """Return the entry of a tensor's bytes, from the beginning of the archive; None if it has no checksum."""
+    entries = (entry for entry in archive.entries.values() if entry.begin <= tensor.begin < entry.end)
+    record = next(entries, None)
+    return None if record is None or record.crc is None else replace(record, begin=record.begin - archive.begin)
+
+
+def _pieces(archive: Archive, skipped: Sequence[Range]) -> Iterator[tuple[int, bytes]]:
+    """Yield the bytes that were used of an archive, but for what may differ in others: checksums of tensors."""
+    skipped = sorted(skipped)
+    for begin, end in merge_ranges(archive.used):
+        for first, last in skipped:
+            if begin <= first and last <= end:
+                yield begin, archive.read_range(archive.begin + begin, archive.begin + first)
+                begin = last
+        yield begin, archive.read_range(archive.begin + begin, archive.begin + end)

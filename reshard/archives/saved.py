@@ -1,6 +1,9 @@
 """Files as torch.save writes them: uncompressed zip files of a pickle and the bytes of a tensor.
 
-Source: torch 2.13.0, torch/serialization.py and caffe2/serialize/inline_container.cc; PKWARE's APPNOTE 6.3.10.
+A pickle has plain values, and objects of classes that are named and not imported, in protocol 2, as torch.save writes.
+
+Source: torch 2.13.0, torch/serialization.py and caffe2/serialize/inline_container.cc; PKWARE's APPNOTE 6.3.10;
+CPython 3.11, Lib/pickletools.py.
 """
 
 from __future__ import annotations
@@ -8,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from math import prod
 from struct import pack
 from zlib import crc32
 
 from manifests.safetensors import nbytes_of
-from reshard.archives.pickling import Call, Name, Persistent, pickled
 from reshard.archives.tensors import DTYPES, STORAGE_CLASSES
 from reshard.tensors.lazy import Buffer
 
@@ -232,3 +235,97 @@ def _directory(entries: Sequence[_Entry], begin: int) -> bytes:
         found += pack("<4sIQI", b"PK\6\7", 0, end, 1)
     few = min(count, _MAX16)
     return found + pack("<4s4H2IH", b"PK\5\6", 0, 0, few, few, len(directory), min(begin, _MAX32), 0)
+
+
+_BATCH = 1000  # of items that an unpickler has on its stack at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A class, function or constant of a module."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a callable returns for these arguments."""
+
+    function: Name
+    arguments: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instance:
+    """An object made without `__init__`, and its state: its attributes, or what `__setstate__` gets."""
+
+    kind: Name
+    state: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """A reference to something outside of the pickle."""
+
+    key: object
+
+
+def pickled(value: object) -> bytes:
+    """Return a pickle of numbers, strings, tuples, lists and dicts, and of the classes above."""
+    return b"".join((b"\x80\x02", *_opcodes(value), b"."))
+
+
+def _opcodes(value: object) -> Iterator[bytes]:
+    match value:
+        case None:
+            yield b"N"
+        case bool():
+            yield b"\x88" if value else b"\x89"
+        case int():
+            yield b"J" + pack("<i", value) if -(1 << 31) <= value < 1 << 31 else _long(value)
+        case float():
+            yield b"G" + pack(">d", value)
+        case str():
+            text = value.encode()
+            yield b"X" + pack("<I", len(text)) + text
+        case tuple():
+            yield b"("
+            for item in value:
+                yield from _opcodes(item)
+            yield b"t"
+        case list():
+            yield from _items(b"]", b"e", ((item,) for item in value))
+        case Mapping():
+            yield from _items(b"}", b"u", iter(value.items()))
+        case Name(module, name):
+            yield f"c{module}\n{name}\n".encode()
+        case Call(function, arguments):
+            yield from _opcodes(function)
+            yield from _opcodes(arguments)
+            yield b"R"
+        case Instance(kind, state):
+            yield from _opcodes(kind)
+            yield b")\x81"
+            if state is not None:
+                yield from _opcodes(state)
+                yield b"b"
+        case Persistent(key):
+            yield from _opcodes(key)
+            yield b"Q"
+        case _:
+            raise AssertionError(f"no opcodes for a {type(value).__name__}")
+
+
+def _long(value: int) -> bytes:
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes((len(data),)) + data
+
+
+def _items(empty: bytes, add: bytes, items: Iterator[tuple[object, ...]]) -> Iterator[bytes]:
+    yield empty
+    while batch := tuple(islice(items, _BATCH)):
+        yield b"("
+        for part in chain.from_iterable(batch):
+            yield from _opcodes(part)
+        yield add

@@ -12,7 +12,7 @@ from manifests.models import ModelShape
 from manifests.schema import ModelDescription
 from manifests.store import links_out_of, no_manifest
 from reshard.formats import table
-from reshard.formats.megatron.tracker import find_iteration
+from reshard.formats.megatron.names import find_iteration
 from reshard.formats.model_file import read_model_file
 from reshard.formats.table import Format, OpenOptions
 from reshard.tensors.checkpoint import Checkpoint

@@ -1,17 +1,21 @@
-"""The writing of an export: every format's files, a record of them for `--force`, and last the file that commits."""
+"""What every writer of a format shares: tied tensors once, the options of AdamW, and the writing of its files.
+
+The files are written in the plan's order, then a record of them for `--force`, and last the file that commits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from manifests.errors import OutputError, Parameter
+from manifests.errors import CheckpointError, OutputError, Parameter
+from manifests.schedules.learning_rate import rate_at
+from manifests.schema import OptimizerState, ParameterGroup, TrainingState
 from reshard.copy.bucket import BucketTarget
 from reshard.copy.destination import FolderTarget, check_apart, check_unchanged, copy_files, open_target
-from reshard.formats.exported import files_of_export, record_export
-from reshard.formats.exported_objects import objects_of_export, record_exported_objects
+from reshard.formats.export_record import files_of_export, objects_of_export, record_export, record_exported_objects
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
@@ -19,6 +23,7 @@ from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MadeFile
 from reshard.transforms.cast import ExportDtype, cast_checkpoint, casts_in
 from stores.address import is_inside, is_url, place_of
+from stores.bundles import TensorAt
 from stores.open import Address
 
 Casts = Mapping[tuple[str, str], int]
@@ -99,3 +104,41 @@ def publish_export(
             record_export(Path(out), Path(out), plan.names, is_published=True)
     nbytes = sum(shard.nbytes for shard in plan.shards)
     return ExportResult(num_files=len(plan.names), nbytes=nbytes, identical=identical, casts=casts)
+
+
+def owned_tensors(checkpoint: Checkpoint, tensors: Mapping[str, TensorAt]) -> dict[str, TensorAt]:
+    """Return the tensors, each tied one once, under its owner's name, and none that the model recomputes."""
+    owners = {fqn: group[0] for group in checkpoint.shape.ties for fqn in group}
+    ignored = checkpoint.shape.ignored_suffixes or ("\0",)
+    found: dict[str, TensorAt] = {}
+    for fqn, tensor in tensors.items():
+        owner = owners.get(fqn, fqn)
+        if not fqn.endswith(ignored) and owner not in found:
+            found[owner] = tensor if owner == fqn else replace(tensor, name=owner)
+    return found
+
+
+def refuse_state(where: str, problem: str, *, code: str) -> CheckpointError:
+    """Return the refusal of optimizer state that another trainer cannot have."""
+    hint = f"{Parameter('weights_only', True)} exports the weights without it"
+    return CheckpointError(where, problem, hint, code=code)
+
+
+def adamw_options(checkpoint: Checkpoint, trained: TrainingState, optimizer: OptimizerState) -> dict[str, object]:
+    """Return the options of the parameter group, at the learning rate of the next step.
+
+    Raises:
+        CheckpointError: there is no learning rate, or another optimizer than AdamW with one group.
+    """
+    rate, where = trained.learning_rate, f"{checkpoint.location}: training"
+    if rate is None:
+        problem = "has no learning rate, which an optimizer of torch must have"
+        raise refuse_state(where, problem, code="checkpoint.no-learning-rate")
+    if len(optimizer.groups) > 1 or optimizer.name != "AdamW":
+        problem = f"expected AdamW with one parameter group, found {optimizer.name} with {len(optimizer.groups)}"
+        raise refuse_state(where, problem, code="checkpoint.other-optimizer")
+    group: ParameterGroup = optimizer.groups[0]
+    return {
+        "lr": rate_at(trained.step, rate), "betas": (group.beta1, group.beta2), "eps": group.eps,
+        "weight_decay": group.weight_decay, "initial_lr": rate.peak,
+    }  # fmt: skip

@@ -1,5 +1,7 @@
 """A state dict as the files of a DCP folder: chunks as torch.save writes them, and `.metadata`, which lists them.
 
+`Placed` says where a tensor is in the entries of the state dict.
+
 Source: torch 2.13.0, torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
@@ -11,9 +13,7 @@ from functools import partial
 from struct import pack
 
 from reshard.archives.names import DATA_SUFFIX
-from reshard.archives.pickling import Call, Instance, Name, pickled
-from reshard.archives.saved import SavedTensor, saved_value, torch_dtype
-from reshard.formats.placed import Placed
+from reshard.archives.saved import Call, Instance, Name, SavedTensor, pickled, saved_value, torch_dtype
 from reshard.plans.pack_plan import OutputShard, without_header
 from reshard.tensors.lazy import Buffer, DerivedFile, MemoryFile, read_blocks
 from stores.bundles import TensorAt
@@ -180,3 +180,26 @@ def _index(name: str, offset: Call | None) -> Instance:
 def _info(at: _At) -> Instance:
     state = {"relative_path": at.path, "offset": at.begin, "length": at.nbytes}
     return Instance(Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), state)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is in an entry of a state dict: each of its chunks begins at one of `offsets`."""
+
+    key: str
+    whole_shape: tuple[int, ...]
+    offsets: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor, stored in equal chunks of `chunk_shape`, and the entries that consist of them; its own is the first."""
+
+    tensor: TensorAt
+    chunk_shape: tuple[int, ...]
+    places: tuple[Place, ...]
+
+
+def in_place(tensor: TensorAt, key: str) -> Placed:
+    """Return a tensor that is all of an entry."""
+    return Placed(tensor, tensor.shape, (Place(key, tensor.shape, ((0,) * len(tensor.shape),)),))

@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from manifests.errors import UserError
 from manifests.paths import problem_with_path
-from reshard.archives.alike import TensorReader
-from reshard.archives.dcp import read_metadata
+from reshard.archives.dcp import TensorReader, read_metadata
 from reshard.archives.pickled import BadPickleError, Record, check_repeats, read_pickle
 from reshard.archives.tensors import VALUES, read_archive, read_object, read_tensor
 from reshard.archives.zipped import archives_in

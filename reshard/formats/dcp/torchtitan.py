@@ -1,4 +1,4 @@
-"""Tensors of a torchtitan checkpoint under Hugging Face's names, in the layouts that they have in its files."""
+"""Tensors of torchtitan under Hugging Face's names and the reverse, in the layouts that either has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from manifests.errors import SourceError
+from manifests.errors import ModelError, Parameter, SourceError
 from reshard.archives.strides import swapped
 from reshard.formats.dcp.names import (
     BALANCE,
@@ -19,7 +19,8 @@ from reshard.formats.dcp.names import (
     titan_names,
 )
 from reshard.formats.rows import Slices, fused_heads, indices_of
-from reshard.tensors.lazy import Buffer, derive, read_blocks
+from reshard.formats.saved_state import Place, Placed, in_place
+from reshard.tensors.lazy import Buffer, MemoryFile, derive, read_blocks
 from reshard.tensors.slices import merge_slices
 from stores.bundles import TensorAt
 
@@ -118,3 +119,114 @@ def _halves(weight: TensorAt, num_heads: int) -> Iterator[Buffer]:
     for head in read_blocks(weight, weight.nbytes // num_heads):
         rows = [bytes(head[begin : begin + row]) for begin in range(0, len(head), row)]
         yield b"".join((*rows[::2], *rows[1::2]))
+
+
+_HF_LAYER = re.compile(r"^model\.layers\.(\d{1,6})\.(.+)$")
+_EXPERT = re.compile(r"\.experts\.(\d{1,6})\.")
+_OF_HEADS = re.compile(r"^self_attn\.([qkv])_proj\.(weight|bias)$")
+
+
+class TitanModel:
+    """The names and layouts of a model's tensors in torchtitan.
+
+    Raises:
+        ModelError: torchtitan's layout of the architecture is not known.
+    """
+
+    def __init__(self, config: Mapping[str, object], fqns: Mapping[str, object], where: str) -> None:
+        self._config, self._where = config, where
+        self._names: TitanNames = titan_names(config, where)
+        self._top = {hf: own for own, hf in TOP.items()}
+        self._modules = {hf: own for own, hf in self._names.modules.items()}
+        self._parameters = {hf: own for own, hf in self._names.parameters.items()}
+        self._transposed = {hf: own for own, hf in self._names.transposed.items()}
+        self._experts = {hf: own for own, hf in self._names.experts.items()}
+        self._num_experts = 1 + max((int(found[1]) for fqn in fqns if (found := _EXPERT.search(fqn))), default=-1)
+
+    def balances(self, weights: Mapping[str, TensorAt]) -> Iterator[Placed]:
+        """Yield the biases that balance routers, as zeros, where Hugging Face's model has none."""
+        for fqn, tensor in weights.items():
+            match = _HF_LAYER.match(fqn)
+            if match and match[2] == self._names.balanced:
+                data = bytes(4 * tensor.shape[0])
+                file = MemoryFile(f"zeros for {fqn}", data)
+                zeros = TensorAt(fqn, "F32", tensor.shape[:1], file, 0, len(data))
+                yield in_place(zeros, f"{self._layer(int(match[1]))}.{BALANCE}")
+
+    def place(self, tensor: TensorAt, *, is_fused: bool) -> Placed:
+        """Return where a weight, or the optimizer state of one, is in the model.
+
+        `is_fused`: rows of queries, keys and values are those of one projection as well, as in the optimizer state of
+        torchtitan's fused attention.
+
+        Raises:
+            ModelError: torchtitan's model has no such tensor.
+        """
+        fqn = tensor.name
+        if fqn in self._top:
+            return in_place(tensor, self._top[fqn])
+        if (match := _HF_LAYER.match(fqn)) is None:
+            raise self._unknown(fqn)
+        prefix, rest = self._layer(int(match[1])), match[2]
+        if found := _EXPERT.search(f".{rest}"):
+            return self._expert(tensor, prefix, rest, int(found[1]))
+        if rest in self._transposed:
+            return in_place(swapped(tensor), f"{prefix}.{self._transposed[rest]}")
+        if rest in self._parameters:
+            return in_place(tensor, f"{prefix}.{self._parameters[rest]}")
+        module, _, leaf = rest.rpartition(".")
+        if module not in self._modules:
+            raise self._unknown(fqn)
+        key = f"{prefix}.{self._modules[module]}.{leaf}"
+        if self._modules[module].startswith("attention.qkv_linear.") and (match := _OF_HEADS.match(rest)):
+            return self._heads(tensor, key, f"{prefix}.{FUSED}.{leaf}" if is_fused else None, match[1])
+        return in_place(tensor, key)
+
+    def _layer(self, number: int) -> str:
+        num_layers = self._config["num_hidden_layers"]
+        assert isinstance(num_layers, int), "model_shape checked it"
+        return f"layers.{number}" if number < num_layers else f"mtp_layers.{number - num_layers}"
+
+    def _expert(self, tensor: TensorAt, prefix: str, rest: str, expert: int) -> Placed:
+        name = _EXPERT.sub(".experts.{}.", f".{rest}").removeprefix(".")
+        if name not in self._experts:
+            raise self._unknown(tensor.name)
+        shape = (1, *tensor.shape)
+        place = Place(
+            f"{prefix}.{self._experts[name]}",
+            (self._num_experts, *tensor.shape),
+            ((expert, *(0 for _ in tensor.shape)),),
+        )
+        return Placed(tensor, shape, (place,))
+
+    def _heads(self, tensor: TensorAt, key: str, fused: str | None, part: str) -> Placed:
+        """Return a projection of heads, in the order of rows that torchtitan's RoPE has; in chunks if it is fused."""
+        queries, keys = heads_of(self._config)
+        if self._names.is_rotated and part != "v":
+            num_heads = queries if part == "q" else keys
+            how, make = f"in torchtitan's order of rows of {num_heads} heads", partial(_interleaved, tensor, num_heads)
+            tensor = derive(tensor, tensor.dtype, how, (tensor,), make)
+        if fused is None:
+            return in_place(tensor, key)
+        per_key, rest = queries // keys, (0,) * (len(tensor.shape) - 1)
+        begin, count = {"q": (0, per_key), "k": (per_key, 1), "v": (per_key + 1, 1)}[part]
+        rows = tensor.shape[0] // (keys * count)  # of a head
+        whole = (rows * (queries + 2 * keys), *tensor.shape[1:])
+        own = tuple((group * count * rows, *rest) for group in range(keys))
+        shared = tuple(((group * (per_key + 2) + begin) * rows, *rest) for group in range(keys))
+        chunk = (count * rows, *tensor.shape[1:])
+        return Placed(tensor, chunk, (Place(key, tensor.shape, own), Place(fused, whole, shared)))
+
+    def _unknown(self, fqn: str) -> ModelError:
+        problem = "torchtitan's model has no such tensor"
+        hint = f"export without {Parameter('names', 'torchtitan')}, which keeps Hugging Face's names"
+        return ModelError(f"{self._where}: {fqn!r}", problem, hint, code="model.not-in-torchtitan")
+
+
+def _interleaved(weight: TensorAt, num_heads: int) -> Iterator[Buffer]:
+    """Yield the rows of each head: the first of its first half, the first of its second half, and so on."""
+    row = weight.nbytes // weight.shape[0]
+    for head in read_blocks(weight, weight.nbytes // num_heads):
+        rows = [bytes(head[begin : begin + row]) for begin in range(0, len(head), row)]
+        half = len(rows) // 2
+        yield b"".join(one for pair in zip(rows[:half], rows[half:], strict=True) for one in pair)

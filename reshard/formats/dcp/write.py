@@ -12,11 +12,9 @@ from functools import partial
 from manifests.models.config import CONFIG_NAME
 from manifests.schema import MOMENTS, OptimizerState, TrainingState
 from reshard.archives.names import METADATA_NAME
-from reshard.formats.dcp.torchtitan_model import TitanModel
-from reshard.formats.exported_optimizer import adamw_options, refuse_state
-from reshard.formats.placed import Placed, in_place
-from reshard.formats.publish_export import ExportPlan, cast_for_export, publish_export
-from reshard.formats.saved_state import SavedState
+from reshard.formats.dcp.torchtitan import TitanModel
+from reshard.formats.publish_export import ExportPlan, adamw_options, cast_for_export, publish_export, refuse_state
+from reshard.formats.saved_state import Placed, SavedState, in_place
 from reshard.formats.source_files import with_source_files
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.tensors.checkpoint import Checkpoint

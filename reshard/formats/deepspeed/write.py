@@ -15,9 +15,7 @@ from manifests.errors import ModelError, Parameter, UsageError
 from manifests.models import ModelShape
 from manifests.schema import MOMENTS
 from reshard.archives.saved import SavedDict, SavedTensor, saved_value
-from reshard.formats.exported_optimizer import adamw_options
-from reshard.formats.owned_tensors import owned_tensors
-from reshard.formats.publish_export import ExportPlan, cast_for_export, publish_export
+from reshard.formats.publish_export import ExportPlan, adamw_options, cast_for_export, owned_tensors, publish_export
 from reshard.formats.source_files import with_source_files
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.plans.pack_plan import OutputShard, without_header

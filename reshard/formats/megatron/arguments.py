@@ -4,28 +4,22 @@
 some of them change what weights mean, and leave no trace in their shapes.
 
 Source: Megatron-LM core_v0.16, megatron/training/arguments.py and checkpointing.py; megatron-core 0.16.1,
-transformer/transformer_config.py and models/common/embeddings/rotary_pos_embedding.py.
+transformer/transformer_config.py, transformer/multi_latent_attention.py, transformer/moe/moe_utils.py and
+models/common/embeddings; transformers 5.23, models/deepseek_v3 and modeling_rope_utils.py.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from manifests.errors import SourceError
+from manifests.errors import ModelError, SourceError
+from manifests.models import ConfigReader
 from manifests.models.config import MAX_LAYERS
-from reshard.archives.tensors import read_object
-from reshard.formats.megatron.deepseek import deepseek_arguments, deepseek_config, with_defaults
-from reshard.formats.megatron.fields import ConfigFields
-from reshard.formats.megatron.names import megatron_names
-from stores.base import Folder
+from reshard.formats.megatron.names import COMMON_NAME, megatron_names
 
-COMMON_NAME = "common.pt"
-_VERSION = 3.0  # of the order of rows of query_key_value
-_ITERATION = re.compile(r"iter_(\d{1,12})")
-_ALIASES = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts"}  # in other releases
 # A checkpoint that lacks one of these is refused: nothing else says it. The rest are of newer releases or other models.
 _REQUIRED = (
     "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "swiglu", "normalization", "norm_epsilon",
@@ -37,55 +31,6 @@ _ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-def read_common(folder: Folder) -> Mapping[object, object]:
-    """Return what a checkpoint's `common.pt` has.
-
-    `content_metadata` says how ranks sharded, which names and chunks say too, and how state was gathered.
-
-    Raises:
-        SourceError: there is no such file, or it is damaged, or no dict, or is of another version or iteration.
-        InputError: it cannot be read.
-    """
-    if COMMON_NAME not in folder.names():
-        raise _no_arguments(f"{folder}/{COMMON_NAME}", "no such file")
-    common = read_object(folder.file(COMMON_NAME), COMMON_NAME)
-    if not isinstance(common, dict):
-        raise _no_arguments(f"{folder}/{COMMON_NAME}", f"found a {type(common).__name__}")
-    if (version := common.get("checkpoint_version", _VERSION)) != _VERSION:
-        problem = f"expected {_VERSION}, found {str(version)[:80]}: rows of query_key_value may have another order"
-        hint = "load it in Megatron-LM and save it again"
-        place = f"{folder}/{COMMON_NAME}: checkpoint_version"
-        raise SourceError(place, problem, hint, code="source.megatron-format")
-    name = folder.location.rstrip("/").rpartition("/")[2]
-    if (match := _ITERATION.fullmatch(name)) and common.get("iteration", int(match[1])) != int(match[1]):
-        problem = f"expected {int(match[1])} ({name}), found {str(common['iteration'])[:80]}"
-        hint = "the folder was renamed or copied: rename it back, or name the folder of the iteration that you want"
-        raise SourceError(f"{folder}/{COMMON_NAME}: iteration", problem, hint, code="source.other-iteration")
-    return common
-
-
-def arguments_in(common: Mapping[object, object], where: str) -> dict[str, Any]:
-    """Return the arguments that a `common.pt` has, by name.
-
-    Raises:
-        SourceError: it has none.
-    """
-    fields = getattr(common.get("args"), "fields", None)
-    if not isinstance(fields, dict) or not fields:
-        raise _no_arguments(f"{where}/{COMMON_NAME}", "found no 'args'")
-    found = {name: value for name, value in fields.items() if isinstance(name, str)}
-    for name, alias in _ALIASES.items():
-        if name not in found and alias in found:
-            found[name] = found[alias]
-    return with_defaults(found) if found.get("multi_latent_attention") else found
-
-
-def _no_arguments(where: str, found: str) -> SourceError:
-    problem = f"expected the arguments of Megatron-LM, which say what the weights mean, {found}"
-    hint = "convert it with Megatron-Bridge's AutoBridge.export_ckpt"
-    return SourceError(where, problem, hint, code="source.no-megatron-arguments")
 
 
 def check_arguments(arguments: Mapping[str, Any], config: Mapping[str, Any], num_rows: int, where: str) -> None:
@@ -284,3 +229,138 @@ def _config_of(found: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_only_layers": [index for index, sparse in enumerate(freq) if not sparse],
         "norm_topk_prob": not found.get("moe_router_pre_softmax", False),
     }  # fmt: skip
+
+
+_LATENT_DEFAULTS: Mapping[str, Any] = {
+    "rope_type": "yarn", "rotary_scaling_factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+    "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.0, "moe_shared_expert_gate": False,
+}  # fmt: skip
+_YARN = {  # of Megatron, and of transformers
+    "rotary_scaling_factor": "factor", "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast", "beta_slow": "beta_slow", "mscale": "mscale", "mscale_all_dim": "mscale_all_dim",
+}  # fmt: skip
+_SCORED = 2  # experts of a group whose scores rate it
+
+
+def with_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model with latent attention, with Megatron's defaults where they leave one out.
+
+    YaRN that scales by 1 is plain rotary embeddings.
+    """
+    found = {**arguments, **{name: value for name, value in _LATENT_DEFAULTS.items() if arguments.get(name) is None}}
+    if found["rotary_scaling_factor"] == 1:
+        found |= {"rope_type": "rope", "mscale_all_dim": 0.0}
+    return found
+
+
+def deepseek_arguments(read: ConfigFields) -> dict[str, Any]:
+    """Return the arguments in which DeepSeek-V3 differs from models without latent attention.
+
+    Raises:
+        ModelError: a config of a model that Megatron-Core does not have.
+        InputError: a field of it is malformed.
+    """
+    config, count = read.config, read.typed.count
+    per_token, groups, chosen = count("num_experts_per_tok"), count("n_group", 8), count("topk_group", 4)
+    read.expect("rope_interleave", True)
+    read.expect("scoring_func", "sigmoid")
+    read.expect("norm_topk_prob", per_token > 1)
+    read.expect("rms_norm_eps", 1e-6)  # transformers has it in the norms of latents, whatever the field says
+    read.expect("num_key_value_heads", count("num_attention_heads"))
+    if chosen < groups and per_token // chosen != _SCORED:
+        raise read.refuse("topk_group", f"{per_token} / {_SCORED} groups for each token", chosen)
+    return {
+        "multi_latent_attention": True, "kv_channels": count("v_head_dim"), "q_lora_rank": config.get("q_lora_rank"),
+        "kv_lora_rank": count("kv_lora_rank"), "qk_head_dim": count("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": count("qk_rope_head_dim"), "v_head_dim": count("v_head_dim"),
+        "mtp_num_layers": config.get("num_nextn_predict_layers"),
+        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 2.5),
+        "moe_router_num_groups": groups if chosen < groups else None,
+        "moe_router_group_topk": chosen if chosen < groups else None,
+        "moe_shared_expert_intermediate_size": count("moe_intermediate_size") * count("n_shared_experts"),
+        "moe_shared_expert_gate": False,
+        **_rotary_or_yarn(read),
+    }  # fmt: skip
+
+
+def deepseek_config(found: Mapping[str, Any], has_experts: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of a config that `with_defaults` arguments describe, beside those of every model.
+
+    Raises:
+        KeyError, ValueError, ArithmeticError: they are not of such a model.
+    """
+    width = found["moe_ffn_hidden_size"]
+    groups = found.get("moe_router_num_groups") or 1
+    config = {
+        "num_key_value_heads": found["num_attention_heads"], "head_dim": found["qk_pos_emb_head_dim"],
+        "q_lora_rank": found["q_lora_rank"], "kv_lora_rank": found["kv_lora_rank"],
+        "qk_nope_head_dim": found["qk_head_dim"], "qk_rope_head_dim": found["qk_pos_emb_head_dim"],
+        "v_head_dim": found["v_head_dim"], "rope_interleave": True,
+        "first_k_dense_replace": [*has_experts].index(1), "moe_intermediate_size": width,
+        "n_routed_experts": found["num_experts"],
+        "n_shared_experts": found["moe_shared_expert_intermediate_size"] // width,
+        "num_experts_per_tok": found["moe_router_topk"], "n_group": groups,
+        "topk_group": found.get("moe_router_group_topk") or groups, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "norm_topk_prob": found["moe_router_topk"] > 1,
+        "routed_scaling_factor": found.get("moe_router_topk_scaling_factor") or 1.0,
+        "num_nextn_predict_layers": found.get("mtp_num_layers") or 0,
+    }  # fmt: skip
+    if found["rope_type"] == "yarn":
+        config["rope_scaling"] = {"rope_type": "yarn", **{theirs: found[own] for own, theirs in _YARN.items()}}
+    return config
+
+
+def _rotary_or_yarn(read: ConfigFields) -> dict[str, Any]:
+    rope = read.rope()
+    found: dict[str, Any] = {"rotary_base": rope.base, "use_rope_scaling": False}
+    if rope.kind == "default":
+        return found | {"rope_type": "rope", "mscale_all_dim": 0.0}
+    fields = {name: rope.fields.get(name) for name in _YARN.values()}
+    scale, all_dim = fields["mscale"], fields["mscale_all_dim"]
+    expressible = rope.fields.get("attention_factor") is None and rope.fields.get("truncate", True)
+    expressible = expressible and fields["factor"] and fields["original_max_position_embeddings"]
+    if rope.kind != "yarn" or not expressible or (all_dim and not scale):
+        raise read.refuse("rope_parameters", "default rotary embeddings, or DeepSeek-V3's YaRN", dict(rope.fields))
+    # Without mscale_all_dim, transformers does not look at mscale.
+    fields |= {"mscale": scale if all_dim else 1.0, "mscale_all_dim": all_dim or 0.0}
+    known = {own: fields[theirs] or _LATENT_DEFAULTS[own] for own, theirs in _YARN.items()}
+    return found | {"rope_type": "yarn", **known}
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embeddings: their type and base, and the other fields that a config has of them."""
+
+    kind: str
+    base: float
+    fields: Mapping[str, Any]
+
+
+class ConfigFields:
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.config, self.where = config, where
+        self.typed = ConfigReader(config, f"{where}: config.json")
+
+    def expect(self, name: str, allowed: object) -> None:
+        """Raise unless a field is absent, or has the one value that Megatron's models compute."""
+        found = self.config.get(name, allowed)
+        if found != allowed:
+            raise self.refuse(name, allowed, found)
+
+    def refuse(self, name: str, allowed: object, found: object) -> ModelError:
+        problem = f"Megatron-Core's model expects {allowed}, found {str(found)[:80]}"
+        hint = "convert it with Megatron-Bridge, if it knows this model"
+        return ModelError(f"{self.where}: config.json: {name}", problem, hint, code="model.not-in-megatron")
+
+    def rope(self) -> Rope:
+        """Return the rotary embeddings, which transformers 5 has in `rope_parameters`, 4 in two fields.
+
+        Raises:
+            InputError: they are not an object.
+        """
+        sections = map(self.typed.section, ("rope_parameters", "rope_scaling"))
+        found = (section.config for section in sections if section is not None and section.config)
+        fields: Mapping[str, Any] = next(found, {})
+        kind = fields.get("rope_type") or fields.get("type") or "default"
+        return Rope(kind, fields.get("rope_theta") or self.config.get("rope_theta") or 10000.0, fields)

@@ -1,4 +1,4 @@
-"""Megatron-Core's names of the parts of a model, family by family, and Hugging Face's for them.
+"""Megatron's names of its files and of the parts of a model, family by family, and Hugging Face's for them.
 
 Source: megatron-core 0.16.1, models/gpt, transformer and transformer/moe: `sharded_state_dict` of its modules, and the
 keys that its layer specs for Transformer Engine and for itself ("local") give them.
@@ -6,10 +6,16 @@ keys that its layer specs for Transformer Engine and for itself ("local") give t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from manifests.errors import ModelError
+from manifests.errors import ModelError, SourceError
+from reshard.archives.names import METADATA_NAME
+from stores.base import Folder, read_range
+from stores.open import open_below
+
+COMMON_NAME = "common.pt"
 
 EMBEDDING, HEAD, NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
 QKV = "self_attention.linear_qkv.weight"
@@ -102,3 +108,25 @@ def megatron_names(config: Mapping[str, object], where: str) -> MegatronNames:
             where, f"{problem}, found {str(kind)[:80]!r}", hint, code="model.unknown-megatron-layout"
         )  # fmt: skip
     return _FAMILIES[kind]
+
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+RELEASE = "release"  # in place of a number: weights that were converted
+
+
+def find_iteration(address: str, folder: Folder) -> Folder:
+    """Return the folder of the iteration to load if this is where Megatron-LM keeps them; else the folder itself.
+
+    Raises:
+        SourceError: the file that says the iteration says none.
+        InputError: it cannot be read.
+    """
+    names = folder.names()
+    if TRACKER_NAME not in names or METADATA_NAME in names:
+        return folder
+    file = folder.file(TRACKER_NAME)
+    text = read_range(file, 0, min(file.nbytes, 100)).decode(errors="replace").strip()
+    if text != RELEASE and not re.fullmatch(r"[0-9]{1,12}", text):
+        problem = f"expected a number or {RELEASE!r}, found {text!r}"
+        raise SourceError(str(file), problem, "name the folder of the iteration", code="source.bad-tracker")
+    return open_below(address, folder, RELEASE if text == RELEASE else f"iter_{int(text):07d}")

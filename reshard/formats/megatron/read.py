@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from manifests.errors import Parameter, SourceError, UsageError
 from manifests.jsontext import parse_json_object
@@ -14,12 +15,13 @@ from manifests.models.config import CONFIG_NAME
 from manifests.schema import MOMENTS, Holds, Source
 from reshard.archives.dcp import DcpMetadata, DcpTensor, read_chunks, read_metadata
 from reshard.archives.names import DATA_SUFFIX, MARK_NAME, METADATA_NAME
+from reshard.archives.tensors import read_object
 from reshard.formats.dcp.read import list_tensors as list_dcp_tensors
 from reshard.formats.dcp.read import read_stored as read_stored  # the folder is one of DCP, too
 from reshard.formats.huggingface.read import auxiliary_files
 from reshard.formats.huggingface.torch_files import index_of, recorded_anew
-from reshard.formats.megatron.arguments import COMMON_NAME, arguments_in, check_arguments, config_of, read_common
-from reshard.formats.megatron.names import EMBEDDING
+from reshard.formats.megatron.arguments import check_arguments, config_of, with_defaults
+from reshard.formats.megatron.names import COMMON_NAME, EMBEDDING
 from reshard.formats.megatron.tensors import has_megatron_names, is_megatron_weight, under_names_of_huggingface
 from reshard.formats.megatron.training import MASTERS, OPTIMIZER, find_optimizer, training_state
 from reshard.formats.table import Listing, OpenOptions
@@ -30,6 +32,10 @@ from reshard.tensors.slices import merge_slices
 from reshard.tensors.source_index import SourceRecord
 from stores.base import Folder, InputFile, read_config, read_whole
 from stores.bundles import TensorAt, join_slices
+
+_VERSION = 3.0  # of the order of rows of query_key_value
+_ITERATION = re.compile(r"iter_(\d{1,12})")
+_ALIASES = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts"}  # in other releases
 
 _READ = ("args", "checkpoint_version", "content_metadata", "iteration", OPTIMIZER)  # of common.pt
 _MARK = {
@@ -161,3 +167,52 @@ def _left_out(saved: DcpMetadata, common: Mapping[object, object], *, is_trained
     unread = {str(name) for name, value in common.items() if name not in _READ and value not in (None, 0, {})}
     found = {"_extra_state" if _EXTRA_STATE.search(name) else re.split("[./]", name)[0] for name in names}
     return tuple(sorted((found - {OPTIMIZER}) | unread if is_trained else found))
+
+
+def read_common(folder: Folder) -> Mapping[object, object]:
+    """Return what a checkpoint's `common.pt` has.
+
+    `content_metadata` says how ranks sharded, which names and chunks say too, and how state was gathered.
+
+    Raises:
+        SourceError: there is no such file, or it is damaged, or no dict, or is of another version or iteration.
+        InputError: it cannot be read.
+    """
+    if COMMON_NAME not in folder.names():
+        raise _no_arguments(f"{folder}/{COMMON_NAME}", "no such file")
+    common = read_object(folder.file(COMMON_NAME), COMMON_NAME)
+    if not isinstance(common, dict):
+        raise _no_arguments(f"{folder}/{COMMON_NAME}", f"found a {type(common).__name__}")
+    if (version := common.get("checkpoint_version", _VERSION)) != _VERSION:
+        problem = f"expected {_VERSION}, found {str(version)[:80]}: rows of query_key_value may have another order"
+        hint = "load it in Megatron-LM and save it again"
+        place = f"{folder}/{COMMON_NAME}: checkpoint_version"
+        raise SourceError(place, problem, hint, code="source.megatron-format")
+    name = folder.location.rstrip("/").rpartition("/")[2]
+    if (match := _ITERATION.fullmatch(name)) and common.get("iteration", int(match[1])) != int(match[1]):
+        problem = f"expected {int(match[1])} ({name}), found {str(common['iteration'])[:80]}"
+        hint = "the folder was renamed or copied: rename it back, or name the folder of the iteration that you want"
+        raise SourceError(f"{folder}/{COMMON_NAME}: iteration", problem, hint, code="source.other-iteration")
+    return common
+
+
+def arguments_in(common: Mapping[object, object], where: str) -> dict[str, Any]:
+    """Return the arguments that a `common.pt` has, by name.
+
+    Raises:
+        SourceError: it has none.
+    """
+    fields = getattr(common.get("args"), "fields", None)
+    if not isinstance(fields, dict) or not fields:
+        raise _no_arguments(f"{where}/{COMMON_NAME}", "found no 'args'")
+    found = {name: value for name, value in fields.items() if isinstance(name, str)}
+    for name, alias in _ALIASES.items():
+        if name not in found and alias in found:
+            found[name] = found[alias]
+    return with_defaults(found) if found.get("multi_latent_attention") else found
+
+
+def _no_arguments(where: str, found: str) -> SourceError:
+    problem = f"expected the arguments of Megatron-LM, which say what the weights mean, {found}"
+    hint = "convert it with Megatron-Bridge's AutoBridge.export_ckpt"
+    return SourceError(where, problem, hint, code="source.no-megatron-arguments")

@@ -27,7 +27,7 @@ from reshard.formats.adamw import (
     read_number,
     without_optimizer,
 )
-from reshard.formats.megatron.arguments import COMMON_NAME
+from reshard.formats.megatron.names import COMMON_NAME
 from stores.bundles import TensorAt
 
 MASTERS = "param"  # weights in float32, beside those that the model computes with

@@ -15,15 +15,19 @@ from typing import Any
 from manifests.models.config import CONFIG_NAME
 from manifests.schema import MOMENTS, OptimizerState, TrainingState
 from reshard.archives.names import MARK_NAME, METADATA_NAME
-from reshard.archives.pickling import Instance, Name
-from reshard.archives.saved import saved_value, torch_dtype
-from reshard.formats.exported_optimizer import adamw_options, refuse_state
-from reshard.formats.megatron.arguments import COMMON_NAME, arguments_of
-from reshard.formats.megatron.model import MegatronModel
-from reshard.formats.megatron.tracker import RELEASE, TRACKER_NAME
+from reshard.archives.saved import Instance, Name, saved_value, torch_dtype
+from reshard.formats.megatron.arguments import arguments_of
+from reshard.formats.megatron.names import COMMON_NAME, RELEASE, TRACKER_NAME
+from reshard.formats.megatron.tensors import MegatronModel
 from reshard.formats.megatron.training import MASTERS, OPTIMIZER, RESHARDABLE
-from reshard.formats.owned_tensors import owned_tensors
-from reshard.formats.publish_export import ExportPlan, cast_for_export, publish_export
+from reshard.formats.publish_export import (
+    ExportPlan,
+    adamw_options,
+    cast_for_export,
+    owned_tensors,
+    publish_export,
+    refuse_state,
+)
 from reshard.formats.saved_state import SavedState
 from reshard.formats.source_files import with_source_files
 from reshard.formats.table import ExportOptions, ExportResult

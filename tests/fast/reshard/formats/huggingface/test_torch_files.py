@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from manifests.errors import SourceError
-from reshard.archives.alike import TensorReader
+from reshard.archives.dcp import TensorReader
 from reshard.archives.tensors import read_archive
 from reshard.tensors.lazy import read_blocks
 from stores.base import Range

@@ -32,7 +32,8 @@ from transformers import AutoModelForCausalLM
 from manifests.errors import ModelError, SourceError, UserError
 from manifests.models import model_shape
 from manifests.store import write_manifest
-from reshard.formats.megatron.arguments import arguments_in, arguments_of, check_arguments, config_of
+from reshard.formats.megatron.arguments import arguments_of, check_arguments, config_of
+from reshard.formats.megatron.read import arguments_in
 from stores.open import open_manifest
 from tests.builders import EMBEDDING, HEAD, llama_config, pack, random_tensors, refusal, reshard, run, write_model
 from tests.fast.manifests.models.built import read_config
