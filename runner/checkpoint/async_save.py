@@ -45,8 +45,9 @@ class Saver:
     # Note [Asynchronous saves]
     A thread on each rank writes, and these threads coordinate the commit over a separate process group:
     training runs no collective for a save, and waits for a disk only if the previous save has not ended.
-    The threads exchange their progress while they write, so `timeout` does not limit a save that makes
-    progress.
+    Hashing and writing have low priority for as long as that is 256 MiB/s, and then that of training: on
+    cores that are always busy, a save would take 20 times as long. The threads exchange
+    their progress while they write, so `timeout` does not limit a save that makes progress.
 
     Every rank creates one, calls `save` after the same steps, and uses it as a context manager. Leaving the
     context waits for the save in flight, unless a rank is lost.
@@ -113,6 +114,7 @@ class Saver:
             nbytes = save(
                 held, self._context, path, training,
                 num_skipped=num_skipped, force=True, group=self._group, timer=self._timer,
+                is_beside=self._copy is not None,
             )  # fmt: skip
         except UserError as error:
             failure = error

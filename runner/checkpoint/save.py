@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,8 @@ from manifests.store import sync_folder, write_file, write_manifest
 from runner.checkpoint.shards import ShardToWrite, slices_in_stage_folders, whole_in_root
 from runner.checkpoint.shared_folder import check_folder, check_shards
 from runner.checkpoint.skipped import SKIPPED_NAME, encode_skipped, with_skipped
-from runner.checkpoint.state import Held
+from runner.checkpoint.state import Held, nbytes_of
+from runner.distributed.low_priority import run_at_low_priority
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer
 from runner.load.fill import bytes_of
@@ -41,7 +42,8 @@ logger = logging.getLogger(__name__)
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _SYNC_NBYTES = 1 << 30  # fsync after so many bytes, so that the last fsync takes no longer than the others
 _Planned = dict[str, tuple[list[str], int] | None]  # FQNs and bytes of the shards that the index lists, by path
-_PART_NBYTES = 64 << 20  # written at a time: a tensor may have many GiB, and a disk may be slow
+_PART_NBYTES = 4 << 20  # written at a time: a tensor may have many GiB, and a disk may be slow
+_LEAST_NBYTES_PER_S = 256 << 20  # a save beside training that is slower continues at the priority of training
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,12 +72,13 @@ def save(
     force: bool = False,
     group: dist.ProcessGroup | None = None,
     timer: StallTimer | None = None,
+    is_beside: bool = False,
 ) -> int:
     """Write the state of all ranks as a checkpoint at `out`, and return the bytes of all its shards.
 
     Every rank of the group calls this, with the same `training` but for `random`, the RNG state of each rank, and the
-    data cursor and `num_skipped`, which are rank 0's. `timer` beats while this rank writes.
-    Nothing is visible at `out` before every bundle is on disk.
+    data cursor and `num_skipped`, which are rank 0's. `timer` beats while this rank writes. `is_beside`: training
+    continues meanwhile, and comes first. Nothing is visible at `out` before every bundle is on disk.
 
     # Note [A disk that hangs]
     What rank 0 does alone, creating and committing the folder, is done in rounds as well: the others do not time out
@@ -101,7 +104,8 @@ def save(
         shared: list[list[str]] = [in_rounds("save", begin, group)]
         dist.broadcast_object_list(shared, src=0, group=group)
         target = Path(shared[0][0])
-        written = in_rounds("save", partial(_write_own, held, context, target, shards, timer), group)
+        write = partial(_write_own, held, context, target, shards, timer, is_beside=is_beside)
+        written = in_rounds("save", write, group)
         gathered: list[tuple[list[Stage], tuple[RandomState, ...]]] = [([], ())] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (written, training.random), group=group)
 
@@ -124,8 +128,8 @@ def write_shard(
     path: str,
     holds: Holds = WEIGHTS,
     is_cancelled: Callable[[], bool] = lambda: False,
-) -> Shard:
-    """Write a shard of these tensors or slices, in this order, with their digests, and fsync it.
+) -> Generator[None, None, Shard]:
+    """Write a shard of these tensors or slices, in this order, with their digests, part by part, and fsync it.
 
     `is_cancelled` is called before each part of them.
 
@@ -157,6 +161,7 @@ def write_shard(
                         stream.flush()
                         os.fsync(stream.fileno())
                         unsynced_nbytes = 0
+                    yield
                 digests[piece.fqn] = hasher.hexdigest()
             header = header_template(entries, metadata, digests)
             stream.seek(0)
@@ -200,6 +205,8 @@ def _write_own(
     shards: Mapping[int, Sequence[ShardToWrite]],
     timer: StallTimer,
     stop: threading.Event,
+    *,
+    is_beside: bool,
 ) -> list[Stage]:
     """Write this rank's shards in the folder that rank 0 has created."""
 
@@ -207,15 +214,18 @@ def _write_own(
         timer.beat()
         return stop.is_set()
 
-    def write(stage: Stage, kinds: Mapping[Holds, Sequence[Piece]]) -> Stage:
-        written = (
-            write_shard(shard.pieces, folder, shard.path, shard.holds, is_cancelled) for shard in shards[stage.index]
-        )
-        return _as_written(stage, tuple(written), kinds[WEIGHTS])
+    def write() -> Generator[None, None, list[Stage]]:
+        stages = []
+        for index, kinds in held.items():
+            written = []
+            for shard in shards[index]:
+                written.append((yield from write_shard(shard.pieces, folder, shard.path, shard.holds, is_cancelled)))
+            stages.append(_as_written(context.manifest.stages[index], tuple(written), kinds[WEIGHTS]))
+        return stages
 
     with timer.working():
         check_folder(folder)
-        return [write(context.manifest.stages[index], kinds) for index, kinds in held.items()]
+        return run_at_low_priority(write(), nbytes_of(held) / _LEAST_NBYTES_PER_S if is_beside else 0.0)
 
 
 def _as_written(stage: Stage, shards: tuple[Shard, ...], weights: Sequence[Piece]) -> Stage:
