@@ -42,6 +42,7 @@ class StepTimes:
 
     step_s: float
     ranks: tuple[RankTimes, ...]
+    is_simulated: bool = True  # whether communication and bubble were told apart
 
 
 class Metrics:
@@ -98,6 +99,10 @@ class Metrics:
         self, step: int, report: StepReport, times: StepTimes, *, peak_nbytes: int, num_skipped: int | None = None
     ) -> None:
         rate = report.num_tokens / times.step_s
+        waiting = {
+            "communication_s": tuple(rank.communication_s for rank in times.ranks),
+            "bubble_s": tuple(rank.bubble_s for rank in times.ranks),
+        } if times.is_simulated else {}  # fmt: skip
         utilization = {} if self._least_step_s is None else {"mfu": self._least_step_s / times.step_s}
         self._write(
             step=step,
@@ -108,8 +113,7 @@ class Metrics:
             step_s=times.step_s,
             data_s=tuple(rank.data_s for rank in times.ranks),
             compute_s=tuple(rank.compute_s for rank in times.ranks),
-            communication_s=tuple(rank.communication_s for rank in times.ranks),
-            bubble_s=tuple(rank.bubble_s for rank in times.ranks),
+            **waiting,
             tokens_per_s=rate,
             peak_nbytes=peak_nbytes,
             **utilization,

@@ -71,6 +71,14 @@ def split_step(table: Table, rows: Sequence[Sequence[float]], window_s: float) -
     return tuple(_parts(each, end_s, window_s) for each, end_s in zip(measured, ends_s, strict=True))
 
 
+def measured_times(rows: Sequence[Sequence[float]]) -> tuple[RankTimes, ...]:
+    """Return what each rank has measured, without the parts that need a simulation, which are 0."""
+    measured = [_Measured.of(row) for row in rows]
+    return tuple(
+        RankTimes(data_s=rank.data_s, compute_s=rank.compute_s, communication_s=0.0, bubble_s=0.0) for rank in measured
+    )
+
+
 def stage_costs(
     forward: Sequence[float],
     backward: Sequence[float],

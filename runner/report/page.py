@@ -239,7 +239,8 @@ def _curves(runs: dict[str, RunLog]) -> list[str]:
 
 def _times(run: RunLog) -> list[str]:
     """Return the step-time breakdown of each pipeline rank."""
-    ranks = range(len(run.steps[-1].get("bubble_s", ())))
+    # Of a large schedule, most steps have no bubble.
+    ranks = range(next((len(line["bubble_s"]) for line in reversed(run.steps) if line.get("bubble_s")), 0))
     if not ranks:
         return []
     # An earlier attempt may have had more ranks, or fewer.
