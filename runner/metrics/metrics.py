@@ -42,7 +42,7 @@ class StepTimes:
 
     step_s: float
     ranks: tuple[RankTimes, ...]
-    is_simulated: bool = True  # whether communication and bubble were told apart
+    is_simulated: bool = True  # whether communication and bubble were distinguished
 
 
 class Metrics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from runner.pipeline.chunk import StageChunk, build_chunks, named_hf_parameters
 from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
-from runner.training.gradient_norm import StepTotals, clip_gradients
+from runner.training.gradient_norm import StepTotals, clip_gradients, fused_squares, split_squares
 from runner.training.mixed_precision import keep_masters, kept, round_masters
 from runner.training.optimizer import Optimizer, lr_at
 from runner.training.step import Engine, eval_step, train_step
@@ -222,3 +223,15 @@ def test_rank_without_parameters_still_steps() -> None:
     optimizer.zero_gradients()
     assert optimizer.step(0) == 0.5
     assert StepTotals((), (), device=CPU).reduce(1.0, 2).norm == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("squares", [split_squares, fused_squares])
+def test_squares_are_summed_in_float64(squares: Any, dtype: torch.dtype) -> None:
+    """In float32 the small ones would be lost beside the large one."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(300, 257), (7,), (1,), (0,)]
+    gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    gradients[0][0, 0] = 1e4
+    exact = [math.fsum(value * value for value in gradient.flatten().tolist()) for gradient in gradients]
+    assert squares(gradients).tolist() == pytest.approx(exact, rel=1e-12)
