@@ -44,7 +44,14 @@ class Run:
         log.mkdir(exist_ok=True)
         self.output.touch()
         arguments = ["launch", packed, "--", *SMALL, "--log-dir", log, *training]
-        self.process = Forked([str(word) for word in arguments], {**os.environ, **environment}, self.output)
+        words, own = [str(word) for word in arguments], {**os.environ, **environment}
+        self.process: Forked | subprocess.Popen[bytes]
+        if any(name.startswith("TORCH_") for name in environment):  # torch reads some as it is imported
+            with open(self.output, "a") as stream:
+                command = [sys.executable, "-m", "runner.cli", *words]
+                self.process = subprocess.Popen(command, cwd=ROOT, env=own, stdout=stream, stderr=stream)
+        else:
+            self.process = Forked(words, own, self.output)
 
     @property
     def said(self) -> str:
