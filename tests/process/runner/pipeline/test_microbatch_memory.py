@@ -81,4 +81,5 @@ def test_rank_without_modules_has_just_the_tensors_that_cross_it(tmp_path: Path)
         counts = ranks[1]["peak"] / HIDDEN_NBYTES, ranks[1]["planned"]["receive_buffers"] / HIDDEN_NBYTES
         if case[0] in ("1F1B", "Interleaved1F1B"):
             assert counts[0] == pytest.approx(counts[1], abs=0.1), case
-        assert counts[1] - 2.1 < counts[0] < counts[1] + 0.1, case
+        # Elsewhere some of what is in transit has arrived when most is received.
+        assert counts[1] - 4.1 < counts[0] < counts[1] + 0.1, case
