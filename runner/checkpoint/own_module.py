@@ -83,6 +83,7 @@ def save_stages(
     AdamW that has taken `step` steps, whose state is written too. Its learning rate is written as a constant: give the
     flags of a schedule. `max_norm` is that of gradient clipping, 0 without it.
 
+    Shapes: parameters as `load_stages` fills them, of the shapes that the files of `manifest` have; slices of DTensors.
     Units: `num_tokens`, tokens that counted in the loss, of the whole run; the result in bytes.
     Raises:
         InputError: the modules are not those of the stages, or have other shapes (`model.*`); `out` exists and `force`

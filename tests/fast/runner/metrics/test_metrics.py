@@ -95,7 +95,7 @@ def test_every_field_is_in_the_document_and_no_other(tmp_path: Path) -> None:
     fields = {name for line in write_all(tmp_path / "metrics.jsonl", 0.5) for name in line}
     listed = set(re.findall(r"`([a-z_]+)`", DOCS.partition("## Where the time goes")[0]))
     assert fields - listed == set()
-    assert listed - fields == {"time", "_s", "_nbytes", "_gib_per_s"}
+    assert listed - fields == {"time", "run", "_s", "_nbytes", "_gib_per_s"}
 
 
 def test_utilization_is_left_out_where_it_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

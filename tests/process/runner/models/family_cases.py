@@ -109,7 +109,7 @@ NORMAL = (
         number=3,
         model="tiny-opt",
         changes={**_TIED, "word_embed_proj_dim": 16},
-        layout="balance:params,pp=2,pin=embed_positions@0,pin=project_in@1",
+        layout="balance:params,pp=2,pin=embed_tokens@0,pin=project_in@1",
     ),
     Case(number=4, model="tiny-falcon", layout="pp=2,vpp=2", schedule="Interleaved1F1B"),
     Case(number=8, model="tiny-qwen3-moe", layout="pp=2,vpp=2", schedule="Interleaved1F1B"),
