@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
-from manifests.schema import TieGroup, TieMember
+from manifests.schema import Shard, TieGroup, TieMember
+from runner.checkpoint import save
 from runner.data.batches import IGNORED, Batch
+from runner.distributed.low_priority import run_at_low_priority
 from runner.pipeline.chunk import StageChunk, materialize, named_hf_parameters
 
 if TYPE_CHECKING:
@@ -95,3 +97,8 @@ def padded_batch(step: int, *, size: int = 8, seq_len: int = 32, vocab_size: int
     for row, length in enumerate(torch.randint(1, seq_len + 1, (size,), generator=generator)):
         labels[row, int(length) :] = IGNORED
     return Batch(tokens=tokens[:, :-1].contiguous(), labels=labels, num_tokens=int((labels != IGNORED).sum()))
+
+
+def write_shard(*args: Any, **options: Any) -> Shard:
+    """Write a shard as `runner.checkpoint.save.write_shard`, all of it here."""
+    return run_at_low_priority(save.write_shard(*args, **options), 0)

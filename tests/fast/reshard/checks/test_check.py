@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import reshard as api
-from manifests.errors import UsageError
 from manifests.jsontext import MOST_VALUES
 from tests.builders import (
     EMBEDDING,
@@ -464,14 +463,9 @@ def test_check_from_python_returns_findings_and_imports_no_torch(folder: Path) -
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
-def test_errors_name_flags_of_the_command_and_parameters_of_the_function(folder: Path) -> None:
+def test_errors_name_flags_of_the_command(folder: Path) -> None:
     ended = reshard("check", folder, "--bytes", "--json").json["error"]
     assert (ended["where"], "--against" in ended["hint"]) == ("--bytes", True)
-    with pytest.raises(UsageError) as caught:
-        api.check(folder, reads_bytes=True)
-    assert (caught.value.code, caught.value.where) == ("options.conflict", "reads_bytes")
-    assert "against" in caught.value.hint
-    assert "--" not in str(caught.value)
 
 
 def test_nothing_there_is_bad_input(tmp_path: Path) -> None:

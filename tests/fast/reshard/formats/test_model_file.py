@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import reshard as api
-from manifests.errors import UserError
 from stores.open import open_manifest
 from tests.builders import (
     HEAD,
@@ -272,9 +271,6 @@ def test_manifest_is_not_described_a_second_time(tmp_path: Path, wording: Callab
         refused = refusal(*verb, "--model", given)
         assert refused.found == (2, "options.model-of-manifest", "--model")
         wording(refused.text)
-    with pytest.raises(UserError) as caught:
-        api.plan(tmp_path / "out", model=given)
-    assert (caught.value.code, caught.value.where) == ("options.model-of-manifest", "model")
 
 
 def test_manifest_with_a_description_that_no_file_could_have_is_refused(tmp_path: Path) -> None:

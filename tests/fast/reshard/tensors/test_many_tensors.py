@@ -157,7 +157,7 @@ def test_the_record_is_written_as_json_writes_it(name: str, text: str, index: st
         document = {
             "format": "reshard-source",
             "version": 1,
-            "shards": [{"name": shard.name, "header": shard.kept.text.decode()} for shard in held],
+            "shards": [{"name": shard.name, "header": shard.header_text.text.decode()} for shard in held],
             "index": index,
             "dropped": list(dropped),
         }
@@ -192,7 +192,7 @@ def test_a_damaged_record_is_refused_or_read_as_json_says(noise: bytes, at: int,
     except InputError:
         return
     document = json.loads(damaged)
-    assert [(shard.name, shard.kept.text.decode()) for shard in found.shards] == [
+    assert [(shard.name, shard.header_text.text.decode()) for shard in found.shards] == [
         (shard["name"], shard["header"]) for shard in document["shards"]
     ]
     assert (found.index and found.index.text.decode(), list(found.dropped)) == (document["index"], document["dropped"])
@@ -288,14 +288,14 @@ def test_the_key_of_a_plan_is_that_of_earlier_versions() -> None:
         OutputShard(
             path="b",
             origins=(tensors[1],),
-            header_nbytes=8 + len(given.kept.text),
-            given=GivenHeader.of(given.kept, entries),
+            header_nbytes=8 + len(given.header_text.text),
+            given=GivenHeader.of(given.header_text, entries),
         ),
         lay_out_shard("none", []),
     ]
     headers = [
         header_template(layout_tensors((each.name, each.dtype, each.shape) for each in tensors), {}),
-        len(given.kept.text).to_bytes(8, "little") + given.kept.text,
+        len(given.header_text.text).to_bytes(8, "little") + given.header_text.text,
         header_template((), {}),
     ]
     texts = [json.dumps([("source", "6 bytes in memory")]).encode()]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.checkpoint.save import write_shard
 from runner.tensors.local_shard import whole_pieces
+from tests.fast.runner.tiny import write_shard
 
 PIECES = whole_pieces({"model.norm.weight": torch.ones(2)})
 

@@ -20,7 +20,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from manifests.errors import InputError, UnreachableError, refused_by_system
 from runner.checkpoint import save
-from runner.checkpoint.save import write_shard
 from runner.distributed.fail_together import AloneError, ExhaustedError, alone, exhausted, join_failures, unreachable
 from runner.distributed.watchdog import Watchdog, log_to_file
 from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
@@ -28,6 +27,7 @@ from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, code_of, read_
 from runner.rundir.heartbeat import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
 from runner.tensors.local_shard import whole_pieces
 from stores.folders.publish import publishing
+from tests.fast.runner.tiny import write_shard
 
 LOST = ExitReport(kind="lost", code=5, where="rank 1, stage 1, node n", problem="closed", error_code="rank.lost")
 OWN = ExitReport(

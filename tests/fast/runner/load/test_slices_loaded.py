@@ -16,11 +16,11 @@ from manifests.paths import shard_path
 from manifests.slices import Slice
 from manifests.store import open_shard
 from runner.bundle.packed import Packed, open_packed
-from runner.checkpoint.save import write_shard
 from runner.load.load import load_tensors
 from runner.tensors.local_shard import Piece, join_pieces, whole_pieces
 from stores.bundles import Bundles
 from tests.builders import flip
+from tests.fast.runner.tiny import write_shard
 from tests.fast.trained import write_trained
 
 STAGE = 1

@@ -21,7 +21,6 @@ from manifests.errors import InputError
 from manifests.models import model_shape
 from runner import models as families
 from runner.bundle.packed import open_packed
-from runner.checkpoint.save import write_shard
 from runner.checkpoint.state import held_weights
 from runner.load.load import load_tensors
 from runner.models import Family, family_for
@@ -34,7 +33,7 @@ from tests.builders import Tensor, pack, reshard
 from tests.fast.manifests.models.built import read_config
 from tests.fast.reshard.transforms.test_dequantize import MXFP4, fp8, values_in, write_quantized
 from tests.fast.runner.models.titans import TITANS, save_titan
-from tests.fast.runner.tiny import CPU, split_evenly
+from tests.fast.runner.tiny import CPU, split_evenly, write_shard
 
 TINY = ("tiny-deepseek-v3", "tiny-gpt-oss", "tiny-llama", "tiny-mistral", "tiny-qwen3", "tiny-qwen3-moe")
 # Fields as on the hub.
