@@ -174,13 +174,13 @@ def estimate_memory(
     boundary = training.num_tokens * shape.hidden_size * training.policy.compute
     received, in_transit = peak_received(lower(table)), min(MOST_IN_TRANSIT, table.num_microbatches)
     sent = [in_transit * num_remote_neighbors(placement, stage) for stage in range(placement.num_stages)]
-    kept, delayed = [], []
+    per_microbatch, delayed = [], []  # bytes, by stage
     for stage, modules in enumerate(stages):
         is_received = stage > 0 and placement.rank_of(stage - 1) != placement.rank_of(stage)
         counted_twice = boundary if is_received and modules and costs[modules[0]].saves_input else 0
-        kept.append(sum(costs[module].kept for module in modules) - counted_twice)
+        per_microbatch.append(sum(costs[module].activations for module in modules) - counted_twice)
         delayed.append(sum(costs[module].delayed for module in modules) if stage in split else 0)
-    peaks = peak_held_by_stage(table, kept, delayed)
+    peaks = peak_held_by_stage(table, per_microbatch, delayed)
     followers = _followers(shape, stages, placement)
     by_stage = []
     for stage, modules in enumerate(stages):
@@ -202,7 +202,7 @@ def estimate_memory(
             )
         )
     by_rank = []
-    for rank, activations in enumerate(peak_held(table, kept, delayed)):
+    for rank, activations in enumerate(peak_held(table, per_microbatch, delayed)):
         on_rank = placement.stages_on(rank)
         parts = [by_stage[stage] for stage in on_rank]
         by_rank.append(
@@ -228,7 +228,7 @@ def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str
     sizes = _sizes_of(shape, training)
     costs = _costs_of(shape, training, sizes)
     return {
-        module: sum(_state_nbytes(training, num_params, num_params)) + in_flight * costs[module].kept
+        module: sum(_state_nbytes(training, num_params, num_params)) + in_flight * costs[module].activations
         for module, num_params in ((module, sum(found.values())) for module, found in sizes.items())
     }
 
@@ -237,9 +237,9 @@ def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str
 class _Cost:
     """Bytes of a module for a microbatch."""
 
-    kept: int  # activations
+    activations: int
     temporary: int  # in its backward, without what that recomputes
-    recomputed: int = 0  # activations that are not kept
+    recomputed: int = 0  # activations besides
     gradients: int = 0  # of what its weights give
     is_loss: bool = False  # whether what it keeps is done with when its gradient is known
     saves_input: bool = False  # whether its input is part of what it keeps
@@ -247,7 +247,7 @@ class _Cost:
     @property
     def delayed(self) -> int:
         """Bytes besides what it keeps between the parts of a backward in two."""
-        return self.recomputed + self.gradients - (self.kept if self.is_loss else 0)
+        return self.recomputed + self.gradients - (self.activations if self.is_loss else 0)
 
 
 def _costs_of(shape: ModelShape, training: Training, sizes: Mapping[str, Mapping[str, int]]) -> dict[str, _Cost]:
@@ -275,18 +275,18 @@ def _layer_cost(work: Work, width: int, training: Training, number: int, largest
     gradients = nbytes * _divided(work.saved, norms, training.tensor) // 4  # of what an MLP's second matrix takes
     temporary = tokens * gradients + _weight_gradient(work, largest, training)
     given = work.products - work.flops_per_key // 4 + work.normed  # attention has no weights
-    kept = saved
+    activations = saved
     if every != "none" and not (isinstance(every, int) and number % every):
-        kept = nbytes * width  # its input
+        activations = nbytes * width  # its input
         if every == "selective":
-            kept += nbytes * _divided(work.products, work.normed, training.tensor) + statistics
-        kept = min(kept, saved)
+            activations += nbytes * _divided(work.products, work.normed, training.tensor) + statistics
+        activations = min(activations, saved)
     return _Cost(
-        kept=tokens * kept,
+        activations=tokens * activations,
         temporary=temporary,
-        recomputed=tokens * (saved - kept),
+        recomputed=tokens * (saved - activations),
         gradients=tokens * nbytes * _divided(given, norms, training.tensor),
-        saves_input=kept < saved or training.norms_save_input,
+        saves_input=activations < saved or training.norms_save_input,
     )
 
 
@@ -301,14 +301,16 @@ def _outer_cost(work: Work, training: Training, largest: int) -> _Cost:
     logits, fp32 = nbytes * work.saved, FP32_NBYTES * work.saved_fp32
     weight = _weight_gradient(work, largest, training)
     if work.normed or not work.saved_fp32:
-        kept = tokens * (logits + fp32 + _unfused_nbytes(work, training))
+        activations = tokens * (logits + fp32 + _unfused_nbytes(work, training))
         is_norm = work.normed > 0 and training.norms_save_input
-        return _Cost(kept=kept, temporary=weight, gradients=tokens * nbytes * work.normed, saves_input=is_norm)
+        return _Cost(
+            activations=activations, temporary=weight, gradients=tokens * nbytes * work.normed, saves_input=is_norm
+        )
     if training.loss_chunk is None:
         temporary = max(2 * tokens * fp32, weight + tokens * (logits - fp32))
-        return _Cost(kept=tokens * (logits + fp32), temporary=temporary, gradients=tokens * logits, is_loss=True)
+        return _Cost(activations=tokens * (logits + fp32), temporary=temporary, gradients=tokens * logits, is_loss=True)
     tokens = min(training.loss_chunk, tokens)
-    return _Cost(kept=0, temporary=tokens * (logits + 3 * fp32) + weight + 2 * nbytes * largest)
+    return _Cost(activations=0, temporary=tokens * (logits + 3 * fp32) + weight + 2 * nbytes * largest)
 
 
 def _unfused_nbytes(work: Work, training: Training) -> int:
@@ -335,7 +337,7 @@ def _temporary(costs: Sequence[_Cost], *, is_split: bool) -> int:
             most, later = max(most, cost.temporary - later), later + max(0, cost.delayed)
         return most + sum(max(0, -cost.delayed) for cost in costs)
     for cost in reversed(costs):
-        most, later = max(most, cost.temporary + cost.recomputed - later), later + cost.kept
+        most, later = max(most, cost.temporary + cost.recomputed - later), later + cost.activations
     return most
 
 

@@ -86,7 +86,7 @@ def check_only_ours(out: Path, owned: Collection[str]) -> None:
 def foreign_error(where: str, names: Sequence[str]) -> InputError:
     """Return the error about an output, in a folder or a bucket, that has these files of others."""
     problem = f"has files that this command did not write: {_first_of(names)}"
-    hint = "move them elsewhere, or choose another --out"
+    hint = "move them elsewhere, or choose another output"
     return OutputError(where, problem, hint, code="output.foreign-file")
 
 
