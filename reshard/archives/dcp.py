@@ -294,10 +294,10 @@ def _counts(found: object) -> tuple[int, ...]:
     return tuple(found)
 
 
-_MOST_KNOWN = 8  # of one length: shapes of as many elements, and the names that writers give the folder in the file
+_MOST_SAMPLES = 8  # of one length: shapes of as many elements, and the names that writers give the folder in the file
 
 
-class _Known(NamedTuple):
+class _Sample(NamedTuple):
     """The bytes that were read of an archive, its tensor, and the entry of its bytes if that has a checksum.
 
     Positions are from its beginning.
@@ -312,7 +312,7 @@ class TensorReader:
     """Reads archives of one tensor each, and remembers what those that it parsed looked like."""
 
     def __init__(self) -> None:
-        self._known: dict[int, list[_Known]] = {}  # by the length of the archive
+        self._samples: dict[int, list[_Sample]] = {}  # by the length of the archive
 
     def read(self, file: InputFile, names: Mapping[Range, str]) -> Iterator[tuple[Range, TensorAt]]:
         """Yield the tensor in each part of a file, in order, under its name.
@@ -325,8 +325,8 @@ class TensorReader:
             yield part, self._tensor_in(archive, names[part])
 
     def _tensor_in(self, archive: Archive, name: str) -> TensorAt:
-        known = self._known.setdefault(archive.end - archive.begin, [])
-        for pieces, like, record in known:
+        samples = self._samples.setdefault(archive.end - archive.begin, [])
+        for pieces, like, record in samples:
             if archive.has(pieces):
                 if record is not None:
                     crc_begin, crc_end = (archive.begin + at for at in record.crc_at)
@@ -334,10 +334,10 @@ class TensorReader:
                     archive.file.add(record.name, archive.begin + record.begin, archive.begin + record.end, crc)
                 return TensorAt(name, like.dtype, like.shape, archive.file, archive.begin + like.begin, like.nbytes)
         tensor = read_tensor(archive, name)
-        if tensor.file is archive.file and len(known) < _MOST_KNOWN:  # not if it is gathered
+        if tensor.file is archive.file and len(samples) < _MOST_SAMPLES:  # not if it is gathered
             record = _record_of(archive, tensor)
             like = replace(tensor, begin=tensor.begin - archive.begin)
-            known.append(_Known(list(_pieces(archive, [] if record is None else archive.checksums)), like, record))
+            samples.append(_Sample(list(_pieces(archive, [] if record is None else archive.checksums)), like, record))
         return tensor
 
 

@@ -104,18 +104,18 @@ class Reference:
         self.key = key
 
 
-def read_pickle(data: bytes, known: Mapping[str, object], unknown: type[Record] | None = None) -> Any:
-    """Return the value of a pickle. `known` maps `module.name` to a value; other names become records, or are refused.
+def read_pickle(data: bytes, values: Mapping[str, object], unknown: type[Record] | None = None) -> Any:
+    """Return the value of a pickle. `values` maps `module.name` to a value; other names become records, or are refused.
 
     What is called returns an object of its own or one of its arguments, and copies none: a pickle can repeat a call of
     a few bytes with a list of millions.
 
     Raises:
-        BadPickleError: malformed, too large, or with a name that is neither known nor made a record.
+        BadPickleError: malformed, too large, or with a name that is neither in `values` nor made a record.
     """
     _check_opcodes(data)
     try:
-        return _Reader(data, known, unknown).load()
+        return _Reader(data, values, unknown).load()
     except BadPickleError:
         raise
     except Exception as error:  # an unpickler raises whatever it meets
@@ -130,19 +130,19 @@ def check_repeats(value: object) -> None:
         raise BadPickleError("containers nested too deeply") from error
 
 
-def _work_in(value: object, known: dict[int, int]) -> int:
-    """Return the work of visiting all that is in a value; `known` has that of containers, by their `id`."""
+def _work_in(value: object, work: dict[int, int]) -> int:
+    """Return the work of visiting all that is in a value; `work` caches that of containers, by their `id`."""
     if isinstance(value, Record):
         value = value.fields
     if not isinstance(value, dict | list | tuple | set | frozenset):
         return 1
-    if id(value) not in known:
-        known[id(value)] = _MAX_SHOWN  # if it is met again in itself
+    if id(value) not in work:
+        work[id(value)] = _MAX_SHOWN  # if it is met again in itself
         items = chain(value, value.values()) if isinstance(value, dict) else value
-        known[id(value)] = _work_of(_work_in(each, known) for each in items)
-    if known[id(value)] >= _MAX_SHOWN:
+        work[id(value)] = _work_of(_work_in(item, work) for item in items)
+    if work[id(value)] >= _MAX_SHOWN:
         raise BadPickleError("containers that repeat each other")
-    return known[id(value)]
+    return work[id(value)]
 
 
 def _work_of(items: Iterable[int]) -> int:
@@ -152,14 +152,14 @@ def _work_of(items: Iterable[int]) -> int:
 
 
 class _Reader(pickle.Unpickler):
-    def __init__(self, data: bytes, known: Mapping[str, object], unknown: type[Record] | None) -> None:
+    def __init__(self, data: bytes, values: Mapping[str, object], unknown: type[Record] | None) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
-        self._known, self._unknown = known, unknown
+        self._values, self._unknown = values, unknown
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        if full in self._known:
-            return self._known[full]
+        if full in self._values:
+            return self._values[full]
         if self._unknown is None:
             raise BadPickleError(f"names {full[:120]!r}, which is not on the list of what is read")
         return self._unknown

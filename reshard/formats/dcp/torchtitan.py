@@ -100,9 +100,9 @@ def _current(rest: str, names: TitanNames) -> str:
 
 
 def _count(config: Mapping[str, object], field: str) -> int:
-    found = config[field]
-    assert isinstance(found, int), "model_shape checked it"
-    return found
+    count = config[field]
+    assert isinstance(count, int), "model_shape checked it"
+    return count
 
 
 def _in_halves(slices: Slices, part: str, names: TitanNames, config: Mapping[str, object]) -> Slices:
