@@ -108,7 +108,7 @@ def check(checkouts: Mapping[str, Path], source: Path, packed: Path) -> None:
     """Check the result first: both commits write the same shards, byte for byte; each loads those that it wrote."""
     for name, checkout in checkouts.items():
         run(pack_command(source, packed / name), checkout)
-    shards = sorted(path.name for path in (packed / "new").glob("*.safetensors"))
+    shards = sorted({path.name for name in checkouts for path in (packed / name).glob("*.safetensors")})
     _, differing, missing = filecmp.cmpfiles(packed / "new", packed / "old", shards, shallow=False)
     if not shards or differing or missing:
         raise SystemExit(f"the commits write other shards: {differing + missing or 'none at all'}")

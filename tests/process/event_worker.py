@@ -4,8 +4,8 @@ usage: event_worker.py [buckets | saves]; with `saves`, each job is a save of a 
 
 Reads a job from each line of standard input: `args`, the file `said` for its output, what happens (`act`) `at` which
 change, or what the server at an `endpoint` does at which request (`strike`). Answers with the exit code (a signal's is
-negative) and the number of changes that were made. What happens `later` comes so many quarters of a millisecond after
-the command has begun, and a `faulty` disk is one of `tests.process.faulty_disk`, of the seed `at`.
+negative) and the number of changes that were made. `later` is SIGKILL, `at` quarters of a millisecond after the first
+change, and a `faulty` disk is one of `tests.process.faulty_disk`, of the seed `at`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import stores.folders.publish
 from reshard import cli
-from reshard.formats import open as sources  # noqa: F401
-from reshard.formats.huggingface import write as export  # noqa: F401 - once, not in each fork
 from tests.process import faulty_disk
+
+for module in (  # once, not in each fork
+    "reshard.api.export", "reshard.api.pack", "reshard.cli.pack", "reshard.formats.dcp.read",
+    "reshard.formats.huggingface.read", "reshard.formats.huggingface.write", "reshard.formats.manifest.read",
+    "reshard.packing.folder_parts", "reshard.packing.parts", "reshard.transforms.arithmetic",
+):  # fmt: skip
+    import_module(module)
 
 KIND = sys.argv[1] if sys.argv[1:] else ""
 if KIND == "saves":
@@ -42,13 +48,16 @@ class Disk:
     """Counts changes of a disk, and does what is asked before the one `at` which it is asked."""
 
     def __init__(self, act: str, at: int) -> None:
-        self._act, self._at, self._lock = act, at, threading.Lock()
+        self._timer = threading.Timer(at / 4000, os.kill, (os.getpid(), signal.SIGKILL)) if act == "later" else None
+        self._act, self._at, self._lock = act, -1 if act in ("later", "faulty") else at, threading.Lock()
         self.num_changes = 0
 
     def counted(self, change: Callable[..., Any]) -> Callable[..., Any]:
         def changed(*args: Any, **keywords: Any) -> Any:
             with self._lock:
                 number, self.num_changes = self.num_changes, self.num_changes + 1
+            if number == 0 and self._timer is not None:
+                self._timer.start()
             if number == self._at or (number > self._at >= 0 and self._act == "broken"):
                 self._strike()
             return change(*args, **keywords)
@@ -80,15 +89,13 @@ def run(job: dict[str, Any]) -> None:
         os.dup2(said, stream)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     act, at, code = job["act"], job["at"], 0
-    disk = Disk(act, -1 if act in ("later", "faulty") else at)
+    disk = Disk(act, at)
     os.pwrite = noting(f"{job['said']}.written")
     for name in CHANGES:
         setattr(os, name, disk.counted(getattr(os, name)))
     stores.folders.publish.exchange = disk.counted(stores.folders.publish.exchange)
     if act == "faulty":
         faulty_disk.install(at)
-    elif act == "later":
-        threading.Timer(at / 4000, os.kill, (os.getpid(), signal.SIGKILL)).start()
     if job.get("strike"):
         strike(job["endpoint"], Strike(pid=os.getpid(), **job["strike"]))
     sys.argv = ["reshard", *job["args"]]

@@ -61,7 +61,7 @@ def start_worker(said: Path, environment: Mapping[str, str], *args: str) -> Iter
 
 def acts_of(seed: int, operations: Sequence[str], chance: random.Random, acts: Sequence[Any] = ACTS) -> list[Any]:
     """Return one act or two; with the seed, each operation has each act as its first in turn."""
-    first = acts[(seed // len(operations) + seed) % len(acts)]
+    first = acts[sum(divmod(seed, len(operations))) % len(acts)]
     return [first, chance.choice(acts)][: chance.randint(1, 2)]
 
 

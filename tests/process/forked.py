@@ -1,12 +1,13 @@
 """`runner` commands whose process and ranks are forked, where starting Python and importing torch takes 20 s of a test.
 
 A command is the process that its ranks are children of, with their signals, sessions and exit codes, as if each had
-been started; `torchrun.py` has the process that all of them are forked from. What starts Python itself is seen by
-`runner` of `local_jobs.py`.
+been started; `torchrun.py` has the process that all of them are forked from. `runner` of `local_jobs.py` starts Python,
+and it alone sees flags of the interpreter, files that are open, and what `runner` does when it is imported.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib.util
@@ -105,6 +106,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Run a module as Python would that was started here: with no file but the streams, and signals as they begin."""
     code: object = 1
     try:
+        atexit._clear()  # of the process that this was forked from
         if (writer := signal.set_wakeup_fd(-1)) >= 0:
             os.close(writer)  # ends the thread that reads from it
         for thread in threading.enumerate():
@@ -132,9 +134,17 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         code = 0
     except SystemExit as ended:
         code = ended.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
         traceback.print_exc()
     finally:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+        atexit._run_exitfuncs()
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(code if isinstance(code, int) else int(code is not None))

@@ -16,7 +16,7 @@ import pytest
 from tests.builders import files_in, flip, leftovers, llama_config, pack, refusal, reshard, write_model
 from tests.fast.sliced import CUTS, cut_up
 from tests.fast.trained import write_trained
-from tests.process.events import NUM_LOCAL_EVENTS, Worker, acts_of, chunks_of, emptied, is_planted, start_worker
+from tests.process.events import ACTS, NUM_LOCAL_EVENTS, Worker, acts_of, chunks_of, emptied, start_worker
 from tests.sentinels import Sentinels, plant_in
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
@@ -102,7 +102,7 @@ def write_torch_model(folder: Path, config: dict[str, Any]) -> None:
 
 
 def begin(place: Place, operation: str, folder: Path) -> tuple[Path, list[Sentinels]]:
-    """Make a place for an output, with others' files around it, and in some operations an output to replace."""
+    """Return the output's place and the files of others around it; some operations replace an output."""
     out = folder / "out"
     sentinels = [plant_in(folder)]
     if operation == "forced export":
@@ -110,12 +110,6 @@ def begin(place: Place, operation: str, folder: Path) -> tuple[Path, list[Sentin
     elif operation.startswith("forced"):
         shutil.copytree(place.folder / "packed", out)
     return out, sentinels
-
-
-def ours_in(out: Path) -> dict[str, bytes]:
-    """Give the files of an output less those that were planted."""
-    with_planted = files_in(out)
-    return {name: with_planted[name] for name in with_planted if not is_planted(name)}
 
 
 def journaled(folder: Path) -> set[tuple[str, int]]:
@@ -142,12 +136,13 @@ def strike(place: Place, worker: Worker, seed: int, folder: Path) -> int:
     operation = OPERATIONS[seed % len(OPERATIONS)]
     out, sentinels = begin(place, operation, folder)
     commands, expected = place.commands(operation, out), place.expected(operation)
-    old = ours_in(out) if out.exists() else None
+    old = files_in(out) if out.exists() else None
     struck, kept = chance.randrange(len(commands)), set[tuple[str, int]]()
     for command in commands[:struck]:
         assert worker.run(*command)[0] == 0, worker.said.read_text()
     for act in acts_of(seed, OPERATIONS, chance):
         at = int(chance.paretovariate(0.6)) - 1 if chance.random() < 0.5 else chance.randrange(120)
+        at = chance.randrange(400) if act == "later" else at  # up to 100 ms, as long as most commands change a disk
         code, _ = worker.run(*commands[struck], act=act, at=at)
         context = f"seed {seed}: {operation}, {act} at change {at}, code {code}: {worker.said.read_text()}"
         assert code in (0, 3, 5, 130, -9, -15), context
@@ -155,7 +150,7 @@ def strike(place: Place, worker: Worker, seed: int, folder: Path) -> int:
         kept = journaled(folder)
         for each in sentinels:
             each.check()
-        now = ours_in(out) if out.exists() else None
+        now = files_in(out) if out.exists() else None
         assert now in (old, expected), context
         assert code != 0 or now == expected or struck < len(commands) - 1, context
         if now == expected and old != expected:
@@ -164,8 +159,8 @@ def strike(place: Place, worker: Worker, seed: int, folder: Path) -> int:
         code, _ = worker.run(*command)
         check_kept(worker, kept, context)
         said = worker.said.read_text()
-        assert code == 0 or (out.exists() and ours_in(out) == expected and "already exists" in said), (context, said)
-    assert ours_in(out) == expected, context
+        assert code == 0 or (out.exists() and files_in(out) == expected and "already exists" in said), (context, said)
+    assert files_in(out) == expected, context
     if "export" not in operation:
         assert worker.run("verify", out)[0] == 0, (context, worker.said.read_text())
         assert worker.run("diff", place.made(operation), out)[0] == 0, (context, worker.said.read_text())
@@ -176,6 +171,13 @@ def strike(place: Place, worker: Worker, seed: int, folder: Path) -> int:
     beside = [name for name in leftovers(out) if name not in records]
     assert beside == ["out"], context
     return len(kept)
+
+
+def test_each_operation_has_each_act_first() -> None:
+    firsts = {
+        (seed % len(OPERATIONS), acts_of(seed, OPERATIONS, random.Random(seed))[0]) for seed in range(NUM_LOCAL_EVENTS)
+    }
+    assert len(firsts) == len(OPERATIONS) * len(set(ACTS))
 
 
 @pytest.mark.parametrize("operation", ["pack", "export"])
@@ -195,14 +197,14 @@ def test_a_kill_after_the_last_shard_loses_nothing_until_the_rename(
             out, _ = begin(place, operation, folder)
             (command,) = place.commands(operation, out)
             worker.run(*command, act="SIGKILL", at=at)
-            is_done, kept = ours_in(out) == place.expected(operation) if out.exists() else False, journaled(folder)
+            is_done, kept = files_in(out) == place.expected(operation) if out.exists() else False, journaled(folder)
             found.append("done" if is_done else "kept" if kept else "lost")
             if found[-5:] == ["kept"] * 5:
                 break
             if not is_done:
                 assert worker.run(*command)[0] == 0, worker.said.read_text()
                 check_kept(worker, kept, f"{operation}, change {at}")
-                assert ours_in(out) == place.expected(operation)
+                assert files_in(out) == place.expected(operation)
     assert found.count("lost") == 2, found
 
 
@@ -219,7 +221,7 @@ def test_struck_command_touches_nothing_of_others_and_ends_well_when_it_is_run_a
                 failed.append(f"{seed}: {error}")
     assert failed == []
     assert files_in(place.folder) == before, "a source has changed"
-    assert num_kept > 0 or len(seeds) < 20, "no rerun had anything to resume from"
+    assert num_kept > 0, "no rerun had anything to resume from"
 
 
 @pytest.mark.parametrize("what", ["output", "source"])
@@ -237,7 +239,8 @@ def test_what_was_damaged_or_changed_after_a_kill_is_packed_again(
         path, position = min(runs)
         flip(Path(path), position + 1)
     else:
-        flip(max(source.glob("*.safetensors")), -1)
+        for shard in source.glob("*.safetensors"):  # the first tensors of each, of which some are in the journal
+            flip(shard, 8 + int.from_bytes(shard.read_bytes()[:8], "little"))
     assert worker.run(*command)[0] == 0, worker.said.read_text()
     assert files_in(out) == files_in(pack(source, tmp_path / "again"))
 
