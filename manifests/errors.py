@@ -232,8 +232,8 @@ def check_choice(parameter: Parameter, value: object, allowed: Collection[str]) 
         raise UsageError(parameter, problem, code="options.invalid-value")
 
 
-def check_count(parameter: Parameter, value: object) -> None:
-    """Raise UsageError unless the value is a positive integer."""
-    if type(value) is not int or value < 1:
-        problem = f"expected a number from 1 up, found {str(value)[:80]}"
+def check_count(parameter: Parameter, value: object, *, least: int = 1, most: int | None = None) -> None:
+    """Raise UsageError unless the value is an integer from `least` to `most`."""
+    if type(value) is not int or value < least or (most is not None and value > most):
+        problem = f"expected a number from {least} {'up' if most is None else f'to {most}'}, found {str(value)[:80]}"
         raise UsageError(parameter, problem, code="options.invalid-value")

@@ -84,7 +84,7 @@ _SUFFIXES = (
 )  # fmt: skip
 _PREFIXES = ("tokenizer.", "vocab.", "merges.", "dict.", "emoji.", "spiece.", "sentencepiece.", "bpe.", "requirements.")
 CONSULTED_FOLDERS = ("additional_chat_templates", "custom_generate")
-_OURS = ("digests.json",)  # of `reshard check --digests write`
+DIGESTS_NAME, SIGNATURE_NAME = "digests.json", "manifest.sig"  # of `reshard check --digests write` and `reshard sign`
 
 
 def is_weights(path: str) -> bool:
@@ -102,4 +102,4 @@ def is_consulted(path: str) -> bool:
     if folder and folder.split("/")[0] not in CONSULTED_FOLDERS:
         return False
     is_named = name.endswith(_SUFFIXES) or name.startswith(_PREFIXES)
-    return (is_named or is_weights(name)) and not name.startswith(".") and path not in _OURS
+    return (is_named or is_weights(name)) and not name.startswith(".") and path != DIGESTS_NAME

@@ -11,11 +11,10 @@ from pathlib import Path
 from manifests.codec import decode_manifest
 from manifests.command.sizes import show_bytes
 from manifests.errors import ManifestError, OutputError, Parameter, UserError
-from manifests.index import INDEX_NAME
+from manifests.index import INDEX_NAME, SIGNATURE_NAME
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import is_in_stage_folder
 from manifests.schema import MODEL_CARD_NAME, Manifest, Source
-from reshard.checks.signature import SIGNATURE_NAME
 from reshard.checks.verify import VerifyOptions, verify_manifest
 from reshard.formats.huggingface.model_card import with_section, without_section
 from reshard.formats.huggingface.read import is_beside

@@ -2,7 +2,8 @@
 
 # Note [Files of others in an output]
 `--force` replaces a folder atomically, by exchanging two names, and only one that has nothing but files that we wrote.
-Files of others that are added after this was checked stay in the folder that was replaced, which is not removed then.
+This is checked before anything is written and right before the exchange; files that are added even later stay in the
+folder that was replaced, which is not removed then.
 
 # Note [Whose a folder under construction is]
 Its name, `.NAME.partial`, does not show it. A record in it, written before any other file and removed last, names the
@@ -22,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from manifests.errors import InputError, OutputError, UnreachableError, refused_by_system
-from manifests.index import INDEX_NAME, has_index
+from manifests.index import DIGESTS_NAME, INDEX_NAME, SIGNATURE_NAME, has_index
 from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
 from manifests.schema import Manifest
@@ -40,7 +41,7 @@ _RANDOM = re.compile(r"[0-9a-f]{32}")
 
 
 def files_of_manifest(folder: Path) -> Collection[str] | None:
-    """Return the paths that a folder's manifest lists, its own and the index included; None if none can be read.
+    """Return the paths that a checkpoint in a folder may have; None if no manifest can be read, see `owned_files`.
 
     Raises:
         UnreachableError: the disk, the mount or the network failed.
@@ -51,7 +52,12 @@ def files_of_manifest(folder: Path) -> Collection[str] | None:
         raise
     except InputError:
         return None
-    return frozenset(files_in(manifest))
+    return owned_files(manifest)
+
+
+def owned_files(manifest: Manifest) -> frozenset[str]:
+    """Return the paths of a checkpoint's files, and of its signature and the digests of `reshard check`."""
+    return frozenset((*files_in(manifest), SIGNATURE_NAME, DIGESTS_NAME))
 
 
 def files_in(manifest: Manifest) -> Iterator[str]:
@@ -141,16 +147,23 @@ def _is_temporary(path: str, names: Collection[str]) -> bool:
 
 
 def remove_replaced(old: Path, owned: Collection[str]) -> None:
-    """Remove the `owned` files of a replaced folder, and the folder if that was all, its record last.
+    """Remove the `owned` files of a replaced folder, then the folder if it is empty.
 
-    The new folder is already in place: what cannot be removed is logged, and left to the next run.
+    The new folder is already in place: what cannot be removed is logged, and left to the next run, which knows it by
+    the record. So that is removed last, and stays with any of them.
     """
-    for path, is_folder in sorted(_walk(old), key=lambda entry: entry[0] == RECORD_NAME):
-        with suppress(OSError):
+    is_recorded, remains = RECORD_NAME in owned, False
+    for path, is_folder in _walk(old):
+        try:
             if is_folder:
                 (old / path).chmod(0o700 | (old / path).stat().st_mode)
-            elif path in owned:
+            elif path in owned and path != RECORD_NAME:
                 (old / path).unlink()
+        except OSError:
+            remains = True
+    if is_recorded and not remains:
+        with suppress(OSError):
+            (old / RECORD_NAME).unlink()
     for parent, _, _ in os.walk(old, topdown=False):
         with suppress(OSError):
             os.rmdir(parent)

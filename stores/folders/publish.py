@@ -72,7 +72,8 @@ def publishing(
         if not _is_free(out):  # to be replaced: check it now rather than after writing everything
             check_writable(out.parent, str(out), exchange=exchange)
         yield partial
-        _find_replaced(out, force, find_owned)  # it may have appeared since
+        if files := _find_replaced(out, force, find_owned):  # it may have appeared since, or files of others in it
+            check_only_ours(out, files)
         _swap_in(partial, out, find_owned)
     except BaseException as error:
         hint = _space_hint(error, out.parent)

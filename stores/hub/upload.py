@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_session
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
     are_progress_bars_disabled,
@@ -29,11 +29,11 @@ from manifests.schema import MODEL_CARD_NAME
 from stores.address import HubAddress
 from stores.base import read_whole
 from stores.hub.calls import AGENT, LOG_IN, asking, check_endpoint, configured_token, without_token
+from stores.hub.client import uploading
 from stores.hub.store import HubFolder, open_hub
 from stores.net.retries import PassingError, Retries, keep_trying
 
 _MAIN = "main"
-_CONNECT_S = 30.0
 
 Answer = TypeVar("Answer")
 
@@ -186,17 +186,7 @@ def _retry(address: HubAddress, retries: Retries, call: Callable[[HfApi], Answer
     api = HfApi(library_name=AGENT)
 
     def attempt() -> Answer:
-        _limit(get_session(), retries.idle_s)
-        return asking(address, lambda: call(api))
+        with uploading(retries.idle_s):
+            return asking(address, lambda: call(api))
 
     return keep_trying(attempt, str(address), retries, threading.Event())
-
-
-def _limit(client: Any, idle_s: float) -> None:
-    """Let requests time out that send and receive no byte for `idle_s`: the hub's client has no timeouts.
-
-    Those that a client of the user's has are kept.
-    """
-    timeout, connect_s = client.timeout, min(idle_s, _CONNECT_S)
-    limits = ((timeout.connect, connect_s), (timeout.read, idle_s), (timeout.write, idle_s))
-    client.timeout = (*(limit_s if set_s is None else set_s for set_s, limit_s in limits), timeout.pool)

@@ -30,7 +30,7 @@ class Retries:
     first_wait_s: float = 0.5
     longest_backoff_s: float = 30.0
     longest_wait_s: float = 300.0  # gives up if a server asks for a longer wait
-    window_s: float = 30.0  # of the minimum speed in `stores.net.retries`
+    window_s: float = 30.0  # of the minimum speed in `Pace`
     answer_s: float = 60.0  # from a request to the headers of its response
     request_s: float = 120.0  # of a bucket, whose client tells of no progress between its chunks; then resumed
     idle_s: float = 300.0  # of an upload, without a byte sent or received: a large commit takes minutes

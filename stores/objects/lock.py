@@ -25,7 +25,7 @@ from manifests.errors import InputError, OutputError, Parameter, UnreachableErro
 from manifests.invariants import MANIFEST_NAME
 from stores.base import LOCK_NAME, PROGRESS_NAME, read_whole
 from stores.folders.lock import Process
-from stores.folders.owned import files_in, foreign_error
+from stores.folders.owned import foreign_error, owned_files
 from stores.objects.client import ObjectEntry
 from stores.objects.store import Client, ObjectFile
 
@@ -52,7 +52,7 @@ def objects_of_manifest(client: Client, listed: Mapping[str, ObjectEntry]) -> Co
         raise
     except InputError:
         return None
-    return set(files_in(manifest))
+    return set(owned_files(manifest))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,7 +221,9 @@ class CompletedObjects:
             record = json.loads(data)
             progress = cls(str(record["plan"]), b"", str(record["folder"]), set(map(str, record["names"])))
             progress.lock, progress.is_stopped = str(record["claim"]), record["stopped"] is True
-            progress._process = Process(**{**record["process"], "pid": int(record["process"]["pid"])})
+            process = record["process"]
+            texts = {name: str(process[name]) for name in ("host", "birth", "namespace")}
+            progress._process = Process(pid=int(process["pid"]), **texts)
             progress._objects = {str(name): (int(size), str(etag)) for name, (size, etag) in record["objects"].items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None

@@ -113,7 +113,7 @@ class ObjectTarget:
 
     With a plan, that is, of which any was: then the same plan is resumed. Otherwise all that was written is removed.
 
-    If an output is replaced (`found.old`), small files are kept in memory until the commit. An old checkpoint stays
+    If an output is replaced (`existing.old`), small files are kept in memory until the commit. An old checkpoint stays
     readable meanwhile: new shards go to a folder of their own, and the commit overwrites the old manifest last.
     Objects that only the old one listed are removed then; the lock object lists them, in case of a kill. An export has
     no such folder: it stays whole until the first shard is complete. Then its config.json is removed before that

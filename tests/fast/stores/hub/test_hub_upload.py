@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import close_session, get_session
+from huggingface_hub.utils import _http
 
 from stores.address import HubAddress
+from stores.hub.client import uploading
 from stores.hub.upload import open_upload
 from stores.net.retries import Retries
 from tests.refusals import refused
@@ -77,7 +81,33 @@ def test_invalid_url_to_upload_to_is_refused(hub: Hub) -> None:
     assert refused(push) == ("store.not-a-hub", "hf://org/tiny")
 
 
-def test_timeouts_that_the_user_chose_are_kept(hub: Hub) -> None:
-    get_session().timeout.read = 70.0
+@pytest.mark.parametrize("fault", [{"status": 503}, {"drop": True}], ids=str)
+def test_signature_of_an_upload_url_is_not_logged(
+    hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: dict[str, Any],
+) -> None:
+    logger = logging.getLogger("huggingface_hub.utils._http")  # whose parents other tests may have silenced
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(logger, "disabled", False)
+    caplog.set_level(logging.WARNING, logger.name)
+    hub.upload_query = "?X-Amz-Signature=secret&partNumber=1"
+    hub.fail("^/lfs/", method="PUT", **fault)
     push()
-    assert get_session().timeout.as_dict() == {"connect": 0.5, "read": 70.0, "write": 0.5, "pool": None}
+    sent = [request.path for request in hub.take_requests() if request.method == "PUT"]
+    assert sent
+    assert "secret" in sent[-1]
+    assert "/lfs/" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_clients_time_out_unless_the_user_chose_other_timeouts() -> None:
+    factory = _http._GLOBAL_CLIENT_FACTORY
+    with uploading(5.0):
+        assert get_session().timeout.as_dict() == {"connect": 5.0, "read": 5.0, "write": 5.0, "pool": None}
+        close_session()  # as huggingface_hub does after it failed to connect
+        get_session().timeout.read = 70.0
+        with uploading(60.0):
+            assert get_session().timeout.as_dict() == {"connect": 5.0, "read": 70.0, "write": 5.0, "pool": None}
+    assert _http._GLOBAL_CLIENT_FACTORY is factory

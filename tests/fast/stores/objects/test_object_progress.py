@@ -53,3 +53,10 @@ def test_objects_that_are_completed_during_a_write_are_in_the_next_one(fails: bo
     assert [other.exception() for other in others] == [None, None, None]
     assert len(bucket.written) == 2
     assert json.loads(bucket.written[-1])["objects"].keys() == {"0", "1", "2", "3"}
+
+
+@pytest.mark.parametrize("process", [{"pid": 3}, {"pid": 3, "birth": None, "host": 1, "namespace": []}, [], None])
+def test_damaged_process_of_a_record_is_no_process_that_has_exited(process: object) -> None:
+    record = {"plan": "p", "claim": "c", "folder": "", "names": [], "stopped": False, "process": process, "objects": {}}
+    decoded = CompletedObjects.decode(json.dumps(record).encode())
+    assert decoded is None or not decoded.is_over(b"lock")
