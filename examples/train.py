@@ -45,7 +45,7 @@ def train(folder: str, num_steps: int, out: str | None) -> tuple[Stage, torch.op
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     weights = dict(module.whole.named_parameters(remove_duplicate=False))
-    ends = dist.new_group([0, num_ranks - 1])  # an embedding that is tied to the LM head is on both
+    ends = dist.new_group(sorted({0, num_ranks - 1}))  # an embedding that is tied to the LM head is on both
     tied = [weights[member.fqn] for tie in packed.manifest.ties for member in (tie.owner, *tie.replicas)
             if member.fqn in weights] if num_ranks > 1 else []  # fmt: skip
 

@@ -103,7 +103,8 @@ def save_stages(
             states = [{holds: _gather_whole(tensors) for holds, tensors in state.items()} for state in states]
         with together("save", group):
             to_hf = _namer(name_of, adapter)
-            named = {holds: to_hf([state[holds] for state in states]) for holds in states[0]}
+            kinds = (WEIGHTS,) if optimizer is None else (WEIGHTS, *MOMENTS)
+            named = {holds: to_hf([state[holds] for state in states]) for holds in kinds}
             check_names(packed, stages, {fqn: fqn for fqn in named[WEIGHTS]})
             pieces = {holds: _pieces_of(packed, stages, tensors) for holds, tensors in named.items()}
             part = _Part(
@@ -167,10 +168,17 @@ def _namer(name_of: Callable[[str], str] | None, adapter: StateDictAdapter | Non
     """Return a function from the tensors of modules to those of Hugging Face files."""
 
     def to_hf(tensors: Sequence[_Tensors]) -> _Tensors:
-        if adapter is not None:
-            return {fqn: tensor for of_module in tensors for fqn, tensor in adapter.to_hf(of_module).items()}
-        named = (item for of_module in tensors for item in of_module.items())
-        return {name if name_of is None else name_of(name): tensor for name, tensor in named}
+        named: _Tensors = {}
+        for of_module in tensors:
+            converted = of_module if adapter is None else adapter.to_hf(of_module)
+            for name, tensor in converted.items():
+                fqn = name_of(name) if adapter is None and name_of is not None else name
+                if fqn in named:
+                    problem = "is the name of two parameters"
+                    hint = "number layers as in the whole model, in each of the modules"
+                    raise ModelError(f"model: {fqn!r}", problem, hint, code="model.duplicate-parameter")
+                named[fqn] = tensor
+        return named
 
     return to_hf
 

@@ -81,7 +81,7 @@ class TrainOptions:
     host_memory: HostMemory = flag(
         "--host-memory", type=click.Choice(get_args(HostMemory)), default="auto",
         help="On CPUs, reuse freed memory (fast), or return it to the system after every action, within 10% of the "
-        "plan (compact); auto: fast if 1.5 times the plan fits into what is free.",
+        "plan (compact); auto: fast if 1.6 times the plan fits into what is free.",
     )  # fmt: skip
     self_check: bool = flag(
         "--self-check/--no-self-check", default=True,

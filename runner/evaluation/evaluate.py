@@ -32,6 +32,7 @@ from runner.pipeline.timetable import find_timetable
 from runner.preflight.preflight import check_world
 from runner.rundir.rank_label import set_rank_label, stages_of
 from runner.tensors.dtypes import FLAG_DTYPES
+from runner.tensors.heap import compact_heap
 from runner.training.gradient_norm import StepTotals
 from runner.training.self_check import RunOptions, self_check
 from runner.training.ties import check_loaded
@@ -149,12 +150,6 @@ class ReadModel:
     def num_ranks(self) -> int:
         return self.packed.manifest.placement.num_ranks
 
-    @property
-    def last_rank(self) -> int:
-        """The rank with the last stage, which has the logits."""
-        placement = self.packed.manifest.placement
-        return placement.rank_of(placement.num_stages - 1)
-
 
 def meet(options: ReadOptions, world: World) -> tuple[ReadManifest, torch.device]:
     """Meet the other ranks; return the manifest, and this rank's device."""
@@ -187,6 +182,8 @@ def read_model(
             compute = ComputeOptions(dtype=options.dtype, master_dtype=options.dtype)
             self_check(family, packed.stage_modules, RunOptions(compute=compute))
         chunks = build_chunks(family, packed.stage_modules, manifest.placement.stages_on(world.rank))
+        if device.type == "cpu":
+            compact_heap(is_sharded=False)  # nothing is planned for an evaluation
         for chunk in chunks:
             materialize(chunk, device=device, dtype=dtype)
         weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk))]

@@ -1,4 +1,4 @@
-"""Jobs on this machine: exec torchrun; and check that a request fits its manifest. No torch."""
+"""Jobs on this machine: exec torchrun. No torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def launch_here(
     arguments: Sequence[str], *, nproc_per_node: int, dry_run: bool, job: LocalJob | None = None,
     worker: str = "runner.train", quiet: bool = False,
 ) -> None:  # fmt: skip
-    """Replace this process by torchrun with so many workers; see `check_request`. A `job` is recorded in `log_dir`.
+    """Replace this process by torchrun with so many workers. A `job` is recorded in `log_dir`.
 
     Raises:
         UserError: torch is not installed or too old, or another job uses the log folder.

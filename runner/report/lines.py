@@ -13,7 +13,8 @@ from manifests.jsontext import kind_of
 
 Line = Mapping[str, Any]
 _MOST = 1 << 62
-_PER_RANK = ("data_s", "compute_s", "communication_s", "bubble_s")
+_MEASURED = ("data_s", "compute_s")
+_SIMULATED = ("communication_s", "bubble_s")  # in some steps of a large schedule
 _KINDS = "FBIWL"
 
 
@@ -57,9 +58,11 @@ def check_line(line: Line, where: str) -> None:
             _check_fields(line, where, needed if "save_error" not in line else ())
             break
     _check_fields(line, where, ())
-    lists = [line[name] for name in _PER_RANK if name in line]
-    if lists and ("step_s" not in line or len(lists) != len(_PER_RANK) or len(set(map(len, lists))) > 1):
-        problem = f"expected step_s, and {', '.join(_PER_RANK)} of the same pipeline ranks"
+    names = [name for name in (*_MEASURED, *_SIMULATED) if name in line]
+    is_complete = "step_s" in line and names in ([*_MEASURED], [*_MEASURED, *_SIMULATED])
+    if names and (not is_complete or len({len(line[name]) for name in names}) > 1):
+        expected = f"{' and '.join(_MEASURED)}, and {' and '.join(_SIMULATED)} or neither"
+        problem = f"expected step_s, {expected}, of the same pipeline ranks"
         raise LogError(where, problem, code="log.bad-field")
 
 
@@ -160,7 +163,7 @@ _FIELDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(("step", "rank", "microbatch", "base_nbytes", "planned_nbytes", "peak_nbytes"), _COUNT),
     **dict.fromkeys(("loss", "grad_norm", "eval_loss"), _NUMBER),
     **dict.fromkeys(("tokens_per_s", "step_s", "stall_s", "mfu", "ts"), _FINITE),
-    **dict.fromkeys(_PER_RANK, _SECONDS),
+    **dict.fromkeys((*_MEASURED, *_SIMULATED), _SECONDS),
     **dict.fromkeys(("num_stages", "num_ranks", "num_microbatches"), ("a number from 1 up", _is_positive)),
     **dict.fromkeys(("schedule", "checkpoint", "save_error"), _TEXT),
     "stages": ("a list of stages", _all_of(_is_count)),

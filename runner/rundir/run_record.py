@@ -42,8 +42,10 @@ def check_same_run(named: object, log_dir: Path, where: str) -> None:
     Raises:
         LogError: it is of another run.
     """
+    if not isinstance(named, str) or not named:
+        return
     expected = run_id(log_dir)
-    if expected and isinstance(named, str) and named not in ("", expected):
+    if expected not in ("", named):
         problem = f"is of run {named[:32]}, and {RUN_NAME} beside it of run {expected[:32]}"
         hint = "copy log folders whole: a file of another run was moved here, or this run's was lost"
         raise LogError(where, problem, hint, code="log.other-run")

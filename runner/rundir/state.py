@@ -49,7 +49,6 @@ def read_state(log_dir: Path) -> RunState | None:
     """Return how the last run ended; None if it left no state. That of another run is not this one's."""
     try:
         document = json.loads((log_dir / STATE_NAME).read_bytes())
-        check_same_run(document.get("run"), log_dir, STATE_NAME)
         state = RunState(
             step=int(document["step"]),
             ended=document["ended"],
@@ -57,6 +56,7 @@ def read_state(log_dir: Path) -> RunState | None:
             error=str(document.get("error", "")),
             error_code=str(document.get("error_code", "")),
         )
+        check_same_run(document.get("run"), log_dir, STATE_NAME)
     except (LogError, OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     return state if state.ended in get_args(Ended) else None

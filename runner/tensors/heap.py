@@ -7,8 +7,8 @@ their start take 59 s of processor time instead of 43. So only ranks that shard 
 it; others have one of 1 MiB, and return holes after each action: 52 s, and within 10 % of the plan.
 
 # Note [Host memory]
-`compact` does that. `fast` leaves malloc as it is. `auto` is fast where 1.5 times the plan, more than holes have been
-seen to take, fits into the rank's share of what the node has free.
+`compact` does that. `fast` leaves malloc as it is. `auto` is fast where 1.6 times the plan, more than peaks have been
+seen to reach, fits into the rank's share of what the node has free.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from manifests.command.sizes import show_bytes
 from manifests.models.memory import HostMemory
 
-_HOLES = 1.5
+_HOLES = 1.6
 _M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
 _LARGE_NBYTES, _LARGE_SHARD_NBYTES = 1 << 20, 256 << 10
 _LIBC = ctypes.CDLL(None)

@@ -14,7 +14,11 @@ def scheduler_of(name: str) -> Scheduler:
 
 def cluster_of(name: str) -> Cluster:
     """Return the scheduler of `--scheduler`."""
-    from runner.launch.schedulers import jobset, slurm
+    if name == "slurm":
+        from runner.launch.schedulers import slurm
 
-    clusters: dict[str, Cluster] = {"slurm": slurm, "jobset": jobset}
-    return clusters[name]
+        return slurm
+    assert name == "jobset", name
+    from runner.launch.schedulers import jobset
+
+    return jobset

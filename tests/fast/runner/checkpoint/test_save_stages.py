@@ -110,3 +110,13 @@ def test_existing_output_is_replaced_with_force_alone(place: Path, model: nn.Mod
     assert (error.value.code, reshard.open(out).manifest.training.step) == ("output.exists", 0)
     runner.save_stages(place / "pp1", 0, model, out, step=7, force=True)
     assert reshard.open(out).manifest.training.step == 7
+
+
+@pytest.mark.parametrize("models", [2, 0])
+def test_two_modules_of_one_name_and_no_module_are_refused(
+    models: int, place: Path, model: nn.Module, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        runner.save_stages(place / "pp1", 0, [model] * models, tmp_path / "out", step=0)
+    assert caught.value.code == ("model.duplicate-parameter" if models else "model.missing-parameter")
+    assert not (tmp_path / "out").exists()

@@ -81,3 +81,9 @@ def test_packed_folder_is_no_log_folder_of_any_verb(verb: str, tmp_path: Path) -
     assert code_of(verb, tmp_path) in ("launch.no-record", "log.unreadable")
     with pytest.raises(UserError):
         read_record(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '"x"', "3"])
+def test_state_that_is_no_object_is_no_state(text: str, tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text(text)
+    assert read_state(tmp_path) is None

@@ -324,3 +324,17 @@ def test_steps_that_not_every_rank_has_traced_are_left_out(tmp_path: Path) -> No
     assert [step.step for step in traces.steps] == [3]
     path.write_text(json.dumps({**document, "traceEvents": later}))
     assert read_run(tmp_path).traces is None
+
+
+@pytest.mark.parametrize("simulated", [{1}, {1, 4}, {3}])
+def test_steps_without_a_bubble_are_read_and_left_out_of_the_medians(simulated: set[int], tmp_path: Path) -> None:
+    lines = [
+        {name: value for name, value in line.items() if name not in ("communication_s", "bubble_s")}
+        if "loss" in line and line["step"] not in simulated
+        else line
+        for line in attempt(1, 5, 3.0)
+    ]
+    write_lines(tmp_path, lines)
+    assert len(read_run(tmp_path).steps) == 5
+    write_report(tmp_path, tmp_path / "report.html")
+    assert "<td>1</td><td>0.0</td><td>400.0</td><td>100.0</td><td>400.0</td>" in (tmp_path / "report.html").read_text()
