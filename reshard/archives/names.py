@@ -17,7 +17,7 @@ _DEEPSPEED = re.compile(
 def is_dcp(names: Collection[str]) -> bool:
     """Return whether a folder with these files is a DCP folder, all of whose `.distcp` files may be missing."""
     has_data = any(name.endswith(DATA_SUFFIX) for name in names)
-    return METADATA_NAME in names and (has_data or not any(name.endswith(".safetensors") for name in names))
+    return METADATA_NAME in names and (has_data or not any(name.endswith((".safetensors", ".bin")) for name in names))
 
 
 def is_deepspeed(names: Collection[str]) -> bool:

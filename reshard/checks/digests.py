@@ -9,6 +9,7 @@ from typing import Any
 
 from manifests.digest import PREFIX
 from manifests.errors import OutputError, Parameter, SourceError, UserError
+from manifests.index import DIGESTS_NAME
 from manifests.jsontext import parse_json_object
 from manifests.store import write_file
 from reshard.tensors.comparison import compare
@@ -17,7 +18,6 @@ from stores.base import Blocks, Folder, is_hidden, read_whole
 from stores.folders.probe import check_new_file
 from stores.local import LocalFolder
 
-DIGESTS_NAME = "digests.json"
 _VERSION = 1
 
 OnBytes = Callable[[int], object]

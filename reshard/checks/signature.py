@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from manifests.errors import InputError, ManifestError, OutputError, Parameter, SignatureError, refused_by_system
+from manifests.index import SIGNATURE_NAME
 from manifests.invariants import MANIFEST_NAME
 from manifests.store import write_file
 from stores.base import read_whole
@@ -23,7 +24,6 @@ from stores.folders.probe import check_new_file
 from stores.local import LocalFolder
 from stores.open import ReadManifest
 
-SIGNATURE_NAME = "manifest.sig"
 _MOST_NBYTES = 1 << 20  # of a signature; common ones take a few KB
 
 

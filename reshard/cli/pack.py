@@ -101,8 +101,13 @@ def pack(
     from reshard.api.pack import pack as run
     from reshard.report.done import hub_lines, pack_json, pack_text, part_json, part_text
 
+    if submission is not None:
+        from reshard.packing.options import PackOptions
+
+        PackOptions(out=out, virtual=virtual, verify_source=verify_source, force=force).check_divided("--parts")
+
     def show(prepared: PreparedPack) -> None:
-        """Print what is about to be packed; end here if it is not to be packed by this process."""
+        """Print what is about to be packed; exit if it was a dry run, or once the parts are submitted."""
         if submission is not None:
             submission.submit(source, prepared, dry_run=dry_run, as_json=as_json)
             raise click.exceptions.Exit

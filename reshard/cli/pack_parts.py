@@ -84,7 +84,6 @@ class Submission:
         from reshard.plans.partition import check_num_parts
 
         options = prepared.options
-        options.check_divided("--parts")
         check_num_parts("--parts", self.num_parts, prepared.shards)
         out, force = options.out, options.force
         if self.scheduler == "job":

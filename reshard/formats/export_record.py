@@ -14,7 +14,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from manifests.errors import InputError, UnreachableError
+from manifests.errors import InputError, Parameter, UnreachableError
 from manifests.jsontext import parse_json_object
 from manifests.store import read_small_file, write_file
 from reshard.archives.names import DATA_SUFFIX
@@ -75,7 +75,8 @@ def record_exported_objects(objects: ObjectTarget, names: Iterable[str]) -> None
     except UnreachableError:
         raise
     except InputError as error:
-        logger.warning("%s: could not record this export, so --force will not replace it later: %s", error.where, error)
+        again = f"could not record this export, so {Parameter('force', True)} will not replace it later"
+        logger.warning("%s: %s: %s", error.where, again, error)
 
 
 def _encoded(exports: Sequence[_Files]) -> bytes:

@@ -97,7 +97,10 @@ def links_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 
 def names_manifest(source: str) -> bool:
     """Return whether a source is a manifest (its file or folder); asks the server if it is remote."""
-    return find_format(source)[0] is table.MANIFEST
+    if _is_named(source):
+        return True
+    folder = open_store(source)
+    return not isinstance(folder, LocalFolder) and MANIFEST_NAME in folder.names()
 
 
 def _is_named(source: str) -> bool:
@@ -109,6 +112,8 @@ def _is_named(source: str) -> bool:
 def _folder_of_manifest(source: str) -> Folder:
     if not is_url(source):
         path = Path(source)
+        if not (path if path.name == MANIFEST_NAME else path / MANIFEST_NAME).exists():
+            raise no_manifest(source, path)
         return LocalFolder(path.parent if path.name == MANIFEST_NAME else path)
     folder = open_store(source.removesuffix(f"/{MANIFEST_NAME}"))
     if MANIFEST_NAME not in folder.names():

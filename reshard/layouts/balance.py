@@ -107,7 +107,7 @@ def _cost_of_each(request: Request, name: str, option: str) -> tuple[float, ...]
     costs: ModuleCosts | None = (request.costs or {}).get(name)
     if costs is None:
         hint = (
-            f"pass {Parameter('assumed.measured')} with the times that runner measure has written"
+            f"pass {Parameter('measured')} with the times that runner measure has written"
             if name == "time"
             else "pass a model: reshard plan SOURCE --layout " + shorten(request.spec)
         )
@@ -202,7 +202,7 @@ def _no_split(request: Request, problem: Problem, pins: list[Word], limit: int) 
         fewest = min(problem.in_flight)
         memory = tuple(fixed + fewest * more for fixed, more in zip(memory, problem.activations, strict=True))
     largest = max(range(len(modules)), key=lambda item: memory[item])
-    hint = f"raise limit=SIZE (or {Parameter('assumed.memory_limit')}), or use more ranks"
+    hint = "raise limit=SIZE, or use more ranks"
     if memory[largest] > free:
         reason = f"{modules[largest]} alone needs {memory[largest]:,.0f}"
     elif sum(memory) > free * placement.num_ranks:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, OutputError, refused_by_system
+from manifests.errors import InputError, OutputError, SourceError, refused_by_system
 from manifests.index import INDEX_NAME, has_index
 from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
@@ -139,10 +139,13 @@ class FolderParts:
         path = self._base / _MOVED_NAME
         if not path.is_file():
             return {}
-        moved = parse_json_object(read_small_file(path), str(path))
+        problem, hint = "is not a record of a commit", "remove it, and run the parts again"
+        try:
+            moved = parse_json_object(read_small_file(path), str(path))
+        except SourceError as error:
+            raise OutputError(str(path), problem, hint, code="output.damaged-parts") from error
         for name, nbytes in moved.items():
             if OF_PART.fullmatch(name) is None or problem_with_path(name) or type(nbytes) is not int:
-                problem, hint = "is not a record of a commit", "remove it, and run the parts again"
                 raise OutputError(str(path), problem, hint, code="output.damaged-parts")
         return moved
 

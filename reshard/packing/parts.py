@@ -21,7 +21,7 @@ from typing import Any
 
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import PREFIX, digest_bytes
-from manifests.errors import InputError, OutputError, Parameter, UnreachableError
+from manifests.errors import InputError, OutputError, Parameter, SourceError, UnreachableError
 from manifests.invariants import SOURCE_NAME, check_manifest
 from manifests.jsontext import parse_json_object
 from manifests.paths import problem_with_path
@@ -188,7 +188,11 @@ def _merge(place: PartsPlace, files: Mapping[str, FileFacts], folders: Collectio
         numbers = ", ".join(str(part.number) for part in missing)
         command: list[str] = next((record["command"] for record in records.values()), [])
         again = f"{missing[0].number}/{of}"
-        hint = f"run {shlex.join([*command, '--part', again])}" if command else f"pack {Parameter('part', again)}"
+        hint = (
+            f"run {shlex.join([*command, '--part', again])}"
+            if command
+            else f"pack again with {Parameter('part', again)}"
+        )
         problem = f"part{'s' if len(missing) > 1 else ''} {numbers} of {of} not finished"
         raise OutputError(place.where, problem, hint, code="output.missing-parts")
     for part, record in records.items():
@@ -246,10 +250,13 @@ def _read_record(place: PartsPlace, where: str) -> dict[str, Any]:
         OutputError: it is damaged, or names files outside of the part.
     """
     path = f"{place.address(where)}/{PART_NAME}"
-    record = parse_json_object(place.load(f"{where}/{PART_NAME}"), path)
+    data, damaged = place.load(f"{where}/{PART_NAME}"), "is not the record of a part"
+    try:
+        record = parse_json_object(data, path)
+    except SourceError as error:
+        raise OutputError(path, damaged, "run its part again", code="output.damaged-parts") from error
     if not _is_record(record):
-        problem, hint = "is not the record of a part", "run its part again"
-        raise OutputError(path, problem, hint, code="output.damaged-parts")
+        raise OutputError(path, damaged, "run its part again", code="output.damaged-parts")
     return record
 
 

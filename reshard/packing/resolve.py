@@ -35,7 +35,7 @@ from reshard.tensors.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from reshard.estimate.training_estimate import Forecast
 
-_SOLVED = re.compile(r"\s*(balance:|parameters\b|type:)")  # the spellings that take limit=
+_SOLVED = re.compile(r"\s*balance:")  # the spelling that takes limit=
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +199,7 @@ def lay_out_layers(
     layout = _read(request, inventory, costs)
     if measured and not balances_time(request.spec):
         problem, hint = f"{shorten(request.spec)} does not balance by time", "leave it out, or use balance:time"
-        raise UsageError(Parameter("assumed.measured"), problem, hint, code="options.conflict")
+        raise UsageError(Parameter("measured"), problem, hint, code="options.conflict")
     return layout
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from manifests.errors import Parameter, SourceError
+from manifests.errors import SourceError
 from reshard.tensors.lazy import STEP_NBYTES, WOULD_OVERFLOW, Buffer, read_blocks
 from stores.bundles import TensorAt
 
@@ -51,7 +51,7 @@ def cast_blocks(tensor: TensorAt, dtype: str) -> Iterator[Buffer]:
             raise SourceError(
                 f"{tensor.file}: {tensor.name!r}",
                 problem,
-                f"use {Parameter('dtype', 'bf16')} or fp32, which have a larger range than fp16",
+                "use bf16 or fp32, which have a larger range than fp16",
                 code=WOULD_OVERFLOW,
             )
         yield encoded

@@ -22,8 +22,11 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 STORED: Mapping[ExportDtype, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
-def cast_checkpoint(checkpoint: Checkpoint, wanted: ExportDtype) -> Checkpoint:
-    """Return a checkpoint with weights in the source's dtypes, or all parameters in one dtype.
+_DTYPE = Parameter("dtype")
+
+
+def cast_checkpoint(checkpoint: Checkpoint, wanted: ExportDtype, parameter: Parameter = _DTYPE) -> Checkpoint:
+    """Return a checkpoint with weights in the source's dtypes, or all parameters in one dtype, as a parameter says.
 
     Optimizer state and tensors that are not parameters keep their dtypes.
 
@@ -32,11 +35,13 @@ def cast_checkpoint(checkpoint: Checkpoint, wanted: ExportDtype) -> Checkpoint:
         UsageError: parameters are quantized.
     """
     tensors = dict(as_objects(checkpoint.tensors))
-    for fqn, dtype in _dtypes_of_source(checkpoint) if wanted == "source" else _one_dtype(checkpoint, STORED[wanted]):
+    for fqn, dtype in (
+        _dtypes_of_source(checkpoint) if wanted == "source" else _one_dtype(checkpoint, STORED[wanted], parameter)
+    ):
         tensor = tensors[fqn]
         if tensor.dtype != dtype and not {tensor.dtype, dtype} <= FLOATS:
             problem = f"cannot cast {tensor.dtype} to {dtype}, its dtype in the source"
-            hint = f"use {Parameter('dtype', 'bf16')} or {Parameter('dtype', 'fp32')}"
+            hint = f"use {Parameter(parameter.name, 'bf16')} or {Parameter(parameter.name, 'fp32')}"
             raise SourceError(f"{tensor.file}: {fqn!r}", problem, hint, code="source.cannot-cast")
         tensors[fqn] = cast_tensor(tensor, dtype)
     return replace(checkpoint, tensors=tensors)
@@ -66,7 +71,7 @@ def _dtypes_of_source(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
                 yield fqn, entry.dtype
 
 
-def _one_dtype(checkpoint: Checkpoint, wanted: str) -> Iterator[tuple[str, str]]:
+def _one_dtype(checkpoint: Checkpoint, wanted: str, parameter: Parameter) -> Iterator[tuple[str, str]]:
     """Yield each parameter with the `wanted` dtype."""
     shape = checkpoint.shape
     for fqn, tensor in checkpoint.tensors.items():
@@ -74,7 +79,7 @@ def _one_dtype(checkpoint: Checkpoint, wanted: str) -> Iterator[tuple[str, str]]
             continue
         if tensor.dtype not in FLOATS:
             raise UsageError(
-                Parameter("dtype"),
+                parameter,
                 f"cannot cast {fqn!r}, which is {tensor.dtype}",
                 "for quantized weights use reshard pack SOURCE --dequantize bf16",
                 code="source.cannot-cast",

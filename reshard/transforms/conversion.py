@@ -35,18 +35,18 @@ class Conversion:
         return self.dtype is not None or self.dequantize is not None
 
 
-def convert(checkpoint: Checkpoint, asked: Conversion) -> Checkpoint:
+def convert(checkpoint: Checkpoint, conversion: Conversion) -> Checkpoint:
     """Return a checkpoint whose tensors are converted when they are read.
 
     Raises:
         SourceError, UsageError: see `dequantize` and `cast_checkpoint`.
         UsageError: a cast of a training checkpoint, which has optimizer state.
     """
-    if asked.dequantize is not None:
+    if conversion.dequantize is not None:
         from reshard.transforms.dequantize import dequantize
 
-        checkpoint = dequantize(checkpoint, STORED[asked.dequantize])
-    if asked.dtype is not None:
+        checkpoint = dequantize(checkpoint, STORED[conversion.dequantize])
+    if conversion.dtype is not None:
         if checkpoint.moments:
             problem = "cannot cast the weights of a training checkpoint, which has optimizer state"
             raise UsageError(
@@ -55,5 +55,5 @@ def convert(checkpoint: Checkpoint, asked: Conversion) -> Checkpoint:
                 "leave it out; reshard export --dtype casts",
                 code="options.dtype-with-optimizer-state",
             )
-        checkpoint = cast_checkpoint(checkpoint, asked.dtype)
-    return replace(checkpoint, merges_slices=asked.merge_slices or checkpoint.merges_slices)
+        checkpoint = cast_checkpoint(checkpoint, conversion.dtype, Parameter("conversion.dtype"))
+    return replace(checkpoint, merges_slices=conversion.merge_slices or checkpoint.merges_slices)

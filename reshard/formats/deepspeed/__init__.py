@@ -1,1 +1,1 @@
-"""DeepSpeed's pipeline layers, ZeRO parts and Universal Checkpoints."""
+"""DeepSpeed's layers of a PipelineModule, and Universal Checkpoints."""

@@ -28,6 +28,7 @@ from reshard.formats.table import ListedTensor, Listing, OpenOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
 from reshard.tensors.comparison import check_coverage, drop_tensors, stored_in, trained_part, under_fqns, without_absent
 from reshard.tensors.source_index import SourceRecord
+from stores.address import is_url
 from stores.base import Folder, read_config
 from stores.bundles import TensorAt
 from stores.headers import each_of
@@ -37,6 +38,7 @@ _PARAMETER = re.compile(r"zero/([^/]+)/(fp32|exp_avg|exp_avg_sq|step)\.pt")
 _TIED = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 _NUMBERED = re.compile(r"(\d{1,6})\.(.+)")
 # Where slices were concatenated; whether rows that pad a vocabulary were cut off.
+_PARTITION_SUFFIX = "_optim_states.pt"  # of a rank, by ZeRO and its optimizers of bfloat16 and float16
 _OF_PARAMETER = {"param", "cat_dim", "vocab_tensor", "ep_is_expert_param"}
 _FP32 = "fp32"
 _OPTIMIZER = "optimizer"  # what `drop` calls the optimizer state
@@ -137,15 +139,20 @@ def read_step(step: Step) -> Saved:
         return _read_layers(step, layers)
     if parameters:
         return _read_universal(step, parameters)
-    problem = "has partitions of ZeRO, expected layers of a PipelineModule or a Universal Checkpoint"
-    raise SourceError(step.where, problem, _convert(step), code="source.zero-partitions")
+    if any(name.endswith(_PARTITION_SUFFIX) for name in names):
+        problem = "has partitions of ZeRO, expected layers of a PipelineModule or a Universal Checkpoint"
+        raise SourceError(step.where, problem, _convert(step), code="source.zero-partitions")
+    problem = "has neither layers of a PipelineModule nor a Universal Checkpoint"
+    hint = "save the model with transformers, or as a PipelineModule, or convert it to a Universal Checkpoint"
+    raise SourceError(step.where, problem, hint, code="source.no-layers")
 
 
 def _convert(step: Step) -> str:
     """Return how to convert partitions, from where DeepSpeed is installed."""
-    place = shlex.quote(step.where)
+    place = "STEP" if is_url(step.where) else shlex.quote(step.where)
     command = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
-    return f"{command} --input_folder {place} --output_folder {place}_universal; then pack {place}_universal"
+    hint = f"{command} --input_folder {place} --output_folder {place}_universal; then pack {place}_universal"
+    return hint if place != "STEP" else f"copy the folder to this machine as STEP; {hint}"
 
 
 def _read_layers(step: Step, names: Sequence[str]) -> Saved:

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator, Mapping
 from operator import eq
 from typing import Any
 
-from manifests.errors import ModelError, Parameter, SourceError
+from manifests.errors import ModelError, SourceError
 from reshard.formats.dcp.names import heads_of
 from reshard.formats.megatron.arguments import layers_with_experts, num_experts_of
 from reshard.formats.megatron.names import EMBEDDING, HEAD, MTP_COPIES, NORM, QKV, megatron_names
@@ -267,7 +267,7 @@ class MegatronModel:
 
     def _unknown(self, fqn: str) -> ModelError:
         problem = "Megatron-Core's model has no such tensor"
-        hint = f"reshard pack SOURCE --dequantize bf16, or {Parameter('drop')} it if it is not a weight of the model"
+        hint = f"reshard pack SOURCE --dequantize bf16, or --drop {fqn} if it is not a weight of the model"
         return ModelError(f"{self._where}: {fqn!r}", problem, hint, code="model.not-in-megatron")
 
 

@@ -11,6 +11,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 import reshard
+from reshard.estimate.costs import ModuleTime
 from tests.builders import llama_config, write_model
 
 Call = Callable[[Path], object]
@@ -52,6 +53,14 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
     ),
     ("assumed.schedule", "schedule.unknown"): (
         lambda at: reshard.plan(at / "model", "pp=2", assumed=A(schedule="none")),
+    ),
+    ("mtp", "options.invalid-value"): (
+        lambda at: reshard.layout("pp=2", layers=4, mtp=-1),
+        lambda at: reshard.layout("pp=2", layers=4, mtp="1"),
+    ),
+    ("layers", "options.invalid-value"): (lambda at: reshard.layout("pp=2", layers=10**8),),
+    ("measured", "options.conflict"): (
+        lambda at: reshard.layout("pp=2", layers=4, measured={"lm_head": ModuleTime(forward=1.0, backward=2.0)}),
     ),
     ("to", "options.invalid-value"): (lambda at: reshard.export(at / "packed", at / "new", to="nemo"),),
     ("names", "options.invalid-value"): (lambda at: reshard.export(at / "packed", at / "new", names="nemo"),),

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from reshard.formats import table
+from reshard.formats.open import find_format
 from reshard.formats.table import ExportTarget, Format
-from tests.builders import files_in, llama_config, llama_shapes, random_tensors, reshard, run, write_model
+from tests.builders import llama_config, llama_shapes, random_tensors, refusal, reshard, run, write_model
 
 CONFIG = llama_config()
 NPY = "tests.fast.reshard.formats.npy_folder"
@@ -58,4 +59,20 @@ def test_every_verb_has_a_format_of_the_table(packed: Path, tmp_path: Path) -> N
 
 def test_without_the_row_it_is_no_format(packed: Path, tmp_path: Path) -> None:
     assert reshard("export", packed, "--to", "npy", "--out", tmp_path / "exported").code == 2
-    assert "exported" not in files_in(tmp_path)
+    assert not (tmp_path / "exported").exists()
+
+
+def test_bare_config_and_a_manifest_that_is_missing_are_refused_by_what_they_lack(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    ended = reshard("plan", tmp_path / "model" / "config.json")
+    assert (ended.code, "Missing option '--layout'" in ended.err) == (2, True)
+    missing = tmp_path / "none" / "manifest.json"
+    assert refusal("check", missing).found[:2] == (3, "manifest.no-such-folder")
+
+
+def test_torch_shards_beside_a_stray_metadata_file_are_a_hugging_face_folder(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    (tmp_path / "model" / ".metadata").write_bytes(b"x")
+    assert find_format(str(tmp_path / "model"))[0].name == "huggingface"
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "pytorch_model.bin")
+    assert find_format(str(tmp_path / "model"))[0].name == "huggingface"

@@ -123,6 +123,7 @@ REFUSED = [
     ("Et*2|(tt|)*28,m|L", None, 61, 1, "layout.layer-count"),
     ("Et|tL", 2, 2, 1, "layout.layer-count"),
     ("||", 3, 1, 0, "layout.empty"),
+    ("Et*1 2|L", 2, 12, 0, "layout.bad-repeat"),
     ("Et|TL", 2, 2, 0, "layout.unknown-letter"),
     ("Et|xL", 2, 2, 0, "layout.unknown-letter"),
     ("Et|3L", 2, 2, 0, "layout.bad-repeat"),
@@ -139,7 +140,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=range(25))
+@pytest.mark.parametrize("case", REFUSED, ids=range(26))
 def test_bad_layout_strings_are_pointed_at(case, wording):
     *args, code = case
     error = refusal(*args)

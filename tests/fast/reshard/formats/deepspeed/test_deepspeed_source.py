@@ -204,6 +204,13 @@ def test_layers_that_are_not_the_models_are_refused(fault: str, tmp_path: Path) 
     assert refused(step, tmp_path) == code
 
 
+def test_step_of_a_plain_model_is_refused_without_a_word_of_partitions(tmp_path: Path) -> None:
+    _, step = copy("llama", tmp_path)
+    for path in (*step.glob("layer_*"), *step.glob("*_optim_states.pt")):
+        path.unlink()
+    assert refusal("plan", step, "--layout", "pp=2").found == (3, "source.no-layers", str(step))
+
+
 def test_partitions_of_zero_are_refused_with_how_to_convert_them(tmp_path: Path) -> None:
     folder, step = copy("llama", tmp_path)
     for path in step.glob("layer_*"):
