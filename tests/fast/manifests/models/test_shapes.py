@@ -1,20 +1,34 @@
-"""Every family's tensors, held against the files that transformers writes."""
+"""Every family's tensors, held against transformers' files, and public models' published sizes."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from manifests.models import ARCHITECTURES, model_shape, module_of
-from tests.fast.manifests.models.built import DECODERS, TINY, build, read_config, saved_tensors
+from tests.builders import HEAD, llama_config, llama_shapes
+from tests.fast.manifests.models.built import DECODERS, TINY, TRUE, TRUE_DECODERS, build, read_config, saved_tensors
+from tests.refusals import refusal
+from tests.steps import steps_of
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDINGS = {
+    "tiny-falcon": "transformer.word_embeddings",
+    "tiny-gpt2": "transformer.wte",
+    "tiny-mpt": "transformer.wte",
+    "tiny-opt": "model.decoder.embed_tokens",
+}
 VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    *((name, {}) for name in TINY),
-    *((name, {"tie_word_embeddings": True}) for name in TINY),
+    *((name, {}) for name in (*TINY, *DECODERS)),
+    *((name, {"tie_word_embeddings": True}) for name in (*TINY, *DECODERS)),
+    ("tiny-llama", {"num_key_value_heads": None}),
+    ("tiny-llama", {"num_key_value_heads": 1, "head_dim": 12}),
+    ("tiny-llama", {"head_dim": None, "attention_bias": True}),
+    ("tiny-llama", {"mlp_bias": True, "num_hidden_layers": 1}),
     ("tiny-mistral", {"head_dim": 12}),
     ("tiny-qwen3", {"attention_bias": True}),
     ("tiny-qwen3-moe", {"decoder_sparse_step": 2, "mlp_only_layers": [], "attention_bias": True}),
@@ -23,6 +37,15 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tiny-deepseek-v3", {"first_k_dense_replace": 0, "n_shared_experts": 2, "attention_bias": True}),
     ("tiny-deepseek-v3", {"first_k_dense_replace": 9}),
     ("tiny-gpt-oss", {"attention_bias": False}),
+    ("tiny-falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    ("tiny-falcon", {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}),
+    ("tiny-falcon", {"multi_query": False, "parallel_attn": False, "ffn_hidden_size": 48}),
+    ("tiny-gemma2", {"attention_bias": True, "head_dim": None}),
+    ("tiny-gpt2", {"n_inner": 48}),
+    ("tiny-opt", {"word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    ("tiny-opt", {"_remove_final_layer_norm": True, "enable_bias": False}),
+    ("tiny-opt", {"layer_norm_elementwise_affine": False}),
+    ("tiny-phi", {"qk_layernorm": True, "num_key_value_heads": 2}),
 )
 
 
@@ -36,21 +59,23 @@ def test_tensors_are_those_that_transformers_saves(name: str, changes: dict[str,
     shape, saved = model_shape(config), saved_tensors(tmp_path)
     tied = bool(changes.get("tie_word_embeddings"))
     assert saved == {fqn: dims for fqn, dims in shape.tensors.items() if not (tied and fqn == HEAD)}
-    assert shape.ties == (((EMBEDDING, HEAD),) if tied else ())
+    embedding = EMBEDDINGS.get(name, "model.embed_tokens")
+    assert shape.ties == (((f"{embedding}.weight", HEAD),) if tied else ())
     assert shape.num_params == sum(parameter.numel() for parameter in model.parameters())
     assert model_shape(asked).tensors == shape.tensors
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [*TINY, *DECODERS, *TRUE_DECODERS])
 def test_modules_hold_every_tensor_in_the_order_they_run(name: str) -> None:
     shape = model_shape(read_config(name))
-    layers = [f"model.layers.{index}" for index in range(4)]
-    assert shape.modules == ("model.embed_tokens", *layers, "model.norm", "lm_head")
-    assert (shape.num_layers, shape.hidden_size, shape.optional) == (4, 32, frozenset())
     by_module = shape.by_module()
     assert list(by_module) == list(shape.modules) == list(shape.work)
     assert [fqn for fqns in by_module.values() for fqn in fqns] == list(shape.tensors)
     assert all(module_of(fqn, shape.modules) == module for module, fqns in by_module.items() for fqn in fqns)
+    if name in TINY:
+        layers = [f"model.layers.{index}" for index in range(4)]
+        assert shape.modules == ("model.embed_tokens", *layers, "model.norm", "lm_head")
+        assert (shape.num_layers, shape.hidden_size, shape.optional) == (4, 32, frozenset())
 
 
 def test_every_architecture_has_a_tiny_config() -> None:
@@ -87,6 +112,208 @@ def test_checkpoint_without_its_mtp_layers_is_the_same_model_less_those() -> Non
     assert less.num_params == plain.num_params
     assert whole.without(()) == whole
     assert whole.without({"model.layers.5"}).modules == (*whole.modules[:6], "model.norm", "lm_head")
+
+
+def test_modules_go_by_the_names_of_the_model() -> None:
+    assert model_shape(read_config("gpt2")).modules == (
+        "transformer.wte", "transformer.wpe", *(f"transformer.h.{index}" for index in range(12)), "transformer.ln_f",
+        "lm_head",
+    )  # fmt: skip
+    assert model_shape(read_config("opt-350m")).modules == (
+        "model.decoder.embed_tokens", "model.decoder.project_in", "model.decoder.embed_positions",
+        *(f"model.decoder.layers.{index}" for index in range(24)), "model.decoder.project_out", "lm_head",
+    )  # fmt: skip
+
+
+def test_embedding_is_tied_where_transformers_ties_it_unless_the_config_says_otherwise() -> None:
+    tied = {"falcon-40b", "falcon-7b", "gemma-2-9b", "gemma-3-1b", "gpt2", "mpt-7b", "opt-125m", "opt-350m",
+            "opt-6.7b", "qwen2-0.5b"}  # fmt: skip
+    assert {name for name in TRUE_DECODERS if model_shape(read_config(name)).ties} == tied
+
+
+def test_files_without_the_head_leave_out_a_prefix() -> None:
+    shape = model_shape(read_config("gpt2"))
+    assert shape.fqn_of("h.3.attn.bias") == shape.fqn_of("transformer.h.3.attn.bias") == "transformer.h.3.attn.bias"
+    assert shape.fqn_of("wte.weight") == "transformer.wte.weight"
+    assert [shape.fqn_of(name) for name in ("lm_head.weight", "h.12.ln_1.weight", "score.weight")] == [
+        "lm_head.weight", "h.12.ln_1.weight", "score.weight",
+    ]  # fmt: skip
+    assert model_shape(read_config("qwen2-7b")).fqn_of("norm.weight") == "norm.weight"
+
+
+def test_llama_that_does_not_say_so_is_not_tied() -> None:
+    config = {field: value for field, value in llama_config().items() if field != "tie_word_embeddings"}
+    assert model_shape(config).ties == ()
+
+
+def test_builders_write_the_tensors_of_a_llama() -> None:
+    config = llama_config()
+    assert llama_shapes(config) == dict(model_shape(config).tensors)
+
+
+@pytest.mark.parametrize(
+    ("fqn", "module"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", "model.layers.1"),
+        ("model.layers.11.mlp.up_proj.weight", "model.layers.11"),
+        ("lm_head.weight", "lm_head"),
+        ("lm_head", "lm_head"),  # a parameter that is a module by itself
+        ("lm_headroom.weight", None),
+        ("model.layers.2.mlp.up_proj.weight", None),
+    ],
+)
+def test_module_of_a_tensor_is_its_longest_known_prefix(fqn: str, module: str | None) -> None:
+    assert module_of(fqn, {"model", "model.layers.1", "model.layers.11", "lm_head"} - {"model"}) == module
+
+
+# Totals of the models' safetensors files, as the hub shows them; gpt-oss's as unpacked (117B on its model card).
+PUBLISHED = {
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "gpt-oss-120b": 116_829_156_672,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-3-1b": 999_885_952,
+    "gpt2": 137_022_720 - 12 * 1024 * 1024,  # the file's causal masks are no parameters
+    "falcon-7b": 7_217_189_760 - 65_024 * 4_544,  # the file stores the tied head too
+    "mixtral-8x7b": 46_702_792_704,
+    "mpt-7b": 6_649_286_656,
+    "phi-2": 2_779_683_840,
+    "phi-3-mini": 3_821_079_552,
+    "qwen2-0.5b": 494_032_768,
+    "qwen2-7b": 7_615_616_512,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_as_published(name: str) -> None:
+    assert model_shape(read_config(name)).num_params == PUBLISHED[name]
+
+
+def test_deepseek_v3_is_671_billion_and_its_mtp_layer_the_rest() -> None:
+    shape = model_shape(read_config("deepseek-v3"))
+    main = shape.without(shape.optional)
+    routing_biases = sum(prod(dims) for fqn, dims in main.tensors.items() if fqn.endswith("e_score_correction_bias"))
+    # The published count takes the router's 58 x 256 biases for parameters; transformers has them as buffers.
+    assert main.num_params + routing_biases == 671_026_419_200
+    # README_WEIGHTS.md: 11.5B of its own, 0.9B embedding, 0.9B head.
+    assert f"{(shape.num_params - main.num_params) / 1e9:.1f}" == "13.5"
+
+
+@pytest.mark.parametrize("name", TRUE + TRUE_DECODERS)
+def test_parameters_are_those_that_transformers_builds(name: str) -> None:
+    shape = model_shape(read_config(name))
+    config = {key: value for key, value in read_config(name).items() if key != "quantization_config"}
+    config["architectures"] = [shape.architecture]
+    model = build(config, "meta")
+    assert shape.without(shape.optional).num_params == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_deepseek_v3_has_the_91991_tensors_and_689_gb_of_its_index_and_is_built_in_few_steps() -> None:
+    config = read_config("deepseek-v3")
+    shape = model_shape(config)
+    assert len(shape.tensors) == 91_991
+    assert steps_of(lambda: model_shape(config)) < 5 * 91_991
+    scales = {fqn for fqn in shape.tensors if fqn.endswith("_scale_inv")}
+    nbytes = sum(
+        prod(dims) * (4 if fqn in scales else 1 if f"{fqn}_scale_inv" in scales else 2)
+        for fqn, dims in shape.tensors.items()
+    )
+    assert f"{nbytes / 1e9:.0f}" == "689"
+    mtp = [fqn.removeprefix("model.layers.61.") for fqn in shape.tensors if fqn.startswith("model.layers.61.")]
+    assert len(mtp) == 1564
+    assert {
+        "embed_tokens.weight", "enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight",
+        "shared_head.head.weight",
+    } <= set(mtp)  # fmt: skip
+    assert "eh_proj.weight_scale_inv" not in mtp
+    assert shape.tensors["model.layers.61.self_attn.kv_a_proj_with_mqa.weight_scale_inv"] == (5, 56)
+
+
+def test_gpt_oss_stores_its_experts_as_blocks_and_scales() -> None:
+    shape = model_shape(read_config("gpt-oss-120b"))
+    layer = {
+        fqn.removeprefix("model.layers.0.mlp.experts."): dims
+        for fqn, dims in shape.tensors.items()
+        if fqn.startswith("model.layers.0.mlp.experts.")
+    }
+    assert layer == {
+        "gate_up_proj_bias": (128, 5760),
+        "gate_up_proj_blocks": (128, 5760, 90, 16),
+        "gate_up_proj_scales": (128, 5760, 90),
+        "down_proj_bias": (128, 2880),
+        "down_proj_blocks": (128, 2880, 90, 16),
+        "down_proj_scales": (128, 2880, 90),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "where"),
+    [
+        ("tiny-gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        ("tiny-gpt2", {"n_head": 5}, "n_head"),
+        ("tiny-mpt", {"no_bias": False}, "no_bias"),
+        ("tiny-mpt", {"expansion_ratio": 2}, "expansion_ratio"),
+        ("tiny-mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi"),
+        ("tiny-mpt", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln"),
+        ("tiny-mpt", {"attn_config": {"attn_type": "multiquery_attention"}},
+         "attn_config.attn_type"),
+        ("tiny-mpt", {"n_heads": 5}, "n_heads"),
+        ("tiny-falcon", {"apply_residual_connection_post_layernorm": True},
+         "apply_residual_connection_post_layernorm"),
+        ("tiny-falcon", {"new_decoder_architecture": True, "parallel_attn": False},
+         "parallel_attn"),
+        ("tiny-falcon", {"num_ln_in_parallel_attn": 2},
+         "num_ln_in_parallel_attn"),
+        ("tiny-falcon", {"num_attention_heads": 5},
+         "num_attention_heads"),
+        ("tiny-falcon", {"new_decoder_architecture": True, "num_kv_heads": 3},
+         "num_kv_heads"),
+        ("tiny-opt", {"num_attention_heads": 5}, "num_attention_heads"),
+        ("tiny-phi", {"num_attention_heads": 5}, "num_attention_heads"),
+        ("tiny-llama", {"num_attention_heads": 33, "num_key_value_heads": 33, "head_dim": None},
+         "num_attention_heads"),
+        ("tiny-phi3", {"num_key_value_heads": 3},
+         "num_key_value_heads"),
+    ],
+)  # fmt: skip
+def test_config_of_another_model_is_refused(
+    name: str, changes: dict[str, Any], where: str, wording: Callable[[str], None]
+) -> None:
+    error = refusal(lambda: model_shape(read_config(name, **changes)))
+    assert error.where == f"config.json: {where}"
+    wording(f"{error.code}: {error}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"architectures": None}, "unsupported-architecture"),
+        ({"architectures": ["OtherForCausalLM"]}, "unsupported-architecture"),
+        ({"architectures": ["A", "B"]}, "unsupported-architecture"),
+        ({"architectures": {}}, "unsupported-architecture"),
+        ({"hidden_size": None}, "invalid-field"),
+        ({"hidden_size": 0}, "invalid-field"),
+        ({"hidden_size": "16"}, "invalid-field"),
+        ({"vocab_size": True}, "invalid-field"),
+        ({"vocab_size": 32000.0}, "invalid-field"),
+        ({"vocab_size": 2**31}, "too-large"),
+        ({"num_hidden_layers": 10**12}, "too-large"),
+        ({"head_dim": -1}, "invalid-field"),
+        ({"num_key_value_heads": 3}, "inconsistent-fields"),
+        ({"num_key_value_heads": 8}, "inconsistent-fields"),
+        ({"tie_word_embeddings": "yes"}, "invalid-field"),
+        ({"attention_bias": 1}, "invalid-field"),
+    ],
+)
+def test_config_without_a_valid_model_is_refused(
+    changes: dict[str, Any], code: str, wording: Callable[[str], None]
+) -> None:
+    error = refusal(lambda: model_shape(llama_config(**changes)))
+    assert (error.code, error.where) == (f"config.{code}", f"config.json: {next(iter(changes))}")
+    wording(str(error))
 
 
 def below(module: str, tensors: Any) -> dict[str, tuple[int, ...]]:
