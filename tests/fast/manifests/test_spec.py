@@ -1,21 +1,29 @@
-"""SPEC.md is the contract: its tables are the types, and its reader reads what pack writes."""
+"""SPEC.md is the contract: its tables are the types, its readers read what pack writes, slices included."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import textwrap
+from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import manifests
 from manifests import schema
-from manifests.safetensors import DTYPE_BITS
+from manifests.headertext import TensorEntry
+from manifests.safetensors import DTYPE_BITS, Header, header_template, layout_tensors, parse_header, read_header
+from manifests.slices import SLICES_KEY, Slice, problem_with_slices, slice_metadata, slices_in
 from tests.builders import DTYPE_BITS as LIBRARY_BITS
 from tests.builders import HEAD, Tensor, llama_config, pack, write_model
+from tests.refusals import refusal
 
 SPEC = Path(manifests.__file__).with_name("SPEC.md").read_text()
 
@@ -71,3 +79,127 @@ def test_readers_of_the_specification_read_a_packed_model(tmp_path: Path, flags:
         for fqn, dtype, shape, data in names[reader](tmp_path / "out", stage)
     }
     assert found == {**tensors, HEAD: tensors["model.embed_tokens.weight"]}
+
+
+SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
+
+
+def cut(whole: tuple[int, ...], cuts: list[list[int]]) -> list[Slice]:
+    """Cut a tensor along every dimension, as a mesh of ranks does."""
+    bounds = [sorted({0, size, *(at % size for at in dim)}) for size, dim in zip(whole, cuts, strict=True)]
+    return [
+        Slice(
+            offset=tuple(begin for begin, _ in box),
+            shape=tuple(end - begin for begin, end in box),
+            whole_shape=whole,
+        )
+        for box in product(*(pairwise(dim) for dim in bounds))
+    ]
+
+
+def header_of(entries: tuple[TensorEntry, ...], metadata: dict[str, str]) -> Header:
+    raw = header_template(entries, metadata)[8:]
+    return parse_header(raw, data_nbytes=sum(entry.nbytes for entry in entries), where="shard")
+
+
+@given(
+    SIZES.flatmap(
+        lambda whole: st.tuples(st.just(whole), st.tuples(*[st.lists(st.integers(0, 9), max_size=3)] * len(whole)))
+    )
+)
+def test_slices_of_a_mesh_are_one_tensor_and_without_one_or_with_one_twice_they_are_not(drawn: Any) -> None:
+    whole, cuts = drawn
+    slices = cut(whole, cuts)
+    assert problem_with_slices(slices) is None
+    assert problem_with_slices(slices[::-1]) is None
+    assert problem_with_slices([*slices, slices[-1]]) is not None
+    if len(slices) > 1:
+        assert problem_with_slices(slices[1:]) is not None
+
+
+def test_slices_that_overlap_or_are_of_another_shape_are_named(wording: Callable[[str], None]) -> None:
+    one = Slice(offset=(0, 0), shape=(2, 4), whole_shape=(4, 4))
+    over = Slice(offset=(1, 0), shape=(2, 4), whole_shape=(4, 4))  # as many elements as the other half
+    other = Slice(offset=(2, 0), shape=(3, 4), whole_shape=(5, 4))
+    problems = [problem_with_slices(slices) for slices in ([one, over], [one, other], [one])]
+    assert len({*problems} - {None}) == 3
+    wording("\n".join(map(str, problems)))
+
+
+def test_parts_without_elements_do_no_harm() -> None:
+    whole = Slice(offset=(0,), shape=(4,), whole_shape=(4,))
+    assert problem_with_slices([whole, Slice(offset=(4,), shape=(0,), whole_shape=(4,))]) is None
+    assert problem_with_slices([Slice(offset=(), shape=(), whole_shape=())]) is None
+
+
+def test_header_gives_back_what_was_written() -> None:
+    slices = {
+        "a": Slice(offset=(2, 0), shape=(2, 3), whole_shape=(6, 3)),
+        "ü": Slice(offset=(0,), shape=(4,), whole_shape=(4,)),
+    }
+    entries = layout_tensors((name, "F32", part.shape) for name, part in slices.items())
+    header = header_of(entries, slice_metadata(slices))
+    assert slices_in(header, "shard") == slices
+    assert header.metadata["DCP_VERSION"] == "1.0"
+    assert slices_in(header_of(entries, {}), "shard") == {}
+
+
+GOOD = {"saved_offsets": [0], "shape": [4]}
+WHERE = f"shard: __metadata__.{SLICES_KEY}"
+
+
+@pytest.mark.parametrize(
+    ("table", "code", "place"),
+    [
+        ("{", "source.not-json", ""),
+        ([], "source.not-an-object", ""),
+        ({}, "header.invalid-slices", ""),
+        ({"a": GOOD, "b": GOOD}, "header.invalid-slices", ""),
+        ({"a": 1}, "header.invalid-slices", ": 'a'"),
+        ({"a": {"saved_offsets": [0]}}, "header.invalid-slices", ": 'a'"),
+        ({"a": {**GOOD, "shape": [-4]}}, "header.invalid-slices", ": 'a'.shape"),
+        ({"a": {**GOOD, "saved_offsets": [0, 0]}}, "header.invalid-slices", ": 'a'.saved_offsets"),
+        ({"a": {**GOOD, "saved_offsets": [True]}}, "header.invalid-slices", ": 'a'.saved_offsets"),
+        ({"a": {**GOOD, "shape": [3]}}, "header.invalid-slices", ": 'a'"),
+    ],
+)
+def test_header_with_a_wrong_description_of_slices_is_refused(
+    table: Any, code: str, place: str, wording: Callable[[str], None]
+) -> None:
+    text = table if isinstance(table, str) else json.dumps(table)
+    header = header_of(layout_tensors([("a", "F32", (4,))]), {SLICES_KEY: text})
+    error = refusal(lambda: slices_in(header, "shard"))
+    assert (error.code, error.where) == (code, f"{WHERE}{place}")
+    wording(str(error))
+
+
+GOLDEN = Path(__file__).parents[2] / "data/golden/shard-v1-slices.safetensors"
+IN_GOLDEN = {
+    "model.layers.0.mlp.down_proj.weight": Slice(offset=(0, 2), shape=(4, 2), whole_shape=(4, 4)),
+    "model.norm.weight": Slice(offset=(0,), shape=(4,), whole_shape=(4,)),
+}
+
+
+def test_golden_shard_is_read_and_written_as_it_was() -> None:
+    header = read_header(GOLDEN)
+    assert slices_in(header, "golden") == IN_GOLDEN
+    entries = layout_tensors((name, "U8", part.shape) for name, part in IN_GOLDEN.items())
+    written = header_template(entries, slice_metadata(IN_GOLDEN), header.digests("golden"))
+    assert GOLDEN.read_bytes() == written + bytes(range(12))
+
+
+def test_reader_of_the_specification_gives_each_slice_its_place(tmp_path: Path) -> None:
+    data, header = GOLDEN.read_bytes(), read_header(GOLDEN)
+    (tmp_path / "a.safetensors").write_bytes(data)
+    shard = {"path": "a.safetensors", "nbytes": len(data), "digest": header.digest}
+    document = {"format": "reshard-manifest", "version": 1, "stages": [{"spans": [], "shards": [shard]}]}
+    (tmp_path / "manifest.json").write_text(json.dumps(document))
+    spec = Path(manifests.__file__).with_name("SPEC.md").read_text()
+    code = textwrap.dedent(spec.partition("## Reading\n")[2].partition("A real reader")[0])
+    names: dict[str, Any] = {}
+    exec(compile(code, "SPEC.md", "exec"), names)
+    found = {fqn: (place, whole, data) for fqn, _, _, data, place, whole in names["stored_on_stage"](tmp_path, 0)}
+    assert found == {
+        fqn: (list(part.offset), list(part.whole_shape), data)
+        for (fqn, part), data in zip(IN_GOLDEN.items(), (bytes(range(8)), bytes(range(8, 12))), strict=True)
+    }

@@ -1,15 +1,20 @@
-"""Files of a checkpoint folder: read with checks, written whole."""
+"""Files of a checkpoint folder, read with checks and written whole; errors keep what they carry."""
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from manifests.digest import digest_bytes
+from manifests.errors import InputError, RankError, SourceError, UnreachableError, UsageError, UserError, error_json
 from manifests.safetensors import header_template, layout_tensors
 from manifests.schema import Shard
 from manifests.store import open_shard, read_small_file, write_file, write_manifest
@@ -123,3 +128,32 @@ def test_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "OSError: [Errno 27] File too large" in ended.stderr
     assert path.read_bytes() == b"old"
+
+
+KINDS = (UserError, UsageError, InputError, SourceError, UnreachableError, RankError)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_seen_from_further_out_keeps_every_attribute_but_its_place(kind: type[UserError]) -> None:
+    error = kind("a.json", "is empty", "download it again", code="source.empty")
+    error.is_elsewhere, error.exit_code = True, 7
+    seen = error.within("rank 2")
+    assert (type(seen), seen.where) == (kind, "rank 2: a.json")
+    assert {**vars(seen), "where": "a.json"} == vars(error)
+    assert error.where == "a.json"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_sent_between_processes_arrives_as_it_was(kind: type[UserError]) -> None:
+    error = kind("a.json", "is empty", "download it again", code="source.empty")
+    error.is_elsewhere, error.exit_code = True, 7
+    received = pickle.loads(pickle.dumps(error))
+    assert (type(received), vars(received)) == (kind, vars(error))
+
+
+def test_json_form_carries_the_code() -> None:
+    error = InputError("a.json", "is empty", code="source.empty")
+    assert json.loads(error_json(error)) == {
+        "version": 1,
+        "error": {"code": "source.empty", "where": "a.json", "problem": "is empty", "hint": ""},
+    }
