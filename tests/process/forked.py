@@ -31,8 +31,15 @@ from tests.process.torchrun import ROOT, fork_context
 class Forked:
     """A forked command, with what tests use of `subprocess.Popen`."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
-        target = (tuple(arguments), dict(environment), output)
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: Path,
+        errors: Path | None = None,
+        module: str = "runner.cli",
+    ) -> None:
+        target = (("-m", module, *arguments), dict(environment), output, errors or output)
         self._process: ForkServerProcess = fork_context().Process(target=_begin, args=target)
         self._process.start()
         assert self._process.pid is not None
@@ -81,18 +88,17 @@ class _Rank:
         return code
 
 
-def _begin(arguments: Sequence[str], environment: dict[str, str], output: Path) -> NoReturn:
+def _begin(command: Sequence[str], environment: dict[str, str], output: Path, errors: Path) -> NoReturn:
     from torch.distributed.elastic.multiprocessing import subprocess_handler
 
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
+    for stream, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     gc.freeze()
     handler: Any = subprocess_handler.subprocess_handler.SubprocessHandler
     handler._popen = lambda self, command, own: _fork(command, own)
     os.execve = lambda path, command, own: _run(command, own)  # type: ignore[assignment]
     os.chdir(ROOT)
-    _run(["-m", "runner.cli", *arguments], environment)
+    _run(command, environment)
 
 
 def _fork(command: Sequence[str], environment: Mapping[str, str]) -> _Rank:

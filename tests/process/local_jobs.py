@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.builders import pack
@@ -34,6 +35,25 @@ def runner(*arguments: object, **environment: str) -> subprocess.CompletedProces
     return subprocess.run(
         command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=110
     )
+
+
+def forked_runner(
+    *arguments: object, output: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the `runner` command to its end as `runner` does, forked from a process that has imported torch.
+
+    Its standard output goes to a file, if one is given.
+    """
+    words = [str(word) for word in arguments]
+    with TemporaryDirectory() as place:
+        streams = (output or Path(place, "output"), Path(place, "errors"))
+        process = Forked(words, {**os.environ, **environment}, *streams)
+        try:
+            code = process.wait(110)
+        finally:
+            process.kill()
+        out, err = ("" if path == output else path.read_text() for path in streams)
+    return subprocess.CompletedProcess(words, code, out, err)
 
 
 class Run:

@@ -19,6 +19,7 @@ import pytest
 
 from runner.launch.supervisor import agent_command
 from tests.builders import flip, weights_path
+from tests.process.forked import Forked
 from tests.process.local_jobs import ROOT, SMALL, Run, launched, pack_tiny, wait_until_gone
 from tests.process.torchrun import started
 
@@ -119,21 +120,22 @@ def damage(bad: Path) -> str:
     return rf"{PLACE}: {shard}: '.+'"
 
 
-def run_all(command: Sequence[str | Path], environments: Sequence[dict[str, str]]) -> tuple[list[int], list[str]]:
-    """Run a command in all these environments at once; return their exit codes and what they printed."""
+def run_all(
+    command: Sequence[str | Path], environments: Sequence[dict[str, str]], place: Path
+) -> tuple[list[int], list[str]]:
+    """Fork a command in all these environments at once; return their exit codes and what they say of errors."""
+    module, *words = map(str, command[command.index("-m") + 1 :])
+    errors = [place / f"errors-{number}" for number in range(len(environments))]
     running = [
-        subprocess.Popen(
-            command, cwd=ROOT, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        )
-        for environment in environments
-    ]  # fmt: skip
+        Forked(words, {**os.environ, **environment}, Path(os.devnull), file, module)
+        for environment, file in zip(environments, errors, strict=True)
+    ]
     try:
-        said = [process.communicate(timeout=150)[1] for process in running]
+        codes = [process.wait(timeout=150) for process in running]
     finally:
         for process in running:
             process.kill()
-    return [process.returncode for process in running], said
+    return codes, [file.read_text() for file in errors]
 
 
 def free_port() -> str:
@@ -147,7 +149,7 @@ def test_peers_of_a_rank_with_a_bad_shard_exit_with_code_5_and_one_of_them_repor
     command = [sys.executable, "-m", "runner.train", bad / "manifest.json", "--steps", "3", *SMALL]
     meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     ranks = [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    codes, said = run_all([*command, "--log-dir", tmp_path], ranks)
+    codes, said = run_all([*command, "--log-dir", tmp_path], ranks, tmp_path)
     assert codes == [5, 3], said
     assert re.match(rf"error: {damage(bad)}: ", said[0])
     assert said[1] == ""
@@ -160,7 +162,7 @@ def test_nodes_that_fail_together_print_one_message(bad: Path, tmp_path: Path) -
         str(bad / "manifest.json"), training, nnodes=2, nproc_per_node=1, shutdown_s=8, python=sys.executable
     )
     meeting = {"PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": free_port()}
-    codes, said = run_all(agent, [{**meeting, "PET_NODE_RANK": str(number)} for number in range(2)])
+    codes, said = run_all(agent, [{**meeting, "PET_NODE_RANK": str(number)} for number in range(2)], tmp_path)
     assert codes == [3, 3], said
     assert [line for line in said[0].splitlines() if not line.startswith("host memory: ")] == []
     assert re.match(rf"error: {damage(bad)}: ", said[1])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from tests.fast.manifests.models.built import TINY
 from tests.fast.runner.models.decoders import VARIANTS, Variant, variant_ids
 from tests.fast.runner.models.titans import TITANS, YARN, load, save_titan
 from tests.fast.runner.tiny import load_model, save_model
-from tests.process.local_jobs import ROOT, runner
+from tests.process.local_jobs import forked_runner
 from tests.process.torchrun import launch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
@@ -222,7 +220,7 @@ def loss_alone(folder: Path, windows: list[list[int]]) -> tuple[float, int]:
 
 
 def test_loss_is_printed_as_one_json_object(place: Path) -> None:
-    done = runner("eval", place / "pp=2", "--data", place / "text.jsonl", "--seq-len", 32, "--json")
+    done = forked_runner("eval", place / "pp=2", "--data", place / "text.jsonl", "--seq-len", 32, "--json")
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     expected, count = loss_of(load_model(place / "source"), place / "text.jsonl")
@@ -231,9 +229,7 @@ def test_loss_is_printed_as_one_json_object(place: Path) -> None:
 
 
 def test_loss_that_cannot_be_printed_is_said_in_a_sentence(place: Path) -> None:
-    command = [sys.executable, "-m", "runner.cli", "eval", place / "pp=1", "--data", place / "text.jsonl"]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = forked_runner("eval", place / "pp=1", "--data", place / "text.jsonl", output=Path("/dev/full"))
     assert done.returncode == 3, done.stderr
     assert "standard output: " in done.stderr
     assert "Traceback" not in done.stderr

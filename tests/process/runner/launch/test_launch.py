@@ -23,7 +23,7 @@ from runner.preflight.torch_version import TESTED
 from stores.open import open_manifest
 from tests.builders import pack, reshard
 from tests.fast.runner.tiny import save_model
-from tests.process.local_jobs import ROOT, runner
+from tests.process.local_jobs import ROOT, forked_runner, runner
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 from tests.process.torchrun import started
 
@@ -81,8 +81,8 @@ def test_trained_weights_export_to_a_folder_that_transformers_loads_with_the_sam
     packed: Path, text: Path, tmp_path: Path
 ) -> None:
     trained, exported = tmp_path / "trained", tmp_path / "exported"
-    done = launch(
-        packed, "--", "--data", text, "--eval-data", text, *SMALL, "--no-pack",
+    done = forked_runner(
+        "launch", packed, "--", "--data", text, "--eval-data", text, *SMALL, "--no-pack",
         "--save", trained, "--log-dir", tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

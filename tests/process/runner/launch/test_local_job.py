@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests.process.local_jobs import ROOT, launched, runner, wait_until_gone
+from tests.process.local_jobs import ROOT, forked_runner, launched, wait_until_gone
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
 def status(log: Path) -> dict[str, Any]:
-    done = runner("status", log, "--json")
+    done = forked_runner("status", log, "--json")
     assert done.returncode == 0, done.stdout
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -37,26 +37,26 @@ def test_job_is_watched_and_cancelled_by_its_log_folder_and_saves(packed: Path, 
         assert found["last_step"] >= 3
         assert Path(found["last_checkpoint"]).parent == history
         assert (found["error"], found["silent_ranks"]) == (None, [])
-        lines = runner("status", log).stdout.splitlines()
+        lines = forked_runner("status", log).stdout.splitlines()
         assert lines[0] == f"pp2: local job {run.process.pid} is RUNNING on {socket.gethostname()}"
         assert lines[1].startswith("step ")
-        assert " step 1/100000  loss " in runner("logs", log).stdout
-        assert "[rank 1 stage 1] loaded" in runner("logs", log, "--rank", "1").stdout
-        second = runner("launch", packed, "--log-dir", log, "--", "--data", "synthetic")
+        assert " step 1/100000  loss " in forked_runner("logs", log).stdout
+        assert "[rank 1 stage 1] loaded" in forked_runner("logs", log, "--rank", "1").stdout
+        second = forked_runner("launch", packed, "--log-dir", log, "--", "--data", "synthetic")
         assert second.returncode == 2
         assert second.stderr.startswith(f"error: --log-dir {log}: ")
         assert f"process {run.process.pid}" in second.stderr
         follower = [sys.executable, "-m", "runner.cli", "logs", log, "-f"]
         following = subprocess.Popen(follower, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         pids = run.ranks()
-        assert runner("cancel", log).stdout == f"cancelled local job {run.process.pid}\n"
+        assert forked_runner("cancel", log).stdout == f"cancelled local job {run.process.pid}\n"
         assert run.process.wait(timeout=60) == 130, run.said
         assert "stopped by a signal after step" in following.communicate(timeout=60)[0]
         wait_until_gone(pids, 1)
     found = status(log)
     assert found["state"] == "STOPPED"
     assert found["last_checkpoint"] == str(history / f"step-{run.state['step']:06d}")
-    assert runner("cancel", log).returncode == 0  # it has ended, and stays as it is
+    assert forked_runner("cancel", log).returncode == 0  # it has ended, and stays as it is
 
 
 def test_forced_cancel_kills_launcher_and_ranks_at_once(packed_alone: Path, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_forced_cancel_kills_launcher_and_ranks_at_once(packed_alone: Path, tmp_
         run.wait_for_step(3)
         pids = run.ranks()
         begun_s = time.monotonic()
-        assert runner("cancel", log, "--force").returncode == 0
+        assert forked_runner("cancel", log, "--force").returncode == 0
         wait_until_gone([*pids, run.process.pid], 5)
         assert time.monotonic() - begun_s < 30
     assert status(log)["state"] == "KILLED"
@@ -80,7 +80,7 @@ def test_process_that_has_the_jobs_number_by_chance_is_not_the_job(tmp_path: Pat
         (tmp_path / "job.json").write_text(json.dumps(record))
         assert status(tmp_path)["state"] == "KILLED"
         for force in ((), ("--force",)):
-            assert runner("cancel", tmp_path, *force).returncode == 0
+            assert forked_runner("cancel", tmp_path, *force).returncode == 0
         assert stranger.poll() is None
     finally:
         stranger.kill()
@@ -92,6 +92,6 @@ def test_job_of_another_machine_is_not_looked_for_here(tmp_path: Path) -> None:
               "host": "elsewhere", "birth": "another boot 17"}  # fmt: skip
     (tmp_path / "job.json").write_text(json.dumps(record))
     for verb in ("status", "cancel"):
-        done = runner(verb, tmp_path)
+        done = forked_runner(verb, tmp_path)
         assert done.returncode == 3
         assert done.stderr.startswith(f"error: job {os.getpid()}: runs on elsewhere, ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tests.process.runner.pipeline.parity_cases import (
     FROM_CSV,
     HALF,
     LLAMA,
+    NORMAL,
     OPTIM,
     PLANTED,
     REPLICATED,
@@ -49,20 +50,25 @@ NAMED: dict[str, Any] = {"ids": lambda case: case.name}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model of each family, with a head of its own and with a tied one."""
-    models = tmp_path_factory.mktemp("models")
-    for weights in ("untied", "tied"):
+    """A small model of each family that is asked for, with a head of its own or a tied one; see `save_models`."""
+    return tmp_path_factory.mktemp("models")
+
+
+def save_models(models: Path, cases: Iterable[Case]) -> None:
+    for family, weights in {(case.family, case.weights) for case in cases}:
+        folder = folder_of(models, family, weights)
         tied = {"tie_word_embeddings": weights == "tied", "pad_token_id": 7}  # whose row the embedding does not train
-        save_model(folder_of(models, LLAMA, weights), **tied)
-        for family, changes in CHANGES.items():
-            save_titan(folder_of(models, family, weights), family, **changes, **tied)
-    return models
+        if not folder.exists() and family == LLAMA:
+            save_model(folder, **tied)
+        elif not folder.exists():
+            save_titan(folder, family, **CHANGES[family], **tied)
 
 
 @pytest.fixture(scope="module")
 def runs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every case but the slow ones, run by real ranks: one launch for each number of them."""
     out = tmp_path_factory.mktemp("runs")
+    save_models(models, NORMAL)
     for num_ranks in (1, 2, 4):
         launch(num_ranks, "runner/pipeline/parity_worker.py", models, out, "normal", timeout_s=500)
     return out
@@ -74,8 +80,9 @@ def slow_runs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
     @cache
     def run(family: str) -> Path:
-        out = tmp_path_factory.mktemp(f"slow_{family}")
-        for num_ranks in sorted({case.num_ranks for case in SLOW if case.family == family}):
+        out, cases = tmp_path_factory.mktemp(f"slow_{family}"), [case for case in SLOW if case.family == family]
+        save_models(models, cases)
+        for num_ranks in sorted({case.num_ranks for case in cases}):
             launch(num_ranks, "runner/pipeline/parity_worker.py", models, out, family, timeout_s=900)
         return out
 

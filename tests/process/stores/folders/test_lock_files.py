@@ -14,7 +14,7 @@ import pytest
 
 from manifests.errors import InputError
 from stores.folders.lock import birth_of, locking
-from tests.process.local_jobs import ROOT, SMALL, runner
+from tests.process.local_jobs import ROOT, SMALL, forked_runner
 from tests.process.torchrun import started
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
@@ -161,7 +161,7 @@ def test_process_with_the_number_of_a_dead_holder_is_not_taken_for_it(tmp_path: 
 def test_two_launches_into_one_log_folder_at_once_start_one_job(packed_alone: Path, tmp_path: Path) -> None:
     words = ["launch", str(packed_alone), "--log-dir", str(tmp_path / "log"), "--", *SMALL, "--steps", "2"]
     with ThreadPoolExecutor(2) as pool:
-        done = list(pool.map(lambda _: runner(*words), range(2)))
+        done = list(pool.map(lambda _: forked_runner(*words), range(2)))
     codes = sorted(each.returncode for each in done)
     assert codes[0] == 0, [each.stderr for each in done]
     assert codes[1] in (2, 3), [each.stderr for each in done]
