@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from typing import get_args
 
 import torch
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UnreachableError
 from manifests.invariants import SOURCE_FILES
+from manifests.models.memory import HostMemory
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
@@ -315,15 +317,21 @@ def _plan_memory(
 ) -> int:
     """Return this rank's planned memory, and set up the heap for it; see Note [Host memory] in heap.py."""
     table = timetable.planned(share_of(options.batch, mesh.degrees.data).num_microbatches)
-    is_cuda = device.type == "cuda"
-    estimate = planned_memory(launched.shape, launched.stage_modules, table, options, mesh.degrees, is_fused=is_cuda)
-    planned_nbytes = estimate.ranks[mesh.pipeline_rank].total
-    if not is_cuda:
-        is_sharded = mesh.degrees.shard * mesh.degrees.tensor > 1
-        line = set_up_heap(options.host_memory, planned_nbytes, world.local_size, is_sharded=is_sharded)
-        if mesh.rank == 0:
-            logger.info("%s", line)
-    return planned_nbytes
+
+    def planned_nbytes(policy: HostMemory | None) -> int:
+        estimate = planned_memory(
+            launched.shape, launched.stage_modules, table, options, mesh.degrees, host_memory=policy
+        )
+        return estimate.ranks[mesh.pipeline_rank].total
+
+    if device.type == "cuda":
+        return planned_nbytes(None)
+    by_policy = {policy: planned_nbytes(policy) for policy in get_args(HostMemory)}
+    is_sharded = mesh.degrees.shard * mesh.degrees.tensor > 1
+    policy, line = set_up_heap(options.host_memory, by_policy, world.local_size, is_sharded=is_sharded)
+    if mesh.rank == 0:
+        logger.info("%s", line)
+    return by_policy[policy]
 
 
 def _build_engine(

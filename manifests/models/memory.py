@@ -16,6 +16,12 @@ which is then not counted among the activations as well, and the gradient of its
 memory until it has arrived: one result, and the one computed meanwhile; see Note [Waiting for sends] in
 runner/pipeline/torch_runtime.py.
 
+# Note [Holes]
+On CPUs, malloc keeps freed memory. The optimizer's state is allocated when the activations of the first step are freed,
+and so lies in their place; the next step needs other memory for its own. With FSDP, the same is true of the weights and
+gradients that a step gathers and frees. `compact` ranks return this memory to the system, `fast` ones do not. Plans
+without a policy are of GPUs.
+
 On the CPU, oneDNN computes a bfloat16 matrix product in a float32 buffer of its result's size, and then rounds it (2.99
 times the result, measured with torch 2.13). The largest of a module's is the gradient of a weight.
 """
@@ -23,7 +29,7 @@ times the result, measured with torch 2.13). The largest of a module's is the gr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from manifests.errors import UsageError
@@ -42,7 +48,7 @@ from manifests.schedules import (
 FP32_NBYTES = 4
 MOST_IN_TRANSIT = 2  # results of a stage in one direction that have been computed, and of which one is in transit
 Recompute = Literal["none", "full", "selective"] | int  # a number N: every Nth layer
-HostMemory = Literal["auto", "fast", "compact"]  # what ranks on CPUs do with freed memory; plans are of compact ones
+HostMemory = Literal["fast", "compact"]  # what ranks on CPUs do with freed memory, see Note [Holes]
 # Matrices that every tensor-parallel rank has whole, by the end of their names: routers and projections to latents.
 _WHOLE = (".gate.weight", ".router.weight", ".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
 
@@ -101,12 +107,16 @@ class Training:
     tensor: int = 1  # --tp
     recompute: Recompute = "none"  # --ac
     loss_chunk: int | None = None  # --loss-chunk, in tokens
-    # Norms, the optimizer step, and the rounding of bfloat16 products: on the CPU they are several operations.
-    is_fused: bool = True
+    host_memory: HostMemory | None = None  # None: on GPUs
 
     @property
     def num_tokens(self) -> int:
         return self.microbatch * self.seq_len
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether norms, the optimizer step, and the rounding of bfloat16 products are one operation each."""
+        return self.host_memory is None
 
     @property
     def is_sharded(self) -> bool:
@@ -124,7 +134,7 @@ class Memory:
     """Memory in use at the peak of a step; `state` is what is in use at any time.
 
     Units: bytes.
-    Not included: buffers such as the rotary cache, the network's own, and allocator fragmentation.
+    Not included: buffers such as the rotary cache, the network's own, and fragmentation of a GPU's memory.
     """
 
     weights: int = 0
@@ -132,7 +142,7 @@ class Memory:
     optimizer: int = 0  # its state, and what FSDP keeps sharded or a master copy
     activations: int = 0
     receive_buffers: int = 0  # activations and gradients from other ranks, and those in transit to them
-    temporary: int = 0  # of the operation or the optimizer step that needs the most besides
+    temporary: int = 0  # of the operation or the optimizer step that needs the most besides; and Note [Holes]
 
     @property
     def state(self) -> int:
@@ -142,6 +152,14 @@ class Memory:
     @property
     def total(self) -> int:
         return self.state + self.activations + self.receive_buffers + self.temporary
+
+    def with_holes(self, training: Training) -> Memory:
+        """Return the memory of ranks that train so, with what malloc keeps of it; see Note [Holes]."""
+        if training.host_memory != "fast":
+            return self
+        gathered = self.weights + self.gradients if training.shard > 1 else 0
+        holes = min(self.total - self.state, self.optimizer) + gathered
+        return replace(self, temporary=self.temporary + holes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +233,10 @@ def estimate_memory(
                 temporary=max((part.temporary for part in parts), default=0),  # one stage runs at a time
             )
         )
-    return MemoryEstimate(stages=tuple(by_stage), ranks=tuple(by_rank))
+    return MemoryEstimate(
+        stages=tuple(memory.with_holes(training) for memory in by_stage),
+        ranks=tuple(memory.with_holes(training) for memory in by_rank),
+    )
 
 
 def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str, int]:

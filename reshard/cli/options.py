@@ -163,6 +163,10 @@ _TRAINING = (
         help="Compute logits and loss in chunks of this many tokens.",
     ),
     click.option(
+        "--host-memory", type=click.Choice(["fast", "compact"]), show_default="ranks on GPUs",
+        help="Estimate the memory of ranks on CPUs that reuse freed memory (fast), or return it (compact).",
+    ),
+    click.option(
         "--gpu-memory", "memory_limit", metavar="SIZE",
         callback=lambda _, __, text: None if text is None else _size("--gpu-memory", text),
         help="Memory per rank, such as 80GB (read as 80GiB); a layout that is solved for stays within it.",

@@ -21,7 +21,7 @@ _GROUPS = {
     "What and where": ("layout", "pp", "write", "draw", "theme", "force", "drop", "model", "as_json", "quiet"),
     "Training step": (
         "memory_limit", "schedule", "num_microbatches", "microbatch", "seq_len", "policy", "recompute", "loss_chunk",
-        "measured",
+        "host_memory", "measured",
     ),
     "Clusters": ("replicate", "shard", "tensor"),
 }  # fmt: skip

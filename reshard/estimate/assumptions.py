@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from manifests.errors import Parameter, UsageError, check_choice, check_count
-from manifests.models.memory import Recompute
+from manifests.models.memory import HostMemory, Recompute
 from manifests.placement import Placement
 from manifests.schedules import default_schedule
 from reshard.estimate.costs import ModuleTime
@@ -28,7 +28,8 @@ class Assumptions:
     weights and optimizer state in fp32. `replicate` is the number of data-parallel replicas of each stage (DDP, HSDP),
     `shard` that of the ranks that shard it (FSDP), and `tensor` the tensor-parallel degree. `recompute` is activation
     checkpointing: "none", "full", "selective" (all but matrix products), or N for every Nth layer. Logits and loss are
-    computed in chunks of `loss_chunk` tokens; None: of a whole microbatch. `measured` has the time of each module.
+    computed in chunks of `loss_chunk` tokens; None: of a whole microbatch. `host_memory` is what ranks on CPUs do with
+    freed memory; None: on GPUs. `measured` has the time of each module.
 
     Units: `memory_limit` in bytes per rank, `measured` in seconds per microbatch.
     """
@@ -43,6 +44,7 @@ class Assumptions:
     tensor: int = 1
     recompute: Recompute = "none"
     loss_chunk: int | None = None
+    host_memory: HostMemory | None = None
     memory_limit: int | None = None
     measured: Mapping[str, ModuleTime] | None = None
 
@@ -71,6 +73,8 @@ def check_assumptions(assumed: Assumptions) -> None:
     kinds, *_ = get_args(Recompute)
     if type(assumed.recompute) is not int:
         check_choice(Parameter("assumed.recompute"), assumed.recompute, get_args(kinds))
+    if assumed.host_memory is not None:
+        check_choice(Parameter("assumed.host_memory"), assumed.host_memory, get_args(HostMemory))
     counts = {
         "num_microbatches": assumed.num_microbatches,
         "microbatch": assumed.microbatch,

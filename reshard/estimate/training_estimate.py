@@ -122,6 +122,7 @@ def training_of(assumed: Assumptions) -> Training:
         tensor=assumed.tensor,
         recompute=assumed.recompute,
         loss_chunk=assumed.loss_chunk,
+        host_memory=assumed.host_memory,
     )
 
 

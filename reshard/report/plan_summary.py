@@ -97,6 +97,7 @@ def plan_json(planned: PlanResult, traffic: Traffic | None = None) -> dict[str, 
             "tp": assumed.tensor,
             "ac": assumed.recompute,
             "loss_chunk": assumed.loss_chunk,
+            "host_memory": assumed.host_memory,
             "memory_limit_nbytes": assumed.memory_limit,
             "times": "measured" if assumed.measured else "flops",
             "work": "estimated" if planned.shape.is_estimated else "exact",
@@ -179,6 +180,7 @@ def _shown(assumed: Assumptions) -> str:
         "tp": assumed.tensor,
         "ac": assumed.recompute,
         "loss-chunk": assumed.loss_chunk,
+        "host-memory": assumed.host_memory,
     }
     return ", ".join([assumed.policy, *(f"{name}={value}" for name, value in values.items() if value not in _USUAL)])
 

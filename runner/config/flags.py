@@ -78,10 +78,10 @@ class TrainOptions:
         "--check-ties-every", type=WholeNumber(min=1), written_default=100, metavar="N",
         help="Check every N steps, and before every checkpoint, that replicas of tied weights are equal.",
     )  # fmt: skip
-    host_memory: HostMemory = flag(
-        "--host-memory", type=click.Choice(get_args(HostMemory)), default="auto",
+    host_memory: HostMemory | Literal["auto"] = flag(
+        "--host-memory", type=click.Choice(["auto", *get_args(HostMemory)]), default="auto",
         help="On CPUs, reuse freed memory (fast), or return it to the system after every action, within 10% of the "
-        "plan (compact); auto: fast if 1.6 times the plan fits into what is free.",
+        "plan (compact); auto: fast if its plan and a tenth fit into what is free.",
     )  # fmt: skip
     self_check: bool = flag(
         "--self-check/--no-self-check", default=True,

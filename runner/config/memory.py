@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manifests.models import ModelShape
-from manifests.models.memory import DtypePolicy, MemoryEstimate, Training, estimate_memory
+from manifests.models.memory import DtypePolicy, HostMemory, MemoryEstimate, Training, estimate_memory
 from manifests.schedules import Table
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims
@@ -20,9 +20,9 @@ def planned_memory(
     options: TrainOptions,
     degrees: ParallelDims,
     *,
-    is_fused: bool = True,
+    host_memory: HostMemory | None = None,
 ) -> MemoryEstimate:
-    """Estimate the memory of a run on each stage and pipeline rank; `is_fused` is false on the CPU."""
+    """Estimate the memory of a run on each stage and pipeline rank; `host_memory` is None on GPUs."""
     compute, batch = options.compute, options.batch
     training = Training(
         policy=DtypePolicy(
@@ -37,6 +37,6 @@ def planned_memory(
         tensor=degrees.tensor,
         recompute=compute.recompute,
         loss_chunk=compute.loss_chunk,
-        is_fused=is_fused,
+        host_memory=host_memory,
     )
     return estimate_memory(shape, stages, table, training)

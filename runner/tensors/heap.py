@@ -1,28 +1,31 @@
 """glibc's heap, which keeps freed activations and gradients in holes between what is in use.
 
-By default four ranks that shard 1 GB of weights use up to 1.56 times the planned memory, and two pipeline ranks 1.2
-times. Blocks above a threshold are not in the heap: they return to the system when they are freed, and each new one
-costs page faults. With one of 256 KiB, peaks are within 2 % of the plan, but five steps of a Llama of width 512 and
-their start take 59 s of processor time instead of 43. So only ranks that shard tensors, whose blocks are smaller, have
-it; others have one of 1 MiB, and return holes after each action: 52 s, and within 10 % of the plan.
+See Note [Holes] in manifests/models/memory.py. By default four ranks that shard 1 GB of weights use up to 1.75 times
+the memory without holes, and two pipeline ranks 1.24 times. Blocks above a threshold are not in the heap: they return
+to the system when they are freed, and each new one costs page faults. With one of 256 KiB, peaks are within 2 % of the
+plan, but five steps of a Llama of width 512 and their start take 59 s of processor time instead of 43. So only ranks
+that shard tensors, whose blocks are smaller, have it; others have one of 1 MiB, and return holes after each action:
+52 s, and within 10 % of the plan.
 
 # Note [Host memory]
-`compact` does that. `fast` leaves malloc as it is. `auto` is fast where 1.6 times the plan, more than peaks have been
-seen to reach, fits into the rank's share of what the node has free.
+`compact` does that. `fast` leaves malloc as it is. `auto` is fast where the plan of `fast`, and a tenth by which peaks
+may exceed it, fit into the rank's share of what the node has free.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from manifests.command.sizes import show_bytes
 from manifests.models.memory import HostMemory
 
-_HOLES = 1.6
+_MARGIN = 1.1
 _M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
 _LARGE_NBYTES, _LARGE_SHARD_NBYTES = 1 << 20, 256 << 10
 _LIBC = ctypes.CDLL(None)
@@ -39,21 +42,25 @@ class _Heap:
 _HEAP = _Heap()
 
 
-def set_up_heap(policy: HostMemory, planned_nbytes: int, num_ranks: int, *, is_sharded: bool) -> str:
-    """Set up this process's malloc for a rank, one of some on this node; return a line for the log."""
+def set_up_heap(
+    option: HostMemory | Literal["auto"], planned_nbytes: Mapping[HostMemory, int], num_ranks: int, *, is_sharded: bool
+) -> tuple[HostMemory, str]:
+    """Set up this process's malloc for a rank, one of some on this node; return the policy and a line for the log."""
     available = available_nbytes(num_ranks)
-    chosen = choose_host_memory(policy, planned_nbytes, available)
-    if chosen == "compact":
+    policy = choose_host_memory(option, planned_nbytes["fast"], available)
+    if policy == "compact":
         compact_heap(is_sharded=is_sharded)
     free = "" if available is None else f", {show_bytes(available)} available to each rank of this node"
-    return f"host memory: {chosen}, {show_bytes(planned_nbytes)} planned{free}"
+    return policy, f"host memory: {policy}, {show_bytes(planned_nbytes[policy])} planned{free}"
 
 
-def choose_host_memory(policy: HostMemory, planned_nbytes: int, available_nbytes: int | None) -> HostMemory:
-    """Return `fast` or `compact`; see Note [Host memory]. What is available may be unknown."""
-    if policy != "auto":
-        return policy
-    return "fast" if available_nbytes is not None and _HOLES * planned_nbytes <= available_nbytes else "compact"
+def choose_host_memory(
+    option: HostMemory | Literal["auto"], fast_nbytes: int, available_nbytes: int | None
+) -> HostMemory:
+    """Return the policy, from what `fast` is planned to use; see Note [Host memory]. None: it is not known."""
+    if option != "auto":
+        return option
+    return "fast" if available_nbytes is not None and _MARGIN * fast_nbytes <= available_nbytes else "compact"
 
 
 def available_nbytes(num_ranks: int, root: Path = Path("/")) -> int | None:

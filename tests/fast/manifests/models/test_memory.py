@@ -210,10 +210,29 @@ def test_cpus_round_a_bfloat16_gradient_of_a_weight_out_of_a_float32_one(policy:
     training = Training(policy=POLICIES[policy], microbatch=1, seq_len=64)
     table = schedule_table("GPipe", Placement(num_stages=1, num_ranks=1), 1)
     gpu, cpu = (
-        estimate_memory(shape, [(layer,)], table, replace(training, is_fused=is_fused)).ranks[0].temporary
-        for is_fused in (True, False)
+        estimate_memory(shape, [(layer,)], table, replace(training, host_memory=policy)).ranks[0].temporary
+        for policy in (None, "compact")
     )
     assert cpu - gpu == nbytes * max(map(shape.count_params, shape.by_module()[layer]))
+
+
+@pytest.mark.parametrize(("shard", "gathered"), [(1, 0), (2, 1)])
+def test_malloc_keeps_what_a_step_frees_up_to_the_optimizer_state_in_its_place(shard: int, gathered: int) -> None:
+    shape, table = (
+        model_shape(read_config("tiny-llama")),
+        schedule_table("GPipe", Placement(num_stages=1, num_ranks=1), 1),
+    )
+    for seq_len in (8, 4096):
+        training = Training(policy=POLICIES["fp32"], microbatch=1, seq_len=seq_len, shard=shard)
+        gpu, compact, fast = (
+            estimate_memory(shape, [shape.modules], table, replace(training, host_memory=policy)).ranks[0]
+            for policy in (None, "compact", "fast")
+        )
+        assert gpu.total <= compact.total
+        freed = compact.total - compact.state
+        holes = min(freed, compact.optimizer) + gathered * (compact.weights + compact.gradients)
+        assert fast.total == compact.total + holes
+        assert fast.state == compact.state
 
 
 def test_receive_buffers_are_those_in_use_at_once() -> None:

@@ -104,6 +104,7 @@ def test_plan_is_the_same_in_a_table_and_in_json(tmp_path: Path, wording: Callab
             "dp_shard": 1,
             "tp": 1,
             "ac": "none",
+            "host_memory": None,
             "loss_chunk": None,
             "memory_limit_nbytes": 150_000,
             "times": "flops",

@@ -61,7 +61,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     timetable = find_timetable(case["schedule"], placement, cut.num_microbatches)
     schedule = build_schedule(timetable, chunks, plan_stage_metadata(family, stage_modules, torch.float32), cut)
     training = Training(
-        policy=POLICIES["fp32"], microbatch=1, seq_len=SEQ_LEN, recompute=case["recompute"], is_fused=False
+        policy=POLICIES["fp32"], microbatch=1, seq_len=SEQ_LEN, recompute=case["recompute"], host_memory="compact"
     )
     table = timetable.planned(cut.num_microbatches)
     planned = estimate_memory(model_shape(CONFIG), stage_modules, table, training).ranks[dist.get_rank()]

@@ -49,8 +49,10 @@ SHARED = {
     for dtype in _DTYPES
 }
 SAMPLE = [_case("fp32", "pp", "none")]
-# What torch, gloo and oneDNN allocate at their first use stays out of the figures.
-WARM_UP = {
-    2: [_case("bf16", "pp", "full", 64)],
-    4: [_case("bf16", "fsdp", "full", 64), _case("bf16", "tp", "full", 64)],
-}
+# Ranks that reuse freed memory: of another case before, too. So each gets ranks of its own.
+REUSING = [*PIPELINE["fp32"][1:], _case("fp32", "pp", "none", 768)]
+
+
+def warm_up(num_ranks: int, dtype: str) -> Sequence[Case]:
+    """What torch, gloo and oneDNN allocate at their first use stays out of the figures."""
+    return [_case(dtype, degrees, "full", 64) for degrees in (("pp",) if num_ranks == 2 else ("fsdp", "tp"))]

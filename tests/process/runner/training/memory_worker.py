@@ -2,7 +2,7 @@
 
 usage: memory_worker.py CASES OUT
 
-CASES is a JSON list of {"name": …, "root": …, "args": […]}.
+CASES is a JSON list of {"name": …, "root": …, "policy": …, "args": […]}.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.fast.runner.tiny import CPU, padded_batch
 
 def run_case(case: dict[str, Any], world: World) -> dict[str, Any]:
     launched = open_packed(Path(case["root"]))
-    options = parse_training(["--data", "synthetic", "--no-self-check", "--host-memory", "compact", *case["args"]])
+    options = parse_training(["--data", "synthetic", "--no-self-check", "--host-memory", case["policy"], *case["args"]])
     low = resident_nbytes()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     ready = begin(launched, (Origin(folder=launched.root),), options, world, CPU)
@@ -45,7 +45,12 @@ def run_case(case: dict[str, Any], world: World) -> dict[str, Any]:
         rows = ready.rows_of(batch) if schedule.has_first or schedule.has_last else None
         train_step(engine, rows, step)
     planned = planned_memory(
-        launched.shape, launched.stage_modules, ready.clock.table, options, ready.mesh.degrees, is_fused=False
+        launched.shape,
+        launched.stage_modules,
+        ready.clock.table,
+        options,
+        ready.mesh.degrees,
+        host_memory=options.host_memory,
     ).ranks[ready.mesh.pipeline_rank]
     return {
         "planned": {**asdict(planned), "total": planned.total},

@@ -10,7 +10,7 @@ import pytest
 
 from tests.builders import pack
 from tests.fast.runner.tiny import save_model
-from tests.process.runner.training.memory_cases import PIPELINE, SAMPLE, SHARED, SIZES, WARM_UP, Case
+from tests.process.runner.training.memory_cases import PIPELINE, REUSING, SAMPLE, SHARED, SIZES, Case, warm_up
 from tests.process.torchrun import launch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
@@ -23,8 +23,10 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pack(place / "model", place / "packed")
 
 
-def check(packed: Path, out: Path, num_ranks: int, cases: Sequence[Case]) -> None:
-    asked = [{**case, "root": str(packed)} for case in (*WARM_UP[num_ranks], *cases)]
+def check(
+    packed: Path, out: Path, num_ranks: int, cases: Sequence[Case], policy: str = "compact", dtype: str = "fp32"
+) -> None:
+    asked = [{**case, "root": str(packed), "policy": policy} for case in (*warm_up(num_ranks, dtype), *cases)]
     (out / "cases.json").write_text(json.dumps(asked))
     launch(num_ranks, "runner/training/memory_worker.py", out / "cases.json", out, timeout_s=800)
     found = {
@@ -41,8 +43,19 @@ def check(packed: Path, out: Path, num_ranks: int, cases: Sequence[Case]) -> Non
                 assert rank[part] == pytest.approx(rank["planned"][part], rel=1e-3), (name, part)
 
 
-def test_peak_of_each_rank_is_within_a_tenth_of_the_plan(packed: Path, tmp_path: Path) -> None:
-    check(packed, tmp_path, 2, SAMPLE)
+@pytest.mark.parametrize("policy", ["compact", "fast"])
+def test_peak_of_each_rank_is_within_a_tenth_of_the_plan_of_its_policy(
+    packed: Path, tmp_path: Path, policy: str
+) -> None:
+    check(packed, tmp_path, 2, SAMPLE, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REUSING, ids=lambda case: case["name"])
+def test_ranks_that_reuse_freed_memory_are_within_a_tenth_of_their_plan(
+    packed: Path, tmp_path: Path, case: Case
+) -> None:
+    check(packed, tmp_path, 2, [case], "fast")
 
 
 @pytest.mark.slow
@@ -51,4 +64,4 @@ def test_peak_of_each_rank_is_within_a_tenth_of_the_plan(packed: Path, tmp_path:
 def test_peak_is_within_a_tenth_of_the_plan_in_every_dtype(
     packed: Path, tmp_path: Path, num_ranks: int, cases: Mapping[str, Sequence[Case]], dtype: str
 ) -> None:
-    check(packed, tmp_path, num_ranks, cases[dtype])
+    check(packed, tmp_path, num_ranks, cases[dtype], dtype=dtype)
