@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import Literal
@@ -10,15 +11,15 @@ from manifests.errors import ModelError, UsageError
 from manifests.models.catalogue import CatalogueEntry, entry_of
 
 Implementation = Literal["torchtitan", "transformers"]
-# Those with modules of torchtitan's. transformers has them, too.
-TORCHTITAN = (
-    "DeepseekV3ForCausalLM",
-    "GptOssForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
+# Those with modules of torchtitan's, and their `model_type`. transformers has them, too.
+TORCHTITAN: Mapping[str, str] = {
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "GptOssForCausalLM": "gpt_oss",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
 TENSOR_PARALLEL = TORCHTITAN  # on torchtitan's modules; others are sharded by transformers' plan
 
 

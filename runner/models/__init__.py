@@ -12,6 +12,7 @@ from manifests.jsontext import with_floats
 from manifests.models import ModelShape, architecture_of, is_sized_by_files, model_shape
 from manifests.schema import ModelDescription
 from runner.config.architectures import (
+    TORCHTITAN,
     Implementation,
     check_trainable,
     choose_implementation,
@@ -51,7 +52,8 @@ def family_for(
         architecture = model_shape(config, where).architecture  # MosaicML's MPT has another name in its own configs
     check_trainable(architecture, where, is_described=description is not None)
     chosen = choose_implementation(architecture, implementation)
-    if find_spec("transformers") is not None and description is None:
+    is_usual = config.get("model_type") in (None, TORCHTITAN.get(architecture))
+    if not is_usual and find_spec("transformers") is not None and description is None:  # it takes a second to import
         from runner.models.implementations import check_model_type
 
         check_model_type(config, architecture, where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from manifests.errors import InputError
 from manifests.models import model_shape
 from runner.config.architectures import TORCHTITAN
 from runner.models import FAMILIES, family_for
+from runner.models.titan_modules import compile_later
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}
 LLAMA: dict[str, Any] = {
@@ -141,6 +143,31 @@ def test_field_that_is_not_supported_is_refused_by_name(
 def test_import_brings_in_no_more_than_needed(module: str, absent: str) -> None:
     script = f"import sys, {module}; sys.exit({absent!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
+def test_model_on_torchtitans_modules_imports_neither_transformers_nor_inductor() -> None:
+    script = "import json, sys, runner.models; runner.models.family_for(json.loads(sys.argv[1]), max_seq_len=8); "
+    script += "sys.exit(str({'transformers', 'torch._inductor.compile_fx'} & set(sys.modules) or ''))"
+    ended = subprocess.run(
+        [sys.executable, "-c", script, json.dumps({**LLAMA, "model_type": "llama"})],
+        timeout=120,
+        check=False,
+        capture_output=True,
+    )
+    assert ended.stderr.strip() == b""
+
+
+def test_torchtitans_attention_is_compiled_when_it_is_called() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    later = compile_later(lambda tensor: tensor + 1, backend=backend)
+    assert graphs == []
+    assert [int(later(torch.tensor(number))) for number in (1, 2)] == [2, 3]
+    assert len(graphs) == 1
 
 
 def test_every_architecture_that_launch_lets_through_has_a_family() -> None:
