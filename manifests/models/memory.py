@@ -18,7 +18,7 @@ runner/pipeline/torch_runtime.py.
 
 # Note [Holes]
 On CPUs, malloc keeps freed memory. The optimizer's state is allocated when the activations of the first step are freed,
-and so lies in their place; the next step needs other memory for its own. With FSDP, the same is true of the weights and
+and takes their place; the next step needs other memory for its own. With FSDP, the same is true of the weights and
 gradients that a step gathers and frees. `compact` ranks return this memory to the system, `fast` ones do not. Plans
 without a policy are of GPUs.
 
