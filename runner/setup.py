@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import get_args
 
 import torch
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UnreachableError
 from manifests.invariants import SOURCE_FILES
-from manifests.models.memory import HostMemory
+from manifests.models.training import HostMemory
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
@@ -317,21 +316,16 @@ def _plan_memory(
 ) -> int:
     """Return this rank's planned memory, and set up the heap for it; see Note [Host memory] in heap.py."""
     table = timetable.planned(share_of(options.batch, mesh.degrees.data).num_microbatches)
-
-    def planned_nbytes(policy: HostMemory | None) -> int:
-        estimate = planned_memory(
-            launched.shape, launched.stage_modules, table, options, mesh.degrees, host_memory=policy
-        )
-        return estimate.ranks[mesh.pipeline_rank].total
-
-    if device.type == "cuda":
-        return planned_nbytes(None)
-    by_policy = {policy: planned_nbytes(policy) for policy in get_args(HostMemory)}
-    is_sharded = mesh.degrees.shard * mesh.degrees.tensor > 1
-    policy, line = set_up_heap(options.host_memory, by_policy, world.local_size, is_sharded=is_sharded)
+    modules, degrees, is_cuda = launched.stage_modules, mesh.degrees, device.type == "cuda"
+    host_memory: HostMemory | None = None if is_cuda else "compact"
+    estimate = planned_memory(launched.shape, modules, table, options, degrees, host_memory=host_memory)
+    memory = estimate.ranks[mesh.pipeline_rank]
+    if is_cuda:
+        return memory.total
+    planned_nbytes, line = set_up_heap(options.host_memory, memory, world.local_size, degrees.shard, degrees.tensor)
     if mesh.rank == 0:
         logger.info("%s", line)
-    return by_policy[policy]
+    return planned_nbytes
 
 
 def _build_engine(

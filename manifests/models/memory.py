@@ -30,10 +30,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from manifests.errors import UsageError
 from manifests.models import ModelShape, Work, module_of
+from manifests.models.training import FP32_NBYTES, Training
 from manifests.placement import Placement
 from manifests.schedules import (
     Table,
@@ -45,88 +44,9 @@ from manifests.schedules import (
     peak_received,
 )
 
-FP32_NBYTES = 4
 MOST_IN_TRANSIT = 2  # results of a stage in one direction that have been computed, and of which one is in transit
-Recompute = Literal["none", "full", "selective"] | int  # a number N: every Nth layer
-HostMemory = Literal["fast", "compact"]  # what ranks on CPUs do with freed memory, see Note [Holes]
 # Matrices that every tensor-parallel rank has whole, by the end of their names: routers and projections to latents.
 _WHOLE = (".gate.weight", ".router.weight", ".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
-
-
-def parse_recompute(text: str) -> Recompute:
-    """Read the value of --ac.
-
-    Raises:
-        UsageError: the word is unknown, or the number below 1.
-    """
-    match text:
-        case "none" | "full" | "selective":
-            return text
-        case _ if text.isascii() and text.isdigit() and int(text):
-            return int(text)
-    raise UsageError(
-        "--ac", f"expected none, full, selective or a number of layers, found {text!r}", code="options.invalid-value"
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DtypePolicy:
-    """Bytes of an element in the compute dtype, in that of master weights and optimizer state, and of reduction."""
-
-    name: str
-    compute: int
-    master: int
-    reduce: int = FP32_NBYTES
-
-    @property
-    def has_masters(self) -> bool:
-        return self.master != self.compute
-
-
-POLICIES: Mapping[str, DtypePolicy] = {
-    policy.name: policy
-    for policy in (
-        # Everything in float32: 16 bytes for each parameter.
-        DtypePolicy(name="fp32", compute=4, master=4),
-        # Everything in bfloat16, the optimizer state too: 8 bytes.
-        DtypePolicy(name="bf16", compute=2, master=2, reduce=2),
-        # bfloat16 weights; gradients, master weights and optimizer state in float32: 18 bytes.
-        DtypePolicy(name="mixed", compute=2, master=4),
-    )
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Training:
-    """Assumptions about a training run. `microbatch` is in sequences of `seq_len` tokens."""
-
-    policy: DtypePolicy
-    microbatch: int
-    seq_len: int
-    shard: int = 1  # --dp-shard
-    tensor: int = 1  # --tp
-    recompute: Recompute = "none"  # --ac
-    loss_chunk: int | None = None  # --loss-chunk, in tokens
-    host_memory: HostMemory | None = None  # None: on GPUs
-
-    @property
-    def num_tokens(self) -> int:
-        return self.microbatch * self.seq_len
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether norms, the optimizer step, and the rounding of bfloat16 products are one operation each."""
-        return self.host_memory is None
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether FSDP is used: to shard parameters, or for the master weights of tensor-parallel matrices."""
-        return self.shard > 1 or (self.tensor > 1 and self.policy.has_masters)
-
-    @property
-    def norms_save_input(self) -> bool:
-        """Whether norms keep their input as it is: if they are several operations, they keep it in float32."""
-        return self.is_fused or self.policy.compute == FP32_NBYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,11 +73,9 @@ class Memory:
     def total(self) -> int:
         return self.state + self.activations + self.receive_buffers + self.temporary
 
-    def with_holes(self, training: Training) -> Memory:
-        """Return the memory of ranks that train so, with what malloc keeps of it; see Note [Holes]."""
-        if training.host_memory != "fast":
-            return self
-        gathered = self.weights + self.gradients if training.shard > 1 else 0
+    def with_holes(self, shard: int) -> Memory:
+        """Return the memory where malloc keeps what is freed; see Note [Holes]."""
+        gathered = self.weights + self.gradients if shard > 1 else 0
         holes = min(self.total - self.state, self.optimizer) + gathered
         return replace(self, temporary=self.temporary + holes)
 
@@ -233,10 +151,9 @@ def estimate_memory(
                 temporary=max((part.temporary for part in parts), default=0),  # one stage runs at a time
             )
         )
-    return MemoryEstimate(
-        stages=tuple(memory.with_holes(training) for memory in by_stage),
-        ranks=tuple(memory.with_holes(training) for memory in by_rank),
-    )
+    if training.host_memory == "fast":
+        by_stage, by_rank = ([memory.with_holes(training.shard) for memory in rows] for rows in (by_stage, by_rank))
+    return MemoryEstimate(stages=tuple(by_stage), ranks=tuple(by_rank))
 
 
 def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str, int]:

@@ -17,7 +17,7 @@ from manifests.errors import UsageError
 from stores.address import hub_output, is_url
 
 if TYPE_CHECKING:
-    from manifests.models.memory import Recompute
+    from manifests.models.training import Recompute
     from reshard.copy.parallelism import Parallelism
     from reshard.copy.progress import Progress
     from reshard.estimate.assumptions import Assumptions
@@ -242,7 +242,7 @@ def _as_object(
 def _recompute(ac: str) -> Recompute:
     if ac == "none":
         return "none"
-    from manifests.models.memory import parse_recompute  # which a pack without --ac does without
+    from manifests.models.training import parse_recompute  # which a pack without --ac does without
 
     return parse_recompute(ac)
 

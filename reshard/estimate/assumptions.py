@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from manifests.errors import Parameter, UsageError, check_choice, check_count
-from manifests.models.memory import HostMemory, Recompute
+from manifests.models.training import HostMemory, Recompute
 from manifests.placement import Placement
 from manifests.schedules import default_schedule
 from reshard.estimate.costs import ModuleTime

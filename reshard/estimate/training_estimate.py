@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from manifests.command.interpreter import collector_paused
 from manifests.models import ModelShape
-from manifests.models.memory import POLICIES, MemoryEstimate, Training, estimate_memory
+from manifests.models.memory import MemoryEstimate, estimate_memory
+from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
 from manifests.schedules import StageCosts, Timeline, check_schedule, schedule_table, simulate
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes

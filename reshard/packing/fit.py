@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from manifests.errors import UserError
-from manifests.models.memory import Recompute, estimate_memory
+from manifests.models.memory import estimate_memory
+from manifests.models.training import Recompute
 from manifests.schedules import Table, check_schedule, schedule_table
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
 from reshard.estimate.training_estimate import training_of

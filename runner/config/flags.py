@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from manifests.command.grouped_help import GroupedHelp
 from manifests.errors import UsageError
-from manifests.models.memory import HostMemory
+from manifests.models.training import HostMemory
 from manifests.schedules import SCHEDULES
 from runner.config.declared import WholeNumber, build, flag, group, parameters_of
 from runner.config.parallel_dims import DegreeOptions

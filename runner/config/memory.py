@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manifests.models import ModelShape
-from manifests.models.memory import DtypePolicy, HostMemory, MemoryEstimate, Training, estimate_memory
+from manifests.models.memory import MemoryEstimate, estimate_memory
+from manifests.models.training import DtypePolicy, HostMemory, Training
 from manifests.schedules import Table
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import click
 
 from manifests.errors import UsageError
-from manifests.models.memory import Recompute, parse_recompute
+from manifests.models.training import Recompute, parse_recompute
 from manifests.schema import Decay, LearningRate
 from manifests.training_state import LARGEST_RATE
 from runner.config.architectures import Implementation

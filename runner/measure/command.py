@@ -10,7 +10,7 @@ from typing import Any, get_args
 import click
 
 from manifests.errors import LogError, OutputError
-from manifests.models.memory import parse_recompute
+from manifests.models.training import parse_recompute
 from manifests.store import write_file
 from runner.bundle.packed import Packed, open_packed
 from runner.config.architectures import Implementation

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from manifests.models.memory import Recompute
+from manifests.models.training import Recompute
 from runner.bundle.packed import Packed
 from runner.config.architectures import Implementation
 from runner.config.flags import Device

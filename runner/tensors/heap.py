@@ -15,7 +15,6 @@ may exceed it, fit into the rank's share of what the node has free.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,7 +22,8 @@ from typing import Literal
 import torch
 
 from manifests.command.sizes import show_bytes
-from manifests.models.memory import HostMemory
+from manifests.models.memory import Memory
+from manifests.models.training import HostMemory
 
 _MARGIN = 1.1
 _M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
@@ -43,15 +43,19 @@ _HEAP = _Heap()
 
 
 def set_up_heap(
-    option: HostMemory | Literal["auto"], planned_nbytes: Mapping[HostMemory, int], num_ranks: int, *, is_sharded: bool
-) -> tuple[HostMemory, str]:
-    """Set up this process's malloc for a rank, one of some on this node; return the policy and a line for the log."""
-    available = available_nbytes(num_ranks)
-    policy = choose_host_memory(option, planned_nbytes["fast"], available)
+    option: HostMemory | Literal["auto"], memory: Memory, num_ranks: int, shard: int, tensor: int
+) -> tuple[int, str]:
+    """Set up this process's malloc for one of the ranks on this node; `memory` is the plan of a compact one.
+
+    Returns the bytes that are planned for it, and a line for the log.
+    """
+    available, fast_nbytes = available_nbytes(num_ranks), memory.with_holes(shard).total
+    policy = choose_host_memory(option, fast_nbytes, available)
     if policy == "compact":
-        compact_heap(is_sharded=is_sharded)
+        compact_heap(is_sharded=shard * tensor > 1)
+    planned_nbytes = fast_nbytes if policy == "fast" else memory.total
     free = "" if available is None else f", {show_bytes(available)} available to each rank of this node"
-    return policy, f"host memory: {policy}, {show_bytes(planned_nbytes[policy])} planned{free}"
+    return planned_nbytes, f"host memory: {policy}, {show_bytes(planned_nbytes)} planned{free}"
 
 
 def choose_host_memory(

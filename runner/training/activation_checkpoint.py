@@ -38,7 +38,7 @@ from torch.utils.checkpoint import (
 )
 
 from manifests.errors import ModelError
-from manifests.models.memory import Recompute
+from manifests.models.training import Recompute
 from runner.pipeline.chunk import StageChunk, layers_of
 from runner.tensors.dtensor import local_of
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from manifests.models import ModelShape, model_shape
-from manifests.models.memory import POLICIES, Memory, MemoryEstimate, Training, estimate_memory, memory_of
+from manifests.models.memory import Memory, MemoryEstimate, estimate_memory, memory_of
+from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
 from manifests.schedules import Action, Table, schedule_table
 from tests.fast.manifests.models.built import build, read_config

@@ -14,7 +14,7 @@ import pytest
 
 from manifests.models import model_shape
 from manifests.models.config import MAX_LAYERS
-from manifests.models.memory import POLICIES
+from manifests.models.training import POLICIES
 from reshard.cli import options
 from tests.builders import EMBEDDING, HEAD, llama_config, reshard, write_model
 from tests.fast.reshard.configs import modules_of, write_config, write_times

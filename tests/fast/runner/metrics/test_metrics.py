@@ -11,7 +11,8 @@ import torch
 
 from manifests.errors import RankError
 from manifests.models import model_shape
-from manifests.models.memory import POLICIES, Training, estimate_memory
+from manifests.models.memory import estimate_memory
+from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
 from manifests.schedules import schedule_table
 from runner.checkpoint.async_save import SaveReport

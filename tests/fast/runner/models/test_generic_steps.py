@@ -12,7 +12,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from manifests.errors import UsageError
 from manifests.models.catalogue import catalogued
-from manifests.models.memory import Recompute
+from manifests.models.training import Recompute
 from runner.config.architectures import generic_entry, hands_on_trees, is_generic
 from runner.data.batches import IGNORED
 from runner.models.generic import Generic, WholeModel

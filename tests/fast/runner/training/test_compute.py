@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from manifests.errors import UsageError
-from manifests.models.memory import Recompute
+from manifests.models.training import Recompute
 from manifests.placement import Placement
 from runner.config.schema import BatchOptions, ComputeOptions, OptimOptions
 from runner.models import family_for

@@ -20,7 +20,8 @@ from torch import distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from manifests.models import model_shape
-from manifests.models.memory import POLICIES, Training, estimate_memory
+from manifests.models.memory import estimate_memory
+from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
 from runner.config.schema import BatchOptions, ComputeOptions
 from runner.models import family_for

@@ -1,0 +1,89 @@
+"""What the memory of a training run depends on: dtypes, microbatches, parallel degrees, activation checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from manifests.errors import UsageError
+
+FP32_NBYTES = 4
+Recompute = Literal["none", "full", "selective"] | int  # a number N: every Nth layer
+HostMemory = Literal["fast", "compact"]  # what ranks on CPUs do with freed memory, see Note [Holes] in memory.py
+
+
+def parse_recompute(text: str) -> Recompute:
+    """Read the value of --ac.
+
+    Raises:
+        UsageError: the word is unknown, or the number below 1.
+    """
+    match text:
+        case "none" | "full" | "selective":
+            return text
+        case _ if text.isascii() and text.isdigit() and int(text):
+            return int(text)
+    raise UsageError(
+        "--ac", f"expected none, full, selective or a number of layers, found {text!r}", code="options.invalid-value"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DtypePolicy:
+    """Bytes of an element in the compute dtype, in that of master weights and optimizer state, and of reduction."""
+
+    name: str
+    compute: int
+    master: int
+    reduce: int = FP32_NBYTES
+
+    @property
+    def has_masters(self) -> bool:
+        return self.master != self.compute
+
+
+POLICIES: Mapping[str, DtypePolicy] = {
+    policy.name: policy
+    for policy in (
+        # Everything in float32: 16 bytes for each parameter.
+        DtypePolicy(name="fp32", compute=4, master=4),
+        # Everything in bfloat16, the optimizer state too: 8 bytes.
+        DtypePolicy(name="bf16", compute=2, master=2, reduce=2),
+        # bfloat16 weights; gradients, master weights and optimizer state in float32: 18 bytes.
+        DtypePolicy(name="mixed", compute=2, master=4),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """Assumptions about a training run. `microbatch` is in sequences of `seq_len` tokens."""
+
+    policy: DtypePolicy
+    microbatch: int
+    seq_len: int
+    shard: int = 1  # --dp-shard
+    tensor: int = 1  # --tp
+    recompute: Recompute = "none"  # --ac
+    loss_chunk: int | None = None  # --loss-chunk, in tokens
+    host_memory: HostMemory | None = None  # None: on GPUs
+
+    @property
+    def num_tokens(self) -> int:
+        return self.microbatch * self.seq_len
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether norms, the optimizer step, and the rounding of bfloat16 products are one operation each."""
+        return self.host_memory is None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP is used: to shard parameters, or for the master weights of tensor-parallel matrices."""
+        return self.shard > 1 or (self.tensor > 1 and self.policy.has_masters)
+
+    @property
+    def norms_save_input(self) -> bool:
+        """Whether norms keep their input as it is: if they are several operations, they keep it in float32."""
+        return self.is_fused or self.policy.compute == FP32_NBYTES
