@@ -15,7 +15,8 @@ from pathlib import Path
 from manifests.models import model_shape
 from manifests.placement import Placement
 from reshard.estimate.costs import costs_of
-from reshard.layouts import layout_for
+from reshard.layouts import parse_layout
+from reshard.layouts.inventory import inventory_of_modules
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "data" / "configs"
 SEQ_LEN = 4096
@@ -102,10 +103,11 @@ def compare(name: str) -> Iterator[Row]:
         placement = Placement(num_stages=num_ranks * num_virtual, num_ranks=num_ranks)
         bounds = balanced_bounds(params, placement.num_stages)
         spec = f"pp={num_ranks},vpp={num_virtual}"
+        inventory = inventory_of_modules(shape.modules, shape.num_layers)
         splits = {
             "deepspeed": tuple(shape.modules[start:stop] for start, stop in pairwise(bounds)),
-            "torchtitan": layout_for(shape, spec).stages,
-            "reshard": layout_for(shape, f"balance:time,{spec}", costs=costs).stages,
+            "torchtitan": parse_layout(spec, inventory).stages,
+            "reshard": parse_layout(f"balance:time,{spec}", inventory, costs=costs).stages,
         }
         yield Row(
             model=name,

@@ -141,13 +141,13 @@ def pack_here(source: str, out: Path, num_stages: int) -> dict[str, float]:
     from reshard.estimate.assumptions import Assumptions
     from reshard.formats.open import open_source
     from reshard.packing.options import PackOptions
-    from reshard.packing.pack import pack
+    from reshard.packing.pack import write_bundles
     from reshard.packing.resolve import LayoutRequest, lay_out
 
     began_s, cpu_s = time.perf_counter(), time.process_time()
     checkpoint = open_source(source)
     planned = lay_out("bench", checkpoint, LayoutRequest(spec=f"pp={num_stages}"), Assumptions())
-    pack(checkpoint, planned.plan, PackOptions(out=out, write=WriteOptions(sync=False)))
+    write_bundles(checkpoint, planned.plan, PackOptions(out=out, write=WriteOptions(sync=False)))
     return {
         "wall_s": time.perf_counter() - began_s,
         "cpu_s": time.process_time() - cpu_s,

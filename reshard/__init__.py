@@ -28,32 +28,25 @@ if TYPE_CHECKING:
     from manifests.models.memory import Memory, MemoryEstimate
     from manifests.placement import Placement
     from manifests.schema import Layout, Manifest, Stage, TieGroup, TieMember
-    from reshard.api.check import check
-    from reshard.api.commit import commit
-    from reshard.api.diff import diff
-    from reshard.api.export import export
-    from reshard.api.inspect import inspect
-    from reshard.api.layout import layout
-    from reshard.api.pack import pack
-    from reshard.api.packed import PackedModel, PackedStage, TensorInfo, open
-    from reshard.api.plan import plan
-    from reshard.api.push import push
-    from reshard.api.sign import sign
-    from reshard.api.verify import verify
-    from reshard.checks.check import CheckResult
-    from reshard.checks.diff import DiffResult, TensorDifference
-    from reshard.checks.verify import VerifyResult
+    from reshard.checks.check import CheckResult, check
+    from reshard.checks.diff import DiffResult, TensorDifference, diff
+    from reshard.checks.signature import sign
+    from reshard.checks.verify import VerifyResult, verify
     from reshard.copy.parallelism import Parallelism
     from reshard.copy.progress import Progress
     from reshard.estimate.assumptions import Assumptions
     from reshard.estimate.costs import ModuleTime
     from reshard.estimate.training_estimate import Forecast, StepEstimate
+    from reshard.formats.export import export
+    from reshard.formats.inspect import PackedModel, PackedStage, TensorInfo, inspect, open
     from reshard.formats.table import ExportResult, ListedTensor, Listing
     from reshard.layouts.model import StageLayout
     from reshard.packing.hub_check import HubReport
-    from reshard.packing.push import PushResult
-    from reshard.packing.resolve import PlanResult
-    from reshard.packing.result import PackResult
+    from reshard.packing.options import PackResult
+    from reshard.packing.parts import commit
+    from reshard.packing.prepare import pack
+    from reshard.packing.push import PushResult, push
+    from reshard.packing.resolve import PlanResult, layout, plan
     from reshard.plans.pack_plan import StagePlan
     from reshard.tensors.finding import Finding
     from reshard.transforms.conversion import Conversion
@@ -142,34 +135,27 @@ __getattr__, __dir__ = lazy_attributes(
         "manifests.models.memory": ("Memory", "MemoryEstimate"),
         "manifests.placement": ("Placement",),
         "manifests.schema": ("Layout", "Manifest", "Stage", "TieGroup", "TieMember"),
-        "reshard.api.check": ("check",),
-        "reshard.api.commit": ("commit",),
-        "reshard.api.diff": ("diff",),
-        "reshard.api.export": ("export",),
-        "reshard.api.inspect": ("inspect",),
-        "reshard.api.layout": ("layout",),
-        "reshard.api.pack": ("pack",),
-        "reshard.api.packed": ("PackedModel", "PackedStage", "TensorInfo", "open"),
-        "reshard.api.plan": ("plan",),
-        "reshard.api.push": ("push",),
-        "reshard.api.sign": ("sign",),
-        "reshard.api.verify": ("verify",),
-        "reshard.checks.check": ("CheckResult",),
-        "reshard.tensors.finding": ("Finding",),
+        "reshard.checks.check": ("CheckResult", "check"),
+        "reshard.checks.diff": ("DiffResult", "TensorDifference", "diff"),
+        "reshard.checks.signature": ("sign",),
+        "reshard.checks.verify": ("VerifyResult", "verify"),
         "reshard.copy.parallelism": ("Parallelism",),
+        "reshard.copy.progress": ("Progress",),
         "reshard.estimate.assumptions": ("Assumptions",),
         "reshard.estimate.costs": ("ModuleTime",),
         "reshard.estimate.training_estimate": ("Forecast", "StepEstimate"),
-        "reshard.layouts.model": ("StageLayout",),
-        "reshard.checks.diff": ("DiffResult", "TensorDifference"),
+        "reshard.formats.export": ("export",),
+        "reshard.formats.inspect": ("PackedModel", "PackedStage", "TensorInfo", "inspect", "open"),
         "reshard.formats.table": ("ExportResult", "ListedTensor", "Listing"),
+        "reshard.layouts.model": ("StageLayout",),
         "reshard.packing.hub_check": ("HubReport",),
-        "reshard.packing.result": ("PackResult",),
-        "reshard.copy.progress": ("Progress",),
-        "reshard.packing.push": ("PushResult",),
-        "reshard.packing.resolve": ("PlanResult",),
-        "reshard.checks.verify": ("VerifyResult",),
+        "reshard.packing.parts": ("commit",),
+        "reshard.packing.prepare": ("pack",),
+        "reshard.packing.push": ("PushResult", "push"),
+        "reshard.packing.resolve": ("PlanResult", "layout", "plan"),
+        "reshard.packing.options": ("PackResult",),
         "reshard.plans.pack_plan": ("StagePlan",),
+        "reshard.tensors.finding": ("Finding",),
         "reshard.transforms.conversion": ("Conversion",),
     },
 )

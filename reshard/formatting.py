@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Set, Sized
 from itertools import groupby, islice
 
 WIDTH = 72  # characters of the spec shown around the caret
@@ -69,8 +69,8 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def count_of(names: Collection[str], noun: str) -> str:
-    return counted(len(names), noun)
+def count_of(items: Sized, noun: str) -> str:
+    return counted(len(items), noun)
 
 
 def some(names: Collection[str]) -> str:

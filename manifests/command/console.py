@@ -20,6 +20,10 @@ from manifests.command.signals import INTERRUPTED
 from manifests.errors import InputError, UsageError, UserError, error_json, naming_flags, refused_by_system
 
 STDOUT = "standard output"
+_TRAINING_FLAGS = (
+    "schedule", "microbatches", "microbatch", "seq-len", "dtype-policy", "dp-replicate", "dp-shard", "tp", "ac",
+    "loss-chunk", "memory-limit", "cost",
+)  # fmt: skip
 # What was removed, as it was typed, and what to use instead.
 MOVED = {
     "--allow-remote": "manifests refer to the hub, buckets and folders only, which need no consent",
@@ -28,23 +32,7 @@ MOVED = {
     "reshard plan --simulate-io": "the plan's first lines say what a layout takes; reading is not simulated",
     "reshard pack --take-over": "schedulers run lost parts again: --parts N --scheduler slurm, or job",
     **dict.fromkeys(
-        (
-            f"reshard pack {flag}"
-            for flag in (
-                "--schedule",
-                "--microbatches",
-                "--microbatch",
-                "--seq-len",
-                "--dtype-policy",
-                "--dp-replicate",
-                "--dp-shard",
-                "--tp",
-                "--ac",
-                "--loss-chunk",
-                "--memory-limit",
-                "--cost",
-            )
-        ),
+        (f"reshard pack --{flag}" for flag in _TRAINING_FLAGS),
         "a training step is assumed by reshard plan: plan with --write layout.toml, then pack --layout layout.toml",
     ),
     "reshard plan --memory-limit": "it is --gpu-memory",

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from manifests.errors import InputError, Parameter, SourceError, UnreachableError, UsageError, UserError
-from manifests.schema import ModelDescription
 from reshard.checks.compare import compare_checkpoints
 from reshard.checks.digests import check_digests, check_digests_place, write_digests
-from reshard.formats import table
+from reshard.copy.progress import Progress, counting
+from reshard.formats.model_file import read_model_file
 from reshard.formats.open import find_format
+from reshard.formats.table import HUGGINGFACE, CheckOptions
 from reshard.tensors.finding import Contents, Finding, Findings
 from reshard.transforms.arithmetic import FLOATS, count_not_finite
 from stores.bundles import TensorAt
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckOptions:
-    """What to do beyond headers: `values` reads all floating-point tensors, `reads_bytes` all tensors of both sides."""
-
-    values: bool = False
-    against: str | None = None
-    reads_bytes: bool = False
-    digests: Literal["write", "verify"] | None = None
-    description: ModelDescription | None = None  # of a model whose architecture is not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,56 +40,79 @@ class CheckResult:
         return not self.findings
 
 
-def check_checkpoint(
-    address: str, options: CheckOptions | None = None, progress: Callable[[int], object] = lambda nbytes: None
+def check(
+    checkpoint: str | Path,
+    *,
+    against: str | Path | None = None,
+    model: str | Path | None = None,
+    reads_bytes: bool = False,
+    values: bool = False,
+    digests: Literal["write", "verify"] | None = None,
+    progress: Progress | None = None,
 ) -> CheckResult:
-    """Check a folder of Hugging Face, DCP or DeepSpeed, a packed one, a hub repository or a bucket.
+    """Check a checkpoint of any kind: index against files, headers, config against tensors, tokenizer.
 
-    Problems are reported, not raised. Digests are written only where nothing else was found.
+    `checkpoint` is a Hugging Face folder, a hub repository, a bucket, a packed folder, or a folder of
+    torch.distributed.checkpoint, of which the metadata is checked. `against` compares names, shapes and dtypes with
+    another checkpoint, and with `reads_bytes` every byte. `values` reads all floating-point tensors and reports NaN,
+    infinity and matrices of zeros. `digests` writes `digests.json` beside a local checkpoint in which no problem was
+    found, or verifies every file against it. `model` is that of `plan`. Problems are reported in `findings`, not
+    raised. Imports no torch.
 
+    Units: bytes; progress is called with bytes read and 0, as the total is not known before.
     Raises:
-        SourceError: there is no folder, no file in it, nothing to compare with, or no digests to verify.
-        StoreError: a store refuses it.
-        OutputError: digests cannot be written there.
-        UsageError: a manifest or a DCP folder is described.
+        InputError: there is nothing there, or nothing to compare with.
+        UsageError: `reads_bytes` without `against`, or a `model` of a manifest.
+        ModelError: `model` is not valid.
+
+    Example:
+        >>> result = reshard.check("model")
+        >>> result.ok, result.num_tensors, result.findings
+        (True, 39, ())
     """
-    options, (kind, folder) = options or CheckOptions(), find_format(address)
+    if reads_bytes and against is None:
+        problem = "compares with another checkpoint"
+        hint = f"name it with {Parameter('against')}, or use {Parameter('digests', 'verify')}"
+        raise UsageError(Parameter("reads_bytes"), problem, hint, code="options.conflict")
+    description = None if model is None else read_model_file(Path(model))
+    address, counter = str(checkpoint), counting(progress, 0)
+    kind, folder = find_format(address)
     findings, read_nbytes = Findings(), 0
 
     def count(nbytes: int) -> None:
         nonlocal read_nbytes
         read_nbytes += nbytes
-        progress(nbytes)
+        counter(nbytes)
 
-    if kind is table.HUGGINGFACE and not folder.names():  # in a bucket, any address that nothing begins with
+    if kind is HUGGINGFACE and not folder.names():  # in a bucket, any address that nothing begins with
         problem, hint = "contains no files", "check the address for typos"
         raise SourceError(str(folder), problem, hint, code="source.nothing-to-check")
-    reads_tensors = options.values or options.against is not None
-    if kind is not table.HUGGINGFACE and options.description is not None:
+    reads_tensors = values or against is not None
+    if kind is not HUGGINGFACE and description is not None:
         problem = "is for Hugging Face folders; a manifest records its own description"
         raise UsageError(Parameter("model"), problem, "leave it out", code="options.model-of-manifest")
-    if options.digests == "write":
+    if digests == "write":
         check_digests_place(folder)
     contents = Contents()
     try:
-        how = table.CheckOptions(reads_tensors=reads_tensors, description=options.description, progress=count)
+        how = CheckOptions(reads_tensors=reads_tensors, description=description, progress=count)
         contents = kind.check_folder(folder, findings, how)
     except UnreachableError:
         raise
     except InputError as error:  # of the checkpoint, or nobody could have opened the folder
         findings.add_error(error)
-    if options.values:
+    if values:
         check_values(contents.tensors.values(), findings, count)
-    if options.against is not None:
-        other_kind, other_folder = find_format(options.against)
+    if against is not None:
+        other_kind, other_folder = find_format(str(against))
         here, stored = contents.tensors, other_kind.read_stored if kind.read_stored else None
         other = stored(other_folder) if stored else other_kind.read_weights(other_folder)
         if kind.read_stored and not stored and here:
             here = kind.read_weights(folder)
-        compare_checkpoints(here, other, options.against, findings, count, reads_bytes=options.reads_bytes)
-    if options.digests == "verify":
+        compare_checkpoints(here, other, str(against), findings, count, reads_bytes=reads_bytes)
+    if digests == "verify":
         check_digests(folder, findings, count)
-    wrote = options.digests == "write" and not findings
+    wrote = digests == "write" and not findings
     if wrote:
         write_digests(folder, count)
     return CheckResult(

@@ -8,16 +8,22 @@ from typing import TypeVar
 
 from manifests.digest import PREFIX
 from manifests.errors import InputError
-from manifests.schema import TieGroup
+from manifests.schema import WEIGHTS, Holds, TieGroup
 from reshard.copy.engine import hash_tensors
 from reshard.copy.runs import ByteCounter
 from reshard.formatting import count_of, some
+from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.comparison import are_of_one_kind, compare, other_kind
 from reshard.tensors.finding import Findings
 from stores.bundles import TensorAt
 
 _BATCH = 1 << 14
 _Item = TypeVar("_Item")
+
+
+def tensors_of(checkpoint: Checkpoint, holds: Holds) -> Mapping[str, TensorAt] | None:
+    """Return a checkpoint's weights or one kind of its optimizer state; None if it has none."""
+    return checkpoint.tensors if holds == WEIGHTS else checkpoint.moments.get(holds)
 
 
 def in_batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:

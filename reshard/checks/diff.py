@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 
 from manifests.models import module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds
 from manifests.slices import Slice
-from reshard.checks.compare import in_batches
+from reshard.checks.compare import in_batches, tensors_of
 from reshard.copy.engine import hash_tensors
+from reshard.copy.progress import Progress, counting
 from reshard.copy.runs import ByteCounter
+from reshard.formats.open import open_both
 from reshard.tensors.checkpoint import Checkpoint, check_digest
 from reshard.tensors.comparison import are_of_one_kind
 from reshard.tensors.slices import slices_of
@@ -54,26 +57,43 @@ class DiffResult:
         return not self.differences
 
 
-def diff_checkpoints(
-    a: Checkpoint,
-    b: Checkpoint,
+def diff(
+    a: str | Path,
+    b: str | Path,
     *,
+    model: str | Path | None = None,
     with_norms: bool = False,
     reads_bytes: bool = False,
-    progress: ByteCounter = lambda nbytes: None,
+    progress: Progress | None = None,
 ) -> DiffResult:
-    """Compare two checkpoints by their digests, reading only tensors without one.
+    """Compare the weights and the optimizer state of two checkpoints, tensor by tensor, whatever their layouts.
 
-    With `reads_bytes`, all tensors are read and their digests verified. With norms, tensors that differ are read too,
-    if both are floating point and of the same shape.
+    `a` and `b` are manifests or Hugging Face folders; `model` is that of `plan`, where no manifest describes them.
+    Tensors with digests are not read, unless `reads_bytes` asks for all of them, or they differ and `with_norms` asks
+    for the norm of B - A (float64, of floating-point tensors of the same shape).
 
+    Units: progress is called with bytes read and bytes in total.
     Raises:
+        SourceError, ModelError, ManifestError: one of them is not a checkpoint.
         ShardError: a file is truncated or damaged.
+
+    Example:
+        >>> done = reshard.diff("model-pp2", "model-pp4")
+        >>> done.equal, done.num_equal, done.num_moved
+        (True, 39, 20)
     """
+    left, right = open_both(str(a), str(b), None if model is None else Path(model))
+    counter = counting(progress, _nbytes_to_hash(left, right, reads_bytes=reads_bytes))
+    return _compare_checkpoints(left, right, with_norms, reads_bytes, counter)
+
+
+def _compare_checkpoints(
+    a: Checkpoint, b: Checkpoint, with_norms: bool, reads_bytes: bool, progress: ByteCounter
+) -> DiffResult:
     num_equal, num_moved, num_resliced, differences = 0, 0, 0, list[TensorDifference]()
     stages = _stages(a), _stages(b)
     for holds in (WEIGHTS, *MOMENTS):
-        left, right = _tensors(a, holds), _tensors(b, holds)
+        left, right = tensors_of(a, holds) or {}, tensors_of(b, holds) or {}
         if bool(left) != bool(right):
             problem = f"all {len(left or right)} only in {'A' if left else 'B'}"
             differences.append(TensorDifference(holds=holds, fqn="*", problem=problem))
@@ -101,16 +121,12 @@ def diff_checkpoints(
     )
 
 
-def nbytes_to_hash(a: Checkpoint, b: Checkpoint, *, reads_bytes: bool = False) -> int:
+def _nbytes_to_hash(a: Checkpoint, b: Checkpoint, *, reads_bytes: bool) -> int:
     """Return an estimate of the bytes to read for digests."""
-    kinds = (_tensors(checkpoint, holds) for checkpoint in (a, b) for holds in (WEIGHTS, *MOMENTS))
+    kinds = (tensors_of(checkpoint, holds) or {} for checkpoint in (a, b) for holds in (WEIGHTS, *MOMENTS))
     return sum(
         tensor.nbytes for tensors in kinds for tensor in tensors.values() if reads_bytes or tensor.blake3 is None
     )
-
-
-def _tensors(checkpoint: Checkpoint, holds: Holds) -> Mapping[str, TensorAt]:
-    return checkpoint.tensors if holds == WEIGHTS else checkpoint.moments.get(holds, {})
 
 
 def _are_same_slices(a: TensorAt, b: TensorAt) -> bool:

@@ -22,20 +22,30 @@ from manifests.store import write_file
 from stores.base import read_whole
 from stores.folders.probe import check_new_file
 from stores.local import LocalFolder
-from stores.open import ReadManifest
+from stores.open import ReadManifest, open_manifest
 
 _MOST_NBYTES = 1 << 20  # of a signature; common ones take a few KB
 
 
-def sign_manifest(read: ReadManifest, key: Path, *, password: str | None = None, force: bool = False) -> Path:
-    """Sign a manifest with an elliptic-curve key (PEM) and write the signature beside it.
+def sign(manifest: str | Path, *, key: str | Path, password: str | None = None, force: bool = False) -> Path:
+    """Sign a manifest, which has digests of all bytes of its checkpoint; return the file of the signature.
+
+    `key` is a PEM file: a private key on the curve P-256, P-384 or P-521, encrypted with `password` or not. The
+    signature is a Sigstore bundle, `manifest.sig` beside the manifest. Shards are not read; `verify` does
+    that. Needs `reshard[sign]`.
 
     Raises:
-        ManifestError: the manifest is damaged, or references bytes whose digests it does not have (a virtual pack).
+        ManifestError: the manifest is damaged, or is of a virtual pack, without digests of the bytes it references.
         OutputError: the signature exists and `force` is not set, or it cannot be written, as in a bucket.
-        InputError: the key cannot be read, or model-signing is not installed.
+        InputError: there is no manifest, the key cannot be read, or model-signing is not installed.
+
+    Example:
+        >>> reshard.sign("model-pp2", key="key.pem").name
+        'manifest.sig'
+        >>> reshard.verify("model-pp2", public_key="key.pub").equal
+        True
     """
-    signing = _module("signing")
+    read, signing = open_manifest(manifest), _module("signing")
     if not isinstance(read.folder, LocalFolder):
         hint = "sign the folder on this machine before it is uploaded, or upload its manifest.sig"
         raise OutputError(str(read), "signatures are written to files only", hint, code="output.unwritable")
@@ -47,7 +57,7 @@ def sign_manifest(read: ReadManifest, key: Path, *, password: str | None = None,
         raise ManifestError(str(read), problem, hint, code="manifest.unrooted-bytes")
     try:
         secret = None if password is None else password.encode()
-        signer = signing.Config().use_elliptic_key_signer(private_key=key, password=secret)
+        signer = signing.Config().use_elliptic_key_signer(private_key=Path(key), password=secret)
     except Exception as error:  # whatever the reader of keys meets
         raise _bad_key(
             Parameter("key", str(key)), error, "private", f"; {Parameter('password')} for an encrypted one"

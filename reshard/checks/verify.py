@@ -13,11 +13,13 @@ from manifests.headertext import NO_NAMES
 from manifests.invariants import SOURCE_NAME
 from manifests.models import ModelShape, module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage, TieGroup
-from reshard.checks.compare import compare_with_source, hash_each, in_batches, report_missing
+from reshard.checks.compare import compare_with_source, hash_each, in_batches, report_missing, tensors_of
 from reshard.checks.index_check import check_index, check_names, read_index
 from reshard.checks.signature import check_signature
+from reshard.copy.progress import Progress, counting
 from reshard.copy.runs import ByteCounter
 from reshard.formats.manifest.read import describe, open_described, open_packed
+from reshard.formats.open import open_source
 from reshard.formats.table import CheckOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.comparison import compare
@@ -68,6 +70,46 @@ class VerifyResult:
         return code if self.signature is not None and self.differences else next(iter(codes), "")
 
 
+def verify(
+    manifest: str | Path,
+    *,
+    against: str | Path | None = None,
+    quick: bool = False,
+    stages: Iterable[int] | None = None,
+    public_key: str | Path | None = None,
+    progress: Progress | None = None,
+) -> VerifyResult:
+    """Read every byte that a manifest names and compare digests; with `against`, also with every tensor of a source.
+
+    Damage is reported in `differences`, not raised: one run lists all of it. `quick` reads no tensors and compares
+    sizes and headers. `stages` are the indices to verify; None: all. Virtual bundles have no digests. With
+    `public_key`, a PEM file, the manifest's signature is verified first: `manifest.sig` beside it.
+
+    Units: `nbytes` in bytes; progress is called with bytes done and bytes in total.
+    Raises:
+        ManifestError: the manifest is damaged.
+        InputError: there is no manifest or no source, or it cannot be read.
+        SignatureError: the signature is missing or damaged, or of another key or manifest.
+        UsageError: there is no such stage, or `quick` and `against` are combined (`options.conflict`).
+
+    Example:
+        >>> result = reshard.verify("model-pp2", against="model")
+        >>> result.equal, result.num_tensors, result.differences
+        (True, 39, ())
+    """
+    if quick and against is not None:
+        problem = f"conflicts with {Parameter('against')}, which reads all tensors"
+        raise UsageError(Parameter("quick"), problem, "leave one of the two out", code="options.conflict")
+    read = open_manifest(manifest)
+    options = VerifyOptions(
+        public_key=None if public_key is None else Path(public_key),
+        quick=quick,
+        against=None if against is None else open_source(str(against), description=read.manifest.model.description),
+        stages=None if stages is None else frozenset(stages),
+    )
+    return verify_manifest(read, options, counting(progress, _nbytes_to_read(read.manifest, options)))
+
+
 def verify_manifest(
     read: ReadManifest, options: VerifyOptions | None = None, progress: ByteCounter = lambda nbytes: None
 ) -> VerifyResult:
@@ -96,7 +138,7 @@ def verify_manifest(
     index, bundles.names = None, NO_NAMES
     counts = _Counts()
     for holds, readers in readers_by_kind.items():
-        expected = None if options.against is None else _expected(options.against, holds)
+        expected = None if options.against is None else tensors_of(options.against, holds)
         names = _compare(readers, expected, manifest.ties, options, progress, counts, (findings, of_source))
         if options.against is not None and expected is None:  # a source without optimizer state
             counts.num_beyond += len(names)
@@ -144,7 +186,7 @@ def check(folder: Folder, findings: Findings, options: CheckOptions) -> Contents
     )
 
 
-def nbytes_to_read(manifest: Manifest, options: VerifyOptions) -> int:
+def _nbytes_to_read(manifest: Manifest, options: VerifyOptions) -> int:
     """Return an estimate of the bytes to read; refuses stages that do not exist, as `verify_manifest`."""
     stages = _choose(manifest, options.stages)
     nbytes = 0 if options.quick else sum(shard.nbytes for stage in stages for shard in stage.shards)
@@ -189,10 +231,6 @@ def _intact_readers(bundles: Bundles, stages: Sequence[Stage], holds: Holds, fin
 
 def _tensors_of(readers: Iterable[_FileReader]) -> Iterator[TensorAt]:
     return (tensor for read in readers for tensor in read())
-
-
-def _expected(source: Checkpoint, holds: Holds) -> Mapping[str, TensorAt] | None:
-    return source.tensors if holds == WEIGHTS else source.moments.get(holds)
 
 
 def _compare(

@@ -8,14 +8,12 @@ from functools import partial
 import click
 
 from manifests.command.console import run_cli
-from reshard.cli.check import check
-from reshard.cli.completion import completion
+from reshard.cli.options import Verb
 from reshard.cli.pack import export, pack
-from reshard.cli.pack_parts import commit
+from reshard.cli.parts import commit
 from reshard.cli.plan import layout, plan
-from reshard.cli.push import push
-from reshard.cli.sign import sign
-from reshard.cli.verify import diff, inspect, verify
+from reshard.cli.publish import push, sign
+from reshard.cli.read import check, diff, inspect, verify
 
 _PLAIN = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
@@ -29,6 +27,24 @@ def cli() -> None:
     Example:
       reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2
     """
+
+
+@click.command(cls=Verb)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the completion script of SHELL: verbs, flags, choices and paths.
+
+    \b
+    Examples:
+      eval "$(reshard completion bash)"              in ~/.bashrc; zsh in ~/.zshrc
+      reshard completion fish | source               in ~/.config/fish/config.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    completer = get_completion_class(shell)
+    assert completer is not None, shell
+    click.echo(completer(ctx.find_root().command, {}, "reshard", "_RESHARD_COMPLETE").source())
 
 
 # Each verb's line in the list of verbs; the help of the verb itself says more.

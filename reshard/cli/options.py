@@ -1,4 +1,4 @@
-"""Flags that several commands share, and the frozen objects that they become."""
+"""What commands share: their class, flags and the frozen objects that these become, and how results are printed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import contextlib
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from manifests.errors import UsageError
+from manifests.command.grouped_help import GroupedHelp
+from manifests.errors import UsageError, flag_like, naming_flags
 from stores.address import hub_output, is_url
 
 if TYPE_CHECKING:
@@ -26,6 +28,26 @@ if TYPE_CHECKING:
     from stores.open import Address
 
 Command = Callable[..., Any]
+
+
+class Verb(GroupedHelp, click.Command):
+    """A command that calls a function of the Python API; its options are called like the function's parameters."""
+
+    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]] | None = None, **settings: Any) -> None:
+        super().__init__(*args, groups=groups or {}, **settings)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        group = ctx.find_root().command
+        others = group.commands.values() if isinstance(group, click.Group) else ()
+        with naming_flags(partial(flag_of, (self, *others))):
+            return super().invoke(ctx)
+
+
+def flag_of(verbs: Iterable[click.Command], parameter: str) -> str:
+    """Return the flag of the first of the commands that has it: `--bytes` for `reads_bytes`."""
+    name = parameter.rpartition(".")[2]
+    flags = (option.opts[0] for verb in verbs for option in verb.params if option.name == name)
+    return next((flag for flag in flags if flag.startswith("-")), flag_like(parameter))
 
 
 class WholeNumber(click.IntRange):
@@ -198,7 +220,7 @@ def conversion_flags(command: Command) -> Command:
 
         return Conversion(**values)
 
-    return _as_object(command, "conversion", conversion, _CONVERSION)
+    return as_object_of(command, "conversion", conversion, _CONVERSION)
 
 
 def parallelism_flags(command: Command) -> Command:
@@ -209,7 +231,7 @@ def parallelism_flags(command: Command) -> Command:
 
         return Parallelism(**values)
 
-    return _as_object(command, "parallelism", parallelism, _PARALLELISM)
+    return as_object_of(command, "parallelism", parallelism, _PARALLELISM)
 
 
 def training_flags(command: Command) -> Command:
@@ -220,10 +242,10 @@ def training_flags(command: Command) -> Command:
 
         return Assumptions(**values)
 
-    return _as_object(command, "assumed", assumed, _TRAINING)
+    return as_object_of(command, "assumed", assumed, _TRAINING)
 
 
-def _as_object(
+def as_object_of(
     command: Command, name: str, make: Callable[..., object], flags: Sequence[Callable[[Command], Command]]
 ) -> Command:
     """Add flags that are called like the fields of an object, which the command receives as `name`."""
@@ -259,6 +281,15 @@ def print_result(quiet: bool, as_json: bool, as_object: Callable[[], object], as
         click.echo(json.dumps(as_object()))
     elif not quiet:
         click.echo(as_text())
+
+
+def print_report(
+    is_ok: bool, quiet: bool, as_json: bool, as_object: Callable[[], object], as_text: Callable[[], str]
+) -> None:
+    """Print what a command has compared, with --quiet only if something is wrong; then, exit with code 4."""
+    print_result(quiet and is_ok, as_json, as_object, as_text)
+    if not is_ok:
+        sys.exit(4)
 
 
 @contextlib.contextmanager

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli import options
-from reshard.cli import pack_parts as parts
-from reshard.cli.verb import Verb
+from reshard.cli import options, parts
 from reshard.formats.table import TIED_KEY, export_targets, names_of_targets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
-    from reshard.copy.direct_io import Io
-    from reshard.copy.parallelism import Parallelism
     from reshard.packing.prepare import PreparedPack
-    from reshard.plans.partition import Part
     from reshard.transforms.cast import ExportDtype
-    from reshard.transforms.conversion import Conversion
     from stores.open import Address
 
 
@@ -45,7 +38,7 @@ _EXPORT_GROUPS = {
 }  # fmt: skip
 
 
-@click.command(cls=Verb, groups=_GROUPS)
+@click.command(cls=options.Verb, groups=_GROUPS)
 @click.argument("source", type=click.Path(), metavar="SOURCE")
 @options.layout_flags
 @options.out_or_hub
@@ -69,11 +62,7 @@ _EXPORT_GROUPS = {
 @options.as_json
 @options.quiet
 def pack(
-    source: str, layout: str | None, pp: int | None, out: Address, drop: tuple[str, ...],
-    model: Path | None, virtual: bool, stages: str | None, conversion: Conversion, max_shard_nbytes: int,
-    force: bool, io: Io, sync: bool, parallelism: Parallelism,
-    part: Part | None, submission: parts.Submission | None, verify_source: bool, dry_run: bool,
-    as_json: bool, quiet: bool,
+    source: str, out: Address, division: parts.Division, dry_run: bool, as_json: bool, quiet: bool, **arguments: Any
 ) -> None:  # fmt: skip
     """Write one bundle per stage, a manifest, and an index that makes the output a Hugging Face folder.
 
@@ -98,18 +87,19 @@ def pack(
       reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2
       reshard pack ./Llama-3.1-405B --layout pp=16 --out ./405B-pp16 --parts 8 --scheduler slurm --time 1:00:00
     """
-    from reshard.api.pack import pack as run
-    from reshard.report.done import hub_lines, pack_json, pack_text, part_json, part_text
+    from reshard.packing.options import PackOptions
+    from reshard.packing.prepare import pack as run
+    from reshard.report.done import hub_lines, pack_json, pack_text
 
-    if submission is not None:
-        from reshard.packing.options import PackOptions
-
-        PackOptions(out=out, virtual=virtual, verify_source=verify_source, force=force).check_divided("--parts")
+    division.check()
+    if division.is_submitted:
+        checked = {name: arguments[name] for name in ("force", "verify_source", "virtual")}
+        PackOptions(out=out, **checked).check_divided("--parts")
 
     def show(prepared: PreparedPack) -> None:
         """Print what is about to be packed; exit if it was a dry run, or once the parts are submitted."""
-        if submission is not None:
-            submission.submit(source, prepared, dry_run=dry_run, as_json=as_json)
+        if division.is_submitted:
+            division.submit(source, prepared, dry_run=dry_run, as_json=as_json)
             raise click.exceptions.Exit
         options.name_links(prepared.links, quiet)
         if dry_run:
@@ -122,17 +112,10 @@ def pack(
             click.echo(note, err=True)
 
     with options.progress("pack", quiet) as progress, options.upload_bars(out, quiet):
-        done = run(
-            source, out, layout, pp=pp, drop=drop, model=model, conversion=conversion,
-            virtual=virtual, stages=stages, part=part, max_shard_nbytes=max_shard_nbytes, force=force, io=io, sync=sync,
-            parallelism=parallelism, verify_source=verify_source, on_plan=show, progress=progress,
-        )  # fmt: skip
+        done = run(source, out, part=division.part_to_pack(), on_plan=show, progress=progress, **arguments)
     for line in () if quiet else hub_lines(done.hub):
         click.echo(line, err=True)
-    if done.part is None:
-        options.print_result(quiet, as_json, lambda: pack_json(done), lambda: pack_text(done))
-    else:
-        options.print_result(quiet, as_json, lambda: part_json(done), lambda: part_text(done))
+    options.print_result(quiet, as_json, lambda: pack_json(done), lambda: pack_text(done))
 
 
 def _notes(prepared: PreparedPack) -> Iterator[str]:
@@ -145,7 +128,7 @@ def _notes(prepared: PreparedPack) -> Iterator[str]:
         yield f"{what}, and the Hugging Face hub reads up to 25 MB: use a smaller --max-shard-size"
 
 
-@click.command(cls=Verb, groups=_EXPORT_GROUPS)
+@click.command(cls=options.Verb, groups=_EXPORT_GROUPS)
 @options.manifest
 @click.option(
     "--to",
@@ -182,8 +165,7 @@ def _notes(prepared: PreparedPack) -> Iterator[str]:
 @options.as_json
 @options.quiet
 def export(
-    manifest: str, to: str, names: str, tied_key: str, weights_only: bool, out: Address,
-    dtype: ExportDtype, force: bool, io: Io, sync: bool, parallelism: Parallelism, as_json: bool, quiet: bool,
+    manifest: str, to: str, names: str, out: Address, dtype: ExportDtype, as_json: bool, quiet: bool, **arguments: Any
 ) -> None:  # fmt: skip
     """Write a manifest's model as a Hugging Face folder, or as a checkpoint that another trainer loads.
 
@@ -200,14 +182,11 @@ def export(
       reshard export ./checkpoints/step-1000 --to dcp --for torchtitan --out ./outputs/checkpoint/step-1000
       reshard export ./Llama-3.2-1B-pp2 --to deepspeed --out ./Llama-3.2-1B-deepspeed
     """
-    from reshard.api.export import export as run
+    from reshard.formats.export import export as run
     from reshard.report.done import export_json, export_text
 
     with options.progress("export", quiet) as progress:
-        done = run(
-            manifest, out, to=to, names=names, tied_key=tied_key, weights_only=weights_only, dtype=dtype,
-            force=force, io=io, sync=sync, parallelism=parallelism, progress=progress,
-        )  # fmt: skip
+        done = run(manifest, out, to=to, names=names, dtype=dtype, progress=progress, **arguments)
     options.print_result(
         quiet, as_json, lambda: export_json(done, to, out), lambda: export_text(done, to, names, dtype, out)
     )

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from manifests.command.interpreter import collector_paused
 from reshard.cli import options
-from reshard.cli.verb import Verb
-
-if TYPE_CHECKING:
-    from reshard.estimate.assumptions import Assumptions
-    from reshard.estimate.costs import ModuleTime
-
 
 _GROUPS = {
     "What and where": ("layout", "pp", "write", "draw", "theme", "force", "drop", "model", "as_json", "quiet"),
@@ -27,7 +21,7 @@ _GROUPS = {
 }  # fmt: skip
 
 
-@click.command(cls=Verb, groups=_GROUPS)
+@click.command(cls=options.Verb, groups=_GROUPS)
 @click.argument("source", type=click.Path(), metavar="SOURCE")
 @options.layout_flags
 @options.training_flags
@@ -46,8 +40,8 @@ _GROUPS = {
 @options.quiet
 @collector_paused()  # a step has up to half a million actions, which it would visit whenever it resumes
 def plan(
-    source: str, layout: str | None, pp: int | None, assumed: Assumptions, drop: tuple[str, ...],
-    model: Path | None, write: Path | None, draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,
+    source: str, write: Path | None, draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,
+    **arguments: Any,
 ) -> None:  # fmt: skip
     """Show a layout before a byte moves: its stages, bytes, FLOPs, memory and pipeline bubble.
 
@@ -57,8 +51,8 @@ def plan(
     Example:
       reshard plan ./Llama-3.2-1B --layout balance:time,pp=4 --gpu-memory 80GB --write layout.toml
     """
-    from reshard.api.plan import plan as run
     from reshard.layouts.files import check_layout_file, write_layout
+    from reshard.packing.resolve import plan as run
     from reshard.report.plan_summary import plan_json, plan_text
 
     if draw:
@@ -67,9 +61,7 @@ def plan(
         check_picture(draw, force)
     if write:
         check_layout_file(write, force=force)
-    planned = run(
-        source, layout, pp=pp, drop=drop, model=model, assumed=assumed,
-    )  # fmt: skip
+    planned = run(source, **arguments)
     options.name_links(planned.links, quiet)
     click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
     if write:
@@ -84,7 +76,7 @@ def plan(
             click.echo(f"drawn: {draw}", err=True)
 
 
-@click.command(cls=Verb)
+@click.command(cls=options.Verb)
 @click.argument("spec", type=click.Path(), metavar="SPEC")
 @click.option(
     "--layers",
@@ -106,26 +98,22 @@ def plan(
 @options.force
 @options.as_json
 @options.quiet
-def layout(
-    spec: str, layers: int, mtp: int, pp: int | None,
-    measured: dict[str, ModuleTime] | None,
-    write: Path | None, force: bool, as_json: bool, quiet: bool,
-) -> None:  # fmt: skip
+def layout(write: Path | None, force: bool, as_json: bool, quiet: bool, **arguments: Any) -> None:
     """Show what a layout means, without a model.
 
     \b
     Example:
       reshard layout 'Et*3|(tt|)*29,m|L' --layers 61 --mtp 1 --pp 16
     """
-    from reshard.api.layout import layout as run
     from reshard.layouts.files import check_layout_file, write_layout
-    from reshard.report.layout import layout_json, layout_text
+    from reshard.packing.resolve import layout as run
+    from reshard.report.plan_summary import layout_json, layout_text
 
     if write:
         check_layout_file(write, force=force)
-    laid_out = run(spec, layers=layers, mtp=mtp, pp=pp, measured=measured)
-    click.echo(json.dumps(layout_json(laid_out)) if as_json else layout_text(laid_out))
+    stages = run(**arguments)
+    click.echo(json.dumps(layout_json(stages)) if as_json else layout_text(stages))
     if write:
-        write_layout(laid_out, write)
+        write_layout(stages, write)
         if not quiet:
             click.echo(f"written: {write}", err=True)

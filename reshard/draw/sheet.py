@@ -20,8 +20,7 @@ from reshard.draw.theme import describe, drawing, follow_reader
 from reshard.formatting import shorten
 from reshard.packing.resolve import PlanResult
 from reshard.plans.pack_plan import traffic_of
-from reshard.report.layout import placement_line
-from reshard.report.plan_summary import bottleneck, memory_line, not_fitting, plan_text, schedule_line
+from reshard.report.plan_summary import bottleneck, memory_line, not_fitting, placement_line, plan_text, schedule_line
 
 # Inches.
 _WIDTH, _LEFT, _RIGHT = 13.0, 0.62, 0.25

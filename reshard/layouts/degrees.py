@@ -154,7 +154,7 @@ class Degrees:
                     code="layout.no-ranks",
                 )
             num_stages = self.num_ranks * (num_virtual or 1)
-        check_num_stages(request, num_stages)
+        _check_num_stages(request, num_stages)
         num_ranks = self.num_ranks or max(1, num_stages // (num_virtual or 1))
         self._check(request, num_stages, num_ranks)
         return Placement(num_stages=num_stages, num_ranks=num_ranks, style=self.style or "loop")
@@ -165,7 +165,7 @@ class Degrees:
             raise LayoutError(
                 "layout",
                 f"{spec} has {counted(num_stages, 'stage')}, not a multiple of {counted(num_ranks, 'rank')}",
-                f"use PP {nearest_divisors(num_stages, num_ranks)}",
+                f"use PP {_nearest_divisors(num_stages, num_ranks)}",
                 code="layout.indivisible-stages",
             )
         num_virtual = num_stages // num_ranks
@@ -223,18 +223,18 @@ def agreed_ranks(num_ranks: int | None, request: Request) -> int | None:
     return num_ranks or request.num_ranks
 
 
-def check_num_stages(request: Request, num_stages: int) -> None:
+def _check_num_stages(request: Request, num_stages: int) -> None:
     """Raise if there are more stages than any pipeline has, before building anything per stage."""
     if num_stages > MAX_STAGES:
         raise LayoutError(
             "layout",
             f"expected at most {MAX_STAGES} stages, {shorten(request.spec)} has {num_stages}",
-            "lower pp or vpp",
+            "use fewer stages",
             code="layout.too-many-stages",
         )
 
 
-def nearest_divisors(number: int, wanted: int) -> str:
+def _nearest_divisors(number: int, wanted: int) -> str:
     """Return up to three divisors of `number` nearest to `wanted`: `8, 16 or 32`."""
     divisors = [value for value in range(1, number + 1) if number % value == 0]
     return list_words(sorted(sorted(divisors, key=lambda value: (abs(value - wanted), value))[:3]))

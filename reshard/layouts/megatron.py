@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from manifests.errors import LayoutError
-from reshard.formatting import counted, shorten
-from reshard.layouts.degrees import Degrees, layout_of, nearest_divisors
+from reshard.formatting import counted
+from reshard.layouts.degrees import Degrees, layout_of
 from reshard.layouts.inventory import Inventory
-from reshard.layouts.model import MAX_STAGES, Request, StageLayout, error_at
+from reshard.layouts.model import Request, StageLayout, error_at
 
 LETTERS = "EtmL"
 MAX_LETTERS = 16384  # bars included; more stages and layers than any model has
@@ -45,13 +45,14 @@ def read_megatron(request: Request) -> StageLayout:
     places = [at for at, letter in enumerate(expansion.text) if letter != "|"]
     if not places:
         raise error_at(request.spec, 0, "expected layers, found none", HINT, code="layout.empty")
-    _check_stages(request, stages)
+    degrees = Degrees(num_ranks=request.num_ranks)
+    degrees.placement(request, len(stages))  # before anything is done per stage
     _check_ends(request, expansion, places)
     _check_layers(request, expansion, len(stages))
     inventory = request.inventory
     widths = {"E": inventory.num_inputs, "t": 1, "m": 1, "L": inventory.num_outputs}
     sizes = [sum(widths[letter] for letter in stage) for stage in stages]
-    return layout_of(request, tuple(accumulate(sizes, initial=0)), Degrees(num_ranks=request.num_ranks))
+    return layout_of(request, tuple(accumulate(sizes, initial=0)), degrees)
 
 
 def expand(spec: str) -> Expansion:
@@ -127,23 +128,6 @@ def write_letters(stages: list[str]) -> str:
 def _write_stage(stage: str) -> str:
     runs = ((letter, len(list(run))) for letter, run in groupby(stage))
     return "".join(min(f"{letter}*{times}", letter * times, key=len) for letter, times in runs)
-
-
-def _check_stages(request: Request, stages: list[str]) -> None:
-    num_stages, num_ranks = len(stages), request.num_ranks
-    spec = shorten(request.spec)
-    if num_stages > MAX_STAGES:
-        raise LayoutError(
-            "layout", f"expected at most {MAX_STAGES} stages, {spec} has {num_stages}", code="layout.too-many-stages"
-        )
-    if num_ranks and num_stages % num_ranks:
-        raise LayoutError(
-            "layout",
-            f"{counted(request.inventory.num_layers, 'layer')} on {counted(num_ranks, 'rank')}: {spec} has "
-            f"{counted(num_stages, 'stage')}, not a multiple of {num_ranks}",
-            f"use PP {nearest_divisors(num_stages, num_ranks)}",
-            code="layout.indivisible-stages",
-        )
 
 
 def _check_ends(request: Request, expansion: Expansion, places: list[int]) -> None:

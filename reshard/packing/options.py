@@ -1,4 +1,4 @@
-"""The options of a pack, from its callers to the engine."""
+"""The options of a pack, from its callers to the engine, and its result."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
-from manifests.errors import Parameter, UsageError, check_choice
+from manifests.errors import OutputError, Parameter, UsageError, check_choice
 from manifests.index import MAX_SHARD_NBYTES
+from manifests.invariants import MANIFEST_NAME
+from manifests.schema import Manifest
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
+from reshard.copy.parallelism import Used
+from reshard.packing.hub_check import HubReport
 from reshard.packing.resolve import LayoutRequest
 from reshard.plans.partition import Part
 from reshard.transforms.conversion import Conversion
@@ -83,3 +87,61 @@ class PackOptions:
         if self.virtual:
             problem = f"conflicts with {Parameter('virtual', True)}: a virtual pack has no bytes to divide"
             raise UsageError(where, problem, "leave one of the two out", code="options.conflict")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackResult:
+    """What was written: the manifest, its address, and which source files were verified against the hub's SHA-256.
+
+    One `part` has no manifest: `commit` writes it once all parts are there.
+
+    Units: `nbytes` and `virtual_nbytes` in bytes.
+    """
+
+    out: Address
+    committed: Manifest | None = None
+    part: Part | None = None
+    part_nbytes: int = 0
+    hub: HubReport = field(default_factory=HubReport)
+    used: Used = field(default_factory=Used)  # threads that copied, and requests that ran at a time
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest.
+
+        Raises:
+            OutputError: one part was written (`output.missing-parts`).
+        """
+        if self.committed is None:
+            problem, hint = f"part {self.part} alone has no manifest", "commit the parts once all are written"
+            raise OutputError(str(self.out), problem, hint, code="output.missing-parts")
+        return self.committed
+
+    @property
+    def path(self) -> str:
+        """The path or URL of manifest.json."""
+        if isinstance(self.out, Path):
+            return str(self.out / MANIFEST_NAME)
+        return f"{self.out.rstrip('/')}/{MANIFEST_NAME}"
+
+    @property
+    def num_stages(self) -> int:
+        return self.manifest.layout.num_stages
+
+    @property
+    def num_ranks(self) -> int:
+        return self.manifest.layout.num_ranks
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(stage.num_tensors for stage in self.manifest.stages)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all shards, or of those of the part, in bytes."""
+        return self.part_nbytes if self.committed is None else sum(shard.nbytes for shard in self.manifest.shards)
+
+    @property
+    def virtual_nbytes(self) -> int:
+        """The size of tensors that virtual bundles refer to in the source's files, in bytes."""
+        return sum(stage.nbytes for stage in self.manifest.stages if stage.spans)

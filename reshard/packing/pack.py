@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,18 +16,19 @@ from manifests.schema import AuxiliaryFile, Layout, Manifest, Model, Shard, Stag
 from reshard.copy.destination import FolderTarget, Target, check_unchanged, copy_files, open_target
 from reshard.copy.engine import WrittenShard, hash_tensors
 from reshard.packing.hub_check import HubCheck
-from reshard.packing.options import PackOptions
-from reshard.packing.result import PackResult
+from reshard.packing.options import PackOptions, PackResult
 from reshard.plans.pack_plan import OutputShard, PackPlan, StagePlan
-from reshard.plans.references import References, choose_stages, refer_to_originals
+from reshard.plans.references import References, refer_to_others
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MadeFile
 from reshard.tensors.source_index import record_blocks
 
 
-def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> PackResult:
-    """Write one bundle per stage and, last, the manifest that commits them.
+def write_bundles(
+    checkpoint: Checkpoint, plan: PackPlan, options: PackOptions, stages: Collection[int] | None = None
+) -> PackResult:
+    """Write the bundles of these stages (None: of all) and, last, the manifest that commits them.
 
     Raises:
         OutputError: `out` exists or cannot be written, or the disk is full.
@@ -36,8 +37,9 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> PackRe
         InputError: a bundle that would be virtual has no original file to refer to.
     """
     check_stored_ties(checkpoint)
-    shards, references = choose_shards(checkpoint, plan, options)
-    names = {MANIFEST_NAME, SOURCE_NAME, *(item.path for item in checkpoint.auxiliary), *(each.path for each in shards)}
+    shards, references = plan.shards_on(stages), refer_to_others(checkpoint, plan, stages)
+    names = {MANIFEST_NAME, SOURCE_NAME, *(item.path for item in checkpoint.auxiliary)}
+    names |= {shard.path for shard in shards}
     names |= {INDEX_NAME} if any(shard.is_indexed for shard in shards) else set()
     with ExitStack() as stack:
         target = stack.enter_context(open_target(options.out, shards, force=options.force, wanted=names))
@@ -56,17 +58,6 @@ def pack(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> PackRe
         # Commit point: readers ignore an output without manifest.json.
         target.commit(MANIFEST_NAME, encode_manifest(manifest))
     return PackResult(committed=manifest, out=options.out, hub=report, used=options.write.parallelism.used)
-
-
-def choose_shards(checkpoint: Checkpoint, plan: PackPlan, options: PackOptions) -> tuple[list[OutputShard], References]:
-    """Return the shards to write, in all parts, and the virtual bundles of the other stages.
-
-    Raises:
-        InputError: a bundle that would be virtual has no original file to refer to.
-    """
-    chosen = choose_stages(plan, options.virtual, options.stages)
-    others = [] if chosen is None else [stage for stage in plan.stages if stage.index not in chosen]
-    return list(plan.shards_on(chosen)), refer_to_originals(others, checkpoint)
 
 
 def copy_auxiliary_files(checkpoint: Checkpoint, target: Target) -> tuple[AuxiliaryFile, ...]:

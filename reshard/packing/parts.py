@@ -30,17 +30,12 @@ from manifests.store import read_small_file
 from reshard.copy.destination import check_unchanged, open_target
 from reshard.copy.engine import WriteOptions, WrittenShard
 from reshard.copy.journal import plan_key
-from reshard.packing.options import PackOptions
-from reshard.packing.pack import (
-    Written,
-    build_manifest,
-    check_stored_ties,
-    choose_shards,
-    copy_auxiliary_files,
-)
+from reshard.packing.options import PackOptions, PackResult
+from reshard.packing.pack import Written, build_manifest, check_stored_ties, copy_auxiliary_files
 from reshard.packing.parts_place import OF_PART, FileFacts, Merged, PartsPlace
 from reshard.plans.pack_plan import OutputShard, PackPlan
 from reshard.plans.partition import Part, shards_of_part
+from reshard.plans.references import refer_to_others
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.checksums import verify_records
 from stores.address import is_url
@@ -65,8 +60,10 @@ class _Plan:
         return f"parts-{self.key.removeprefix(PREFIX)[:12]}"
 
 
-def pack_part(checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackOptions) -> None:
-    """Write one part of the shards, and a record of it; see Note [Parts].
+def write_part(
+    checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackOptions, stages: Collection[int] | None = None
+) -> None:
+    """Write one part of the shards of these stages (None: of all), and a record of it; see Note [Parts].
 
     A part that was killed is resumed, and one that is complete is kept.
 
@@ -74,7 +71,7 @@ def pack_part(checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackO
         OutputError: another process writes this part, or parts here are of another plan.
         InputError: as `pack`.
     """
-    work = _plan(checkpoint, plan, part, options)
+    work = _plan(checkpoint, plan, part, stages)
     place, where = _open_place(options.out, force=options.force), f"{work.folder}/{part.name}"
     if not place.check_free(work.folder, {item.path for item in checkpoint.auxiliary} | {SOURCE_NAME}):
         return
@@ -117,24 +114,33 @@ def _write(work: _Plan, part: Part, where: Address, options: WriteOptions) -> No
         target.commit(PART_NAME, json.dumps(record).encode())
 
 
-def commit(out: Address, *, force: bool = False, wait: bool = False) -> Manifest:
-    """Publish what all parts have written as one checkpoint; with `wait`, once all of them are complete.
+def commit(out: str | Path, *, force: bool = False, wait: bool = False) -> PackResult:
+    """Merge the parts that `pack` has written with `part` into one checkpoint; no tensors are copied.
 
-    It can be killed at any point and run again; what is committed already is returned as it is. It reads headers and
-    auxiliary files; `reshard verify` reads all.
+    `out` is the folder or the object-store URL that the parts were packed to. `force` replaces an existing folder in
+    one step; it is not supported in a bucket. With `wait`, return once all parts are there. It can be interrupted at
+    any point and called again; what is committed already is returned as it is.
 
     Raises:
-        OutputError: parts are missing or damaged, or `out` exists or cannot be written.
+        OutputError: parts are missing (`output.missing-parts`, `output.no-parts`) or damaged, or of another plan, or
+            `out` exists or cannot be written.
         InputError: files were changed since their parts wrote them.
+        UsageError: `force` and a bucket.
+
+    Example:
+        >>> for number in (1, 2):
+        ...     part = reshard.pack("model", "model-parts", "pp=2", part=f"{number}/2")
+        >>> reshard.commit("model-parts").num_stages
+        2
     """
-    place = _open_place(out, force=force)
+    address: Address = str(out) if is_url(out) else Path(out)
+    place = _open_place(address, force=force)
     while True:
         files = place.files()
         folders = _folders_in(files)
-        if (manifest := place.committed(folders)) is not None:
-            return manifest
         try:
-            return place.publish(_merge(place, files, folders))
+            manifest = place.committed(folders) or place.publish(_merge(place, files, folders))
+            return PackResult(committed=manifest, out=address)
         except OutputError as error:
             if not wait or error.code not in ("output.missing-parts", "output.no-parts"):
                 raise
@@ -151,13 +157,13 @@ def _open_place(out: Address, *, force: bool) -> PartsPlace:
     return FolderParts(Path(out), force=force)
 
 
-def _plan(checkpoint: Checkpoint, plan: PackPlan, part: Part, options: PackOptions) -> _Plan:
+def _plan(checkpoint: Checkpoint, plan: PackPlan, part: Part, stages: Collection[int] | None) -> _Plan:
     """Return the plan of a pack in as many parts as `part` is one of.
 
     Raises:
         InputError: a bundle that would be virtual has no original file to refer to.
     """
-    shards, references = choose_shards(checkpoint, plan, options)
+    shards, references = plan.shards_on(stages), refer_to_others(checkpoint, plan, stages)
     unread = {shard.path: WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=_BLANK) for shard in shards}
     draft = build_manifest(checkpoint, plan, Written(unread, references, ()))
     auxiliary = json.dumps([(item.path, item.file.fingerprint, item.digest) for item in checkpoint.auxiliary]).encode()

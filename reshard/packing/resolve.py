@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from manifests.command.interpreter import collector_paused
 from manifests.command.sizes import parse_size, write_size
-from manifests.errors import Parameter, UsageError
+from manifests.errors import Parameter, UsageError, check_count
 from manifests.invariants import MANIFEST_NAME
 from manifests.models import ModelShape
-from manifests.models.config import CONFIG_NAME
+from manifests.models.config import CONFIG_NAME, MAX_LAYERS
 from manifests.models.memory import estimate_memory, memory_of
 from manifests.placement import Placement
 from manifests.schedules import check_schedule, in_flight, schedule_table
@@ -27,7 +27,7 @@ from reshard.formatting import shorten
 from reshard.layouts import StageLayout, parse_layout
 from reshard.layouts.balance import balances_memory, balances_time, unsolved
 from reshard.layouts.degrees import read_words
-from reshard.layouts.inventory import Inventory, inventory_of_modules
+from reshard.layouts.inventory import Inventory, inventory_of_layers, inventory_of_modules
 from reshard.layouts.model import InFlight, Request
 from reshard.plans.pack_plan import PackPlan, Sharding, StagePlan, plan_pack
 from reshard.tensors.checkpoint import Checkpoint
@@ -113,20 +113,42 @@ def model_name(source: str) -> str:
     return path.name or path.resolve().name
 
 
-def plan_source(
-    source: str,
-    request: LayoutRequest,
-    assumed: Assumptions,
+def plan(
+    source: str | Path,
+    layout: str | None = None,
+    *,
+    pp: int | None = None,
     drop: Collection[str] = (),
-    model: Path | None = None,
+    model: str | Path | None = None,
+    assumed: Assumptions | None = None,
 ) -> PlanResult:
-    """Open a source, read or solve for the layout, lay the tensors out on it and estimate a training step.
+    """Plan the stages of a model and estimate a training step on them, from headers alone.
 
+    `source` is a Hugging Face folder, a manifest, `org/name@revision` on the hub, an object-store URL, or a
+    config.json alone. `layout` is a SPEC as in docs/layouts.md (`pp=4`, a Megatron string, a file); without one, a
+    manifest keeps its own. `pp` is the number of pipeline ranks, if `layout` does not say it. `drop` lists tensors to
+    leave out; `model` is a TOML file that describes a model of an unknown architecture (docs/own-models.md).
+
+    Units: sizes in bytes, FLOPs per token; times in seconds if `assumed.measured` has them, otherwise in FLOPs.
     Raises:
-        UserError: see `check_assumptions`, `open_model` and `lay_out`.
+        SourceError, ModelError, ShardError, ManifestError: the source is incomplete, damaged or unsupported.
+        StoreError: the source does not exist, or cannot be reached.
+        LayoutError: the layout is invalid, or does not cover the model.
+        ScheduleError: the schedule does not support the layout.
+        UsageError: arguments conflict, or a layout is required (`options.missing-layout`).
+
+    Example:
+        >>> planned = reshard.plan("model", "pp=2", assumed=reshard.Assumptions(seq_len=128))
+        >>> [stage.modules[0] for stage in planned.stages]
+        ['model.embed_tokens', 'model.layers.2']
+        >>> planned.forecast.schedule
+        '1F1B'
     """
+    assumed = assumed or Assumptions()
     check_assumptions(assumed)
-    return estimate_step(lay_out(model_name(source), open_model(source, frozenset(drop), model), request, assumed))
+    checkpoint = open_model(str(source), frozenset(drop), None if model is None else Path(model))
+    request = LayoutRequest(spec=layout, num_ranks=pp)
+    return estimate_step(lay_out(model_name(str(source)), checkpoint, request, assumed))
 
 
 def estimate_step(laid: LaidOut) -> PlanResult:
@@ -186,21 +208,37 @@ def is_solved(spec: str | None) -> bool:
     return spec is not None and _SOLVED.match(spec) is not None
 
 
-def lay_out_layers(
-    request: LayoutRequest, inventory: Inventory, measured: Mapping[str, ModuleTime] | None = None
+def layout(
+    spec: str,
+    *,
+    layers: int,
+    mtp: int = 0,
+    pp: int | None = None,
+    measured: Mapping[str, ModuleTime] | None = None,
 ) -> StageLayout:
-    """Read or solve for the layout of modules alone, without a model.
+    """Lay out the modules of a model of so many decoder layers, which a layout names, without the model.
 
+    `spec` and `pp` are those of `plan`; `mtp` is the number of multi-token prediction layers,
+    which follow the decoders. `measured` has the time of each module, for `balance:time`.
+
+    Units: `measured` in seconds.
     Raises:
-        LayoutError, UsageError: see `parse_layout`; or there are measured times, and nothing to balance by time.
+        LayoutError: the layout is invalid, or does not cover the modules.
+        UsageError: arguments conflict.
+
+    Example:
+        >>> plan = reshard.layout("pp=2", layers=4)
+        >>> plan.stages[1][-1], plan.placement.num_ranks
+        ('lm_head', 2)
     """
-    assert request.spec is not None
+    check_count(Parameter("layers"), layers, most=MAX_LAYERS)
+    check_count(Parameter("mtp"), mtp, least=0, most=MAX_LAYERS)
     costs = {"time": {module: time.total for module, time in measured.items()}} if measured else {}
-    layout = _read(request, inventory, costs)
-    if measured and not balances_time(request.spec):
-        problem, hint = f"{shorten(request.spec)} does not balance by time", "leave it out, or use balance:time"
+    lone = _read(LayoutRequest(spec=spec, num_ranks=pp), inventory_of_layers(layers, mtp), costs)
+    if measured and not balances_time(spec):
+        problem, hint = f"{shorten(spec)} does not balance by time", "leave it out, or use balance:time"
         raise UsageError(Parameter("measured"), problem, hint, code="options.conflict")
-    return layout
+    return lone
 
 
 def _agree_on_limit(request: LayoutRequest, assumed: Assumptions) -> tuple[LayoutRequest, Assumptions]:

@@ -21,6 +21,9 @@ class Part:
     of: int
     command: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
     @property
     def name(self) -> str:
         return f"part-{self.number:05}-of-{self.of:05}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from manifests.errors import InputError, Parameter, UsageError
 from manifests.schema import OriginalFile, Span, Virtual
 from reshard.formatting import parse_numbers
-from reshard.plans.pack_plan import PackPlan, StagePlan
+from reshard.plans.pack_plan import PackPlan
 from reshard.tensors.checkpoint import Checkpoint, OriginalFiles
 from reshard.tensors.source_index import SUFFIX
 from stores.base import Range, merge_ranges
@@ -49,12 +49,13 @@ def choose_stages(plan: PackPlan, virtual: bool, wanted: str | None) -> frozense
     return chosen
 
 
-def refer_to_originals(stages: Sequence[StagePlan], checkpoint: Checkpoint) -> References:
-    """Return these stages' tensors as spans of the files that they are in, with the files' fingerprints.
+def refer_to_others(checkpoint: Checkpoint, plan: PackPlan, packed: Collection[int] | None) -> References:
+    """Return the tensors of all stages but the `packed` ones (None: all are) as spans of the files that they are in.
 
     Raises:
         InputError: a tensor is not in a weight file of the source, is not named by its FQN there, or is empty.
     """
+    stages = [] if packed is None else [stage for stage in plan.stages if stage.index not in packed]
     if stages:
         _check_names(checkpoint)
     originals = checkpoint.originals or OriginalFiles(location="", revision=None, files={})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,9 @@ from manifests.command.sizes import show_bytes
 from manifests.errors import printable
 from manifests.index import INDEX_NAME, has_index
 from reshard.formats.table import export_targets
-from reshard.formatting import counted
+from reshard.formatting import count_of, counted
 from reshard.packing.hub_check import HubReport
-from reshard.packing.result import PackResult
+from reshard.packing.options import PackResult
 from reshard.transforms.cast import ExportDtype
 from stores.address import is_url
 from stores.open import Address
@@ -39,6 +39,8 @@ def hub_lines(report: HubReport) -> list[str]:
 
 
 def pack_json(done: PackResult) -> dict[str, Any]:
+    if done.part is not None:
+        return {"version": 1, "part": done.part.number, "of": done.part.of, "nbytes": done.nbytes}
     hub = {"hub_verified": list(done.hub.verified), "hub_unverified": list(done.hub.unverified)}
     return (hub if any(hub.values()) else {}) | {
         "version": 1,
@@ -54,12 +56,15 @@ def pack_json(done: PackResult) -> dict[str, Any]:
 
 
 def pack_text(done: PackResult) -> str:
+    if done.part is not None:
+        packed = f"packed part {done.part.number} of {done.part.of}: {show_bytes(done.nbytes)}"
+        return f"{packed}\nnext, after all parts: reshard commit {shlex.quote(str(done.out))}"
     training = done.manifest.training
     packed, virtual = show_bytes(done.nbytes), show_bytes(done.virtual_nbytes)
     how = f"{packed} copied, {virtual} referenced" if done.manifest.virtual else packed
     place = shlex.quote(done.path)
     fetch, place = (f"reshard pack {place} --out DIR; ", "DIR") if is_url(done.out) else ("", place)
-    stages = "1 stage" if done.num_stages == 1 else f"{done.num_stages} stages"
+    stages = counted(done.num_stages, "stage")
     state = " and their optimizer state" if training and training.optimizer else ""
     speed = f", {done.used.num_streams} requests at a time" if done.used.num_streams else ""
     lines = [f"packed {done.num_tensors} tensors{state}, {how}, in {stages}{speed}: {done.path}"]
@@ -68,16 +73,6 @@ def pack_text(done: PackResult) -> str:
         lines.append(f"not a Hugging Face folder, without {INDEX_NAME}: {why}")
     lines.append(f"next: {fetch}runner launch {place} --nproc-per-node {done.num_ranks} -- --help")
     return "\n".join(lines)
-
-
-def part_json(done: PackResult) -> dict[str, Any]:
-    number, of = map(int, str(done.part).split("/"))
-    return {"version": 1, "part": number, "of": of, "nbytes": done.nbytes}
-
-
-def part_text(done: PackResult) -> str:
-    packed = f"packed part {str(done.part).replace('/', ' of ')}: {show_bytes(done.nbytes)}"
-    return f"{packed}\nnext, after all parts: reshard commit {shlex.quote(str(done.out))}"
 
 
 def export_json(done: ExportResult, form: str, out: Address) -> dict[str, Any]:
@@ -113,8 +108,8 @@ def verify_json(done: VerifyResult) -> dict[str, Any]:
         "nbytes": done.nbytes,
         "compared_nbytes": done.compared_nbytes,
         "differences": [
-            {"where": each.where, "problem": each.problem, **({"code": each.code} if each.code else {})}
-            for each in done.differences
+            {"where": finding.where, "problem": finding.problem, **({"code": finding.code} if finding.code else {})}
+            for finding in done.differences
         ],
         **({} if done.signature is None else {"signature": done.signature}),
         **({"code": done.code} if done.code else {}),
@@ -122,15 +117,15 @@ def verify_json(done: VerifyResult) -> dict[str, Any]:
 
 
 def verify_text(done: VerifyResult, manifest: str) -> str:
-    found = _verified(done, manifest)
+    verdict = _verdict(done, manifest)
     if done.signature is None:
-        return found
+        return verdict
     changed = "the manifest is the signed one, and its files were changed after that: do not use them"
-    lines = [f"signature verified: {printable(done.signature)}", *([changed] if done.differences else []), found]
+    lines = [f"signature verified: {printable(done.signature)}", *([changed] if done.differences else []), verdict]
     return "\n".join(lines)
 
 
-def _verified(done: VerifyResult, manifest: str) -> str:
+def _verdict(done: VerifyResult, manifest: str) -> str:
     read = f"{done.num_tensors} tensors, {show_bytes(done.nbytes)}"
     unread = done.nbytes - done.compared_nbytes
     if not done.differences and done.source and done.num_beyond:
@@ -143,25 +138,15 @@ def _verified(done: VerifyResult, manifest: str) -> str:
         return f"checked {read}: {same}; {show_bytes(unread)} of data not verified"
     if not done.differences:
         return f"verified {read}: all digests match the manifest"
-    count = "1 problem" if len(done.differences) == 1 else f"{len(done.differences)} problems"
+    count = count_of(done.differences, "problem")
     lines = [f"{manifest}: {count} found; checked {read}"]
-    lines += [printable(f"  {each.where}: {each.problem}", lines=False) for each in done.differences]
+    lines += [printable(f"  {finding.where}: {finding.problem}", lines=False) for finding in done.differences]
     hint = () if done.source else ("hint: copy the damaged files again, or pack or save the checkpoint again",)
     return "\n".join((*lines, *hint))
 
 
 def push_json(done: PushResult) -> dict[str, Any]:
-    return {
-        "version": 1,
-        "repository": done.repository,
-        "branch": done.branch,
-        "revision": done.revision,
-        "is_new": done.is_new,
-        "is_private": done.is_private,
-        "num_files": done.num_files,
-        "nbytes": done.nbytes,
-        "removed": list(done.removed),
-    }
+    return {"version": 1, **asdict(done)}
 
 
 def push_text(done: PushResult, folder: Path) -> str:
@@ -175,25 +160,18 @@ def push_text(done: PushResult, folder: Path) -> str:
     return "\n".join((*lines, f"verify: reshard verify {place}"))
 
 
-def diff_json(found: DiffResult) -> dict[str, Any]:
-    return {
-        "version": 1,
-        "equal": found.equal,
-        "layouts": list(found.layouts),
-        "num_equal": found.num_equal,
-        "num_moved": found.num_moved,
-        "num_resliced": found.num_resliced,
-        "differences": [{**asdict(one), "relative": one.relative} for one in found.differences],
-    }
+def diff_json(done: DiffResult) -> dict[str, Any]:
+    differences = [{**asdict(difference), "relative": difference.relative} for difference in done.differences]
+    return {"version": 1, "equal": done.equal, **asdict(replace(done, differences=())), "differences": differences}
 
 
-def diff_text(found: DiffResult) -> str:
-    a, b = found.layouts
+def diff_text(done: DiffResult) -> str:
+    a, b = done.layouts
     lines = [f"layout: {a}"] if a == b else [f"layout of A: {a}", f"layout of B: {b}"]
-    moved = f" ({found.num_moved} on another stage)" if found.num_moved else ""
-    sliced = f", {found.num_resliced} are equal but sliced differently" if found.num_resliced else ""
-    lines.append(f"{found.num_equal} tensors are equal{moved}{sliced}, {len(found.differences)} differ")
-    return "\n".join([*lines, *map(_line, found.differences)])
+    moved = f" ({done.num_moved} on another stage)" if done.num_moved else ""
+    sliced = f", {done.num_resliced} are equal but sliced differently" if done.num_resliced else ""
+    lines.append(f"{done.num_equal} tensors are equal{moved}{sliced}, {len(done.differences)} differ")
+    return "\n".join([*lines, *map(_line, done.differences)])
 
 
 def _line(difference: TensorDifference) -> str:
@@ -214,33 +192,23 @@ def check_json(done: CheckResult) -> dict[str, Any]:
         "num_files": done.num_files,
         "nbytes": done.nbytes,
         "read_nbytes": done.read_nbytes,
-        "problems": [
-            {
-                "code": each.code,
-                "where": each.where,
-                "problem": each.problem,
-                "hint": each.hint,
-                "names": list(each.names),
-            }
-            for each in done.findings
-        ],
+        "problems": [asdict(finding) for finding in done.findings],
     }
 
 
 def check_text(done: CheckResult) -> str:
     """Return one line for each problem, and the verdict last, where a log ends."""
     lines = []
-    for each in done.findings:
-        lines.append(f"{each.where}: {each.problem} [{each.code}]")
-        if each.hint:
-            lines.append(f"  hint: {each.hint}")
-    files = "1 file" if done.num_files == 1 else f"{done.num_files} files"
+    for finding in done.findings:
+        lines.append(f"{finding.where}: {finding.problem} [{finding.code}]")
+        lines += [f"  hint: {finding.hint}"] if finding.hint else []
+    files = counted(done.num_files, "file")
     what = f"{done.num_tensors} tensors in {files}, {show_bytes(done.nbytes)}"
     read = f"{show_bytes(done.read_nbytes)} of data read" if done.read_nbytes else "headers only, no data read"
     if done.ok:
         wrote = "; wrote digests.json" if done.wrote_digests else ""
         lines.append(f"ok: {done.location}: no problem found ({what}; {read}){wrote}")
     else:
-        count = "1 problem" if len(done.findings) == 1 else f"{len(done.findings)} problems"
+        count = count_of(done.findings, "problem")
         lines.append(f"FAILED: {done.location}: {count} found ({what}; {read})")
     return "\n".join(printable(line, lines=False) for line in lines)

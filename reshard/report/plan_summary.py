@@ -1,8 +1,9 @@
-"""The output of `reshard plan`: bytes, FLOPs, memory and pipeline bubble of stages and ranks."""
+"""The output of `reshard plan` (bytes, FLOPs, memory and pipeline bubble) and of `reshard layout`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from manifests.command.sizes import show_bytes
@@ -12,11 +13,11 @@ from manifests.schema import TieGroup
 from reshard.estimate.assumptions import Assumptions
 from reshard.estimate.training_estimate import Forecast, imbalance
 from reshard.formats.config import CONFIG_ONLY
-from reshard.formatting import show_count, show_numbers
+from reshard.formatting import counted, show_count, show_numbers
+from reshard.layouts import StageLayout
 from reshard.packing.fit import largest_tried, smallest_fit
 from reshard.packing.resolve import PlanResult
 from reshard.plans.pack_plan import StagePlan, Traffic, traffic_of
-from reshard.report.layout import placement_json, placement_line
 from reshard.report.text import group_stages, modules_shown, shorten_rows, table, tie_lines
 
 _USUAL = (1, "none", None)  # values that a plan does not show
@@ -227,15 +228,7 @@ def _shares(times: Sequence[float]) -> list[float]:
 
 
 def _memory_json(memory: Memory) -> dict[str, int]:
-    return {
-        "weights": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "activations": memory.activations,
-        "receive_buffers": memory.receive_buffers,
-        "temporary": memory.temporary,
-        "total": memory.total,
-    }
+    return {**asdict(memory), "total": memory.total}
 
 
 def _fit_json(planned: PlanResult) -> dict[str, Any] | None:
@@ -247,3 +240,57 @@ def _fit_json(planned: PlanResult) -> dict[str, Any] | None:
 def _tie_json(tie: TieGroup) -> dict[str, Any]:
     owner, *replicas = ({"fqn": member.fqn, "stage": member.stage} for member in tie.members)
     return {"owner": owner, "replicas": replicas}
+
+
+def layout_json(layout: StageLayout) -> dict[str, Any]:
+    placement = layout.placement
+    return {
+        **placement_json(layout),
+        "stages": [
+            {
+                "index": index,
+                "rank": placement.rank_of(index),
+                "virtual": placement.virtual_of(index),
+                "modules": list(modules),
+            }
+            for index, modules in enumerate(layout.stages)
+        ],
+    }
+
+
+def layout_text(layout: StageLayout) -> str:
+    placement, stages = layout.placement, layout.stages
+    keys = [
+        (placement.virtual_of(index), len(modules), all(name.rpartition(".")[2].isdecimal() for name in modules))
+        for index, modules in enumerate(stages)
+    ]
+    rows = []
+    for run in group_stages(range(len(stages)), keys):
+        modules = modules_shown([module for index in run for module in stages[index]])
+        rows.append(
+            (
+                show_numbers(run),
+                show_numbers(map(placement.rank_of, run)),
+                str(placement.virtual_of(run[0])),
+                modules if len(run) == 1 else f"{modules}: {len(stages[run[0]])} each",
+            )
+        )
+    head = ("stage", "rank", "virtual", "modules")
+    return "\n".join([placement_line(layout), table(head, shorten_rows(rows, 3), left=frozenset({"modules"}))])
+
+
+def placement_json(layout: StageLayout) -> dict[str, Any]:
+    placement = layout.placement
+    return {
+        "version": 1,
+        "num_stages": placement.num_stages,
+        "num_ranks": placement.num_ranks,
+        "num_virtual": placement.num_virtual,
+        "style": placement.style,
+    }
+
+
+def placement_line(layout: StageLayout) -> str:
+    placement = layout.placement
+    stages, ranks = counted(placement.num_stages, "stage"), counted(placement.num_ranks, "pipeline rank")
+    return f"{stages} on {ranks}, style {placement.style}"

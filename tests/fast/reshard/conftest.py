@@ -9,7 +9,7 @@ import pytest
 
 from manifests.errors import naming_flags
 from reshard.cli.command import cli
-from reshard.cli.verb import flag_of
+from reshard.cli.options import flag_of
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from reshard.cli.command import cli
-from reshard.cli.verb import Verb
+from reshard.cli.options import Verb
 from tests.builders import EMBEDDING, HEAD, leftovers, llama_config, refusal, reshard, run, without_digest, write_model
 
 ROOT = Path(__file__).parents[4]

@@ -13,7 +13,8 @@ from safetensors import safe_open
 from manifests.errors import InputError
 from manifests.models import ModelShape, model_shape
 from reshard.estimate.costs import ModuleTime, costs_of, parse_times, read_times, times_of
-from reshard.layouts import layout_for
+from reshard.layouts import parse_layout
+from reshard.layouts.inventory import inventory_of_modules
 from tests.builders import run
 from tests.fast.manifests.models.built import TINY, build, read_config
 
@@ -45,8 +46,9 @@ def test_every_cost_is_of_every_module_and_balances_a_layout() -> None:
     costs = costs_of(LLAMA, seq_len=8, nbytes=dict.fromkeys(LLAMA.tensors, 2))
     assert list(costs) == ["params", "bytes", "flops", "time"]
     assert all(list(cost) == list(LLAMA.modules) for cost in costs.values())
+    inventory = inventory_of_modules(LLAMA.modules, LLAMA.num_layers)
     for name in costs:
-        assert len(layout_for(LLAMA, f"balance:{name},pp=2", costs=costs).stages) == 2
+        assert len(parse_layout(f"balance:{name},pp=2", inventory, costs=costs).stages) == 2
 
 
 def test_time_is_three_forward_passes_of_flops_until_it_is_measured() -> None:

@@ -16,8 +16,8 @@ from reshard.formats.manifest.read import open_packed
 from reshard.formats.open import open_source
 from reshard.formats.table import ExportOptions
 from reshard.packing.options import PackOptions
-from reshard.packing.pack import pack
-from reshard.packing.parts import pack_part
+from reshard.packing.pack import write_bundles
+from reshard.packing.parts import write_part
 from reshard.packing.resolve import LayoutRequest, lay_out
 from reshard.plans.pack_plan import PackPlan
 from reshard.plans.partition import parse_part
@@ -101,9 +101,9 @@ def test_pack_of_a_source_that_changes_is_refused(
     changed, out, checkpoint = source / name, tmp_path / "out", open_source(str(source))
     options = PackOptions(out=out, write=after_a_block(lambda: change(changed)))
     if part is None:
-        assert_refused(lambda: pack(checkpoint, laid_out(checkpoint), options), changed, out)
+        assert_refused(lambda: write_bundles(checkpoint, laid_out(checkpoint), options), changed, out)
     else:
-        assert_refused(lambda: pack_part(checkpoint, laid_out(checkpoint), parse_part(part), options), changed, out)
+        assert_refused(lambda: write_part(checkpoint, laid_out(checkpoint), parse_part(part), options), changed, out)
         assert reshard("commit", out).code == 3
 
 
@@ -116,7 +116,7 @@ def test_pack_of_a_source_that_changed_since_its_headers_were_read_is_refused(
     changed, out, checkpoint = source / name, tmp_path / "out", open_source(str(source))
     change(changed)
     options = PackOptions(out=out, virtual=is_virtual)
-    assert_refused(lambda: pack(checkpoint, laid_out(checkpoint), options), changed, out)
+    assert_refused(lambda: write_bundles(checkpoint, laid_out(checkpoint), options), changed, out)
 
 
 @by_change
@@ -137,7 +137,9 @@ def test_export_and_reshard_of_bundles_that_change_are_refused(
         assert_refused(lambda: export(checkpoint, out, exported), changed, out)  # noqa: B023
         restore(changed, before, tmp_path / "packed", source)
     checkpoint, options = open_packed(open_manifest(tmp_path / "packed")), after_a_block(lambda: change(changed))
-    assert_refused(lambda: pack(checkpoint, laid_out(checkpoint), PackOptions(out=out, write=options)), changed, out)
+    assert_refused(
+        lambda: write_bundles(checkpoint, laid_out(checkpoint), PackOptions(out=out, write=options)), changed, out
+    )
 
 
 def test_verify_and_load_of_originals_that_change_are_refused(source: Path, tmp_path: Path) -> None:
@@ -160,7 +162,7 @@ def test_verify_and_load_of_originals_that_change_are_refused(source: Path, tmp_
 def test_source_may_be_read_by_others_meanwhile(source: Path, tmp_path: Path) -> None:
     checkpoint = open_source(str(source))
     done = after_a_block(lambda: [path.read_bytes() for path in source.iterdir()])
-    pack(checkpoint, laid_out(checkpoint), PackOptions(out=tmp_path / "out", write=done))
+    write_bundles(checkpoint, laid_out(checkpoint), PackOptions(out=tmp_path / "out", write=done))
     assert reshard("verify", tmp_path / "out", "--against", source).code == 0
 
 

@@ -10,7 +10,8 @@ import pytest
 from bench.layouts import MODELS, Row, compare, show, write
 from manifests.models import model_shape
 from reshard.estimate.costs import costs_of
-from reshard.layouts import layout_for
+from reshard.layouts import parse_layout
+from reshard.layouts.inventory import inventory_of_modules
 from tests.fast.manifests.models.built import TRUE, read_config
 from tests.steps import steps_of
 
@@ -51,6 +52,7 @@ def test_deepseek_v3_on_16_ranks_of_2_stages_solves_in_few_steps() -> None:
     shape = model_shape(read_config("deepseek-v3"))
     for model in (shape, shape.without(shape.optional)):
         costs = costs_of(model, seq_len=4096, nbytes={})
+        inventory = inventory_of_modules(model.modules, model.num_layers)
         for cost in ("params", "flops", "time"):
             text = f"balance:{cost},pp=16,vpp=2"
-            assert steps_of(partial(layout_for, model, text, costs=costs)) < 150_000
+            assert steps_of(partial(parse_layout, text, inventory, costs=costs)) < 150_000

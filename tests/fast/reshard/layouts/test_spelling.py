@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from manifests.errors import LayoutError, UserError
 from manifests.models import model_shape
-from reshard.layouts import layout_for
 from reshard.layouts.inventory import compress_modules, inventory_of_layers, inventory_of_modules, module_ranges
 from reshard.layouts.spelling import parse_layout
 from tests.steps import steps_of
@@ -51,7 +50,7 @@ def test_spellings_of_one_split_agree():
     assert len(stages) == 1
 
 
-def test_layout_for_takes_the_modules_from_the_models_config():
+def test_layouts_have_the_modules_of_the_models_config():
     config = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 8,
@@ -60,7 +59,8 @@ def test_layout_for_takes_the_modules_from_the_models_config():
         "num_hidden_layers": 4,
         "num_attention_heads": 2,
     }
-    layout = layout_for(model_shape(config), "pp=2", num_ranks=2)
+    shape = model_shape(config)
+    layout = parse_layout("pp=2", inventory_of_modules(shape.modules, shape.num_layers), num_ranks=2)
     assert [compress_modules(stage) for stage in layout.stages] == [
         "model.embed_tokens, model.layers.0-1",
         "model.layers.2-3, model.norm, lm_head",

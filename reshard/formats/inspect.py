@@ -1,4 +1,4 @@
-"""open: a packed model or training checkpoint as an object, with its manifest, layout and stages."""
+"""open and inspect: what a checkpoint contains; of a packed one, its manifest, layout, stages and tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from manifests.errors import CheckpointError, UsageError
 from manifests.schema import WEIGHTS, Holds, Layout, Manifest, Stage
+from reshard.formats.open import find_format
+from reshard.formats.table import Listing
 from reshard.tensors.arrays import to_numpy, to_torch
 from reshard.tensors.slices import merge_slices
 from reshard.transforms.cast import FLOATS, STORED, cast_tensor
@@ -184,3 +186,29 @@ def open(manifest: str | Path) -> PackedModel:
     """
     read = open_manifest(manifest)
     return PackedModel(location=str(read), manifest=read.manifest, bundles=Bundles(read.manifest, read.folder))
+
+
+def inspect(checkpoint: str | Path) -> PackedModel | Listing:
+    """Read what a checkpoint contains: a manifest as `open` does, and of other trainers' formats the tensors.
+
+    `checkpoint` is a manifest, a folder with `pytorch_model*.bin` files, or one that torch.distributed.checkpoint,
+    DeepSpeed or Megatron-Core has saved. No tensor is read.
+
+    Raises:
+        ManifestError: the manifest is damaged, or there is nothing of all these.
+        SourceError: the files are damaged, or their pickles not of tensors.
+        InputError: they cannot be read.
+
+    Example:
+        >>> done = reshard.export("model-pp2", "model-dcp", to="dcp")
+        >>> listing = reshard.inspect("model-dcp")
+        >>> listing.format, len(listing.tensors), listing.tensors[0].dtype
+        ('dcp', 39, 'BF16')
+        >>> reshard.inspect("model-pp2").layout.spec
+        'pp=2'
+    """
+    if Path(checkpoint).suffix != ".json":
+        format_, folder = find_format(str(checkpoint))
+        if listing := format_.list_tensors(folder):
+            return listing
+    return open(checkpoint)

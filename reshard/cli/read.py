@@ -1,18 +1,16 @@
-"""verify, inspect and diff: the commands that only read."""
+"""verify, check, inspect and diff: the commands that only read."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
+from typing import Any
 
 import click
 
 from reshard.cli import options
-from reshard.cli.verb import Verb
 
 
-@click.command(cls=Verb)
+@click.command(cls=options.Verb)
 @options.manifest
 @click.option("--quick", is_flag=True, help="Read no tensors; compare only sizes and headers.")
 @click.option(
@@ -27,10 +25,7 @@ from reshard.cli.verb import Verb
               help="First verify the manifest's signature with this public key (PEM).")  # fmt: skip
 @options.as_json
 @options.quiet
-def verify(
-    manifest: str, quick: bool, against: str | None, stages: tuple[int, ...], public_key: str | None,
-    as_json: bool, quiet: bool,
-) -> None:  # fmt: skip
+def verify(manifest: str, stages: tuple[int, ...], as_json: bool, quiet: bool, **arguments: Any) -> None:
     """Read every byte that MANIFEST names, and compare digests. Exits with code 4 if something differs.
 
     Virtual bundles have no digests: file sizes, headers and modification times are compared, and bytes with --against.
@@ -39,20 +34,47 @@ def verify(
     Example:
       reshard verify ./Llama-3.2-1B-pp2 --against ./Llama-3.2-1B
     """
-    from reshard.api.verify import verify as run
+    from reshard.checks.verify import verify as run
     from reshard.report.done import verify_json, verify_text
 
     with options.progress("verify", quiet, is_report=True) as progress:
-        done = run(
-            manifest, quick=quick, against=against, stages=stages or None, public_key=public_key, progress=progress,
-        )  # fmt: skip
-    if as_json or not (quiet and done.equal):
-        click.echo(json.dumps(verify_json(done)) if as_json else verify_text(done, manifest))
-    if not done.equal:
-        sys.exit(4)
+        done = run(manifest, stages=stages or None, **arguments, progress=progress)
+    options.print_report(done.equal, quiet, as_json, lambda: verify_json(done), lambda: verify_text(done, manifest))
 
 
-@click.command(cls=Verb)
+@click.command(cls=options.Verb)
+@click.argument("checkpoint", type=click.Path(), metavar="CHECKPOINT")
+@click.option("--values", is_flag=True, help="Read all floating-point tensors: NaN, infinity, matrices of zeros.")
+@click.option("--against", type=click.Path(), metavar="OTHER", help="Compare names, shapes and dtypes with OTHER.")
+@click.option("--bytes", "reads_bytes", is_flag=True, help="With --against: read and compare every byte.")
+@options.model
+@click.option(
+    "--digests",
+    type=click.Choice(["write", "verify"]),
+    help="Write digests.json into the folder if no problem was found, or read every file and compare with it.",
+)
+@options.as_json
+@options.quiet
+def check(as_json: bool, quiet: bool, **arguments: Any) -> None:
+    """Check that CHECKPOINT is complete and consistent, whoever wrote it. Exit code 4: problems were found.
+
+    CHECKPOINT is a Hugging Face folder, a hub repository, a bucket, a packed folder, or a folder of
+    torch.distributed.checkpoint. The index is compared with the files, the headers with the data, config.json with the
+    tensors, the tokenizer with the embedding.
+
+    \b
+    Example:
+      reshard check ./Llama-3.2-1B --values
+    """
+    from reshard.checks.check import check as run
+    from reshard.report.done import check_json, check_text
+
+    with options.progress("check", quiet, is_report=True) as progress:
+        done = run(**arguments, progress=progress)
+    options.print_report(done.ok, quiet, as_json, lambda: check_json(done), lambda: check_text(done))
+
+
+@click.command(cls=options.Verb)
 @options.manifest
 @click.option("--tensors", is_flag=True, help="List every tensor with its stage, dtype, shape and digest.")
 @options.as_json
@@ -64,10 +86,9 @@ def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
     Example:
       reshard inspect ./Llama-3.2-1B-pp2 --tensors
     """
-    from reshard.api.inspect import inspect as run
+    from reshard.formats.inspect import inspect as run
     from reshard.formats.table import Listing
-    from reshard.report.inspect import inspect_json, inspect_text
-    from reshard.report.inspect_archives import listing_json, listing_text
+    from reshard.report.inspect import inspect_json, inspect_text, listing_json, listing_text
 
     contents = run(manifest)
     if isinstance(contents, Listing):
@@ -77,7 +98,7 @@ def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
         click.echo(piece, nl=False)
 
 
-@click.command(cls=Verb)
+@click.command(cls=options.Verb)
 @click.argument("a", type=click.Path(), metavar="A")
 @click.argument("b", type=click.Path(), metavar="B")
 @options.model
@@ -87,9 +108,7 @@ def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
 @click.option("--bytes", "reads_bytes", is_flag=True, help="Read and hash every tensor instead of trusting digests.")
 @options.as_json
 @options.quiet
-def diff(
-    a: str, b: str, model: Path | None, with_norms: bool, reads_bytes: bool, as_json: bool, quiet: bool
-) -> None:  # fmt: skip
+def diff(as_json: bool, quiet: bool, **arguments: Any) -> None:
     """List the weights and optimizer state that differ between A and B. Exits with code 4 if some do.
 
     A and B are manifests or Hugging Face folders, of any layouts. Manifests have digests: comparing two of them reads
@@ -99,11 +118,9 @@ def diff(
     Example:
       reshard diff ./checkpoints/step-000100 ./checkpoints/step-000200
     """
-    from reshard.api.diff import diff as run
+    from reshard.checks.diff import diff as run
     from reshard.report.done import diff_json, diff_text
 
     with options.progress("diff", quiet, is_report=True) as progress:
-        done = run(a, b, model=model, with_norms=with_norms, reads_bytes=reads_bytes, progress=progress)
-    click.echo(json.dumps(diff_json(done)) if as_json else diff_text(done))
-    if not done.equal:
-        sys.exit(4)
+        done = run(**arguments, progress=progress)
+    options.print_report(done.equal, False, as_json, lambda: diff_json(done), lambda: diff_text(done))

@@ -1,1 +1,0 @@
-"""The public functions: what `import reshard` offers, and what the commands call."""
