@@ -26,7 +26,7 @@ from checkpoints import llama_of, write_checkpoint
 from reshard.copy.engine import write_shards
 from reshard.estimate.assumptions import Assumptions
 from reshard.formats.open import open_source
-from reshard.packing.resolve import LayoutRequest, lay_out
+from reshard.packing.plan import LayoutRequest, lay_out
 from reshard.plans.pack_plan import OutputShard
 
 WIDTH = 2048

@@ -140,9 +140,9 @@ def pack_here(source: str, out: Path, num_stages: int) -> dict[str, float]:
     from reshard.copy.engine import WriteOptions
     from reshard.estimate.assumptions import Assumptions
     from reshard.formats.open import open_source
+    from reshard.packing.bundles import write_bundles
     from reshard.packing.options import PackOptions
-    from reshard.packing.pack import write_bundles
-    from reshard.packing.resolve import LayoutRequest, lay_out
+    from reshard.packing.plan import LayoutRequest, lay_out
 
     began_s, cpu_s = time.perf_counter(), time.process_time()
     checkpoint = open_source(source)

@@ -180,7 +180,7 @@ print(nbytes, wall_s, cpu_s, after.ru_maxrss)
 """
 _PACK = f"""
 import sys, time
-import reshard, reshard.copy.bucket, reshard.packing.prepare, obstore.store, stores.hub.store
+import reshard, reshard.copy.bucket, reshard.packing.pack, obstore.store, stores.hub.store
 {_BEGIN}
 nbytes = reshard.pack(sys.argv[1], sys.argv[2], "pp=4", sync=False).nbytes
 {_END}"""

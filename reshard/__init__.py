@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from reshard.formats.inspect import PackedModel, PackedStage, TensorInfo, inspect, open
     from reshard.formats.table import ExportResult, ListedTensor, Listing
     from reshard.layouts.model import StageLayout
-    from reshard.packing.hub_check import HubReport
+    from reshard.packing.hub_sha256 import HubReport
     from reshard.packing.options import PackResult
+    from reshard.packing.pack import pack
     from reshard.packing.parts import commit
-    from reshard.packing.prepare import pack
+    from reshard.packing.plan import PlanResult, layout, plan
     from reshard.packing.push import PushResult, push
-    from reshard.packing.resolve import PlanResult, layout, plan
     from reshard.plans.pack_plan import StagePlan
     from reshard.tensors.finding import Finding
     from reshard.transforms.conversion import Conversion
@@ -148,11 +148,11 @@ __getattr__, __dir__ = lazy_attributes(
         "reshard.formats.inspect": ("PackedModel", "PackedStage", "TensorInfo", "inspect", "open"),
         "reshard.formats.table": ("ExportResult", "ListedTensor", "Listing"),
         "reshard.layouts.model": ("StageLayout",),
-        "reshard.packing.hub_check": ("HubReport",),
+        "reshard.packing.hub_sha256": ("HubReport",),
         "reshard.packing.parts": ("commit",),
-        "reshard.packing.prepare": ("pack",),
+        "reshard.packing.pack": ("pack",),
         "reshard.packing.push": ("PushResult", "push"),
-        "reshard.packing.resolve": ("PlanResult", "layout", "plan"),
+        "reshard.packing.plan": ("PlanResult", "layout", "plan"),
         "reshard.packing.options": ("PackResult",),
         "reshard.plans.pack_plan": ("StagePlan",),
         "reshard.tensors.finding": ("Finding",),

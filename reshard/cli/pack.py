@@ -13,7 +13,7 @@ from reshard.formats.table import TIED_KEY, export_targets, names_of_targets
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reshard.packing.prepare import PreparedPack
+    from reshard.packing.pack import PreparedPack
     from reshard.transforms.cast import ExportDtype
     from stores.open import Address
 
@@ -88,7 +88,7 @@ def pack(
       reshard pack ./Llama-3.1-405B --layout pp=16 --out ./405B-pp16 --parts 8 --scheduler slurm --time 1:00:00
     """
     from reshard.packing.options import PackOptions
-    from reshard.packing.prepare import pack as run
+    from reshard.packing.pack import pack as run
     from reshard.report.done import hub_lines, pack_json, pack_text
 
     division.check()
@@ -101,7 +101,7 @@ def pack(
         if division.is_submitted:
             division.submit(source, prepared, dry_run=dry_run, as_json=as_json)
             raise click.exceptions.Exit
-        options.name_links(prepared.links, quiet)
+        options.name_links(prepared.staged.links, quiet)
         if dry_run:
             from reshard.report.plan_summary import plan_json, plan_text
 

@@ -13,7 +13,7 @@ from manifests.errors import UsageError
 from reshard.cli import options
 
 if TYPE_CHECKING:
-    from reshard.packing.prepare import PreparedPack
+    from reshard.packing.pack import PreparedPack
     from reshard.plans.partition import Part
 
 _FLAGS = (

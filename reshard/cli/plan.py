@@ -52,7 +52,7 @@ def plan(
       reshard plan ./Llama-3.2-1B --layout balance:time,pp=4 --gpu-memory 80GB --write layout.toml
     """
     from reshard.layouts.files import check_layout_file, write_layout
-    from reshard.packing.resolve import plan as run
+    from reshard.packing.plan import plan as run
     from reshard.report.plan_summary import plan_json, plan_text
 
     if draw:
@@ -106,7 +106,7 @@ def layout(write: Path | None, force: bool, as_json: bool, quiet: bool, **argume
       reshard layout 'Et*3|(tt|)*29,m|L' --layers 61 --mtp 1 --pp 16
     """
     from reshard.layouts.files import check_layout_file, write_layout
-    from reshard.packing.resolve import layout as run
+    from reshard.packing.plan import layout as run
     from reshard.report.plan_summary import layout_json, layout_text
 
     if write:

@@ -15,7 +15,7 @@ from reshard.formatting import list_words
 from stores.folders.probe import check_new_file
 
 if TYPE_CHECKING:
-    from reshard.packing.resolve import PlanResult
+    from reshard.packing.plan import PlanResult
 
 __all__ = ["check_picture", "draw_plan"]
 

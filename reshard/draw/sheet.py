@@ -18,7 +18,7 @@ from reshard.draw.ranks import draw_memory, draw_schedule, draw_work
 from reshard.draw.stages import draw_stages
 from reshard.draw.theme import describe, drawing, follow_reader
 from reshard.formatting import shorten
-from reshard.packing.resolve import PlanResult
+from reshard.packing.plan import PlanResult
 from reshard.plans.pack_plan import traffic_of
 from reshard.report.plan_summary import bottleneck, memory_line, not_fitting, placement_line, plan_text, schedule_line
 

@@ -13,7 +13,7 @@ from manifests.models import module_of
 from manifests.schema import WEIGHTS, TieMember
 from reshard.draw.theme import SMALLEST_PT, Scale, byte_scale, draw_bars, height_of, label_numbers
 from reshard.formatting import show_numbers
-from reshard.packing.resolve import PlanResult
+from reshard.packing.plan import PlanResult
 
 _MOST_LABELLED = 20  # stages; with more, only some are numbered
 _MOST_SIZED = 30  # stages; with more, bytes do not fit above the bars

@@ -14,8 +14,8 @@ from manifests.schema import Manifest
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Used
-from reshard.packing.hub_check import HubReport
-from reshard.packing.resolve import LayoutRequest
+from reshard.packing.hub_sha256 import HubReport
+from reshard.packing.plan import LayoutRequest
 from reshard.plans.partition import Part
 from reshard.transforms.conversion import Conversion
 from stores.address import OBJECT_SCHEMES, hub_output, is_url, split_url

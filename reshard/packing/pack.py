@@ -1,150 +1,226 @@
-"""pack: from a checkpoint and a layout to bundles and a manifest."""
+"""A pack from options to result: open the source, convert, lay out, then write all of it or one part."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from functools import partial
-from importlib.metadata import version
+from functools import cached_property
+from pathlib import Path
 
-from manifests.codec import encode_manifest
-from manifests.errors import Parameter, SourceError
-from manifests.index import INDEX_NAME, index_blocks
-from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
-from manifests.schema import AuxiliaryFile, Layout, Manifest, Model, Shard, Stage
-from reshard.copy.destination import FolderTarget, Target, check_unchanged, copy_files, open_target
-from reshard.copy.engine import WrittenShard, hash_tensors
-from reshard.packing.hub_check import HubCheck
+from manifests.errors import Parameter
+from manifests.index import MAX_SHARD_NBYTES, MOST_READ_HEADER_NBYTES
+from reshard.copy.destination import check_apart
+from reshard.copy.direct_io import Io
+from reshard.copy.engine import WriteOptions
+from reshard.copy.parallelism import Parallelism, read_twice
+from reshard.copy.progress import Progress, counting
+from reshard.estimate.assumptions import Assumptions
+from reshard.formats.open import open_described
+from reshard.formats.source_files import with_source_files
+from reshard.packing.bundles import write_bundles
 from reshard.packing.options import PackOptions, PackResult
-from reshard.plans.pack_plan import OutputShard, PackPlan, StagePlan
-from reshard.plans.references import References, refer_to_others
-from reshard.tensors.checkpoint import Checkpoint
-from reshard.tensors.checksums import verify_records
-from reshard.tensors.lazy import MadeFile
-from reshard.tensors.source_index import record_blocks
+from reshard.packing.parts import write_part
+from reshard.packing.plan import LayoutRequest, PlanResult, StagedModel, estimate_step, is_solved, lay_out, model_name
+from reshard.plans.pack_plan import OutputShard, Sharding, Traffic, plan_pack, traffic_of
+from reshard.plans.partition import Part, check_num_parts, parse_part, shards_of_part
+from reshard.plans.references import choose_stages
+from reshard.transforms.conversion import Conversion, convert
+from stores.address import HubAddress, hub_output, is_url, place_of
+from stores.bundles import TensorAt
+from stores.folders.publish import check_not_a_step
 
 
-def write_bundles(
-    checkpoint: Checkpoint, plan: PackPlan, options: PackOptions, stages: Collection[int] | None = None
-) -> PackResult:
-    """Write the bundles of these stages (None: of all) and, last, the manifest that commits them.
+@dataclass(frozen=True, kw_only=True)
+class PreparedPack:
+    """A pack that is ready to run: its source is open and laid out, and nothing is written yet."""
+
+    options: PackOptions
+    staged: StagedModel
+    stages: frozenset[int] | None  # to pack; None: all
+
+    @cached_property
+    def shards(self) -> tuple[OutputShard, ...]:
+        return self.staged.plan.shards_on(self.stages)
+
+    @cached_property
+    def written(self) -> tuple[OutputShard, ...]:
+        """The shards to write: all, or those of the part."""
+        part = self.options.part
+        return self.shards if part is None else shards_of_part(self.shards, part)
+
+    @cached_property
+    def read_twice(self) -> list[TensorAt]:
+        is_on_hub = hub_output(self.options.out) is not None  # a folder is packed, and pushed
+        return [] if is_on_hub else read_twice(self.written, self.options.out, self.options.write.parallelism)
+
+    @property
+    def planned(self) -> PlanResult:
+        """The plan and the estimate of a training step, as `reshard plan` shows them."""
+        return estimate_step(self.staged)
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes that this pack, or its part, reads and writes."""
+        return traffic_of(self.written, self.read_twice)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The bytes that progress counts."""
+        origins = (origin for shard in self.written for origin in shard.origins)
+        return sum(tensor.nbytes for tensor in (*self.read_twice, *origins))
+
+    @property
+    def large_headers(self) -> tuple[OutputShard, ...]:
+        """The shards whose headers are too long for huggingface_hub and huggingface.js, which refuse above 25 MB."""
+        return tuple(shard for shard in self.shards if shard.header_nbytes > MOST_READ_HEADER_NBYTES)
+
+    @property
+    def assumed_step(self) -> str | None:
+        """The training step for which the layout was solved, in words; None if it was not solved."""
+        if not is_solved(self.options.layout.spec):
+            return None
+        layout, assumed = self.staged.layout, self.staged.assumed
+        return (
+            f"{layout.spec} is solved for {assumed.schedule_for(layout)}, {assumed.microbatches_for(layout.placement)} "
+            f"microbatches of {assumed.microbatch} x {assumed.seq_len} tokens in {assumed.policy}"
+        )
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Weight files of the source that transformers ignores, since there are safetensors files."""
+        return self.staged.checkpoint.source.left_out
+
+    def into(self, folder: Path) -> PreparedPack:
+        """Return the same pack to a folder of ours, such as one that is pushed later."""
+        return replace(self, options=replace(self.options, out=folder, force=True))
+
+    def run(self, progress: Progress | None = None) -> PackResult:
+        """Write the bundles and, last, the manifest that commits them; or one part.
+
+        Raises as `write_bundles` and `write_part`.
+        """
+        write = replace(self.options.write, progress=counting(progress, self.nbytes))
+        options, checkpoint, plan = replace(self.options, write=write), self.staged.checkpoint, self.staged.plan
+        if options.part is None:
+            return write_bundles(checkpoint, plan, options, self.stages)
+        write_part(checkpoint, plan, options.part, options, self.stages)
+        used = write.parallelism.used
+        return PackResult(out=options.out, part=options.part, part_nbytes=self.nbytes, used=used)
+
+
+def prepare_pack(source: str, options: PackOptions) -> PreparedPack:
+    """Open the source, convert it, lay it out and check the output's location, without writing anything.
 
     Raises:
-        OutputError: `out` exists or cannot be written, or the disk is full.
-        SourceError: a source file changed, stored copies of a tied weight differ, or a file is not what the hub lists.
-        ShardError: a source file is damaged.
-        InputError: a bundle that would be virtual has no original file to refer to.
+        UsageError: options conflict, there is no such stage, or there are more parts than shards.
+        SourceError, ModelError, ShardError, ManifestError: the source is incomplete, damaged or unsupported.
+        LayoutError: the layout is invalid, or does not cover the model.
+        OutputError: `out` would overwrite what is read.
     """
-    check_stored_ties(checkpoint)
-    shards, references = plan.shards_on(stages), refer_to_others(checkpoint, plan, stages)
-    names = {MANIFEST_NAME, SOURCE_NAME, *(item.path for item in checkpoint.auxiliary)}
-    names |= {shard.path for shard in shards}
-    names |= {INDEX_NAME} if any(shard.is_indexed for shard in shards) else set()
-    with ExitStack() as stack:
-        target = stack.enter_context(open_target(options.out, shards, force=options.force, wanted=names))
-        files = copy_auxiliary_files(checkpoint, target)
-        if INDEX_NAME in names:
-            target.copy(INDEX_NAME, _index_of(shards, target))
-        folder = target.folder if isinstance(target, FolderTarget) else None
-        hub = stack.enter_context(HubCheck(checkpoint, shards, folder, fetch=options.verify_source))
-        done = target.write_shards(shards, replace(options.write, written=hub.written))
-        written = {shard.path: on_disk for shard, on_disk in zip(shards, done, strict=True)}
-        manifest = build_manifest(checkpoint, plan, Written(written, references, files))
-        check_manifest(manifest)
-        report = hub.finish()
-        verify_records(origin for shard in shards for origin in shard.origins)
-        check_unchanged(plan.shards_on(), checkpoint.auxiliary)
-        # Commit point: readers ignore an output without manifest.json.
-        target.commit(MANIFEST_NAME, encode_manifest(manifest))
-    return PackResult(committed=manifest, out=options.out, hub=report, used=options.write.parallelism.used)
+    options.check()
+    opened = open_described(source, frozenset(options.drop), options.model)
+    check_apart(options.out, opened, may_replace=not options.conversion.changes_bytes)
+    if options.force and isinstance(options.out, Path) and place_of(options.out) != place_of(opened.location):
+        check_not_a_step(options.out)
+    checkpoint = convert(opened, options.conversion)
+    if options.conversion.changes_bytes:
+        checkpoint = replace(checkpoint, auxiliary=tuple(with_source_files(checkpoint.auxiliary, is_same=False)))
+    sharding = Sharding(max_nbytes=options.max_shard_nbytes)
+    staged = lay_out(model_name(source), checkpoint, options.layout, Assumptions(), sharding)
+    stages = choose_stages(staged.plan, options.virtual, options.stages)
+    if stages and len(stages) < len(staged.stages):  # others could take the root's shards for the whole model
+        plan = plan_pack(checkpoint, staged.layout, replace(sharding, in_stage_folders=True))
+        staged = replace(staged, plan=plan)
+    prepared = PreparedPack(options=options, staged=staged, stages=stages)
+    if options.part is not None:
+        check_num_parts(Parameter("part"), options.part.of, prepared.shards)
+    return prepared
 
 
-def copy_auxiliary_files(checkpoint: Checkpoint, target: Target) -> tuple[AuxiliaryFile, ...]:
-    """Copy a checkpoint's auxiliary files, and write source.json."""
-    files = copy_files(checkpoint.auxiliary, target)
-    record = partial(record_blocks, checkpoint.record)
-    return (*files, target.copy(SOURCE_NAME, MadeFile(SOURCE_NAME, sum(map(len, record())), record)))
+def pack(
+    source: str | Path,
+    out: str | Path,
+    layout: str | None = None,
+    *,
+    pp: int | None = None,
+    drop: Collection[str] = (),
+    model: str | Path | None = None,
+    conversion: Conversion | None = None,
+    virtual: bool = False,
+    stages: str | None = None,
+    part: str | Part | None = None,
+    max_shard_nbytes: int = MAX_SHARD_NBYTES,
+    force: bool = False,
+    io: Io = "direct",
+    sync: bool = True,
+    parallelism: Parallelism | None = None,
+    verify_source: bool = False,
+    on_plan: Callable[[PreparedPack], object] = lambda plan: None,
+    progress: Progress | None = None,
+) -> PackResult:
+    """Write one bundle per pipeline stage, an index and, last, the manifest that commits them.
 
+    The output is a Hugging Face folder too, which transformers and others load: its shards are in the root, each with
+    tensors of at most `max_shard_nbytes`. It has no index, and its shards are in folders, if bundles are virtual or
+    tensors are in slices.
 
-def index_file(weights: Mapping[str, Iterable[str]], total_nbytes: int) -> MadeFile:
-    """Return the index of these shards as a file to copy; see `index_blocks`."""
-    blocks = partial(index_blocks, weights, total_nbytes)
-    return MadeFile(INDEX_NAME, sum(map(len, blocks())), blocks)
+    `source`, `layout`, `pp`, `drop` and `model` are those of `plan`; the manifest records
+    what `model` says. With a manifest as `source` this reshards it, optimizer state included. `out` is a folder, an
+    object-store URL, or `hf://org/name[@branch]`: then a folder below HF_HOME is packed, pushed and removed (`push`).
+    `conversion` casts, dequantizes or merges slices. With `virtual`, bundles refer to the source's bytes instead of
+    copying them; `stages` (`0-3,7`) packs only these, and the others become virtual. `part` (`2/8`) packs that part of
+    the shards, here or on another machine, and `commit` merges all of them. `force` replaces an existing output in one
+    step. `io` selects direct or buffered writes, `sync` flushes them to disk; `parallelism` sets threads, concurrent
+    requests and their memory. `verify_source` compares whole files with the hub's SHA-256.
 
+    `on_plan` is called with what will be written, before anything is; it may raise to stop there.
 
-def _index_of(shards: Sequence[OutputShard], target: Target) -> MadeFile:
-    indexed = {target.place(shard.path): shard for shard in shards if shard.is_indexed}
-    weights = {path: [origin.name for origin in shard.origins] for path, shard in indexed.items()}
-    return index_file(weights, sum(origin.nbytes for shard in indexed.values() for origin in shard.origins))
+    A folder without manifest.json is not a checkpoint. To resume an interrupted pack, call it again.
 
+    Units: `nbytes` in bytes; progress is called with bytes done and bytes in total.
+    Raises:
+        SourceError, ModelError, ShardError, ManifestError: the source is incomplete, damaged or unsupported, or was
+            changed while it was read.
+        StoreError: the source does not exist, or cannot be reached.
+        LayoutError: the layout is invalid, or does not cover the model.
+        OutputError: `out` exists (`output.exists`) or cannot be written.
+        UsageError: arguments conflict.
 
-def check_stored_ties(checkpoint: Checkpoint) -> None:
-    """Refuse a source that stores a tied weight twice with different bytes: one of them would be lost."""
-    for group in checkpoint.shape.ties:
-        stored = [checkpoint.tensors[fqn] for fqn in group if fqn in checkpoint.tensors]
-        kinds = {tensor.dtype for tensor in stored}
-        if len(stored) > 1 and (len(kinds) > 1 or len(set(hash_tensors(stored))) > 1):
-            raise SourceError(
-                str(stored[0].file),
-                f"the config ties {' and '.join(group)}, but the files store different values for them",
-                f"set tie_word_embeddings to false to keep both, or pass {Parameter('drop', [stored[-1].name])}",
-                code="source.tied-values-differ",
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The shards that were written, by their planned paths, what virtual bundles refer to, and the auxiliary files."""
-
-    written: Mapping[str, WrittenShard]
-    references: References
-    files: tuple[AuxiliaryFile, ...]
-
-
-def build_manifest(checkpoint: Checkpoint, plan: PackPlan, done: Written) -> Manifest:
-    """Return the manifest of what was written."""
-    placement = plan.layout.placement
-    return Manifest(
-        created_by=f"reshard {version('reshard')}",
-        model=Model(
-            architecture=checkpoint.shape.architecture,
-            num_layers=checkpoint.shape.num_layers,
-            num_params=checkpoint.shape.num_params,
-            description=checkpoint.description,
-        ),
-        source=checkpoint.source,
-        layout=Layout(
-            spec=plan.layout.spec,
-            style=placement.style,
-            num_stages=placement.num_stages,
-            num_ranks=placement.num_ranks,
-            num_virtual=placement.num_virtual,
-            schedule=plan.layout.schedule,
-        ),
-        stages=tuple(_stage(stage, done) for stage in plan.stages),
-        ties=plan.ties,
-        files=done.files,
-        parents=checkpoint.parents,
-        training=checkpoint.trained,
-        virtual=done.references.virtual,
+    Example:
+        >>> done = reshard.pack("model", "model-pp2", "pp=2")
+        >>> done.num_stages, done.num_tensors, done.path
+        (2, 39, 'model-pp2/manifest.json')
+        >>> reshard.pack("model-pp2", "model-pp4", "pp=4").num_stages
+        4
+    """
+    options = PackOptions(
+        out=str(out) if is_url(out) else Path(out),
+        layout=LayoutRequest(spec=layout, num_ranks=pp),
+        conversion=conversion or Conversion(),
+        drop=drop,
+        model=None if model is None else Path(model),
+        virtual=virtual,
+        stages=stages,
+        part=parse_part(part) if isinstance(part, str) else part,
+        max_shard_nbytes=max_shard_nbytes,
+        force=force,
+        write=WriteOptions(io=io, sync=sync, parallelism=parallelism or Parallelism()),
+        verify_source=verify_source,
     )
+    prepared = prepare_pack(str(source), options)
+    on_plan(prepared)
+    if (address := hub_output(options.out)) is not None:
+        return _pack_and_push(prepared, address, progress)
+    return prepared.run(progress)
 
 
-def _stage(stage: StagePlan, done: Written) -> Stage:
-    spans = done.references.spans.get(stage.index, ())
-    shards = () if spans else stage.shards
-    return Stage(
-        index=stage.index,
-        rank=stage.rank,
-        virtual=stage.virtual,
-        modules=stage.modules,
-        num_tensors=done.references.num_tensors[stage.index] if spans else stage.num_tensors,
-        num_params=stage.num_params,
-        nbytes=sum(span.end - span.begin for span in spans) if spans else stage.nbytes,
-        shards=tuple(
-            Shard(path=on_disk.path, nbytes=on_disk.nbytes, digest=on_disk.digest, holds=shard.holds)
-            for shard, on_disk in ((shard, done.written[shard.path]) for shard in shards)
-        ),
-        spans=spans,
-    )
+def _pack_and_push(prepared: PreparedPack, address: HubAddress, progress: Progress | None) -> PackResult:
+    """Pack to a folder below HF_HOME, push that, and remove it."""
+    from reshard.packing.push import check_free, push_folder, staged  # the hub's client
+
+    force = prepared.options.force
+    check_free(address, force=force)
+    with staged(address) as folder:
+        done = prepared.into(folder).run(progress)
+        push_folder(folder, address, force=force)
+    return replace(done, out=prepared.options.out)

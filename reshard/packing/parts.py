@@ -30,8 +30,8 @@ from manifests.store import read_small_file
 from reshard.copy.destination import check_unchanged, open_target
 from reshard.copy.engine import WriteOptions, WrittenShard
 from reshard.copy.journal import plan_key
+from reshard.packing.bundles import Written, build_manifest, check_stored_ties, copy_auxiliary_files
 from reshard.packing.options import PackOptions, PackResult
-from reshard.packing.pack import Written, build_manifest, check_stored_ties, copy_auxiliary_files
 from reshard.packing.parts_place import OF_PART, FileFacts, Merged, PartsPlace
 from reshard.plans.pack_plan import OutputShard, PackPlan
 from reshard.plans.partition import Part, shards_of_part

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from manifests.schema import Manifest
-from reshard.packing.pack import index_file
+from reshard.packing.bundles import index_file
 from reshard.tensors.lazy import MadeFile
 from stores.open import Address
 

@@ -12,7 +12,7 @@ from manifests.errors import printable
 from manifests.index import INDEX_NAME, has_index
 from reshard.formats.table import export_targets
 from reshard.formatting import count_of, counted
-from reshard.packing.hub_check import HubReport
+from reshard.packing.hub_sha256 import HubReport
 from reshard.packing.options import PackResult
 from reshard.transforms.cast import ExportDtype
 from stores.address import is_url

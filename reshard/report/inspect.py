@@ -45,7 +45,7 @@ def inspect_text(manifest: Manifest, bundles: Bundles, with_tensors: bool) -> It
         + (f" after step {training.step}, {training.num_tokens:,} tokens" if training else "")
         + (f", with the optimizer state of {training.optimizer.name}" if training and training.optimizer else ""),
         f"layout {layout.spec}: {layout.num_stages} stages on {layout.num_ranks} ranks, style {layout.style}",
-        table(head, rows, left=frozenset({"modules"})),
+        table(head, rows, left_columns=frozenset({"modules"})),
         *tie_lines(manifest.ties),
         *_virtual_lines(manifest),
         "files: " + ", ".join(file.path for file in manifest.files),
@@ -54,7 +54,7 @@ def inspect_text(manifest: Manifest, bundles: Bundles, with_tensors: bool) -> It
     yield printable("\n".join(lines)) + "\n"
     if with_tensors:
         columns = ("stage", "tensor", "dtype", "shape", "blake3")
-        listed = table_lines(columns, lambda: starmap(_row, tensors), left=frozenset(columns[1:]))
+        listed = table_lines(columns, lambda: starmap(_row, tensors), left_columns=frozenset(columns[1:]))
         while some := list(islice(listed, _LINES_IN_PIECE)):
             yield printable("\n".join(some)) + "\n"
 
@@ -131,14 +131,14 @@ def listing_text(listing: Listing, with_tensors: bool) -> str:
     rows = [(part, str(num), show_bytes(nbytes)) for part, num, nbytes in _parts(listing)]
     lines = [
         f"{listing.title}, {listing.num_files} files",
-        table(("part", "tensors", "bytes"), rows, left=frozenset({"part"})),
+        table(("part", "tensors", "bytes"), rows, left_columns=frozenset({"part"})),
     ]
     if listing.others:
         lines.append(f"other values: {', '.join(listing.others)}")
     if with_tensors:
         columns = ("tensor", "dtype", "shape", "chunks")
         cells = [(item.name, item.dtype, str(list(item.shape)), str(item.num_chunks)) for item in listing.tensors]
-        lines.append(table(columns, cells, left=frozenset(columns[:3])))
+        lines.append(table(columns, cells, left_columns=frozenset(columns[:3])))
     return printable("\n".join(lines))
 
 

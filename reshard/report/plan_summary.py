@@ -15,8 +15,8 @@ from reshard.estimate.training_estimate import Forecast, imbalance
 from reshard.formats.config import CONFIG_ONLY
 from reshard.formatting import counted, show_count, show_numbers
 from reshard.layouts import StageLayout
-from reshard.packing.fit import largest_tried, smallest_fit
-from reshard.packing.resolve import PlanResult
+from reshard.packing.memory_fit import largest_tried, smallest_fit
+from reshard.packing.plan import PlanResult
 from reshard.plans.pack_plan import StagePlan, Traffic, traffic_of
 from reshard.report.text import group_stages, modules_shown, shorten_rows, table, tie_lines
 
@@ -33,7 +33,7 @@ def plan_text(planned: PlanResult, traffic: Traffic | None = None) -> str:
         f"{shape.architecture}, {shape.num_layers} layers, {shape.num_params:,} parameters",
         placement_line(plan.layout),
         *not_fitting(planned),
-        table(_HEAD, shorten_rows(rows, _HEAD.index("modules")), left=frozenset({"modules"})),
+        table(_HEAD, shorten_rows(rows, _HEAD.index("modules")), left_columns=frozenset({"modules"})),
     ]
     if len(rows) < len(plan.stages):
         lines.append("rows of several stages show the figures of one stage, and the highest memory")
@@ -276,7 +276,7 @@ def layout_text(layout: StageLayout) -> str:
             )
         )
     head = ("stage", "rank", "virtual", "modules")
-    return "\n".join([placement_line(layout), table(head, shorten_rows(rows, 3), left=frozenset({"modules"}))])
+    return "\n".join([placement_line(layout), table(head, shorten_rows(rows, 3), left_columns=frozenset({"modules"}))])
 
 
 def placement_json(layout: StageLayout) -> dict[str, Any]:

@@ -15,13 +15,13 @@ _ENDS = 12  # rows kept at either end of a table that is still too long
 T = TypeVar("T")
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: frozenset[str] = frozenset()) -> str:
-    """Return a table with aligned columns: those named in `left` to the left, others to the right."""
-    return "\n".join(table_lines(head, lambda: rows, left=left))
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left_columns: frozenset[str] = frozenset()) -> str:
+    """Return a table with aligned columns: `left_columns` to the left, others to the right."""
+    return "\n".join(table_lines(head, lambda: rows, left_columns=left_columns))
 
 
 def table_lines(
-    head: Sequence[str], rows: Callable[[], Iterable[Sequence[str]]], *, left: frozenset[str] = frozenset()
+    head: Sequence[str], rows: Callable[[], Iterable[Sequence[str]]], *, left_columns: frozenset[str] = frozenset()
 ) -> Iterator[str]:
     """Yield the lines of a `table`. Its rows are made twice, as there may be a million."""
     widths = list(map(len, head))
@@ -29,7 +29,7 @@ def table_lines(
         widths = [max(width, len(cell)) for width, cell in zip(widths, row, strict=True)]
     for row in chain((head,), rows()):
         cells = (
-            cell.ljust(width) if name in left else cell.rjust(width)
+            cell.ljust(width) if name in left_columns else cell.rjust(width)
             for cell, width, name in zip(row, widths, head, strict=True)
         )
         yield "  ".join(cells).rstrip()
@@ -43,12 +43,12 @@ def group_stages(stages: Sequence[T], keys: Sequence[object]) -> list[Sequence[T
     return [[stage for stage, _ in run] for _, run in runs]
 
 
-def shorten_rows(rows: Sequence[tuple[str, ...]], left: int) -> Sequence[tuple[str, ...]]:
-    """Omit the middle of a table that is too long, with a note in column `left`."""
+def shorten_rows(rows: Sequence[tuple[str, ...]], column: int) -> Sequence[tuple[str, ...]]:
+    """Omit the middle of a table that is too long, with a note in one `column`."""
     if len(rows) <= MOST_ROWS:
         return rows
     cells = [""] * len(rows[0])
-    cells[left] = f"... {len(rows) - 2 * _ENDS} more rows, see --json ..."
+    cells[column] = f"... {len(rows) - 2 * _ENDS} more rows, see --json ..."
     return [*rows[:_ENDS], tuple(cells), *rows[-_ENDS:]]
 
 

@@ -12,7 +12,7 @@ import pytest
 from manifests.errors import InputError
 from reshard.copy.journal import plan_key
 from reshard.estimate.assumptions import Assumptions
-from reshard.packing.resolve import LayoutRequest, plan_source
+from reshard.packing.plan import LayoutRequest, plan_source
 from runner.bundle.packed import open_packed
 from tests.builders import (
     edit_manifest,

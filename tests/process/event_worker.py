@@ -26,7 +26,7 @@ from reshard import cli
 from tests.process import faulty_disk
 
 for module in (  # once, not in each fork
-    "reshard.formats.export", "reshard.packing.prepare", "reshard.cli.pack", "reshard.formats.dcp.read",
+    "reshard.formats.export", "reshard.packing.pack", "reshard.cli.pack", "reshard.formats.dcp.read",
     "reshard.formats.huggingface.read", "reshard.formats.huggingface.write", "reshard.formats.manifest.read",
     "reshard.packing.folder_parts", "reshard.packing.parts", "reshard.transforms.arithmetic",
 ):  # fmt: skip

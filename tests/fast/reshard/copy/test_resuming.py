@@ -17,7 +17,7 @@ from reshard.formats.huggingface.write import export
 from reshard.formats.manifest.read import open_packed
 from reshard.formats.open import open_source
 from reshard.formats.table import ExportOptions
-from reshard.packing.resolve import LayoutRequest, lay_out
+from reshard.packing.plan import LayoutRequest, lay_out
 from stores.hub import store as hub
 from stores.net.retries import Retries
 from stores.open import open_manifest

@@ -17,7 +17,7 @@ from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import Run, SharedRun, with_teams
 from reshard.estimate.assumptions import Assumptions
 from reshard.formats.open import open_source
-from reshard.packing.resolve import LayoutRequest, lay_out
+from reshard.packing.plan import LayoutRequest, lay_out
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.lazy import derive
 from tests.builders import files_in, llama_config, reshard, write_model

@@ -21,7 +21,7 @@ from reshard.draw.stages import stage_bytes
 from reshard.draw.theme import drawing
 from reshard.estimate.assumptions import Assumptions
 from reshard.formats.open import open_source
-from reshard.packing.resolve import LayoutRequest, estimate_step, lay_out, plan_source
+from reshard.packing.plan import LayoutRequest, estimate_step, lay_out, plan_source
 from tests.builders import Ended, reshard
 from tests.fast.reshard.configs import modules_of, write_config, write_times
 from tests.fast.trained import write_trained

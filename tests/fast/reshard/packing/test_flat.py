@@ -13,8 +13,8 @@ from safetensors import safe_open
 from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES
 from manifests.paths import shard_path
 from reshard.packing.options import PackOptions
-from reshard.packing.prepare import prepare_pack
-from reshard.packing.resolve import LayoutRequest
+from reshard.packing.pack import prepare_pack
+from reshard.packing.plan import LayoutRequest
 from reshard.plans.pack_plan import lay_out_shard
 from stores.open import open_manifest
 from tests.builders import (

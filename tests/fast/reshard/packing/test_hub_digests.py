@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from reshard.copy.engine import WriteOptions, write_shards
-from reshard.packing.hub_check import HubCheck
+from reshard.packing.hub_sha256 import HubCheck
 from reshard.packing.options import PackOptions
-from reshard.packing.prepare import prepare_pack
-from reshard.packing.resolve import LayoutRequest
+from reshard.packing.pack import prepare_pack
+from reshard.packing.plan import LayoutRequest
 from stores.net.retries import Retries
 from tests.builders import HEAD, Ended, files_in, leftovers, llama_config, random_tensors, reshard, write_model
 from tests.servers.hub import Hub, serve_hub, set_up
@@ -55,7 +55,7 @@ def test_files_are_hashed_while_they_are_written(served: Hub, tmp_path: Path) ->
     options = PackOptions(out=tmp_path / "out", layout=LayoutRequest(spec="pp=2"))
     prepared = prepare_pack("hf://org/tiny", options)
     nbytes = sum(shard.nbytes - shard.header_nbytes for shard in prepared.shards)
-    with HubCheck(prepared.laid.checkpoint, prepared.shards, tmp_path, fetch=False) as check:
+    with HubCheck(prepared.staged.checkpoint, prepared.shards, tmp_path, fetch=False) as check:
         begun = nbytes_read()
         write_shards(prepared.shards, tmp_path, WriteOptions(written=check.written))
         deadline = time.monotonic() + 20

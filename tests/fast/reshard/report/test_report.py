@@ -251,5 +251,5 @@ def test_plan_without_a_picture_imports_neither_torch_nor_matplotlib(tmp_path: P
     command = [sys.executable, "-c", code, "plan", str(config), "--layout", "balance:time,pp=2"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     loaded = set(ended.stderr.split())
-    assert "reshard.packing.resolve" in loaded
+    assert "reshard.packing.plan" in loaded
     assert not loaded & {"torch", "numpy", "matplotlib", "transformers"}

@@ -34,8 +34,8 @@ from transformers import (
 
 from reshard.copy.journal import plan_key
 from reshard.packing.options import PackOptions
-from reshard.packing.prepare import prepare_pack
-from reshard.packing.resolve import LayoutRequest
+from reshard.packing.pack import prepare_pack
+from reshard.packing.plan import LayoutRequest
 from tests.builders import pack, refusal, reshard, run
 
 SIZES = {

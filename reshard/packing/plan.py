@@ -47,7 +47,7 @@ class LayoutRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LaidOut:
+class StagedModel:
     """A model's tensors on a layout: everything that packing requires."""
 
     name: str  # of the model's folder or config
@@ -80,7 +80,7 @@ class LaidOut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PlanResult(LaidOut):
+class PlanResult(StagedModel):
     """A layout of a model, and an estimate of a training step on it (`forecast`)."""
 
     forecast: Forecast
@@ -151,13 +151,13 @@ def plan(
     return estimate_step(lay_out(model_name(str(source)), checkpoint, request, assumed))
 
 
-def estimate_step(laid: LaidOut) -> PlanResult:
+def estimate_step(staged: StagedModel) -> PlanResult:
     """Estimate the time and memory of a training step by simulating its schedule."""
     from reshard.estimate.training_estimate import forecast  # a pack estimates nothing
 
     return PlanResult(
-        **{field.name: getattr(laid, field.name) for field in fields(LaidOut)},
-        forecast=forecast(laid.shape, laid.layout, laid.assumed),
+        **{field.name: getattr(staged, field.name) for field in fields(StagedModel)},
+        forecast=forecast(staged.shape, staged.layout, staged.assumed),
     )
 
 
@@ -168,7 +168,7 @@ def lay_out(
     request: LayoutRequest,
     assumed: Assumptions,
     sharding: Sharding | None = None,
-) -> LaidOut:
+) -> StagedModel:
     """Read or solve for the layout and lay the tensors out on it. A step is only simulated for a memory limit.
 
     `assumed.memory_limit` also limits the solver, as `limit=` in the spec does; a limit in the spec is assumed too.
@@ -194,7 +194,7 @@ def lay_out(
     schedule = check_schedule(assumed.schedule_for(layout), placement, assumed.microbatches_for(placement))
     if assumed.schedule:
         layout = replace(layout, schedule=schedule)
-    return LaidOut(
+    return StagedModel(
         name=name,
         checkpoint=checkpoint,
         inventory=inventory,

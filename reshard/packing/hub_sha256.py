@@ -47,12 +47,12 @@ class HubCheck:
     ) -> None:
         files = {} if checkpoint.originals is None else checkpoint.originals.files
         listed = {name: file for name, file in files.items() if isinstance(file, Listed) and len(file.listed) == 64}
-        found = _written(shards, folder) if folder is not None and listed else {}
+        written = _written(shards, folder) if folder is not None and listed else {}
         heads = dict.fromkeys(listed, b"")  # of other files than safetensors, pieces have all bytes
         for shard in checkpoint.record.shards:
             if shard.name in listed:
                 heads[shard.name] = len(shard.header_text.text).to_bytes(8, "little") + shard.header_text.text
-        plans = {name: tuple(_pieces(file, len(heads[name]), found.get(file, ()))) for name, file in listed.items()}
+        plans = {name: tuple(_pieces(file, len(heads[name]), written.get(file, ()))) for name, file in listed.items()}
         self._ready: dict[InputFile, _Verified] = {
             file: _Verified(name, file, heads[name], plans[name])
             for name, file in listed.items()
@@ -120,40 +120,40 @@ class _Verified:
 
     def __init__(self, name: str, file: Listed, head: bytes, pieces: Sequence[_Piece]) -> None:
         self.name, self._file, self._head, self._pieces = name, file, head, pieces
-        self._one, self._is_asked = threading.Lock(), False
+        self._exclusive, self._has_more = threading.Lock(), False
         self._begin()
 
     def follow(self, until: Callable[[_Piece], int]) -> None:
         """Hash the next pieces, as far as they are written, unless another thread does."""
-        self._is_asked = True
-        while self._is_asked and self._one.acquire(blocking=False):
+        self._has_more = True
+        while self._has_more and self._exclusive.acquire(blocking=False):
             try:
-                self._is_asked = False
+                self._has_more = False
                 self._hash(until)
             finally:
-                self._one.release()
+                self._exclusive.release()
 
     def _hash(self, until: Callable[[_Piece], int]) -> None:
         try:
-            while self._left and (end := until(self._left[0])) > self._left[0].position:
-                piece = self._left.popleft()
+            while self._remaining and (end := until(self._remaining[0])) > self._remaining[0].position:
+                piece = self._remaining.popleft()
                 for block in _blocks(piece, end):
                     self._hasher.update(block)
                 if end < piece.end:
-                    self._left.appendleft(piece.after(end))
+                    self._remaining.appendleft(piece.after(end))
         except InputError:  # raised again by `verify`, if it persists
             self._begin()
 
     def verify(self) -> None:
         """Hash the rest and compare; a file that differs is hashed again, now that all of it is at rest."""
-        with self._one:
+        with self._exclusive:
             if self._finished() != self._file.listed:
                 self._begin()
-            found = self._finished()
-        if found != self._file.listed:
+            digest = self._finished()
+        if digest != self._file.listed:
             raise SourceError(
                 str(self._file),
-                f"expected SHA-256 {self._file.listed} (the hub's listing), found {found}",
+                f"expected SHA-256 {self._file.listed} (the hub's listing), found {digest}",
                 "a server or proxy sent wrong bytes; run again, or from another network",
                 code=HUB_MISMATCH,
             )
@@ -162,11 +162,11 @@ class _Verified:
         import hashlib  # OpenSSL's
 
         self._hasher: hashlib._Hash = hashlib.sha256(self._head)
-        self._left = deque(self._pieces)
+        self._remaining = deque(self._pieces)
 
     def _finished(self) -> str:
-        while self._left:
-            piece = self._left.popleft()
+        while self._remaining:
+            piece = self._remaining.popleft()
             for block in _blocks(piece, piece.end):
                 self._hasher.update(block)
         return self._hasher.hexdigest()
@@ -174,19 +174,19 @@ class _Verified:
 
 def _written(shards: Sequence[OutputShard], folder: Path) -> dict[InputFile, list[_Piece]]:
     """Return where the bytes of each source file are written; neighbors in both files are one piece."""
-    found: dict[InputFile, list[_Piece]] = {}
+    pieces_of: dict[InputFile, list[_Piece]] = {}
     for shard in shards:
         file = LocalFile(folder / shard.path, may_change=True)
         for origin, position in shard.placed:
             if not origin.nbytes:
                 continue
-            pieces = found.setdefault(stored_file(origin.file), [])
+            pieces = pieces_of.setdefault(stored_file(origin.file), [])
             last = pieces[-1] if pieces else None
             if last and (last.file, last.end, last.begin + last.nbytes) == (file, position, origin.begin):
                 pieces[-1] = replace(last, nbytes=last.nbytes + origin.nbytes)
             else:
                 pieces.append(_Piece(origin.begin, origin.nbytes, file, position))
-    return found
+    return pieces_of
 
 
 def _pieces(file: InputFile, head_nbytes: int, written: Iterable[_Piece]) -> Iterator[_Piece]:
