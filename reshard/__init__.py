@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from reshard.packing.plan import PlanResult, layout, plan
     from reshard.packing.push import PushResult, push
     from reshard.plans.pack_plan import StagePlan
+    from reshard.plans.partition import Part
     from reshard.tensors.finding import Finding
     from reshard.transforms.conversion import Conversion
 
@@ -78,6 +79,7 @@ __all__ = [
     "PackedModel",
     "PackedStage",
     "Parallelism",
+    "Part",
     "Placement",
     "PlanResult",
     "Progress",
@@ -155,6 +157,7 @@ __getattr__, __dir__ = lazy_attributes(
         "reshard.packing.plan": ("PlanResult", "layout", "plan"),
         "reshard.packing.options": ("PackResult",),
         "reshard.plans.pack_plan": ("StagePlan",),
+        "reshard.plans.partition": ("Part",),
         "reshard.tensors.finding": ("Finding",),
         "reshard.transforms.conversion": ("Conversion",),
     },

@@ -129,7 +129,7 @@ class IndexedJob:
         """
         if self.force:  # a pod that is started again cannot tell old from new
             problem, hint = "is not supported with --scheduler job", "remove the old output first"
-            raise UsageError("--force", problem, hint, code="options.conflict")
+            raise UsageError(Parameter("force"), problem, hint, code="options.conflict")
         _check_out(self.out, force=False)
         if self.image is None:
             problem, hint = "is required with --scheduler job", "use an image that contains reshard"

@@ -11,8 +11,7 @@ import pytest
 
 from manifests.errors import InputError
 from reshard.copy.journal import plan_key
-from reshard.estimate.assumptions import Assumptions
-from reshard.packing.plan import LayoutRequest, plan_source
+from reshard.packing.plan import plan
 from runner.bundle.packed import open_packed
 from tests.builders import (
     edit_manifest,
@@ -158,7 +157,7 @@ def test_link_planted_in_an_interrupted_pack_is_taken_away(
     victim, partial = tmp_path / "victim", tmp_path / ".out.partial"
     victim.mkdir()
     (victim / "model.safetensors").write_bytes(b"years of work")
-    planned = plan_source(str(source), LayoutRequest(spec="pp=2"), Assumptions())
+    planned = plan(source, "pp=2")
     key = plan_key([shard for stage in planned.plan.stages for shard in stage.shards])
     (partial / linked).parent.mkdir(parents=True)
     names = [*files_in(packed), "stage-001/model.safetensors"]

@@ -199,7 +199,7 @@ def test_parts_and_their_commit_are_the_pack(model: Path, tmp_path: Path) -> Non
         reshard.commit(tmp_path / "out")
     assert refused.value.code == "output.no-parts"
     first = reshard.pack(model, tmp_path / "out", "pp=2", part="1/2")
-    assert (first.part, first.nbytes > 0, first.committed) == ("1/2", True, None)
+    assert (str(first.part), first.nbytes > 0, first.committed) == ("1/2", True, None)
     for call in (lambda: first.manifest, lambda: reshard.commit(tmp_path / "out")):
         with pytest.raises(reshard.OutputError) as refused:
             call()

@@ -21,7 +21,7 @@ from reshard.draw.stages import stage_bytes
 from reshard.draw.theme import drawing
 from reshard.estimate.assumptions import Assumptions
 from reshard.formats.open import open_source
-from reshard.packing.plan import LayoutRequest, estimate_step, lay_out, plan_source
+from reshard.packing.plan import LayoutRequest, estimate_step, lay_out, plan
 from tests.builders import Ended, reshard
 from tests.fast.reshard.configs import modules_of, write_config, write_times
 from tests.fast.trained import write_trained
@@ -150,7 +150,7 @@ def test_texts_are_at_least_11_px_within_the_picture_and_never_collide(
     name: str, spec: str, assumed: Assumptions
 ) -> None:
     config = ROOT / "tests" / "data" / "configs" / f"{name}.json"
-    planned = plan_source(str(config), LayoutRequest(spec=spec), assumed)
+    planned = plan(config, spec, assumed=assumed)
     with drawing(THEMES["light"]):
         figure = sheet_of(planned, THEMES["light"])
         canvas = FigureCanvasAgg(figure)
