@@ -33,7 +33,7 @@ from runner.checkpoint.save import SaveContext, save
 from runner.checkpoint.state import Held
 from runner.distributed.fail_together import together
 from runner.load.fill import bytes_of
-from runner.load.own_module import StateDictAdapter, check_names, named_tensors, open_stages, piece_of
+from runner.load.own_module import StateDictAdapter, check_names, named_tensors, on_meta, open_stages, piece_of
 from runner.tensors.dtensor import local_of, whole_of
 from runner.tensors.local_shard import Piece
 
@@ -211,8 +211,9 @@ def _groups_of(models: Sequence[nn.Module], optimizer: torch.optim.AdamW, to_hf:
     fqns: dict[_Group, frozenset[str]] = {}
     for options in optimizer.param_groups:
         trained = {id(weight) for weight in options["params"]}
+        # An adapter gets no shards: of names and shapes, it has enough.
         named = [
-            {name: tensor.detach() for name, tensor in named_tensors(module) if id(tensor) in trained}
+            {name: on_meta(tensor) for name, tensor in named_tensors(module) if id(tensor) in trained}
             for module in models
         ]
         beta1, beta2 = map(float, options["betas"])

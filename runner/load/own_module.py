@@ -141,7 +141,7 @@ def _load_adapted(
     packed: Packed, stages: Sequence[int], models: Sequence[nn.Module], adapter: StateDictAdapter
 ) -> LoadReport:
     owned: list[dict[str, Any]] = [model.state_dict() for model in models]
-    stored = [adapter.to_hf({name: _on_meta(tensor) for name, tensor in states.items()}) for states in owned]
+    stored = [adapter.to_hf({name: on_meta(tensor) for name, tensor in states.items()}) for states in owned]
     check_names(packed, stages, {fqn: fqn for tensors in stored for fqn in tensors})
     read = {fqn: torch.empty(like.shape, dtype=like.dtype) for tensors in stored for fqn, like in tensors.items()}
     report = load_tensors(whole_pieces(read), packed.bundles, packed.shape, num_ranks=_num_local_ranks())
@@ -158,7 +158,8 @@ def _num_local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the whole shape, without memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 

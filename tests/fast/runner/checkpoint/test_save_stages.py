@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import reshard
 import runner
@@ -120,3 +124,29 @@ def test_two_modules_of_one_name_and_no_module_are_refused(
         runner.save_stages(place / "pp1", 0, [model] * models, tmp_path / "out", step=0)
     assert caught.value.code == ("model.duplicate-parameter" if models else "model.missing-parameter")
     assert not (tmp_path / "out").exists()
+
+
+class ReversedRows:
+    """An adapter that reads values: the module has the rows of a table in another order than files."""
+
+    def to_hf(self, state_dict: dict[str, Any], /) -> dict[str, Any]:
+        table = state_dict.get("model.embed_tokens.weight")
+        rows = {} if table is None else {"model.embed_tokens.weight": table[torch.arange(len(table)).flip(0)]}
+        return {**state_dict, **rows}
+
+    def from_hf(self, hf_state_dict: dict[str, Any], /) -> dict[str, Any]:
+        return self.to_hf(hf_state_dict)
+
+
+def test_adapter_converts_no_shards_of_parameters(place: Path, model: nn.Module, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = trained(model)
+        runner.save_stages(
+            place / "pp1", 0, model, tmp_path / "out", step=1, optimizer=optimizer, adapter=ReversedRows()
+        )
+        (group,) = reshard.open(tmp_path / "out").manifest.training.optimizer.groups
+    finally:
+        dist.destroy_process_group()
+    assert group.weight_decay == optimizer.param_groups[0]["weight_decay"]
