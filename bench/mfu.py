@@ -26,7 +26,7 @@ import torch
 from manifests.models import model_shape
 from manifests.placement import Placement
 from runner.config.schema import BatchOptions, OptimOptions
-from runner.data.batches import Batch
+from runner.data.sequences import Batch
 from runner.metrics.gauges import peak_flops
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, materialize, named_hf_parameters
@@ -34,7 +34,7 @@ from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.training.gradient_norm import StepTotals
-from runner.training.mixed_precision import keep_masters, kept, round_masters
+from runner.training.mixed_precision import keep_masters, master_of, round_masters
 from runner.training.optimizer import Optimizer
 from runner.training.step import Engine, train_step
 from runner.training.ties import lead_parameters
@@ -64,7 +64,7 @@ def runner_step(config: dict[str, Any], cut: BatchOptions, device: torch.device)
     chunk = filled(config, cut, device)
     keep_masters([chunk], torch.float32)
     for parameter in chunk.parameters():
-        kept(parameter).copy_(parameter.detach())
+        master_of(parameter).copy_(parameter.detach())
     round_masters(chunk.parameters())
     parameters = lead_parameters([chunk], ())
     placement = Placement(num_stages=1, num_ranks=1)

@@ -96,7 +96,7 @@ def _build(schedule: str) -> tuple[Any, ...]:
 def _batch(cut: Any, number: int) -> Any:
     import torch
 
-    from runner.data.batches import Batch
+    from runner.data.sequences import Batch
 
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, CONFIG["vocab_size"], (cut.global_batch, cut.seq_len + 1), generator=generator)
@@ -111,7 +111,7 @@ def _runner(schedule: str) -> tuple[Callable[[int], float], list[Any]]:
     from runner.pipeline.schedule import build_schedule
     from runner.pipeline.stage_metadata import plan_stage_metadata
     from runner.pipeline.timetable import find_timetable
-    from runner.profiling.clock import Clock
+    from runner.profiling.trace import Clock
     from runner.training.gradient_norm import StepTotals
     from runner.training.optimizer import Optimizer
     from runner.training.step import Engine, train_step

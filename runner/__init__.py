@@ -1,6 +1,6 @@
 """From a manifest to a training pipeline: each rank builds, loads and trains its own stages.
 
-The names in `__all__` are the public API; every other module is private. They are imported when they are first used.
+The names in `__all__` are the public API; every other module is private. All but errors are imported when first used.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ import signal
 from typing import TYPE_CHECKING
 
 from manifests.command.interpreter import lazy_attributes
+from manifests.errors import (
+    CheckpointError,
+    DataError,
+    InputError,
+    LaunchError,
+    LayoutError,
+    LogError,
+    ManifestError,
+    ModelError,
+    OutputError,
+    RankError,
+    ScheduleError,
+    ShardError,
+    SourceError,
+    StoreError,
+    UnreachableError,
+    UsageError,
+    UserError,
+)
 
 if TYPE_CHECKING:
-    from manifests.errors import (
-        CheckpointError,
-        DataError,
-        InputError,
-        LaunchError,
-        LayoutError,
-        LogError,
-        ManifestError,
-        ModelError,
-        OutputError,
-        RankError,
-        ScheduleError,
-        ShardError,
-        SourceError,
-        StoreError,
-        UnreachableError,
-        UsageError,
-        UserError,
-    )
     from runner.checkpoint.own_module import save_stages
     from runner.load.own_module import LoadResult, StateDictAdapter, load_stages
     from runner.models.family import Family
@@ -72,25 +72,6 @@ __all__ = [
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
-        "manifests.errors": (
-            "CheckpointError",
-            "DataError",
-            "InputError",
-            "LaunchError",
-            "LayoutError",
-            "LogError",
-            "ManifestError",
-            "ModelError",
-            "OutputError",
-            "RankError",
-            "ScheduleError",
-            "ShardError",
-            "SourceError",
-            "StoreError",
-            "UnreachableError",
-            "UsageError",
-            "UserError",
-        ),
         "runner.checkpoint.own_module": ("save_stages",),
         "runner.load.own_module": ("LoadResult", "StateDictAdapter", "load_stages"),
         "runner.models.family": ("Family",),

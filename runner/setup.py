@@ -20,15 +20,13 @@ from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
 from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
-from runner.config.flags import TrainOptions, recall
-from runner.config.memory import planned_memory
-from runner.data.batches import Batch, Rows, rows_of
+from runner.config.flags import TrainOptions, planned_memory, recall
+from runner.data.sequences import Batch, Rows, rows_of
 from runner.distributed.fail_together import from_rank_0, together
 from runner.distributed.world import World
 from runner.load.deferred import DeferredVerification
 from runner.load.load import LoadReport, Reading
-from runner.load.local_cache import CacheReport, local_cache_of
-from runner.load.same_manifest import check_same_manifest
+from runner.load.local_cache import CacheReport, check_same_manifest, local_cache_of
 from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
 from runner.models import Family, family_for
@@ -42,12 +40,12 @@ from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import Timetable, choose_timetable
 from runner.preflight.combinations import check_combination, check_divides, combine, share_of
 from runner.preflight.preflight import expert_notes, notes
-from runner.profiling.clock import Clock
-from runner.tensors.dtypes import FLAG_DTYPES
+from runner.profiling.trace import Clock
 from runner.tensors.heap import set_up_heap
-from runner.training.compute import apply_compute_options
+from runner.tensors.local_shard import FLAG_DTYPES
+from runner.training.activation_checkpoint import apply_compute_options
 from runner.training.gradient_norm import StepTotals
-from runner.training.mixed_precision import keep_masters, kept, round_masters
+from runner.training.mixed_precision import keep_masters, master_of, round_masters
 from runner.training.optimizer import Optimizer
 from runner.training.rng import restore_rng, seed_rng
 from runner.training.self_check import RunOptions, self_check
@@ -190,7 +188,7 @@ def _begin(
     with together("load"):
         base_nbytes = memory_nbytes(device)
         chunks = _build(family, launched, options, mesh, device)
-        weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk, kept), *hf_constants(chunk))]
+        weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk))]
     if cache:
         cache.ensure()  # the loader verifies what it reads
     loaded = stored.load(weights, WEIGHTS)

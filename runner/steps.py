@@ -14,13 +14,11 @@ import torch.distributed as dist
 from manifests.schedules import default_schedule
 from manifests.schema import TrainingState
 from runner.checkpoint.async_save import Saver
-from runner.checkpoint.data_position import FoundData, check_alike, find_data
+from runner.checkpoint.data_position import FoundData, check_alike, find_data, read_skipped
 from runner.checkpoint.resume import advance, remember
-from runner.checkpoint.skipped import read_skipped
 from runner.data.bad import Skipped, log_skipped
-from runner.data.batches import Batch
 from runner.data.read_ahead import GroupExchange, ReadAhead
-from runner.data.sequences import read_batches
+from runner.data.sequences import Batch, read_batches
 from runner.data.shared import SharedTokenization
 from runner.data.tokenizer import tokenize_alone
 from runner.distributed.fail_together import alone, from_rank_0, together
@@ -29,7 +27,7 @@ from runner.metrics.gauges import peak_memory_nbytes
 from runner.metrics.metrics import Metrics, StepTimes
 from runner.preflight.combinations import share_of
 from runner.profiling.trace import RunShape, Tracer
-from runner.rundir.run_record import run_id
+from runner.rundir.records import run_id
 from runner.setup import Ready
 from runner.training.rng import rng_state
 from runner.training.step import StepReport, train_step

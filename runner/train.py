@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 
 from manifests.errors import UserError
 from manifests.schema import TrainingState
@@ -28,14 +27,13 @@ from runner.checkpoint.state import nbytes_of
 from runner.config.flags import TrainOptions, parse_training
 from runner.data.bad import Skipped, log_skipped
 from runner.data.sequences import read_once
-from runner.distributed.fail_together import alone, from_rank_0, together
+from runner.distributed.fail_together import alone, from_all_ranks, from_rank_0, together
 from runner.distributed.rank_process import run_rank
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer, StoppedError, Watchdog, log_to_file
 from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.evaluate import cut_as, mean_loss
-from runner.load.local_cache import fetch_to_cache
-from runner.load.same_manifest import check_same_manifest
+from runner.load.local_cache import check_same_manifest, fetch_to_cache
 from runner.metrics.gauges import least_step_s, peak_memory_nbytes
 from runner.metrics.metrics import Metrics, RankLoad
 from runner.metrics.progress import StepProgress
@@ -43,10 +41,9 @@ from runner.metrics.sinks import open_sinks
 from runner.preflight.combinations import check_combination, check_sinks, share_of, tensor_parallel
 from runner.preflight.preflight import check_evaluable, check_texts
 from runner.profiling.flight_recorder import enable_flight_recorder
+from runner.rundir.exit_report import set_rank_label, stages_of
 from runner.rundir.heartbeat import clear_beats
-from runner.rundir.rank_label import set_rank_label, stages_of
-from runner.rundir.run_record import note_resolved, run_id
-from runner.rundir.state import STATE_NAME, RunState, clear_state, write_state
+from runner.rundir.records import STATE_NAME, RunState, clear_state, note_resolved, run_id, write_state
 from runner.setup import Ready, begin
 from runner.steps import train_steps
 from runner.training.step import eval_step
@@ -54,7 +51,6 @@ from runner.training.ties import check_equal
 from stores.address import is_url
 from stores.open import open_manifest
 
-T = TypeVar("T")
 logger = logging.getLogger("runner")
 
 
@@ -151,7 +147,7 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
             metrics.evaluation(trained.step, *evaluate(ready))
         if failure is not None:
             raise failure
-        metrics.ended(_from_all(peak_memory_nbytes(device), world))
+        metrics.ended(from_all_ranks(peak_memory_nbytes(device)))
         if world.rank == 0:
             _note_end(options.log_dir, RunState(step=trained.step, ended="done"))
 
@@ -162,7 +158,7 @@ def check_writes(ready: Ready, world: World) -> None:
     with together("outputs"):
         check_outputs(options)
     nbytes = (nbytes_of(ready.held_state()), nbytes_of(ready.held_weights()))
-    state_nbytes, weights_nbytes = (sum(sizes) for sizes in zip(*_from_all(nbytes, world), strict=True))
+    state_nbytes, weights_nbytes = (sum(sizes) for sizes in zip(*from_all_ranks(nbytes), strict=True))
     is_done = ready.training is not None and ready.num_steps >= options.steps
     with together("outputs"):
         if world.rank == 0:
@@ -202,7 +198,7 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
         planned_nbytes=ready.planned_nbytes,
         copied=ready.copied,
     )
-    metrics.loaded(_from_all(rank_load, world))
+    metrics.loaded(from_all_ranks(rank_load))
     return metrics
 
 
@@ -293,12 +289,6 @@ def _note_end(log_dir: Path, state: RunState) -> None:
         write_state(log_dir, state)
     except OSError as error:
         logger.warning("note: %s: cannot be written: %s", log_dir / STATE_NAME, error.strerror)
-
-
-def _from_all(value: T, world: World) -> list[T]:
-    gathered = [value] * world.size
-    dist.all_gather_object(gathered, value)
-    return gathered
 
 
 if __name__ == "__main__":

@@ -1,24 +1,33 @@
-"""A manifest as the runner opens it, with its config and the model shape derived from that. No torch."""
+"""A manifest as the runner opens it, with its config and the model shape derived from that. No torch.
+
+Of a remote one, manifest, config and tokenizer are downloaded, the bundles are not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from manifests.errors import (
     DataError,
     ManifestError,
     ModelError,
+    UsageError,
+    refused_by_system,
 )
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_model
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, StoredTensors, is_sized_by_files, model_shape
 from manifests.safetensors import parse_header
 from manifests.schema import Manifest
-from manifests.store import read_config, read_small_file
-from stores.base import Folder, check_whole
+from manifests.store import read_config, read_small_file, write_file
+from runner.config.architectures import check_trainable
+from stores.address import is_url
+from stores.base import Blocks, Folder, check_whole
 from stores.bundles import Bundles
 from stores.local import LocalFile
 from stores.open import Address, ReadManifest, open_manifest
@@ -112,6 +121,75 @@ def open_packed(source: Address | ReadManifest, copied_to: Path | None = None) -
     return Packed(root=folder, read=read, config=config, shape=shape, store=read.folder if copied_to else None)
 
 
+@contextmanager
+def opened(manifest: str, *, is_staged: bool) -> Iterator[tuple[str, Packed]]:
+    """Yield the address for ranks to open, and the opened manifest, until the block ends.
+
+    Raises:
+        UsageError: it is remote, and no local cache is configured.
+        InputError: there is no manifest, or its model cannot be trained; and as `fetch`.
+    """
+    if not is_url(manifest):
+        read = open_manifest(manifest)
+        _check_trainable(read)
+        yield str(read.root / read.name), open_packed(read)
+        return
+    if not is_staged:
+        raise UsageError(
+            manifest,
+            "is not on this machine, and ranks read bundles from a local file system",
+            "add --stage-to-local DIR, which copies the bundles of a node's ranks to its own disk",
+            code="options.remote-manifest",
+        )
+    read = open_manifest(manifest)
+    with TemporaryDirectory(prefix="runner-") as folder:
+        revision = f"@{read.folder.revision}" if read.folder.revision else ""  # a branch of the hub may change
+        yield read.folder.location + revision, fetch(read, Path(folder))
+
+
+def fetch(read: ReadManifest, folder: Path) -> Packed:
+    """Download a manifest's auxiliary files to a folder, verify them, write the manifest, and open it there.
+
+    Several processes may do so at once: each file gets its name when it is whole, the manifest last.
+
+    Raises:
+        InputError: a file is missing or damaged, or cannot be written; and as `open_packed`.
+    """
+    _check_trainable(read)
+    try:
+        for auxiliary in read.manifest.files:
+            path = folder / auxiliary.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, Blocks(read.folder.file(auxiliary.path), auxiliary.compared_digest), is_durable=False)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(folder / MANIFEST_NAME, read.data, is_durable=False)
+    except OSError as error:
+        raise refused_by_system(
+            str(error.filename or folder), error, "cannot be written", code="output.unwritable"
+        ) from error
+    return open_packed(read, copied_to=folder)
+
+
+def check_tokenizer(folder: Path, otherwise: str = "") -> Path:
+    """Return the path of a checkpoint folder's tokenizer.json, after checking that it exists.
+
+    Raises:
+        DataError: it does not; the hint says what can be done `otherwise`, if anything.
+    """
+    file = folder / TOKENIZER
+    if not file.exists():
+        raise DataError(
+            str(file), "no such file", f"pack the model with its tokenizer{otherwise and f', or {otherwise}'}",
+            code="tokenizer.missing",
+        )  # fmt: skip
+    return file
+
+
+def name_of(location: str) -> str:
+    """Return the last part of a path or address."""
+    return location.rstrip("/").rpartition("/")[2]
+
+
 def _read_stored(folder: Path, manifest: Manifest) -> StoredTensors:
     """Return the names and shapes of the tensors that the source of a manifest had, less those that were dropped."""
     path = folder / SOURCE_NAME
@@ -135,19 +213,9 @@ def _read_stored(folder: Path, manifest: Manifest) -> StoredTensors:
     return StoredTensors(tensors=tensors, where=str(path))
 
 
-def check_tokenizer(folder: Path, otherwise: str = "") -> Path:
-    """Return the path of a checkpoint folder's tokenizer.json, after checking that it exists.
-
-    Raises:
-        DataError: it does not; the hint says what can be done `otherwise`, if anything.
-    """
-    file = folder / TOKENIZER
-    if not file.exists():
-        raise DataError(
-            str(file), "no such file", f"pack the model with its tokenizer{otherwise and f', or {otherwise}'}",
-            code="tokenizer.missing",
-        )  # fmt: skip
-    return file
+def _check_trainable(read: ReadManifest) -> None:
+    model = read.manifest.model
+    check_trainable(model.architecture, is_described=model.description is not None)
 
 
 def _digest_of(name: str, manifest: Manifest) -> str | None:

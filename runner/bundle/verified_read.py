@@ -38,16 +38,16 @@ def verified_blocks(file: InputFile, shard: Shard, stop: threading.Event) -> Ite
         yield block
 
 
-def check_digest(tensor: TensorAt, found: str) -> None:
+def check_digest(tensor: TensorAt, digest: str) -> None:
     """Compare the hex digest of a tensor's bytes with that of its shard.
 
     Raises:
         ShardError: they differ.
     """
-    if found != tensor.digest:
+    if digest != tensor.digest:
         raise ShardError(
             f"{tensor.file}: {tensor.name!r}",
-            f"expected {PREFIX}{tensor.digest}, found {PREFIX}{found}",
+            f"expected {PREFIX}{tensor.digest}, found {PREFIX}{digest}",
             "the shard was damaged after it was written; reshard verify names all damage",
             code="shard.digest-mismatch",
         )
@@ -70,8 +70,8 @@ class _Digests:
                 self._end(self._tensors.popleft())
 
     def _end(self, tensor: TensorAt) -> None:
-        found, self._hasher = self._hasher.hexdigest(), Hasher()
-        check_digest(tensor, found)
+        digest, self._hasher = self._hasher.hexdigest(), Hasher()
+        check_digest(tensor, digest)
 
 
 def _blocks(file: InputFile, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
@@ -89,7 +89,7 @@ def _blocks(file: InputFile, begin: int, end: int) -> Iterator[tuple[int, memory
         ahead = pool.submit(read, 0) if num_blocks else None
         for number in range(num_blocks):
             assert ahead is not None
-            found = ahead.result()
+            placed_block = ahead.result()
             if number + 1 < num_blocks:
                 ahead = pool.submit(read, number + 1)
-            yield found
+            yield placed_block

@@ -57,7 +57,7 @@ class Saver:
         self,
         context: SaveContext,
         options: CheckpointOptions,
-        held: Held,
+        state: Held,
         timeout: timedelta,
         timer: StallTimer | None = None,
     ) -> None:
@@ -65,7 +65,7 @@ class Saver:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         # Allocating takes long: it is done during the first steps.
-        self._copy = self._pool.submit(HostCopy, held) if options.is_async else None
+        self._copy = self._pool.submit(HostCopy, state) if options.is_async else None
         self._running: Future[SaveReport] | None = None
         self._reports: list[SaveReport] = []
         self.failure: UserError | None = None  # of the newest save that has ended
@@ -79,13 +79,13 @@ class Saver:
         all_know = error is None or (isinstance(error, UserError) and not isinstance(error, AloneError))
         self._pool.shutdown(wait=all_know)
 
-    def save(self, held: Held, training: TrainingState, num_skipped: int = 0) -> None:
+    def save(self, state: Held, training: TrainingState, num_skipped: int = 0) -> None:
         """Save a checkpoint after a step; `training` has this rank's RNG state."""
         started_s = time.perf_counter()
         self._wait()
         if self._copy is not None:
-            held = self._copy.result().fill(held)
-        self._running = self._pool.submit(self._save, held, training, num_skipped, started_s, time.perf_counter())
+            state = self._copy.result().fill(state)
+        self._running = self._pool.submit(self._save, state, training, num_skipped, started_s, time.perf_counter())
         if self._copy is None:
             self._wait()
 
@@ -103,7 +103,7 @@ class Saver:
             self.failure = ended.failure
 
     def _save(
-        self, held: Held, training: TrainingState, num_skipped: int, started_s: float, copied_s: float
+        self, state: Held, training: TrainingState, num_skipped: int, started_s: float, copied_s: float
     ) -> SaveReport:
         path, nbytes, failure = checkpoint_path(self._options.history, training.step), 0, None
         try:
@@ -112,7 +112,7 @@ class Saver:
                 if dist.get_rank() == 0:
                     set_aside(path)
             nbytes = save(
-                held, self._context, path, training,
+                state, self._context, path, training,
                 num_skipped=num_skipped, force=True, group=self._group, timer=self._timer,
                 is_beside=self._copy is not None,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The position in the data where a run resumes, and whether all ranks find the same data. No torch."""
+"""Where a run resumes in its data, documents skipped before, and whether all ranks find the same data. No torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from typing import Any
 
 from manifests.digest import digest_bytes
 from manifests.errors import CheckpointError, DataError
-from manifests.schema import DataPosition
+from manifests.jsontext import parse_json_object
+from manifests.schema import AuxiliaryFile, DataPosition
+from manifests.store import read_small_file
+from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions
 from runner.config.schema import SYNTHETIC, DataOptions
 from runner.data.files import find_files
-from runner.data.framing import Framing, document_framing, load_tokenizer
+from runner.data.tokenizer import Framing, document_framing, load_tokenizer
 
 _Files = Sequence[tuple[str, int]]  # by name and size
+# The number of skipped documents is in a small file of a checkpoint, absent for 0. It is an auxiliary file, such as
+# config.json: a checkpoint that is resharded keeps it, and readers that do not know it can read the rest.
+SKIPPED_NAME = "skipped-documents.json"
+_FIELD = "num_skipped"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +36,7 @@ class FoundData:
 
 
 def find_data(
-    options: TrainOptions, left: DataPosition | None, tokenizer: str | None, folder: Path | None = None
+    options: TrainOptions, stored: DataPosition | None, tokenizer: str | None, folder: Path | None = None
 ) -> FoundData:
     """Find the files and the position to resume at; `left` is the position in a checkpoint, None without one.
 
@@ -43,37 +50,37 @@ def find_data(
     listed, framing = _list(options.data), _framing(options.data, folder)
     digest = _digest(options, listed, tokenizer, framing)
     notes = [] if framing is None or framing.note is None else [framing.note]
-    if left is not None and options.resume.restart_data:
-        left, note = _restart(left, digest)
+    if stored is not None and options.resume.restart_data:
+        stored, note = _restart(stored, digest)
         notes.append(note)
-    if left is not None and left.digest != digest:
+    if stored is not None and stored.digest != digest:
         raise CheckpointError(
             "--data",
-            f"does not match the data that the checkpoint consumed ({left.num_sequences} sequences): the files, their "
-            "sizes, the tokenizer, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed, --add-bos-token "
-            "or --add-eos-token differ",
+            f"does not match the data that the checkpoint consumed ({stored.num_sequences} sequences): the files, "
+            "their sizes, the tokenizer, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed, "
+            "--add-bos-token or --add-eos-token differ",
             "repeat the data flags of that run, or start this data from its first sequence with --restart-data",
             code="resume.other-data",
         )
-    if left is not None and left.cursor is not None and len(left.cursor.sources) != len(options.data.groups):
+    if stored is not None and stored.cursor is not None and len(stored.cursor.sources) != len(options.data.groups):
         raise CheckpointError(
             "training.data.cursor.sources",
-            f"expected a position for each of {len(options.data.groups)}, found {len(left.cursor.sources)}",
+            f"expected a position for each of {len(options.data.groups)}, found {len(stored.cursor.sources)}",
             code="resume.other-data",
         )
-    position = left or DataPosition(num_sequences=0, digest=digest)
+    position = stored or DataPosition(num_sequences=0, digest=digest)
     return FoundData(position=position, sources=_each_digest(listed), notes=tuple(notes))
 
 
-def check_alike(data: DataOptions, found: FoundData, on_rank_0: FoundData) -> None:
+def check_alike(data: DataOptions, data_here: FoundData, on_rank_0: FoundData) -> None:
     """Check that this rank finds the same data as rank 0: one reads the tokens, another the labels.
 
     Raises:
         DataError: naming the first source whose files differ.
     """
-    if found.position == on_rank_0.position:
+    if data_here.position == on_rank_0.position:
         return
-    check_same_files("--data", data, found.sources, on_rank_0.sources)
+    check_same_files("--data", data, data_here.sources, on_rank_0.sources)
     problem = "does not match the data of rank 0: the data flags or the tokenizer differ"
     raise DataError("--data", problem, code="data.differs-between-ranks")
 
@@ -87,14 +94,14 @@ def digests_of(data: DataOptions) -> tuple[str, ...]:
     return _each_digest(_list(data))
 
 
-def check_same_files(flag: str, data: DataOptions, found: Sequence[str], on_rank_0: Sequence[str]) -> None:
+def check_same_files(flag: str, data: DataOptions, digests: Sequence[str], on_rank_0: Sequence[str]) -> None:
     """Check that each source has the digest that it has on rank 0; `flag` names the data.
 
     Raises:
         DataError: naming the first source whose files differ.
     """
-    for source, own, other in zip(data.sources, found, on_rank_0, strict=False):
-        if own != other:
+    for source, digest, other in zip(data.sources, digests, on_rank_0, strict=False):
+        if digest != other:
             raise DataError(
                 f"{flag} {source}",
                 "has files with other names or sizes than on rank 0",
@@ -103,19 +110,50 @@ def check_same_files(flag: str, data: DataOptions, found: Sequence[str], on_rank
             )
 
 
+def encode_skipped(num_skipped: int) -> bytes:
+    return (json.dumps({"version": 1, _FIELD: num_skipped}) + "\n").encode()
+
+
+def with_skipped(files: tuple[AuxiliaryFile, ...], num_skipped: int) -> tuple[AuxiliaryFile, ...]:
+    """Return a checkpoint's auxiliary files with this count in place of an earlier one."""
+    others = tuple(file for file in files if file.path != SKIPPED_NAME)
+    if not num_skipped:
+        return others
+    data = encode_skipped(num_skipped)
+    return (*others, AuxiliaryFile(path=SKIPPED_NAME, nbytes=len(data), digest=digest_bytes(data)))
+
+
+def read_skipped(packed: Packed) -> int:
+    """Return the number of documents that a checkpoint's run had skipped.
+
+    Raises:
+        InputError: its file is damaged.
+    """
+    auxiliary = next((file for file in packed.manifest.files if file.path == SKIPPED_NAME), None)
+    if auxiliary is None:
+        return 0
+    path = packed.root / SKIPPED_NAME
+    count = parse_json_object(read_small_file(path, auxiliary.digest), str(path)).get(_FIELD)
+    if type(count) is not int or count < 0:
+        raise CheckpointError(
+            f"{path}: {_FIELD}", f"expected a count, found {str(count)[:80]}", code="resume.bad-count"
+        )
+    return count
+
+
 def _each_digest(listed: Sequence[_Files]) -> tuple[str, ...]:
     return tuple(digest_bytes(json.dumps(files).encode()) for files in listed)
 
 
-def _restart(left: DataPosition, digest: str) -> tuple[DataPosition | None, str]:
+def _restart(stored: DataPosition, digest: str) -> tuple[DataPosition | None, str]:
     """Return the position to resume at, and a note. A job that is restarted must not start the data once more."""
-    if left.digest != digest:
+    if stored.digest != digest:
         return None, (
-            f"--restart-data: starting this data from its first sequence; the checkpoint consumed {left.num_sequences} "
-            "sequences of other data"
+            f"--restart-data: starting this data from its first sequence; the checkpoint consumed "
+            f"{stored.num_sequences} sequences of other data"
         )
-    return left, (
-        f"--restart-data has no effect: the checkpoint consumed {left.num_sequences} sequences of this same data; "
+    return stored, (
+        f"--restart-data has no effect: the checkpoint consumed {stored.num_sequences} sequences of this same data; "
         "start it from scratch with another --seed"
     )
 
@@ -145,5 +183,5 @@ def _digest(options: TrainOptions, listed: Sequence[_Files], tokenizer: str | No
     if framing is not None:
         how["frame"] = [framing.frame.before, framing.frame.after]
     # Without weights, the files of all sources are one list.
-    files = listed if data.weights else [file for each in listed for file in each]
+    files = listed if data.weights else [file for source in listed for file in source]
     return digest_bytes(json.dumps([how, options.batch.seq_len, tokenizer, files], sort_keys=True).encode())

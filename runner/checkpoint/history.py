@@ -155,8 +155,12 @@ def prune(
         open_shard(newest, shard)
     last = step_of(newest)
     assert last is not None
-    kept = {path.resolve() for path in spared if path is not None}
-    past = [path for path in find_checkpoints(history) if (step_of(path) or 0) <= last and path.resolve() not in kept]
+    spared_paths = {path.resolve() for path in spared if path is not None}
+    past = [
+        path
+        for path in find_checkpoints(history)
+        if (step_of(path) or 0) <= last and path.resolve() not in spared_paths
+    ]
     for path in past[keep:]:
         if (reason := _why_kept(path)) is not None:
             logger.warning("%s: kept beyond --keep: %s", path, reason)

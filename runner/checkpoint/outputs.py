@@ -66,8 +66,8 @@ def check_space(options: TrainOptions, *, checkpoint_nbytes: int, weights_nbytes
         history = options.checkpoint.history
         needs.append((f"--checkpoint {history}", history, checkpoint_nbytes))
     if options.save is not None:
-        left = _nbytes_of(partial_of(options.save))  # by a killed run: removed before this one is written
-        needs.append((f"--save {options.save}", folder_of(options.save), max(0, weights_nbytes - left)))
+        partial_nbytes = _nbytes_of(partial_of(options.save))  # by a killed run: removed before this one is written
+        needs.append((f"--save {options.save}", folder_of(options.save), max(0, weights_nbytes - partial_nbytes)))
     check_room(needs)
 
 

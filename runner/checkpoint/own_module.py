@@ -31,7 +31,7 @@ from manifests.schema import (
 from runner.bundle.packed import Packed
 from runner.checkpoint.save import SaveContext, save
 from runner.checkpoint.state import Held
-from runner.distributed.fail_together import together
+from runner.distributed.fail_together import from_all_ranks, together
 from runner.load.fill import bytes_of
 from runner.load.own_module import StateDictAdapter, check_names, named_tensors, on_meta, open_stages, piece_of
 from runner.tensors.dtensor import local_of, whole_of
@@ -114,8 +114,7 @@ def save_stages(
                 groups={} if optimizer is None else _groups_of(models, optimizer, to_hf),
                 tied=_digests_of_ties(packed, pieces),
             )
-        parts = [part] * dist.get_world_size(group)
-        dist.all_gather_object(parts, part, group=group)
+        parts = from_all_ranks(part, group)
         with together("save", group):
             _check_parts(packed, parts)
         training = _training_of(parts, TrainingState(step=step, num_tokens=num_tokens), max_norm)

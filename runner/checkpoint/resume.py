@@ -121,19 +121,19 @@ def check_fits(origin: Packed, launched: Packed) -> tuple[str, ...]:
     Raises:
         CheckpointError: another architecture, other tensors, or another vocabulary.
     """
-    expected, found = launched.shape, origin.shape
-    if found.architecture != expected.architecture:
-        problem = f"expected a {expected.architecture}, found a {found.architecture}"
+    expected, stored = launched.shape, origin.shape
+    if stored.architecture != expected.architecture:
+        problem = f"expected a {expected.architecture}, found a {stored.architecture}"
         raise CheckpointError(origin.where, problem, _OTHER, code="resume.other-model")
     sizes = [config.get("vocab_size") for config in (launched.config, origin.config)]
     if sizes[0] != sizes[1]:
         problem = f"expected a vocabulary of {sizes[0]} tokens, found {sizes[1]}"
         raise CheckpointError(origin.where, problem, _OTHER, code="resume.other-model")
-    if found.tensors != expected.tensors or found.ties != expected.ties:
+    if stored.tensors != expected.tensors or stored.ties != expected.ties:
         odd = sorted(
             fqn
-            for fqn in found.tensors.keys() | expected.tensors.keys()
-            if found.tensors.get(fqn) != expected.tensors.get(fqn)
+            for fqn in stored.tensors.keys() | expected.tensors.keys()
+            if stored.tensors.get(fqn) != expected.tensors.get(fqn)
         )
         shown = f"{odd[0]} differs" if odd else "other weights are tied"
         raise CheckpointError(
@@ -242,8 +242,8 @@ def _named(source: str, history: Path | None) -> Path:
     else:
         folder = Path(source).parent if Path(source).name == MANIFEST_NAME else Path(source)
     if not (folder / MANIFEST_NAME).is_file():
-        found = find_checkpoints(folder) or (find_checkpoints(history) if history else ())
-        there = ", ".join(path.name for path in found[:5])
+        checkpoints = find_checkpoints(folder) or (find_checkpoints(history) if history else ())
+        there = ", ".join(path.name for path in checkpoints[:5])
         hint = f"found {there}" if there else "the checkpoint was never finished"
         raise CheckpointError(
             f"--resume {source}", f"no {MANIFEST_NAME} in {folder}", hint, code="resume.no-checkpoint"

@@ -1,49 +1,49 @@
-"""Write a checkpoint: every rank writes the bundles of its own stages, rank 0 commits."""
+"""Write a checkpoint: every rank writes the bundles of its own stages, rank 0 checks that it sees them, and commits."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch.distributed as dist
 
 from manifests.digest import Hasher, digest_bytes
-from manifests.errors import CheckpointError, refused_by_system
+from manifests.errors import CheckpointError, InputError, refused_by_system
 from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES, index_blocks, is_indexed
 from manifests.invariants import MANIFEST_NAME
 from manifests.safetensors import header_template, layout_tensors
 from manifests.schema import WEIGHTS, Holds, Manifest, Parent, RandomState, Shard, Stage, TrainingState
 from manifests.slices import slice_metadata
 from manifests.store import sync_folder, write_file, write_manifest
-from runner.checkpoint.shards import ShardToWrite, slices_in_stage_folders, whole_in_root
-from runner.checkpoint.shared_folder import check_folder, check_shards
-from runner.checkpoint.skipped import SKIPPED_NAME, encode_skipped, with_skipped
-from runner.checkpoint.state import Held, nbytes_of
+from runner.checkpoint.data_position import SKIPPED_NAME, encode_skipped, with_skipped
+from runner.checkpoint.state import Held, ShardToWrite, nbytes_of, slices_in_stage_folders, whole_in_root
 from runner.distributed.low_priority import run_at_low_priority
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer
 from runner.load.fill import bytes_of
-from runner.tensors.dtypes import STORED_DTYPES
-from runner.tensors.local_shard import Piece
+from runner.tensors.local_shard import STORED_DTYPES, Piece
 from stores.base import Blocks
 from stores.folders.owned import files_of_manifest
 from stores.folders.publish import publishing
 from stores.local import LocalFile
 
 logger = logging.getLogger(__name__)
-
 _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _SYNC_NBYTES = 1 << 30  # fsync after so many bytes, so that the last fsync takes no longer than the others
 _Planned = dict[str, tuple[list[str], int] | None]  # FQNs and bytes of the shards that the index lists, by path
 _PART_NBYTES = 4 << 20  # written at a time: a tensor may have many GiB, and a disk may be slow
 _LEAST_NBYTES_PER_S = 256 << 20  # a save beside training that is slower continues at the priority of training
+_PAUSES_S = (0.1, 0.3, 1.0, 3.0)
+_HINT = "--checkpoint and --save must be in a folder that all nodes share"
+_ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class SaveContext:
 
 
 def save(
-    held: Held,
+    state: Held,
     context: SaveContext,
     out: Path,
     training: TrainingState,
@@ -88,7 +88,7 @@ def save(
         UserError: the same on every rank, whichever rank failed.
     """
     timer, is_rank_0 = timer or StallTimer(), dist.get_rank() == 0
-    shards = _shards_of(held, context, group)
+    shards = _shards_of(state, context, group)
     planned = _gather_planned(shards, group)
     with ExitStack() as stack:
 
@@ -104,7 +104,7 @@ def save(
         shared: list[list[str]] = [in_rounds("save", begin, group)]
         dist.broadcast_object_list(shared, src=0, group=group)
         target = Path(shared[0][0])
-        write = partial(_write_own, held, context, target, shards, timer, is_beside=is_beside)
+        write = partial(_write_own, state, context, target, shards, timer, is_beside=is_beside)
         written = in_rounds("save", write, group)
         gathered: list[tuple[list[Stage], tuple[RandomState, ...]]] = [([], ())] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (written, training.random), group=group)
@@ -178,15 +178,15 @@ def write_shard(
     return Shard(path=path, nbytes=nbytes, digest=digest_bytes(header), holds=holds)
 
 
-def _shards_of(held: Held, context: SaveContext, group: dist.ProcessGroup | None) -> dict[int, list[ShardToWrite]]:
+def _shards_of(state: Held, context: SaveContext, group: dist.ProcessGroup | None) -> dict[int, list[ShardToWrite]]:
     if context.num_writers > 1:
-        return slices_in_stage_folders(held, context.writer, context.num_writers)
-    return whole_in_root(held, context.manifest.ties, group)
+        return slices_in_stage_folders(state, context.writer, context.num_writers)
+    return whole_in_root(state, context.manifest.ties, group)
 
 
 def _gather_planned(shards: Mapping[int, Sequence[ShardToWrite]], group: dist.ProcessGroup | None) -> list[_Planned]:
     """Return the shards that each rank will write, on rank 0."""
-    own: _Planned = {
+    planned: _Planned = {
         shard.path: ([piece.fqn for piece in shard.pieces], sum(piece.memory.nbytes for piece in shard.pieces))
         if shard.is_indexed
         else None
@@ -194,12 +194,12 @@ def _gather_planned(shards: Mapping[int, Sequence[ShardToWrite]], group: dist.Pr
         for shard in of_stage
     }
     gathered: list[_Planned] | None = [{}] * dist.get_world_size(group) if dist.get_rank() == 0 else None
-    dist.gather_object(own, gathered, dst=0, group=group)
+    dist.gather_object(planned, gathered, dst=0, group=group)
     return gathered or []
 
 
 def _write_own(
-    held: Held,
+    state: Held,
     context: SaveContext,
     folder: Path,
     shards: Mapping[int, Sequence[ShardToWrite]],
@@ -216,7 +216,7 @@ def _write_own(
 
     def write() -> Generator[None, None, list[Stage]]:
         stages = []
-        for index, kinds in held.items():
+        for index, kinds in state.items():
             written = []
             for shard in shards[index]:
                 written.append((yield from write_shard(shard.pieces, folder, shard.path, shard.holds, is_cancelled)))
@@ -225,7 +225,7 @@ def _write_own(
 
     with timer.working():
         check_folder(folder)
-        return run_at_low_priority(write(), nbytes_of(held) / _LEAST_NBYTES_PER_S if is_beside else 0.0)
+        return run_at_low_priority(write(), nbytes_of(state) / _LEAST_NBYTES_PER_S if is_beside else 0.0)
 
 
 def _as_written(stage: Stage, shards: tuple[Shard, ...], weights: Sequence[Piece]) -> Stage:
@@ -292,3 +292,76 @@ def _commit(
             virtual=None,
         ),
     )
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder which rank 0 has created is visible here.
+
+    Raises:
+        CheckpointError: it is not, after some seconds.
+    """
+
+    def find_error() -> InputError | None:
+        if _nbytes_of(folder) is not None:
+            return None
+        return CheckpointError(
+            str(folder),
+            "rank 0 created this folder, and this node does not see it",
+            _HINT,
+            code="checkpoint.not-shared",
+        )
+
+    _retry(find_error)
+
+
+def check_shards(folder: Path, shards: Sequence[Shard]) -> None:
+    """Check that the shards which ranks have written in a folder are visible here; none of them is read.
+
+    Raises:
+        CheckpointError: one of them is not, or has another size, after some seconds.
+    """
+    _retry(lambda: _first_wrong(folder, shards))
+
+
+def _retry(find_error: Callable[[], InputError | None]) -> None:
+    """Look a few times: NFS may answer from a node's cache for a while."""
+    for pause_s in _PAUSES_S:
+        if find_error() is None:
+            return
+        time.sleep(pause_s)
+    if (error := find_error()) is not None:
+        raise error
+
+
+def _first_wrong(folder: Path, shards: Sequence[Shard]) -> InputError | None:
+    above = {folder / parent for shard in shards for parent in PurePosixPath(shard.path).parents}
+    for parent in sorted(above):
+        with suppress(OSError):
+            os.listdir(parent)  # opening a folder makes NFS ask its server
+    for shard in shards:
+        path = folder / shard.path
+        nbytes = _nbytes_of(path)
+        if nbytes is None:
+            return CheckpointError(
+                str(path),
+                "another rank wrote this shard, and this node does not see it",
+                _HINT,
+                code="checkpoint.not-shared",
+            )
+        if nbytes != shard.nbytes:
+            return CheckpointError(
+                str(path),
+                f"expected the {shard.nbytes} bytes that a rank has written, found {nbytes}",
+                _HINT,
+                code="checkpoint.not-shared",
+            )
+    return None
+
+
+def _nbytes_of(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except _ABSENT:
+        return None
+    except OSError as error:
+        raise refused_by_system(str(path), error, code="checkpoint.unreadable") from error

@@ -1,25 +1,29 @@
-"""The training state of a rank, as a checkpoint stores it; and copies of it in host memory."""
+"""The training state of a rank as a checkpoint stores it: its pieces, their shards, and copies in host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from manifests.index import MAX_SHARD_NBYTES, is_indexed, replicas_elsewhere, split_by_size
+from manifests.paths import replicas_path, root_shard_path, shard_path
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TieGroup
+from runner.distributed.fail_together import from_all_ranks
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.tensors.dtensor import whole_of
 from runner.tensors.huge_pages import empty_like
 from runner.tensors.local_shard import Piece, join_pieces
-from runner.training.mixed_precision import kept
+from runner.training.mixed_precision import master_of
 from runner.training.optimizer import Optimizer
 from runner.training.ties import Tie
 
 _CPU = torch.device("cpu")
-
 # By stage, then by kind; of one kind, a piece for each Hugging Face FQN.
 Held = Mapping[int, Mapping[Holds, tuple[Piece, ...]]]
 _Chosen = Callable[[torch.Tensor], bool]
@@ -36,7 +40,7 @@ def held_weights(
     return {
         chunk.stage: {
             WEIGHTS: (
-                *_pieces(chunk, left_out, lambda weight: kept(weight) if is_written_here(weight) else None),
+                *_pieces(chunk, left_out, lambda weight: master_of(weight) if is_written_here(weight) else None),
                 *(piece for piece in hf_constants(chunk) if is_written_here(piece.memory)),
             )
         }
@@ -52,7 +56,7 @@ def whole_weights(chunks: Sequence[StageChunk], groups: Iterable[TieGroup], *, i
     left_out = _left_out(groups)
 
     def gather(weight: nn.Parameter) -> torch.Tensor | None:
-        whole = whole_of(kept(weight))
+        whole = whole_of(master_of(weight))
         return whole.cpu() if is_writer else None
 
     return {
@@ -87,6 +91,10 @@ def held_state(
     }
 
 
+def nbytes_of(state: Held) -> int:
+    return sum(piece.memory.nbytes for kinds in state.values() for pieces in kinds.values() for piece in pieces)
+
+
 class HostCopy:
     """Host memory for a copy of a rank's state, reused for each checkpoint.
 
@@ -94,19 +102,19 @@ class HostCopy:
     filling it takes no longer than copying.
     """
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, state: Held) -> None:
         self._copies: Held = {
             stage: {
                 kind: tuple(replace(piece, memory=_empty_like(piece.memory)) for piece in pieces)
                 for kind, pieces in kinds.items()
             }
-            for stage, kinds in held.items()
+            for stage, kinds in state.items()
         }
 
-    def fill(self, held: Held) -> Held:
+    def fill(self, state: Held) -> Held:
         """Copy everything, and return the copies; the next call overwrites them."""
         is_on_gpu = False
-        for stage, kinds in held.items():
+        for stage, kinds in state.items():
             for kind, pieces in kinds.items():
                 for piece, copy in zip(pieces, self._copies[stage][kind], strict=True):
                     copy.memory.copy_(piece.memory, non_blocking=True)
@@ -116,8 +124,57 @@ class HostCopy:
         return self._copies
 
 
-def nbytes_of(held: Held) -> int:
-    return sum(piece.memory.nbytes for kinds in held.values() for pieces in kinds.values() for piece in pieces)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardToWrite:
+    """A shard that this rank writes: tensors, or its slices of them."""
+
+    path: str
+    holds: Holds
+    pieces: Sequence[Piece]
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the Hugging Face index lists its tensors."""
+        return is_indexed(self.holds, self.path)
+
+
+def slices_in_stage_folders(state: Held, writer: int, num_writers: int) -> dict[int, list[ShardToWrite]]:
+    """Return this rank's shards by stage, one of each kind, if `num_writers` ranks write each stage."""
+    return {
+        stage: [
+            ShardToWrite(path=shard_path(stage, holds, number=writer, of=num_writers), holds=holds, pieces=pieces)
+            for holds, pieces in kinds.items()
+            if pieces
+        ]
+        for stage, kinds in state.items()
+    }
+
+
+def whole_in_root(
+    state: Held, ties: Iterable[TieGroup], group: dist.ProcessGroup | None = None, most_nbytes: int = MAX_SHARD_NBYTES
+) -> dict[int, list[ShardToWrite]]:
+    """Return this rank's shards by stage: weights in the root, numbered over all stages, the rest in stage folders.
+
+    Every rank of the group calls this: the numbers depend on what all of them write.
+    See Note [A packed folder is a Hugging Face folder].
+    """
+    replicas = replicas_elsewhere(ties)
+    shards = {stage: list(_in_stage_folder(stage, kinds, replicas, most_nbytes)) for stage, kinds in state.items()}
+    runs = {
+        stage: _split([piece for piece in kinds[WEIGHTS] if piece.fqn not in replicas], most_nbytes)
+        for stage, kinds in state.items()
+    }
+    firsts, total = _number(from_all_ranks({stage: len(of_stage) for stage, of_stage in runs.items()}, group))
+    return {
+        stage: [
+            *(
+                ShardToWrite(path=root_shard_path(number, total), holds=WEIGHTS, pieces=pieces)
+                for number, pieces in zip(count(firsts[stage]), runs[stage], strict=False)
+            ),
+            *shards[stage],
+        ]
+        for stage in state
+    }
 
 
 def _left_out(groups: Iterable[TieGroup]) -> frozenset[str]:
@@ -136,3 +193,32 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_cuda:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return empty_like(tensor, _CPU).zero_()
+
+
+def _in_stage_folder(
+    stage: int, kinds: Mapping[Holds, Sequence[Piece]], replicas: frozenset[str], most_nbytes: int
+) -> Iterable[ShardToWrite]:
+    """Yield a stage's tied replicas, whose owner is on another stage, and its optimizer state."""
+    if apart := [piece for piece in kinds[WEIGHTS] if piece.fqn in replicas]:
+        yield ShardToWrite(path=replicas_path(stage), holds=WEIGHTS, pieces=apart)
+    for holds, pieces in kinds.items():
+        runs = [] if holds == WEIGHTS else _split(pieces, most_nbytes)
+        for number, run in enumerate(runs):
+            yield ShardToWrite(path=shard_path(stage, holds, number=number, of=len(runs)), holds=holds, pieces=run)
+
+
+def _split(pieces: Sequence[Piece], most_nbytes: int) -> list[list[Piece]]:
+    return split_by_size(pieces, lambda piece: piece.memory.nbytes, most_nbytes)
+
+
+def _number(counts: Sequence[Mapping[int, int]]) -> tuple[dict[int, int], int]:
+    """Return the number of each stage's first shard, and of all shards; one rank at most has shards of a stage."""
+    by_stage: dict[int, int] = {}
+    for of_rank in counts:
+        for stage, number in of_rank.items():
+            by_stage[stage] = by_stage.get(stage, 0) + number
+    firsts, total = {}, 0
+    for stage in sorted(by_stage):
+        firsts[stage] = total
+        total += by_stage[stage]
+    return firsts, total

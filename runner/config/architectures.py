@@ -52,7 +52,7 @@ def hands_on_trees(architecture: str) -> bool:
     return entry is not None and entry.hands_on_trees
 
 
-def choose_implementation(architecture: str, asked: Implementation | None = None) -> Implementation:
+def choose_implementation(architecture: str, chosen: Implementation | None = None) -> Implementation:
     """Return whose modules an architecture is built of: those asked for, else torchtitan's where it is installed.
 
     A machine without torch only submits jobs: the nodes are expected to have torchtitan.
@@ -61,7 +61,7 @@ def choose_implementation(architecture: str, asked: Implementation | None = None
         UsageError: torchtitan does not have the architecture.
     """
     if architecture not in TORCHTITAN:
-        if asked == "torchtitan":
+        if chosen == "torchtitan":
             raise UsageError(
                 "--implementation",
                 f"torchtitan does not have {architecture}",
@@ -70,7 +70,7 @@ def choose_implementation(architecture: str, asked: Implementation | None = None
             )
         return "transformers"
     has_titan = find_spec("torchtitan") is not None or find_spec("torch") is None
-    return asked or ("torchtitan" if has_titan else "transformers")
+    return chosen or ("torchtitan" if has_titan else "transformers")
 
 
 def check_trainable(architecture: str, where: str = "config.json", *, is_described: bool = False) -> None:
@@ -129,6 +129,6 @@ def find_family(architecture: str) -> EntryPoint | None:
     return entries[0] if entries else None
 
 
-def package_of(found: EntryPoint) -> str:
+def package_of(entry_point: EntryPoint) -> str:
     """Return the name of the package that has an entry point."""
-    return found.dist.name if found.dist is not None else found.module
+    return entry_point.dist.name if entry_point.dist is not None else entry_point.module

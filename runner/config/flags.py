@@ -14,10 +14,12 @@ from click.core import ParameterSource
 
 from manifests.command.grouped_help import GroupedHelp
 from manifests.errors import UsageError
-from manifests.models.training import HostMemory
-from manifests.schedules import SCHEDULES
+from manifests.models import ModelShape
+from manifests.models.memory import MemoryEstimate, estimate_memory
+from manifests.models.training import DtypePolicy, HostMemory, Training
+from manifests.schedules import SCHEDULES, Table
 from runner.config.declared import WholeNumber, build, flag, group, parameters_of
-from runner.config.parallel_dims import DegreeOptions
+from runner.config.parallel_dims import DegreeOptions, ParallelDims
 from runner.config.schema import (
     BatchOptions,
     CheckpointOptions,
@@ -31,6 +33,7 @@ from runner.config.schema import (
 Device = Literal["auto", "cpu", "cuda"]
 Digests = Literal["foreground", "background"]
 _ON_COMMAND_LINE = ParameterSource.COMMANDLINE
+_NBYTES = {"fp32": 4, "bf16": 2}
 
 
 def _parse_trace(text: str | None) -> range:
@@ -238,6 +241,7 @@ _GROUPS = {
     "Logging": ("trace", "log_every", "quiet", "tensorboard", "wandb"),
 }  # fmt: skip
 
+
 training_command = _GroupedCommand(
     "training",
     groups=_GROUPS,
@@ -247,6 +251,35 @@ training_command = _GroupedCommand(
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 100},
     epilog="\b\nExample:\n  runner launch ./Llama-3.2-1B-pp2 -- --steps 100 --global-batch 16 --data text/",
 )
+
+
+def planned_memory(
+    shape: ModelShape,
+    stages: Sequence[Sequence[str]],
+    table: Table,
+    options: TrainOptions,
+    degrees: ParallelDims,
+    *,
+    host_memory: HostMemory | None = None,
+) -> MemoryEstimate:
+    """Estimate the memory of a run on each stage and pipeline rank; `host_memory` is None on GPUs."""
+    compute, batch = options.compute, options.batch
+    training = Training(
+        policy=DtypePolicy(
+            name=compute.dtype,
+            compute=_NBYTES[compute.dtype],
+            master=_NBYTES[compute.master_dtype],
+            reduce=_NBYTES[compute.reduce_dtype],
+        ),
+        microbatch=batch.microbatch,
+        seq_len=batch.seq_len,
+        shard=degrees.shard,
+        tensor=degrees.tensor,
+        recompute=compute.recompute,
+        loss_chunk=compute.loss_chunk,
+        host_memory=host_memory,
+    )
+    return estimate_memory(shape, stages, table, training)
 
 
 def _options(values: Mapping[str, Any]) -> TrainOptions:

@@ -125,18 +125,18 @@ def _lines(stream: BinaryIO, begin: int, most_nbytes: int) -> Iterator[tuple[int
 def _files_of(source: str) -> Iterator[Path]:
     path = Path(source)
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-        if not found:
+        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        if not files:
             problem = f"no file in this folder ends in {', '.join(SUFFIXES)}"
             raise DataError(source, problem, _OTHERS, code="data.no-files")
     elif path.exists():
-        found = [path]
+        files = [path]
     else:
-        found = sorted(Path(name) for name in glob.glob(source, recursive=True) if Path(name).is_file())
-        if not found:
+        files = sorted(Path(name) for name in glob.glob(source, recursive=True) if Path(name).is_file())
+        if not files:
             problem, hint = "no file, folder or glob matches it", "check the path for typos"
             raise DataError(source, problem, hint, code="data.no-files")
-    for file in found:
+    for file in files:
         if file.suffix not in SUFFIXES:
             problem = f"expected a file that ends in {', '.join(SUFFIXES)}"
             raise DataError(str(file), problem, _OTHERS, code="data.unknown-format")

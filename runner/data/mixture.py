@@ -10,8 +10,7 @@ from manifests.errors import DataError, InputError
 from manifests.schema import DataCursor, SourcePosition
 from runner.config.schema import DataOptions
 from runner.data.bad import Skipped
-from runner.data.documents import DocumentSource, PlacedDocument
-from runner.data.shuffle import draw
+from runner.data.documents import DocumentSource, PlacedDocument, draw
 from runner.data.tokenizer import Pieces, TokenIds, Tokenize, Tokenized, Vocabulary, tokenize_alone
 
 

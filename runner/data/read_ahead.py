@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from manifests.errors import RankError
-from runner.data.batches import Batch
+from runner.data.sequences import Batch
 from runner.data.shared import SharedTokenization, StoppedReading
-from runner.rundir.rank_label import rank_label
+from runner.distributed.fail_together import from_all_ranks
+from runner.rundir.exit_report import rank_label
 
 _NUM_AHEAD = 2  # batches
 _STOP_S = 10.0  # for other ranks to stop as well
@@ -33,9 +34,7 @@ class GroupExchange:
         self.label = rank_label(dist.get_rank())
 
     def gather(self, value: T) -> Sequence[T]:
-        values = [value] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return from_all_ranks(value, self._group)
 
 
 class ReadAhead:

@@ -14,14 +14,23 @@ import torch.distributed as dist
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, RankError, UnreachableError, UserError, refused_by_system
-from runner.rundir.exit_report import code_of
-from runner.rundir.rank_label import rank_label
+from runner.rundir.exit_report import code_of, rank_label
 
 T = TypeVar("T")
+_SAID = ("can't allocate memory", "out of memory", "std::bad_alloc", "cannot allocate memory")
+_ASKED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)", re.IGNORECASE)
+_HINT = (
+    "--ac full, --loss-chunk N, a smaller --microbatch, --dp-shard N or more stages (reshard pack MANIFEST --layout "
+    "pp=N) reduce memory; reshard plan MANIFEST shows what each rank needs"
+)
 
 
 class AloneError(UserError):
     """An error of one rank while the others continue: it reports the error itself, and its exit ends them."""
+
+
+class ExhaustedError(RankError):
+    """A rank is out of memory, on its GPU or its node."""
 
 
 class _BugError(UserError):
@@ -51,8 +60,7 @@ def together(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None
         if failure is None:  # a bug: the other ranks must end too, this one prints its traceback
             unexpected = error
             failure = _BugError(task, f"{type(error).__name__}: {error}", code="rank.internal-error")
-    failures: list[tuple[str, UserError | None]] = [("", None)] * dist.get_world_size(group)
-    dist.all_gather_object(failures, (rank_label(dist.get_rank()), failure), group=group)
+    failures = from_all_ranks((rank_label(dist.get_rank()), failure), group)
     if unexpected is not None:
         raise unexpected
     failed = {place: error for place, error in failures if error is not None}
@@ -68,7 +76,14 @@ def join_failures(failed: Mapping[str, UserError]) -> UserError:
     joined = first.on_rank(place)
     # An error that a group of ranks has already joined is the same on all of them.
     rest = [error.on_rank(place) for place, error in others if str(error) != str(first)]
-    return joined.changed(problem="\n".join((joined.problem, *(str(each.changed(hint="")) for each in rest))))
+    return joined.changed(problem="\n".join((joined.problem, *(str(error.changed(hint="")) for error in rest))))
+
+
+def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the value of each rank of a group; each of them calls this."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def from_rank_0(value: T) -> T:
@@ -88,18 +103,6 @@ def alone(rank: int) -> Iterator[None]:
         met = AloneError(placed.where, error.problem, error.hint, code=error.code)
         met.exit_code, met.is_elsewhere, met.is_placed = code_of(error), error.is_elsewhere, True
         raise met from error
-
-
-_SAID = ("can't allocate memory", "out of memory", "std::bad_alloc", "cannot allocate memory")
-_ASKED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)", re.IGNORECASE)
-_HINT = (
-    "--ac full, --loss-chunk N, a smaller --microbatch, --dp-shard N or more stages (reshard pack MANIFEST --layout "
-    "pp=N) reduce memory; reshard plan MANIFEST shows what each rank needs"
-)
-
-
-class ExhaustedError(RankError):
-    """A rank is out of memory, on its GPU or its node."""
 
 
 def exhausted(error: BaseException) -> ExhaustedError | None:
@@ -134,8 +137,8 @@ def _is_one(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
-def _shown(asked: re.Match[str]) -> str:
-    number, unit = asked.groups()
+def _shown(request: re.Match[str]) -> str:
+    number, unit = request.groups()
     return f"{int(number) / 2**20:.1f} MiB" if unit == "bytes" else f"{number} {unit}"
 
 

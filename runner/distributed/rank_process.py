@@ -19,8 +19,7 @@ from manifests.errors import RankError, UserError, naming_flags
 from runner.distributed.fail_together import AloneError, causes, exhausted, unreachable
 from runner.distributed.watchdog import StoppedError
 from runner.distributed.world import World
-from runner.rundir.exit_report import AGENT, ExitReport, code_of, report_exit
-from runner.rundir.rank_label import rank_label, set_rank_label
+from runner.rundir.exit_report import AGENT, ExitReport, code_of, rank_label, report_exit, set_rank_label
 
 logger = logging.getLogger("runner")
 _PR_SET_PDEATHSIG = 1  # of prctl, in Linux's sys/prctl.h

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from runner.distributed.fail_together import together
+from runner.distributed.fail_together import from_all_ranks, together
 
 T = TypeVar("T")
 _ROUND_S = 2.0
@@ -46,9 +46,7 @@ def in_rounds(task: str, work: Callable[[threading.Event], T], group: dist.Proce
 
 def is_true_for_all(value: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether `value` is true on all ranks of a group; each of them calls this."""
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return all(values)
+    return all(from_all_ranks(value, group))
 
 
 def _failure_of(working: Future[T], task: str, group: dist.ProcessGroup | None) -> Exception | None:

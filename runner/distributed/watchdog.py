@@ -28,9 +28,8 @@ from typing import NoReturn
 
 from manifests.errors import RankError, UserError, refused_by_system
 from runner.profiling.flight_recorder import dump_flight_recorder
-from runner.rundir.exit_report import ExitReport, FailureKind, report_exit
+from runner.rundir.exit_report import ExitReport, FailureKind, place_of, report_exit
 from runner.rundir.heartbeat import ALIVE_S, Beat, heartbeat_path, log_path, write_beat
-from runner.rundir.rank_label import place_of
 
 logger = logging.getLogger("runner")
 _GRACE_S = 15.0  # after SIGTERM, the rank exits unless a step ends within this, or twice the last step's time
@@ -55,10 +54,10 @@ def log_to_file(log_dir: Path, rank: int) -> None:
         ) from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logging.getLogger().addHandler(handler)
-    said = logging.getLogger("runner.said")
-    said.setLevel(logging.DEBUG)
-    said.propagate = False  # the terminal shows it already
-    said.addHandler(handler)
+    logged = logging.getLogger("runner.said")
+    logged.setLevel(logging.DEBUG)
+    logged.propagate = False  # the terminal shows it already
+    logged.addHandler(handler)
 
 
 class _LogFile(logging.FileHandler):

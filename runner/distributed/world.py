@@ -35,13 +35,13 @@ class World:
         return cls(rank=rank, local_rank=local_rank, size=size, local_size=local_size)
 
 
-def device_of(world: World, asked: Device) -> torch.device:
+def device_of(world: World, device: Device) -> torch.device:
     """Return the device that this rank trains on.
 
     Raises:
         LaunchError: the node has fewer GPUs than ranks.
     """
-    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if world.local_rank >= torch.cuda.device_count():
         raise LaunchError(

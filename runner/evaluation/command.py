@@ -9,7 +9,7 @@ import click
 from runner.bundle.packed import check_tokenizer, open_packed
 from runner.config.architectures import check_trainable
 from runner.data.files import find_files
-from runner.evaluation.options import PLAIN, eval_options, with_flags
+from runner.evaluation.options import PARAMETERS, PLAIN, eval_options
 from runner.launch.here import launch_here
 from runner.preflight.preflight import check_model
 from stores.folders.probe import check_stdout
@@ -28,8 +28,7 @@ class _Verb(click.Command):
         return super().parse_args(ctx, args)
 
 
-@click.command("eval", cls=_Verb, context_settings=PLAIN)
-@with_flags
+@click.command("eval", cls=_Verb, context_settings=PLAIN, params=[*PARAMETERS])
 @click.option("--dry-run", is_flag=True, help="Print the command that starts the ranks, and stop.")
 @click.pass_context
 def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> None:
@@ -41,8 +40,8 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
     Example:
       runner eval ./Llama-3.2-1B-pp2 --data held-out.jsonl --seq-len 2048
     """
-    options = eval_options(**values)
-    read = open_manifest(options.read.manifest)
+    options = eval_options(values)
+    read = open_manifest(options.manifest)
     manifest = read.manifest
     check_trainable(manifest.model.architecture, is_described=manifest.model.description is not None)
     check_model(open_packed(read))
@@ -53,4 +52,4 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
     # --dry-run is for the launcher, which prints the command.
     words = [word for word in context.meta[_ARGS] if word != "--dry-run"]
     num_ranks, worker = manifest.layout.num_ranks, "runner.evaluation.evaluate"
-    launch_here(words, nproc_per_node=num_ranks, dry_run=dry_run, worker=worker, quiet=options.read.is_quiet)
+    launch_here(words, nproc_per_node=num_ranks, dry_run=dry_run, worker=worker, quiet=options.is_quiet)

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -17,28 +17,82 @@ from manifests.schedules import default_schedule
 from runner.bundle.packed import Packed, open_packed
 from runner.config.schema import BatchOptions, ComputeOptions
 from runner.data.bad import Skipped, log_skipped
-from runner.data.batches import Batch
-from runner.data.sequences import read_once
+from runner.data.sequences import Batch, read_once
 from runner.distributed.fail_together import alone, together
 from runner.distributed.rank_process import run_rank
 from runner.distributed.world import World, device_of, join_world
-from runner.evaluation.options import EvalOptions, ReadOptions, parse_eval
+from runner.evaluation.options import EvalOptions, parse_eval
 from runner.load.load import load_tensors
 from runner.models import Family, family_for
-from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
+from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
 from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.preflight.preflight import check_world
-from runner.rundir.rank_label import set_rank_label, stages_of
-from runner.tensors.dtypes import FLAG_DTYPES
+from runner.rundir.exit_report import set_rank_label, stages_of
 from runner.tensors.heap import compact_heap
+from runner.tensors.local_shard import FLAG_DTYPES
 from runner.training.gradient_norm import StepTotals
 from runner.training.self_check import RunOptions, self_check
 from runner.training.ties import check_loaded
 from stores.bundles import Bundles
 from stores.folders.probe import print_result
 from stores.open import ReadManifest, open_manifest
+
+logger = logging.getLogger("runner")
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    run_rank(lambda world: evaluate(parse_eval(words), world), is_json="--json" in words, is_quiet="--quiet" in words)
+
+
+def evaluate(options: EvalOptions, world: World) -> None:
+    """Print the loss of a manifest's model over a text; every rank calls this.
+
+    Raises:
+        UserError: on all ranks alike, if the loss is infinite or not a number, or if one of them fails.
+    """
+    manifest, device = meet(options, world)
+    started_s = time.perf_counter()
+    skipped = Skipped(on_skip=log_skipped if world.rank == 0 else None)
+    with together("manifest"):
+        packed = open_packed(manifest)
+    loss, num_tokens = loss_over(options, packed, world, device, skipped)
+    if not math.isfinite(loss):
+        raise ModelError(
+            "",
+            f"the loss is {loss}",
+            "check that the weights are finite, or use --dtype fp32",
+            code="model.not-finite",
+        )
+    if world.rank == 0:
+        counts = {"skipped_documents": skipped.count} if options.data.skip_bad_documents else {}
+        _print(loss, num_tokens, time.perf_counter() - started_s, counts, is_json=options.is_json)
+
+
+def loss_over(
+    options: EvalOptions, packed: Packed, world: World, device: torch.device, skipped: Skipped | None = None
+) -> tuple[float, int]:
+    """Return the mean loss over the tokens of a text, and their number; the ranks have met."""
+    family, schedule = read_model(packed, options, world, device)
+    # One microbatch per rank keeps all of them busy.
+    num_ranks = packed.manifest.placement.num_ranks
+    sizes = BatchOptions(
+        global_batch=num_ranks * options.microbatch, microbatch=options.microbatch, seq_len=options.seq_len
+    )
+    totals = StepTotals((), (), device=device)
+    with together("data"):
+        # Every rank reads all of it, and so knows where it ends.
+        batches = read_once(
+            options.data,
+            sizes,
+            folder=packed.root,
+            vocab_size=family.vocab_size,
+            padded_length=family.padded_length,
+            skipped=skipped,
+        )
+    return mean_loss(lambda batch: totals.reduce_loss(schedule.evaluate(batch, cut_as(sizes, batch))), batches)
 
 
 def mean_loss(loss_of: Callable[[Batch], float], batches: Iterable[Batch], where: str = "--data") -> tuple[float, int]:
@@ -56,102 +110,12 @@ def mean_loss(loss_of: Callable[[Batch], float], batches: Iterable[Batch], where
     return math.fsum(losses) / num_tokens, num_tokens
 
 
-def evaluate(options: EvalOptions, world: World) -> None:
-    """Print the loss of a manifest's model over a text; every rank calls this.
-
-    Raises:
-        UserError: on all ranks alike, if the loss is infinite or not a number, or if one of them fails.
-    """
-    manifest, device = meet(options.read, world)
-    started_s = time.perf_counter()
-    skipped = Skipped(on_skip=log_skipped if world.rank == 0 else None)
-    with together("manifest"):
-        packed = open_packed(manifest)
-    loss, num_tokens = loss_over(options, packed, world, device, skipped)
-    if not math.isfinite(loss):
-        raise ModelError(
-            "",
-            f"the loss is {loss}",
-            "check that the weights are finite, or use --dtype fp32",
-            code="model.not-finite",
-        )
-    if world.rank == 0:
-        counts = {"skipped_documents": skipped.count} if options.data.skip_bad_documents else {}
-        _print(loss, num_tokens, time.perf_counter() - started_s, counts, is_json=options.read.is_json)
-
-
-def loss_over(
-    options: EvalOptions, packed: Packed, world: World, device: torch.device, skipped: Skipped | None = None
-) -> tuple[float, int]:
-    """Return the mean loss over the tokens of a text, and their number; the ranks have met."""
-    model = read_model(packed, options.read, world, device, max_seq_len=options.seq_len)
-    # One microbatch per rank keeps all of them busy.
-    cut = BatchOptions(
-        global_batch=model.num_ranks * options.microbatch, microbatch=options.microbatch, seq_len=options.seq_len
-    )
-    totals = StepTotals((), (), device=device)
-    with together("data"):
-        # Every rank reads all of it, and so knows where it ends.
-        batches = read_once(
-            options.data,
-            cut,
-            folder=packed.root,
-            vocab_size=model.vocab_size,
-            padded_length=model.family.padded_length,
-            skipped=skipped,
-        )
-    return mean_loss(lambda batch: totals.reduce_loss(model.schedule.evaluate(batch, cut_as(cut, batch))), batches)
-
-
 def cut_as(cut: BatchOptions, batch: Batch) -> BatchOptions:
     """Return batch sizes for rows as long as those of this batch."""
     return replace(cut, seq_len=batch.tokens.shape[1])
 
 
-def main() -> None:
-    words = sys.argv[1:]
-    run_rank(lambda world: evaluate(parse_eval(words), world), is_json="--json" in words, is_quiet="--quiet" in words)
-
-
-def _print(loss: float, num_tokens: int, took_s: float, counts: Mapping[str, int], *, is_json: bool) -> None:
-    if is_json:
-        shown = {"loss": loss, "perplexity": _perplexity(loss), "num_tokens": num_tokens, "seconds": took_s, **counts}
-        print_result(json.dumps({"version": 1, **shown}))
-        return
-    skipped = "".join(f", {count} documents skipped" for count in counts.values())
-    text = f"loss {loss:.6f} over {num_tokens:,} tokens, perplexity {_perplexity(loss):.6g}, in {took_s:.1f} s"
-    print_result(text + skipped)
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))  # exp(710) overflows a double
-
-
-logger = logging.getLogger("runner")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReadModel:
-    """A model of which this rank has some stages."""
-
-    packed: Packed
-    chunks: tuple[StageChunk, ...]
-    schedule: Schedule  # callers pass their own batch sizes
-
-    @property
-    def family(self) -> Family:
-        return self.chunks[0].family
-
-    @property
-    def vocab_size(self) -> int:
-        return self.family.vocab_size
-
-    @property
-    def num_ranks(self) -> int:
-        return self.packed.manifest.placement.num_ranks
-
-
-def meet(options: ReadOptions, world: World) -> tuple[ReadManifest, torch.device]:
+def meet(options: EvalOptions, world: World) -> tuple[ReadManifest, torch.device]:
     """Meet the other ranks; return the manifest, and this rank's device."""
     with alone(world.rank):
         read = open_manifest(options.manifest)
@@ -164,10 +128,8 @@ def meet(options: ReadOptions, world: World) -> tuple[ReadManifest, torch.device
     return read, device
 
 
-def read_model(
-    packed: Packed, options: ReadOptions, world: World, device: torch.device, *, max_seq_len: int
-) -> ReadModel:
-    """Build this rank's stages for sequences of at most `max_seq_len` tokens, and read their weights.
+def read_model(packed: Packed, options: EvalOptions, world: World, device: torch.device) -> tuple[Family, Schedule]:
+    """Build this rank's stages and read their weights; return the family, and a schedule that evaluates batches.
 
     Raises:
         UserError: on all ranks alike, whichever rank met it.
@@ -176,7 +138,7 @@ def read_model(
     manifest = packed.manifest
     with together("load"):
         family = family_for(
-            packed.config, max_seq_len=max_seq_len, shape=packed.shape, description=manifest.model.description
+            packed.config, max_seq_len=options.seq_len, shape=packed.shape, description=manifest.model.description
         )
         if options.self_check and world.rank == 0:
             compute = ComputeOptions(dtype=options.dtype, master_dtype=options.dtype)
@@ -198,10 +160,23 @@ def read_model(
                 "checked, their bytes were not verified"
             )
     placement = manifest.placement
-    whole = BatchOptions(global_batch=2 * placement.num_stages, microbatch=1, seq_len=max_seq_len)
+    whole = BatchOptions(global_batch=2 * placement.num_stages, microbatch=1, seq_len=options.seq_len)
     timetable = find_timetable(default_schedule(placement), placement, whole.num_microbatches)
-    schedule = build_schedule(timetable, chunks, plan_stage_metadata(family, packed.stage_modules, dtype), whole)
-    return ReadModel(packed=packed, chunks=chunks, schedule=schedule)
+    return family, build_schedule(timetable, chunks, plan_stage_metadata(family, packed.stage_modules, dtype), whole)
+
+
+def _print(loss: float, num_tokens: int, took_s: float, counts: Mapping[str, int], *, is_json: bool) -> None:
+    if is_json:
+        shown = {"loss": loss, "perplexity": _perplexity(loss), "num_tokens": num_tokens, "seconds": took_s, **counts}
+        print_result(json.dumps({"version": 1, **shown}))
+        return
+    skipped = "".join(f", {count} documents skipped" for count in counts.values())
+    text = f"loss {loss:.6f} over {num_tokens:,} tokens, perplexity {_perplexity(loss):.6g}, in {took_s:.1f} s"
+    print_result(text + skipped)
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # exp(710) overflows a double
 
 
 if __name__ == "__main__":

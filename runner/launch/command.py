@@ -19,8 +19,7 @@ from manifests.command.sizes import read_size
 from manifests.errors import UsageError
 from manifests.schedules import Table
 from runner.bundle.cache_folder import check_cacheable
-from runner.bundle.packed import Packed
-from runner.bundle.remote import name_of, opened
+from runner.bundle.packed import Packed, name_of, opened
 from runner.config.declared import WholeNumber
 from runner.config.flags import (
     Device,
@@ -28,19 +27,35 @@ from runner.config.flags import (
     flag_of,
     is_training_flag,
     parse_training,
+    planned_memory,
     training_command,
     unwritten,
 )
-from runner.config.memory import planned_memory
 from runner.config.parallel_dims import ParallelDims
 from runner.launch.here import LocalJob, launch_here
 from runner.launch.job import FlagKind, Job, read_environment, read_job_file, shown_address
-from runner.launch.nodes import check_groups, check_memory, check_ranks, parse_nnodes, plan_nodes, printed
+from runner.launch.nodes import check_groups, check_memory, check_ranks, describe_nodes, parse_nnodes
 from runner.launch.run_folder import RunFolder, choose_folder
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import share_of
 from runner.preflight.preflight import check_beginning, check_request
-from runner.rundir.job_record import SCHEDULERS
+from runner.rundir.records import SCHEDULERS
+
+_COMMAND = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
+_LIMIT_S = 20
+_PLAIN_FIELDS = ("partition", "account", "qos", "time", "signal", "restarts", "requeue")
+_CLUSTERS = ("env", "image", "mount", "sbatch_arg", "name", "follow", *_PLAIN_FIELDS)
+_GROUPS = {
+    "What and where": ("job", "nproc_per_node", "gpu_memory", "log_dir", "stage_to_local", "quiet", "dry_run"),
+    "Clusters": ("scheduler", "nnodes", "name", "restarts", "follow", "env", "image", "mount"),
+    "Slurm": ("partition", "account", "qos", "time", "signal", "requeue", "sbatch_arg"),
+}
+
+
+def _kind_of(option: click.Option) -> FlagKind:
+    if option.is_flag:
+        return "switch"
+    return "several" if option.multiple else "one"
 
 
 def _read_job(context: click.Context, parameter: click.Parameter, path: Path | None) -> None:
@@ -52,12 +67,6 @@ def _read_job(context: click.Context, parameter: click.Parameter, path: Path | N
     values = read_job_file(path, {**kinds, "manifest": "one"})
     context.obj = values.pop("training")
     context.default_map = values
-
-
-def _kind_of(option: click.Option) -> FlagKind:
-    if option.is_flag:
-        return "switch"
-    return "several" if option.multiple else "one"
 
 
 class _BeforeTraining(GroupedHelp, click.Command):
@@ -89,13 +98,6 @@ class _BeforeTraining(GroupedHelp, click.Command):
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "-- [TRAINING OPTIONS]"]
-
-
-_GROUPS = {
-    "What and where": ("job", "nproc_per_node", "gpu_memory", "log_dir", "stage_to_local", "quiet", "dry_run"),
-    "Clusters": ("scheduler", "nnodes", "name", "restarts", "follow", "env", "image", "mount"),
-    "Slurm": ("partition", "account", "qos", "time", "signal", "requeue", "sbatch_arg"),
-}
 
 
 @click.command(cls=_BeforeTraining, groups=_GROUPS)
@@ -174,7 +176,7 @@ def launch(
         if scheduler == "local":
             _check_here(launched, options, degrees, num_per_node, gpu_nbytes)
         elif not options.quiet:
-            click.echo(printed(plan_nodes(launched.manifest, num_nodes, num_per_node)), err=True)
+            click.echo(describe_nodes(launched.manifest, num_nodes, num_per_node), err=True)
     run = RunFolder(
         path=options.log_dir if scheduler == "local" else options.log_dir.resolve(),
         name=name or name_of(launched.location),
@@ -221,10 +223,10 @@ def _parse_training(context: click.Context, training: tuple[str, ...]) -> TrainO
         raise UsageError(name, "is a flag of runner launch", hint, code="launch.flag-order") from error
 
 
-def training_words(context: click.Context, **own: Path | None) -> tuple[str, ...]:
+def training_words(context: click.Context, **paths: Path | None) -> tuple[str, ...]:
     """Return the arguments for the ranks: flags of the job file that are not overridden, then those given."""
     of_file, written = dict(context.obj or {}), list(context.meta["training"])
-    for name, path in own.items():
+    for name, path in paths.items():
         words = () if path is None else (flag_of(name), str(path))
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             written += words
@@ -275,10 +277,6 @@ def _check_memory(
         click.echo(f"note: {note}", err=True)
 
 
-_PLAIN_FIELDS = ("partition", "account", "qos", "time", "signal", "restarts", "requeue")
-_CLUSTERS = ("env", "image", "mount", "sbatch_arg", "name", "follow", *_PLAIN_FIELDS)
-
-
 def _refuse_clusters(context: click.Context, num_nodes: int) -> None:
     sources = {ParameterSource.COMMANDLINE}
     if (
@@ -303,11 +301,10 @@ def _refuse_clusters(context: click.Context, num_nodes: int) -> None:
 
 
 def _submit(job: Job, scheduler: str, run: RunFolder, *, follow: bool, dry_run: bool) -> None:
-    from runner.launch.follow import follow as follow_job
     from runner.launch.run_folder import claim_log_dir
     from runner.launch.schedulers.table import cluster_of
-    from runner.rundir.job_record import make_log_dir, write_record
-    from runner.rundir.state import clear_state
+    from runner.launch.verbs import follow_job
+    from runner.rundir.records import clear_state, make_log_dir, write_job_record
 
     cluster = cluster_of(scheduler)
     rendered = cluster.render(job)
@@ -319,14 +316,10 @@ def _submit(job: Job, scheduler: str, run: RunFolder, *, follow: bool, dry_run: 
         run.begin()
         record = cluster.submit(job)
         clear_state(job.log_dir)  # of the job before
-        write_record(job.log_dir, record)
+        write_job_record(job.log_dir, record)
     click.echo(f"submitted {record.name} as {scheduler} job {record.id}; runner status {job.log_dir}")
     if follow:
         sys.exit(follow_job(record, Path(record.output), lambda text: click.echo(text, nl=False), job.log_dir))
-
-
-_COMMAND = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
-_LIMIT_S = 20
 
 
 def memories_gib(device: Device, environment: Mapping[str, str] = os.environ) -> tuple[float, ...]:

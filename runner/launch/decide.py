@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from manifests.command.signals import INTERRUPTED
-from runner.rundir.state import RunState
+from runner.rundir.records import RunState
 
 FINAL = (1, 2, 3, 4)  # a bug, or an error that the user must fix: a restart would fail the same way
 _ASKED = (INTERRUPTED, 128 + signal.SIGUSR2, 128 + signal.SIGTERM)  # exit codes of ranks that a signal asked to stop

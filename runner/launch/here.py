@@ -16,10 +16,9 @@ from manifests.command.signals import deferred
 from runner.launch.run_folder import RunFolder, claim_log_dir
 from runner.launch.schedulers.local import record_here
 from runner.launch.supervisor import stopping
-from runner.preflight.torch_version import check_torch
+from runner.preflight.preflight import check_torch
 from runner.rundir.exit_report import AGENT
-from runner.rundir.job_record import make_log_dir, write_record
-from runner.rundir.state import clear_state
+from runner.rundir.records import clear_state, make_log_dir, write_job_record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +60,7 @@ def launch_here(
             with claim_log_dir(job.log_dir):
                 job.run.begin()
                 clear_state(job.log_dir)  # of the job before
-                write_record(job.log_dir, record_here(job.log_dir, job.name))
+                write_job_record(job.log_dir, record_here(job.log_dir, job.name))
         if not quiet:
             ranks = "1 rank" if nproc_per_node == 1 else f"{nproc_per_node} ranks"
             click.echo(f"starting {ranks}" + (f"; log in {job.log_dir}" if job is not None else ""), err=True)

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import LaunchError, UsageError
 from manifests.models.memory import MemoryEstimate
 from manifests.schema import Manifest
 from runner.config.parallel_dims import ParallelDims
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodePlan:
-    """The ranks of one node, `first` to `last`, and their stages."""
-
-    node: int
-    first: int
-    last: int
-    stages: tuple[int, ...]
 
 
 def parse_nnodes(text: str) -> int:
@@ -97,33 +85,23 @@ def _is_cut(first: int, degrees: ParallelDims, nproc_per_node: int) -> bool:
     return first // nproc_per_node != (first + degrees.per_stage - 1) // nproc_per_node
 
 
-def _nearest(found: int, unit: int) -> str:
+def _nearest(count: int, unit: int) -> str:
     """Return the multiples of `unit` on both sides of a number."""
-    lower = found // unit * unit
+    lower = count // unit * unit
     return f"{lower} or {lower + unit}" if lower else str(unit)
 
 
-def plan_nodes(manifest: Manifest, nnodes: int, nproc_per_node: int) -> tuple[NodePlan, ...]:
-    """Return the nodes of a job. Ranks of one stage are adjacent, and so are adjacent stages."""
+def describe_nodes(manifest: Manifest, nnodes: int, nproc_per_node: int) -> str:
+    """Return a line for each node of a job. Ranks of one stage are adjacent, and so are adjacent stages."""
     placement, world_size = manifest.placement, nnodes * nproc_per_node
     num_per_stage = max(1, world_size // placement.num_ranks)  # ranks that share their stages
-
-    def stages_of(first: int, last: int) -> Iterator[int]:
-        for pipeline_rank in range(first // num_per_stage, min(last // num_per_stage + 1, placement.num_ranks)):
-            yield from placement.stages_on(pipeline_rank)
-
-    plans = []
+    lines = []
     for node in range(nnodes):
         first, last = node * nproc_per_node, (node + 1) * nproc_per_node - 1
-        plans.append(NodePlan(node=node, first=first, last=last, stages=tuple(sorted(stages_of(first, last)))))
-    return tuple(plans)
-
-
-def printed(plans: tuple[NodePlan, ...]) -> str:
-    """Return a line for each node."""
-    return "\n".join(
-        f"node {plan.node}: ranks {plan.first}-{plan.last}, stages {', '.join(map(str, plan.stages))}" for plan in plans
-    )
+        pipeline_ranks = range(first // num_per_stage, min(last // num_per_stage + 1, placement.num_ranks))
+        stages = sorted(stage for rank in pipeline_ranks for stage in placement.stages_on(rank))
+        lines.append(f"node {node}: ranks {first}-{last}, stages {', '.join(map(str, stages))}")
+    return "\n".join(lines)
 
 
 def check_memory(planned: MemoryEstimate, gpu_nbytes: int, where: str = "--gpu-memory") -> str:

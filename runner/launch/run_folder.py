@@ -32,14 +32,23 @@ from runner.checkpoint.history import find_checkpoints
 from runner.config.flags import TrainOptions
 from runner.launch.schedulers.table import scheduler_of
 from runner.rundir.heartbeat import SKEWED_S
-from runner.rundir.job_record import JOB_NAME, JobRecord, read_record
-from runner.rundir.run_record import DEFAULT_RUNS, RUN_NAME, link_latest, read_record_of, write_run
+from runner.rundir.records import (
+    DEFAULT_RUNS,
+    JOB_NAME,
+    RUN_NAME,
+    JobRecord,
+    link_latest,
+    read_job_record,
+    read_run_record,
+    write_run_record,
+)
 from stores.folders.lock import locking
 
 _EARLIER = "earlier"
 _FILES = ("metrics.jsonl", "job.json", "state.json", RUN_NAME, "report.html")
 _FOLDERS = ("trace", "heartbeat", "tensorboard", "wandb", "flight-recorder")
 _PACKAGES = ("reshard", "torch", "torchtitan", "transformers")
+_CLAIM = ".launch.lock"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,14 +68,14 @@ class RunFolder:
         Raises:
             InputError: it cannot be written.
         """
-        run = read_record_of(self.path)
+        run = read_run_record(self.path)
         try:
             if not _is_same(run, self.options):
                 _move_aside(self.path, run)
                 run = None
             run = dict(run) if run else self._new()
             run["launches"] = [*run.get("launches", ()), self._launch()]
-            write_run(self.path, run)
+            write_run_record(self.path, run)
         except OSError as error:
             where = f"--log-dir {self.path}"
             raise refused_by_system(where, error, "cannot be written", code="output.unwritable") from error
@@ -94,6 +103,63 @@ class RunFolder:
         }
 
 
+def choose_folder(options: TrainOptions, name: str) -> Path:
+    """Return the folder for the run that these options ask for, if they name none; it may not exist yet."""
+    runs = [(_began(run), path) for path, run in _runs() if _is_same(run, options)]
+    if runs:
+        return max(runs)[1]
+    return _free(DEFAULT_RUNS, datetime.now(), name)
+
+
+@contextmanager
+def claim_log_dir(log_dir: Path) -> Iterator[None]:
+    """Keep other launches from using a log folder until this job is on record there.
+
+    Raises:
+        UserError: another launch or job uses it, see `check_free`.
+    """
+    with locking(log_dir / _CLAIM, f"--log-dir {log_dir}", "launches a job with it"):
+        check_free(log_dir)
+        yield
+
+
+def check_free(log_dir: Path) -> None:
+    """Check that the job that was last launched with this log folder has certainly ended.
+
+    Two jobs would write the same state, heartbeats and metrics, and `job.json` would name only one of them.
+
+    Raises:
+        UsageError: it has not ended.
+        LaunchError: its state is unknown.
+    """
+    if not (log_dir / JOB_NAME).exists():
+        return
+    where = f"--log-dir {log_dir}"
+    try:
+        record = read_job_record(log_dir)
+        use = _use_of(record, log_dir)
+    except UserError as error:
+        raise LaunchError(
+            where, f"another job may be using it: {error.where}: {error.problem}",
+            f"choose another, or remove {log_dir / JOB_NAME} once that job has ended",
+            code="launch.log-folder-in-use",
+        ) from error  # fmt: skip
+    if use is not None:
+        is_here = record.scheduler != "local" or record.host == socket.gethostname()
+        end = "cancel it with runner cancel"
+        if not is_here:
+            end += f" on that machine (if it was killed, wait {SKEWED_S:.0f} s)"
+        raise UsageError(where, use, f"choose another, or {end}", code="launch.log-folder-in-use")
+
+
+def _use_of(record: JobRecord, log_dir: Path) -> str | None:
+    """Return how a job that has not ended uses its log folder; nothing uses a copy of it."""
+    folder = os.path.dirname(record.output)
+    if os.path.isdir(folder) and not os.path.samefile(folder, log_dir):
+        return None
+    return scheduler_of(record.scheduler).use_of(record, log_dir)
+
+
 def _without_values(argv: Sequence[str]) -> list[str]:
     """Return the arguments without the values of `--env NAME=VALUE`, which may be secrets."""
     words = list(argv)
@@ -103,14 +169,6 @@ def _without_values(argv: Sequence[str]) -> list[str]:
             name, is_given, _ = word.removeprefix(prefix).partition("=")
             words[number] = f"{prefix}{name}{'=***' if is_given else ''}"
     return words
-
-
-def choose_folder(options: TrainOptions, name: str) -> Path:
-    """Return the folder for the run that these options ask for, if they name none; it may not exist yet."""
-    runs = [(_began(run), path) for path, run in _runs() if _is_same(run, options)]
-    if runs:
-        return max(runs)[1]
-    return _free(DEFAULT_RUNS, datetime.now(), name)
 
 
 def _free(parent: Path, began: datetime, name: str) -> Path:
@@ -127,7 +185,7 @@ def _began(run: Mapping[str, Any]) -> float:
 
 
 def _runs() -> list[tuple[Path, Mapping[str, Any]]]:
-    records = [(path.parent, read_record_of(path.parent)) for path in DEFAULT_RUNS.glob(f"*/{RUN_NAME}")]
+    records = [(path.parent, read_run_record(path.parent)) for path in DEFAULT_RUNS.glob(f"*/{RUN_NAME}")]
     return [(path, run) for path, run in records if run is not None and not path.is_symlink()]
 
 
@@ -180,55 +238,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return versions
-
-
-_CLAIM = ".launch.lock"
-
-
-@contextmanager
-def claim_log_dir(log_dir: Path) -> Iterator[None]:
-    """Keep other launches from using a log folder until this job is on record there.
-
-    Raises:
-        UserError: another launch or job uses it, see `check_free`.
-    """
-    with locking(log_dir / _CLAIM, f"--log-dir {log_dir}", "launches a job with it"):
-        check_free(log_dir)
-        yield
-
-
-def check_free(log_dir: Path) -> None:
-    """Check that the job that was last launched with this log folder has certainly ended.
-
-    Two jobs would write the same state, heartbeats and metrics, and `job.json` would name only one of them.
-
-    Raises:
-        UsageError: it has not ended.
-        LaunchError: its state is unknown.
-    """
-    if not (log_dir / JOB_NAME).exists():
-        return
-    where = f"--log-dir {log_dir}"
-    try:
-        record = read_record(log_dir)
-        use = _use_of(record, log_dir)
-    except UserError as error:
-        raise LaunchError(
-            where, f"another job may be using it: {error.where}: {error.problem}",
-            f"choose another, or remove {log_dir / JOB_NAME} once that job has ended",
-            code="launch.log-folder-in-use",
-        ) from error  # fmt: skip
-    if use is not None:
-        is_here = record.scheduler != "local" or record.host == socket.gethostname()
-        end = "cancel it with runner cancel"
-        if not is_here:
-            end += f" on that machine (if it was killed, wait {SKEWED_S:.0f} s)"
-        raise UsageError(where, use, f"choose another, or {end}", code="launch.log-folder-in-use")
-
-
-def _use_of(record: JobRecord, log_dir: Path) -> str | None:
-    """Return how a job that has not ended uses its log folder; nothing uses a copy of it."""
-    folder = os.path.dirname(record.output)
-    if os.path.isdir(folder) and not os.path.samefile(folder, log_dir):
-        return None
-    return scheduler_of(record.scheduler).use_of(record, log_dir)

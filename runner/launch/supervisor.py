@@ -27,7 +27,7 @@ from runner.checkpoint.history import find_checkpoints, step_of
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.decide import AttemptEnd, Exit, GiveUp, Requeue, Restart, decide, may_requeue
 from runner.rundir.exit_report import code_of
-from runner.rundir.state import STATE_NAME, RunState, clear_state, read_state, write_state
+from runner.rundir.records import STATE_NAME, RunState, clear_state, read_state, write_state
 
 logger = logging.getLogger("runner")
 SHUTDOWN_S = 30  # ranks are killed so long after the time that a checkpoint may take

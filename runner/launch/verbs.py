@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import click
 
+from manifests.errors import (
+    InputError,
+    LaunchError,
+    UserError,
+)
 from runner.config.declared import WholeNumber
-from runner.rundir.run_record import DEFAULT_RUNS, find_run
+from runner.launch.schedulers import Print
+from runner.launch.schedulers.table import scheduler_of
+from runner.report.read import check_types, read_object
+from runner.rundir.exit_report import place_of
+from runner.rundir.heartbeat import SKEWED_S, log_path, read_beats
+from runner.rundir.records import (
+    DEFAULT_RUNS,
+    JobRecord,
+    check_same_run,
+    config_of,
+    find_run,
+    read_job_record,
+    read_run_record,
+    read_state,
+)
 
 _LOG_DIR = click.argument(
     "log_dir", type=click.Path(path_type=Path), metavar="[LOG_DIR]", default=DEFAULT_RUNS,
     callback=lambda _, __, path: find_run(path),
 )  # fmt: skip
+_SILENT_S = 60.0  # a scheduler that is being restarted does not answer
 
 
 @click.command()
@@ -28,9 +50,7 @@ def status(log_dir: Path, as_json: bool) -> None:
     Example:
       runner status runner-log/latest
     """
-    from runner.launch import follow as watch
-
-    state = watch.status(log_dir)
+    state = find_status(log_dir)
     if as_json:
         click.echo(json.dumps(state))
         return
@@ -62,9 +82,7 @@ def logs(log_dir: Path, follow: bool, rank: int | None) -> None:
     Example:
       runner logs --follow
     """
-    from runner.launch import follow as watch
-
-    watch.show_logs(log_dir, lambda text: click.echo(text, nl=False), rank=rank, is_followed=follow)
+    show_logs(log_dir, lambda text: click.echo(text, nl=False), rank=rank, is_followed=follow)
 
 
 @click.command()
@@ -79,9 +97,7 @@ def cancel(log_dir: Path, force: bool) -> None:
     Example:
       runner cancel runner-log/latest
     """
-    from runner.launch import follow as watch
-
-    record, was_running = watch.cancel(log_dir, is_forced=force)
+    record, was_running = cancel_job(log_dir, is_forced=force)
     job = f"{record.scheduler} job {record.id}"
     click.echo(f"cancelled {job}" if was_running else f"{job} has ended already")
 
@@ -116,3 +132,136 @@ def report(log_dir: Path, out: Path | None, compare: Path | None, trace: Path | 
     if trace is not None:
         num_steps = write_trace(log_dir, trace, force=force)
         click.echo(f"{trace}: {num_steps} traced steps; open it in https://ui.perfetto.dev")
+
+
+def find_status(log_dir: Path) -> dict[str, Any]:
+    """Return the status of a job: its state in the scheduler, its progress, and why it failed.
+
+    Raises:
+        UserError: no job was launched with this log folder, its files are of several runs, or its scheduler does not
+            answer.
+    """
+    record = read_job_record(log_dir)
+    state, ended = scheduler_of(record.scheduler).find_state(record, log_dir), read_state(log_dir)
+    report: dict[str, Any] = {
+        "version": 1, "scheduler": record.scheduler, "id": record.id, "name": record.name,
+        "state": state.word, "reason": state.reason, "nodes": state.nodes, "requeues": state.num_requeues,
+    }  # fmt: skip
+    has_failed = ended is not None and ended.ended == "failed"
+    report["error"] = ended.error if ended and has_failed else None
+    report["error_code"] = ended.error_code if ended and has_failed else None
+    report["silent_ranks"] = _silent(log_dir) if state.word.upper() == "RUNNING" else []
+    num_steps = config_of(read_run_record(log_dir)).get("steps")
+    return report | _progress(log_dir / "metrics.jsonl") | {"num_steps": num_steps}
+
+
+def show_logs(log_dir: Path, show: Print, *, rank: int | None, is_followed: bool) -> None:
+    """Print the output of a job, or the log of one rank.
+
+    Raises:
+        UserError: no such job, or no such rank yet.
+    """
+    record = read_job_record(log_dir)
+    path = Path(record.output) if rank is None else log_path(log_dir, rank)
+    if is_followed:
+        follow_job(record, path, show, log_dir)
+    elif not scheduler_of(record.scheduler).print_output(record, path, show):
+        raise _no_log(path, log_dir)
+    ended = read_state(log_dir)
+    if record.scheduler == "local" and ended is not None and ended.error:
+        line = f"error: {ended.error}\n"  # it was printed on the terminal, and not to every log
+        if not path.is_file() or line not in path.read_text(errors="replace"):
+            show(line)
+
+
+def follow_job(record: JobRecord, path: Path, show: Print, log_dir: Path) -> int:
+    """Print the output of a job until it ends, and return its exit code."""
+    return scheduler_of(record.scheduler).follow_output(record, path, show, _Poll(record, log_dir).exit_code)
+
+
+def cancel_job(log_dir: Path, *, is_forced: bool = False) -> tuple[JobRecord, bool]:
+    """Cancel the job that was launched with this log folder; return its record, and whether it was still running.
+
+    A job of a scheduler counts as running for as long as the scheduler knows it.
+
+    Raises:
+        UserError: no such job, or its scheduler refuses.
+    """
+    record = read_job_record(log_dir)
+    return record, scheduler_of(record.scheduler).cancel(record, is_forced=is_forced)
+
+
+class _Poll:
+    """A job whose scheduler is polled, and may fail to answer for a while."""
+
+    def __init__(self, record: JobRecord, log_dir: Path) -> None:
+        self._record, self._log_dir = record, log_dir
+        self._has_answered, self._silent_since_s = False, 0.0
+
+    def exit_code(self) -> int | None:
+        """Return the job's exit code; None while it waits, runs, or its scheduler does not answer.
+
+        Raises:
+            UserError: the scheduler has never answered, or not for a minute.
+        """
+        try:
+            code = scheduler_of(self._record.scheduler).find_state(self._record, self._log_dir).exit_code
+        except UserError as error:
+            if not self._has_answered:
+                raise
+            self._silent_since_s = self._silent_since_s or time.monotonic()
+            if time.monotonic() - self._silent_since_s < _SILENT_S:
+                return None
+            hint = f"the job is not affected; follow it again with runner logs {self._log_dir} -f"
+            raise error.changed(hint=hint) from error
+        self._has_answered, self._silent_since_s = True, 0.0
+        return code
+
+
+def _no_log(path: Path, log_dir: Path) -> InputError:
+    state = read_state(log_dir)
+    if state is None or state.ended == "stopped":  # and may be requeued
+        return LaunchError(
+            str(path),
+            "does not exist yet",
+            "check with runner status whether the job has started",
+            code="launch.no-log",
+        )
+    ranks = sorted(file.stem for file in path.parent.glob("rank-*.log"))
+    return LaunchError(
+        str(path),
+        "does not exist, and the job has ended",
+        f"it has logs {ranks[0]} to {ranks[-1]}" if ranks else "",
+        code="launch.no-log",
+    )
+
+
+def _silent(log_dir: Path) -> list[str]:
+    """Name the ranks without a recent heartbeat, although others have one."""
+    beats = read_beats(log_dir)
+    newest_s = max((beat.time for beat in beats), default=0.0)
+    return [place_of(beat.rank, beat.stages, beat.host) for beat in beats if newest_s - beat.time > SKEWED_S]
+
+
+def _progress(metrics: Path) -> dict[str, Any]:
+    """Return the progress of the last attempt in these metrics, which may contain earlier attempts."""
+    progress: dict[str, Any] = {"last_step": None, "last_loss": None, "last_checkpoint": None}
+    saved: dict[str, Any] = {}
+    text = metrics.read_text(errors="replace") if metrics.is_file() else ""
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            record = dict(read_object(line, f"{metrics}:{number}"))
+            check_types(record, f"{metrics}:{number}")
+        except InputError:  # the line that is being written
+            continue
+        if "load_s" in record:
+            check_same_run(record.get("run"), metrics.parent, f"{metrics}:{number}")
+            progress = dict.fromkeys(progress)
+        if "loss" in record and record.get("step", 0) <= saved.get("step", 0):  # taken again
+            saved = {}
+        if "checkpoint" in record and "save_error" not in record:
+            saved = record
+        progress["last_step"] = record.get("step", progress["last_step"])
+        progress["last_loss"] = record.get("loss", progress["last_loss"])
+        progress["last_checkpoint"] = saved.get("checkpoint") if progress["last_step"] is not None else None
+    return progress

@@ -24,7 +24,7 @@ from manifests.errors import InputError, UserError
 from runner.distributed.rounds import in_rounds
 from runner.load.local_cache import LocalCache
 from runner.load.verify_parts import ToVerify, verify_whole
-from runner.rundir.rank_label import rank_label
+from runner.rundir.exit_report import rank_label
 
 logger = logging.getLogger("runner")
 

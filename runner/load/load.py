@@ -15,12 +15,9 @@ from manifests.models import ModelShape, module_of
 from manifests.schema import WEIGHTS, Holds, Stage
 from manifests.slices import Slice
 from runner.bundle.verified_read import check_digest
-from runner.load.fill import fill
+from runner.load.fill import PinnedBlocks, fill, intersect, ranges_of
 from runner.load.verify_parts import PartRead, share_parts, verify_parts
-from runner.tensors.dtypes import STORED_DTYPES, readable_as
-from runner.tensors.local_shard import Piece
-from runner.tensors.pinned import PinnedBlocks
-from runner.tensors.regions import intersect, ranges_of
+from runner.tensors.local_shard import STORED_DTYPES, Piece, readable_as
 from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.bundles import Bundles, TensorAt, join_slices
 from stores.workers import Take, share_out, threads_for_ranks
@@ -65,7 +62,7 @@ class Read:
     @cached_property
     def region(self) -> Slice:
         """The part as a region of the stored tensor."""
-        offset = tuple(own - stored for own, stored in zip(self.into.offset, self.at.offset, strict=True))
+        offset = tuple(begin - stored for begin, stored in zip(self.into.offset, self.at.offset, strict=True))
         return Slice(offset=offset, shape=tuple(self.into.memory.shape), whole_shape=self.at.shape)
 
     @cached_property
@@ -215,11 +212,11 @@ def _locate(fqns: Iterable[str], bundles: Bundles, shape: ModelShape, holds: Hol
 
 def _open_stage(stage: Stage, bundles: Bundles, shape: ModelShape, holds: Holds) -> dict[str, tuple[TensorAt, ...]]:
     """Return a stage's tensors of one kind, after checking that they belong to the model and to the stage."""
-    modules, found = frozenset(stage.modules), join_slices(bundles.tensors_on(stage, holds))
+    modules, tensors = frozenset(stage.modules), join_slices(bundles.tensors_on(stage, holds))
     ignored = (shape.ignored_suffixes if holds == WEIGHTS else ()) or ("\0",)
     unexpected = sorted(
         fqn
-        for fqn in found
+        for fqn in tensors
         if module_of(fqn, modules) is None or (fqn not in shape.tensors and not fqn.endswith(ignored))
     )
     if unexpected:
@@ -228,7 +225,7 @@ def _open_stage(stage: Stage, bundles: Bundles, shape: ModelShape, holds: Holds)
             f"its shards contain {some_of(unexpected)}, which its modules do not have",
             code="shard.unexpected-tensor",
         )
-    return found
+    return tensors
 
 
 def _check_kind(at: TensorAt, piece: Piece) -> None:
@@ -266,9 +263,9 @@ def _fill_run(run: Sequence[Read], blocks: PinnedBlocks, stop: threading.Event, 
         for read in run:
             if stop.is_set():
                 break
-            found = _fill(read, reader, blocks, hashes=hashes)
-            if found is None or not read.is_whole:
-                parts.append(PartRead(at=read.at, region=read.region, digest=found))
+            digest = _fill(read, reader, blocks, hashes=hashes)
+            if digest is None or not read.is_whole:
+                parts.append(PartRead(at=read.at, region=read.region, digest=digest))
     finally:
         blocks.finish()
         reader.close()
@@ -282,10 +279,10 @@ def _fill(read: Read, reader: Reader, blocks: PinnedBlocks, *, hashes: bool) -> 
     fill(read.into.memory, STORED_DTYPES[at.dtype], reader, at.begin, read.region, hasher, blocks)
     if hasher is None:
         return None
-    found: str = hasher.hexdigest()
+    digest: str = hasher.hexdigest()
     if read.is_whole:
-        check_digest(at, found)
-    return found
+        check_digest(at, digest)
+    return digest
 
 
 def some_of(names: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """The local cache of bundles (`--stage-to-local`): a node's ranks copy what they read to its own disk first.
 
-Shards that several nodes need are read from the store by one of them, which broadcasts them to the others.
+Shards that several nodes need are read from the store by one of them, which broadcasts them to the others. Nodes may
+have copies of the manifest: it is checked that all ranks read the same one.
 """
 
 from __future__ import annotations
@@ -12,29 +13,25 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch.distributed as dist
 
 from manifests.command.sizes import show_bytes
-from manifests.errors import ShardError
+from manifests.errors import ManifestError, ShardError
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Shard
 from runner.bundle.cache_folder import CacheFolder, assign_shards, check_cacheable, node_folder, shards_of
-from runner.bundle.packed import Packed, open_packed
-from runner.bundle.remote import fetch, name_of
+from runner.bundle.packed import Packed, fetch, name_of, open_packed
 from runner.config.flags import TrainOptions
-from runner.distributed.fail_together import together
+from runner.distributed.fail_together import from_all_ranks, from_rank_0, together
 from runner.distributed.rounds import in_rounds, is_true_for_all
 from runner.distributed.world import World
 from runner.load.node_broadcast import ReceivedFile, Transfer, Wanted, open_groups, plan_transfers, send
-from runner.load.same_manifest import check_same_manifest
 from runner.parallel.mesh import Mesh
 from stores.bundles import Bundles
 from stores.open import ReadManifest
 
 logger = logging.getLogger("runner")
-
-T = TypeVar("T")
 Origin = Literal["node", "store"]
 
 
@@ -92,12 +89,22 @@ def fetch_to_cache(read: ReadManifest, options: TrainOptions, world: World) -> P
         return open_packed(read, copied_to=folder)
 
 
-def _modules_on_node(launched: Manifest, mesh: Mesh, world: World) -> frozenset[str]:
-    """Return the modules of all ranks on this node."""
-    first, placement = world.rank - world.local_rank, launched.placement
-    pipeline_ranks = {rank // mesh.degrees.per_stage for rank in range(first, first + world.local_size)}
-    stages = (stage for rank in pipeline_ranks for stage in placement.stages_on(rank))
-    return frozenset(module for stage in stages for module in launched.stages[stage].modules)
+def check_same_manifest(where: str, digest: str) -> None:
+    """Check that the digest of the file that this rank has read is rank 0's. Every rank calls this.
+
+    Raises:
+        ManifestError: on all ranks alike, naming those that differ.
+    """
+    expected = from_rank_0(digest)
+    with together("manifest"):
+        if digest != expected:
+            raise ManifestError(
+                where,
+                "differs from the manifest that rank 0 read",
+                "every node must have the same checkpoint: a copy on the node's own disk may be outdated; if the "
+                "manifest was replaced in the meantime, start again",
+                code="manifest.differs-between-ranks",
+            )
 
 
 class LocalCache:
@@ -132,12 +139,13 @@ class LocalCache:
             if self._world.local_rank == 0:
                 self._folder.check_room(self._shards)
             wanted = [
-                Wanted(path=shard.path, nbytes=shard.nbytes, is_cached=self._folder.has(shard)) for shard in self._own
+                Wanted(path=shard.path, nbytes=shard.nbytes, is_cached=self._folder.has(shard))
+                for shard in self._assigned
             ]
         if verifies:
             report = in_rounds("stage to local", self._verify_own)
         else:
-            transfers = plan_transfers(dict(enumerate(_gather(wanted))))
+            transfers = plan_transfers(dict(enumerate(from_all_ranks(wanted))))
             report = in_rounds("stage to local", partial(self._read_own, transfers))
             report = self._exchange(transfers, report)
         report = replace(report, copy_s=time.perf_counter() - started_s)
@@ -150,24 +158,26 @@ class LocalCache:
         return not is_true_for_all(self.ensure(verifies=True).num_damaged == 0)
 
     @property
-    def _own(self) -> tuple[Shard, ...]:
+    def _assigned(self) -> tuple[Shard, ...]:
         """This rank's part of its node's shards."""
         return assign_shards(self._shards, self._world.local_size)[self._world.local_rank]
 
     def _read_own(self, transfers: Sequence[Transfer], stop: threading.Event) -> CacheReport:
         """Cache what this rank reads from the store: for itself, and for other nodes."""
         received = {transfer.path for transfer in transfers if self._world.rank in transfer.receivers}
-        return self._report([each for each in self._own if each.path not in received and self._ensure(each, stop)])
+        return self._report(
+            [shard for shard in self._assigned if shard.path not in received and self._ensure(shard, stop)]
+        )
 
     def _exchange(self, transfers: Sequence[Transfer], report: CacheReport) -> CacheReport:
         """Send and receive shards. Every rank calls this, and all raise if one fails.
 
         The ranks of a transfer agree before it that none has failed: nobody waits for one that has.
         """
-        shards, failure = {shard.path: shard for shard in self._own}, None
-        own = [transfer for transfer in transfers if self._world.rank in transfer.ranks]
-        groups, peer_nbytes, read_nbytes = open_groups(own, self._folder.limit_s), 0, 0
-        for transfer in own:
+        shards, failure = {shard.path: shard for shard in self._assigned}, None
+        own_transfers = [transfer for transfer in transfers if self._world.rank in transfer.ranks]
+        groups, peer_nbytes, read_nbytes = open_groups(own_transfers, self._folder.limit_s), 0, 0
+        for transfer in own_transfers:
             try:
                 with together("stage to local", groups[transfer.ranks]):
                     if failure is not None:
@@ -207,8 +217,8 @@ class LocalCache:
 
     def _verify_own(self, stop: threading.Event) -> CacheReport:
         """Verify this rank's part, and copy what is missing or damaged."""
-        missing = [shard for shard in self._own if self._ensure(shard, stop)]
-        damaged = [shard for shard in self._own if shard not in missing and not self._folder.verify(shard, stop)]
+        missing = [shard for shard in self._assigned if self._ensure(shard, stop)]
+        damaged = [shard for shard in self._assigned if shard not in missing and not self._folder.verify(shard, stop)]
         for shard in damaged:
             self._ensure(shard, stop)
         return self._report([*missing, *damaged], num_damaged=len(damaged))
@@ -217,7 +227,7 @@ class LocalCache:
         nbytes = sum(shard.nbytes for shard in copied)
         return CacheReport(
             nbytes=nbytes,
-            reused_nbytes=sum(shard.nbytes for shard in self._own) - nbytes,
+            reused_nbytes=sum(shard.nbytes for shard in self._assigned) - nbytes,
             num_damaged=num_damaged,
             copy_s=0.0,
         )
@@ -236,8 +246,9 @@ class LocalCache:
             )  # fmt: skip
 
 
-def _gather(value: T) -> list[T]:
-    """Return the value of each rank; every rank calls this."""
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def _modules_on_node(launched: Manifest, mesh: Mesh, world: World) -> frozenset[str]:
+    """Return the modules of all ranks on this node."""
+    first, placement = world.rank - world.local_rank, launched.placement
+    pipeline_ranks = {rank // mesh.degrees.per_stage for rank in range(first, first + world.local_size)}
+    stages = (stage for rank in pipeline_ranks for stage in placement.stages_on(rank))
+    return frozenset(module for stage in stages for module in launched.stages[stage].modules)

@@ -14,13 +14,12 @@ from manifests.errors import InputError
 from manifests.safetensors import nbytes_of
 from manifests.schema import Holds
 from runner.bundle.packed import Packed
-from runner.distributed.fail_together import together
+from runner.distributed.fail_together import from_all_ranks, together
 from runner.load.deferred import DeferredVerification
 from runner.load.load import LoadReport, Read, Reading, count_unverified, plan_reads, read_all, read_tensors
 from runner.load.local_cache import LocalCache
-from runner.load.verify_parts import PartRead, share_parts, verify_parts
-from runner.tensors.dtypes import STORED_DTYPES
-from runner.tensors.local_shard import Piece
+from runner.load.verify_parts import PartRead, choose_readers, share_parts, verify_parts
+from runner.tensors.local_shard import STORED_DTYPES, Piece
 from stores.bundles import Bundles
 
 
@@ -110,15 +109,17 @@ def read_for_all(
         wanted[_key_of(read)].append(read)
     rank, shared, unverified = dist.get_rank(group), _share(wanted, group), list[PartRead]()
     for some in _rounds(shared):
-        buffers = {each.key: _room_for(each) for each in some}
-        own = [_read_whole(wanted[each.key][0], buffers[each.key]) for each in some if each.reader == rank]
+        buffers = {tensor.key: _room_for(tensor) for tensor in some}
+        own_reads = [
+            _read_whole(wanted[tensor.key][0], buffers[tensor.key]) for tensor in some if tensor.reader == rank
+        ]
         with together("load", group):
-            unverified += read_all(own, how)
-        nbytes += sum(read.nbytes for read in own)
-        for each in some:
-            sent = buffers.pop(each.key).to(device)
-            dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=each.reader)
-            for read in wanted.get(each.key, ()):
+            unverified += read_all(own_reads, how)
+        nbytes += sum(read.nbytes for read in own_reads)
+        for tensor in some:
+            sent = buffers.pop(tensor.key).to(device)
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=tensor.reader)
+            for read in wanted.get(tensor.key, ()):
                 read.into.memory.copy_(_region_of(read, sent))
     report = LoadReport(
         num_tensors=len({read.at.name for read in reads}),
@@ -132,33 +133,24 @@ def read_for_all(
 
 def _share(wanted: dict[_Key, list[Read]], group: dist.ProcessGroup) -> list[_Shared]:
     """Assign the tensors that ranks of a group need to readers, in the order of files and offsets."""
-    mine = [(key, read.at.dtype, read.at.shape) for key, (read, *_) in wanted.items()]
-    everyone: list[list[tuple[_Key, str, tuple[int, ...]]]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, mine, group=group)
-    found, ranks = dict[_Key, tuple[str, tuple[int, ...]]](), defaultdict[_Key, list[int]](list)
-    for rank, theirs in enumerate(everyone):
-        for key, dtype, shape in theirs:
-            found[key] = dtype, shape
-            ranks[key].append(rank)
-    assigned = [0] * len(everyone)  # bytes that each rank reads
-    shared = []
-    for key in sorted(found):
-        dtype, shape = found[key]
-        reader = min(ranks[key], key=assigned.__getitem__)
-        shared.append(_Shared(key=key, dtype=dtype, shape=shape, reader=reader))
-        assigned[reader] += shared[-1].nbytes
-    return shared
+    needed = from_all_ranks({key: (read.at.dtype, read.at.shape) for key, (read, *_) in wanted.items()}, group)
+    tensors = {key: tensor for of_rank in needed for key, tensor in of_rank.items()}
+    readers = choose_readers([{key: nbytes_of(*tensor) for key, tensor in of_rank.items()} for of_rank in needed])
+    return [
+        _Shared(key=key, dtype=dtype, shape=shape, reader=readers[key])
+        for key, (dtype, shape) in sorted(tensors.items())
+    ]
 
 
 def _rounds(shared: Sequence[_Shared]) -> Iterator[list[_Shared]]:
     some: list[_Shared] = []
     nbytes = 0
-    for each in shared:
-        if some and nbytes + each.nbytes > _ROUND_NBYTES:
+    for tensor in shared:
+        if some and nbytes + tensor.nbytes > _ROUND_NBYTES:
             yield some
             some, nbytes = [], 0
-        some.append(each)
-        nbytes += each.nbytes
+        some.append(tensor)
+        nbytes += tensor.nbytes
     if some:
         yield some
 

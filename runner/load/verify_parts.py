@@ -20,8 +20,9 @@ from manifests.digest import PREFIX, Hasher
 from manifests.errors import ShardError
 from manifests.slices import Slice
 from runner.bundle.verified_read import check_digest
-from runner.tensors.dtypes import STORED_DTYPES
-from runner.tensors.regions import BLOCK_NBYTES, ranges_of
+from runner.distributed.fail_together import from_all_ranks
+from runner.load.fill import BLOCK_NBYTES, ranges_of
+from runner.tensors.local_shard import STORED_DTYPES
 from stores.bundles import TensorAt
 from stores.workers import for_each
 
@@ -56,18 +57,18 @@ def share_parts(parts: Sequence[PartRead], group: dist.ProcessGroup | None = Non
     Every rank of the group calls this; without a group, a rank verifies its own parts. The original files of virtual
     bundles have no digests: their parts are skipped.
     """
-    known: dict[_Key, TensorAt] = {part.key: part.at for part in parts if part.at.blake3 is not None}
-    mine: _Digests = {key: (at.nbytes, {}) for key, at in known.items()}
+    tensors: dict[_Key, TensorAt] = {part.key: part.at for part in parts if part.at.blake3 is not None}
+    mine: _Digests = {key: (at.nbytes, {}) for key, at in tensors.items()}
     for part in parts:
         if part.key in mine and part.digest is not None:
             mine[part.key][1][part.region] = part.digest
     everyone, rank = [mine], 0
     if group is not None:
-        everyone, rank = [mine] * dist.get_world_size(group), dist.get_rank(group)
-        dist.all_gather_object(everyone, mine, group=group)
+        everyone, rank = from_all_ranks(mine, group), dist.get_rank(group)
+    sizes = [{key: nbytes for key, (nbytes, _) in digests.items()} for digests in everyone]
     return [
-        ToVerify(at=known[key], parts=tuple(digests[key][1] for digests in everyone if key in digests))
-        for key, reader in _choose_readers(everyone).items()
+        ToVerify(at=tensors[key], parts=tuple(digests[key][1] for digests in everyone if key in digests))
+        for key, reader in choose_readers(sizes).items()
         if reader == rank
     ]
 
@@ -82,17 +83,20 @@ def verify_parts(tensors: Sequence[ToVerify], num_threads: int = 2) -> int:
     return sum(tensor.at.nbytes for tensor in tensors)
 
 
-def _choose_readers(everyone: Sequence[_Digests]) -> dict[_Key, int]:
-    """Choose, identically on all ranks, which of the ranks that read parts of a tensor reads it whole."""
-    ranks, sizes = defaultdict[_Key, list[int]](list), dict[_Key, int]()
-    for rank, digests in enumerate(everyone):
-        for key, (nbytes, _) in digests.items():
+def choose_readers(sizes: Sequence[Mapping[_Key, int]]) -> dict[_Key, int]:
+    """Choose, identically on all ranks, which of the ranks that need a tensor reads it; `sizes` has those of each rank.
+
+    Units: sizes in bytes.
+    """
+    ranks, nbytes = defaultdict[_Key, list[int]](list), dict[_Key, int]()
+    for rank, of_rank in enumerate(sizes):
+        nbytes |= of_rank
+        for key in of_rank:
             ranks[key].append(rank)
-            sizes[key] = nbytes
-    assigned, chosen = [0] * len(everyone), dict[_Key, int]()
+    assigned, chosen = [0] * len(sizes), dict[_Key, int]()
     for key in sorted(ranks):
         chosen[key] = min(ranks[key], key=assigned.__getitem__)
-        assigned[chosen[key]] += sizes[key]
+        assigned[chosen[key]] += nbytes[key]
     return chosen
 
 
@@ -112,11 +116,12 @@ def verify_whole(tensor: ToVerify) -> None:
     check_digest(at, whole.hexdigest())
     for parts in tensor.parts:
         for region, digest in parts.items():
-            if (found := hashers[region].hexdigest()) != digest:
+            if (expected := hashers[region].hexdigest()) != digest:
                 begin, end = list(region.offset), list(region.end)
                 raise ShardError(
                     f"{at.file}: {at.name!r}",
-                    f"{begin} to {end}: expected {PREFIX}{found} (read whole), found {PREFIX}{digest} (read in part)",
+                    f"{begin} to {end}: expected {PREFIX}{expected} (read whole), "
+                    f"found {PREFIX}{digest} (read in part)",
                     "two reads of the same bytes differ: check this node's disk, page cache and network",
                     code="shard.readings-differ",
                 )

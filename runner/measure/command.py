@@ -17,9 +17,9 @@ from runner.config.architectures import Implementation
 from runner.config.declared import WholeNumber
 from runner.config.flags import Device
 from runner.config.schema import Dtype
-from runner.measure.times import ModuleSeconds
+from runner.profiling.step_times import ModuleSeconds
 from runner.report.read import read_run
-from runner.rundir.run_record import config_of, find_run
+from runner.rundir.records import config_of, find_run
 from stores.folders.probe import check_new_file, print_result
 
 

@@ -24,13 +24,13 @@ from runner.config.flags import Device
 from runner.config.schema import Dtype
 from runner.distributed.fail_together import exhausted
 from runner.distributed.world import World, device_of
-from runner.measure.times import ModuleSeconds
 from runner.models import Family, family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, materialize
 from runner.pipeline.microbatches import token_loss
+from runner.profiling.step_times import ModuleSeconds
 from runner.profiling.trace import Recorder
-from runner.tensors.dtypes import FLAG_DTYPES
 from runner.tensors.heap import compact_heap, return_holes
+from runner.tensors.local_shard import FLAG_DTYPES
 from runner.training.activation_checkpoint import recompute_layers
 
 _WARMUP = 3  # runs before those that count
@@ -67,7 +67,7 @@ def measure_modules(
         packed.config, max_seq_len=setting.seq_len, implementation=setting.implementation, shape=packed.shape,
         description=packed.manifest.model.description,
     )  # fmt: skip
-    found = dict[str, ModuleSeconds]()
+    module_seconds = dict[str, ModuleSeconds]()
     torch.manual_seed(_SEED)
     rows = (setting.microbatch, setting.seq_len)
     crossing: Any = torch.randint(family.vocab_size, rows, device=device)
@@ -82,14 +82,16 @@ def measure_modules(
             )
             seconds, crossing = _time(chunk, crossing, labels, setting.num_repeats)
         except (RuntimeError, MemoryError) as error:
-            if (said := exhausted(error)) is not None:
-                raise said.within(modules[0]) from error
+            if (refusal := exhausted(error)) is not None:
+                raise refusal.within(modules[0]) from error
             raise
-        found |= {module: ModuleSeconds(forward_s=0.0, backward_s=0.0) for module in modules} | {modules[0]: seconds}
+        module_seconds |= {module: ModuleSeconds(forward_s=0.0, backward_s=0.0) for module in modules} | {
+            modules[0]: seconds
+        }
         if note is not None:
             note(" and ".join(modules), seconds)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread"
-    return found, {**asdict(setting), "device": name, "torch": torch.__version__}
+    return module_seconds, {**asdict(setting), "device": name, "torch": torch.__version__}
 
 
 def _together(family: Family) -> Iterator[tuple[str, ...]]:

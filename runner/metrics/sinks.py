@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from runner.config.flags import TrainOptions
-from runner.rundir.run_record import config_of, read_record_of
+from runner.rundir.records import config_of, read_run_record
 
 logger = logging.getLogger("runner")
 Record = Mapping[str, Any]
@@ -158,7 +158,7 @@ class Aside:
 def open_sinks(options: TrainOptions, first_step: int) -> Iterator[Sink]:
     """Yield the requested sinks; all but metrics.jsonl are opened in the background."""
     yield JsonLines(options.log_dir / "metrics.jsonl")
-    config = config_of(read_record_of(options.log_dir))
+    config = config_of(read_run_record(options.log_dir))
     if options.tensorboard:
         yield Aside(TensorBoard.name, partial(TensorBoard, options.log_dir / "tensorboard", first_step, config))
     if options.wandb:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from importlib import import_module
+from collections.abc import Mapping
 from importlib.util import find_spec
 
 from manifests.errors import InputError
@@ -21,7 +19,7 @@ from runner.config.architectures import (
 )
 from runner.models.family import Family
 
-__all__ = ["FAMILIES", "Family", "family_for"]
+__all__ = ["Family", "family_for"]
 
 
 def family_for(
@@ -43,11 +41,11 @@ def family_for(
     """
     config = with_floats(config)
     architecture = architecture_of(config, where, description)
-    if shape is not None and (own := find_family(architecture)) is not None:
+    if shape is not None and (entry_point := find_family(architecture)) is not None:
         check_trainable(architecture, where, is_described=description is not None)
         from runner.models.own import load_family, request_of
 
-        return load_family(own, request_of(shape, config, description, max_seq_len=max_seq_len, where=where))
+        return load_family(entry_point, request_of(shape, config, description, max_seq_len=max_seq_len, where=where))
     if not is_sized_by_files(config, where, description):
         architecture = model_shape(config, where).architecture  # MosaicML's MPT has another name in its own configs
     check_trainable(architecture, where, is_described=description is not None)
@@ -59,20 +57,19 @@ def family_for(
         check_model_type(config, architecture, where)
     if chosen == "transformers":
         return _generic(architecture, config, max_seq_len, where)
-    return FAMILIES[architecture](config, max_seq_len, where)
+    return _titan(architecture, config, max_seq_len, where)
 
 
-def _titan(module: str, name: str, config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
-    _check_installed("torchtitan", f"{name} was asked for on its modules", "pip install 'reshard[torchtitan]'")
+def _titan(architecture: str, config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
+    _check_installed("torchtitan", f"{architecture} was asked for on its modules", "pip install 'reshard[torchtitan]'")
     # torchtitan takes seconds to import: not before a model is wanted.
-    family: Family = getattr(import_module(f"runner.models.{module}"), name)(
-        config, max_seq_len=max_seq_len, where=where
-    )
-    return family
+    from runner.models.titan_families import FAMILIES
+
+    return FAMILIES[architecture](config, max_seq_len=max_seq_len, where=where)
 
 
 def _generic(architecture: str, config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
-    _check_installed("transformers", f"{architecture} trains on its model code", _TRANSFORMERS)
+    _check_installed("transformers", f"{architecture} trains on its model code", "pip install 'reshard[runner]'")
     from runner.models.generic import Generic
 
     entry = generic_entry(architecture)
@@ -84,15 +81,3 @@ def _check_installed(package: str, why: str, hint: str) -> None:
     # Asked of the installation before the import, so that a failing import keeps its traceback.
     if find_spec(package) is None:
         raise InputError(package, f"{why}, and it is not installed", hint, code="system.missing-package")
-
-
-_TRANSFORMERS = "pip install 'reshard[runner]'"
-# On torchtitan's modules.
-FAMILIES: Mapping[str, Callable[[Mapping[str, object], int, str], Family]] = {
-    "DeepseekV3ForCausalLM": partial(_titan, "deepseek_v3", "DeepSeekV3"),
-    "GptOssForCausalLM": partial(_titan, "gpt_oss", "GptOss"),
-    "LlamaForCausalLM": partial(_titan, "llama", "Llama"),
-    "MistralForCausalLM": partial(_titan, "llama", "Mistral"),
-    "Qwen3ForCausalLM": partial(_titan, "qwen3", "Qwen3"),
-    "Qwen3MoeForCausalLM": partial(_titan, "qwen3", "Qwen3Moe"),
-}

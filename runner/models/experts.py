@@ -14,12 +14,15 @@ from torch.nn.functional import linear, silu
 
 from runner.models.titan_modules import (
     FeedForward,
+    GptOssGroupedExperts,
     GroupedExperts,
     Linear,
     LocalTokenDispatcher,
     MoE,
     RoutedExperts,
+    ScaleBiasForward,
     TokenChoiceTopKRouter,
+    swiglu,
 )
 
 Chosen = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # weights and numbers of experts, (B, L, K), scores, (B, L, E)
@@ -94,6 +97,48 @@ class SoftmaxRouter(TokenChoiceTopKRouter):  # type: ignore[misc]
         if self.route_norm:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(logits.dtype), chosen, scores
+
+
+class LargestLogitsRouter(TokenChoiceTopKRouter):  # type: ignore[misc]
+    """GPT-OSS's choice: the largest logits, and the softmax of these alone.
+
+    Source: transformers 5.23, `GptOssTopKRouter`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):  # type: ignore[misc]
+        pass
+
+    def forward(self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None) -> Chosen:
+        logits = self.gate(x_BLD)
+        largest, chosen = logits.topk(self.top_k, dim=-1)
+        return largest.softmax(-1), chosen, logits
+
+
+class ClampedExperts(GptOssGroupedExperts):  # type: ignore[misc]
+    """GPT-OSS's experts, with biases, in the dtype of their weights. Shapes: as `Experts`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):  # type: ignore[misc]
+        alpha: float
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.alpha = config.alpha
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        counts = num_tokens_per_expert_E
+
+        def of_each_token(bias: torch.Tensor) -> torch.Tensor:
+            return local(bias).repeat_interleave(counts, dim=0, output_size=x_RD.shape[0])
+
+        hidden = grouped_product(x_RD, local(self.mlp1_weight_EGD), counts) + of_each_token(self.mlp1_bias_EG)
+        hidden = swiglu(hidden, alpha=self.alpha, limit=self.swiglu_limit)
+        out = grouped_product(hidden, local(self.mlp2_weight_EDF), counts)
+        # Tensor-parallel ranks sum their outputs.
+        bias = ScaleBiasForward.apply(of_each_token(self.mlp2_bias_ED), tp_degree(self.mlp2_bias_ED), out.dtype)
+        summed: torch.Tensor = out + bias
+        return summed
 
 
 class FloatLinear(Linear):  # type: ignore[misc]

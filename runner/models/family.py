@@ -62,7 +62,7 @@ class Family(Protocol):
     def padded_length(self, length: int, most: int) -> int:
         """Return how many tokens, at most `most`, a row of `length` can be padded to on the right without a change.
 
-        See Note [Padding under RoPE that depends on length] in lengths.py.
+        See Note [Padding under RoPE that depends on length] in stage_of_any.py.
         """
         ...
 

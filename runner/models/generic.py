@@ -25,10 +25,9 @@ from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
 from runner.models.generic_limits import check_fields, check_modules, check_positions, modules_together
 from runner.models.implementations import without_implementations
-from runner.models.lengths import longest_alike
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
 from runner.models.shrink import shrink
-from runner.models.stage_of_any import StageOfAny, is_stand_in
+from runner.models.stage_of_any import StageOfAny, is_stand_in, longest_alike
 from runner.models.tensor_plan import check_packed, shard_by_plan, summed_by_plan
 from runner.tensors.local_shard import Piece
 
@@ -65,8 +64,8 @@ class WholeModel(nn.Module):
         return self
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = self.model(input_ids=tokens, labels=tokens, use_cache=False)
-        return found.logits, found.loss
+        output = self.model(input_ids=tokens, labels=tokens, use_cache=False)
+        return output.logits, output.loss
 
     def in_files(self) -> Mapping[str, torch.Tensor]:
         state = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
@@ -114,8 +113,8 @@ class Generic:
         else:
             self._check_parameters(shape)
         self._outside = self._paths_outside(whole)
-        head = next(found for name in self._regions for found in self._regions[name]
-                    if found.fqn == f"{entry.outputs[-1]}.weight")  # fmt: skip
+        head = next(region for name in self._regions for region in self._regions[name]
+                    if region.fqn == f"{entry.outputs[-1]}.weight")  # fmt: skip
         self.vocab_size = head.shape[0]
 
     def build(self, modules: tuple[str, ...]) -> nn.Module:
@@ -148,8 +147,8 @@ class Generic:
         return self._regions[name.removeprefix(_PREFIX)][0].fqn
 
     def pieces(self, name: str, memory: torch.Tensor, offset: tuple[int, ...]) -> tuple[Piece, ...]:
-        found = (pieces_in(region, memory, offset) for region in self._regions[name.removeprefix(_PREFIX)])
-        return tuple(piece for piece in found if piece is not None)
+        pieces = (pieces_in(region, memory, offset) for region in self._regions[name.removeprefix(_PREFIX)])
+        return tuple(piece for piece in pieces if piece is not None)
 
     @property
     def together(self) -> tuple[tuple[str, ...], ...]:
@@ -163,9 +162,9 @@ class Generic:
         if self._entry.section:
             small = {self._entry.section: small}
         given = None if self._entry.section else self._class
-        found = Generic(self._entry, small, max_seq_len=1, where=self._where, model_class=given)
-        found._config._experts_implementation = "eager"  # in any dtype and of any size, unlike grouped products
-        return found
+        family = Generic(self._entry, small, max_seq_len=1, where=self._where, model_class=given)
+        family._config._experts_implementation = "eager"  # in any dtype and of any size, unlike grouped products
+        return family
 
     def num_parameters(self) -> int:
         return sum(math.prod(region.shape) for regions in self._regions.values() for region in regions)
@@ -242,13 +241,13 @@ class Generic:
 
     def _list_of_layers(self, model: PreTrainedModel) -> tuple[str, int]:
         """Return the name in memory of the list of layers, and how many they are."""
-        count = next(int(found) for name in self._entry.count
-                     if isinstance(found := getattr(self._config.get_text_config(), name, None), int))  # fmt: skip
+        count = next(int(size) for name in self._entry.count
+                     if isinstance(size := getattr(self._config.get_text_config(), name, None), int))  # fmt: skip
         lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part) == count]
         return min(lists, key=lambda name: (name != self._entry.layers, name.count("."))), count
 
     def _find_regions(self, model: PreTrainedModel) -> dict[str, tuple[Region, ...]]:
-        found: dict[str, tuple[Region, ...]] = {}
+        by_name: dict[str, tuple[Region, ...]] = {}
         alike: dict[tuple[str, torch.Size], tuple[str, tuple[Region, ...]]] = {}  # of the first layer that has them
         with keeping_views():
             for name, tensor in model.state_dict().items():
@@ -256,12 +255,14 @@ class Generic:
                 in_files = f"{self._entry.layers}.{number}."
                 if number is not None and (leaf, tensor.shape) in alike:
                     before, regions = alike[leaf, tensor.shape]
-                    found[name] = tuple(replace(each, fqn=in_files + each.fqn.removeprefix(before)) for each in regions)
+                    by_name[name] = tuple(
+                        replace(region, fqn=in_files + region.fqn.removeprefix(before)) for region in regions
+                    )
                     continue
-                found[name] = self._regions_of(model, name, tensor)
-                if number is not None and all(each.fqn.startswith(in_files) for each in found[name]):
-                    alike[leaf, tensor.shape] = in_files, found[name]
-        return found
+                by_name[name] = self._regions_of(model, name, tensor)
+                if number is not None and all(region.fqn.startswith(in_files) for region in by_name[name]):
+                    alike[leaf, tensor.shape] = in_files, by_name[name]
+        return by_name
 
     def _place(self, name: str) -> tuple[str | None, str]:
         """Return the number of the layer that a parameter is in, if it is in one, and its name in the layer."""
@@ -293,15 +294,15 @@ class Generic:
     def _paths_outside(self, model: PreTrainedModel) -> dict[str, str]:
         """Return each module outside the layers and its name in memory."""
         in_memory = {name for name, _ in model.named_modules()}
-        found = {name: name for name in (*self._entry.inputs, *self._entry.outputs) if name in in_memory}
+        paths = {name: name for name in (*self._entry.inputs, *self._entry.outputs) if name in in_memory}
         for name, regions in self._regions.items():
             if name.startswith(f"{self._layers_name}."):
                 continue
-            module = next(known for known in self.modules if regions[0].fqn.startswith(f"{known}."))
+            module = next(candidate for candidate in self.modules if regions[0].fqn.startswith(f"{candidate}."))
             leaf = regions[0].fqn.removeprefix(module)
             beside_layers = ".".join(name.split(".")[: self._layers_name.count(".") + 1])
-            found[module] = name.removesuffix(leaf) if name.endswith(leaf) else beside_layers
-        return found
+            paths[module] = name.removesuffix(leaf) if name.endswith(leaf) else beside_layers
+        return paths
 
 
 @contextmanager
@@ -333,10 +334,10 @@ def _class_and_fields(
     entry: CatalogueEntry, config: Mapping[str, object]
 ) -> tuple[type[PreTrainedModel], Mapping[str, object]]:
     """Return the model to run and its config: of a class that takes images as well, the decoder by itself."""
-    found: type[PreTrainedModel] = getattr(transformers, entry.architecture)
+    model_class: type[PreTrainedModel] = getattr(transformers, entry.architecture)
     if not entry.section:
-        return found, config
-    config_class: Any = found.config_class
+        return model_class, config
+    config_class: Any = model_class.config_class
     decoder = getattr(config_class.from_dict(copy.deepcopy(dict(config))), entry.section)
     by_config: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     return by_config[type(decoder)], decoder.to_dict()

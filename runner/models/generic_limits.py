@@ -94,7 +94,9 @@ def modules_together(entry: CatalogueEntry) -> tuple[tuple[str, ...], ...]:
     return (entry.inputs, entry.outputs if entry.hands_on_trees else ())
 
 
-def check_modules(entry: CatalogueEntry, known: Collection[str], stages: Iterable[Collection[str]], where: str) -> None:
+def check_modules(
+    entry: CatalogueEntry, trainable: Collection[str], stages: Iterable[Collection[str]], where: str
+) -> None:
     """Check that stages have modules of the text model only, of which `known` are all, and the inputs together.
 
     Raises:
@@ -109,7 +111,7 @@ def check_modules(entry: CatalogueEntry, known: Collection[str], stages: Iterabl
                     f"pack the source again with --drop {' --drop '.join(entry.towers)}",
                     code="config.towers",
                 )
-            if module not in known:
+            if module not in trainable:
                 raise ModelError(
                     where,
                     f"{module} is for multi-token prediction, which cannot be trained",
@@ -117,8 +119,8 @@ def check_modules(entry: CatalogueEntry, known: Collection[str], stages: Iterabl
                     code="config.mtp-layers",
                 )
         for together in modules_together(entry):
-            found = [module for module in together if module in modules]
-            if found and len(found) < len(together):
+            present = [module for module in together if module in modules]
+            if present and len(present) < len(together):
                 raise ModelError(
                     where,
                     f"{' and '.join(together)} must be on one stage",

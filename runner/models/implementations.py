@@ -45,10 +45,14 @@ def check_model_type(config: Mapping[str, Any], architecture: str, where: str) -
     Raises:
         ModelError: transformers would run another class.
     """
-    found = config.get("model_type")
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(found) if isinstance(found, str) else None
+    model_type = config.get("model_type")
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
     names = (classes,) if isinstance(classes, str) else tuple(classes or ())
-    if names and architecture not in names and getattr(transformers, architecture).config_class.model_type != found:
-        problem = f"{found!r} is the type of {' and '.join(names)}, and architectures names {architecture}"
+    if (
+        names
+        and architecture not in names
+        and getattr(transformers, architecture).config_class.model_type != model_type
+    ):
+        problem = f"{model_type!r} is the type of {' and '.join(names)}, and architectures names {architecture}"
         hint = "correct the one that is wrong: transformers reads model_type"
         raise ModelError(f"{where}: model_type", problem, hint, code="config.contradictory-fields")

@@ -70,15 +70,15 @@ class NamedFamily:
         """
         with torch.device("meta"):
             built = self._make(modules)
-        found = {name: tuple(tensor.shape) for name, tensor in _stored_tensors(built)}
+        shapes = {name: tuple(tensor.shape) for name, tensor in _stored_tensors(built)}
         owned = set(modules)
         expected = {name: shape for name, shape in self._tensors.items() if module_of(name, owned) is not None}
-        for name in sorted(found.keys() | expected.keys()):
-            if found.get(name) != expected.get(name):
+        for name in sorted(shapes.keys() | expected.keys()):
+            if shapes.get(name) != expected.get(name):
                 raise ModelError(
                     self._where,
                     f"expected {_shown(expected.get(name))} for {name} of {self.architecture} (the files), "
-                    f"found {_shown(found.get(name))} (its family)",
+                    f"found {_shown(shapes.get(name))} (its family)",
                     "build each module with the names and shapes of its tensors, and no other module",
                     code="model.family-mismatch",
                 )
@@ -195,21 +195,21 @@ def generic_family(model_class: type[Any], request: FamilyRequest, *, num_result
     return Generic(entry, request.config, max_seq_len=request.max_seq_len, where=request.where, model_class=model_class)
 
 
-def load_family(found: EntryPoint, request: FamilyRequest) -> Family:
+def load_family(entry_point: EntryPoint, request: FamilyRequest) -> Family:
     """Import what an entry point names, and return the family that it makes.
 
     Raises:
         ModelError: it cannot be imported, is not there, or returns something that is not a family.
     """
-    place = f"entry point {found.name} = {found.value} ({GROUP})"
+    place = f"entry point {entry_point.name} = {entry_point.value} ({GROUP})"
     try:
-        made: Any = import_module(found.module)
+        made: Any = import_module(entry_point.module)
     except ImportError as error:
         hint = "install what the package needs, or correct its entry point"
         raise ModelError(place, f"cannot be imported: {error}", hint, code="model.family-import") from error
-    for name in found.attr.split(".") if found.attr else ():
+    for name in entry_point.attr.split(".") if entry_point.attr else ():
         if not hasattr(made, name):
-            problem, hint = f"{found.module} has no {found.attr}", "correct the entry point of the package"
+            problem, hint = f"{entry_point.module} has no {entry_point.attr}", "correct the entry point of the package"
             raise ModelError(place, problem, hint, code="model.family-missing")
         made = getattr(made, name)
     if not callable(made):

@@ -20,7 +20,7 @@ from runner.tensors.local_shard import Piece
 class Region:
     """A tensor of a file as a part of a parameter.
 
-    Shapes: `shape` is the tensor's; `corner` and `sizes` are of the parameter's dimensions, of which `kept` are the
+    Shapes: `shape` is the tensor's; `corner` and `sizes` are of the parameter's dimensions, of which `dims` are the
     tensor's, in its order. The others have size 1.
     """
 
@@ -28,7 +28,7 @@ class Region:
     shape: tuple[int, ...]
     corner: tuple[int, ...]
     sizes: tuple[int, ...]
-    kept: tuple[int, ...]
+    dims: tuple[int, ...]
 
 
 @contextmanager
@@ -50,10 +50,10 @@ def regions_of(parameter: torch.Tensor, files: Mapping[str, torch.Tensor]) -> tu
     whole = parameter.untyped_storage()
     regions = []
     for fqn, tensor in files.items():
-        found = _region(fqn, tensor, parameter) if tensor.untyped_storage()._cdata == whole._cdata else None
-        if found is None:
+        region = _region(fqn, tensor, parameter) if tensor.untyped_storage()._cdata == whole._cdata else None
+        if region is None:
             return None
-        regions.append(found)
+        regions.append(region)
     if sum(tensor.numel() for tensor in files.values()) != parameter.numel():
         return None
     return tuple(regions)
@@ -64,20 +64,20 @@ def _region(fqn: str, tensor: torch.Tensor, parameter: torch.Tensor) -> Region |
     for stride in parameter.stride():
         corner.append(rest // stride if stride else 0)
         rest -= corner[-1] * stride
-    sizes, kept = [1] * parameter.dim(), []
+    sizes, dims = [1] * parameter.dim(), []
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         fitting = [
             dim
             for dim, (whole, step) in enumerate(zip(parameter.shape, parameter.stride(), strict=True))
-            if step == stride and dim not in kept and corner[dim] + size <= whole
+            if step == stride and dim not in dims and corner[dim] + size <= whole
         ]
         if not fitting:
             return None
         # Of dimensions with equal strides all but one have size 1.
         dim = max(fitting, key=lambda dim: parameter.shape[dim])
-        kept.append(dim)
+        dims.append(dim)
         sizes[dim] = size
-    return Region(fqn=fqn, shape=tuple(tensor.shape), corner=tuple(corner), sizes=tuple(sizes), kept=tuple(kept))
+    return Region(fqn=fqn, shape=tuple(tensor.shape), corner=tuple(corner), sizes=tuple(sizes), dims=tuple(dims))
 
 
 def pieces_in(region: Region, memory: torch.Tensor, offset: tuple[int, ...]) -> Piece | None:
@@ -94,9 +94,9 @@ def pieces_in(region: Region, memory: torch.Tensor, offset: tuple[int, ...]) -> 
         return None
     cut: Any = tuple(slice(begin - low, end - low) for begin, end, low in zip(begins, ends, offset, strict=True))
     box = memory[cut]
-    dropped = [dim for dim in range(box.dim()) if dim not in region.kept]
-    box = box.permute((*region.kept, *dropped))
+    dropped = [dim for dim in range(box.dim()) if dim not in region.dims]
+    box = box.permute((*region.dims, *dropped))
     for _ in dropped:
         box = box.squeeze(-1)
-    corner = tuple(begins[dim] - region.corner[dim] for dim in region.kept)
+    corner = tuple(begins[dim] - region.corner[dim] for dim in region.dims)
     return Piece(fqn=region.fqn, shape=region.shape, offset=corner, memory=box)

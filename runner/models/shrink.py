@@ -70,10 +70,10 @@ def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
     Sizes that are None, 0 or smaller anyway stay, and so does what decides which code runs: whether heads share keys,
     which part of a head rotates, how widths are made up of heads.
     """
-    found = {name: _small(str(name), value) for name, value in config.items()}
+    tiny = {name: _small(str(name), value) for name, value in config.items()}
     for keep in (_keep_groups, _keep_head_width, _keep_latent, _keep_state_heads, _keep_rotation):
-        keep(found, config)
-    return found
+        keep(tiny, config)
+    return tiny
 
 
 def _small(name: str, value: Any) -> Any:
@@ -84,65 +84,65 @@ def _small(name: str, value: Any) -> Any:
     if (most := SIZES.get(name)) is None or isinstance(value, bool):
         return value
     if isinstance(value, list):  # one for each layer
-        return [_small(name, each) for each in value]
+        return [_small(name, entry) for entry in value]
     return min(value, most) if isinstance(value, int) else value
 
 
-def _keep_groups(found: dict[str, Any], config: Mapping[str, Any]) -> None:
+def _keep_groups(tiny: dict[str, Any], config: Mapping[str, Any]) -> None:
     """Keep heads with keys of their own, and layers with more heads than others."""
     for heads, keys in _GROUPS:
         if isinstance(config.get(keys), int) and config[keys] == config.get(heads):
-            found[keys] = found[heads]
+            tiny[keys] = tiny[heads]
     if isinstance(counts := config.get("num_attention_heads_per_layer"), list):
-        few = found["num_attention_heads"]
-        found["num_attention_heads_per_layer"] = [few if count == min(counts) else 2 * few for count in counts]
+        few = tiny["num_attention_heads"]
+        tiny["num_attention_heads_per_layer"] = [few if count == min(counts) else 2 * few for count in counts]
 
 
-def _keep_head_width(found: dict[str, Any], config: Mapping[str, Any]) -> None:
+def _keep_head_width(shrunk: dict[str, Any], config: Mapping[str, Any]) -> None:
     """Keep whether a head is as wide as its share of the hidden size, wider or narrower."""
     names = ("head_dim", "hidden_size", "num_attention_heads")
     if not all(type(config.get(name)) is int and config[name] > 0 for name in names):
         return
     (width, share), (_, tiny) = ((sizes["head_dim"], sizes["hidden_size"] // sizes["num_attention_heads"])
-                                 for sizes in (config, found))  # fmt: skip
+                                 for sizes in (config, shrunk))  # fmt: skip
     if width == share:
-        found["head_dim"] = tiny
-    elif found["head_dim"] == tiny:
-        found["head_dim"] = 2 * tiny if width > share else tiny // 2
+        shrunk["head_dim"] = tiny
+    elif shrunk["head_dim"] == tiny:
+        shrunk["head_dim"] = 2 * tiny if width > share else tiny // 2
 
 
-def _keep_latent(found: dict[str, Any], config: Mapping[str, Any]) -> None:
+def _keep_latent(tiny: dict[str, Any], config: Mapping[str, Any]) -> None:
     """Keep which width latent attention takes for that of a head."""
     rotating = config.get("qk_rope_head_dim")
     for name in ("head_dim", "qk_head_dim"):
         if isinstance(rotating, int) and isinstance(config.get(name), int):
-            plain = 0 if config[name] == rotating else found.get("qk_nope_head_dim", SIZES["qk_nope_head_dim"])
-            found[name] = found["qk_rope_head_dim"] + plain
+            plain = 0 if config[name] == rotating else tiny.get("qk_nope_head_dim", SIZES["qk_nope_head_dim"])
+            tiny[name] = tiny["qk_rope_head_dim"] + plain
 
 
-def _keep_state_heads(found: dict[str, Any], config: Mapping[str, Any]) -> None:
+def _keep_state_heads(tiny: dict[str, Any], config: Mapping[str, Any]) -> None:
     """Keep how the inner width of a state space model is made up."""
     expand = config.get("mamba_expand") or config.get("expand")
     if not isinstance(expand, (int, float)) or not isinstance(config.get("hidden_size"), int):
         return
-    before, after = (int(expand * sizes["hidden_size"]) for sizes in (config, found))
+    before, after = (int(expand * sizes["hidden_size"]) for sizes in (config, tiny))
     if config.get("mamba_d_ssm"):
-        found["mamba_d_ssm"] = after
+        tiny["mamba_d_ssm"] = after
     if config.get("intermediate_size") == before:
-        found["intermediate_size"] = after
+        tiny["intermediate_size"] = after
     for heads, head in _STATE_HEADS:
         if isinstance(config.get(heads), int) and isinstance(config.get(head), int):
-            found[heads] = after // found[head]
+            tiny[heads] = after // tiny[head]
 
 
-def _keep_rotation(found: dict[str, Any], config: Mapping[str, Any]) -> None:
+def _keep_rotation(tiny: dict[str, Any], config: Mapping[str, Any]) -> None:
     """Keep the part of a head that rotates, and lists with an entry for each pair of its dimensions."""
-    before, after = (_rotating_width(sizes) for sizes in (config, found))
+    before, after = (_rotating_width(sizes) for sizes in (config, tiny))
     if not before or not after:
         return
     if isinstance(config.get("rotary_dim"), int):
-        found["rotary_dim"] = config["rotary_dim"] * after // before
-    for rope in _ropes(found):
+        tiny["rotary_dim"] = config["rotary_dim"] * after // before
+    for rope in _ropes(tiny):
         for name in _HALVES:
             if isinstance(factors := rope.get(name), list):
                 rope[name] = factors[: len(factors) * after // before]
@@ -164,6 +164,6 @@ def _rotating_width(config: Mapping[str, Any]) -> int:
 def _ropes(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the parameters of each RoPE: one of the model, or one of each type of layers."""
     for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(found := config.get(name), dict):
-            yield found
-            yield from (each for each in found.values() if isinstance(each, dict))
+        if isinstance(parameters := config.get(name), dict):
+            yield parameters
+            yield from (entry for entry in parameters.values() if isinstance(entry, dict))

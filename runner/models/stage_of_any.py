@@ -15,13 +15,20 @@ Layers of some architectures take more that depends on the tokens: an input for 
 an earlier layer (Gemma 3n), indices that an earlier layer chose (GLM 5), the tokens (DeepSeek-V4). The catalogue names
 these arguments (`CatalogueEntry.carried`). What the layers of later stages are called with leaves together with the
 hidden state; there it replaces what the model computes of tokens that are all 0.
+
+# Note [Padding under RoPE that depends on length]
+For `longrope` and `dynamic` RoPE, transformers takes the frequencies of every position from the number of tokens in a
+row, padding included. A row that is padded beyond a boundary is then another computation than its text alone.
+Evaluation computes the loss of the text alone: rows are padded only up to where the frequencies stay the same, and rows
+that differ in that are computed apart. Training takes all rows at --seq-len, as a trainer on transformers does with
+right padding. Source: transformers 5.23, `modeling_rope_utils.py`, `dynamic_rope_update`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,7 +38,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from manifests.models.catalogue import CatalogueEntry
-from runner.models.lengths import forget_lengths
 
 _SHARED = (dict, UserDict)  # of what layers write and later layers read
 
@@ -58,7 +64,7 @@ class StageOfAny(nn.Module):
         here = [index for index in range(len(listed)) if f"{entry.layers}.{index}" in owned]
         self._last = here[-1] if here else -1
         self._arrived: torch.Tensor | None = None
-        self._left: torch.Tensor | None = None
+        self._outgoing: torch.Tensor | None = None
         self._given: Mapping[str, Any] = {}
         self._seen: dict[str, list[Any]] = {}
         for index, layer in enumerate(listed):
@@ -86,18 +92,18 @@ class StageOfAny(nn.Module):
         forget_lengths(self.model)
         self._make_traceable(given)
         size = given["size"] if isinstance(given, dict) else tuple(given.shape[:2])
-        found = self._run(given, size)
+        output = self._run(given, size)
         if self._gives_logits:
-            return found.logits
+            return output.logits
         if self._has_norms:
-            left = found.last_hidden_state
+            outgoing = output.last_hidden_state
         else:
-            left, self._left = self._left, None
-            assert left is not None
+            outgoing, self._outgoing = self._outgoing, None
+            assert outgoing is not None
         if not self._hands_on_trees:
-            return left
+            return outgoing
         seen, self._seen = self._seen, {}
-        return {"hidden": left, "size": size, "carried": {name: _packed(values) for name, values in seen.items()}}
+        return {"hidden": outgoing, "size": size, "carried": {name: _packed(values) for name, values in seen.items()}}
 
     def _run(self, given: Any, size: tuple[int, ...]) -> Any:
         runs = self.model if self._gives_logits else self._base()
@@ -107,16 +113,16 @@ class StageOfAny(nn.Module):
             return runs(inputs_embeds=given, use_cache=False)
         if not self._hands_on_trees:
             self._arrived = given
-            found = runs(inputs_embeds=torch.zeros_like(given), use_cache=False)
+            output = runs(inputs_embeds=torch.zeros_like(given), use_cache=False)
         else:
             self._arrived, self._given = given["hidden"], given["carried"]
             for part in self.modules():
                 if isinstance(part, _Skipped):
                     part.dtype = given["hidden"].dtype
             tokens = torch.zeros(size, dtype=torch.int64, device=given["hidden"].device)
-            found = runs(input_ids=tokens, use_cache=False)
+            output = runs(input_ids=tokens, use_cache=False)
         self._arrived, self._given = None, {}
-        return found
+        return output
 
     def _make_traceable(self, given: Any) -> None:
         """Choose a kernel for experts that runs on fake tensors in any dtype, if these are some."""
@@ -134,10 +140,10 @@ class StageOfAny(nn.Module):
         return args, {**kwargs, "hidden_states": self._arrived}
 
     def _leave(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._left = args[0] if args else kwargs["hidden_states"]
+        self._outgoing = args[0] if args else kwargs["hidden_states"]
 
     def _end(self, layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        self._left = out[0] if isinstance(out, (tuple, list)) else out
+        self._outgoing = out[0] if isinstance(out, (tuple, list)) else out
 
     def _exchange(
         self,
@@ -153,16 +159,42 @@ class StageOfAny(nn.Module):
         values = list(args)
         for name in self._carried:
             at = names.index(name) if name in names else len(values)
-            found = values[at] if at < len(values) else kwargs.get(name)
+            value = values[at] if at < len(values) else kwargs.get(name)
             if name in self._given:
-                found = _replaced(found, self._given[name], num_layers - 1 - index)
+                value = _replaced(value, self._given[name], num_layers - 1 - index)
             if at < len(values):
-                values[at] = found
+                values[at] = value
             elif name in kwargs:
-                kwargs[name] = found
+                kwargs[name] = value
             if index > self._last and not self._has_norms:
-                self._seen.setdefault(name, []).append(found)
+                self._seen.setdefault(name, []).append(value)
         return tuple(values), kwargs
+
+
+def is_stand_in(part: nn.Module) -> bool:
+    """Return whether a module is in the place of one of another stage."""
+    return isinstance(part, (_Elsewhere, _Skipped))
+
+
+def longest_alike(config: Any, length: int, most: int) -> int:
+    """Return how many tokens, at most `most`, a row of `length` may be padded to with the same frequencies."""
+    for kind, rope in _ropes(config):
+        if kind == "longrope" and length <= rope["original_max_position_embeddings"]:
+            most = min(most, rope["original_max_position_embeddings"])
+        elif "dynamic" in kind:
+            most = length if length > config.max_position_embeddings else min(most, config.max_position_embeddings)
+    return max(length, most)
+
+
+def forget_lengths(model: nn.Module) -> None:
+    """Let `dynamic` frequencies be those of the next sequence: transformers keeps those of the longest one before."""
+    for part in model.modules():
+        kinds = getattr(part, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, Mapping) else (("", kinds),):
+            if isinstance(kind, str) and "dynamic" in kind:
+                prefix = f"{layer_type}_" if layer_type else ""
+                setattr(part, f"{prefix}max_seq_len_cached", part.original_max_seq_len)
+                setattr(part, f"{prefix}inv_freq", getattr(part, f"{prefix}original_inv_freq"))
 
 
 class _Elsewhere(nn.Module):
@@ -192,18 +224,18 @@ class _Skipped(nn.Module):
         self.dtype = torch.float32
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        for found in (*args, *kwargs.values()):
-            if isinstance(found, torch.Tensor) and self._width and found.shape[-1] != self._width:
-                rows = found.shape[:-1] if found.is_floating_point() else found.shape
-                return torch.zeros(*rows, self._width, dtype=self.dtype, device=found.device)
-            if isinstance(found, torch.Tensor) and found.is_floating_point() and found.dim() > 2:
-                return found
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, torch.Tensor) and self._width and argument.shape[-1] != self._width:
+                rows = argument.shape[:-1] if argument.is_floating_point() else argument.shape
+                return torch.zeros(*rows, self._width, dtype=self.dtype, device=argument.device)
+            if isinstance(argument, torch.Tensor) and argument.is_floating_point() and argument.dim() > 2:
+                return argument
         return torch.zeros(())
 
 
 def _skip(module: nn.Module, *, keeps_width: bool) -> nn.Module:
     if isinstance(module, nn.ModuleList):
-        return nn.ModuleList(_skip(each, keeps_width=keeps_width) for each in module)
+        return nn.ModuleList(_skip(part, keeps_width=keeps_width) for part in module)
     return _Skipped(None if keeps_width else getattr(module, "embedding_dim", getattr(module, "out_features", None)))
 
 
@@ -218,16 +250,19 @@ def _packed(values: list[Any]) -> dict[str, Any]:
     }
 
 
-def _replaced(found: Any, arrived: Mapping[str, Any], layers_left: int) -> Any:
-    """Return what arrived for the layer that so many others follow, or what it was called with where nothing did."""
+def _replaced(argument: Any, arrived: Mapping[str, Any], num_later: int) -> Any:
+    """Return the argument that arrived for the layer with `num_later` layers after it; its own one if none arrived."""
     if arrived["shared"] is not None:  # to which layers here add
         for name, value in arrived["shared"].items():
-            found.setdefault(name, value)
+            argument.setdefault(name, value)
     places = arrived["places"]
-    place = places[-1 - layers_left] if layers_left < len(places) else None
-    return found if place is None else arrived["tensors"][place]
+    place = places[-1 - num_later] if num_later < len(places) else None
+    return argument if place is None else arrived["tensors"][place]
 
 
-def is_stand_in(part: nn.Module) -> bool:
-    """Return whether a module is in the place of one of another stage."""
-    return isinstance(part, (_Elsewhere, _Skipped))
+def _ropes(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the kind and parameters of each RoPE: one of the model, or one of each type of layers."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):
+        if isinstance(rope, Mapping) and isinstance(kind := rope.get("rope_type"), str):
+            yield kind, rope

@@ -70,13 +70,13 @@ def summed_by_plan(model: PreTrainedModel) -> Iterator[nn.Parameter]:
 
 def _style_of(model: PreTrainedModel, *names: str) -> str | None:
     """Return the style that a plan has for the first of these names that it has."""
-    found = next((style for name in names if (style := model.tp_plan.get(_pattern(name))) is not None), None)
-    return None if found == _SUMMED else found
+    style_name = next((style for name in names if (style := model.tp_plan.get(_pattern(name))) is not None), None)
+    return None if style_name == _SUMMED else style_name
 
 
 def _pattern(name: str) -> str:
-    found: str = replace_layer_number_by_wildcard(name)
-    return found
+    pattern: str = replace_layer_number_by_wildcard(name)
+    return pattern
 
 
 def _check_even(name: str, before: nn.Parameter, after: nn.Parameter) -> None:

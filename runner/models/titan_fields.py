@@ -24,11 +24,11 @@ class TitanFields(ABC):
     default_head: ClassVar[int | None] = None  # None: the hidden size over the number of heads
 
     def __init__(self, config: Mapping[str, object], where: str = "config.json") -> None:
-        plain = {name: found for name, found in config.items() if name != "quantization_config"}
+        plain = {name: value for name, value in config.items() if name != "quantization_config"}
         self.read = read = ConfigReader(plain, where)
         for field, allowed in {**_SUPPORTED, **self.supported}.items():
-            if (found := config.get(field)) is not None and found not in allowed:
-                problem = f"{found!r} is not supported; expected {allowed[0]!r} or nothing"
+            if (value := config.get(field)) is not None and value not in allowed:
+                problem = f"{value!r} is not supported; expected {allowed[0]!r} or nothing"
                 raise read.error(field, problem, code="config.unsupported-value")
         shape = model_shape(plain, where)
         self.architecture, self.shapes, self._extra = shape.architecture, shape.tensors, shape.optional
@@ -259,17 +259,17 @@ def _padding_row(read: ConfigReader, vocab_size: int) -> int | None:
 
     Source: transformers builds `nn.Embedding(…, padding_idx=config.pad_token_id)`.
     """
-    found = read.config.get("pad_token_id")
-    if found is None:
+    token = read.config.get("pad_token_id")
+    if token is None:
         return None
-    if type(found) is not int or not -vocab_size <= found < vocab_size:
+    if type(token) is not int or not -vocab_size <= token < vocab_size:
         raise read.error(
             "pad_token_id",
-            f"expected an integer within the vocabulary of {vocab_size}, found {repr(found)[:80]}",
+            f"expected an integer within the vocabulary of {vocab_size}, found {repr(token)[:80]}",
             "null if the model has no padding token",
             code="config.pad-token",
         )
-    return found % vocab_size
+    return token % vocab_size
 
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")

@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from runner.models.attention import CausalAttention
-from runner.models.rope import RotaryEmbedding, rotary_config
+from runner.models.attention import CausalAttention, RotaryEmbedding, rotary_config
 from runner.models.titan_fields import TitanFields
 from runner.models.titan_modules import (
     Decoder,
@@ -146,9 +145,15 @@ class TitanFamily(TitanFields):
             vocab_size=vocab,
             tok_embeddings=Embedding.Config(num_embeddings=vocab, embedding_dim=width, param_init=NO_INIT),
             norm=self.norm(width),
-            lm_head=Linear.Config(in_features=width, out_features=vocab, param_init=NO_INIT),
+            lm_head=linear(width, vocab),
             layers=[self.block(layer) for layer in layers],
         )
+
+
+def linear(
+    inputs: int, outputs: int, *, bias: bool = False, kind: type[Linear.Config] = Linear.Config
+) -> Linear.Config:
+    return kind(in_features=inputs, out_features=outputs, bias=bias, param_init=NO_INIT)
 
 
 def _split(name: str) -> tuple[str, str]:

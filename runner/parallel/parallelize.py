@@ -25,7 +25,7 @@ from runner.parallel.mesh import Mesh
 from runner.parallel.tensor_parallel import shard_matrices, summed_over_heads
 from runner.pipeline.chunk import StageChunk, layers_of
 from runner.tensors.dtensor import local_of, mesh_dims
-from runner.tensors.dtypes import FLAG_DTYPES
+from runner.tensors.local_shard import FLAG_DTYPES
 
 _BUCKET = 1 << 24  # elements that are all-reduced at a time
 
@@ -58,8 +58,8 @@ class Parallel:
             _all_reduce(partial, self.mesh.group(TENSOR), torch.float32)
         if degrees.replicate > 1:
             parameters = (parameter for chunk in self.chunks for parameter in chunk.body.parameters())
-            left = [parameter for parameter in parameters if REPLICATE not in mesh_dims(parameter)]
-            _all_reduce(left, self.mesh.group(REPLICATE), self.reduce_dtype)
+            replicated = [parameter for parameter in parameters if REPLICATE not in mesh_dims(parameter)]
+            _all_reduce(replicated, self.mesh.group(REPLICATE), self.reduce_dtype)
 
     def reshard(self) -> None:
         """Free the parameters that a forward has gathered."""
@@ -112,8 +112,8 @@ def _reduce_sharded(root: FSDPModule) -> None:
     root.set_reshard_after_backward(True)
     root.set_requires_gradient_sync(True)
     state = fully_shard.state(root)  # type: ignore[attr-defined]
-    for each in state._state_ctx.all_states:
-        for group in each._fsdp_param_groups:
+    for fsdp_state in state._state_ctx.all_states:
+        for group in fsdp_state._fsdp_param_groups:
             group.post_backward()
     state._root_post_backward_final_callback()
 

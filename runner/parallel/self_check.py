@@ -37,13 +37,13 @@ def check_tensor_parallel(family: SelfChecked, mesh: Mesh) -> float:
     """
     started_s = time.perf_counter()
     try:
-        found = compare_shared(family, mesh)
+        compared = compare_shared(family, mesh)
     except UserError:
         raise
     except Exception as error:  # of modules that do not expect to have a part of their parameters
         raise _failed(family, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
-    if found.largest > TOLERANCE:
-        raise _failed(family, str(found))
+    if compared.largest > TOLERANCE:
+        raise _failed(family, str(compared))
     return time.perf_counter() - started_s
 
 
@@ -64,15 +64,15 @@ def compare_shared(family: SelfChecked, mesh: Mesh) -> Compared:
         chunk.io = None  # nothing crosses to other stages; logits may be in float32
         parallel = Parallel(mesh=mesh, chunks=(chunk,), reduce_dtype=dtype)
         parallel.defer_gradient_sync()
-        own = tiny.results[mesh.data_rank :: mesh.degrees.data]
-        crossed = [(chunk(result.tokens), result) for result in own]
+        rank_results = tiny.results[mesh.data_rank :: mesh.degrees.data]
+        crossed = [(chunk(result.tokens), result) for result in rank_results]
         for logits, result in crossed:
             torch.autograd.backward(logits, result.towards)
         parallel.reduce_gradients()
     return Compared(
         logits=max(difference(logits.detach(), result.logits) for logits, result in crossed),
         loss=max(loss_difference(logits.detach(), result) for logits, result in crossed),
-        gradients=max(difference(found, expected) for _, expected, found in gradients_of(tiny.whole, (chunk,))),
+        gradients=max(difference(gradient, expected) for _, expected, gradient in gradients_of(tiny.whole, (chunk,))),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from runner.data.batches import IGNORED
+from runner.data.sequences import IGNORED
 
 
 class ChunkedHead:

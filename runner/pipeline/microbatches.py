@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from runner.config.schema import BatchOptions
-from runner.data.batches import IGNORED
+from runner.data.sequences import IGNORED
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, num_tokens: int) -> torch.Tensor:

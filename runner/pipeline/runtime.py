@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 
 from runner.config.schema import BatchOptions
-from runner.data.batches import Batch
+from runner.data.sequences import Batch
 from runner.pipeline.chunk import StageChunk
 from runner.pipeline.heads import loss_of, output_form, whole_heads
 from runner.pipeline.microbatches import check_shape, evaluating, total

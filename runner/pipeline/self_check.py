@@ -201,9 +201,9 @@ def run_whole(whole: Any, vocab_size: int, dtype: torch.dtype = torch.float32) -
     _seed_by_name(whole.body.train())
     drawn = torch.Generator().manual_seed(0)
     batches = [torch.randint(vocab_size, (1, _LENGTH), generator=drawn) for _ in range(_NUM_MICROBATCHES)]
-    found = [(tokens, *whole(tokens)) for tokens in batches]
+    outputs = [(tokens, *whole(tokens)) for tokens in batches]
     results = []
-    for tokens, logits, loss in found:
+    for tokens, logits, loss in outputs:
         logits.retain_grad()
         loss.backward()
         if logits.grad is None:
@@ -219,14 +219,14 @@ def _compare(
     crossed = [forward(chunks, result.tokens) for result in results]
     for result, crossings in zip(results, crossed, strict=True):
         towards: Gradients = (result.towards,)
-        for arrived, left in reversed(crossings):
-            towards = backward(arrived, left, towards)
+        for arrived, outgoing in reversed(crossings):
+            towards = backward(arrived, outgoing, towards)
     logits = [crossings[-1][1][0].detach() for crossings in crossed]
     return (
         Compared(
-            logits=max(_largest(found - result.logits) for found, result in zip(logits, results, strict=True)),
-            loss=max(loss_difference(found, result) for found, result in zip(logits, results, strict=True)),
-            gradients=max(difference(found, expected) for _, expected, found in gradients_of(whole, chunks)),
+            logits=max(_largest(computed - result.logits) for computed, result in zip(logits, results, strict=True)),
+            loss=max(loss_difference(computed, result) for computed, result in zip(logits, results, strict=True)),
+            gradients=max(difference(computed, expected) for _, expected, computed in gradients_of(whole, chunks)),
         ),
         whole,
         chunks,
@@ -263,18 +263,18 @@ def build_filled(
 def forward(chunks: Sequence[StageChunk], tokens: torch.Tensor) -> list[tuple[Tensors, Tensors]]:
     """Return what arrives at each stage, and what leaves it."""
     crossings: list[tuple[Tensors, Tensors]] = []
-    left: Tensors = (tokens,)
+    outgoing: Tensors = (tokens,)
     for chunk in chunks:
-        arrived = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in left)
-        found = chunk(*arrived)
-        left = found if isinstance(found, tuple) else (found,)
-        crossings.append((arrived, left))
+        arrived = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outgoing)
+        output = chunk(*arrived)
+        outgoing = output if isinstance(output, tuple) else (output,)
+        crossings.append((arrived, outgoing))
     return crossings
 
 
-def backward(arrived: Tensors, left: Tensors, towards: Gradients) -> Gradients:
+def backward(arrived: Tensors, outgoing: Tensors, towards: Gradients) -> Gradients:
     """Return the gradients of what arrived at a stage, by those of what left it; None where nothing depends on it."""
-    pairs = [(tensor, gradient) for tensor, gradient in zip(left, towards, strict=True) if gradient is not None]
+    pairs = [(tensor, gradient) for tensor, gradient in zip(outgoing, towards, strict=True) if gradient is not None]
     torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
     return tuple(tensor.grad for tensor in arrived)
 
@@ -291,16 +291,16 @@ def _seed_by_name(model: nn.Module) -> None:
 
 def loss_difference(logits: torch.Tensor, expected: WholeResult) -> float:
     labels = expected.tokens[:, 1:]
-    found = token_loss(logits[:, :-1], labels, num_tokens=labels.numel()).item()
-    return abs(found - expected.loss) / abs(expected.loss)
+    loss = token_loss(logits[:, :-1], labels, num_tokens=labels.numel()).item()
+    return abs(loss - expected.loss) / abs(expected.loss)
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros(parameter.shape) if parameter.grad is None else whole_of(parameter.grad)
 
 
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return _largest((found - expected) / expected.abs().max().clamp_min(1e-30))
+def difference(computed: torch.Tensor, expected: torch.Tensor) -> float:
+    return _largest((computed - expected) / expected.abs().max().clamp_min(1e-30))
 
 
 def _largest(difference: torch.Tensor) -> float:

@@ -72,13 +72,13 @@ class Form:
             raise FormError(f"a stage's output is {_in_a_line(tree)}, expected {_in_a_line(self.tree)}")
         taken = {id(tensor) for tensor in inputs}
         packed = []
-        for found, expected in zip(leaves, self.leaves, strict=True):
-            _check(found, expected)
+        for leaf, expected in zip(leaves, self.leaves, strict=True):
+            _check(leaf, expected)
             if isinstance(expected, TensorForm):
-                if id(found) in taken or found._is_view() or not found.is_contiguous():
-                    found = found.clone(memory_format=torch.contiguous_format)
-                taken.add(id(found))
-                packed.append(found)
+                if id(leaf) in taken or leaf._is_view() or not leaf.is_contiguous():
+                    leaf = leaf.clone(memory_format=torch.contiguous_format)
+                taken.add(id(leaf))
+                packed.append(leaf)
         return packed[0] if len(packed) == 1 else tuple(packed)
 
     def unpack(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -115,9 +115,9 @@ def _leaf_of(leaf: Any) -> TensorForm | Constant:
     return Constant(value=leaf)
 
 
-def _check(found: Any, expected: TensorForm | Constant) -> None:
+def _check(leaf: Any, expected: TensorForm | Constant) -> None:
     if isinstance(expected, Constant):
-        if isinstance(found, torch.Tensor) or type(found) is not type(expected.value) or found != expected.value:
-            raise FormError(f"a stage's output has {_leaf_of(found)}, expected {expected} as for every microbatch")
-    elif not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
-        raise FormError(f"a stage's output has {_leaf_of(found)}, expected {expected}")
+        if isinstance(leaf, torch.Tensor) or type(leaf) is not type(expected.value) or leaf != expected.value:
+            raise FormError(f"a stage's output has {_leaf_of(leaf)}, expected {expected} as for every microbatch")
+    elif not isinstance(leaf, torch.Tensor) or (leaf.shape, leaf.dtype) != (expected.shape, expected.dtype):
+        raise FormError(f"a stage's output has {_leaf_of(leaf)}, expected {expected}")

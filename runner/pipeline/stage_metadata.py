@@ -94,11 +94,11 @@ def plan_stage_metadata(family: Family, stage_modules: Sequence[tuple[str, ...]]
         ManifestError: the stages do not have each module of the model once, in the order of the forward.
     """
     listed = [module for modules in stage_modules for module in modules]
-    for position, (expected, found) in enumerate(zip(family.modules, listed, strict=False)):
-        if expected != found:
+    for position, (expected, listed_module) in enumerate(zip(family.modules, listed, strict=False)):
+        if expected != listed_module:
             raise ManifestError(
                 "stages",
-                f"expected {expected} as module {position} of {family.architecture}, found {found}",
+                f"expected {expected} as module {position} of {family.architecture}, found {listed_module}",
                 code="manifest.wrong-modules",
             )
     if len(listed) != len(family.modules):

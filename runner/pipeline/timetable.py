@@ -104,18 +104,18 @@ class Timetable:
         return lower(Table(placement=self.placement, num_microbatches=num_microbatches, ranks=ranks))
 
 
-def choose_timetable(asked: str | None, manifest: Manifest, num_microbatches: int) -> Timetable:
+def choose_timetable(name: str | None, manifest: Manifest, num_microbatches: int) -> Timetable:
     """Return the timetable of --schedule, else the manifest's, else the default one for its stages.
 
     Raises:
         UsageError, ScheduleError: see `find_timetable`.
     """
     placement = manifest.placement
-    name = manifest.layout.schedule or default_schedule(placement)
-    return find_timetable(asked or name, placement, num_microbatches)
+    name = name or manifest.layout.schedule or default_schedule(placement)
+    return find_timetable(name, placement, num_microbatches)
 
 
-def find_timetable(asked: str, placement: Placement, num_microbatches: int) -> Timetable:
+def find_timetable(name: str, placement: Placement, num_microbatches: int) -> Timetable:
     """Return the timetable of a schedule's name, or of a .csv file.
 
     Raises:
@@ -123,9 +123,9 @@ def find_timetable(asked: str, placement: Placement, num_microbatches: int) -> T
         ScheduleError: a file that cannot be read or run.
     """
     timetable = (
-        read_timetable(Path(asked), placement)
-        if asked.endswith(_SUFFIX)
-        else Timetable(name=schedule_named(asked), placement=placement)
+        read_timetable(Path(name), placement)
+        if name.endswith(_SUFFIX)
+        else Timetable(name=schedule_named(name), placement=placement)
     )
     timetable.check(num_microbatches)
     return timetable

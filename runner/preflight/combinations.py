@@ -63,22 +63,22 @@ REFUSED = (
     Refusal(
         where="--compile",
         code="schedule.compiled-layers",
-        applies=lambda found: found.splits_backward and found.is_compiled,
+        applies=lambda run: run.splits_backward and run.is_compiled,
         problem="is not supported with {schedule}: a backward in two parts makes gradients of compiled layers wrong",
         hint=f"remove --compile, or use {_UNSPLIT}",
     ),
     Refusal(
         where="--tp",
         code="options.tp-architecture",
-        applies=lambda found: found.num_tensor > 1 and bool(found.whole_because),
+        applies=lambda run: run.num_tensor > 1 and bool(run.whole_because),
         problem="tensor parallelism is not supported for {architecture}: {whole_because}",
         hint="remove --tp, or use more stages or --dp-shard to save memory; docs/models.md lists what supports it",
     ),
     Refusal(
         where="--tp",
         code="options.tp-implementation",
-        applies=lambda found: (
-            found.num_tensor > 1 and found.architecture in TENSOR_PARALLEL and found.implementation == "transformers"
+        applies=lambda run: (
+            run.num_tensor > 1 and run.architecture in TENSOR_PARALLEL and run.implementation == "transformers"
         ),
         problem="tensor parallelism is only supported for torchtitan's modules; {architecture} uses transformers' here",
         hint="use torchtitan's modules (pip install 'reshard[torchtitan]', and no --implementation), or --dp-shard",
@@ -86,74 +86,74 @@ REFUSED = (
     Refusal(
         where="--loss-chunk",
         code="options.tp-loss-chunk",
-        applies=lambda found: found.num_tensor > 1 and found.has_loss_chunks,
+        applies=lambda run: run.num_tensor > 1 and run.has_loss_chunks,
         problem="conflicts with --tp: a tensor-parallel LM head computes the logits of all tokens at once",
         hint="remove --loss-chunk",
     ),
     Refusal(
         where="--compile",
         code="options.tp-compiled-layers",
-        applies=lambda found: found.is_compiled and found.num_tensor > 1,
+        applies=lambda run: run.is_compiled and run.num_tensor > 1,
         problem="is not supported together with --tp",
         hint="remove --compile or --tp",
     ),
     Refusal(
         where="--dp-shard",
         code="options.catalogue-combination",
-        applies=lambda found: found.is_unverified and found.num_shards > 1,
+        applies=lambda run: run.is_unverified and run.num_shards > 1,
         problem="is not verified for {architecture}",
         hint="leave --dp-shard out; --dp-replicate and more stages work",
     ),
     Refusal(
         where="--compile",
         code="options.catalogue-combination",
-        applies=lambda found: found.is_generic and found.is_compiled,
+        applies=lambda run: run.is_generic and run.is_compiled,
         problem="is not verified for {architecture}",
         hint="leave --compile out",
     ),
     Refusal(
         where="--loss-chunk",
         code="options.catalogue-combination",
-        applies=lambda found: found.is_unverified and found.has_loss_chunks,
+        applies=lambda run: run.is_unverified and run.has_loss_chunks,
         problem="{architecture} may change its logits after the head, which chunks would leave out",
         hint="leave --loss-chunk out",
     ),
     Refusal(
         where="--schedule",
         code="options.catalogue-combination",
-        applies=lambda found: found.is_unverified and found.splits_backward,
+        applies=lambda run: run.is_unverified and run.splits_backward,
         problem="{schedule} splits the backward, which is not verified for {architecture}",
         hint=f"take {_UNSPLIT}",
     ),
     Refusal(
         where="manifest",
         code="manifest.mtp-layers",
-        applies=lambda found: found.num_mtp_layers > 0,
+        applies=lambda run: run.num_mtp_layers > 0,
         problem="training multi-token prediction (MTP) layers is not supported",
         hint="pack again without them: set num_nextn_predict_layers to 0 in config.json, and --drop their tensors",
     ),
 )
 
 
-def check_combination(found: Combination) -> None:
+def check_combination(combination: Combination) -> None:
     """Check that the combination is supported.
 
     Raises:
         UsageError: all reasons, each with the nearest supported choice.
     """
-    refused = [rule for rule in REFUSED if rule.applies(found)]
+    refused = [rule for rule in REFUSED if rule.applies(combination)]
     if not refused:
         return
     first, *others = refused
-    problem = _said(first, found)
+    problem = _problem_of(first, combination)
     for rule in others:
-        problem += f"\n{rule.where}: {_said(rule, found)} ({rule.hint})"
+        problem += f"\n{rule.where}: {_problem_of(rule, combination)} ({rule.hint})"
     raise UsageError(first.where, problem, first.hint, code=first.code)
 
 
-def _said(rule: Refusal, found: Combination) -> str:
+def _problem_of(rule: Refusal, combination: Combination) -> str:
     return rule.problem.format(
-        schedule=found.schedule, architecture=found.architecture, whole_because=found.whole_because
+        schedule=combination.schedule, architecture=combination.architecture, whole_because=combination.whole_because
     )
 
 

@@ -1,12 +1,14 @@
-"""Check a training request as a whole, and note flags that have no effect. No torch."""
+"""Check a training request as a whole, note flags that have no effect, and check the release of torch. No torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import LaunchError, OutputError, UsageError
+from manifests.errors import InputError, LaunchError, OutputError, UsageError
 from manifests.models import ConfigReader
 from manifests.schema import Manifest, TrainingState
 from runner.bundle.packed import Packed, check_tokenizer, open_packed
@@ -30,166 +32,33 @@ from runner.preflight.combinations import (
     tensor_parallel,
 )
 
+LEAST = (2, 13)
+TESTED = ("2.13.0", "2.14.1", "2.15.0")  # see docs/compatibility.md
+_INSTALL = "pip install 'reshard[runner]'"
 _NUM_FILES = 64  # of a source whose first lines are read
 
 
-def check_places(options: TrainOptions) -> None:
-    """Check that a run does not write in a folder that it reads, whose subfolders are searched for texts.
+def check_torch(release_name: str | None = None) -> str:
+    """Check the release of torch, the installed one if None, and return a note if it is newer than those tested.
 
     Raises:
-        UsageError: it would read its own log, and could not resume, as its data had changed.
-        OutputError: --checkpoint is a file.
+        InputError: torch is not installed, or older than 2.13.
     """
-    history = options.checkpoint.history if options.checkpoint else None
-    read = (*options.data.sources, *(options.eval_data.sources if options.eval_data else ()))
-    folders = [Path(source) for source in read if source != SYNTHETIC and Path(source).is_dir()]
-    for flag, path in (("--log-dir", options.log_dir), ("--checkpoint", history), ("--save", options.save)):
-        for folder in folders if path else ():
-            assert path is not None
-            if path.resolve().is_relative_to(folder.resolve()):
-                raise UsageError(
-                    f"{flag} {path}",
-                    f"is inside {folder}, which is read as data with all its subfolders",
-                    "choose another place" + _or_by_name(folder),
-                    code="output.inside-data",
-                )
-    if history is not None and history.is_file():
-        raise OutputError(
-            f"--checkpoint {history}",
-            "is a file",
-            "choose a folder: each checkpoint is a subfolder of it",
-            code="output.not-a-folder",
+    try:
+        release_name = release_name or version("torch")
+    except PackageNotFoundError as error:
+        raise InputError("runner", "torch is not installed here", _INSTALL, code="system.missing-package") from error
+    release = _release(release_name)
+    if release < LEAST:
+        raise InputError(
+            f"torch {release_name}",
+            f"expected {LEAST[0]}.{LEAST[1]} or newer, with the pipeline runtime that the runner uses",
+            "pip install 'torch>=2.13,<2.16'",
+            code="system.wrong-version",
         )
-
-
-def check_evaluable(data: DataOptions) -> None:
-    """Check that evaluation data has an end, and is there.
-
-    Raises:
-        UsageError: it is synthetic.
-        DataError: a source that matches no file.
-    """
-    if SYNTHETIC in data.sources:
-        raise UsageError(
-            "--eval-data",
-            f"expected files, found {SYNTHETIC}, which is endless",
-            "choose files to evaluate on",
-            code="options.needs-documents",
-        )
-    find_files(data.sources)
-
-
-def check_first_lines(options: TrainOptions) -> None:
-    """Check the first line of each of the first JSON Lines files, unless bad documents are skipped.
-
-    Raises:
-        DataError: it has no text, or cannot be read.
-    """
-    for data in (options.data, options.eval_data):
-        if data is None or data.skip_bad_documents or data.sources == (SYNTHETIC,):
-            continue
-        for file in find_files(data.sources)[:_NUM_FILES]:
-            check_first_line(file, data.text_field)
-
-
-def check_texts(launched: Packed, options: TrainOptions) -> None:
-    """Check that there is a tokenizer, if a run reads texts.
-
-    Raises:
-        InputError: there is none.
-    """
-    if options.data.sources != (SYNTHETIC,) or options.eval_data is not None:
-        check_tokenizer(launched.root, "train on --data synthetic")
-
-
-def check_model(launched: Packed, implementation: Implementation | None = None) -> None:
-    """Check that the family supports every field of the config, as every rank does when it builds its stages.
-
-    Raises:
-        InputError: naming the field, or the package that is not installed.
-        UsageError: an implementation that does not have the architecture.
-    """
-    config, where, shape = launched.config, "config.json", launched.shape
-    modules = [module for stage in launched.stage_modules for module in stage]
-    if choose_implementation(shape.architecture, implementation) == "torchtitan":
-        TITAN_FIELDS[shape.architecture](config, where).check_modules(modules)
-    elif (entry := generic_entry(shape.architecture)) is not None and launched.manifest.model.description is None:
-        check_fields(entry, ConfigReader(config, where))
-        required = set(shape.modules) - shape.optional
-        check_modules(entry, required, launched.stage_modules, where)
-
-
-def check_length(launched: Packed, options: TrainOptions) -> None:
-    """Check that a model has positions for the sequence length of these options.
-
-    Raises:
-        InputError: the config has an unsupported field.
-        UsageError: the sequences are longer.
-    """
-    config = ConfigReader(launched.config, "config.json")
-    check_positions(launched.shape.architecture, config, options.batch.seq_len)
-
-
-def notes(asked: TrainOptions, options: TrainOptions, origin: Manifest, training: TrainingState | None) -> list[str]:
-    """Return notes on what a run does, or does not do, that a user may not expect.
-
-    `options` are those `asked`, with the values that the checkpoint stores; `training` is the state that the run
-    resumes, if it does not start at step 0 with the weights of `origin`.
-    """
-    lines, first, last = [], (training.step if training else 0) + 1, options.steps
-    if first <= last and options.checkpoint is None and options.save is None:
-        lines.append("without --checkpoint DIR or --save DIR the trained weights are lost when the run ends")
-    architecture, implementation = origin.model.architecture, asked.compute.implementation
-    if architecture in TORCHTITAN and not implementation and choose_implementation(architecture) == "transformers":
-        lines.append(f"{architecture} is built of transformers' modules: torchtitan is not installed")
-    if options.traced and first <= last and not (options.traced.start <= last and options.traced.stop > first):
-        lines.append(f"--trace {asked.values['trace']} has no effect: the run takes steps {first} to {last}")
-    if options.resume.restart_data and training is None:
-        lines.append("--restart-data has no effect: the run starts at step 0, and its data at the first sequence")
-    if options.optim.decay == "constant" and "min_lr" in asked.given and options.optim.min_lr:
-        lines.append(
-            f"--min-lr {options.optim.min_lr} is not used: with --decay constant the learning rate stays at --lr"
-        )
-    taken = {} if training is None else remembered(training)
-    shown = [f"{flag_of(name)} {value}" for name, value in taken.items() if _is_taken(name, value, asked)]
-    if shown:
-        lines.append(f"recalled from the checkpoint: {', '.join(shown)}")
-    return lines
-
-
-def expert_notes(tensors: Iterable[str]) -> tuple[str, ...]:
-    """Return a note that nothing balances experts, for a model of these tensors that has some."""
-    if not any("expert" in name or "moe" in name for name in tensors):
-        return ()
-    return (
-        "experts are not balanced: router_aux_loss_coef of config.json has no effect, and biases that routers add to "
-        "choose experts (e_score_correction_bias) do not change",
-    )
-
-
-def _or_by_name(folder: Path) -> str:
-    """Return the rest of a hint, where texts are in the folder itself: globs of them exclude its subfolders."""
-    suffixes = sorted({file.suffix for file in folder.glob("*") if file.suffix in SUFFIXES and file.is_file()})
-    shown = " ".join(f"'{folder}/*{suffix}'" for suffix in suffixes)
-    return f", or name the files: {shown}" if shown else ""
-
-
-def _is_taken(name: str, value: Any, asked: TrainOptions) -> bool:
-    """Whether a run without the checkpoint would use another value."""
-    return name not in asked.given and asked.values[name] != value
-
-
-def check_world(manifest: Manifest, world_size: int) -> None:
-    """Check that there is one rank for each pipeline rank of the manifest."""
-    num_ranks = manifest.layout.num_ranks
-    if world_size != num_ranks:
-        raise LaunchError(
-            "",
-            f"manifest needs {num_ranks} ranks, WORLD_SIZE is {world_size}",
-            f"runner launch MANIFEST --nproc-per-node {num_ranks}, or "
-            f"reshard pack MANIFEST --layout pp={world_size} --out DIR",
-            code="launch.world-size",
-        )
+    if release > max(map(_release, TESTED)):
+        return f"torch {release_name} is newer than the releases that were tested: {', '.join(TESTED)}"
+    return ""
 
 
 def check_request(launched: Packed, options: TrainOptions, world_size: int) -> ParallelDims:
@@ -238,7 +107,174 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
     check_texts(launched, options)
 
 
+def check_world(manifest: Manifest, world_size: int) -> None:
+    """Check that there is one rank for each pipeline rank of the manifest."""
+    num_ranks = manifest.layout.num_ranks
+    if world_size != num_ranks:
+        raise LaunchError(
+            "",
+            f"manifest needs {num_ranks} ranks, WORLD_SIZE is {world_size}",
+            f"runner launch MANIFEST --nproc-per-node {num_ranks}, or "
+            f"reshard pack MANIFEST --layout pp={world_size} --out DIR",
+            code="launch.world-size",
+        )
+
+
+def check_places(options: TrainOptions) -> None:
+    """Check that a run does not write in a folder that it reads, whose subfolders are searched for texts.
+
+    Raises:
+        UsageError: it would read its own log, and could not resume, as its data had changed.
+        OutputError: --checkpoint is a file.
+    """
+    history = options.checkpoint.history if options.checkpoint else None
+    read = (*options.data.sources, *(options.eval_data.sources if options.eval_data else ()))
+    folders = [Path(source) for source in read if source != SYNTHETIC and Path(source).is_dir()]
+    for flag, path in (("--log-dir", options.log_dir), ("--checkpoint", history), ("--save", options.save)):
+        for folder in folders if path else ():
+            assert path is not None
+            if path.resolve().is_relative_to(folder.resolve()):
+                raise UsageError(
+                    f"{flag} {path}",
+                    f"is inside {folder}, which is read as data with all its subfolders",
+                    "choose another place" + _or_by_name(folder),
+                    code="output.inside-data",
+                )
+    if history is not None and history.is_file():
+        raise OutputError(
+            f"--checkpoint {history}",
+            "is a file",
+            "choose a folder: each checkpoint is a subfolder of it",
+            code="output.not-a-folder",
+        )
+
+
+def check_model(launched: Packed, implementation: Implementation | None = None) -> None:
+    """Check that the family supports every field of the config, as every rank does when it builds its stages.
+
+    Raises:
+        InputError: naming the field, or the package that is not installed.
+        UsageError: an implementation that does not have the architecture.
+    """
+    config, where, shape = launched.config, "config.json", launched.shape
+    modules = [module for stage in launched.stage_modules for module in stage]
+    if choose_implementation(shape.architecture, implementation) == "torchtitan":
+        TITAN_FIELDS[shape.architecture](config, where).check_modules(modules)
+    elif (entry := generic_entry(shape.architecture)) is not None and launched.manifest.model.description is None:
+        check_fields(entry, ConfigReader(config, where))
+        required = set(shape.modules) - shape.optional
+        check_modules(entry, required, launched.stage_modules, where)
+
+
+def check_length(launched: Packed, options: TrainOptions) -> None:
+    """Check that a model has positions for the sequence length of these options.
+
+    Raises:
+        InputError: the config has an unsupported field.
+        UsageError: the sequences are longer.
+    """
+    config = ConfigReader(launched.config, "config.json")
+    check_positions(launched.shape.architecture, config, options.batch.seq_len)
+
+
+def check_texts(launched: Packed, options: TrainOptions) -> None:
+    """Check that there is a tokenizer, if a run reads texts.
+
+    Raises:
+        InputError: there is none.
+    """
+    if options.data.sources != (SYNTHETIC,) or options.eval_data is not None:
+        check_tokenizer(launched.root, "train on --data synthetic")
+
+
+def check_evaluable(data: DataOptions) -> None:
+    """Check that evaluation data has an end, and is there.
+
+    Raises:
+        UsageError: it is synthetic.
+        DataError: a source that matches no file.
+    """
+    if SYNTHETIC in data.sources:
+        raise UsageError(
+            "--eval-data",
+            f"expected files, found {SYNTHETIC}, which is endless",
+            "choose files to evaluate on",
+            code="options.needs-documents",
+        )
+    find_files(data.sources)
+
+
+def check_first_lines(options: TrainOptions) -> None:
+    """Check the first line of each of the first JSON Lines files, unless bad documents are skipped.
+
+    Raises:
+        DataError: it has no text, or cannot be read.
+    """
+    for data in (options.data, options.eval_data):
+        if data is None or data.skip_bad_documents or data.sources == (SYNTHETIC,):
+            continue
+        for file in find_files(data.sources)[:_NUM_FILES]:
+            check_first_line(file, data.text_field)
+
+
+def notes(
+    given_options: TrainOptions, options: TrainOptions, origin: Manifest, training: TrainingState | None
+) -> list[str]:
+    """Return notes on what a run does, or does not do, that a user may not expect.
+
+    `options` are those `asked`, with the values that the checkpoint stores; `training` is the state that the run
+    resumes, if it does not start at step 0 with the weights of `origin`.
+    """
+    lines, first, last = [], (training.step if training else 0) + 1, options.steps
+    if first <= last and options.checkpoint is None and options.save is None:
+        lines.append("without --checkpoint DIR or --save DIR the trained weights are lost when the run ends")
+    architecture, implementation = origin.model.architecture, given_options.compute.implementation
+    if architecture in TORCHTITAN and not implementation and choose_implementation(architecture) == "transformers":
+        lines.append(f"{architecture} is built of transformers' modules: torchtitan is not installed")
+    if options.traced and first <= last and not (options.traced.start <= last and options.traced.stop > first):
+        lines.append(f"--trace {given_options.values['trace']} has no effect: the run takes steps {first} to {last}")
+    if options.resume.restart_data and training is None:
+        lines.append("--restart-data has no effect: the run starts at step 0, and its data at the first sequence")
+    if options.optim.decay == "constant" and "min_lr" in given_options.given and options.optim.min_lr:
+        lines.append(
+            f"--min-lr {options.optim.min_lr} is not used: with --decay constant the learning rate stays at --lr"
+        )
+    taken = {} if training is None else remembered(training)
+    shown = [f"{flag_of(name)} {value}" for name, value in taken.items() if _is_taken(name, value, given_options)]
+    if shown:
+        lines.append(f"recalled from the checkpoint: {', '.join(shown)}")
+    return lines
+
+
+def expert_notes(tensors: Iterable[str]) -> tuple[str, ...]:
+    """Return a note that nothing balances experts, for a model of these tensors that has some."""
+    if not any("expert" in name or "moe" in name for name in tensors):
+        return ()
+    return (
+        "experts are not balanced: router_aux_loss_coef of config.json has no effect, and biases that routers add to "
+        "choose experts (e_score_correction_bias) do not change",
+    )
+
+
+def _or_by_name(folder: Path) -> str:
+    """Return the rest of a hint, where texts are in the folder itself: globs of them exclude its subfolders."""
+    suffixes = sorted({file.suffix for file in folder.glob("*") if file.suffix in SUFFIXES and file.is_file()})
+    shown = " ".join(f"'{folder}/*{suffix}'" for suffix in suffixes)
+    return f", or name the files: {shown}" if shown else ""
+
+
+def _is_taken(name: str, value: Any, given_options: TrainOptions) -> bool:
+    """Whether a run without the checkpoint would use another value."""
+    return name not in given_options.given and given_options.values[name] != value
+
+
 def _check_step(manifest: Manifest, options: TrainOptions, degrees: ParallelDims) -> None:
     batch = share_of(options.batch, degrees.data)
     timetable = choose_timetable(options.schedule, manifest, batch.num_microbatches)
     check_combination(combine(manifest, options, timetable, degrees))
+
+
+def _release(text: str) -> tuple[int, int]:
+    """Return major and minor of a version such as 2.15.0a0+git1234."""
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -1,4 +1,4 @@
-"""Step time breakdown: data, compute, communication and pipeline bubble of every pipeline rank. No torch.
+"""Seconds of modules and of steps: data, compute, communication and pipeline bubble of every pipeline rank. No torch.
 
 # Note [Bubble and communication]
 A rank that waits for another cannot know whether that one still computes or its message is in transit, and clocks of
@@ -20,6 +20,18 @@ KINDS = ("F", "B", "I", "W", "L")  # see `runner.profiling.trace.RanKind`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleSeconds:
+    """What one microbatch takes in a module, in seconds."""
+
+    forward_s: float
+    backward_s: float
+
+    @property
+    def total(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankTimes:
     """Seconds of one pipeline rank, in four parts, from the start of a step until its gradient norm is known."""
 
@@ -27,31 +39,6 @@ class RankTimes:
     compute_s: float  # forwards, losses and backwards
     communication_s: float
     bubble_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Measured:
-    """What a rank measures of a step, in seconds."""
-
-    begin_s: float  # start of its schedule, from the end of the last exchange
-    data_s: float
-    compute_s: float
-    schedule_s: float
-    reduce_s: float  # from the schedule's end until its gradients were reduced and squared
-    stages: tuple[tuple[float, ...], ...]  # for each of its stages, by `KINDS`: the mean time of an action
-
-    @classmethod
-    def of(cls, row: Sequence[float]) -> _Measured:
-        begin_s, data_s, compute_s, schedule_s, reduce_s, *means = row
-        stages = tuple(tuple(means[at : at + len(KINDS)]) for at in range(0, len(means), len(KINDS)))
-        return cls(
-            begin_s=begin_s,
-            data_s=data_s,
-            compute_s=compute_s,
-            schedule_s=schedule_s,
-            reduce_s=reduce_s,
-            stages=stages,
-        )
 
 
 def split_step(table: Table, rows: Sequence[Sequence[float]], window_s: float) -> tuple[RankTimes, ...]:
@@ -62,13 +49,13 @@ def split_step(table: Table, rows: Sequence[Sequence[float]], window_s: float) -
     measured = [_Measured.of(row) for row in rows]
     by_stage = {
         stage: means
-        for rank, each in enumerate(measured)
-        for stage, means in zip(table.placement.stages_on(rank), each.stages, strict=True)
+        for rank, times in enumerate(measured)
+        for stage, means in zip(table.placement.stages_on(rank), times.stages, strict=True)
     }
     costs = stage_costs(*zip(*(by_stage[stage] for stage in sorted(by_stage)), strict=True))
-    timeline = simulate(table, costs, [each.begin_s for each in measured])
+    timeline = simulate(table, costs, [times.begin_s for times in measured])
     ends_s = [spans[-1].end_s for spans in timeline.ranks]
-    return tuple(_parts(each, end_s, window_s) for each, end_s in zip(measured, ends_s, strict=True))
+    return tuple(_parts(times, end_s, window_s) for times, end_s in zip(measured, ends_s, strict=True))
 
 
 def measured_times(rows: Sequence[Sequence[float]]) -> tuple[RankTimes, ...]:
@@ -94,6 +81,31 @@ def stage_costs(
         input_s=tuple(i for i, _ in halves),
         weight_s=tuple(w for _, w in halves),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Measured:
+    """What a rank measures of a step, in seconds."""
+
+    begin_s: float  # start of its schedule, from the end of the last exchange
+    data_s: float
+    compute_s: float
+    schedule_s: float
+    reduce_s: float  # from the schedule's end until its gradients were reduced and squared
+    stages: tuple[tuple[float, ...], ...]  # for each of its stages, by `KINDS`: the mean time of an action
+
+    @classmethod
+    def of(cls, row: Sequence[float]) -> _Measured:
+        begin_s, data_s, compute_s, schedule_s, reduce_s, *means = row
+        stages = tuple(tuple(means[at : at + len(KINDS)]) for at in range(0, len(means), len(KINDS)))
+        return cls(
+            begin_s=begin_s,
+            data_s=data_s,
+            compute_s=compute_s,
+            schedule_s=schedule_s,
+            reduce_s=reduce_s,
+            stages=stages,
+        )
 
 
 def _parts(measured: _Measured, end_s: float, window_s: float) -> RankTimes:

@@ -1,11 +1,12 @@
-"""The actions that a rank ran: their times for the metrics, and Chrome traces for Perfetto."""
+"""The actions that a rank ran: the breakdown of its step time for the metrics, and Chrome traces for Perfetto."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -14,10 +15,13 @@ from typing import Any, Literal
 
 import torch
 
+from manifests.schedules import Table, actions_of
 from manifests.store import write_file
+from runner.profiling.step_times import KINDS, RankTimes, measured_times, split_step
 
 logger = logging.getLogger("runner")
-
+_SIMULATED_S = 3.1e-6  # of an action, at most: 2.0 to 2.6 us were measured on a core, with 4,096 and 131,072 actions
+_MOST_S = 1e-3
 # Forward, full backward, input gradients, weight gradients, loss.
 RanKind = Literal["F", "B", "I", "W", "L"]
 
@@ -31,18 +35,6 @@ class Ran:
     microbatch: int
     begin_s: float
     end_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunShape:
-    """What a trace records so that it can be compared with its plan."""
-
-    schedule: str  # a name, or the path of a CSV file
-    num_stages: int
-    num_ranks: int
-    style: str
-    num_microbatches: int
-    run: str = ""  # the run's id in run.json
 
 
 class Recorder:
@@ -107,6 +99,18 @@ class Recorder:
         return self.begun_s + float(self._zero.elapsed_time(event)) / 1e3
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunShape:
+    """What a trace records so that it can be compared with its plan."""
+
+    schedule: str  # a name, or the path of a CSV file
+    num_stages: int
+    num_ranks: int
+    style: str
+    num_microbatches: int
+    run: str = ""  # the run's id in run.json
+
+
 def trace_path(log_dir: Path, rank: int) -> Path:
     return log_dir / "trace" / f"rank-{rank:05d}.json"
 
@@ -150,3 +154,65 @@ class Tracer:
 
     def _named(self, what: str, stage: int, name: str) -> dict[str, Any]:
         return {"name": what, "ph": "M", "pid": self._rank, "tid": stage, "args": {"name": name}}
+
+
+class Clock:
+    """Measures a rank's step, and splits the steps of all ranks into parts; `table` has their actions."""
+
+    def __init__(self, table: Table, rank: int) -> None:
+        self.table, self._stages = table, table.placement.stages_on(rank)
+        self._data_s, self._exchanged_s = 0.0, 0.0
+        self._window_s = 0.0  # between the last two exchanges
+        self._rows: Sequence[Sequence[float]] = ()
+        num_actions = sum(len(actions_of(step)) for steps in table.ranks for step in steps)
+        self._every = 1 + int(num_actions * _SIMULATED_S / _MOST_S)
+
+    @property
+    def num_times(self) -> int:
+        """How many numbers each rank exchanges."""
+        return 5 + len(KINDS) * len(self._stages)
+
+    def note_data(self, data_s: float) -> None:
+        """Note that this rank has its batch, after waiting `data_s` seconds for it."""
+        self._data_s = data_s
+        if not self._exchanged_s:  # the first step
+            self._exchanged_s = time.perf_counter() - data_s
+
+    def read(self, recorder: Recorder) -> tuple[float, ...]:
+        """Return this rank's numbers, once the schedule has ended and gradients are reduced."""
+        now_s = time.perf_counter()
+        seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
+        for action in recorder.take():
+            seconds[action.stage, action.kind].append(action.end_s - action.begin_s)
+        means = (_mean(seconds[stage, kind]) for stage in self._stages for kind in KINDS)
+        return (
+            recorder.begun_s - self._exchanged_s,
+            self._data_s,
+            sum(map(sum, seconds.values())),
+            recorder.ended_s - recorder.begun_s,
+            now_s - recorder.ended_s,
+            *means,
+        )
+
+    def note_exchange(self, rows: Sequence[Sequence[float]]) -> None:
+        """Note that all ranks have just exchanged their numbers."""
+        now_s = time.perf_counter()
+        self._window_s, self._exchanged_s = now_s - self._exchanged_s, now_s
+        self._rows = rows
+
+    def simulates(self, step: int) -> bool:
+        """Return whether the schedule is simulated after this step, counted from 1: so often that it costs 1 ms a step.
+
+        Until then no rank can begin the next step, since rank 0 simulates.
+        """
+        return (step - 1) % self._every == 0
+
+    def split(self, *, simulates: bool = True) -> tuple[RankTimes, ...]:
+        """Return the parts of the last step of each pipeline rank; without simulating, what each has measured."""
+        if not simulates:
+            return measured_times(self._rows)
+        return split_step(self.table, self._rows, self._window_s)
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    return sum(seconds) / len(seconds) if seconds else 0.0

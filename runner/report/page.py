@@ -22,7 +22,7 @@ from runner.profiling.step_times import stage_costs
 from runner.report.charts import STYLE, Curve, draw_curves
 from runner.report.perfetto import merged_trace
 from runner.report.read import RunLog, StepTrace, Traces, read_run
-from runner.rundir.run_record import config_of
+from runner.rundir.records import config_of
 from stores.folders.probe import check_new_file
 
 _PARTS = ("data", "compute", "communication", "bubble")

@@ -1,4 +1,4 @@
-"""Exit reports: why a rank exits, for the agent that started it and prints one message for all ranks.
+"""Exit reports: which rank exits, and why, for the agent that started it and prints one message for all ranks.
 
 torchrun names a file for each rank's error (TORCHELASTIC_ERROR_FILE) and reads it when the rank exits by itself, but
 not after a signal that makes torchrun stop the ranks. So each rank also leaves its report in a folder of the agent.
@@ -10,22 +10,24 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from manifests.errors import RankError, UnreachableError, UserError, error_json
+from manifests.schema import Manifest
 from manifests.store import write_file
 
 logger = logging.getLogger("runner")
 AGENT = "RUNNER_AGENT"  # the process id of an agent that prints its ranks' reports
 REPORTS = "RUNNER_ENDINGS"  # that agent's folder of reports
 _KEY = "runner"
-
 # failed: an error of its own; lost: it timed out waiting for another rank; stuck: its step did not end.
 FailureKind = Literal["failed", "lost", "stuck"]
+_label: list[str] = []  # a process is one rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +85,29 @@ def read_reports(folder: Path) -> tuple[ExitReport, ...]:
         with contextlib.suppress(OSError, ValueError):
             reports.append(read_report(json.loads(path.read_bytes())))
     return tuple(report for report in reports if report is not None)
+
+
+def set_rank_label(rank: int, stages: Sequence[int] = ()) -> None:
+    """Make every later error of this process also name its node, and its stages once they are known."""
+    _label[:] = [place_of(rank, stages, socket.gethostname())]
+
+
+def rank_label(rank: int) -> str:
+    """Return this process's label: `rank 2, stage 2, node n1`, or `rank 2` before `set_rank_label`."""
+    return _label[0] if _label else f"rank {rank}"
+
+
+def place_of(rank: int, stages: Sequence[int], node: str) -> str:
+    if not stages:
+        return f"rank {rank}, node {node}"
+    word = "stage" if len(stages) == 1 else "stages"
+    return f"rank {rank}, {word} {', '.join(map(str, stages))}, node {node}"
+
+
+def stages_of(manifest: Manifest, rank: int, world_size: int) -> tuple[int, ...]:
+    """Return the stages of a rank. Ranks that share their stages have consecutive numbers."""
+    placement = manifest.placement
+    return placement.stages_on(rank * placement.num_ranks // world_size)
 
 
 def _leave(report: ExitReport) -> bool:

@@ -1,4 +1,4 @@
-"""Parts of Hugging Face tensors in this rank's memory."""
+"""Parts of Hugging Face tensors in this rank's memory, and dtypes by the names of safetensors and of `--dtype`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from manifests.slices import Slice
+
+STORED_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,  # of tables that are not trained, such as DeepSeek-V4's of tokens and experts
+    "I32": torch.int32,
+}
+FLAG_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,8 +48,8 @@ class Piece:
     def view(self, region: Slice) -> Piece:
         """Return the part of this piece in a region of the same tensor that is within it."""
         memory = self.memory
-        for dim, (begin, own, count) in enumerate(zip(region.offset, self.offset, region.shape, strict=True)):
-            memory = memory.narrow(dim, begin - own, count)
+        for dim, (begin, first, count) in enumerate(zip(region.offset, self.offset, region.shape, strict=True)):
+            memory = memory.narrow(dim, begin - first, count)
         return replace(self, offset=region.offset, memory=memory)
 
 
@@ -53,10 +63,16 @@ def whole_pieces(tensors: Mapping[str, torch.Tensor]) -> tuple[Piece, ...]:
 
 def join_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """Return one piece for each FQN; pieces of one FQN in separate memory are copied into one."""
-    found: dict[str, list[Piece]] = {}
+    parts_of: dict[str, list[Piece]] = {}
     for piece in pieces:
-        found.setdefault(piece.fqn, []).append(piece)
-    return tuple(parts[0] if len(parts) == 1 else _joined(parts) for parts in found.values())
+        parts_of.setdefault(piece.fqn, []).append(piece)
+    return tuple(parts[0] if len(parts) == 1 else _joined(parts) for parts in parts_of.values())
+
+
+def readable_as(dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the stored dtypes that can be read as this one: floating point as floating point, integers as integers."""
+    is_float = dtype.is_floating_point
+    return tuple(name for name, stored in STORED_DTYPES.items() if stored.is_floating_point == is_float)
 
 
 def _joined(parts: list[Piece]) -> Piece:

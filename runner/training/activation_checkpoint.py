@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -39,7 +39,9 @@ from torch.utils.checkpoint import (
 
 from manifests.errors import ModelError
 from manifests.models.training import Recompute
+from runner.config.schema import ComputeOptions
 from runner.pipeline.chunk import StageChunk, layers_of
+from runner.pipeline.heads import chunk_head
 from runner.tensors.dtensor import local_of
 
 _aten = torch.ops.aten
@@ -58,6 +60,19 @@ _KEPT = (
 )
 
 
+def apply_compute_options(chunks: Sequence[StageChunk], num_stages: int, options: ComputeOptions) -> None:
+    """Apply the compute options to stages. A checkpointed layer is compiled as a whole.
+
+    Raises:
+        UsageError: see `runner.pipeline.heads.chunk_head`.
+    """
+    recompute_layers(chunks, options.recompute)
+    if options.is_compiled:
+        _compile_layers(chunks)
+    if options.loss_chunk is not None:
+        chunk_head(chunks, num_stages, options.loss_chunk)
+
+
 def recompute_layers(chunks: Iterable[StageChunk], recompute: Recompute) -> None:
     """Checkpoint every layer, every Nth layer, or all but matrix products and attention (`selective`).
 
@@ -70,6 +85,17 @@ def recompute_layers(chunks: Iterable[StageChunk], recompute: Recompute) -> None
         for number, layer in layers_of(chunk):
             if number % every == 0:
                 layer.forward = partial(_checkpointed, layer.forward, recompute == "selective")
+
+
+def _compile_layers(chunks: Iterable[StageChunk]) -> None:
+    """Compile every layer when it first runs; layers of one kind share the compiled code.
+
+    In place, so that no parameter name changes. Shapes are static: each sequence length is compiled separately,
+    and so is evaluation.
+    """
+    for chunk in chunks:
+        for _, layer in layers_of(chunk):
+            layer.compile(dynamic=False)
 
 
 def _checkpointed(forward: Callable[..., Any], is_selective: bool, *args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ def keep_masters(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         parameter.grad = torch.zeros_like(like, device=parameter.device)
 
 
-def kept(parameter: torch.Tensor) -> torch.Tensor:
+def master_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return the weight that the optimizer steps: the parameter's master, or the parameter where it has none."""
     master: torch.Tensor = getattr(parameter, _MASTER, parameter)
     return master
@@ -41,20 +41,20 @@ def kept(parameter: torch.Tensor) -> torch.Tensor:
 def round_masters(parameters: Iterable[nn.Parameter]) -> None:
     """Round the masters into the parameters that stages compute with."""
     for parameter in parameters:
-        if (master := kept(parameter)) is not parameter:
+        if (master := master_of(parameter)) is not parameter:
             parameter.copy_(master)
 
 
 def share_master(parameters: Sequence[nn.Parameter]) -> None:
     """Let parameters that share a storage share a master."""
-    if (master := kept(parameters[0])) is not parameters[0]:
+    if (master := master_of(parameters[0])) is not parameters[0]:
         for parameter in parameters[1:]:
             setattr(parameter, _MASTER, master)
 
 
 def zero_gradient(parameter: nn.Parameter) -> None:
     """Reset a parameter's gradient."""
-    if kept(parameter) is parameter:
+    if master_of(parameter) is parameter:
         parameter.grad = None
     else:
         assert parameter.grad is not None

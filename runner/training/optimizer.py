@@ -11,7 +11,7 @@ from manifests.schedules.learning_rate import rate_at
 from manifests.schema import MOMENTS, Holds
 from runner.config.schema import OptimOptions
 from runner.pipeline.chunk import NamedParameter
-from runner.training.mixed_precision import kept, round_masters, zero_gradient
+from runner.training.mixed_precision import master_of, round_masters, zero_gradient
 
 
 class Optimizer:
@@ -25,7 +25,7 @@ class Optimizer:
         self._stepped = {id(parameter) for _, parameter in parameters}
         self.adamw: torch.optim.AdamW | None = None
         if parameters:  # torch refuses an empty list; a stage may have no parameters
-            weights = [kept(parameter) for _, parameter in parameters]
+            weights = [master_of(parameter) for _, parameter in parameters]
             is_fused = all(weight.is_cuda for weight in weights)
             bare = [not options.weight_decay_1d and parameter.dim() == 1 for _, parameter in parameters]
             groups: list[dict[str, Any]] = [
@@ -54,14 +54,14 @@ class Optimizer:
     def moment(self, parameter: torch.nn.Parameter, moment: Holds) -> torch.Tensor:
         """Return AdamW's `exp_avg` or `exp_avg_sq` of a parameter, which it updates in place."""
         assert self.adamw is not None
-        state: torch.Tensor = self.adamw.state[kept(parameter)][moment]
+        state: torch.Tensor = self.adamw.state[master_of(parameter)][moment]
         return state
 
     def resume(self, num_steps: int) -> None:
         """Set the step count, after the optimizer state was loaded."""
         for _, parameter in self.parameters:
             assert self.adamw is not None
-            self.adamw.state[kept(parameter)]["step"].fill_(num_steps)
+            self.adamw.state[master_of(parameter)]["step"].fill_(num_steps)
 
     def zero_gradients(self) -> None:
         for _, parameter in self.parameters:
@@ -74,7 +74,7 @@ class Optimizer:
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             for _, parameter in self.parameters:
-                kept(parameter).grad = parameter.grad
+                master_of(parameter).grad = parameter.grad
             self.adamw.step()
             round_masters(parameter for _, parameter in self.parameters)
         return lr

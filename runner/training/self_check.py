@@ -21,7 +21,7 @@ import torch
 
 from manifests.errors import ModelError, UserError
 from runner.config.schema import ComputeOptions
-from runner.data.batches import IGNORED
+from runner.data.sequences import IGNORED
 from runner.models.family import Family
 from runner.pipeline.chunk import StageChunk, build_chunks
 from runner.pipeline.heads import loss_of, output_form
@@ -42,8 +42,8 @@ from runner.pipeline.self_check import (
 )
 from runner.pipeline.stage_io import StageIO
 from runner.pipeline.torch_runtime import backward_input
-from runner.tensors.dtypes import FLAG_DTYPES
-from runner.training.compute import apply_compute_options
+from runner.tensors.local_shard import FLAG_DTYPES
+from runner.training.activation_checkpoint import apply_compute_options
 from runner.training.mixed_precision import keep_masters
 
 logger = logging.getLogger("runner")
@@ -69,9 +69,9 @@ class RunOptions:
     splitting: str | None = None  # the schedule, if it splits the backward
 
     def __str__(self) -> str:
-        return " ".join(flag for flag, _ in self.each())
+        return " ".join(flag for flag, _ in self.combinations())
 
-    def each(self) -> Iterator[tuple[str, RunOptions]]:
+    def combinations(self) -> Iterator[tuple[str, RunOptions]]:
         """Yield every option that changes something, as written on the command line, and a run with it alone."""
         plain, compute = ComputeOptions(), self.compute
         if compute.dtype != plain.dtype:
@@ -108,7 +108,7 @@ def check_stages(family: SelfChecked, stage_modules: Sequence[tuple[str, ...]], 
     """
     started_s = time.perf_counter()
     run = run or RunOptions()
-    options = tuple(run.each())
+    options = tuple(run.combinations())
     with torch.random.fork_rng(devices=()):
         tiny = run_tiny(family)
         check_plain(family, tiny, stage_modules)
@@ -237,13 +237,13 @@ def _backward(
     second: list[Callable[[], object]] = []
     towards: Gradients = (torch.ones_like(loss),)
     for chunk, (arrived, outputs) in zip(reversed(chunks), reversed(crossings), strict=True):
-        left = (loss,) if chunk is chunks[-1] else outputs
+        outgoing = (loss,) if chunk is chunks[-1] else outputs
         if not is_split:
-            towards = backward(arrived, left, towards)
+            towards = backward(arrived, outgoing, towards)
         elif chunk.stage == 0:
-            second.append(partial(backward, arrived, left, towards))
+            second.append(partial(backward, arrived, outgoing, towards))
         else:
-            second.append(backward_input(left, towards, arrived, chunk))
+            second.append(backward_input(outgoing, towards, arrived, chunk))
             towards = tuple(tensor.grad for tensor in arrived)
     return tuple(second)
 

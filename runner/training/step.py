@@ -7,10 +7,10 @@ from functools import partial
 
 from manifests.errors import RankError
 from runner.config.schema import BatchOptions
-from runner.data.batches import Batch
+from runner.data.sequences import Batch
 from runner.parallel.parallelize import Parallel
 from runner.pipeline.schedule import Schedule
-from runner.profiling.clock import Clock
+from runner.profiling.trace import Clock
 from runner.training.gradient_norm import StepTotals, clip_gradients
 from runner.training.optimizer import Optimizer
 from runner.training.ties import Tie, follow_leaders, sync_gradients
@@ -77,8 +77,8 @@ def train_step(
         raise error.within(f"step {step + 1}") from error
     if clock is not None:
         clock.note_exchange(totals.times_s)
-    own = (parameter for _, parameter in optimizer.parameters)
-    clip_gradients(own, totals.norm, optimizer.options.max_norm)
+    stepped = (parameter for _, parameter in optimizer.parameters)
+    clip_gradients(stepped, totals.norm, optimizer.options.max_norm)
     lr = optimizer.step(step)
     follow_leaders(engine.ties)
     return StepReport(

@@ -23,7 +23,7 @@ from manifests.placement import Placement
 from manifests.schema import TieGroup
 from runner.pipeline.chunk import NamedParameter, StageChunk, named_hf_parameters
 from runner.tensors.dtensor import local_of, local_offset, mesh_dims
-from runner.training.mixed_precision import kept, share_master, zero_gradient
+from runner.training.mixed_precision import master_of, share_master, zero_gradient
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -48,11 +48,11 @@ def check_loaded(groups: Iterable[TieGroup], chunks: Sequence[StageChunk]) -> No
     Raises:
         ShardError: naming two that differ.
     """
-    found = _by_name(chunks)
+    parameters = _by_name(chunks)
     for group in groups:
-        keys = [(member.fqn, member.stage) for member in group.members if (member.fqn, member.stage) in found]
+        keys = [(member.fqn, member.stage) for member in group.members if (member.fqn, member.stage) in parameters]
         for key in keys[1:]:
-            if not torch.equal(local_of(kept(found[key])), local_of(kept(found[keys[0]]))):
+            if not torch.equal(local_of(master_of(parameters[key])), local_of(master_of(parameters[keys[0]]))):
                 raise ShardError(
                     f"tied weight {group.owner.fqn}",
                     f"{keys[0][0]} on stage {keys[0][1]} and {key[0]} on stage {key[1]} have different values",
@@ -74,11 +74,11 @@ def build_ties(
     each of the `pipelines`, which list their ranks; None: all ranks are one pipeline.
     A replica takes the values of the first member on its rank.
     """
-    found = _by_name(chunks)
+    parameters = _by_name(chunks)
     ties = []
     for group in groups:
         members = tuple(
-            found[member.fqn, member.stage] for member in group.members if (member.fqn, member.stage) in found
+            parameters[member.fqn, member.stage] for member in group.members if (member.fqn, member.stage) in parameters
         )
         ranks = tuple(sorted({placement.rank_of(member.stage) for member in group.members}))
         process_group = _process_group(ranks, timeout, pipelines) if len(ranks) > 1 else None
@@ -88,7 +88,7 @@ def build_ties(
         for replica in members[1:] if shares_storage else ():
             replica.data = members[0].data
         share_master(members)
-        owner_here = (group.owner.fqn, group.owner.stage) in found
+        owner_here = (group.owner.fqn, group.owner.stage) in parameters
         ties.append(
             Tie(
                 fqn=group.owner.fqn,
@@ -142,7 +142,7 @@ def sync_gradients(ties: Sequence[Tie]) -> None:
 def check_equal(
     ties: Sequence[Tie],
     *,
-    of: Callable[[nn.Parameter], torch.Tensor] = kept,
+    of: Callable[[nn.Parameter], torch.Tensor] = master_of,
 ) -> None:
     """Check that all copies of each tied weight (the master, or what `of` returns for it) have the same bytes.
 
@@ -176,13 +176,13 @@ def _by_name(chunks: Sequence[StageChunk]) -> dict[tuple[str, int], nn.Parameter
 def _process_group(
     ranks: Sequence[int], timeout: timedelta, pipelines: Sequence[Sequence[int]] | None
 ) -> dist.ProcessGroup | None:
-    own: dist.ProcessGroup | None = None
+    own_group: dist.ProcessGroup | None = None
     for pipeline in pipelines or (range(dist.get_world_size()),):
         members = [pipeline[rank] for rank in ranks]
         # A new group does not inherit the timeout of the world.
         group: dist.ProcessGroup | None = dist.new_group(members, timeout=timeout)
-        own = group if dist.get_rank() in pipeline else own
-    return own
+        own_group = group if dist.get_rank() in pipeline else own_group
+    return own_group
 
 
 def _digest(tensor: torch.Tensor) -> str:

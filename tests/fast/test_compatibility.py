@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from packaging.requirements import Requirement
 
-from runner.preflight.torch_version import LEAST, TESTED
+from runner.preflight.preflight import LEAST, TESTED
 from tools import compatibility
 
 PROJECT = tomllib.loads((compatibility.ROOT / "pyproject.toml").read_text())["project"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import UserError
-from runner.launch.follow import status
+from runner.launch.verbs import find_status
 from runner.report.page import planned, tables_of
 from runner.report.read import read_run
 from tests.fuzz.folder import check_refusal, scratch
@@ -32,7 +32,7 @@ def check(text: bytes) -> None:
     except UserError as error:
         check_refusal(error, log_dir)
     try:
-        json.dumps(status(log_dir))
+        json.dumps(find_status(log_dir))
     except UserError as error:
         check_refusal(error, log_dir, "job ", "scontrol", "kubectl")
 

@@ -20,13 +20,12 @@ from torch import distributed as dist
 
 from runner.bundle.packed import open_packed
 from runner.checkpoint.resume import Origin
-from runner.config.flags import parse_training
-from runner.config.memory import planned_memory
+from runner.config.flags import parse_training, planned_memory
 from runner.distributed.world import World, join_world
 from runner.metrics.gauges import peak_memory_nbytes
 from runner.pipeline.chunk import hf_pieces
 from runner.setup import Ready, begin
-from runner.training.mixed_precision import kept
+from runner.training.mixed_precision import master_of
 from runner.training.step import train_step
 from tests.fast.runner.tiny import padded_batch
 
@@ -57,7 +56,7 @@ def memory_of(ready: Ready, device: torch.device) -> dict[str, Any]:
     parameters = [parameter for chunk in ready.chunks for parameter in chunk.parameters()]
     adamw = ready.engine.optimizer.adamw
     assert adamw is not None
-    masters = [kept(parameter) for parameter in parameters if kept(parameter) is not parameter]
+    masters = [master_of(parameter) for parameter in parameters if master_of(parameter) is not parameter]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     moments = [tensor for state in adamw.state.values() for tensor in state.values() if tensor.dim()]
     degrees, stages = ready.mesh.degrees, ready.launched.stage_modules

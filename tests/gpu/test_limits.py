@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runner.config.schema import OptimOptions
-from runner.training.mixed_precision import keep_masters, kept
+from runner.training.mixed_precision import keep_masters, master_of
 from runner.training.optimizer import Optimizer
 from tests.fast.runner.tiny import save_model
 from tests.gpu.jobs import pack
@@ -43,8 +43,8 @@ def test_adamw_is_fused_on_a_gpu_and_steps_as_the_plain_one(device: str, dtype: 
     if dtype == torch.bfloat16:
         keep_masters([module], torch.float32)
         for weight in weights:
-            kept(weight).copy_(weight.detach())
-    plain = [kept(weight).detach().clone().requires_grad_() for weight in weights]
+            master_of(weight).copy_(weight.detach())
+    plain = [master_of(weight).detach().clone().requires_grad_() for weight in weights]
     options = OptimOptions(lr=1e-2, max_norm=0)
     ours = Optimizer(list(zip(map(str, itertools.count()), weights, strict=False)), options)
     theirs = torch.optim.AdamW(
@@ -59,5 +59,5 @@ def test_adamw_is_fused_on_a_gpu_and_steps_as_the_plain_one(device: str, dtype: 
         ours.step(step)
         theirs.step()
     for weight, other in zip(weights, plain, strict=True):
-        assert torch.allclose(kept(weight), other, rtol=1e-5, atol=1e-7)
-        assert torch.equal(weight, kept(weight).to(dtype))
+        assert torch.allclose(master_of(weight), other, rtol=1e-5, atol=1e-7)
+        assert torch.equal(weight, master_of(weight).to(dtype))

@@ -34,11 +34,8 @@ _IMPORTED = (
     "transformers",
     "runner.train",
     "runner.evaluation.evaluate",
-    "runner.models.deepseek_v3",
+    "runner.models.titan_families",
     "runner.models.generic",
-    "runner.models.gpt_oss",
-    "runner.models.llama",
-    "runner.models.qwen3",
 )
 
 

@@ -25,11 +25,10 @@ from manifests.command.signals import INTERRUPTED, end_at_signals, say_interrupt
 from manifests.errors import RankError, UserError, error_json
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
-from runner.preflight.torch_version import check_torch
-from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, read_reports
+from runner.preflight.preflight import check_torch
+from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, place_of, read_reports, stages_of
 from runner.rundir.heartbeat import Beat, read_beats
-from runner.rundir.rank_label import place_of, stages_of
-from runner.rundir.state import RunState, clear_state, read_state, write_state
+from runner.rundir.records import RunState, clear_state, read_state, write_state
 from stores.open import open_manifest
 
 if TYPE_CHECKING:
@@ -41,6 +40,8 @@ _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal
 _PATIENCE_S = 6.0  # another node's agent may know the cause
 _PATIENCE_ELSEWHERE_S = 30.0  # another node's agent knows it, and reports once its own ranks have ended
 _WORKER = "runner.train"
+_EVERY_S = 10.0
+_POLL_S = 1.0
 
 
 def main() -> None:
@@ -243,10 +244,6 @@ def _after(argv: Sequence[str], word: str) -> str:
     return argv[argv.index(word) + 1]
 
 
-_EVERY_S = 10.0
-_POLL_S = 1.0
-
-
 @contextlib.contextmanager
 def saying_what_is_awaited(log_dir: Path, num_ranks: int, begun: float) -> Iterator[None]:
     """Print what the ranks are waiting for, every ten seconds since `begun` until the first step or the block's end."""
@@ -254,14 +251,14 @@ def saying_what_is_awaited(log_dir: Path, num_ranks: int, begun: float) -> Itera
     position = _size(log_dir / "metrics.jsonl")
 
     def watch() -> None:
-        said = begun
+        printed_s = begun
         while not ended.wait(_POLL_S):
             what = awaited(log_dir, num_ranks, since=begun, position=position)
             if what is None:
                 return
             now = time.time()
-            if now - said >= _EVERY_S:
-                said = now
+            if now - printed_s >= _EVERY_S:
+                printed_s = now
                 print(f"{now - begun:.0f} s: waiting for {what}", file=sys.stderr, flush=True)
 
     watcher = threading.Thread(target=watch, name="waiting", daemon=True)

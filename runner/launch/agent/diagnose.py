@@ -7,9 +7,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.rundir.exit_report import ExitReport, read_report
+from runner.rundir.exit_report import ExitReport, place_of, read_report
 from runner.rundir.heartbeat import ALIVE_S, SKEWED_S, Beat, log_path
-from runner.rundir.rank_label import place_of
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

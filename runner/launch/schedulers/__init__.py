@@ -13,8 +13,7 @@ from typing import Protocol
 
 from manifests.errors import UsageError
 from runner.launch.job import Job
-from runner.rundir.job_record import JobRecord
-from runner.rundir.state import RunState
+from runner.rundir.records import JobRecord, RunState
 
 POLL_S = 1.0
 _CODES = {"COMPLETED": 0, "STOPPED": 130, "KILLED": 5}

@@ -33,8 +33,7 @@ from runner.launch.schedulers import (
     refuse_force,
 )
 from runner.launch.supervisor import SHUTDOWN_S, agent_command
-from runner.rundir.job_record import JobRecord
-from runner.rundir.state import read_state
+from runner.rundir.records import JobRecord, read_state
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MAX_NAME = 40  # pods are named NAME-node-0-INDEX-xxxxx, within 63 characters

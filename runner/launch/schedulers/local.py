@@ -19,8 +19,7 @@ from tempfile import TemporaryFile
 from manifests.errors import LaunchError
 from runner.launch.schedulers import JobState, code_of_state, follow_file, print_file
 from runner.rundir.heartbeat import SKEWED_S, log_path, read_beats
-from runner.rundir.job_record import JOB_NAME, JobRecord
-from runner.rundir.state import read_state
+from runner.rundir.records import JOB_NAME, JobRecord, read_state
 from stores.folders.lock import birth_of
 
 _POLL_S = 0.1

@@ -13,8 +13,7 @@ from manifests.command.schedulers import run_slurm, working_folder
 from manifests.errors import UsageError, UserError
 from runner.launch.job import Job, check_mounts
 from runner.launch.schedulers import JobState, code_of_state, follow_file, print_file, refuse_force
-from runner.rundir.job_record import JobRecord
-from runner.rundir.state import read_state
+from runner.rundir.records import JobRecord, read_state
 
 _SIGNAL = re.compile(r"USR2@(\d{1,5})")
 _MAX_SIGNAL_S = 65535  # sbatch(1), --signal

@@ -18,7 +18,7 @@ from manifests.digest import digest_bytes
 from manifests.errors import InputError, ShardError, UnreachableError, UserError
 from manifests.schema import MOMENTS, WEIGHTS, Manifest, Shard
 from runner.bundle.cache_folder import CacheFolder, assign_shards, check_cacheable, node_folder, shards_of
-from runner.bundle.remote import fetch, opened
+from runner.bundle.packed import fetch, opened
 from runner.rundir.exit_report import code_of
 from stores.local import LocalFolder
 from stores.open import open_manifest

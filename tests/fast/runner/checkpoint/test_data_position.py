@@ -21,9 +21,8 @@ from pyarrow import parquet
 from manifests.errors import InputError
 from manifests.schema import DataCursor, SourcePosition
 from runner.config.schema import BatchOptions, DataOptions
-from runner.data.batches import Batch
-from runner.data.sequences import read_batches, read_once
-from runner.data.shuffle import draw, shuffled
+from runner.data.documents import draw, shuffled
+from runner.data.sequences import Batch, read_batches, read_once
 from tests.fast.runner.data.words import EOS, FIRST, VOCAB_SIZE, WORDS, text_of, write_documents, write_tokenizer
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, len(WORDS) - 1), max_size=9), min_size=1, max_size=7).filter(any)

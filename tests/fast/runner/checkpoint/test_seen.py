@@ -11,8 +11,8 @@ import pytest
 
 from manifests.errors import InputError
 from manifests.schema import Shard
-from runner.checkpoint import shared_folder
-from runner.checkpoint.shared_folder import check_folder, check_shards
+from runner.checkpoint import save as shared_folder
+from runner.checkpoint.save import check_folder, check_shards
 
 SHARD = Shard(path="stage-001/exp_avg/model.safetensors", nbytes=3, digest="blake3:" + 64 * "0")
 FIRST = replace(SHARD, path="stage-000/model.safetensors")

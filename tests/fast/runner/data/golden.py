@@ -14,7 +14,7 @@ import torch
 from pyarrow import parquet
 
 from runner.config.schema import BatchOptions, DataOptions, FramingOptions
-from runner.data.batches import Batch
+from runner.data.sequences import Batch
 from tests.fast.runner.data.words import write_documents, write_tokenizer
 
 NUM_BATCHES, GLOBAL_BATCH = 8, 8

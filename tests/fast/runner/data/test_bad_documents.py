@@ -16,9 +16,8 @@ from pyarrow import parquet
 from manifests.errors import InputError
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.bad import BadDocumentError, Skipped
-from runner.data.batches import IGNORED, Batch
 from runner.data.mixture import Cursor
-from runner.data.sequences import read_batches, read_once
+from runner.data.sequences import IGNORED, Batch, read_batches, read_once
 from tests.fast.runner.data.words import BOS, EOS, FIRST, VOCAB_SIZE, write_tokenizer
 
 GOOD = (b"w1 w2 w3", b"w4", b"w5 w6")

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from manifests.errors import InputError
 from runner.config.schema import BatchOptions, DataOptions, FramingOptions
-from runner.data.framing import Frame, document_framing, load_tokenizer
 from runner.data.sequences import read_batches
+from runner.data.tokenizer import Frame, document_framing, load_tokenizer
 
 BOS, EOS, SIZE = 0, 1, 5
 VOCAB = {"<s>": BOS, "</s>": EOS, "<unk>": 2, "a": 3, "b": 4}

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 
 from manifests.errors import InputError
 from runner.config.schema import BatchOptions, DataOptions
-from runner.data.batches import IGNORED, Batch
-from runner.data.framing import load_tokenizer, special_id
-from runner.data.sequences import read_batches, read_once
-from runner.data.tokenizer import load_vocabulary
+from runner.data.sequences import IGNORED, Batch, read_batches, read_once
+from runner.data.tokenizer import load_tokenizer, load_vocabulary, special_id
 from runner.evaluation.evaluate import mean_loss
 from tests.fast.runner.data.words import BOS, EOS, FIRST, VOCAB_SIZE, WORDS, write_documents, write_tokenizer
 

@@ -19,9 +19,8 @@ import torch
 from manifests.errors import UserError
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.bad import Skipped
-from runner.data.batches import Batch, Rows
 from runner.data.read_ahead import ReadAhead
-from runner.data.sequences import read_batches
+from runner.data.sequences import Batch, Rows, read_batches
 from runner.data.shared import SharedTokenization
 from tests.fast.runner.data.golden import GLOBAL_BATCH, NUM_BATCHES, Case, cases, digests, write_sources
 from tests.fast.runner.data.words import VOCAB_SIZE, write_documents, write_tokenizer

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.data.shuffle import draw, shuffled
+from runner.data.documents import draw, shuffled
 
 KEYS = st.lists(st.integers(0, 2**40), max_size=4)
 

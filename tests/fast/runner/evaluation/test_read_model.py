@@ -31,7 +31,7 @@ def test_generic_family_is_compared_with_the_whole_model_before_it_is_read(
 ) -> None:
     save_tiny(tmp_path / "source", "Olmo3ForCausalLM")
     pack(tmp_path / "source", tmp_path / "packed", "pp=1", "--quiet")
-    options = parse_eval([str(tmp_path / "packed"), "--data", "a.txt", *flags]).read
+    options = parse_eval([str(tmp_path / "packed"), "--data", "a.txt", "--seq-len", "8", *flags])
     with caplog.at_level(logging.INFO, "runner"):
-        read_model(open_packed(tmp_path / "packed"), options, world, torch.device("cpu"), max_seq_len=8)
+        read_model(open_packed(tmp_path / "packed"), options, world, torch.device("cpu"))
     assert ("self-check: a tiny Olmo3ForCausalLM" in caplog.text) == (not flags)

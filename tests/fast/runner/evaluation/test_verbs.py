@@ -39,8 +39,8 @@ def test_ranks_get_the_flags_as_they_were_written(
     assert command[command.index("--nproc-per-node") + 1] == "2"
     assert command[command.index("runner.evaluation.evaluate") + 1 :] == [str(packed), *flags]
     options = parse_eval(command[command.index("runner.evaluation.evaluate") + 1 :])
-    assert (options.data.sources, options.seq_len, options.read.dtype) == (("two words.txt",), 3, "bf16")
-    assert options.read.manifest == packed
+    assert (options.data.sources, options.seq_len, options.dtype) == (("two words.txt",), 3, "bf16")
+    assert options.manifest == packed
 
 
 def test_two_dashes_before_the_flags_mean_nothing(

@@ -10,7 +10,7 @@ import pytest
 
 from runner.launch.agent import agent
 from runner.rundir.exit_report import ExitReport
-from runner.rundir.state import RunState, write_state
+from runner.rundir.records import RunState, write_state
 
 OWN = ExitReport(kind="failed", code=3, where="rank 2, node n", problem="is damaged", error_code="shard.damaged")
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from runner.launch.decide import AttemptEnd, Decision, Exit, GiveUp, Requeue, Restart, decide, may_requeue
-from runner.rundir.state import RunState
+from runner.rundir.records import RunState
 
 LOST = 5
 TERMINATED, PREEMPTED_NOW, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGUSR2, 130

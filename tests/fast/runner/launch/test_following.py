@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import UserError
-from runner.launch import follow as watch
 from runner.launch import schedulers
-from runner.rundir.job_record import JobRecord
-from runner.rundir.state import Ended, RunState, write_state
+from runner.launch import verbs as watch
+from runner.rundir.records import Ended, JobRecord, RunState, write_state
 
 SILENT = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 RUNNING = "echo JobState=RUNNING"
@@ -33,7 +32,7 @@ def follow(place: Path, monkeypatch: pytest.MonkeyPatch, *answers: str) -> int:
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{place}:/usr/bin:/bin")
     record = JobRecord(scheduler="slurm", id="7", name="tiny", output=str(place / "slurm-7.out"))
-    return watch.follow(record, Path(record.output), lambda text: None, place)
+    return watch.follow_job(record, Path(record.output), lambda text: None, place)
 
 
 @pytest.mark.parametrize(

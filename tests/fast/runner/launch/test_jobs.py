@@ -19,8 +19,15 @@ from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from manifests.errors import UserError
 from runner.commands import cli
 from runner.config.flags import parse_training
-from runner.rundir.job_record import JobRecord, read_record, write_record
-from runner.rundir.state import RunState, clear_state, read_state, write_state
+from runner.rundir.records import (
+    JobRecord,
+    RunState,
+    clear_state,
+    read_job_record,
+    read_state,
+    write_job_record,
+    write_state,
+)
 from tests.builders import files_in, llama_config, reshard, write_model
 
 SAVING = ("--checkpoint", "ck", "--checkpoint-every", "5", "--resume", "auto")
@@ -356,8 +363,8 @@ def test_training_flags_are_listed_without_a_manifest() -> None:
 
 def test_record_and_state_are_read_back(tmp_path: Path) -> None:
     record = JobRecord(scheduler="slurm", id="7", name="tiny", output="/x/slurm-7.out")
-    write_record(tmp_path, record)
-    assert read_record(tmp_path) == record
+    write_job_record(tmp_path, record)
+    assert read_job_record(tmp_path) == record
     assert read_state(tmp_path) is None
     write_state(tmp_path, RunState(step=3, ended="stopped"))
     assert read_state(tmp_path) == RunState(step=3, ended="stopped")

@@ -20,8 +20,7 @@ from runner.commands import cli
 from runner.launch.run_folder import check_free
 from runner.launch.schedulers.local import record_here
 from runner.rundir.heartbeat import Beat, heartbeat_path, write_beat
-from runner.rundir.job_record import JobRecord, read_record, write_record
-from runner.rundir.state import RunState, read_state, write_state
+from runner.rundir.records import JobRecord, RunState, read_job_record, read_state, write_job_record, write_state
 from tests.builders import llama_config, pack, write_model
 
 SLURM = JobRecord(scheduler="slurm", id="7", name="tiny", output="/x/slurm-7.out")
@@ -43,7 +42,7 @@ def put_program(place: Path, name: str, script: str) -> None:
 
 def put_job(place: Path, record: JobRecord) -> Path:
     log = place / "log"
-    write_record(log, record)
+    write_job_record(log, record)
     return log
 
 
@@ -98,7 +97,7 @@ def test_number_that_slurm_has_given_to_another_job_is_not_the_job(
     folder: str, shows: str, is_free: bool, place: Path
 ) -> None:
     log = place / folder
-    write_record(log, replace(SLURM, output=f"{log}/slurm-7.out"))
+    write_job_record(log, replace(SLURM, output=f"{log}/slurm-7.out"))
     shown = shows.replace("LOG", str(log)).replace("PLACE", str(place))
     put_program(place, "scontrol", f"echo 'JobId=7 JobState=RUNNING Reason=None StdErr=/x y {shown} Power='")
     put_program(place, "scancel", f"echo > '{place}/cancelled'")
@@ -182,7 +181,7 @@ def test_second_job_leaves_the_first_one_its_folder_and_begins_with_a_clean_one(
     error = launch(packed, log).exception
     assert isinstance(error, UserError)
     assert (error.code, error.where) == ("launch.log-folder-in-use", f"--log-dir {log}")
-    assert (read_record(log), read_state(log) is None) == (SLURM, False)
+    assert (read_job_record(log), read_state(log) is None) == (SLURM, False)
 
     put_program(place, "scontrol", "echo JobId=8 JobState=CANCELLED PartitionName=main Default=YES")
     assert launch(packed, log).exception is None
@@ -211,5 +210,5 @@ def test_sbatch_is_told_all_on_its_command_line_where_nothing_overrules_it(
     assert told == ["--parsable", *(word for line in lines for word in shlex.split(line))]
     output = f"--output={place}/a 100%% log/slurm-%j.out"
     assert {output, "--account=a b", "--time=30", "--comment=c d", "-C", "gpu"} < {*told}
-    assert read_record(log).output == f"{log}/slurm-8.out"
+    assert read_job_record(log).output == f"{log}/slurm-8.out"
     assert script == launch(packed, log, *flags, "--dry-run").stdout

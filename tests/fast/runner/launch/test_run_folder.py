@@ -14,7 +14,7 @@ from runner.commands import cli
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.run_folder import RunFolder, choose_folder
 from runner.report.read import read_run
-from runner.rundir.run_record import config_of, find_run, note_resolved, read_record_of, run_id
+from runner.rundir.records import config_of, find_run, note_resolved, read_run_record, run_id
 from tests.builders import llama_config, pack, write_model
 
 PARTS = {key: [0.25] for key in ("data_s", "compute_s", "communication_s", "bubble_s")}
@@ -159,7 +159,7 @@ def test_record_says_what_was_launched_and_what_became_of_it(place: Path) -> Non
     assert {"python", "torch"} <= set(launched["versions"])
     assert run["checkpoint"] == str(place / "history")
     note_resolved(place / "log", {"lr": 0.25, "num_ranks": 4})
-    config = config_of(read_record_of(place / "log"))
+    config = config_of(read_run_record(place / "log"))
     assert (config["lr"], config["num_ranks"], config["manifest_digest"]) == (0.25, 4, "d")
     assert config["version/torch"] == launched["versions"]["torch"]
 

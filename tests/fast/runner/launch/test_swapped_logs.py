@@ -12,9 +12,15 @@ from click.testing import CliRunner
 
 from manifests.errors import UserError
 from runner.commands import cli
-from runner.rundir.job_record import JobRecord, read_record, write_record
-from runner.rundir.run_record import write_run
-from runner.rundir.state import RunState, read_state, write_state
+from runner.rundir.records import (
+    JobRecord,
+    RunState,
+    read_job_record,
+    read_state,
+    write_job_record,
+    write_run_record,
+    write_state,
+)
 
 
 @pytest.fixture
@@ -23,8 +29,8 @@ def runs(tmp_path: Path) -> Path:
     for name, step in (("a", 3), ("b", 7)):
         log = tmp_path / name
         (log / "heartbeat").mkdir(parents=True)
-        write_run(log, {"id": name * 32, "name": name, "launches": []})
-        write_record(log, JobRecord(
+        write_run_record(log, {"id": name * 32, "name": name, "launches": []})
+        write_job_record(log, JobRecord(
             scheduler="local", id="7", name=name, output=str(log / "rank-0.log"), host=socket.gethostname(), birth="-",
         ))  # fmt: skip
         (log / "rank-0.log").write_text(name)
@@ -80,7 +86,7 @@ def test_packed_folder_is_no_log_folder_of_any_verb(verb: str, tmp_path: Path) -
     (tmp_path / "manifest.json").write_text("{}")
     assert code_of(verb, tmp_path) in ("launch.no-record", "log.unreadable")
     with pytest.raises(UserError):
-        read_record(tmp_path)
+        read_job_record(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[]", "null", '"x"', "3"])

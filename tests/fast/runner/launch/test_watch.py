@@ -13,11 +13,9 @@ from click.testing import CliRunner
 
 from manifests.errors import InputError
 from runner.commands import cli
-from runner.launch import follow as watch
+from runner.launch import verbs as watch
 from runner.rundir.heartbeat import log_path
-from runner.rundir.job_record import JobRecord, write_record
-from runner.rundir.run_record import write_run
-from runner.rundir.state import Ended, RunState, write_state
+from runner.rundir.records import Ended, JobRecord, RunState, write_job_record, write_run_record, write_state
 
 LOAD: dict[str, Any] = {"rank": 0, "load_s": 0.1}
 
@@ -26,7 +24,7 @@ LOAD: dict[str, Any] = {"rank": 0, "load_s": 0.1}
 def log(tmp_path: Path) -> Path:
     """The log folder of a job of this machine that has ended."""
     output, host = str(log_path(tmp_path, 0)), socket.gethostname()
-    write_record(tmp_path, JobRecord(scheduler="local", id="1", name="x", output=output, host=host, birth="never"))
+    write_job_record(tmp_path, JobRecord(scheduler="local", id="1", name="x", output=output, host=host, birth="never"))
     return tmp_path
 
 
@@ -51,15 +49,15 @@ def saved(number: int) -> dict[str, Any]:
 )
 def test_status_is_of_the_last_run_alone(log: Path, lines: tuple[dict[str, Any], ...], last: tuple[Any, ...]) -> None:
     (log / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = watch.status(log)
+    found = watch.find_status(log)
     assert (found["last_step"], found["last_loss"], found["last_checkpoint"]) == last
 
 
 def test_status_has_the_steps_of_the_whole_run(log: Path) -> None:
     (log / "metrics.jsonl").write_text(json.dumps(step(3)) + "\n")
-    assert watch.status(log)["num_steps"] is None
-    write_run(log, {"id": "x", "launches": [{"options": {"steps": 10}, "resolved": {"steps": 12}}]})
-    assert watch.status(log)["num_steps"] == 12
+    assert watch.find_status(log)["num_steps"] is None
+    write_run_record(log, {"id": "x", "launches": [{"options": {"steps": 10}, "resolved": {"steps": 12}}]})
+    assert watch.find_status(log)["num_steps"] == 12
     assert CliRunner().invoke(cli, ["status", str(log)]).stdout.splitlines()[1] == "step 3 of 12, loss 2.000000"
 
 
@@ -94,5 +92,5 @@ def test_rank_that_a_job_never_had_is_not_said_to_come(log: Path, wording: Calla
 
 def test_file_in_a_log_folder_is_no_log_folder(log: Path) -> None:
     with pytest.raises(InputError) as error:
-        watch.status(log / "job.json")
+        watch.find_status(log / "job.json")
     assert (error.value.code, error.value.where) == ("launch.no-record", f"{log}/job.json/job.json")

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from manifests.digest import Hasher, digest_hex
 from manifests.slices import Slice
-from runner.load.fill import fill
-from runner.tensors import regions as regions
-from runner.tensors.regions import blocks_of, intersect
+from runner.load import fill as regions
+from runner.load.fill import blocks_of, fill, intersect
 
 POSITION = 40  # of a stored tensor in its file
 

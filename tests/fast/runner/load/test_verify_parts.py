@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from manifests.errors import InputError
 from manifests.slices import Slice
+from runner.load.fill import BLOCK_NBYTES, ranges_of
 from runner.load.verify_parts import PartRead, ToVerify, share_parts, verify_parts
-from runner.tensors.regions import BLOCK_NBYTES, ranges_of
 from stores.bundles import TensorAt
 from stores.local import LocalFile
 

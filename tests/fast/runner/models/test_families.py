@@ -14,7 +14,8 @@ import torch
 from manifests.errors import InputError
 from manifests.models import model_shape
 from runner.config.architectures import TORCHTITAN
-from runner.models import FAMILIES, family_for
+from runner.models import family_for
+from runner.models.titan_families import FAMILIES
 from runner.models.titan_modules import compile_later
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}

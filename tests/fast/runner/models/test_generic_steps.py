@@ -14,7 +14,7 @@ from manifests.errors import UsageError
 from manifests.models.catalogue import catalogued
 from manifests.models.training import Recompute
 from runner.config.architectures import generic_entry, hands_on_trees, is_generic
-from runner.data.batches import IGNORED
+from runner.data.sequences import IGNORED
 from runner.models.generic import Generic, WholeModel
 from runner.pipeline.chunk import StageChunk
 from runner.pipeline.heads import chunk_head

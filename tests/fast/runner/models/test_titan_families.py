@@ -19,11 +19,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from manifests.errors import InputError
 from manifests.models import model_shape
-from runner import models as families
 from runner.bundle.packed import open_packed
 from runner.checkpoint.state import held_weights
 from runner.load.load import load_tensors
 from runner.models import Family, family_for
+from runner.models import titan_families as families
 from runner.models.experts import grouped_product
 from runner.models.titan_fields import TITAN_FIELDS
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
@@ -223,7 +223,7 @@ import json, resource
 import torchtitan.models.deepseek_v3.model
 from runner.pipeline.chunk import build_chunks
 from runner.models import family_for
-import runner.models.deepseek_v3
+import runner.models.titan_families
 from tests.steps import steps_of
 config = json.load(open("tests/data/configs/deepseek-v3.json"))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

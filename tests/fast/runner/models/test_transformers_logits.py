@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy
 
-from runner.data.batches import IGNORED
+from runner.data.sequences import IGNORED
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks
 from tests.fast.runner.models.decoders import (

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
 from runner.config.architectures import Implementation
-from runner.data.batches import IGNORED, Batch
+from runner.data.sequences import IGNORED, Batch
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_pieces
 from tests.fast.manifests.models.built import build, perturb

@@ -17,7 +17,7 @@ from runner.pipeline.chunk import StageChunk, hf_pieces
 from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
-from runner.training.compute import apply_compute_options
+from runner.training.activation_checkpoint import apply_compute_options
 from tests.fast.manifests.models.built import DECODERS, TINY
 from tests.fast.runner.models.decoders import Variant, fill_pieces, variant_ids
 from tests.fast.runner.models.titans import save_titan

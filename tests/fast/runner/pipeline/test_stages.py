@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from manifests.errors import ManifestError
 from manifests.placement import Placement
 from runner.config.schema import BatchOptions
-from runner.data.batches import Batch
+from runner.data.sequences import Batch
 from runner.models import Family, family_for
 from runner.pipeline.chunk import build_chunks, materialize, named_hf_parameters
 from runner.pipeline.schedule import Schedule, build_schedule

@@ -15,7 +15,7 @@ from manifests.schedules import SCHEDULES, lower, schedule_table
 from runner.launch.agent import agent
 from runner.launch.here import launch_here
 from runner.pipeline.torch_runtime import ADAPTER, ADAPTERS
-from runner.preflight.torch_version import LEAST, TESTED, check_torch
+from runner.preflight.preflight import LEAST, TESTED, check_torch
 
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 _OLD, _NEW = ADAPTERS

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from manifests.placement import Placement
 from manifests.schedules import StageCosts, Table, Timeline, schedule_table, simulate
 from runner.pipeline.timetable import Timetable
-from runner.profiling.clock import Clock
 from runner.profiling.step_times import RankTimes, split_step
-from runner.profiling.trace import Recorder
+from runner.profiling.trace import Clock, Recorder
 
 CASES = (("1F1B", 4, "loop", 6), ("Interleaved1F1B", 8, "loop", 8), ("ZBVZeroBubble", 8, "v", 8))
 REDUCE_S = 0.5

@@ -23,8 +23,8 @@ from runner.pipeline.chunk import StageChunk, build_chunks, layers_of, materiali
 from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
-from runner.training.compute import apply_compute_options
-from runner.training.mixed_precision import keep_masters, kept, round_masters
+from runner.training.activation_checkpoint import apply_compute_options
+from runner.training.mixed_precision import keep_masters, master_of, round_masters
 from runner.training.optimizer import Optimizer
 from tests.fast.manifests.models import built
 from tests.fast.runner.tiny import CPU, fill, padded_batch, read_config, save_model, split_evenly
@@ -54,7 +54,7 @@ def build(folder: Path, options: ComputeOptions, num_stages: int = 1) -> tuple[t
         whole = build_chunks(family, stage_modules, range(num_stages))
         fill(whole, folder)
         for (_, parameter), (_, weight) in zip(parameters_of(chunks), parameters_of(whole), strict=True):
-            kept(parameter).copy_(weight.detach())
+            master_of(parameter).copy_(weight.detach())
         round_masters(parameter for _, parameter in parameters_of(chunks))
     apply_compute_options(chunks, num_stages, options)
     timetable = find_timetable("1F1B", placement, BATCH.num_microbatches)
@@ -190,16 +190,16 @@ def test_masters_follow_float32_closely_and_keep_what_bfloat16_would_lose(folder
     weights = dict(parameters_of(wanted))
     off_by = [
         sum(
-            float((kept(each).detach().float() - weights[fqn].detach()).square().sum())
+            float((master_of(each).detach().float() - weights[fqn].detach()).square().sum())
             for fqn, each in parameters_of(run)
         )
         for run in (chunks, halves)
     ]
     assert off_by[0] < 0.25 * off_by[1]
     for fqn, parameter in parameters_of(chunks):
-        assert (parameter.dtype, kept(parameter).dtype) == (torch.bfloat16, torch.float32)
-        assert torch.equal(parameter, kept(parameter).bfloat16()), fqn
-        assert not torch.equal(parameter.float(), kept(parameter)), fqn
+        assert (parameter.dtype, master_of(parameter).dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(parameter, master_of(parameter).bfloat16()), fqn
+        assert not torch.equal(parameter.float(), master_of(parameter)), fqn
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, fqn: str) -> None:
@@ -231,7 +231,7 @@ def test_gradients_of_microbatches_are_added_up_in_float32(folder: Path) -> None
 def test_masters_take_the_steps_that_torch_takes_in_float32(folder: Path) -> None:
     chunks, schedule = build(folder, MIXED)
     optimizer = Optimizer(parameters_of(chunks), OptimOptions(lr=1e-3, max_norm=0))
-    weights = {fqn: torch.nn.Parameter(kept(parameter).clone()) for fqn, parameter in parameters_of(chunks)}
+    weights = {fqn: torch.nn.Parameter(master_of(parameter).clone()) for fqn, parameter in parameters_of(chunks)}
     reference = torch.optim.AdamW(weights.values(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     for step in range(3):
         optimizer.zero_gradients()
@@ -241,7 +241,7 @@ def test_masters_take_the_steps_that_torch_takes_in_float32(folder: Path) -> Non
         reference.step()
         optimizer.step(step)
     for fqn, parameter in parameters_of(chunks):
-        assert torch.equal(kept(parameter), weights[fqn]), fqn
+        assert torch.equal(master_of(parameter), weights[fqn]), fqn
         assert torch.equal(optimizer.moment(parameter, "exp_avg"), reference.state[weights[fqn]]["exp_avg"]), fqn
 
 

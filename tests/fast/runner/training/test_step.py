@@ -20,7 +20,7 @@ from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.training.gradient_norm import StepTotals, clip_gradients, fused_squares, split_squares
-from runner.training.mixed_precision import keep_masters, kept, round_masters
+from runner.training.mixed_precision import keep_masters, master_of, round_masters
 from runner.training.optimizer import Optimizer, lr_at
 from runner.training.step import Engine, eval_step, train_step
 from runner.training.ties import Tie, build_ties, check_equal, check_loaded, lead_parameters, sync_gradients
@@ -83,9 +83,9 @@ def test_copies_that_differ_in_masters_alone_are_refused(folder: Path) -> None:
     keep_masters(chunks, torch.float32)
     named, tie = dict(named_hf_parameters(chunks[0])), head_tie([tuple(family.modules)])
     for parameter in named.values():
-        kept(parameter).copy_(parameter.detach())
+        master_of(parameter).copy_(parameter.detach())
     check_loaded([tie], chunks)
-    kept(named[HEAD])[0, 0] *= 1 + 2**-20
+    master_of(named[HEAD])[0, 0] *= 1 + 2**-20
     round_masters(named.values())
     assert torch.equal(named[HEAD], named[EMBEDDING])
     with pytest.raises(InputError) as error:

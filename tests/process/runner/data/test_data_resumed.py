@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from manifests.schema import TrainingState
 from runner.bundle.packed import open_packed
-from runner.checkpoint.skipped import read_skipped
+from runner.checkpoint.data_position import read_skipped
 from stores.open import open_manifest
 from tests.builders import pack
 from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer

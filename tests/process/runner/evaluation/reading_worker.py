@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 def run_job(args: list[str], world: World) -> tuple[float, int]:
     evaluated = parse_eval(args)
-    return loss_over(evaluated, open_packed(evaluated.read.manifest), world, CPU)
+    return loss_over(evaluated, open_packed(evaluated.manifest), world, CPU)
 
 
 def main(jobs: Path, out: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from runner.preflight.torch_version import TESTED
+from runner.preflight.preflight import TESTED
 from stores.open import open_manifest
 from tests.builders import pack, reshard
 from tests.fast.runner.tiny import save_model

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.architectures import Implementation, choose_implementation
-from runner.data.batches import Batch
+from runner.data.sequences import Batch
 from tests.fast.manifests.models.built import read_config
 from tests.fast.runner.models.decoders import SEQ_LEN, VARIANTS
 from tests.fast.runner.models.titans import TITANS

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from runner.data.batches import Batch
+from runner.data.sequences import Batch
 from tests.builders import pack, reshard
 from tests.fast.runner.models.decoders import name_as_openai_did, save_decoder, tied_name
 from tests.fast.runner.models.titans import in_files, load, save_titan

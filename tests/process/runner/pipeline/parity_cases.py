@@ -12,7 +12,7 @@ import torch
 from manifests.placement import Placement
 from manifests.schedules import SCHEDULES, ScheduleName, Table, actions_of, schedule_table
 from runner.config.schema import BatchOptions, OptimOptions
-from runner.data.batches import Batch
+from runner.data.sequences import Batch
 from tests.covering import covering
 from tests.fast.manifests.models.built import DECODERS, TINY
 from tests.fast.runner.tiny import padded_batch

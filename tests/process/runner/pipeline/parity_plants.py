@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from manifests.schedules import Table
 from runner.config.schema import BatchOptions
-from runner.data.batches import IGNORED, Batch
+from runner.data.sequences import IGNORED, Batch
 from runner.pipeline.chunk import StageChunk, hf_pieces
 from runner.pipeline.runtime import Lane, Pipeline, Purpose
 from runner.pipeline.stage_io import Form, StageIO

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from runner.data.batches import Batch
+from runner.data.sequences import Batch
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
 from tests.fast.runner.models.decoders import fill_pieces, tied_name

@@ -29,7 +29,7 @@ from runner.pipeline.chunk import build_chunks, materialize
 from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
-from runner.training.compute import apply_compute_options
+from runner.training.activation_checkpoint import apply_compute_options
 from tests.fast.runner.tiny import CPU, padded_batch
 from tests.process.runner.pipeline.parity_cases import cut_modules
 

@@ -22,7 +22,7 @@ from runner.config.schema import OptimOptions
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, named_hf_parameters
 from runner.training.gradient_norm import StepTotals
-from runner.training.mixed_precision import keep_masters, kept, round_masters
+from runner.training.mixed_precision import keep_masters, master_of, round_masters
 from runner.training.optimizer import Optimizer
 from runner.training.ties import build_ties, check_equal, lead_parameters, sync_gradients
 from tests.fast.runner.tiny import CPU, EMBEDDING, HEAD, fill, read_config
@@ -88,7 +88,7 @@ def main(folder: Path, out: Path) -> None:
         parameter.grad = None
     keep_masters(chunks, torch.float64)  # finer than the weights, which they round to
     for parameter in named.values():
-        kept(parameter).fill_(0.5 + dist.get_rank() * 2**-40)
+        master_of(parameter).fill_(0.5 + dist.get_rank() * 2**-40)
     round_masters(named.values())
     found["weights"] = [set_of(tie.leader) for tie in ties]
     found["unequal_masters"] = refusal_of(lambda: check_equal(ties))

@@ -23,9 +23,9 @@ from runner.pipeline.chunk import StageChunk, build_chunks, named_hf_parameters
 from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
-from runner.training.compute import apply_compute_options
+from runner.training.activation_checkpoint import apply_compute_options
 from runner.training.gradient_norm import StepTotals
-from runner.training.mixed_precision import keep_masters, kept, round_masters
+from runner.training.mixed_precision import keep_masters, master_of, round_masters
 from runner.training.optimizer import Optimizer
 from runner.training.step import Engine, train_step
 from runner.training.ties import build_ties, check_equal, lead_parameters
@@ -67,7 +67,7 @@ def train(folder: Path, schedule: str, placement: Placement, options: ComputeOpt
     for step in range(STEPS):
         train_step(engine, padded_batch(step, size=8, seq_len=BATCH.seq_len), step)
         gradients.append({fqn: p.grad.clone() for fqn, p in parameters if p.grad is not None})
-    assert all(kept(parameter).grad is not None for _, parameter in parameters)
+    assert all(master_of(parameter).grad is not None for _, parameter in parameters)
     return gradients
 
 
@@ -76,7 +76,7 @@ def fill_masters(chunks: tuple[StageChunk, ...], folder: Path, stage_modules: tu
     fill(whole, folder)
     for chunk, other in zip(chunks, whole, strict=True):
         for (_, parameter), (_, weight) in zip(named_hf_parameters(chunk), named_hf_parameters(other), strict=True):
-            kept(parameter).copy_(weight.detach())
+            master_of(parameter).copy_(weight.detach())
         round_masters(chunk.parameters())
 
 

@@ -22,12 +22,11 @@ from torch import distributed as dist
 
 from runner.bundle.packed import open_packed
 from runner.checkpoint.resume import Origin
-from runner.config.flags import parse_training
-from runner.config.memory import planned_memory
+from runner.config.flags import parse_training, planned_memory
 from runner.distributed.world import World, join_world
 from runner.setup import Ready, begin
 from runner.tensors.dtensor import local_of
-from runner.training.mixed_precision import kept
+from runner.training.mixed_precision import master_of
 from runner.training.step import train_step
 from tests.fast.runner.tiny import CPU, padded_batch
 
@@ -64,7 +63,7 @@ def state_nbytes(ready: Ready) -> dict[str, int]:
     parameters = [parameter for chunk in ready.chunks for parameter in chunk.parameters()]
     adamw = ready.engine.optimizer.adamw
     states = [tensor for state in (adamw.state.values() if adamw else ()) for tensor in state.values()]
-    masters = [kept(parameter) for parameter in parameters if kept(parameter) is not parameter]
+    masters = [master_of(parameter) for parameter in parameters if master_of(parameter) is not parameter]
     return {
         "weights": nbytes_of(parameters),
         "gradients": nbytes_of(parameter.grad for parameter in parameters if parameter.grad is not None),

@@ -1,0 +1,253 @@
+"""The records in a log folder, and how a run's folder is found. No torch.
+
+`run.json`: which run this is and with which options. `job.json`: which job `runner launch` started, for status, logs
+and cancel. `state.json`: how the run ended and after which step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from manifests.errors import LaunchError, LogError, UsageError, refused_by_system
+from manifests.invariants import MANIFEST_NAME
+from manifests.store import write_file
+from stores.folders.probe import check_writable
+
+RUN_NAME = "run.json"
+JOB_NAME = "job.json"
+STATE_NAME = "state.json"
+DEFAULT_RUNS = Path("runner-log")  # has a folder for each run started without --log-dir
+LATEST = "latest"
+_MOST_DIGITS = 20  # of a process id
+# A run as JSON: `id`, `began`, `name`, `manifest`, `checkpoint`, `versions`, and `launches`, one for each start.
+Run = Mapping[str, Any]
+Scheduler = Literal["local", "slurm", "jobset"]
+SCHEDULERS: tuple[Scheduler, ...] = get_args(Scheduler)
+# done: all steps are complete; stopped: by a signal, after a checkpoint; failed: `error`, with exit code `code`.
+Ended = Literal["done", "stopped", "failed"]
+
+
+def read_run_record(log_dir: Path) -> dict[str, Any] | None:
+    """Return the run record of a folder; None if there is none that can be read."""
+    try:
+        document = json.loads((log_dir / RUN_NAME).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) and isinstance(document.get("id"), str) else None
+
+
+def run_id(log_dir: Path) -> str:
+    """Return the unique id of this folder's run; empty if it has none."""
+    record = read_run_record(log_dir)
+    return str(record["id"]) if record else ""
+
+
+def check_same_run(named: object, log_dir: Path, where: str) -> None:
+    """Check that a file of a log folder, which names the run that has written it, is of the folder's run.
+
+    Raises:
+        LogError: it is of another run.
+    """
+    if not isinstance(named, str) or not named:
+        return
+    expected = run_id(log_dir)
+    if expected not in ("", named):
+        problem = f"is of run {named[:32]}, and {RUN_NAME} beside it of run {expected[:32]}"
+        hint = "copy log folders whole: a file of another run was moved here, or this run's was lost"
+        raise LogError(where, problem, hint, code="log.other-run")
+
+
+def write_run_record(log_dir: Path, run: Run) -> None:
+    """Write a run record.
+
+    Raises:
+        OSError: it cannot be written; an older record is unchanged.
+    """
+    write_file(log_dir / RUN_NAME, (json.dumps({"version": 1, **run}, indent=2, default=str) + "\n").encode())
+
+
+def note_resolved(log_dir: Path, resolved: Mapping[str, Any]) -> None:
+    """Add the resolved options (from flags, checkpoint and number of ranks) to the record of a run's last launch."""
+    run = read_run_record(log_dir)
+    if run is None or not run.get("launches"):
+        return
+    run["launches"][-1]["resolved"] = dict(resolved)
+    with contextlib.suppress(OSError):  # training does not depend on it
+        write_run_record(log_dir, run)
+
+
+def config_of(run: Run | None) -> dict[str, Any]:
+    """Return what identifies a run, flat: of its last launch the resolved options, model, host and versions.
+
+    Fields that a damaged record lacks are left out.
+    """
+    if run is None:
+        return {}
+    launches = run.get("launches")
+    launch = _object(launches[-1]) if isinstance(launches, list) and launches else {}
+    manifest, argv = _object(launch.get("manifest")), launch.get("argv")
+    facts = {
+        "run": run.get("id"),
+        "name": run.get("name"),
+        "manifest": manifest.get("path"),
+        "manifest_digest": manifest.get("digest"),
+        "command": shlex.join(map(str, argv)) if isinstance(argv, list) else None,
+        "host": launch.get("host"),
+        **{f"version/{package}": number for package, number in _object(launch.get("versions")).items()},
+    }
+    options = _object(launch.get("resolved")) or _object(launch.get("options"))
+    return {name: value for name, value in {**options, **facts}.items() if value is not None}
+
+
+def find_run(path: Path) -> Path:
+    """Return the folder of one run: `path` itself, or the latest run in it."""
+    latest = path / LATEST
+    return path / os.readlink(latest) if latest.is_symlink() and latest.is_dir() else path
+
+
+def link_latest(log_dir: Path) -> None:
+    """Point the link `latest`, beside a run's folder, to it; a file of that name that is not a link is kept."""
+    latest = log_dir.parent / LATEST
+    if os.path.lexists(latest) and not latest.is_symlink():
+        return
+    fresh = latest.with_name(f".{LATEST}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(log_dir.name)
+        fresh.replace(latest)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRecord:
+    """A launched job: its scheduler, its id there, and the file of its output.
+
+    The id of a local job is its process id; `host` and `birth` distinguish it from later processes with that id. A
+    JobSet's id is its name in `namespace`.
+    """
+
+    scheduler: str
+    id: str
+    name: str
+    output: str
+    host: str = ""
+    birth: str = ""
+    namespace: str = ""
+
+
+def make_log_dir(log_dir: Path) -> None:
+    """Create the log folder if it is missing, and check that it can be written; on failure, no folder is left.
+
+    Raises:
+        UsageError: it is a packed folder or a checkpoint.
+        OutputError: it cannot be created or written.
+    """
+    where, hint = f"--log-dir {log_dir}", "choose a folder that every node can write"
+    if os.path.lexists(log_dir / MANIFEST_NAME):
+        problem = "is a packed folder or a checkpoint, which has only the files of its manifest"
+        raise UsageError(where, problem, "choose a folder beside it", code="output.inside-input")
+    check_writable(log_dir, where, hint)
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused_by_system(where, error, "cannot be created", hint, code="output.unwritable") from error
+
+
+def write_job_record(log_dir: Path, record: JobRecord) -> None:
+    """Write a job's record to its log folder.
+
+    Raises:
+        OutputError: it cannot be written; an older record is unchanged.
+    """
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        write_file(
+            log_dir / JOB_NAME,
+            (json.dumps({"version": 1, **asdict(record), "run": run_id(log_dir)}, indent=2) + "\n").encode(),
+        )
+    except OSError as error:
+        where, hint = f"--log-dir {log_dir}", "choose a folder that every node can write"
+        raise refused_by_system(where, error, "cannot be written", hint, code="output.unwritable") from error
+
+
+def read_job_record(log_dir: Path) -> JobRecord:
+    """Read the record of the job last launched with this log folder.
+
+    Raises:
+        LaunchError: there is none, or it is damaged.
+        LogError: it is of another run.
+    """
+    path = log_dir / JOB_NAME
+    try:
+        document = json.loads(path.read_bytes())
+        texts = {field: str(document[field]) for field in ("scheduler", "id", "name", "output")}
+        if texts["scheduler"] not in SCHEDULERS:
+            raise ValueError(f"expected one of {', '.join(SCHEDULERS)}, found {texts['scheduler']!r}")
+        if texts["scheduler"] == "local" and not (texts["id"].isdecimal() and len(texts["id"]) < _MOST_DIGITS):
+            raise ValueError(f"expected a process id, found {texts['id']!r}")
+        texts |= {field: str(document.get(field, "")) for field in ("host", "birth", "namespace")}
+        if "\0" in "".join(texts.values()):
+            raise ValueError("it contains a zero byte")
+        record = JobRecord(**texts)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        hint = "pass the --log-dir of a job that runner launch started"
+        raise LaunchError(str(path), "no such file", hint, code="launch.no-record") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise LaunchError(str(path), f"is not a job record: {error}", code="launch.bad-record") from error
+    check_same_run(document.get("run"), log_dir, str(path))
+    return record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunState:
+    """How the last run with this log folder ended; there is none while it runs, or if every process was killed."""
+
+    step: int
+    ended: Ended
+    code: int = 0
+    error: str = ""
+    error_code: str = ""
+
+    @property
+    def word(self) -> str:
+        """The state as Slurm names it."""
+        return {"done": "COMPLETED", "stopped": "STOPPED", "failed": "FAILED"}[self.ended]
+
+
+def write_state(log_dir: Path, state: RunState) -> None:
+    write_file(
+        log_dir / STATE_NAME,
+        (json.dumps({"version": 1, **asdict(state), "run": run_id(log_dir)}) + "\n").encode(),
+        is_durable=False,
+    )
+
+
+def clear_state(log_dir: Path) -> None:
+    (log_dir / STATE_NAME).unlink(missing_ok=True)
+
+
+def read_state(log_dir: Path) -> RunState | None:
+    """Return how the last run ended; None if it left no state. That of another run is not this one's."""
+    try:
+        document = json.loads((log_dir / STATE_NAME).read_bytes())
+        state = RunState(
+            step=int(document["step"]),
+            ended=document["ended"],
+            code=int(document.get("code", 0)),
+            error=str(document.get("error", "")),
+            error_code=str(document.get("error_code", "")),
+        )
+        check_same_run(document.get("run"), log_dir, STATE_NAME)
+    except (LogError, OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+    return state if state.ended in get_args(Ended) else None
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
