@@ -22,7 +22,7 @@ from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
 from runner.config.flags import TrainOptions, planned_memory, recall
 from runner.data.sequences import Batch, Rows, rows_of
-from runner.distributed.fail_together import from_rank_0, together
+from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks
 from runner.distributed.world import World
 from runner.load.deferred import DeferredVerification
 from runner.load.load import LoadReport, Reading
@@ -108,7 +108,7 @@ class Ready:
         Every rank calls this.
         """
         is_writer = self.mesh.replicate_rank == self.mesh.writer == 0
-        with together("save"):
+        with raise_on_all_ranks("save"):
             weights = whole_weights(self.chunks, self.launched.manifest.ties, is_writer=is_writer)
         return weights, replace(self.save_context, writer=0, num_writers=1)
 
@@ -121,7 +121,7 @@ def begin(
     Raises:
         UserError: on all ranks alike, for the first origin.
     """
-    with together("ranks"):
+    with raise_on_all_ranks("ranks"):
         degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world.size)
     mesh = build_mesh(degrees, world.rank, device, timedelta(seconds=options.timeout_s))
     if world.rank == 0 and degrees.per_stage > 1:
@@ -147,7 +147,7 @@ def _begin(
     launched: Packed, found: Origin, options: TrainOptions, mesh: Mesh, world: World, device: torch.device
 ) -> Ready:
     """Read the checkpoint, build and fill this rank's stages, tie and schedule them, and resume the optimizer."""
-    with together("load"):
+    with raise_on_all_ranks("load"):
         start = _read_start(launched, found, options)
         options, origin, training = start.options, start.origin, start.training
         save_context = _save_context_of(launched, origin, options, mesh)
@@ -179,20 +179,20 @@ def _begin(
     check_same_manifest(origin.where, origin.read.digest)
     if options.self_check and mesh.degrees.tensor > 1 and isinstance(family, SelfChecked):
         pair = pair_mesh(mesh.rank)
-        with together("self-check"):
+        with raise_on_all_ranks("self-check"):
             taken_s = check_tensor_parallel(family, pair) if mesh.rank < pair.degrees.tensor else 0.0
         if mesh.rank == 0:
             logger.info(
                 "self-check: a tiny %s is the same on 2 tensor-parallel ranks (%.1f s)", family.architecture, taken_s
             )
-    with together("load"):
+    with raise_on_all_ranks("load"):
         base_nbytes = memory_nbytes(device)
         chunks = _build(family, launched, options, mesh, device)
         weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk))]
     if cache:
         cache.ensure()  # the loader verifies what it reads
     loaded = stored.load(weights, WEIGHTS)
-    with deferred.comes_first(), together("load"):
+    with deferred.comes_first(), raise_on_all_ranks("load"):
         round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
         check_loaded(launched.manifest.ties, chunks)
     _log_loaded(loaded, chunks, mesh)
@@ -264,7 +264,7 @@ def _resume_optimizer(
             check_equal(engine.ties, of=partial(engine.optimizer.moment, moment=holds))
     engine.optimizer.resume(training.step)
     num_ranks = mesh.degrees.world_size
-    with together("load"):
+    with raise_on_all_ranks("load"):
         is_restored = restore_rng(training.random, mesh.rank, num_ranks, device)
     if is_restored:
         return start
@@ -340,7 +340,7 @@ def _build_engine(
     metadata = plan_stage_metadata(chunks[0].family, launched.stage_modules, FLAG_DTYPES[options.dtype])
     ties = build_ties(launched.manifest.ties, chunks, placement, timedelta(seconds=options.timeout_s), mesh.pipelines)
     parameters = lead_parameters(chunks, ties)
-    with together("compute"):
+    with raise_on_all_ranks("compute"):
         apply_compute_options(chunks, placement.num_stages, options.compute)
     parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=FLAG_DTYPES[options.compute.reduce_dtype])
     parallel.reshard()

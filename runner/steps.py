@@ -21,7 +21,7 @@ from runner.data.read_ahead import GroupExchange, ReadAhead
 from runner.data.sequences import Batch, read_batches
 from runner.data.shared import SharedTokenization
 from runner.data.tokenizer import tokenize_alone
-from runner.distributed.fail_together import alone, from_rank_0, together
+from runner.distributed.fail_together import errors_of_rank, from_rank_0, raise_on_all_ranks
 from runner.distributed.watchdog import Watchdog
 from runner.metrics.gauges import peak_memory_nbytes
 from runner.metrics.metrics import Metrics, StepTimes
@@ -86,7 +86,7 @@ class _Steps:
         if reader is None:
             self.ready.clock.note_data(0.0)
             return None
-        with alone(self.ready.mesh.rank), self.watchdog.waiting_for(reader.thread_id):
+        with errors_of_rank(self.ready.mesh.rank), self.watchdog.waiting_for(reader.thread_id):
             batch, waited_s = reader.take()
         self.ready.clock.note_data(waited_s)
         if batch.cursor is not None:
@@ -151,7 +151,7 @@ def _open_feed(ready: Ready) -> tuple[_Feed, TrainingState]:
     """Open the data where the run resumes; return it, and the training state before the first step."""
     options, readers = ready.options, _readers(ready)
     found: FoundData | None = None
-    with together("data"):
+    with raise_on_all_ranks("data"):
         if ready.mesh.rank in readers:
             left = ready.training.data if ready.training else None
             found = find_data(options, left, ready.launched.tokenizer, ready.launched.root)
@@ -161,7 +161,7 @@ def _open_feed(ready: Ready) -> tuple[_Feed, TrainingState]:
         logger.info("note: %s", note)
     group = dist.new_group(readers, timedelta(seconds=options.timeout_s), "gloo") if len(readers) > 1 else None
     feed = _Feed()
-    with together("data"):
+    with raise_on_all_ranks("data"):
         if found is not None:
             check_alike(options.data, found, shared)
             feed = _read(ready, shared, group)

@@ -27,7 +27,7 @@ from runner.checkpoint.state import nbytes_of
 from runner.config.flags import TrainOptions, parse_training
 from runner.data.bad import Skipped, log_skipped
 from runner.data.sequences import read_once
-from runner.distributed.fail_together import alone, from_all_ranks, from_rank_0, together
+from runner.distributed.fail_together import errors_of_rank, from_all_ranks, from_rank_0, raise_on_all_ranks
 from runner.distributed.rank_process import run_rank
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer, StoppedError, Watchdog, log_to_file
@@ -56,7 +56,7 @@ logger = logging.getLogger("runner")
 
 def train(address: str, options: TrainOptions, world: World) -> None:
     """Train the model of a manifest; every rank calls this."""
-    with alone(world.rank):
+    with errors_of_rank(world.rank):
         log_to_file(options.log_dir, world.rank)
         enable_flight_recorder(options.log_dir, os.environ)
         read = open_manifest(address)
@@ -64,21 +64,21 @@ def train(address: str, options: TrainOptions, world: World) -> None:
     check_combination(tensor_parallel(manifest, options))
     options.degrees.resolve(manifest.layout.num_ranks, world.size)
     set_rank_label(world.rank, stages_of(manifest, world.rank, world.size))
-    with alone(world.rank):
+    with errors_of_rank(world.rank):
         device = device_of(world, options.device)
     join_world(device, options.timeout_s)
     if is_url(address):
         launched = fetch_to_cache(read, options, world)
     else:
         check_same_manifest(str(read), read.digest)
-        with together("manifest"):
+        with raise_on_all_ranks("manifest"):
             launched = open_packed(read)
     run(launched, options, world, device)
 
 
 def run(launched: Packed, options: TrainOptions, world: World, device: torch.device) -> None:
     """Train the model of an open manifest, once the ranks have met."""
-    with together("options"):
+    with raise_on_all_ranks("options"):
         if world.rank == 0:
             check_sinks(options)
             check_apart(options, launched.root)
@@ -114,7 +114,7 @@ def claim_outputs(options: TrainOptions, world: World) -> Iterator[None]:
 def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[Origin, ...]:
     """Return what to start from, the best first, the same folders on all ranks; clear the log folder."""
     origins: tuple[Origin, ...] = ()
-    with together("resume"):
+    with raise_on_all_ranks("resume"):
         if world.rank == 0:
             clear_state(options.log_dir)
             clear_beats(options.log_dir)
@@ -155,12 +155,12 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
 def check_writes(ready: Ready, world: World) -> None:
     """Check before the first step that every rank can write its outputs, and that the disk has room for them."""
     options = ready.options
-    with together("outputs"):
+    with raise_on_all_ranks("outputs"):
         check_outputs(options)
     nbytes = (nbytes_of(ready.held_state()), nbytes_of(ready.held_weights()))
     state_nbytes, weights_nbytes = (sum(sizes) for sizes in zip(*from_all_ranks(nbytes), strict=True))
     is_done = ready.training is not None and ready.num_steps >= options.steps
-    with together("outputs"):
+    with raise_on_all_ranks("outputs"):
         if world.rank == 0:
             check_space(options, checkpoint_nbytes=0 if is_done else state_nbytes, weights_nbytes=weights_nbytes)
 
@@ -171,12 +171,12 @@ def check_evaluation(launched: Packed, options: TrainOptions) -> None:
     if data is None:
         return
     digests: tuple[str, ...] = ()
-    with together("evaluation data"):
+    with raise_on_all_ranks("evaluation data"):
         check_evaluable(data)
         check_texts(launched, options)
         digests = digests_of(data)
     shared = from_rank_0(digests)
-    with together("evaluation data"):
+    with raise_on_all_ranks("evaluation data"):
         check_same_files("--eval-data", data, digests, shared)
 
 
@@ -207,7 +207,7 @@ def evaluate(ready: Ready) -> tuple[float, int, int | None]:
     options, family = ready.options, ready.chunks[0].family
     assert options.eval_data is not None
     batch_share = share_of(options.batch, ready.mesh.degrees.data)
-    with together("evaluation data"):
+    with raise_on_all_ranks("evaluation data"):
         # Every rank reads all of it, and so knows where it ends.
         skipped = Skipped(on_skip=log_skipped if ready.mesh.rank == 0 else None)
         batches = read_once(
@@ -272,7 +272,7 @@ def _stop(
     assert saver is not None, "only a run that saves can be asked to stop"
     if (failure := _finish_saving(saver, metrics)) is not None:
         raise failure
-    with together("stop"):
+    with raise_on_all_ranks("stop"):
         if world.rank == 0:
             _note_end(options.log_dir, RunState(step=trained.step, ended="stopped"))
     raise StoppedError(

@@ -18,7 +18,7 @@ from runner.checkpoint.history import checkpoint_path, prune, set_aside
 from runner.checkpoint.save import SaveContext, save
 from runner.checkpoint.state import Held, HostCopy
 from runner.config.schema import CheckpointOptions
-from runner.distributed.fail_together import AloneError, together
+from runner.distributed.fail_together import OneRankError, raise_on_all_ranks
 from runner.distributed.watchdog import StallTimer
 
 logger = logging.getLogger("runner")
@@ -76,7 +76,7 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        all_know = error is None or (isinstance(error, UserError) and not isinstance(error, AloneError))
+        all_know = error is None or (isinstance(error, UserError) and not isinstance(error, OneRankError))
         self._pool.shutdown(wait=all_know)
 
     def save(self, state: Held, training: TrainingState, num_skipped: int = 0) -> None:
@@ -108,7 +108,7 @@ class Saver:
         path, nbytes, failure = checkpoint_path(self._options.history, training.step), 0, None
         try:
             # An existing checkpoint is unreadable, or the run would have resumed from it.
-            with together("save", self._group):
+            with raise_on_all_ranks("save", self._group):
                 if dist.get_rank() == 0:
                     set_aside(path)
             nbytes = save(

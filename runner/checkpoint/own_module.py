@@ -31,7 +31,7 @@ from manifests.schema import (
 from runner.bundle.packed import Packed
 from runner.checkpoint.save import SaveContext, save
 from runner.checkpoint.state import Held
-from runner.distributed.fail_together import from_all_ranks, together
+from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 from runner.load.fill import bytes_of
 from runner.load.own_module import StateDictAdapter, check_names, named_tensors, on_meta, open_stages, piece_of
 from runner.tensors.dtensor import local_of, whole_of
@@ -96,12 +96,12 @@ def save_stages(
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     with _all_ranks() as group:
-        with together("save", group):
+        with raise_on_all_ranks("save", group):
             packed, stages = open_stages(manifest, rank)
             states = [_states_of(module, optimizer, step) for module in models]
         if adapter is not None:  # it converts whole tensors, which all ranks of a mesh gather
             states = [{holds: _gather_whole(tensors) for holds, tensors in state.items()} for state in states]
-        with together("save", group):
+        with raise_on_all_ranks("save", group):
             to_hf = _namer(name_of, adapter)
             kinds = (WEIGHTS,) if optimizer is None else (WEIGHTS, *MOMENTS)
             named = {holds: to_hf([state[holds] for state in states]) for holds in kinds}
@@ -115,7 +115,7 @@ def save_stages(
                 tied=_digests_of_ties(packed, pieces),
             )
         parts = from_all_ranks(part, group)
-        with together("save", group):
+        with raise_on_all_ranks("save", group):
             _check_parts(packed, parts)
         training = _training_of(parts, TrainingState(step=step, num_tokens=num_tokens), max_norm)
         own_state, context = _share_of(packed, pieces, parts)

@@ -17,16 +17,16 @@ from manifests.errors import InputError, RankError, UnreachableError, UserError,
 from runner.rundir.exit_report import code_of, rank_label
 
 T = TypeVar("T")
-_SAID = ("can't allocate memory", "out of memory", "std::bad_alloc", "cannot allocate memory")
-_ASKED = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)", re.IGNORECASE)
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc", "cannot allocate memory")
+_REQUEST = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)", re.IGNORECASE)
 _HINT = (
     "--ac full, --loss-chunk N, a smaller --microbatch, --dp-shard N or more stages (reshard pack MANIFEST --layout "
     "pp=N) reduce memory; reshard plan MANIFEST shows what each rank needs"
 )
 
 
-class AloneError(UserError):
-    """An error of one rank while the others continue: it reports the error itself, and its exit ends them."""
+class OneRankError(UserError):
+    """An error of one rank while the others continue: the rank reports it, and its exit ends the others."""
 
 
 class ExhaustedError(RankError):
@@ -40,7 +40,7 @@ class _BugError(UserError):
 
 
 @contextmanager
-def together(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all_ranks(task: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a block on every rank of a group; if it raises on any rank, raise on all of them.
 
     The block must not run collectives. The message names each failed rank once; errors that a restart cannot fix
@@ -94,24 +94,25 @@ def from_rank_0(value: T) -> T:
 
 
 @contextmanager
-def alone(rank: int) -> Iterator[None]:
-    """Run a block without collectives, where `together` would cost too much; its errors name the rank."""
+def errors_of_rank(rank: int) -> Iterator[None]:
+    """Run a block without collectives, where `raise_on_all_ranks` would cost too much; errors name the rank."""
     try:
         yield
     except UserError as error:
         placed = error.on_rank(rank_label(rank))
-        met = AloneError(placed.where, error.problem, error.hint, code=error.code)
-        met.exit_code, met.is_elsewhere, met.is_placed = code_of(error), error.is_elsewhere, True
-        raise met from error
+        local = OneRankError(placed.where, error.problem, error.hint, code=error.code)
+        local.exit_code, local.is_elsewhere, local.is_placed = code_of(error), error.is_elsewhere, True
+        raise local from error
 
 
 def exhausted(error: BaseException) -> ExhaustedError | None:
     """Return the error to report if this one, or one that caused it, means out of memory; otherwise None."""
     for cause in causes(error):
-        if _is_one(cause):
-            match = _ASKED.search(str(cause))
-            wanted = f"failed to allocate {_shown(match)}" if match else "an allocation failed"
-            return ExhaustedError("", f"out of memory: {wanted}; {_used(cause)}", _HINT, code="system.out-of-memory")
+        if _is_out_of_memory(cause):
+            match = _REQUEST.search(str(cause))
+            wanted = f"failed to allocate {_show_request(match)}" if match else "an allocation failed"
+            problem = f"out of memory: {wanted}; {_show_usage(cause)}"
+            return ExhaustedError("", problem, _HINT, code="system.out-of-memory")
     return None
 
 
@@ -131,18 +132,18 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__
 
 
-def _is_one(error: BaseException) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):  # includes torch.OutOfMemoryError
-        return any(words in str(error).lower() for words in _SAID)
+        return any(words in str(error).lower() for words in _OUT_OF_MEMORY)
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
-def _shown(request: re.Match[str]) -> str:
+def _show_request(request: re.Match[str]) -> str:
     number, unit = request.groups()
     return f"{int(number) / 2**20:.1f} MiB" if unit == "bytes" else f"{number} {unit}"
 
 
-def _used(error: BaseException) -> str:
+def _show_usage(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         used = torch.cuda.memory_allocated()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from manifests.command.console import open_streams
 from manifests.errors import RankError, UserError, naming_flags
-from runner.distributed.fail_together import AloneError, causes, exhausted, unreachable
+from runner.distributed.fail_together import OneRankError, causes, exhausted, unreachable
 from runner.distributed.watchdog import StoppedError
 from runner.distributed.world import World
 from runner.rundir.exit_report import AGENT, ExitReport, code_of, rank_label, report_exit, set_rank_label
@@ -47,7 +47,7 @@ def run_rank(act: Callable[[World], None], *, is_json: bool = False, is_quiet: b
         if world.rank == 0:
             logger.info("%s", stopped)
     except UserError as error:
-        is_mine = world.rank == 0 or isinstance(error, AloneError)
+        is_mine = world.rank == 0 or isinstance(error, OneRankError)
         code = _fail(error, echo="json" if is_json and is_mine else is_mine)
     except KeyboardInterrupt:
         code = _INTERRUPTED

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from runner.distributed.fail_together import from_all_ranks, together
+from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 
 T = TypeVar("T")
 _ROUND_S = 2.0
@@ -22,7 +22,7 @@ def in_rounds(task: str, work: Callable[[threading.Event], T], group: dist.Proce
     because another rank has failed, it should end early. When this returns or raises, it has ended on all ranks.
 
     Raises:
-        UserError: as `together`, on all ranks, for the first failure.
+        UserError: as `raise_on_all_ranks`, on all ranks, for the first failure.
     """
     stop = threading.Event()
     failure: Exception | None = None
@@ -52,7 +52,7 @@ def is_true_for_all(value: bool, group: dist.ProcessGroup | None = None) -> bool
 def _failure_of(working: Future[T], task: str, group: dist.ProcessGroup | None) -> Exception | None:
     """Return the failure of any rank so far; on a rank with a bug, that bug."""
     try:
-        with together(task, group):
+        with raise_on_all_ranks(task, group):
             if working.done():
                 working.result()
     except Exception as error:

@@ -18,7 +18,7 @@ from runner.bundle.packed import Packed, open_packed
 from runner.config.schema import BatchOptions, ComputeOptions
 from runner.data.bad import Skipped, log_skipped
 from runner.data.sequences import Batch, read_once
-from runner.distributed.fail_together import alone, together
+from runner.distributed.fail_together import errors_of_rank, raise_on_all_ranks
 from runner.distributed.rank_process import run_rank
 from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.options import EvalOptions, parse_eval
@@ -56,7 +56,7 @@ def evaluate(options: EvalOptions, world: World) -> None:
     manifest, device = meet(options, world)
     started_s = time.perf_counter()
     skipped = Skipped(on_skip=log_skipped if world.rank == 0 else None)
-    with together("manifest"):
+    with raise_on_all_ranks("manifest"):
         packed = open_packed(manifest)
     loss, num_tokens = loss_over(options, packed, world, device, skipped)
     if not math.isfinite(loss):
@@ -82,7 +82,7 @@ def loss_over(
         global_batch=num_ranks * options.microbatch, microbatch=options.microbatch, seq_len=options.seq_len
     )
     totals = StepTotals((), (), device=device)
-    with together("data"):
+    with raise_on_all_ranks("data"):
         # Every rank reads all of it, and so knows where it ends.
         batches = read_once(
             options.data,
@@ -117,12 +117,12 @@ def cut_as(cut: BatchOptions, batch: Batch) -> BatchOptions:
 
 def meet(options: EvalOptions, world: World) -> tuple[ReadManifest, torch.device]:
     """Meet the other ranks; return the manifest, and this rank's device."""
-    with alone(world.rank):
+    with errors_of_rank(world.rank):
         read = open_manifest(options.manifest)
     manifest = read.manifest
     check_world(manifest, world.size)
     set_rank_label(world.rank, stages_of(manifest, world.rank, world.size))
-    with alone(world.rank):
+    with errors_of_rank(world.rank):
         device = device_of(world, options.device)
     join_world(device, options.timeout_s)
     return read, device
@@ -136,7 +136,7 @@ def read_model(packed: Packed, options: EvalOptions, world: World, device: torch
     """
     dtype = FLAG_DTYPES[options.dtype]
     manifest = packed.manifest
-    with together("load"):
+    with raise_on_all_ranks("load"):
         family = family_for(
             packed.config, max_seq_len=options.seq_len, shape=packed.shape, description=manifest.model.description
         )

@@ -23,7 +23,7 @@ from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Shard
 from runner.bundle.cache_folder import CacheFolder, assign_shards, check_cacheable, node_folder, shards_of
 from runner.bundle.packed import Packed, fetch, name_of, open_packed
 from runner.config.flags import TrainOptions
-from runner.distributed.fail_together import from_all_ranks, from_rank_0, together
+from runner.distributed.fail_together import from_all_ranks, from_rank_0, raise_on_all_ranks
 from runner.distributed.rounds import in_rounds, is_true_for_all
 from runner.distributed.world import World
 from runner.load.node_broadcast import ReceivedFile, Transfer, Wanted, open_groups, plan_transfers, send
@@ -81,11 +81,11 @@ def fetch_to_cache(read: ReadManifest, options: TrainOptions, world: World) -> P
     """
     assert options.stage_to_local is not None, "checked by the launcher"
     check_same_manifest(str(read), read.digest)
-    with together("manifest"):
+    with raise_on_all_ranks("manifest"):
         folder = node_folder(options.stage_to_local, name_of(read.folder.location), read.digest).resolve()
         if world.local_rank == 0:
             fetch(read, folder)
-    with together("manifest"):
+    with raise_on_all_ranks("manifest"):
         return open_packed(read, copied_to=folder)
 
 
@@ -96,7 +96,7 @@ def check_same_manifest(where: str, digest: str) -> None:
         ManifestError: on all ranks alike, naming those that differ.
     """
     expected = from_rank_0(digest)
-    with together("manifest"):
+    with raise_on_all_ranks("manifest"):
         if digest != expected:
             raise ManifestError(
                 where,
@@ -135,7 +135,7 @@ class LocalCache:
             UserError: on all ranks, whichever failed.
         """
         started_s = time.perf_counter()
-        with together("stage to local"):
+        with raise_on_all_ranks("stage to local"):
             if self._world.local_rank == 0:
                 self._folder.check_room(self._shards)
             wanted = [
@@ -179,7 +179,7 @@ class LocalCache:
         groups, peer_nbytes, read_nbytes = open_groups(own_transfers, self._folder.limit_s), 0, 0
         for transfer in own_transfers:
             try:
-                with together("stage to local", groups[transfer.ranks]):
+                with raise_on_all_ranks("stage to local", groups[transfer.ranks]):
                     if failure is not None:
                         raise failure
                 shard, group = shards[transfer.path], groups[transfer.ranks]
@@ -192,7 +192,7 @@ class LocalCache:
                 failure = failure or error
         for group in groups.values():
             dist.destroy_process_group(group)
-        with together("stage to local"):
+        with raise_on_all_ranks("stage to local"):
             if failure is not None:
                 raise failure
         return replace(

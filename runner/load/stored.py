@@ -14,7 +14,7 @@ from manifests.errors import InputError
 from manifests.safetensors import nbytes_of
 from manifests.schema import Holds
 from runner.bundle.packed import Packed
-from runner.distributed.fail_together import from_all_ranks, together
+from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 from runner.load.deferred import DeferredVerification
 from runner.load.load import LoadReport, Read, Reading, count_unverified, plan_reads, read_all, read_tensors
 from runner.load.local_cache import LocalCache
@@ -54,17 +54,17 @@ class StageLoader:
     def _load_once(self, pieces: Sequence[Piece], holds: Holds) -> LoadReport:
         bundles, shape = self._bundles, self.origin.shape
         if not self.is_broadcast or self.group is None:
-            with together("load"):
+            with raise_on_all_ranks("load"):
                 report, parts = read_tensors(pieces, bundles, shape, holds, self.how)
             shared = share_parts(parts, self.group)
             if not self.how.hashes:
                 self.deferred.add(shared)
                 return report
-            with together("load"):
+            with raise_on_all_ranks("load"):
                 return replace(report, verified_nbytes=verify_parts(shared, self.how.num_threads))
-        with together("load"):
+        with raise_on_all_ranks("load"):
             reads = plan_reads(pieces, bundles, shape, holds)
-        with together("load"):  # the ranks of a stage fail as one, and then the others
+        with raise_on_all_ranks("load"):  # the ranks of a stage fail as one, and then the others
             report, unverified = read_for_all(reads, self.group, self.device, self.how)
         self.deferred.add(share_parts(unverified))
         return report
@@ -113,7 +113,7 @@ def read_for_all(
         own_reads = [
             _read_whole(wanted[tensor.key][0], buffers[tensor.key]) for tensor in some if tensor.reader == rank
         ]
-        with together("load", group):
+        with raise_on_all_ranks("load", group):
             unverified += read_all(own_reads, how)
         nbytes += sum(read.nbytes for read in own_reads)
         for tensor in some:

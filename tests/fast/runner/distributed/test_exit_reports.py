@@ -20,7 +20,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from manifests.errors import InputError, UnreachableError, refused_by_system
 from runner.checkpoint import save
-from runner.distributed.fail_together import AloneError, ExhaustedError, alone, exhausted, join_failures, unreachable
+from runner.distributed.fail_together import (
+    ExhaustedError,
+    OneRankError,
+    errors_of_rank,
+    exhausted,
+    join_failures,
+    unreachable,
+)
 from runner.distributed.watchdog import Watchdog, log_to_file
 from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
 from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, code_of, read_report, read_reports, report_exit
@@ -360,6 +367,6 @@ def test_rank_is_named_once_however_many_groups_agree_on_a_failure() -> None:
 
 def test_error_of_a_rank_alone_is_placed_once_and_keeps_its_code() -> None:
     placed = InputError("a.jsonl:3", "is no text", code="data.not-utf8").on_rank("rank 1")
-    with pytest.raises(AloneError) as error, alone(1):
+    with pytest.raises(OneRankError) as error, errors_of_rank(1):
         raise placed
     assert (error.value.where, error.value.code, error.value.exit_code) == ("rank 1: a.jsonl:3", "data.not-utf8", 3)

@@ -24,7 +24,7 @@ from torch import distributed as dist
 from manifests.errors import UserError
 from runner.bundle.packed import open_packed
 from runner.config.flags import parse_training
-from runner.distributed.fail_together import together
+from runner.distributed.fail_together import raise_on_all_ranks
 from runner.distributed.world import World, join_world
 from runner.pipeline.chunk import StageChunk
 from runner.train import run
@@ -55,7 +55,7 @@ def run_job(job: dict[str, Any], world: World) -> None:
         note_opened(job["opened"])
     gc.collect()  # what the job before has left
     try:
-        with together("manifest"):
+        with raise_on_all_ranks("manifest"):
             launched = open_packed(Path(job["root"]))
         run(launched, parse_training(args), world, CPU)
     except UserError as error:
