@@ -13,7 +13,6 @@ import torch
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UnreachableError
-from manifests.invariants import SOURCE_FILES
 from manifests.models.training import HostMemory
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
 from runner.bundle.packed import Packed, open_packed
@@ -150,7 +149,8 @@ def _begin(
     with raise_on_all_ranks("load"):
         start = _read_start(launched, found, options)
         options, origin, training = start.options, start.origin, start.training
-        save_context = _save_context_of(launched, origin, options, mesh)
+        named = None if options.resume.source in (None, "auto") else origin.root
+        save_context = SaveContext.of(launched, origin, writer=mesh.writer, num_writers=mesh.num_writers, named=named)
         cache = local_cache_of(launched, origin, options, mesh, world, has_moments=training is not None)
         hashes = options.digests == "foreground"
         deferred = DeferredVerification(cache, is_needed=not hashes)
@@ -271,18 +271,6 @@ def _resume_optimizer(
     ranks = f"{num_ranks} {device.type.upper()} {'rank' if num_ranks == 1 else 'ranks'}"
     note = f"the checkpoint has no RNG state for {ranks}; reseeding from --seed"
     return replace(start, notes=(*start.notes, note))
-
-
-def _save_context_of(launched: Packed, origin: Packed, options: TrainOptions, mesh: Mesh) -> SaveContext:
-    files = tuple(file for file in launched.manifest.files if not file.path.startswith(SOURCE_FILES))
-    return SaveContext(
-        manifest=replace(launched.manifest, files=files),
-        root=launched.root,
-        parents=(*origin.manifest.parents, origin.read.parent),
-        named=None if options.resume.source in (None, "auto") else origin.root,
-        writer=mesh.writer,
-        num_writers=mesh.num_writers,
-    )
 
 
 def _build(

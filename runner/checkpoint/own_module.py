@@ -16,7 +16,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from manifests.digest import digest_bytes
 from manifests.errors import CheckpointError, ModelError, RankError, UsageError
-from manifests.invariants import SOURCE_FILES
 from manifests.models import module_of
 from manifests.schema import (
     MOMENTS,
@@ -308,15 +307,8 @@ def _share_of(packed: Packed, pieces: Mapping[Holds, _Pieces], parts: Sequence[_
         }
         for stage in pieces[WEIGHTS]
     }
-    files = tuple(file for file in packed.manifest.files if not file.path.startswith(SOURCE_FILES))
-    context = SaveContext(
-        manifest=replace(packed.manifest, files=files),
-        root=packed.root,
-        parents=(*packed.manifest.parents, packed.read.parent),
-        writer=peers.index(position) if is_sliced else 0,
-        num_writers=len(peers) if is_sliced else 1,
-    )
-    return state, context
+    writer, num_writers = (peers.index(position), len(peers)) if is_sliced else (0, 1)
+    return state, SaveContext.of(packed, packed, writer=writer, num_writers=num_writers)
 
 
 def _all_of(pieces: _Pieces) -> Iterator[Piece]:

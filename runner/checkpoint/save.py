@@ -18,11 +18,12 @@ import torch.distributed as dist
 from manifests.digest import Hasher, digest_bytes
 from manifests.errors import CheckpointError, InputError, refused_by_system
 from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES, index_blocks, is_indexed
-from manifests.invariants import MANIFEST_NAME
+from manifests.invariants import MANIFEST_NAME, SOURCE_FILES
 from manifests.safetensors import header_template, layout_tensors
 from manifests.schema import WEIGHTS, Holds, Manifest, Parent, RandomState, Shard, Stage, TrainingState
 from manifests.slices import slice_metadata
 from manifests.store import sync_folder, write_file, write_manifest
+from runner.bundle.packed import Packed
 from runner.checkpoint.data_position import SKIPPED_NAME, encode_skipped, with_skipped
 from runner.checkpoint.state import Held, ShardToWrite, nbytes_of, slices_in_stage_folders, whole_in_root
 from runner.distributed.low_priority import run_at_low_priority
@@ -60,6 +61,21 @@ class SaveContext:
     named: Path | None = None  # the checkpoint of --resume, unless that is auto
     writer: int = 0
     num_writers: int = 1
+
+    @classmethod
+    def of(
+        cls, launched: Packed, origin: Packed, *, writer: int, num_writers: int, named: Path | None = None
+    ) -> SaveContext:
+        """Return the context of a run that trains `launched`, and started from the weights of `origin`."""
+        files = tuple(file for file in launched.manifest.files if not file.path.startswith(SOURCE_FILES))
+        return cls(
+            manifest=replace(launched.manifest, files=files),
+            root=launched.root,
+            parents=(*origin.manifest.parents, origin.read.parent),
+            named=named,
+            writer=writer,
+            num_writers=num_writers,
+        )
 
 
 def save(
