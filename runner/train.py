@@ -30,7 +30,7 @@ from runner.data.sequences import read_once
 from runner.distributed.fail_together import errors_of_rank, from_all_ranks, from_rank_0, raise_on_all_ranks
 from runner.distributed.rank_process import run_rank
 from runner.distributed.rounds import in_rounds
-from runner.distributed.watchdog import StallTimer, StoppedError, Watchdog, log_to_file
+from runner.distributed.watchdog import StallTimer, StoppedError, Watchdog, enable_flight_recorder, log_to_file
 from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.evaluate import cut_as, mean_loss
 from runner.load.local_cache import check_same_manifest, fetch_to_cache
@@ -40,7 +40,6 @@ from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import open_sinks
 from runner.preflight.combinations import check_combination, check_sinks, share_of, tensor_parallel
 from runner.preflight.preflight import check_evaluable, check_texts
-from runner.profiling.flight_recorder import enable_flight_recorder
 from runner.rundir.exit_report import set_rank_label, stages_of
 from runner.rundir.heartbeat import clear_beats
 from runner.rundir.records import STATE_NAME, RunState, clear_state, note_resolved, run_id, write_state

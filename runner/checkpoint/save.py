@@ -26,8 +26,7 @@ from manifests.store import sync_folder, write_file, write_manifest
 from runner.bundle.packed import Packed
 from runner.checkpoint.data_position import SKIPPED_NAME, encode_skipped, with_skipped
 from runner.checkpoint.state import Held, ShardToWrite, nbytes_of, slices_in_stage_folders, whole_in_root
-from runner.distributed.low_priority import run_at_low_priority
-from runner.distributed.rounds import in_rounds
+from runner.distributed.rounds import in_rounds, run_at_low_priority
 from runner.distributed.watchdog import StallTimer
 from runner.load.fill import bytes_of
 from runner.tensors.local_shard import STORED_DTYPES, Piece

@@ -6,6 +6,11 @@ and torchrun forwards them again: a signal only sets a flag, which is reduced wi
 all ranks stop after the same one. torchrun also sends SIGTERM to the remaining ranks when one has exited; then no step
 ends, and the watchdog soon ends the rank. Python runs no signal handler while a collective waits, so a separate thread
 listens.
+
+# Note [Flight recorder]
+torch keeps the last collectives of each rank in memory. It dumps them when NCCL times out, but not for gloo, nor when a
+step hangs for another reason: then the watchdog does. `torchfrtrace LOG_DIR/flight-recorder` shows which ranks joined
+which collective.
 """
 
 from __future__ import annotations
@@ -21,13 +26,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from manifests.errors import RankError, UserError, refused_by_system
-from runner.profiling.flight_recorder import dump_flight_recorder
 from runner.rundir.exit_report import ExitReport, FailureKind, place_of, report_exit
 from runner.rundir.heartbeat import ALIVE_S, Beat, heartbeat_path, log_path, write_beat
 
@@ -36,35 +40,13 @@ _GRACE_S = 15.0  # after SIGTERM, the rank exits unless a step ends within this,
 _STOPPING = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 _POLL_S = 0.5
 _BEAT_S = 1.0  # the shortest time between two heartbeats
-
-
-def log_to_file(log_dir: Path, rank: int) -> None:
-    """Also write this rank's log, and the steps that it prints, to its log file.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        handler = _LogFile(log_path(log_dir, rank), encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        hint = "choose a --log-dir that this user can write on every node"
-        raise refused_by_system(
-            str(error.filename or log_dir), error, "cannot be written", hint, code="output.unwritable"
-        ) from error
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logging.getLogger().addHandler(handler)
-    logged = logging.getLogger("runner.said")
-    logged.setLevel(logging.DEBUG)
-    logged.propagate = False  # the terminal shows it already
-    logged.addHandler(handler)
-
-
-class _LogFile(logging.FileHandler):
-    """A log whose disk may fill up: that must not end a run, so what does not fit is dropped."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        pass
+# Each with the names that torch 2.13 reads, in order of precedence.
+# Source: torch/csrc/distributed/c10d/FlightRecorder.hpp and ProcessGroupNCCL.hpp.
+_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
+_NUM_ENTRIES = 2000
+_LIMIT_S = 5.0
 
 
 class StoppedError(UserError):
@@ -240,3 +222,66 @@ def _doing(thread: int) -> tuple[str, bool]:
     name, path = frame.f_code.co_name, Path(frame.f_code.co_filename)
     is_waiting = "distributed" in path.parts[:-1] or "wait" in name
     return f"{name} ({'/'.join(path.parts[-2:])}:{frame.f_lineno})", is_waiting
+
+
+def log_to_file(log_dir: Path, rank: int) -> None:
+    """Also write this rank's log, and the steps that it prints, to its log file.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        handler = _LogFile(log_path(log_dir, rank), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        hint = "choose a --log-dir that this user can write on every node"
+        raise refused_by_system(
+            str(error.filename or log_dir), error, "cannot be written", hint, code="output.unwritable"
+        ) from error
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logging.getLogger().addHandler(handler)
+    logged = logging.getLogger("runner.said")
+    logged.setLevel(logging.DEBUG)
+    logged.propagate = False  # the terminal shows it already
+    logged.addHandler(handler)
+
+
+class _LogFile(logging.FileHandler):
+    """A log whose disk may fill up: that must not end a run, so what does not fit is dropped."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
+def enable_flight_recorder(log_dir: Path, environment: MutableMapping[str, str]) -> None:
+    """Make torch record this rank's collectives; call it before the first. Variables already set are unchanged."""
+    folder = log_dir.resolve() / "flight-recorder"
+    for names, value in ((_SIZE, str(_NUM_ENTRIES)), (_ON_TIMEOUT, "1"), (_FILE, str(folder / "rank_"))):
+        if not any(name in environment for name in names):
+            environment[names[0]] = value
+    if environment.get(_FILE[0]) == str(folder / "rank_"):
+        with contextlib.suppress(OSError):  # whatever must be written there reports the error
+            folder.mkdir(parents=True, exist_ok=True)
+
+
+def dump_flight_recorder(rank: int) -> None:
+    """Dump this rank's flight recorder to the file that torch's tools read.
+
+    It never raises, and waits for at most a few seconds: the rank may hang in any lock.
+    """
+    writer = threading.Thread(target=_write, args=(rank,), daemon=True)
+    writer.start()
+    writer.join(_LIMIT_S)
+
+
+def _write(rank: int) -> None:
+    prefix = next((os.environ[name] for name in _FILE if name in os.environ), None)
+    if prefix is None:
+        return
+    import torch
+    from torch._C import _distributed_c10d as c10d
+
+    of_nccl = torch.cuda.is_initialized() and hasattr(c10d, "_dump_nccl_trace")  # type: ignore[no-untyped-call]
+    dump = c10d._dump_nccl_trace if of_nccl else c10d._dump_fr_trace  # type: ignore[attr-defined]
+    with contextlib.suppress(OSError):
+        Path(f"{prefix}{rank}").write_bytes(dump())

@@ -10,18 +10,17 @@ learn of a mismatch with the totals of a step, and nothing is saved before all o
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 
 import torch.distributed as dist
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UserError
-from runner.distributed.rounds import in_rounds
+from runner.distributed.rounds import in_rounds, lower_priority
 from runner.load.local_cache import LocalCache
 from runner.load.verify_parts import ToVerify, verify_whole
 from runner.rundir.exit_report import rank_label
@@ -59,7 +58,7 @@ class DeferredVerification:
     def start(self) -> None:
         """Start the thread, if it does not run yet and there is anything to verify."""
         if self._running is None and not self._is_finished:
-            pool = ThreadPoolExecutor(1, thread_name_prefix="digests", initializer=_lower_priority)
+            pool = ThreadPoolExecutor(1, "digests", initializer=partial(lower_priority, _LOWEST_PRIORITY))
             self._running = pool.submit(self._verify)
             pool.shutdown(wait=False)
 
@@ -113,8 +112,3 @@ class DeferredVerification:
             wait((self._running,), timeout=_POLL_S)
         if not stop.is_set():
             self._running.result()
-
-
-def _lower_priority() -> None:
-    if sys.platform == "linux":  # elsewhere it would lower that of the whole process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)

@@ -11,8 +11,7 @@ from torch.func import functional_call
 from manifests.errors import UsageError
 from runner.config.parallel_dims import TENSOR
 from runner.models.family import Family
-from runner.pipeline.chunk import StageChunk, build_chunks, part_of
-from runner.pipeline.chunked_head import ChunkedHead, width_of
+from runner.pipeline.chunk import ChunkedHead, StageChunk, build_chunks, part_of, width_of
 from runner.pipeline.microbatches import token_loss
 from runner.pipeline.stage_io import Form, form_of
 from runner.tensors.dtensor import mesh_dims

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from manifests.schema import Shard, TieGroup, TieMember
 from runner.checkpoint import save
 from runner.data.sequences import IGNORED, Batch
-from runner.distributed.low_priority import run_at_low_priority
+from runner.distributed.rounds import run_at_low_priority
 from runner.pipeline.chunk import StageChunk, materialize, named_hf_parameters
 
 if TYPE_CHECKING:

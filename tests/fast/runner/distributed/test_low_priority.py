@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import pytest
 
-from runner.distributed.low_priority import run_at_low_priority
+from runner.distributed.rounds import run_at_low_priority
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.profiling.flight_recorder import enable_flight_recorder
+from runner.distributed.watchdog import enable_flight_recorder
 
 
 def test_recorder_is_on_and_writes_below_the_log_folder(tmp_path: Path) -> None:
