@@ -191,7 +191,7 @@ def name_of(location: str) -> str:
 
 
 def _read_stored(folder: Path, manifest: Manifest) -> StoredTensors:
-    """Return the names and shapes of the tensors that the source of a manifest had, less those that were dropped."""
+    """Return the names and shapes of the tensors of a manifest's source, without those that were dropped."""
     path = folder / SOURCE_NAME
     digest = _digest_of(SOURCE_NAME, manifest)
     if digest is None:

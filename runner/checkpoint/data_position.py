@@ -38,7 +38,7 @@ class FoundData:
 def find_data(
     options: TrainOptions, stored: DataPosition | None, tokenizer: str | None, folder: Path | None = None
 ) -> FoundData:
-    """Find the files and the position to resume at; `left` is the position in a checkpoint, None without one.
+    """Find the files and the position to resume at; `stored` is a checkpoint's, None without one.
 
     The tokenizer that frames documents is the one in `folder`, if there is one.
     With `--restart-data`, data that differs from the checkpoint's starts at its first sequence.
@@ -146,7 +146,7 @@ def _each_digest(listed: Sequence[_Files]) -> tuple[str, ...]:
 
 
 def _restart(stored: DataPosition, digest: str) -> tuple[DataPosition | None, str]:
-    """Return the position to resume at, and a note. A job that is restarted must not start the data once more."""
+    """Return the position to resume at, and a note: a job that is restarted does not start its own data again."""
     if stored.digest != digest:
         return None, (
             f"--restart-data: starting this data from its first sequence; the checkpoint consumed "
@@ -173,7 +173,7 @@ def _framing(data: DataOptions, folder: Path | None) -> Framing | None:
 
 
 def _digest(options: TrainOptions, listed: Sequence[_Files], tokenizer: str | None, framing: Framing | None) -> str:
-    """Return a digest of what decides which sequence has which number: the files, and how they are split."""
+    """Return a digest of what determines the order of sequences: the files, and how they are split."""
     data = options.data
     how: dict[str, Any] = {"text_field": data.text_field, "pack": data.pack, "seed": data.seed}
     if data.shuffle:

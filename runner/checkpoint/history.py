@@ -51,7 +51,7 @@ def find_checkpoints(history: Path) -> tuple[Path, ...]:
 
 
 def find_misnamed(history: Path) -> tuple[tuple[Path, int], ...]:
-    """Return the folders with the name of another step than their manifest's, and that step; 0: of no training.
+    """Return the folders whose name has another step than their manifest, with the manifest's; 0: not trained.
 
     Raises:
         InputError: as `find_checkpoints`.

@@ -273,7 +273,7 @@ def _check_parts(packed: Packed, parts: Sequence[_Part]) -> None:
 
 
 def _training_of(parts: Sequence[_Part], training: TrainingState, max_norm: float) -> TrainingState:
-    """Return the training state with what all ranks say of dtypes and the optimizer."""
+    """Return the training state with the dtypes and optimizer groups of all ranks."""
     dtypes = {dtype for part in parts for dtype in part.dtypes if dtype.is_floating_point}
     training = replace(training, dtype=_DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None)
     fqns: dict[ParameterGroup, frozenset[str]] = {}
@@ -295,7 +295,7 @@ def _training_of(parts: Sequence[_Part], training: TrainingState, max_norm: floa
 
 
 def _share_of(packed: Packed, pieces: Mapping[Holds, _Pieces], parts: Sequence[_Part]) -> tuple[Held, SaveContext]:
-    """Return what this rank writes, of what several ranks have the first, and how."""
+    """Return the pieces that this rank writes, and how: the first of the ranks with a piece writes it."""
     position = dist.get_rank()
     peers = [number for number, part in enumerate(parts) if part.rank == parts[position].rank]
     earlier = {region for number in peers if number < position for region in parts[number].regions}

@@ -244,7 +244,7 @@ def _write_own(
 
 
 def _as_written(stage: Stage, shards: tuple[Shard, ...], weights: Sequence[Piece]) -> Stage:
-    """Return a stage as if one rank's shards were all of it."""
+    """Return a stage with the shards, tensors and bytes of one rank alone."""
     return replace(
         stage,
         shards=shards,

@@ -202,7 +202,7 @@ def special_id(folder: Path, tokenizer: Tokenizer, kind: str) -> int | None:
 
 
 def _guarded(where: str, problem: str, act: Any, *args: Any, is_muted: bool = False, **kwargs: Any) -> Any:
-    """Call the tokenizers library, which raises plain Exception, or panics.
+    """Call the tokenizers library, whose errors are plain exceptions, or panics of Rust.
 
     A panic prints its location to stderr; `is_muted` suppresses that, for all threads.
 

@@ -157,7 +157,7 @@ def plan_reads(pieces: Iterable[Piece], bundles: Bundles, shape: ModelShape, hol
 
 
 def read_all(reads: Sequence[Read], how: Reading = Reading()) -> list[PartRead]:
-    """Execute reads, with every two threads beginning at the two ends of a part of the files.
+    """Execute reads: every two threads start at the two ends of a part of the files.
 
     Returns the reads that are not verified yet: the partial ones, or all if nothing is hashed.
 

@@ -46,7 +46,7 @@ class CacheReport:
     peer_nbytes: int = 0  # of those that were copied, bytes from other nodes
 
     def followed_by(self, repair: CacheReport) -> CacheReport:
-        """Return what was copied altogether, once what a repair copied is included."""
+        """Return the sum of this report and that of a repair."""
         return replace(
             self,
             nbytes=self.nbytes + repair.nbytes,
@@ -203,7 +203,7 @@ class LocalCache:
         )
 
     def _receive(self, shard: Shard, transfer: Transfer, group: dist.ProcessGroup) -> Origin | None:
-        """Cache a shard that another rank sends; return where it came from, None if it is there meanwhile."""
+        """Cache a shard that another rank sends; return where it came from; None: another process has cached it."""
         stop = threading.Event()
         file = ReceivedFile(path=shard.path, nbytes=shard.nbytes, sender=transfer.sender, group=group)
         try:

@@ -121,7 +121,7 @@ def rotary_config(
 
 
 def _seen(begin: int, end: int, first: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Tell which of the keys from `first` up to `end` each query from `begin` on sees."""
+    """Return a mask: which of the keys from `first` up to `end` each query from `begin` on sees."""
     behind = torch.arange(begin, end, device=device)[:, None] - torch.arange(first, end, device=device)
     return (behind >= 0) if window is None else (behind >= 0) & (behind < window)
 

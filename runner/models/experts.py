@@ -206,7 +206,7 @@ def moe_config(
     kind: type[MoE.Config] = MoE.Config,
     shared: FeedForward.Config | None = None,
 ) -> MoE.Config:
-    """Put a router, experts and what all tokens go through together."""
+    """Return the config of a router, its experts, and the shared experts of all tokens."""
     routed = RoutedExperts.Config(
         inner_experts=experts,
         token_dispatcher=LocalTokenDispatcher.Config(num_experts=experts.num_experts, top_k=router.top_k),

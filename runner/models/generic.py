@@ -192,7 +192,7 @@ class Generic:
         return longest_alike(self._config, length, most)
 
     def _fit(self, shape: ModelShape, config: Mapping[str, object]) -> None:
-        """Compute experts of any width, and refuse two values of one field: which counts is transformers' secret."""
+        """Compute experts of any width, and refuse two values of one field under two names: either may count."""
         for alias, name in self._config.attribute_map.items():
             if alias in config and name in config and config[alias] != config[name]:
                 problem = f"{config[alias]!r} contradicts {name}, which is the same field and is {config[name]!r}"

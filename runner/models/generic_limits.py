@@ -45,7 +45,7 @@ _SHARING_WIDTH = "StableLmForCausalLM"  # its heads are always as wide as their 
 
 
 def check_fields(entry: CatalogueEntry, config: ConfigReader) -> None:
-    """Refuse fields that make a loss of more than the logits, whole stages without gradients, or another model.
+    """Refuse fields that add to the loss, skip layers at random, or make another model.
 
     Raises:
         InputError: naming the field.
@@ -97,7 +97,7 @@ def modules_together(entry: CatalogueEntry) -> tuple[tuple[str, ...], ...]:
 def check_modules(
     entry: CatalogueEntry, trainable: Collection[str], stages: Iterable[Collection[str]], where: str
 ) -> None:
-    """Check that stages have modules of the text model only, of which `known` are all, and the inputs together.
+    """Check that stages have modules of the text model only, of which `trainable` are all, and the inputs together.
 
     Raises:
         ModelError: one of them is for images or sound or for multi-token prediction, or the inputs are apart.

@@ -40,7 +40,7 @@ def _is_dtype(value: object) -> bool:
 
 
 def check_model_type(config: Mapping[str, Any], architecture: str, where: str) -> None:
-    """Refuse a config whose `model_type` is another architecture's: readers choose the class by it, and we by the name.
+    """Refuse a config whose `model_type` is another architecture's: transformers chooses the class by that.
 
     Raises:
         ModelError: transformers would run another class.

@@ -48,7 +48,7 @@ class TitanFields(ABC):
         return read_rope(self.read.config, head_dim=self.head_dim, where=self.read.where, theta=self.default_theta)
 
     def check_modules(self, modules: Iterable[str]) -> None:
-        """Make sure that none of these modules is for multi-token prediction.
+        """Check that none of these modules is for multi-token prediction.
 
         Raises:
             InputError: naming the first that is.
@@ -170,7 +170,7 @@ class DeepSeekV3Fields(TitanFields):
         return read_rope(self.read.config, head_dim=self.read.count("qk_rope_head_dim"), where=self.read.where)
 
     def _read_experts(self) -> None:
-        """Read how experts are chosen, by groups that they can be chosen from."""
+        """Read the groups of experts, and how many groups and experts are chosen."""
         read = self.read
         self.num_experts, self.num_groups = read.count("n_routed_experts"), read.count("n_group", self._default_groups)
         if self.num_experts % self.num_groups or self.num_experts // self.num_groups < 2:
@@ -227,7 +227,7 @@ class GptOssFields(TitanFields):
 
 
 def _windows_of(read: ConfigReader, window: int | None, usual: Sequence[bool]) -> tuple[int | None, ...]:
-    """Return each layer's window: as in `layer_types`, or the usual ones where the config lacks it.
+    """Return each layer's window: as in `layer_types`, or `usual` where the config lacks it.
 
     Raises:
         InputError: an unknown kind of layer, a wrong number of layers, or windows without a width.

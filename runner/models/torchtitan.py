@@ -114,7 +114,7 @@ class TitanFamily(TitanFields):
         return most  # no RoPE of these modules depends on it
 
     def attention(self, *, window: int | None = None, qk_norm: bool = False) -> GQAttention.Config:
-        """Attention in which groups of query heads share keys and values, without biases."""
+        """Return the config of grouped-query attention without biases."""
         return make_gqa_config(
             dim=self.hidden_size,
             n_heads=self.num_heads,
@@ -129,7 +129,7 @@ class TitanFamily(TitanFields):
         )
 
     def norms(self) -> dict[str, RMSNorm.Config]:
-        """The two norms of a layer."""
+        """Return the configs of the two norms of a layer."""
         return {name: self.norm(self.hidden_size) for name in NORMS}
 
     def mlp(self, ffn: int) -> FeedForward.Config:
@@ -157,7 +157,7 @@ def linear(
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Cut a name of torchtitan's into the layer's name in files, empty outside layers, and the rest."""
+    """Split a name of torchtitan's into the layer's name in files, empty outside layers, and the rest."""
     if not name.startswith("layers."):
         return "", name
     _, layer, part = name.split(".", 2)

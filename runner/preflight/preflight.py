@@ -222,7 +222,7 @@ def notes(
 ) -> list[str]:
     """Return notes on what a run does, or does not do, that a user may not expect.
 
-    `options` are those `asked`, with the values that the checkpoint stores; `training` is the state that the run
+    `options` are the `given_options` with the values that the checkpoint stores; `training` is the state that the run
     resumes, if it does not start at step 0 with the weights of `origin`.
     """
     lines, first, last = [], (training.step if training else 0) + 1, options.steps

@@ -63,7 +63,7 @@ Outcome = Mapping[str, torch.Tensor]  # in float32: logits and loss of each micr
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """What decides how a run computes losses and gradients; the defaults change nothing."""
+    """The options that change how a run computes losses and gradients; the defaults change nothing."""
 
     compute: ComputeOptions = field(default_factory=ComputeOptions)
     splitting: str | None = None  # the schedule, if it splits the backward
