@@ -70,20 +70,14 @@ def find_origins(launched: Origin, options: TrainOptions) -> tuple[Origin, ...]:
             code="resume.nothing-to-find",
         )
     first = training.step if training and source and not options.resume.weights_only else 0
+    problem = ""
     if past and (source is None or (step_of(past[0]) or 0) > first):
-        raise CheckpointError(
-            str(past[0].parent),
-            f"already contains {past[0].name}, and this run starts after step {first}",
-            _RESUME_NEWEST,
-            code="checkpoint.folder-in-use",
-        )
-    if past and not _descends_from(past[0], read):
-        raise CheckpointError(
-            str(past[0].parent),
-            f"already contains {past[0].name}, from which {origin} does not descend",
-            _RESUME_NEWEST,
-            code="checkpoint.folder-in-use",
-        )
+        problem = f"and this run starts after step {first}"
+    elif past and not _descends_from(past[0], read):
+        problem = f"from which {origin} does not descend"
+    if problem:
+        where, problem = str(past[0].parent), f"already contains {past[0].name}, {problem}"
+        raise CheckpointError(where, problem, _RESUME_NEWEST, code="checkpoint.folder-in-use")
     return (Origin(origin.resolve(), read),)
 
 

@@ -8,9 +8,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 from manifests.digest import Hasher
 from manifests.errors import ShardError
+from manifests.index import split_by_size
 from manifests.models import ModelShape, module_of
 from manifests.schema import WEIGHTS, Holds, Stage
 from manifests.slices import Slice
@@ -244,16 +246,8 @@ def _check_kind(at: TensorAt, piece: Piece) -> None:
 
 def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:
     """Split reads into runs of one file, which are the threads' units of work."""
-    run: list[Read] = []
-    nbytes = 0
-    for read in reads:
-        if run and (nbytes + read.nbytes > _RUN_NBYTES or read.at.file != run[-1].at.file):
-            yield run
-            run, nbytes = [], 0
-        run.append(read)
-        nbytes += read.nbytes
-    if run:
-        yield run
+    for _, of_file in groupby(reads, key=lambda read: read.at.file):
+        yield from split_by_size(of_file, lambda read: read.nbytes, _RUN_NBYTES)
 
 
 def _fill_run(run: Sequence[Read], blocks: PinnedBlocks, stop: threading.Event, *, hashes: bool) -> list[PartRead]:

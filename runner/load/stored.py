@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from manifests.errors import InputError
+from manifests.index import split_by_size
 from manifests.safetensors import nbytes_of
 from manifests.schema import Holds
 from runner.bundle.packed import Packed
@@ -108,7 +109,7 @@ def read_for_all(
     for read in reads:
         wanted[_key_of(read)].append(read)
     rank, shared, unverified = dist.get_rank(group), _share(wanted, group), list[PartRead]()
-    for some in _rounds(shared):
+    for some in split_by_size(shared, lambda tensor: tensor.nbytes, _ROUND_NBYTES):
         buffers = {tensor.key: _room_for(tensor) for tensor in some}
         own_reads = [
             _read_whole(wanted[tensor.key][0], buffers[tensor.key]) for tensor in some if tensor.reader == rank
@@ -140,19 +141,6 @@ def _share(wanted: dict[_Key, list[Read]], group: dist.ProcessGroup) -> list[_Sh
         _Shared(key=key, dtype=dtype, shape=shape, reader=readers[key])
         for key, (dtype, shape) in sorted(tensors.items())
     ]
-
-
-def _rounds(shared: Sequence[_Shared]) -> Iterator[list[_Shared]]:
-    some: list[_Shared] = []
-    nbytes = 0
-    for tensor in shared:
-        if some and nbytes + tensor.nbytes > _ROUND_NBYTES:
-            yield some
-            some, nbytes = [], 0
-        some.append(tensor)
-        nbytes += tensor.nbytes
-    if some:
-        yield some
 
 
 def _key_of(read: Read) -> _Key:
