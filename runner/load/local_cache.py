@@ -149,7 +149,7 @@ class LocalCache:
             report = in_rounds("stage to local", partial(self._read_own, transfers))
             report = self._exchange(transfers, report)
         report = replace(report, copy_s=time.perf_counter() - started_s)
-        self._say(report)
+        self._log(report)
         self.report = report if self.report is None else self.report.followed_by(report)
         return report
 
@@ -235,7 +235,7 @@ class LocalCache:
     def _ensure(self, shard: Shard, stop: threading.Event) -> bool:
         return self._folder.ensure(self._origin.root.file(shard.path), shard, stop)
 
-    def _say(self, report: CacheReport) -> None:
+    def _log(self, report: CacheReport) -> None:
         if report.nbytes or report.reused_nbytes:
             logger.info(
                 "[rank %d] copied %s to %s in %.2f s%s; %s were already cached%s",

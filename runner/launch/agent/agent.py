@@ -48,21 +48,21 @@ def main() -> None:
     """Run torchrun on this process's arguments."""
     leave_out_working_folder()
     open_streams()
-    with TemporaryDirectory(prefix="runner-", ignore_cleanup_errors=True) as endings:
+    with TemporaryDirectory(prefix="runner-", ignore_cleanup_errors=True) as reports_dir:
         # torchrun handles signals itself once it starts ranks.
-        end_at_signals(lambda number: _stop_early(endings))
-        os.environ.update({**safe_environment(), AGENT: str(os.getpid()), REPORTS: endings})
-        code = _run(Path(endings))
+        end_at_signals(lambda number: _stop_early(reports_dir))
+        os.environ.update({**safe_environment(), AGENT: str(os.getpid()), REPORTS: reports_dir})
+        code = _run(Path(reports_dir))
     sys.exit(code)
 
 
-def _run(endings: Path) -> int:
+def _run(reports_dir: Path) -> int:
     """Run the ranks, report what ended them, and return the exit code."""
     options, begun = _training(sys.argv), time.time()
     try:
         note = check_torch()
     except UserError as error:
-        _say(error)
+        _print_error(error)
         return error.exit_code
     torchrun = _quiet_torchrun()
     from torch.distributed import DistError
@@ -78,9 +78,7 @@ def _run(endings: Path) -> int:
     shows_waiting = options is not None and not options.quiet and _LOCAL in sys.argv
     num_ranks = _number("--nproc-per-node")
     try:
-        with (
-            saying_what_is_awaited(log_dir, num_ranks, begun) if shows_waiting and log_dir else contextlib.nullcontext()
-        ):
+        with print_waiting(log_dir, num_ranks, begun) if shows_waiting and log_dir else contextlib.nullcontext():
             torchrun.main(sys.argv[1:])
         return 0
     except ChildFailedError as error:
@@ -88,13 +86,13 @@ def _run(endings: Path) -> int:
         return _end(error.failures, log_dir, begun)
     except SignalException as error:
         _finish()
-        return _stop(int(error.sigval), read_reports(endings), options, begun)
+        return _stop(int(error.sigval), read_reports(reports_dir), options, begun)
     except DistError as error:
         _finish()
         failed = _rendezvous_failure(error)
-        _say(failed.error)
+        _print_error(failed.error)
         if log_dir is not None and read_state(log_dir) is None:
-            _note(failed, log_dir, 0)
+            _write_failure(failed, log_dir, 0)
         return failed.code
 
 
@@ -104,9 +102,9 @@ def _finish() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _stop_early(endings: str) -> None:
+def _stop_early(reports_dir: str) -> None:
     """Note that the job was stopped before a rank was started."""
-    shutil.rmtree(endings, ignore_errors=True)
+    shutil.rmtree(reports_dir, ignore_errors=True)
     if (options := _training(sys.argv)) is not None:
         _note_stopped(options.log_dir, 0)
 
@@ -140,7 +138,7 @@ def _end(failures: Mapping[int, ProcessFailure], log_dir: Path | None, begun: fl
     return INTERRUPTED if cause is None else _report(cause, log_dir, beats)
 
 
-def _stop(number: int, endings: Sequence[ExitReport], options: TrainOptions | None, begun: float) -> int:
+def _stop(number: int, reports: Sequence[ExitReport], options: TrainOptions | None, begun: float) -> int:
     """Report what went wrong when a signal asked the ranks to stop, if anything did; return the exit code."""
     log_dir = options.log_dir if options else None
     beats = read_beats(log_dir, since=begun) if log_dir else ()
@@ -148,10 +146,10 @@ def _stop(number: int, endings: Sequence[ExitReport], options: TrainOptions | No
         options is not None and options.checkpoint is not None and any(beat.phase != "begin" for beat in beats)
     )
     state = read_state(log_dir) if log_dir else None
-    cause = find_cause_at_stop(endings, is_unsaved=had_to_save and (state is None or state.ended == "failed"))
+    cause = find_cause_at_stop(reports, is_unsaved=had_to_save and (state is None or state.ended == "failed"))
     if cause is not None:
         return _report(cause, log_dir, beats)
-    if not _is_known(log_dir):
+    if not _is_reported(log_dir):
         say_interrupted(number)
     if log_dir is not None and state is None:
         _note_stopped(log_dir, max((beat.step for beat in beats), default=0))
@@ -161,10 +159,10 @@ def _stop(number: int, endings: Sequence[ExitReport], options: TrainOptions | No
 def _report(cause: ExitReport, log_dir: Path | None, beats: Sequence[Beat]) -> int:
     """Report what ended the ranks, unless another node's agent does; return the exit code."""
     is_ours = cause.kind == "failed" and not cause.is_elsewhere
-    if is_ours or not _is_known(log_dir, _PATIENCE_ELSEWHERE_S if cause.is_elsewhere else _PATIENCE_S):
-        _say(cause.error)
+    if is_ours or not _is_reported(log_dir, _PATIENCE_ELSEWHERE_S if cause.is_elsewhere else _PATIENCE_S):
+        _print_error(cause.error)
         if log_dir is not None:
-            _note(cause, log_dir, max((beat.step for beat in beats), default=0))
+            _write_failure(cause, log_dir, max((beat.step for beat in beats), default=0))
     return cause.code
 
 
@@ -183,7 +181,7 @@ def _rendezvous_failure(error: DistError) -> ExitReport:
     )
 
 
-def _say(error: UserError) -> None:
+def _print_error(error: UserError) -> None:
     if "--json" in sys.argv:
         with contextlib.suppress(OSError):  # nobody reads it; the exit code remains
             print(error_json(error), flush=True)
@@ -191,7 +189,7 @@ def _say(error: UserError) -> None:
         print(f"error: {error}", file=sys.stderr)
 
 
-def _is_known(log_dir: Path | None, patience_s: float = _PATIENCE_S) -> bool:
+def _is_reported(log_dir: Path | None, patience_s: float = _PATIENCE_S) -> bool:
     """Whether the agent of another node reports the cause within this time."""
     if log_dir is None or _number("--nnodes") == 1:
         return False
@@ -204,7 +202,7 @@ def _is_known(log_dir: Path | None, patience_s: float = _PATIENCE_S) -> bool:
     return False
 
 
-def _note(cause: ExitReport, log_dir: Path, step: int) -> None:
+def _write_failure(cause: ExitReport, log_dir: Path, step: int) -> None:
     with contextlib.suppress(OSError):  # the message was printed, even if the disk is full
         log_dir.mkdir(parents=True, exist_ok=True)
         write_state(
@@ -245,7 +243,7 @@ def _after(argv: Sequence[str], word: str) -> str:
 
 
 @contextlib.contextmanager
-def saying_what_is_awaited(log_dir: Path, num_ranks: int, begun: float) -> Iterator[None]:
+def print_waiting(log_dir: Path, num_ranks: int, begun: float) -> Iterator[None]:
     """Print what the ranks are waiting for, every ten seconds since `begun` until the first step or the block's end."""
     ended = threading.Event()
     position = _size(log_dir / "metrics.jsonl")
@@ -253,7 +251,7 @@ def saying_what_is_awaited(log_dir: Path, num_ranks: int, begun: float) -> Itera
     def watch() -> None:
         printed_s = begun
         while not ended.wait(_POLL_S):
-            what = awaited(log_dir, num_ranks, since=begun, position=position)
+            what = find_awaited(log_dir, num_ranks, since=begun, position=position)
             if what is None:
                 return
             now = time.time()
@@ -269,7 +267,7 @@ def saying_what_is_awaited(log_dir: Path, num_ranks: int, begun: float) -> Itera
         ended.set()
 
 
-def awaited(log_dir: Path, num_ranks: int, *, since: float, position: int) -> str | None:
+def find_awaited(log_dir: Path, num_ranks: int, *, since: float, position: int) -> str | None:
     """Return what a run that started at `since` waits for.
 
     None once metrics have a step after `position`, or if no step follows.

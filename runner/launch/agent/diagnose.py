@@ -35,27 +35,27 @@ def find_cause(
         if is_first and failure.exitcode < 0 and failure.exitcode not in _AFTERMATH:
             return _killed(failure, place(rank))
     in_turn = [reports[rank] for rank in sorted(failures, key=lambda rank: (failures[rank].timestamp, rank))]
-    if (error := _first_error([ending for ending in in_turn if ending is not None])) is not None:
+    if (error := _first_error([report for report in in_turn if report is not None])) is not None:
         return error
-    lost = {rank for rank, ending in reports.items() if ending is not None and ending.kind == "lost"}
+    lost = {rank for rank, report in reports.items() if report is not None and report.kind == "lost"}
     if (blamed := _awaited(beats, lost, first_s)) is not None:
         return blamed
     rank = min(failures, key=lambda rank: (failures[rank].timestamp, reports[rank] is None, rank))
     return reports[rank] or _unreported(failures[rank], place(rank))
 
 
-def find_cause_at_stop(endings: Sequence[ExitReport], *, is_unsaved: bool) -> ExitReport | None:
+def find_cause_at_stop(reports: Sequence[ExitReport], *, is_unsaved: bool) -> ExitReport | None:
     """Return the first failure of ranks that were asked to stop, of their reports in turn; None: there was none.
 
     Timeouts count only where the ranks should have saved and did not: without a save to do, they just end.
     """
-    return _first_error(endings) or (endings[0] if endings and is_unsaved else None)
+    return _first_error(reports) or (reports[0] if reports and is_unsaved else None)
 
 
-def _first_error(endings: Sequence[ExitReport]) -> ExitReport | None:
+def _first_error(reports: Sequence[ExitReport]) -> ExitReport | None:
     """Return the first error of a rank itself, in the words of the rank that failed where its report is here."""
-    failed = [ending for ending in endings if ending.kind == "failed"]
-    return min(failed, key=lambda ending: ending.is_elsewhere, default=None)
+    failed = [report for report in reports if report.kind == "failed"]
+    return min(failed, key=lambda report: report.is_elsewhere, default=None)
 
 
 def _killed(failure: ProcessFailure, where: str) -> ExitReport:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.launch.agent import agent as waiting
-from runner.launch.agent.agent import awaited, saying_what_is_awaited
+from runner.launch.agent.agent import find_awaited, print_waiting
 from runner.rundir.heartbeat import Beat, heartbeat_path, log_path, write_beat
 
 BEGUN = 1_000_000.0
@@ -29,7 +29,7 @@ def beat(folder: Path, rank: int, phase: str = "train") -> None:
 
 
 def waits_for(folder: Path) -> str | None:
-    return awaited(folder, 2, since=BEGUN, position=len(OLD))
+    return find_awaited(folder, 2, since=BEGUN, position=len(OLD))
 
 
 OLD = b'{"step": 1, "loss": 2.0}\n'  # of the attempt before
@@ -67,7 +67,7 @@ def test_ten_seconds_count_from_the_launch_and_not_from_the_import_of_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(waiting, "_POLL_S", 0.001)
-    with saying_what_is_awaited(tmp_path, 2, time.time() - 12):
+    with print_waiting(tmp_path, 2, time.time() - 12):
         until = time.monotonic() + 5
         while not (said := capsys.readouterr().err) and time.monotonic() < until:
             time.sleep(0.001)
@@ -75,4 +75,4 @@ def test_ten_seconds_count_from_the_launch_and_not_from_the_import_of_torch(
 
 
 def test_run_that_has_left_nothing_yet_imports(tmp_path: Path) -> None:
-    assert "2 of 2 ranks to import" in str(awaited(tmp_path, 2, since=time.time(), position=0))
+    assert "2 of 2 ranks to import" in str(find_awaited(tmp_path, 2, since=time.time(), position=0))
