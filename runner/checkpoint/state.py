@@ -17,8 +17,7 @@ from manifests.schema import MOMENTS, WEIGHTS, Holds, TieGroup
 from runner.distributed.fail_together import from_all_ranks
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.tensors.dtensor import whole_of
-from runner.tensors.huge_pages import empty_like
-from runner.tensors.local_shard import Piece, join_pieces
+from runner.tensors.local_shard import Piece, empty_like, join_pieces
 from runner.training.mixed_precision import master_of
 from runner.training.optimizer import Optimizer
 from runner.training.ties import Tie

@@ -17,8 +17,7 @@ from manifests.models import module_of
 from runner.bundle.packed import Packed, open_packed
 from runner.load.load import LoadReport, load_tensors, some_of
 from runner.tensors.dtensor import local_of, local_offset
-from runner.tensors.huge_pages import empty_like
-from runner.tensors.local_shard import Piece, whole_pieces
+from runner.tensors.local_shard import Piece, empty_like, whole_pieces
 from stores.address import is_url
 
 

@@ -14,8 +14,7 @@ from runner.data.sequences import IGNORED
 from runner.models.family import Family, check_output
 from runner.pipeline.stage_io import StageIO
 from runner.tensors.dtensor import local_of, local_regions
-from runner.tensors.huge_pages import empty_like
-from runner.tensors.local_shard import Piece
+from runner.tensors.local_shard import Piece, empty_like
 
 # With its Hugging Face FQN; if it consists of several tensors, with the first one's.
 NamedParameter = tuple[str, nn.Parameter]

@@ -1,1 +1,1 @@
-"""Tensors in memory: dtypes, regions, local shards, DTensors, huge pages, pinned blocks."""
+"""Tensors in memory: parts of them and their dtypes, DTensors, and the heap."""

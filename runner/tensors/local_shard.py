@@ -1,11 +1,13 @@
-"""Parts of Hugging Face tensors in this rank's memory, and dtypes by the names of safetensors and of `--dtype`."""
+"""Parts of Hugging Face tensors in this rank's memory, their dtypes by name, and memory for weights in huge pages."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from manifests.slices import Slice
 
@@ -18,6 +20,7 @@ STORED_DTYPES: Mapping[str, torch.dtype] = {
     "I32": torch.int32,
 }
 FLAG_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_LEAST_NBYTES = 4 << 20  # smaller tensors would leave huge pages mostly empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -73,6 +76,19 @@ def readable_as(dtype: torch.dtype) -> tuple[str, ...]:
     """Return the stored dtypes that can be read as this one: floating point as floating point, integers as integers."""
     is_float = dtype.is_floating_point
     return tuple(name for name, stored in STORED_DTYPES.items() if stored.is_floating_point == is_float)
+
+
+def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return uninitialized memory on `device` of this shape and dtype; large CPU tensors are in huge pages.
+
+    With small pages, page faults take longer than reading the weights.
+    """
+    if device.type != "cpu" or isinstance(tensor, DTensor) or tensor.nbytes < _LEAST_NBYTES:
+        return torch.empty_like(tensor, device=device)
+    # The tensor keeps the mapping alive, and frees it.
+    pages = mmap.mmap(-1, tensor.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
 
 
 def _joined(parts: list[Piece]) -> Piece:

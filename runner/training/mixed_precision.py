@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from runner.tensors.huge_pages import empty_like
+from runner.tensors.local_shard import empty_like
 
 _MASTER = "_master"  # an attribute of a parameter
 
