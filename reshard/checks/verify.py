@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from manifests.digest import PREFIX
@@ -160,11 +160,8 @@ def verify_manifest(
     findings.extend(of_index)
     check_names(manifest, read.folder, read.name, findings)
     return VerifyResult(
-        num_tensors=counts.num_tensors,
-        nbytes=counts.nbytes,
-        compared_nbytes=counts.compared_nbytes,
+        **asdict(counts),
         source=options.against.location if options.against else None,
-        num_beyond=counts.num_beyond,
         differences=tuple(findings),
         signature=signature,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from manifests.jsontext import kind_of, parse_json_object
 from manifests.models import ModelShape
 from manifests.models.shape import BACKWARD_SHARE
 from manifests.store import read_small_file
+from reshard.formatting import some
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,14 +88,14 @@ def times_of(
     if missing := [module for module in shape.modules if module not in measured]:
         raise InputError(
             Parameter("assumed.measured"),
-            f"missing the time of {_some(missing)}",
+            f"missing the time of {some(missing)}",
             f"measure every module of {shape.architecture}",
             code="options.cost-modules",
         )
     if unknown := [module for module in measured if module not in shape.modules]:
         raise InputError(
             Parameter("assumed.measured"),
-            f"{shape.architecture} has no {_some(unknown)}",
+            f"{shape.architecture} has no {some(unknown)}",
             "the times may be of another model",
             code="options.cost-modules",
         )
@@ -141,8 +142,3 @@ def _object(value: object, where: str) -> Mapping[str, object]:
     if not isinstance(value, dict):
         raise InputError(where, f"expected an object, found {kind_of(value)}", code="options.cost-file")
     return value
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")

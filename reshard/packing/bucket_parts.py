@@ -39,7 +39,7 @@ class BucketParts:
         is_begun = any(name.startswith(f"{folder}/") for name in listed)
         committing = {*small, INDEX_NAME} if is_begun else set()  # a commit that was killed has written some of these
         if any(OF_PART.fullmatch(name) is None and name not in committing for name in listed):
-            raise OutputError(self.where, "already exists", f"choose another {Parameter('out')}", code="output.exists")
+            raise self._exists()
         return True
 
     def address(self, name: str) -> str:
@@ -60,8 +60,7 @@ class BucketParts:
         if manifest is None:
             return None
         if set(folders) - _folders_of(manifest):
-            hint = f"remove it, or pack to another {Parameter('out')}"
-            raise OutputError(self.where, "already exists", hint, code="output.exists")
+            raise self._exists()
         self._clear_away(manifest)
         return manifest
 
@@ -81,7 +80,7 @@ class BucketParts:
             files[INDEX_NAME] = Blocks(merged.index(path_of))
         listed = list_objects(self._client)
         if any(OF_PART.fullmatch(name) is None and name not in files for name in listed):
-            raise OutputError(self.where, "already exists", f"choose another {Parameter('out')}", code="output.exists")
+            raise self._exists()
         for name, blocks in files.items():
             self._put(name, blocks, listed)
         # Commit point: readers ignore a prefix without manifest.json.
@@ -90,6 +89,10 @@ class BucketParts:
             raise OutputError(self.where, problem, hint, code="output.contended")
         self._clear_away(manifest)
         return manifest
+
+    def _exists(self) -> OutputError:
+        hint = f"remove it, or pack to another {Parameter('out')}"
+        return OutputError(self.where, "already exists", hint, code="output.exists")
 
     def _put(self, name: str, blocks: Blocks, listed: Mapping[str, ObjectEntry]) -> None:
         """Write a file of any length; one that a killed commit has written is the same, any other is refused."""
