@@ -129,17 +129,18 @@ class Degrees:
 
     @classmethod
     def read(cls, options: Options) -> Degrees:
-        """Read `pp`, `vpp`, `style` and `schedule`; a v schedule implies style v."""
-        schedule = options.choice("schedule", SCHEDULES)
-        style: Style | None = "v" if schedule and SCHEDULES[schedule] == "v" else None
-        if word := options.choice("style", ("loop", "v")):
-            style = "v" if word == "v" else "loop"
-        return cls(
-            num_ranks=agreed_ranks(options.count("pp"), options.request),
-            num_virtual=options.count("vpp"),
-            style=style,
-            schedule=schedule,
-        )
+        """Read `pp`, `vpp`, `style` and `schedule`."""
+        schedule, style = options.choice("schedule", SCHEDULES), options.choice("style", ("loop", "v"))
+        num_ranks = agreed_ranks(options.count("pp"), options.request)
+        return cls.of(num_ranks=num_ranks, num_virtual=options.count("vpp"), style=style, schedule=schedule)
+
+    @classmethod
+    def of(
+        cls, *, num_ranks: int | None, num_virtual: int | None = None, style: str | None, schedule: str | None
+    ) -> Degrees:
+        """Return degrees as given; a v schedule implies style v, and no other a style."""
+        given: Style | None = "v" if style == "v" or (style is None and SCHEDULES.get(schedule or "") == "v") else None
+        return cls(num_ranks=num_ranks, num_virtual=num_virtual, style=given, schedule=schedule)
 
     def placement(self, request: Request, num_stages: int | None = None) -> Placement:
         """Return the placement of stages on ranks. Without `num_stages` there are pp x vpp."""

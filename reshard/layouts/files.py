@@ -26,10 +26,10 @@ _MOST_SPEC = 16384
 def read_file(request: Request) -> StageLayout:
     """Read a file of module lists, one per stage.
 
-    `stages`, optionally with `num_ranks`, `style`, `schedule` and the `spec` that it was written for, or in JSON a bare
-    list of lists (torchtitan's
-    and NeMo AutoModel's `module_fqns_per_model_part`). Names are Hugging Face's or torchtitan's, full or
-    short; `layers.0-7` is a range and `layers.*` every layer. The order within a stage is free.
+    A file has `stages` and may have `num_ranks`, `style`, `schedule`, and `spec`, which a manifest records instead of
+    the file's name; a JSON file may be a bare list of lists (torchtitan's and NeMo AutoModel's
+    `module_fqns_per_model_part`). Names are Hugging Face's or torchtitan's, full or short; `layers.0-7` is a range and
+    `layers.*` every layer. The order within a stage is free.
 
     Raises:
         LayoutError: an invalid file; a module that is unknown, on two stages, on none, or out of order.
@@ -37,13 +37,9 @@ def read_file(request: Request) -> StageLayout:
     path = in_one_line(request.spec.strip())
     document = _load(Path(request.spec.strip()), path)
     stages = _stages(document.get("stages"), path)
-    degrees = Degrees(
-        num_ranks=agreed_ranks(_num_ranks(document.get("num_ranks"), path), request),
-        style="v" if _word(document, "style", ("loop", "v"), path) == "v" else None,
-        schedule=_word(document, "schedule", SCHEDULES, path),
-    )
-    if degrees.schedule and SCHEDULES[degrees.schedule] == "v" and "style" not in document:
-        degrees = Degrees(num_ranks=degrees.num_ranks, style="v", schedule=degrees.schedule)
+    num_ranks = agreed_ranks(_num_ranks(document.get("num_ranks"), path), request)
+    style, schedule = _word(document, "style", ("loop", "v"), path), _word(document, "schedule", SCHEDULES, path)
+    degrees = Degrees.of(num_ranks=num_ranks, style=style, schedule=schedule)
     layout = layout_of(request, _bounds(stages, request.inventory, path), degrees)
     return replace(layout, spec=_spec(document["spec"], path)) if "spec" in document else layout
 

@@ -63,7 +63,7 @@ class HubCheck:
         self._pool = ThreadPoolExecutor(threads_for_ranks(), thread_name_prefix="hub-check")
 
     def written(self, run: Run) -> None:
-        """Hash what follows what is hashed already, in other threads, now that a run is on disk."""
+        """Continue hashing, in other threads, the files whose bytes a run has put on disk."""
         if not self._ready or not isinstance(run.output, OutputFile):
             return
         path, end = run.output.path, run.position + sum(tensor.nbytes for tensor in run.tensors)
@@ -205,7 +205,7 @@ def _pieces(file: InputFile, head_nbytes: int, written: Iterable[_Piece]) -> Ite
 
 
 def _blocks(piece: _Piece, end: int) -> Iterator[memoryview]:
-    """Yield a piece's bytes up to position `end`, each block until the next."""
+    """Yield a piece's bytes up to position `end` in blocks, which share one buffer."""
     buffer = memoryview(bytearray(_BLOCK_NBYTES))
     with closing(piece.file.open(((piece.position, end),))) as reader:
         for begin in range(piece.position, end, _BLOCK_NBYTES):

@@ -67,7 +67,7 @@ class PackOptions:
             raise UsageError(parameter, problem, "pack without it", code="options.conflict")
 
     def check_divided(self, where: str | Parameter) -> None:
-        """Refuse options with which a pack cannot be divided into parts, as the flag or parameter `where` does.
+        """Refuse options with which a pack cannot be divided into parts; `where` is the flag or parameter for that.
 
         Raises:
             UsageError: naming the parameter.

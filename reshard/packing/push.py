@@ -95,7 +95,7 @@ def push(
 def push_folder(
     folder: Path, address: HubAddress, *, is_public: bool = False, force: bool = False, message: str | None = None
 ) -> PushResult:
-    """Push as `push` does.
+    """Upload a folder to an address that is parsed, as `push` does.
 
     Files of the repository that belong to another model (those of its manifest, and weights and indexes that readers
     would mix in) are removed; others are kept.
