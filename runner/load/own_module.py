@@ -17,7 +17,7 @@ from manifests.models import module_of
 from runner.bundle.packed import Packed, open_packed
 from runner.load.load import LoadReport, load_tensors, some_of
 from runner.tensors.dtensor import local_of, local_offset
-from runner.tensors.local_shard import Piece, empty_like, whole_pieces
+from runner.tensors.local_shard import Piece, empty_like, persistent_buffers, whole_pieces
 from stores.address import is_url
 
 
@@ -196,10 +196,7 @@ def _give_memory(model: nn.Module, device: torch.device) -> None:
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and persistent buffers, as `state_dict` names them."""
     yield from model.named_parameters(remove_duplicate=False)
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".lstrip("."), buffer
+    yield from persistent_buffers(model)
 
 
 def piece_of(fqn: str, tensor: torch.Tensor) -> Piece:

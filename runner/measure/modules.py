@@ -30,7 +30,7 @@ from runner.pipeline.microbatches import token_loss
 from runner.profiling.step_times import ModuleSeconds
 from runner.profiling.trace import Recorder
 from runner.tensors.heap import compact_heap, return_holes
-from runner.tensors.local_shard import FLAG_DTYPES
+from runner.tensors.local_shard import FLAG_DTYPES, persistent_buffers
 from runner.training.activation_checkpoint import recompute_layers
 
 _WARMUP = 3  # runs before those that count
@@ -112,9 +112,8 @@ def _fill(chunk: StageChunk) -> None:
                 parameter.normal_(0.0, 0.02)
             else:
                 parameter.fill_(1.0 if name == "weight" else 0.0)
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                buffer.zero_()
+    for _, buffer in persistent_buffers(chunk.body):
+        buffer.zero_()
 
 
 def _time(chunk: nn.Module, crossing: Any, labels: torch.Tensor | None, num_repeats: int) -> tuple[ModuleSeconds, Any]:

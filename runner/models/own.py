@@ -18,7 +18,7 @@ from manifests.models.catalogue import described_entry, entry_of
 from manifests.schema import ModelDescription
 from runner.config.architectures import GROUP
 from runner.models.family import Family, check_output
-from runner.tensors.local_shard import Piece
+from runner.tensors.local_shard import Piece, persistent_buffers
 
 _ATTRIBUTES = (
     "architecture", "modules", "hidden_size", "vocab_size", "build", "init_buffers", "to_hf", "pieces", "padded_length",
@@ -246,10 +246,7 @@ def request_of(
 
 def _stored_tensors(built: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from built.named_parameters()
-    for prefix, part in built.named_modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".lstrip("."), buffer
+    yield from persistent_buffers(built)
 
 
 def _shown(shape: tuple[int, ...] | None) -> str:

@@ -14,7 +14,7 @@ from runner.data.sequences import IGNORED
 from runner.models.family import Family, check_output
 from runner.pipeline.stage_io import StageIO
 from runner.tensors.dtensor import local_of, local_regions
-from runner.tensors.local_shard import Piece, empty_like
+from runner.tensors.local_shard import Piece, empty_like, persistent_buffers
 
 # With its Hugging Face FQN; if it consists of several tensors, with the first one's.
 NamedParameter = tuple[str, nn.Parameter]
@@ -133,10 +133,8 @@ def hf_constants(chunk: StageChunk) -> Iterator[Piece]:
 
     Every rank that shares the stage has all of them.
     """
-    for prefix, module in chunk.body.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield from chunk.family.pieces(f"{prefix}.{name}".lstrip("."), buffer, (0,) * buffer.dim())
+    for name, buffer in persistent_buffers(chunk.body):
+        yield from chunk.family.pieces(name, buffer, (0,) * buffer.dim())
 
 
 def part_of(chunk: StageChunk, module: str) -> nn.Module:

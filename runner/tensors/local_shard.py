@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from manifests.slices import Slice
@@ -70,6 +71,14 @@ def join_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     for piece in pieces:
         parts_of.setdefault(piece.fqn, []).append(piece)
     return tuple(parts[0] if len(parts) == 1 else _joined(parts) for parts in parts_of.values())
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that are in a model's `state_dict`, by its names."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def readable_as(dtype: torch.dtype) -> tuple[str, ...]:
