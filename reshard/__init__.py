@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from reshard.checks.signature import sign
     from reshard.checks.verify import VerifyResult, verify
     from reshard.copy.parallelism import Parallelism
-    from reshard.copy.progress import Progress
+    from reshard.copy.runs import Progress
     from reshard.estimate.assumptions import Assumptions
     from reshard.estimate.costs import ModuleTime
     from reshard.estimate.training_estimate import Forecast, StepEstimate
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from reshard.packing.push import PushResult, push
     from reshard.plans.pack_plan import StagePlan
     from reshard.plans.partition import Part
-    from reshard.tensors.finding import Finding
+    from reshard.tensors.comparison import Finding
     from reshard.transforms.conversion import Conversion
 
     __version__: str
@@ -142,7 +142,7 @@ __getattr__, __dir__ = lazy_attributes(
         "reshard.checks.signature": ("sign",),
         "reshard.checks.verify": ("VerifyResult", "verify"),
         "reshard.copy.parallelism": ("Parallelism",),
-        "reshard.copy.progress": ("Progress",),
+        "reshard.copy.runs": ("Progress",),
         "reshard.estimate.assumptions": ("Assumptions",),
         "reshard.estimate.costs": ("ModuleTime",),
         "reshard.estimate.training_estimate": ("Forecast", "StepEstimate"),
@@ -158,7 +158,7 @@ __getattr__, __dir__ = lazy_attributes(
         "reshard.packing.options": ("PackResult",),
         "reshard.plans.pack_plan": ("StagePlan",),
         "reshard.plans.partition": ("Part",),
-        "reshard.tensors.finding": ("Finding",),
+        "reshard.tensors.comparison": ("Finding",),
         "reshard.transforms.conversion": ("Conversion",),
     },
 )

@@ -26,9 +26,9 @@ from manifests.schema import WEIGHTS, Holds, Manifest, OriginalFile, Shard, Span
 from manifests.slices import Slice, problem_with_slices, slices_in
 from manifests.store import check_shard, open_shard
 from stores.base import SOURCE_CHANGED, Folder, InputFile, read_file_header
-from stores.headers import at_once
 from stores.local import LocalFolder
 from stores.open import open_store
+from stores.workers import at_once
 
 _ShardTable = tuple[TensorTable, int, DigestTable, Mapping[str, Slice]]
 

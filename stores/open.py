@@ -96,7 +96,7 @@ def open_manifest(address: Address | Folder) -> ReadManifest:
         UnreachableError: its store cannot be reached.
         InputError: it cannot be read.
     """
-    folder, name = _locate(address)
+    folder, name = locate_manifest(address)
     file = folder.file(name)
     data = read_whole(file)
     manifest = decode_manifest(data, str(file))
@@ -105,11 +105,16 @@ def open_manifest(address: Address | Folder) -> ReadManifest:
     return ReadManifest(folder=folder, name=name, data=data, digest=digest_bytes(data), manifest=manifest)
 
 
-def _locate(address: Address | Folder) -> tuple[Folder, str]:
-    """Return the folder of a manifest, and the name of its file."""
+def locate_manifest(address: Address | Folder) -> tuple[Folder, str]:
+    """Return the folder of a manifest, and the name of its file.
+
+    Raises:
+        ManifestError: it does not exist.
+        InputError: see `open_store`.
+    """
     if not isinstance(address, str | Path):
         if isinstance(address, LocalFolder):
-            return _locate(address.path)
+            return locate_manifest(address.path)
         return address, MANIFEST_NAME
     if is_url(address):
         folder = open_store(str(address).removesuffix(f"/{MANIFEST_NAME}"))

@@ -1,4 +1,7 @@
-"""Byte ranges of remote files, requested ahead in the order in which threads will read them."""
+"""Byte ranges of remote files, requested ahead in the order in which threads will read them.
+
+`Prefetcher` has the requests of a command's threads; a `RangeReader` those of one reader, in up to 64 MiB of memory.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any, Protocol, Self, runtime_checkable
 
-from stores.base import InputFile
+from stores.base import InputFile, Range, merge_ranges
 from stores.net.streams import Streams
-from stores.ranges import Fetch, cut
 
 STREAM_NBYTES = 10 << 20  # a request, and those that wait to be read
 MEMORY_NBYTES = 64 * STREAM_NBYTES
@@ -22,7 +25,24 @@ _LAST_REQUEST_NBYTES = 2 << 20
 _MOST_SPARE = 16  # requests' memory that waits to be used again
 _GAP_NBYTES = 64 << 10  # read too, in place of another request
 
+# Of a reader by itself, which has few requests, and bridges longer gaps.
+GAP_NBYTES = 1 << 20
+LONGEST_REQUEST_NBYTES = 16 << 20
+NUM_PARALLEL = 4
+
 Planned = tuple[InputFile, int, int]  # a file, and begin and end of a range in it
+
+
+class Fetch(Protocol):
+    def __call__(self, into: memoryview, position: int, stop: threading.Event) -> None:
+        """Fill `into` with the bytes at `position`. Called from several threads concurrently.
+
+        Once `stop` is set, the bytes are no longer needed: raise any exception soon.
+
+        Raises:
+            InputError: they cannot be read.
+        """
+        ...
 
 
 @runtime_checkable
@@ -53,6 +73,7 @@ class Prefetcher:
         num_streams: int | None = None,
         memory_nbytes: int = MEMORY_NBYTES,
         stream_nbytes: int = STREAM_NBYTES,
+        request_nbytes: int = REQUEST_NBYTES,
         reuses: bool = True,
     ) -> None:
         self._reuses, self._spare = reuses, list[memoryview]()
@@ -60,7 +81,7 @@ class Prefetcher:
         self.num_streams = num_streams or max(1, memory_nbytes // stream_nbytes)
         self.share_nbytes = memory_nbytes // num_lanes
         self._streams_of_lane = max(1, self.num_streams // num_lanes)
-        self._request_nbytes = max(_LEAST_REQUEST_NBYTES, min(REQUEST_NBYTES, memory_nbytes // self.num_streams))
+        self._request_nbytes = max(_LEAST_REQUEST_NBYTES, min(request_nbytes, memory_nbytes // self.num_streams))
         self.stop = stop
         self._fetches: dict[InputFile, Fetch | None] = {}
         self.most_running = 0
@@ -143,12 +164,15 @@ class Lane:
                 fetch = fetch_of(file)
                 assert fetch is not None
                 readers[file] = PlannedReader(self, fetch)
-            for piece in cut(begin, end, self._prefetcher.request_nbytes(self._left_nbytes)):
-                request = _Request(readers[file].fetch, *piece)
-                readers[file].requests.append(request)
-                self._planned.append(request)
+            self.add(readers[file], cut(begin, end, self._prefetcher.request_nbytes(self._left_nbytes)))
             self._left_nbytes -= end - begin
         return readers
+
+    def add(self, reader: PlannedReader, ranges: Iterable[Range]) -> None:
+        """Plan a request of a reader for each of these ranges."""
+        requests = [_Request(reader.fetch, begin, end) for begin, end in ranges]
+        reader.requests += requests
+        self._planned += requests
 
     def fill(self) -> None:
         """Begin requests, and plan more, as far as the thread's share of the memory goes."""
@@ -240,6 +264,46 @@ class PlannedReader:
             self._lane.release(request)
 
 
+class RangeReader(PlannedReader):
+    """Reads ranges of a file ahead, in requests of its own. Reading backwards, or outside of them, takes one more."""
+
+    def __init__(self, fetch: Fetch, ranges: Iterable[Range]) -> None:
+        self._prefetcher = Prefetcher(
+            1,
+            threading.Event(),
+            num_streams=NUM_PARALLEL,
+            memory_nbytes=NUM_PARALLEL * LONGEST_REQUEST_NBYTES,
+            request_nbytes=LONGEST_REQUEST_NBYTES,
+        )
+        super().__init__(Lane(self._prefetcher), fetch)
+        self._lane.add(self, plan_requests(ranges))
+
+    def read_into(self, part: memoryview, position: int) -> None:
+        if len(self.requests) == 1 and self.requests[0].data is None:
+            request = self.requests[0]
+            if position <= request.begin and request.end <= position + len(part):  # no thread, no copy
+                self._leave()
+        self._lane.fill()
+        super().read_into(part, position)
+
+    def close(self) -> None:
+        """Cancel running requests; may be called twice."""
+        self.requests.clear()
+        self._prefetcher.close()
+
+
+def plan_requests(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Return the requests that fetch these ranges, ascending: small gaps bridged, long runs split equally."""
+    runs: list[Range] = []
+    for begin, end in merge_ranges(ranges):
+        if begin == end:
+            continue
+        if runs and begin - runs[-1][1] <= GAP_NBYTES:
+            begin = runs.pop()[0]
+        runs.append((begin, end))
+    return tuple(piece for run in runs for piece in cut(*run, LONGEST_REQUEST_NBYTES))
+
+
 def join_ranges(ranges: Iterable[Planned]) -> list[Planned]:
     """Join ranges of a file with only a small gap between them; keep the order of the first ones."""
     joined: list[list[Any]] = []
@@ -251,3 +315,10 @@ def join_ranges(ranges: Iterable[Planned]) -> list[Planned]:
             last[file] = [file, begin, end]
             joined.append(last[file])
     return [(file, begin, end) for file, begin, end in joined]
+
+
+def cut(begin: int, end: int, most_nbytes: int) -> Iterable[Range]:
+    """Split a range into equal pieces of limited length."""
+    num_pieces = -(-(end - begin) // most_nbytes)
+    cuts = [begin + (end - begin) * piece // num_pieces for piece in range(num_pieces + 1)]
+    return pairwise(cuts)

@@ -10,6 +10,7 @@ Source: torch 2.13.0, torch/distributed/checkpoint/metadata.py, filesystem.py an
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -32,7 +33,10 @@ _VERSION = "1.0.0"
 # `storage_meta` has names of saves, and `all_local_plans` which rank saved what.
 _FIELDS = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "all_local_plans", "version")
 _STRIDED = ("torch.strided",)
-_AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
+AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
+
+Item = tuple[str, str | None]  # an entry's name, and the offset of a chunk
+Place = tuple[str, int, int]  # a file, where an item begins in it, and its bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,17 @@ class DcpMetadata:
     values: Mapping[str, DcpValue]
 
 
+@dataclass(frozen=True, slots=True)
+class DcpIndex:
+    """What `.metadata` lists, which may contradict itself: where items are stored, and the chunks of each entry.
+
+    An item is a chunk, by the name of its tensor and its offset, or an entry of another type, whose regions are None.
+    """
+
+    items: Mapping[Item, Place]
+    regions: Mapping[str, tuple[Slice, ...] | None]
+
+
 def read_metadata(folder: Folder) -> DcpMetadata:
     """Return the tensors of a checkpoint, without looking for their files.
 
@@ -82,8 +97,8 @@ def read_metadata(folder: Folder) -> DcpMetadata:
         InputError: it cannot be read.
     """
     file = folder.file(METADATA_NAME)
-    metadata = load_metadata(file)
-    try:
+    metadata = _load(file)
+    with _expecting_metadata(file):
         metadata.expect(*_FIELDS)
         if (version := metadata.fields.get("version")) not in (None, _VERSION):
             raise BadPickleError(f"version {str(version)[:80]!r}, expected {_VERSION!r}")
@@ -97,32 +112,44 @@ def read_metadata(folder: Folder) -> DcpMetadata:
             tensors=tuple(_tensor(name, keys[name], entry, items) for name, entry in entries if _is_tensor(entry)),
             values={name: _value(name, keys[name], entry, items) for name, entry in entries if not _is_tensor(entry)},
         )
-    except (BadPickleError, AttributeError, TypeError, ValueError, LookupError) as error:
-        raise bad_metadata(file, error) from error
 
 
-def load_metadata(file: InputFile) -> Record:
-    """Return the metadata of a checkpoint as its pickle has it.
+def read_index(folder: Folder) -> DcpIndex:
+    """Return what a checkpoint's metadata lists.
 
     Raises:
-        SourceError: it is too large, or not a pickle of an object.
+        SourceError: `.metadata` is too large or malformed.
         InputError: it cannot be read.
     """
-    raw = read_whole(file, most_nbytes=_MAX_NBYTES)
+    file = folder.file(METADATA_NAME)
+    metadata = _load(file)
+    with _expecting_metadata(file):
+        entries = metadata["state_dict_metadata"].items()
+        return DcpIndex(
+            items={_item(index): _place(info) for index, info in metadata["storage_data"].items()},
+            regions={_text(name): tuple(_regions(entry)) if _is_tensor(entry) else None for name, entry in entries},
+        )
+
+
+@contextmanager
+def _expecting_metadata(file: InputFile) -> Iterator[None]:
+    """Convert errors about metadata that are malformed."""
     try:
+        yield
+    except (BadPickleError, AttributeError, TypeError, ValueError, LookupError) as error:
+        problem = f"expected the metadata of torch.distributed.checkpoint: {type(error).__name__}: {error}"
+        raise SourceError(str(file), problem[:300], AGAIN, code="source.bad-dcp-metadata") from error
+
+
+def _load(file: InputFile) -> Record:
+    """Return the metadata of a checkpoint as its pickle has it."""
+    raw = read_whole(file, most_nbytes=_MAX_NBYTES)
+    with _expecting_metadata(file):
         metadata = read_pickle(raw, VALUES, Record)
         if not isinstance(metadata, Record):
             raise BadPickleError(f"found a {type(metadata).__name__}")
         _check_chunks(metadata["state_dict_metadata"].values())
-    except (BadPickleError, AttributeError, TypeError) as error:
-        raise bad_metadata(file, error) from error
     return metadata
-
-
-def bad_metadata(file: InputFile, error: Exception) -> SourceError:
-    """Return the error for metadata that is malformed."""
-    problem = f"expected the metadata of torch.distributed.checkpoint: {type(error).__name__}: {error}"
-    return SourceError(str(file), problem[:300], _AGAIN, code="source.bad-dcp-metadata")
 
 
 def read_chunks(folder: Folder, tensors: Mapping[str, DcpTensor]) -> dict[str, list[TensorAt]]:
@@ -138,20 +165,20 @@ def read_chunks(folder: Folder, tensors: Mapping[str, DcpTensor]) -> dict[str, l
             part = (chunk.begin, chunk.begin + chunk.nbytes)
             wanted.setdefault(chunk.path, {}).setdefault(part, []).append((name, chunk))
     reader = TensorReader()
-    found: dict[str, list[TensorAt]] = {name: [] for name in tensors}
+    located: dict[str, list[TensorAt]] = {name: [] for name in tensors}
     for path, chunks in wanted.items():
         names = {part: tensors[sharing[0][0]].name for part, sharing in chunks.items()}
         for part, at in reader.read(folder.file(path), names):
             for name, chunk in chunks[part]:
-                found[name].append(_checked(at, name, tensors[name], chunk))
-    return found
+                located[name].append(_checked(at, name, tensors[name], chunk))
+    return located
 
 
 def _checked(at: TensorAt, name: str, tensor: DcpTensor, chunk: Chunk) -> TensorAt:
     if (at.dtype, at.shape) != (tensor.dtype, chunk.region.shape):
         expected = f"{tensor.dtype} {list(chunk.region.shape)}"
         problem = f"expected {expected} ({METADATA_NAME}), found {at.dtype} {list(at.shape)}"
-        raise SourceError(f"{at.file}: {tensor.name!r}", problem, _AGAIN, code="source.bad-archive")
+        raise SourceError(f"{at.file}: {tensor.name!r}", problem, AGAIN, code="source.bad-archive")
     part = None if chunk.region.shape == chunk.region.whole_shape else chunk.region
     return TensorAt(name, at.dtype, at.shape, at.file, at.begin, at.nbytes, None, part)
 
@@ -162,17 +189,17 @@ def read_values(folder: Folder, values: Iterable[DcpValue]) -> list[object]:
     Raises:
         SourceError: a file is missing or damaged, or a value is of another type or too large.
     """
-    found: dict[bytes, object] = {}  # those of the parameters are alike
+    by_bytes: dict[bytes, object] = {}  # those of the parameters are alike
     read = []
     for value in values:
         file = _file_of(folder, value, value.name)
         if value.nbytes > _MAX_NBYTES:
             problem = f"expected at most {_MAX_NBYTES} bytes, found {value.nbytes} ({METADATA_NAME})"
-            raise SourceError(f"{file}: {value.name[:80]!r}", problem, _AGAIN, code="source.bad-archive")
+            raise SourceError(f"{file}: {value.name[:80]!r}", problem, AGAIN, code="source.bad-archive")
         raw = read_range(file, value.begin, value.begin + value.nbytes)
-        if raw not in found:
-            found[raw] = read_value(file, (value.begin, value.begin + value.nbytes))
-        read.append(found[raw])
+        if raw not in by_bytes:
+            by_bytes[raw] = read_value(file, (value.begin, value.begin + value.nbytes))
+        read.append(by_bytes[raw])
     return read
 
 
@@ -185,10 +212,10 @@ def _file_of(folder: Folder, item: Chunk | DcpValue, name: str) -> InputFile:
         if item.path in folder.names():
             raise
         problem = f"no such file, which has {name!r}"
-        raise SourceError(f"{folder}/{item.path}", problem, _AGAIN, code="source.missing-shard") from None
+        raise SourceError(f"{folder}/{item.path}", problem, AGAIN, code="source.missing-shard") from None
     if item.begin + item.nbytes > file_nbytes:
         problem = f"expected at least {item.begin + item.nbytes} bytes ({METADATA_NAME}), found {file_nbytes}"
-        raise SourceError(str(file), problem, _AGAIN, code="source.bad-archive")
+        raise SourceError(str(file), problem, AGAIN, code="source.bad-archive")
     return file
 
 
@@ -202,32 +229,35 @@ def _check_chunks(entries: Iterable[Record]) -> None:
             seen.add(id(chunk))
 
 
-def _keys(name: object, found: object) -> tuple[str | int, ...]:
+def _keys(name: object, keys: object) -> tuple[str | int, ...]:
     """Return the place of an entry in the nested state dict, which only some planners say."""
+    entry = _text(name)
+    if not isinstance(keys, tuple) or len(keys) > MAX_RANK or not all(isinstance(key, str | int) for key in keys):
+        raise BadPickleError(f"{entry[:80]!r} has a place in the state dict that is not of keys")
+    return keys or (entry,)
+
+
+def _text(name: object) -> str:
     if not isinstance(name, str):
-        raise BadPickleError(f"an entry whose name is a {type(name).__name__}")
-    if not isinstance(found, tuple) or len(found) > MAX_RANK or not all(isinstance(key, str | int) for key in found):
-        raise BadPickleError(f"{name[:80]!r} has a place in the state dict that is not of keys")
-    return found or (name,)
+        raise BadPickleError(f"an entry or an item whose name is a {type(name).__name__}")
+    return name
 
 
 def _is_tensor(entry: Record) -> bool:
     return "chunks" in entry.fields
 
 
-def _item(index: Record) -> tuple[str, str | None]:
+def _item(index: Record) -> Item:
     """Return which chunk of which entry an item is; only those of tensors have an offset.
 
     The offset is a text since Python hashes numbers without a secret: they could be chosen to collide.
     """
     index.expect("fqn", "offset", "index")  # the last is where to look first in a list of chunks
-    name, offset = index["fqn"], index.fields.get("offset")
-    if not isinstance(name, str):
-        raise BadPickleError(f"an item whose name is a {type(name).__name__}")
-    return name, None if offset is None else str(_counts(offset))
+    offset = index.fields.get("offset")
+    return _text(index["fqn"]), None if offset is None else str(_counts(offset))
 
 
-def _place(info: Record) -> tuple[str, int, int]:
+def _place(info: Record) -> Place:
     info.expect("relative_path", "offset", "length", "transform_descriptors")
     path, begin, nbytes = info["relative_path"], info["offset"], info["length"]
     if not isinstance(path, str) or not _is_in_folder(path):
@@ -243,34 +273,32 @@ def _is_in_folder(path: str) -> bool:
     return problem_with_path(path) is None and not is_hidden(path)
 
 
-def _tensor(
-    name: str,
-    keys: tuple[str | int, ...],
-    entry: Record,
-    items: Mapping[tuple[str, str | None], tuple[str, int, int]],
-) -> DcpTensor:
+def _tensor(name: str, keys: tuple[str | int, ...], entry: Record, items: Mapping[Item, Place]) -> DcpTensor:
     entry.expect("properties", "size", "chunks")
     whole, dtype = _counts(entry["size"]), _dtype(name, entry["properties"])
     if prod(filter(None, whole)) * DTYPE_BITS[dtype] >= MAX_DIM:
         raise BadPickleError(f"{name[:80]!r} is larger than any tensor")
     chunks = []
-    for chunk in entry["chunks"]:
-        chunk.expect("offsets", "sizes")
-        offset, shape = _counts(chunk["offsets"]), _counts(chunk["sizes"])
-        if not len(offset) == len(shape) == len(whole):
+    for region in _regions(entry):
+        if not len(region.offset) == len(region.shape) == len(whole):
             raise BadPickleError(f"{name[:80]!r} has a chunk with another number of dimensions")
-        if (item := (name, str(offset))) not in items:
-            raise BadPickleError(f"a chunk of {name[:80]!r}, at {list(offset)}, is stored in no file")
-        region = Slice(offset=offset, shape=shape, whole_shape=whole)
+        if (item := (name, str(region.offset))) not in items:
+            raise BadPickleError(f"a chunk of {name[:80]!r}, at {list(region.offset)}, is stored in no file")
         chunks.append(Chunk(region, *items[item]))
     if not chunks:
         raise BadPickleError(f"{name[:80]!r} has no chunks")
     return DcpTensor(name, keys, dtype, tuple(chunks))
 
 
-def _value(
-    name: str, keys: tuple[str | int, ...], entry: Record, items: Mapping[tuple[str, str | None], tuple[str, int, int]]
-) -> DcpValue:
+def _regions(entry: Record) -> Iterator[Slice]:
+    """Yield the regions of a tensor's chunks."""
+    whole = _counts(entry["size"])
+    for chunk in entry["chunks"]:
+        chunk.expect("offsets", "sizes")
+        yield Slice(offset=_counts(chunk["offsets"]), shape=_counts(chunk["sizes"]), whole_shape=whole)
+
+
+def _value(name: str, keys: tuple[str | int, ...], entry: Record, items: Mapping[Item, Place]) -> DcpValue:
     entry.expect()
     if (name, None) not in items:
         raise BadPickleError(f"{name[:80]!r} is stored in no file")
@@ -286,12 +314,12 @@ def _dtype(name: str, properties: Record) -> str:
     raise BadPickleError(f"{name[:80]!r} has a dtype or a layout that is not supported")
 
 
-def _counts(found: object) -> tuple[int, ...]:
-    if not isinstance(found, tuple | list) or len(found) > MAX_RANK:
+def _counts(counts: object) -> tuple[int, ...]:
+    if not isinstance(counts, tuple | list) or len(counts) > MAX_RANK:
         raise BadPickleError("a size or an offset that is not of few numbers")
-    if not all(type(count) is int and 0 <= count < MAX_DIM for count in found):
+    if not all(type(count) is int and 0 <= count < MAX_DIM for count in counts):
         raise BadPickleError("a size or an offset that is not of counts")
-    return tuple(found)
+    return tuple(counts)
 
 
 _MOST_SAMPLES = 8  # of one length: shapes of as many elements, and the names that writers give the folder in the file

@@ -256,12 +256,12 @@ def _check_opcodes(data: bytes) -> None:
         raise BadPickleError("a pickle with bytes after its end")
 
 
-def _keys_left(left: int, keys: Sequence[int]) -> int:
+def _keys_left(remaining: int, keys: Sequence[int]) -> int:
     """Return how many more keys may be tuples or large numbers after these, given the work of hashing each."""
-    left -= sum(work > 1 for work in keys)
-    if left < 0:
+    remaining -= sum(work > 1 for work in keys)
+    if remaining < 0:
         raise BadPickleError(_MANY_KEYS)
-    return left
+    return remaining
 
 
 def _nest(stack: list[int], begin: int, hashes_left: int) -> int:

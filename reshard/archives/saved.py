@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain, islice
 from math import prod
 from struct import pack
@@ -35,43 +34,16 @@ def torch_dtype(dtype: str) -> Name:
     return Name("torch", _NAMES[dtype])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A contiguous tensor. Lengths do not depend on its bytes."""
+    """A contiguous tensor."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
-    def data_nbytes(self) -> int:
-        return nbytes_of(self.dtype, self.shape)
-
-    @property
     def nbytes(self) -> int:
-        """The size of the file."""
-        return len(self.start) + self.data_nbytes + len(self.end(0))
-
-    @cached_property
-    def start(self) -> bytes:
-        """What precedes the tensor's bytes."""
-        return self._start[0]
-
-    @cached_property
-    def _start(self) -> tuple[bytes, list[_Entry]]:
-        writer = _Writer()
-        writer.add("data.pkl", pickled(self._pickle()))
-        writer.add("byteorder", b"little")
-        writer.add("version", b"3\n")
-        writer.begin_data("data/0", self.data_nbytes)
-        return bytes(writer.written), writer.entries
-
-    def end(self, crc: int) -> bytes:
-        """Return what follows the tensor's bytes, of which this is the CRC-32."""
-        start, (*others, data) = self._start
-        return _end([*others, data.with_crc(crc)], len(start) + self.data_nbytes)
-
-    def _pickle(self) -> Call:
-        return self.pickled_as("0")
+        return nbytes_of(self.dtype, self.shape)
 
     def pickled_as(self, key: str) -> Call:
         """Return what a pickle has for a tensor whose bytes are the entry `data/KEY`."""
@@ -81,42 +53,31 @@ class SavedTensor:
         if self.dtype in _CLASSES:
             storage = Persistent(("storage", Name("torch", _CLASSES[self.dtype]), key, "cpu", count))
             return Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, 0, self.shape, strides, False, hooks))
-        untyped = ("storage", Name("torch.storage", "UntypedStorage"), key, "cpu", self.data_nbytes)
+        untyped = ("storage", Name("torch.storage", "UntypedStorage"), key, "cpu", self.nbytes)
         view = (Persistent(untyped), 0, self.shape, strides, False, hooks, torch_dtype(self.dtype))
         return Call(Name("torch._utils", "_rebuild_tensor_v3"), view)
 
-    def blocks(self, data: Iterator[Buffer]) -> Iterator[Buffer]:
-        """Yield the file, given the tensor's bytes."""
-        yield self.start
-        crc = 0
-        for block in data:
-            crc = crc32(block, crc)
-            yield block
-        yield self.end(crc)
 
+class SavedFile:
+    """A file of a value and of tensors in it. Its size depends on none of their bytes."""
 
-class SavedDict:
-    """A dict of contiguous tensors, and of numbers, strings and containers of them. Its size depends on no bytes."""
-
-    def __init__(self, tensors: Mapping[str, SavedTensor], values: Mapping[str, object] | None = None) -> None:
-        self._tensors = tuple(tensors.values())
-        writer = _Writer()
-        pickles = {name: tensor.pickled_as(str(number)) for number, (name, tensor) in enumerate(tensors.items())}
-        writer.add("data.pkl", pickled({**(values or {}), **pickles}))
+    def __init__(self, value: object, tensors: Sequence[SavedTensor] = ()) -> None:
+        writer, self._num_tensors = _Writer(), len(tensors)
+        writer.add("data.pkl", pickled(value))
         writer.add("byteorder", b"little")
         writer.add("version", b"3\n")
         self._starts: list[bytes] = []  # what precedes each tensor's bytes, but for what describes those of another
-        for number, tensor in enumerate(self._tensors):
-            writer.begin_data(f"data/{number}", tensor.data_nbytes)
+        for number, tensor in enumerate(tensors):
+            writer.begin_data(f"data/{number}", tensor.nbytes)
             self._starts.append(writer.flushed())
-            writer.skip(tensor.data_nbytes + len(_described(writer.entries[-1])))
-        self._rest = writer.flushed()  # of a dict without tensors
+            writer.skip(tensor.nbytes + len(_described(writer.entries[-1])))
+        self._rest = writer.flushed()  # of a value without tensors
         self._entries, self._end_at = writer.entries, writer.position
         self.nbytes = writer.position + len(_directory(self._entries, writer.position))
 
-    def blocks(self, data: Iterable[Iterator[Buffer]]) -> Iterator[Buffer]:
+    def blocks(self, data: Iterable[Iterator[Buffer]] = ()) -> Iterator[Buffer]:
         """Yield the file, given the bytes of each tensor."""
-        entries = self._entries[: len(self._entries) - len(self._tensors)]
+        entries = self._entries[: len(self._entries) - self._num_tensors]
         for start, entry, blocks in zip(self._starts, self._entries[len(entries) :], data, strict=True):
             yield start
             crc = 0
@@ -128,13 +89,25 @@ class SavedDict:
         yield self._rest + _directory(entries, self._end_at)
 
 
+def saved_tensor(tensor: SavedTensor) -> SavedFile:
+    """Return the file of a tensor."""
+    return SavedFile(tensor.pickled_as("0"), [tensor])
+
+
+def saved_dict(tensors: Mapping[str, SavedTensor], values: Mapping[str, object]) -> SavedFile:
+    """Return the file of a dict of tensors, and of numbers, strings and containers of them."""
+    pickles = {name: tensor.pickled_as(str(number)) for number, (name, tensor) in enumerate(tensors.items())}
+    return SavedFile({**values, **pickles}, tuple(tensors.values()))
+
+
+def saved_step(step: int) -> bytes:
+    """Return the file of the number of steps that a parameter took, as torch's optimizers have it."""
+    return b"".join(map(bytes, saved_tensor(SavedTensor("F32", ())).blocks([iter((pack("<f", step),))])))
+
+
 def saved_value(value: object) -> bytes:
     """Return the file of a number, a string, or a container of them."""
-    writer = _Writer()
-    writer.add("data.pkl", pickled(value))
-    writer.add("byteorder", b"little")
-    writer.add("version", b"3\n")
-    return bytes(writer.written) + _end(writer.entries, len(writer.written))
+    return b"".join(map(bytes, SavedFile(value).blocks()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +154,10 @@ class _Writer:
 
     def flushed(self) -> bytes:
         """Return what was written since the last call."""
-        found = bytes(self.written)
-        self.skip(len(found))
+        written = bytes(self.written)
+        self.skip(len(written))
         self.written.clear()
-        return found
+        return written
 
     def skip(self, nbytes: int) -> None:
         """Leave space for bytes that another writes."""
@@ -212,12 +185,6 @@ class _Writer:
         self.written += entry.name + extra
 
 
-def _end(entries: list[_Entry], position: int) -> bytes:
-    """Return the end of a zip file from `position` on: what describes the last entry's data, and the directory."""
-    found = _described(entries[-1])
-    return found + _directory(entries, position + len(found))
-
-
 def _described(entry: _Entry) -> bytes:
     """Return what follows an entry's data, if its header does not describe them."""
     if not entry.flags:
@@ -228,13 +195,13 @@ def _described(entry: _Entry) -> bytes:
 def _directory(entries: Sequence[_Entry], begin: int) -> bytes:
     """Return the directory of a zip file, which begins at `begin`, and what is after it."""
     directory = b"".join(entry.directory for entry in entries)
-    found, count = directory, len(entries)
+    ending, count = directory, len(entries)
     if begin >= _MAX32 or count >= _MAX16:
         end = begin + len(directory)
-        found += pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), begin)
-        found += pack("<4sIQI", b"PK\6\7", 0, end, 1)
+        ending += pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), begin)
+        ending += pack("<4sIQI", b"PK\6\7", 0, end, 1)
     few = min(count, _MAX16)
-    return found + pack("<4s4H2IH", b"PK\5\6", 0, 0, few, few, len(directory), min(begin, _MAX32), 0)
+    return ending + pack("<4s4H2IH", b"PK\5\6", 0, 0, few, few, len(directory), min(begin, _MAX32), 0)
 
 
 _BATCH = 1000  # of items that an unpickler has on its stack at a time

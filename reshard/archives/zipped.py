@@ -59,13 +59,13 @@ def read_entries(archive: Archive) -> dict[str, ZipEntry]:
             raise bad_archive(file, f"entry {info.filename[:80]!r} is compressed, which torch.save never does")
         if info.flag_bits & _ENCRYPTED or not 0 <= info.header_offset <= directory_begin - _LOCAL_NBYTES:
             raise bad_archive(file, f"entry {info.filename[:80]!r} is encrypted, or outside of the file")
-    found = _entries(archive, infos, crcs_at)
+    entries = _entries(archive, infos, crcs_at)
     ends = [archive.begin + end for end in (*(info.header_offset for info in infos), directory_begin)][1:]
-    for one, end in zip(found, ends, strict=True):
-        if one.end > end:
-            raise bad_archive(file, f"entry {one.name[:80]!r} overlaps the next, or ends beyond the file")
-    by_name = {entry.name: entry for entry in found}
-    if len(by_name) < len(found):
+    for entry, end in zip(entries, ends, strict=True):
+        if entry.end > end:
+            raise bad_archive(file, f"entry {entry.name[:80]!r} overlaps the next, or ends beyond the file")
+    by_name = {entry.name: entry for entry in entries}
+    if len(by_name) < len(entries):
         raise bad_archive(file, "two entries have one name")
     archive.entries = by_name
     return by_name
@@ -99,7 +99,7 @@ def _entries(archive: Archive, infos: Sequence[zipfile.ZipInfo], crcs_at: Mappin
     There are no CRCs if all of them are 0: torch.serialization.set_crc32_options(False) writes that.
     """
     has_crcs = any(info.CRC for info in infos)
-    found = []
+    entries = []
     begins = [archive.begin + info.header_offset for info in infos]
     locals_ = archive.read_ranges([(begin, begin + _LOCAL_NBYTES) for begin in begins])
     for info, header_begin, local in zip(infos, begins, locals_, strict=True):
@@ -107,7 +107,7 @@ def _entries(archive: Archive, infos: Sequence[zipfile.ZipInfo], crcs_at: Mappin
             raise bad_archive(archive.file, f"entry {info.filename[:80]!r} has no local header")
         name_nbytes, extra_nbytes = (int.from_bytes(local[at : at + 2], "little") for at in (26, 28))
         begin = header_begin + _LOCAL_NBYTES + name_nbytes + extra_nbytes
-        found.append(
+        entries.append(
             ZipEntry(
                 name=info.filename.partition("/")[2],
                 begin=begin,
@@ -116,20 +116,20 @@ def _entries(archive: Archive, infos: Sequence[zipfile.ZipInfo], crcs_at: Mappin
                 crc_at=crcs_at[info.filename],
             )
         )
-    return found
+    return entries
 
 
 def _checksums(archive: Archive, directory_begin: int, infos: Sequence[zipfile.ZipInfo]) -> dict[str, Range]:
     """Return where the directory has the CRC of each entry; those in local headers are copies."""
-    found = {}
+    places = {}
     at = directory_begin
     for info in infos:
         archive.checksums.append((info.header_offset + 14, info.header_offset + 18))
         archive.checksums.append((at + 16, at + 20))
-        found[info.filename] = at + 16, at + 20
+        places[info.filename] = at + 16, at + 20
         lengths = archive.read_range(archive.begin + at + 28, archive.begin + at + 34)  # of name, extra, comment
         at += _LISTED_NBYTES + sum(struct.unpack("<3H", lengths))
-    return found
+    return places
 
 
 def archives_in(file: RecordedFile, parts: Sequence[Range]) -> Iterator[Archive]:
@@ -142,10 +142,10 @@ def archives_in(file: RecordedFile, parts: Sequence[Range]) -> Iterator[Archive]
     for first in range(0, len(ordered), _BATCH):
         batch = ordered[first : first + _BATCH]
         ranges = merge_ranges(edge for part in batch for edge in _edges(part))
-        kept = _read_ranges(file, ranges)
-        begins = [begin for begin, _ in kept]
+        edges = _read_ranges(file, ranges)
+        begins = [begin for begin, _ in edges]
         for part in batch:
-            yield Archive(file, part, [kept[bisect_right(begins, begin) - 1] for begin, _ in _edges(part)])
+            yield Archive(file, part, [edges[bisect_right(begins, begin) - 1] for begin, _ in _edges(part)])
 
 
 def _edges(part: Range) -> tuple[Range, Range]:
@@ -155,25 +155,25 @@ def _edges(part: Range) -> tuple[Range, Range]:
 
 def _read_ranges(file: InputFile, ranges: Sequence[Range]) -> list[tuple[int, bytes]]:
     """Return the bytes of ranges in ascending order, which are read as one, each with where it begins."""
-    found = []
+    pieces = []
     with closing(file.open(ranges)) as reader:
         for begin, end in ranges:
             data = bytearray(end - begin)
             reader.read_into(memoryview(data), begin)
-            found.append((begin, bytes(data)))
-    return found
+            pieces.append((begin, bytes(data)))
+    return pieces
 
 
 class Archive(io.RawIOBase):
     """A zip file: all of `file`, or a part of it. What `zipfile` needs to read its directory.
 
-    `kept` are its first and its last bytes, each with where they begin. It remembers its `entries`, which bytes were
+    `edges` are its first and its last bytes, each with where they begin. It remembers its `entries`, which bytes were
     `used`, and where `checksums` are that were not compared, in bytes from its own beginning.
     """
 
-    def __init__(self, file: RecordedFile, part: Range, kept: Sequence[tuple[int, bytes]]) -> None:
+    def __init__(self, file: RecordedFile, part: Range, edges: Sequence[tuple[int, bytes]]) -> None:
         self.file, (self.begin, self.end), self._at = file, part, 0
-        self._kept = kept
+        self._edges = edges
         self.used: list[Range] = []
         self.checksums: list[Range] = []
         self.entries: dict[str, ZipEntry] = {}
@@ -181,21 +181,21 @@ class Archive(io.RawIOBase):
     def read_range(self, begin: int, end: int) -> bytes:
         """Return bytes `begin` to `end` of the file."""
         self.used.append((begin - self.begin, end - self.begin))
-        kept = self._in_memory(begin, end)
-        return read_range(self.file, begin, end) if kept is None else kept
+        data = self._in_memory(begin, end)
+        return read_range(self.file, begin, end) if data is None else data
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[bytes]:
         """Return the bytes of ranges in ascending order, which are read as one."""
         self.used += [(begin - self.begin, end - self.begin) for begin, end in ranges]
-        found = {each: kept for each in ranges if (kept := self._in_memory(*each)) is not None}
-        if missing := [each for each in ranges if each not in found]:
-            found |= {(begin, begin + len(data)): data for begin, data in _read_ranges(self.file, missing)}
-        return [found[each] for each in ranges]
+        read = {part: data for part in ranges if (data := self._in_memory(*part)) is not None}
+        if missing := [part for part in ranges if part not in read]:
+            read |= {(begin, begin + len(data)): data for begin, data in _read_ranges(self.file, missing)}
+        return [read[part] for part in ranges]
 
     def has(self, pieces: Sequence[tuple[int, bytes]]) -> bool:
         """Return whether it has these bytes, each from a position on, and all of them are in memory."""
         for at, piece in pieces:
-            first, data = self._kept[at >= _EDGE_NBYTES]
+            first, data = self._edges[at >= _EDGE_NBYTES]
             position = self.begin + at - first
             if position < 0 or not data.startswith(piece, position):
                 return False
@@ -217,8 +217,8 @@ class Archive(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self.end - self.begin - self._at)
-        size = left if size is None or size < 0 else min(size, left)
+        remaining = max(0, self.end - self.begin - self._at)
+        size = remaining if size is None or size < 0 else min(size, remaining)
         if size > _MAX_DIRECTORY_NBYTES:
             raise ValueError(f"a directory of {size} bytes")
         begin = self.begin + self._at
@@ -226,7 +226,7 @@ class Archive(io.RawIOBase):
         return self.read_range(begin, begin + size)
 
     def _in_memory(self, begin: int, end: int) -> bytes | None:
-        for first, data in self._kept:
+        for first, data in self._edges:
             if first <= begin and end <= first + len(data):
                 return data[begin - first : end - first]
         return None

@@ -14,13 +14,11 @@ from manifests.index import DIGESTS_NAME
 from manifests.jsontext import parse_json_object
 from manifests.store import write_file
 from reshard.checks.compare import compare_checkpoints
-from reshard.copy.progress import Progress, counting
-from reshard.copy.runs import ByteCounter
-from reshard.formats.model_file import read_model_file
-from reshard.formats.open import find_format
-from reshard.formats.table import HUGGINGFACE, CheckOptions
-from reshard.tensors.comparison import compare
-from reshard.tensors.finding import Contents, Finding, Findings
+from reshard.checks.verify import check_packed
+from reshard.copy.runs import ByteCounter, Progress, counting
+from reshard.formats.open import find_format, read_model_file
+from reshard.formats.table import HUGGINGFACE, MANIFEST, CheckOptions
+from reshard.tensors.comparison import Contents, Finding, Findings, compare
 from reshard.transforms.arithmetic import FLOATS, count_not_finite
 from stores.base import Blocks, Folder, is_hidden, read_whole
 from stores.bundles import TensorAt
@@ -107,7 +105,8 @@ def check(
     contents = Contents()
     try:
         how = CheckOptions(reads_tensors=reads_tensors, description=description, progress=count)
-        contents = kind.check_folder(folder, findings, how)
+        check_folder = check_packed if kind is MANIFEST else kind.check_folder
+        contents = check_folder(folder, findings, how)
     except UnreachableError:
         raise
     except InputError as error:  # of the checkpoint, or nobody could have opened the folder
@@ -116,9 +115,9 @@ def check(
         check_values(contents.tensors.values(), findings, count)
     if against is not None:
         other_kind, other_folder = find_format(str(against))
-        here, stored = contents.tensors, other_kind.read_stored if kind.read_stored else None
-        other = stored(other_folder) if stored else other_kind.read_weights(other_folder)
-        if kind.read_stored and not stored and here:
+        here, both_stored = contents.tensors, kind.stored is not None and other_kind.stored is not None
+        other = other_kind.read_stored(other_folder) if both_stored else other_kind.read_weights(other_folder)
+        if kind.stored is not None and not both_stored and here:
             here = kind.read_weights(folder)
         compare_checkpoints(here, other, str(against), findings, count, reads_bytes=reads_bytes)
     if digests == "verify":

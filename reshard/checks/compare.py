@@ -13,8 +13,7 @@ from reshard.copy.engine import hash_tensors
 from reshard.copy.runs import ByteCounter
 from reshard.formatting import count_of, some
 from reshard.tensors.checkpoint import Checkpoint
-from reshard.tensors.comparison import are_of_one_kind, compare, other_kind
-from reshard.tensors.finding import Findings
+from reshard.tensors.comparison import Findings, are_of_one_kind, compare, other_kind
 from stores.bundles import TensorAt
 
 _BATCH = 1 << 14

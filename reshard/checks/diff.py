@@ -13,8 +13,7 @@ from manifests.schema import MOMENTS, WEIGHTS, Holds
 from manifests.slices import Slice
 from reshard.checks.compare import in_batches, tensors_of
 from reshard.copy.engine import hash_tensors
-from reshard.copy.progress import Progress, counting
-from reshard.copy.runs import ByteCounter
+from reshard.copy.runs import ByteCounter, Progress, counting
 from reshard.formats.open import open_both
 from reshard.tensors.checkpoint import Checkpoint, check_digest
 from reshard.tensors.comparison import are_of_one_kind

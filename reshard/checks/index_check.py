@@ -22,8 +22,7 @@ from manifests.index import (
 from manifests.schema import WEIGHTS, Manifest, Stage
 from reshard.formats.huggingface.weight_map import ShardIndex, read_shard_index
 from reshard.formatting import count_of, some
-from reshard.tensors.comparison import compare_emptying
-from reshard.tensors.finding import Findings
+from reshard.tensors.comparison import Findings, compare_emptying
 from stores.base import Folder, read_whole
 from stores.bundles import TensorAt
 from stores.folders.owned import files_in

@@ -16,14 +16,12 @@ from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage, TieGroup
 from reshard.checks.compare import compare_with_source, hash_each, in_batches, report_missing, tensors_of
 from reshard.checks.index_check import check_index, check_names, read_index
 from reshard.checks.signature import check_signature
-from reshard.copy.progress import Progress, counting
-from reshard.copy.runs import ByteCounter
-from reshard.formats.manifest.read import describe, open_described, open_packed
+from reshard.copy.runs import ByteCounter, Progress, counting
+from reshard.formats.manifest.read import describe, open_packed, open_with_bundles
 from reshard.formats.open import open_source
 from reshard.formats.table import CheckOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
-from reshard.tensors.comparison import compare
-from reshard.tensors.finding import Contents, Finding, Findings
+from reshard.tensors.comparison import Contents, Finding, Findings, compare
 from reshard.tensors.slices import merge_slices
 from stores.base import Blocks, Folder, check_whole
 from stores.bundles import Bundles, TensorAt, join_slices
@@ -153,7 +151,7 @@ def verify_manifest(
         _compare_files(options.against, manifest, read.folder, findings)
     if not findings and options.stages is None:
         try:
-            open_described(described or describe(read), bundles)
+            open_with_bundles(described or describe(read), bundles)
         except InputError as error:  # an incomplete model, its files intact
             findings.add(error.where, error.problem)
             of_index = Findings()
@@ -167,7 +165,7 @@ def verify_manifest(
     )
 
 
-def check(folder: Folder, findings: Findings, options: CheckOptions) -> Contents:
+def check_packed(folder: Folder, findings: Findings, options: CheckOptions) -> Contents:
     """Check a packed folder by its manifest: sizes, headers, names, and digests of its auxiliary files."""
     read = open_manifest(folder)
     done = verify_manifest(read, VerifyOptions(quick=True))

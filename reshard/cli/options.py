@@ -21,7 +21,7 @@ from stores.address import hub_output, is_url
 if TYPE_CHECKING:
     from manifests.models.training import Recompute
     from reshard.copy.parallelism import Parallelism
-    from reshard.copy.progress import Progress
+    from reshard.copy.runs import Progress
     from reshard.estimate.assumptions import Assumptions
     from reshard.estimate.costs import ModuleTime
     from reshard.transforms.conversion import Conversion

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from struct import calcsize, unpack
 
@@ -42,12 +42,12 @@ def groups_in(state: Mapping[object, object], where: str) -> list[Mapping[object
     Raises:
         SourceError: there is none, or they are of another optimizer than AdamW.
     """
-    found = state.get("param_groups")
-    if not isinstance(found, list) or not found or not all(isinstance(group, dict) for group in found):
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
         raise bad_optimizer(where, "expected param_groups, those of AdamW")
-    for group in found:
+    for group in groups:
         check_adamw(group, where)
-    return found
+    return groups
 
 
 def check_adamw(options: Mapping[object, object], where: str) -> None:
@@ -60,21 +60,21 @@ def check_adamw(options: Mapping[object, object], where: str) -> None:
         raise bad_optimizer(where, f"expected AdamW, found {', '.join(other)}")
 
 
-def checked_state(found: TrainingState, where: str) -> TrainingState:
+def checked_state(state: TrainingState, where: str) -> TrainingState:
     """Return the training state of a source, which a manifest may have.
 
     Raises:
         SourceError: one of its numbers is negative, not finite or too large, or groups contradict each other.
     """
-    for path, problem in state_problems(found):
+    for path, problem in state_problems(state):
         raise bad_optimizer(f"{where}: {path}", problem)
-    return found
+    return state
 
 
-def by_options(found: Iterable[tuple[ParameterGroup, Iterable[str]]]) -> tuple[ParameterGroup, ...]:
+def by_options(groups: Iterable[tuple[ParameterGroup, Iterable[str]]]) -> tuple[ParameterGroup, ...]:
     """Return a group for each set of options: first, without names, the one of the largest weight decay."""
     alike: dict[ParameterGroup, set[str]] = {}
-    for options, fqns in found:
+    for options, fqns in groups:
         alike.setdefault(options, set()).update(fqns)
     most, *others = sorted(alike, key=lambda options: -options.weight_decay)
     return (most, *(replace(options, fqns=tuple(sorted(alike[options]))) for options in others))
@@ -112,11 +112,12 @@ def num_steps_of(counted: Collection[float], where: str) -> int:
     return int(least)
 
 
-def constant_rate(rate: object) -> LearningRate | None:
-    """Return a learning rate that stays as it is: trainers have other schedules than the runner."""
-    if not isinstance(rate, int | float) or not 0 <= rate <= LARGEST_RATE:
+def constant_rate(rates: Sequence[object]) -> LearningRate | None:
+    """Return the learning rate that all groups have, which stays as it is: a trainer's schedule is not the runner's."""
+    first, *others = rates or [None]
+    if not isinstance(first, int | float) or not 0 <= first <= LARGEST_RATE or any(rate != first for rate in others):
         return None
-    return LearningRate(peak=float(rate), warmup_steps=0, decay="constant", decay_steps=0, minimum=0.0)
+    return LearningRate(peak=float(first), warmup_steps=0, decay="constant", decay_steps=0, minimum=0.0)
 
 
 def read_number(value: object, where: str) -> float:
@@ -131,4 +132,5 @@ def read_number(value: object, where: str) -> float:
         if abs(value) <= LARGEST_NUMBER:
             return value
         raise bad_optimizer(where, "expected a finite number")
-    raise bad_optimizer(where, f"expected one number, found a {type(value).__name__}")
+    kind = f"tensor of {value.dtype}" if isinstance(value, TensorAt) else type(value).__name__
+    raise bad_optimizer(where, f"expected one number, found a {kind}")

@@ -10,7 +10,7 @@ from manifests.errors import Parameter, UsageError, check_choice
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
-from reshard.copy.progress import Progress, counting
+from reshard.copy.runs import Progress, counting
 from reshard.formats.manifest.read import open_packed
 from reshard.formats.publish_export import check_export_to
 from reshard.formats.table import TIED_KEY, ExportOptions, ExportResult, export_targets, names_of_targets

@@ -1,25 +1,39 @@
-"""Opens SOURCE, as given on the command line."""
+"""Open SOURCE, as given on the command line: a folder, a manifest, or a config.json that can be planned alone.
+
+`--model` names a TOML file with the modules of an architecture that no table knows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from manifests.command.interpreter import collector_paused
-from manifests.errors import Parameter, UsageError
+from manifests.errors import ModelError, Parameter, UsageError, refused_by_system
 from manifests.invariants import MANIFEST_NAME
-from manifests.models import ModelShape
-from manifests.schema import ModelDescription
-from manifests.store import links_out_of, no_manifest
+from manifests.jsontext import kind_of
+from manifests.models import ModelShape, architecture_of, check_experts, check_readable, is_sized_by_files, model_shape
+from manifests.models.config import CONFIG_NAME
+from manifests.models.described import description_problems
+from manifests.safetensors import nbytes_of
+from manifests.schema import ModelDescription, Source
+from manifests.store import links_out_of, read_config
 from reshard.formats import table
 from reshard.formats.megatron.names import find_iteration
-from reshard.formats.model_file import read_model_file
 from reshard.formats.table import Format, OpenOptions
+from reshard.formatting import list_words, nearest_word
 from reshard.tensors.checkpoint import Checkpoint
+from reshard.tensors.source_index import SourceRecord
+from reshard.transforms.cast import CONFIG_DTYPES
 from stores.address import is_url
 from stores.base import Folder
+from stores.bundles import TensorAt
 from stores.local import LocalFile, LocalFolder
-from stores.open import open_store
+from stores.open import locate_manifest, open_store
 
 
 def find_format(source: str) -> tuple[Format, Folder]:
@@ -29,7 +43,7 @@ def find_format(source: str) -> tuple[Format, Folder]:
         InputError: nothing there, or it cannot be read.
     """
     if _is_named(source):
-        return table.MANIFEST, _folder_of_manifest(source)
+        return table.MANIFEST, locate_manifest(source)[0]
     folder = find_iteration(source, open_store(source))
     names = folder.names()
     return next((kind for kind in table.FORMATS if kind.is_in(names)), table.HUGGINGFACE), folder
@@ -54,7 +68,7 @@ def open_source(
     return kind.open_checkpoint(folder, OpenOptions(drop=drop, description=description, like=like))
 
 
-def open_described(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:
+def open_with_model_file(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:
     """Open a source as `open_source` does; `model` is a file that describes a model, if it describes the source.
 
     Raises:
@@ -109,13 +123,158 @@ def _is_named(source: str) -> bool:
     return path.name == MANIFEST_NAME or (not is_url(source) and (path / MANIFEST_NAME).is_file())
 
 
-def _folder_of_manifest(source: str) -> Folder:
-    if not is_url(source):
-        path = Path(source)
-        if not (path if path.name == MANIFEST_NAME else path / MANIFEST_NAME).exists():
-            raise no_manifest(source, path)
-        return LocalFolder(path.parent if path.name == MANIFEST_NAME else path)
-    folder = open_store(source.removesuffix(f"/{MANIFEST_NAME}"))
-    if MANIFEST_NAME not in folder.names():
-        raise no_manifest(source)
-    return folder
+CONFIG_ONLY = "config"  # kind of source
+_DEFAULT_DTYPE = "bfloat16"
+
+
+def find_config(source: str) -> Path | None:
+    """Return the config of a source without weights: the file itself, or the only file of a folder."""
+    path = Path(source)
+    if path.suffix == ".json" and path.name != MANIFEST_NAME and os.path.isfile(path):
+        return path
+    alone = os.path.isdir(path) and os.listdir(path) == [CONFIG_NAME]
+    return path / CONFIG_NAME if alone else None
+
+
+def open_config(path: Path) -> Checkpoint:
+    """Return the checkpoint that a config describes: tensors with sizes, but no bytes.
+
+    Their dtype is the config's, bfloat16 by default; quantized ones have their own.
+
+    Raises:
+        SourceError: the file is not JSON.
+        ModelError: an unknown architecture or dtype.
+    """
+    config = read_config(path)
+    shape = _shape_of(config, str(path))
+    dtype = _dtype(config, str(path))
+    file, tied = LocalFile(path), {fqn for group in shape.ties for fqn in group[1:]}
+    tensors, begin = {}, 0  # as if all were in one file, in this order
+    for fqn, dims in shape.tensors.items():
+        if fqn not in tied:
+            stored = _stored_dtype(fqn, shape, dtype)
+            tensors[fqn] = TensorAt(fqn, stored, dims, file, begin, nbytes_of(stored, dims))
+            begin = tensors[fqn].end
+    return Checkpoint(
+        shape=shape,
+        tensors=tensors,
+        auxiliary=(),
+        record=SourceRecord(shards=()),
+        source=Source(kind=CONFIG_ONLY, location=str(path.resolve())),
+    )
+
+
+def _shape_of(config: Mapping[str, object], where: str) -> ModelShape:
+    if not is_sized_by_files(config, where):
+        return model_shape(config, where)
+    from reshard.estimate.meta_model import tensors_by_class
+
+    check_readable(config, where)
+    check_experts(config, where)
+    whole, tensors = tensors_by_class(config, architecture_of(config, where), where)
+    return model_shape(whole, where, tensors)
+
+
+def _dtype(config: Mapping[str, object], where: str) -> str:
+    name = config.get("dtype") or config.get("torch_dtype") or _DEFAULT_DTYPE
+    if not isinstance(name, str) or name not in CONFIG_DTYPES:
+        raise ModelError(
+            f"{where}: dtype",
+            f"expected {list_words(CONFIG_DTYPES)}, found {str(name)[:80]!r}",
+            code="config.unknown-dtype",
+        )
+    return CONFIG_DTYPES[name]
+
+
+def _stored_dtype(fqn: str, shape: ModelShape, dtype: str) -> str:
+    """Return the stored dtype of a tensor; see `manifests.models.quantized`."""
+    if fqn.endswith(".weight_scale_inv"):
+        return "F32"
+    if f"{fqn}_scale_inv" in shape.tensors:
+        return "F8_E4M3"
+    if fqn.endswith((*shape.packed_suffixes, "_proj_scales")):
+        return "U8"
+    return dtype
+
+
+_MOST_BYTES = 1 << 20
+_KEYS = tuple(field.name for field in fields(ModelDescription))
+_REQUIRED = ("inputs", "layers", "outputs")
+_WORDS = ("architecture", "width", "mtp")
+_ONE_OR_MORE = ("layers", "count")
+_LISTS_OF_LISTS = ("ties", "kinds")
+
+
+def read_model_file(path: Path) -> ModelDescription:
+    """Read a description; `layers` and `count` may be one name instead of a list.
+
+    Raises:
+        ModelError: the file is not TOML, lacks a key or has an unknown one, a value of the wrong type, or modules that
+            overlap.
+        InputError: it cannot be read.
+    """
+    document = _load(path)
+    for key in document:
+        if key not in _KEYS:
+            nearest = nearest_word(key, _KEYS)
+            hint = f"did you mean {nearest}?" if nearest else f"known keys: {list_words(_KEYS, 'and')}"
+            raise ModelError(f"{path}: {key}", "unknown key", hint, code="model.unknown-key")
+    for key in _REQUIRED:
+        if key not in document:
+            hint = "docs/own-models.md shows a whole file"
+            raise ModelError(f"{path}: {key}", "required key is missing", hint, code="model.missing-key")
+    values = {key: _value(document, key, path) for key in document}
+    values.setdefault("count", ("num_hidden_layers",) * len(values["layers"]))
+    description = ModelDescription(**{"width": "hidden_size", "tied": True, **values})
+    for place, problem, is_overlap in description_problems(description):
+        if is_overlap:
+            hint = "list each module once, and none inside another"
+            raise ModelError(f"{path}: {place}", problem, hint, code="model.overlapping-modules")
+        raise ModelError(f"{path}: {place}", problem, code="model.invalid-field")
+    return description
+
+
+def _load(path: Path) -> Mapping[str, object]:
+    where = Parameter("model", str(path))
+    try:
+        if not path.is_file():
+            problem, hint = "no such file", "name the TOML file that describes the model"
+            raise ModelError(where, problem, hint, code="model.no-file")
+        with open(path, "rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise refused_by_system(where, error, code="model.unreadable") from error
+    if len(data) > _MOST_BYTES:
+        raise ModelError(
+            Parameter("model", str(path)), f"expected at most {_MOST_BYTES} bytes", code="model.unreadable"
+        )
+    try:
+        return tomllib.loads(data.decode())
+    except (RecursionError, ValueError) as error:
+        raise ModelError(where, f"is not TOML: {error}", code="model.not-toml") from error
+
+
+def _value(document: Mapping[str, object], key: str, path: Path) -> Any:
+    value = document[key]
+    if key == "tied":
+        expected, is_valid = "true or false", isinstance(value, bool)
+    elif key in _WORDS:
+        expected, is_valid = "a string", isinstance(value, str)
+    elif key in _LISTS_OF_LISTS:
+        expected, is_valid = "a list of lists of strings", isinstance(value, list) and all(map(_is_names, value))
+    else:
+        if key in _ONE_OR_MORE and isinstance(value, str):
+            value = [value]
+        expected, is_valid = "a list of strings", _is_names(value)
+    if not is_valid:
+        shown = "a list of other things" if isinstance(value, list) else kind_of(value)
+        raise ModelError(f"{path}: {key}", f"expected {expected}, found {shown}", code="model.invalid-field")
+    return _as_tuples(value)
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _as_tuples(value: object) -> object:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

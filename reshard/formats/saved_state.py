@@ -10,17 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from struct import pack
 
 from reshard.archives.names import DATA_SUFFIX
-from reshard.archives.saved import Call, Instance, Name, SavedTensor, pickled, saved_value, torch_dtype
+from reshard.archives.saved import (
+    Call,
+    Instance,
+    Name,
+    SavedFile,
+    SavedTensor,
+    pickled,
+    saved_step,
+    saved_tensor,
+    saved_value,
+    torch_dtype,
+)
 from reshard.plans.pack_plan import OutputShard, without_header
 from reshard.tensors.lazy import Buffer, DerivedFile, MemoryFile, read_blocks
 from stores.bundles import TensorAt
 
 _MAX_FILE_NBYTES = 5 << 30
 _METADATA = "torch.distributed.checkpoint.metadata"
-_STEP = SavedTensor("F32", ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +86,11 @@ class SavedState:
     def add(self, placed: Placed, keys: Callable[[str], tuple[str, ...]]) -> None:
         """Store a tensor; `keys` makes the key of a model's state dict that of the whole one."""
         tensor, count = placed.tensor, len(placed.places[0].offsets)
-        saved = SavedTensor(tensor.dtype, placed.chunk_shape)
+        saved = saved_tensor(chunk := SavedTensor(tensor.dtype, placed.chunk_shape))
         nbytes = saved.nbytes * count
-        file = DerivedFile("as torch.save writes it", (tensor,), nbytes, partial(_blocks, tensor, saved, count))
+        file = DerivedFile(
+            "as torch.save writes it", (tensor,), nbytes, partial(_blocks, tensor, saved, [chunk.nbytes] * count)
+        )
         name = ".".join(keys(placed.places[0].key))
         begin = self.files.add(TensorAt(f"{name}.{placed.places[0].offsets[0]}", "U8", (nbytes,), file, 0, nbytes))
         for place in placed.places:
@@ -90,8 +101,7 @@ class SavedState:
 
     def add_step(self, keys: tuple[str, ...], step: int) -> None:
         """Store the number of steps that a parameter took, in a tensor as torch's optimizers have it."""
-        at = self._write(b"".join(map(bytes, _STEP.blocks(iter((pack("<f", step),))))))
-        self._tensors[keys] = _Tensor(_STEP.dtype, (), {(): ((), at)})
+        self._tensors[keys] = _Tensor("F32", (), {(): ((), self._write(saved_step(step)))})
 
     def add_value(self, keys: tuple[str, ...], value: object) -> None:
         self._values[keys] = self._write(saved_value(value))
@@ -128,11 +138,11 @@ class SavedState:
         return pickled(Instance(Name(_METADATA, "Metadata"), state))
 
 
-def _blocks(tensor: TensorAt, saved: SavedTensor, count: int) -> Iterator[Buffer]:
-    """Yield the files of a tensor's chunks, each of `count` equal parts of its rows."""
+def _blocks(tensor: TensorAt, saved: SavedFile, chunks_nbytes: Sequence[int]) -> Iterator[Buffer]:
+    """Yield the files of a tensor's chunks, which are equal parts of its rows."""
     data = _Rows(read_blocks(tensor))
-    for _ in range(count):
-        yield from saved.blocks(data.take(saved.data_nbytes))
+    for nbytes in chunks_nbytes:
+        yield from saved.blocks([data.take(nbytes)])
     data.end()
 
 

@@ -1,15 +1,16 @@
 """The formats of checkpoints, of which each verb asks the same: a new one is a folder and a row.
 
 Rows name the modules that have a format's code, which are imported when they are used: most read pickles, and a pack of
-safetensors does without. A format's modules have these functions:
+safetensors does without. A row's field names the module whose function it is:
 
-    read    open_checkpoint(folder, options) -> Checkpoint
-            list_tensors(folder) -> Listing | None          for `reshard inspect`, which has no other formats
-    check   check(folder, findings, options) -> Contents    of a format without: whether it opens
-    write   export(checkpoint, out, options) -> ExportResult
+    read      open_checkpoint(folder, options) -> Checkpoint
+    check     check(folder, findings, options) -> Contents      without: `reshard check` reports whether it opens
+    write     export(checkpoint, out, options) -> ExportResult
+    listing   list_tensors(folder) -> Listing | None            for `reshard inspect`, which has no other formats
+    weights   read_weights(folder) -> Mapping[str, TensorAt]    by Hugging Face's names, and perhaps not all of a model
+    stored    read_stored(folder) -> Mapping[str, TensorAt]     all tensors, by the names in files if those differ
 
-For `reshard check --against`, either of the first two may have `read_weights(folder)`, the tensors by Hugging Face's
-names, of a checkpoint that may be less than a model, and `read_stored(folder)`, all tensors by the names in its files.
+`reshard check --against` compares the last two.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from manifests.schema import ModelDescription
     from reshard.copy.engine import WriteOptions
     from reshard.tensors.checkpoint import Checkpoint
-    from reshard.tensors.finding import Contents, Findings
+    from reshard.tensors.comparison import Contents, Findings
     from reshard.transforms.cast import ExportDtype
     from stores.base import Folder
     from stores.bundles import TensorAt
@@ -126,6 +127,9 @@ class Format:
     read: str
     check: str | None = None
     write: str | None = None
+    listing: str | None = None
+    weights: str | None = None
+    stored: str | None = None
     targets: tuple[ExportTarget, ...] = ()
 
     def open_checkpoint(self, folder: Folder, options: OpenOptions | None = None) -> Checkpoint:
@@ -140,18 +144,20 @@ class Format:
 
     def list_tensors(self, folder: Folder) -> Listing | None:
         """Return the tensors of a folder as they are stored; None if `reshard inspect` does not list this format."""
-        lists = self._optional("list_tensors")
-        return None if lists is None else cast("Listing | None", lists(folder))
+        if self.listing is None:
+            return None
+        return cast("Listing | None", self._function(self.listing, "list_tensors")(folder))
 
     def read_weights(self, folder: Folder) -> Mapping[str, TensorAt]:
         """Return the weights of a folder under Hugging Face's names, which may be less than a model."""
-        reads = self._optional("read_weights")
-        return self.open_checkpoint(folder).tensors if reads is None else cast("Mapping[str, TensorAt]", reads(folder))
+        if self.weights is None:
+            return self.open_checkpoint(folder).tensors
+        return cast("Mapping[str, TensorAt]", self._function(self.weights, "read_weights")(folder))
 
-    @property
-    def read_stored(self) -> Callable[[Folder], Mapping[str, TensorAt]] | None:
-        """What returns all tensors of a folder under the names that are stored, if formats have others."""
-        return self._optional("read_stored")
+    def read_stored(self, folder: Folder) -> Mapping[str, TensorAt]:
+        """Return all tensors of a folder under the names that are `stored`."""
+        assert self.stored is not None, "asked by the caller"
+        return cast("Mapping[str, TensorAt]", self._function(self.stored, "read_stored")(folder))
 
     def export(self, checkpoint: Checkpoint, out: Address, options: ExportOptions) -> ExportResult:
         """Write a checkpoint in this format, to one of its `targets`."""
@@ -161,13 +167,9 @@ class Format:
     def _function(self, module: str, name: str) -> Callable[..., Any]:
         return cast("Callable[..., Any]", getattr(import_module(module), name))
 
-    def _optional(self, name: str) -> Callable[..., Any] | None:
-        modules = (import_module(module) for module in (self.read, self.check) if module is not None)
-        return next((getattr(module, name) for module in modules if hasattr(module, name)), None)
-
 
 def _contents_of(checkpoint: Checkpoint) -> Contents:
-    from reshard.tensors.finding import Contents
+    from reshard.tensors.comparison import Contents
 
     assert checkpoint.originals is not None, "every source has them"
     tensors = [tensor for kind in (checkpoint.tensors, *checkpoint.moments.values()) for tensor in kind.values()]
@@ -186,13 +188,14 @@ HUGGINGFACE = Format(
     read="reshard.formats.huggingface.read",
     check="reshard.formats.huggingface.check",
     write="reshard.formats.huggingface.write",
+    listing="reshard.formats.huggingface.read",
+    weights="reshard.formats.huggingface.check",
     targets=(ExportTarget(to="hf"),),
 )
 MANIFEST = Format(
     name="manifest",
     is_in=lambda names: MANIFEST_NAME in names,
     read="reshard.formats.manifest.read",
-    check="reshard.checks.verify",  # which also verifies what `reshard verify` is asked for
 )
 FORMATS: tuple[Format, ...] = (
     HUGGINGFACE,
@@ -201,8 +204,11 @@ FORMATS: tuple[Format, ...] = (
         name="dcp",
         is_in=lambda names: is_dcp(names) and not is_megatron(names),
         read="reshard.formats.dcp.read",
-        check="reshard.formats.dcp.check",
+        check="reshard.formats.dcp.read",
         write="reshard.formats.dcp.write",
+        listing="reshard.formats.dcp.read",
+        weights="reshard.formats.dcp.read",
+        stored="reshard.formats.dcp.read",
         targets=(
             ExportTarget(
                 to="dcp",
@@ -221,6 +227,7 @@ FORMATS: tuple[Format, ...] = (
         is_in=is_deepspeed,
         read="reshard.formats.deepspeed.read",
         write="reshard.formats.deepspeed.write",
+        listing="reshard.formats.deepspeed.read",
         targets=(
             ExportTarget(
                 to="deepspeed",
@@ -241,8 +248,11 @@ FORMATS: tuple[Format, ...] = (
         name="megatron",
         is_in=is_megatron,
         read="reshard.formats.megatron.read",
-        check="reshard.formats.dcp.check",
+        check="reshard.formats.dcp.read",
         write="reshard.formats.megatron.write",
+        listing="reshard.formats.megatron.read",
+        weights="reshard.formats.megatron.read",
+        stored="reshard.formats.dcp.read",  # the folder is one of DCP, too
         targets=(ExportTarget(to="megatron", has_state=True, reader="Megatron-LM: --load {out}"),),
     ),
 )

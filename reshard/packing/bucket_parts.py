@@ -14,10 +14,9 @@ from manifests.schema import Manifest, Shard
 from reshard.packing.parts_place import OF_PART, FileFacts, Merged
 from stores.base import Blocks
 from stores.folders.owned import files_in
-from stores.objects.client import ObjectEntry
+from stores.objects.client import ObjectEntry, open_writable, remove_objects
 from stores.objects.output import SMALL_NBYTES
 from stores.objects.store import ObjectFile, list_objects, open_objects
-from stores.objects.writable import ObjectWriter, open_writable, remove_objects
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +108,7 @@ class BucketParts:
         elif blocks.nbytes <= SMALL_NBYTES:
             self._client.put(name, b"".join(map(bytes, blocks)))
         else:
-            upload = self._client.upload(name, blocks.nbytes)
-            ObjectWriter(where, upload, blocks.nbytes, lambda: None).write_all(blocks)
+            self._client.writer(name, blocks.nbytes).write_all(blocks)
 
     def _clear_away(self, manifest: Manifest) -> None:
         """Remove what only the parts of a manifest needed."""

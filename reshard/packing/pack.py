@@ -13,10 +13,10 @@ from reshard.copy.destination import check_apart
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism, read_twice
-from reshard.copy.progress import Progress, counting
+from reshard.copy.runs import Progress, counting
 from reshard.estimate.assumptions import Assumptions
-from reshard.formats.open import open_described
-from reshard.formats.source_files import with_source_files
+from reshard.formats.auxiliary import with_source_files
+from reshard.formats.open import open_with_model_file
 from reshard.packing.bundles import write_bundles
 from reshard.packing.options import PackOptions, PackResult
 from reshard.packing.parts import write_part
@@ -118,7 +118,7 @@ def prepare_pack(source: str, options: PackOptions) -> PreparedPack:
         OutputError: `out` would overwrite what is read.
     """
     options.check()
-    opened = open_described(source, frozenset(options.drop), options.model)
+    opened = open_with_model_file(source, frozenset(options.drop), options.model)
     check_apart(options.out, opened, may_replace=not options.conversion.changes_bytes)
     if options.force and isinstance(options.out, Path) and place_of(options.out) != place_of(opened.location):
         check_not_a_step(options.out)

@@ -21,8 +21,7 @@ from manifests.schema import Manifest, TieGroup
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, check_assumptions, num_passes
 from reshard.estimate.costs import ModuleTime, costs_of
 from reshard.estimate.training_estimate import training_of
-from reshard.formats.config import find_config, open_config
-from reshard.formats.open import links_of, open_described
+from reshard.formats.open import find_config, links_of, open_config, open_with_model_file
 from reshard.formatting import shorten
 from reshard.layouts import StageLayout, parse_layout
 from reshard.layouts.balance import balances_memory, balances_time, unsolved
@@ -95,7 +94,7 @@ def open_model(source: str, drop: frozenset[str] = frozenset(), model: Path | No
     """
     config = find_config(source)
     if config is None:
-        return open_described(source, drop, model)
+        return open_with_model_file(source, drop, model)
     if model is not None:
         problem = f"{source} is a config without weights, whose sizes no description says"
         raise UsageError(Parameter("model"), problem, "give the folder with its safetensors", code="options.conflict")

@@ -16,9 +16,9 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.paths import is_in_stage_folder
 from manifests.schema import MODEL_CARD_NAME, Manifest, Source
 from reshard.checks.verify import VerifyOptions, verify_manifest
-from reshard.formats.huggingface.model_card import with_section, without_section
+from reshard.formats.auxiliary import with_section, without_section
 from reshard.formats.huggingface.read import is_beside
-from reshard.formats.huggingface.torch_files import TORCH_INDEX_NAME, is_torch_shard
+from reshard.formats.huggingface.weight_map import TORCH_INDEX_NAME, is_torch_shard
 from reshard.tensors.source_index import SUFFIX
 from stores.address import SCHEME, HubAddress, is_url, parse_hub_address
 from stores.base import Folder, read_whole

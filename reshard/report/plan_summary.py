@@ -12,7 +12,7 @@ from manifests.schedules import Timeline
 from manifests.schema import TieGroup
 from reshard.estimate.assumptions import Assumptions
 from reshard.estimate.training_estimate import Forecast, imbalance
-from reshard.formats.config import CONFIG_ONLY
+from reshard.formats.open import CONFIG_ONLY
 from reshard.formatting import counted, show_count, show_numbers
 from reshard.layouts import StageLayout
 from reshard.packing.memory_fit import largest_tried, smallest_fit

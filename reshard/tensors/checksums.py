@@ -25,7 +25,7 @@ from stores.prefetch import RemoteFile
 if TYPE_CHECKING:
     from stores.bundles import TensorAt
     from stores.net.streams import Streams
-    from stores.ranges import Fetch
+    from stores.prefetch import Fetch
 
 _POLYNOMIAL = 0xEDB88320
 _ONE, _X8 = 1 << 31, 1 << 23  # bits are reflected: the highest is the coefficient of x**0

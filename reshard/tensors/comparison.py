@@ -1,15 +1,15 @@
 """Compare what is expected with what a checkpoint has, by name; and law 1, coverage: exactly the tensors of a model.
 
-Pure; each command asks its own questions of it.
+Pure; each command asks its own questions of it. Problems are `Findings`, so that one run names all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from manifests.errors import InputError, Parameter, SourceError
+from manifests.errors import InputError, Parameter, SourceError, UserError
 from manifests.models import ModelShape, StoredTensors, module_of
 from manifests.models.catalogue import entry_of
 from manifests.models.config import CONFIG_NAME
@@ -171,3 +171,47 @@ def under_fqns(tensors: MutableMapping[str, TensorAt], shape: ModelShape) -> Mut
             raise SourceError(f"{tensor.file}: {name!r}", f"{fqn} is stored twice", code="source.tensor-twice")
         by_fqn[fqn] = tensor  # which has this name from now on
     return by_fqn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What is wrong, where, and what to do about it. `code` is stable, see docs/errors.md; `verify` has few."""
+
+    where: str
+    problem: str
+    code: str = ""
+    hint: str = ""
+    names: tuple[str, ...] = ()  # the tensors or files that it is about, where there are several
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """The readable contents of a checkpoint. Units: bytes of tensors."""
+
+    num_tensors: int = 0
+    num_files: int = 0
+    nbytes: int = 0
+    tensors: Mapping[str, TensorAt] = field(default_factory=dict)  # by stored name, where they can be read
+
+
+class Findings:
+    """The problems that a run has met so far, each once, in order."""
+
+    def __init__(self) -> None:
+        self._findings: dict[Finding, None] = {}
+
+    def add(self, where: object, problem: str, hint: str = "", names: Iterable[str] = (), *, code: str = "") -> None:
+        self._findings.setdefault(Finding(where=str(where), problem=problem, code=code, hint=hint, names=tuple(names)))
+
+    def add_error(self, error: UserError) -> None:
+        """Add an error that a reader raised."""
+        self.add(error.where, error.problem, error.hint, code=error.code)
+
+    def extend(self, others: Iterable[Finding]) -> None:
+        self._findings |= dict.fromkeys(others)
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self._findings)
+
+    def __len__(self) -> int:
+        return len(self._findings)

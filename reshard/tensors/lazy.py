@@ -15,8 +15,8 @@ from manifests.safetensors import nbytes_of
 from reshard.tensors.checkpoint import check_digest
 from stores.base import Folder, InputFile, Range, read_head, read_whole
 from stores.bundles import TensorAt
-from stores.headers import at_once
 from stores.prefetch import RemoteFile
+from stores.workers import at_once
 
 WOULD_OVERFLOW = "source.would-overflow"  # code of errors about values that a cast would make infinite
 STEP_NBYTES = 1 << 20  # stays in the processor's cache between read, hash, transform and write

@@ -12,15 +12,18 @@ from dataclasses import dataclass, field
 from manifests.digest import digest_pieces
 from manifests.errors import InputError, ManifestError
 from manifests.headertext import TensorEntry
-from manifests.index import INDEX_NAME
+from manifests.index import INDEX_NAME, split_by_size
 from manifests.jsontext import parse_json_object
 from manifests.models import StoredTensors
 from manifests.paths import problem_with_path
-from manifests.safetensors import Header, layout_tensors, parse_header
+from manifests.safetensors import LENGTH_NBYTES, Header, encode_header, layout_tensors, parse_header
 from stores.base import MAX_WHOLE_NBYTES, Blocks, InputFile, read_whole
+from stores.bundles import TensorAt
 
 SUFFIX = ".safetensors"
 _PIECE_NBYTES = 1 << 20
+_MAX_SHARD_NBYTES = 5 << 30  # of the files that an export writes; transformers' own default
+_HF_ALIGNMENT = 8  # the safetensors library pads headers to this
 _FORMAT, _VERSION = "reshard-source", 1
 TargetTensor = tuple[str, str, tuple[int, ...]]  # name, dtype and shape
 _BEGIN = f'{{\n "format": "{_FORMAT}",\n "version": {_VERSION},\n "shards": ['.encode()
@@ -116,11 +119,6 @@ class SourceRecord:
         return StoredTensors(
             tensors={entry.name: entry.shape for entry in entries if entry.name not in gone}, where=where
         )
-
-
-def encode_record(record: SourceRecord) -> bytes:
-    """Return the text of source.json."""
-    return b"".join(record_blocks(record))
 
 
 def record_blocks(record: SourceRecord) -> Iterator[bytes]:
@@ -288,6 +286,31 @@ def index_anew(before: KeptText | None, shards: Mapping[str, Sequence[TensorEntr
     if not isinstance(weight_map, dict) or weight_map.keys() != index["weight_map"].keys():
         index["metadata"].pop("total_parameters", None)
     return KeptText((json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+
+
+def new_header_text(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
+    """Return the text of a new header, as the safetensors library writes it."""
+    return encode_header(entries, metadata, alignment=_HF_ALIGNMENT)[LENGTH_NBYTES:]
+
+
+def shard_anew(name: str, tensors: Iterable[TensorAt]) -> RecordedShard:
+    """Return the safetensors file that an export writes of tensors that the source has in a file of another format."""
+    entries = layout_tensors((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+    return RecordedShard(name, new_header_text(entries, {"format": "pt"}))
+
+
+def record_anew(tensors: Iterable[TensorAt], dropped: tuple[str, ...] = ()) -> SourceRecord:
+    """Return the record of a source of another format: files of at most 5 GiB, or of one tensor, in order."""
+    groups = list(split_by_size(tensors, lambda tensor: tensor.nbytes, _MAX_SHARD_NBYTES)) or [[]]
+    count = len(groups)
+    names = [f"model-{number:05d}-of-{count:05d}" for number in range(1, count + 1)] if count > 1 else ["model"]
+    shards = tuple(shard_anew(name + SUFFIX, group) for name, group in zip(names, groups, strict=True))
+    return SourceRecord(shards=shards, index=index_of(shards) if count > 1 else None, dropped=dropped)
+
+
+def index_of(shards: Iterable[RecordedShard]) -> KeptText:
+    """Return the index that an export of these files writes."""
+    return index_anew(None, {shard.name: shard.header.tensors for shard in shards})
 
 
 def _check_names(record: SourceRecord, where: str) -> None:

@@ -112,12 +112,12 @@ def mxfp4_blocks(packed: TensorAt, scales: TensorAt, dtype: str) -> Iterator[Buf
 
 def norms_of(a: TensorAt, b: TensorAt) -> tuple[float, float]:
     """Return the norms of B - A and of A, of floating-point tensors of the same shape, in float64."""
-    apart, own = [], []
+    apart, base = [], []
     for left, right in zip(_values(a), _values(b), strict=True):
         with np.errstate(over="ignore", invalid="ignore"):
             apart.append(float(np.linalg.norm(right - left)))
-            own.append(float(np.linalg.norm(left)))
-    return math.hypot(*apart), math.hypot(*own)
+            base.append(float(np.linalg.norm(left)))
+    return math.hypot(*apart), math.hypot(*base)
 
 
 def count_not_finite(tensor: TensorAt, progress: Callable[[int], object]) -> tuple[int, bool]:

@@ -89,5 +89,5 @@ def _one_dtype(checkpoint: Checkpoint, wanted: str, parameter: Parameter) -> Ite
 
 def with_dtype(config: Mapping[str, Any], stored: str) -> dict[str, Any]:
     """Return the config with this dtype (as in safetensors headers) wherever it names one, since readers cast to it."""
-    name = next(name for name, known in CONFIG_DTYPES.items() if known == stored)
+    name = next(name for name, dtype in CONFIG_DTYPES.items() if dtype == stored)
     return {**config, **{key: name for key in CONFIG_DTYPE_KEYS if key in config}}

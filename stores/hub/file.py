@@ -36,7 +36,7 @@ from stores.net.connections import Answer, ConnectionFailure, Connections, is_di
 from stores.net.redirects import Redirects
 from stores.net.retries import Pace, PassingError, Retries, answered_within, keep_trying
 from stores.net.streams import Stream, Streams
-from stores.ranges import Fetch, RangeReader
+from stores.prefetch import Fetch, RangeReader
 
 _SHA256_CHARS = 64
 _MAX_REDIRECTS = 6
@@ -108,7 +108,7 @@ class HubFile:
         )
 
     def _attempt(self, wanted: _Wanted, stop: threading.Event) -> None:
-        with self.streams.one(stop) as stream:
+        with self.streams.slot(stop) as stream:
             self._ask(wanted, stop, stream)
 
     def _ask(self, wanted: _Wanted, stop: threading.Event, stream: Stream) -> None:

@@ -2,11 +2,12 @@
 
 It sends no file again that is already there or that an interrupted upload has sent, and makes no commit that changes
 nothing. Its `upload_folder` would leave out what the repository's .gitignore names, and takes no model card that is in
-no folder; `create_commit` is what that calls.
+no folder; `create_commit` is what that calls. Requests that stall time out, and logs show no signatures.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,11 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_session
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    _http,
     are_progress_bars_disabled,
     disable_progress_bars,
     enable_progress_bars,
@@ -26,10 +28,9 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 
 from manifests.errors import OutputError, Parameter, StoreError
 from manifests.schema import MODEL_CARD_NAME
-from stores.address import HubAddress
+from stores.address import HubAddress, without_queries
 from stores.base import read_whole
 from stores.hub.calls import AGENT, LOG_IN, asking, check_endpoint, configured_token, without_token
-from stores.hub.client import uploading
 from stores.hub.store import HubFolder, open_hub
 from stores.net.retries import PassingError, Retries, keep_trying
 
@@ -190,3 +191,55 @@ def _retry(address: HubAddress, retries: Retries, call: Callable[[HfApi], Answer
             return asking(address, lambda: call(api))
 
     return keep_trying(attempt, str(address), retries, threading.Event())
+
+
+_CONNECT_S = 30.0
+
+
+@contextmanager
+def uploading(idle_s: float) -> Iterator[None]:
+    """Let requests time out that send and receive no byte for `idle_s`, until the block ends; and strip logged URLs.
+
+    huggingface_hub uploads without timeouts. Those that a client of the user's has are kept.
+    """
+    _limit(get_session(), idle_s)  # for good: another thread may be uploading with it
+    strip, logger = _StripQueries(), logging.getLogger(_http.__name__)
+    chosen = getattr(_http, "_GLOBAL_CLIENT_FACTORY", None)
+    # After a failure to connect, huggingface_hub makes a new client.
+    limiting = None if chosen is None or isinstance(chosen, _Limiting) else _Limiting(chosen, idle_s)
+    logger.addFilter(strip)
+    if limiting is not None:
+        _http._GLOBAL_CLIENT_FACTORY = limiting
+    try:
+        yield
+    finally:
+        logger.removeFilter(strip)
+        if limiting is not None and _http._GLOBAL_CLIENT_FACTORY is limiting:
+            _http._GLOBAL_CLIENT_FACTORY = limiting.factory
+
+
+@dataclass(frozen=True, slots=True)
+class _Limiting:
+    """A factory of clients that time out."""
+
+    factory: Callable[[], Any]
+    idle_s: float
+
+    def __call__(self) -> Any:
+        client = self.factory()
+        _limit(client, self.idle_s)
+        return client
+
+
+class _StripQueries(logging.Filter):
+    """Strip URLs of their queries: whoever has the signature in them may write there."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = without_queries(record.getMessage()), None
+        return True
+
+
+def _limit(client: Any, idle_s: float) -> None:
+    timeout, connect_s = client.timeout, min(idle_s, _CONNECT_S)
+    limits = ((timeout.connect, connect_s), (timeout.read, idle_s), (timeout.write, idle_s))
+    client.timeout = (*(limit_s if set_s is None else set_s for set_s, limit_s in limits), timeout.pool)

@@ -40,7 +40,7 @@ class Streams:
             self._free.notify_all()
 
     @contextmanager
-    def one(self, stop: threading.Event) -> Iterator[Stream]:
+    def slot(self, stop: threading.Event) -> Iterator[Stream]:
         """Run a block as one of the streams, once the limit allows.
 
         Raises:

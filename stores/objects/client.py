@@ -6,26 +6,31 @@ server; AWS profiles are read with boto3 if it is installed.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from manifests.errors import SourceError, StoreError
+from manifests.errors import InputError, OutputError, Parameter, StoreError, refused_by_system
+from manifests.invariants import MANIFEST_NAME
 from manifests.paths import problem_with_path
-from stores.address import OBJECT_SCHEMES, place_of, split_url
-from stores.base import SOURCE_CHANGED
+from stores.address import OBJECT_SCHEMES, SCHEME, place_of, split_url
+from stores.base import LOCK_NAME, PROGRESS_NAME
 from stores.net.retries import Retries
-from stores.objects.errors import explained
+from stores.objects.errors import changed, cloud_of, explained
 from stores.objects.uplink import LONGEST_PART_S, NUM_PARTS, Sent, Uplink, part_nbytes
 
 if TYPE_CHECKING:
     from obstore import GetOptions, WritableFile
     from obstore.store import BackoffConfig, ClientConfig, ObjectStore, RetryConfig
 
+logger = logging.getLogger(__name__)
+
+_EXPORT_MARK = "config.json"  # without it, a folder is not a model
 _CHUNK_NBYTES = 1 << 18  # of a streamed response, to keep obstore's buffers small
 _LIST_COUNT = 1000  # names per page
 # With any of these, obstore finds credentials without a profile.
@@ -45,20 +50,6 @@ class ObjectEntry:
     name: str
     nbytes: int
     etag: str | None
-
-
-class Upload(Protocol):
-    """An upload of an object, written sequentially."""
-
-    def write(self, data: bytes | memoryview) -> None: ...
-
-    def finish(self) -> None:
-        """Complete the upload; if this raises, the upload was abandoned."""
-        ...
-
-    def abandon(self) -> None:
-        """Abort the upload and remove its parts, as far as the store permits."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,12 +105,7 @@ class ObstoreClient:
             chunks = iter(answer.stream(min_chunk_size=_CHUNK_NBYTES))
         current = _entry(entry.name, answer.meta["size"], answer.meta["e_tag"])
         if current != entry:  # a server may ignore the condition
-            raise SourceError(
-                where,
-                "was changed after it was listed",
-                "start again, so that all is read as it is now",
-                code=SOURCE_CHANGED,
-            )
+            raise changed(where)
         yield memoryview(b"")
         while True:
             with explained(where):
@@ -152,38 +138,86 @@ class ObstoreClient:
                 self.quick.put(name, data)
         return True
 
-    def upload(self, name: str, nbytes: int, num_parts: int = NUM_PARTS) -> Upload:
-        """Begin to upload an object of `nbytes`, which takes at most `num_parts` + 1 parts of memory."""
+    def writer(
+        self,
+        name: str,
+        nbytes: int,
+        check: Callable[[], None] = lambda: None,
+        done: Callable[[], None] = lambda: None,
+        num_parts: int = NUM_PARTS,
+    ) -> ObjectWriter:
+        """Begin to upload an object of `nbytes`, which takes at most `num_parts` + 1 parts of memory.
+
+        `check` is called before the object appears, and may raise; `done` is called once it exists.
+        """
         import obstore
 
         where, size = f"{self.url}/{name}", part_nbytes(nbytes)
         count = self.uplink.num_parts(size, num_parts)
         with explained(where):
             file = obstore.open_writer(self.patient, name, buffer_size=size, max_concurrency=count)
-        return _MultipartUpload(where, file, self.uplink.begin())
+        return ObjectWriter(where, file, self.uplink.begin(), nbytes, (check, done))
 
     def remove(self, names: Collection[str]) -> None:
         with explained(self.url):
             self.patient.delete(list(names))
 
 
-@dataclass(frozen=True, slots=True)
-class _MultipartUpload:
-    where: str
-    file: WritableFile
-    sent: Sent
+class ObjectWriter:
+    """One object, written sequentially in parts; it exists once it is finished."""
 
-    def write(self, data: bytes | memoryview) -> None:
-        with explained(self.where), self.sent.sending(len(data)):
-            self.file.write(data)
+    def __init__(
+        self, where: str, file: WritableFile, sent: Sent, nbytes: int, calls: tuple[Callable[[], None], ...]
+    ) -> None:
+        self._where, self._file, self._sent, self._nbytes = where, file, sent, nbytes
+        self._check, self._done = calls
+        self._position = 0
+        self.is_open = True
+
+    @property
+    def is_aligned(self) -> bool:
+        return False
+
+    def write(self, buffer: memoryview, begin: int, end: int, position: int) -> None:
+        """Write `buffer[begin:end]` at `position`, the end of the previous piece.
+
+        Memory may be used for other bytes afterwards, unless it is read-only: then it is sent without a copy.
+        """
+        assert position == self._position, f"{self._where}: {position} after {self._position}"
+        piece = buffer[begin:end]
+        with explained(self._where), self._sent.sending(len(piece)):
+            self._file.write(piece if piece.readonly else bytes(piece))
+        self._position += len(piece)
+
+    def write_all(self, blocks: Iterable[memoryview | bytes]) -> None:
+        """Write the whole object from these blocks, and complete it; if that fails, the upload is abandoned."""
+        try:
+            for block in blocks:
+                self.write(memoryview(block), 0, len(block), self._position)
+            self.finish()
+        finally:
+            self.close()
 
     def finish(self) -> None:
-        with explained(self.where), self.sent.finishing():
-            self.file.close()  # on failure, obstore aborts the upload
+        """Complete the upload, so that the object exists; if this fails, obstore abandons it."""
+        assert self._position == self._nbytes, f"{self._where}: {self._position} of {self._nbytes} bytes"
+        self._check()
+        self.is_open = False
+        with explained(self._where), self._sent.finishing():
+            self._file.close()
+        self._done()
 
-    def abandon(self) -> None:
-        with explained(self.where):
-            self.file.__exit__(KeyboardInterrupt, None, None)  # leaving its block with an error aborts the upload
+    def close(self) -> None:
+        """Abandon the upload, and remove its parts, unless it is finished; may be called twice."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        try:
+            with explained(self._where):
+                self._file.__exit__(KeyboardInterrupt, None, None)  # leaving its block with an error aborts the upload
+        except InputError as error:
+            problem = "an unfinished upload, which takes space and is not listed, may be left"
+            logger.warning("%s: %s: %s", self._where, problem, error.problem)
 
 
 def open_client(url: str, retries: Retries | None = None) -> ObstoreClient:
@@ -246,7 +280,6 @@ _PATIENT: RetryConfig = {
 }
 # The progress of an upload is not known: a whole part is timed.
 _PATIENT_LIMITS: ClientConfig = {"timeout": timedelta(seconds=LONGEST_PART_S)}
-_PREFIXES = {"gs": "GOOGLE_", "az": "AZURE_", "abfs": "AZURE_", "abfss": "AZURE_"}
 # Environment settings that obstore ignores once it is passed options.
 _CLIENT_SETTINGS = (
     "allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only", "http2_only", "pool_idle_timeout",
@@ -266,8 +299,7 @@ def _reading_limits(retries: Retries) -> ClientConfig:
 
 def _limits(scheme: str, limits: ClientConfig | None) -> Any:
     """Return a client's timeouts, overridden by the environment."""
-    prefix = _PREFIXES.get(scheme, "AWS_")
-    settings = {key: os.environ.get(prefix + key.upper()) for key in _CLIENT_SETTINGS}
+    settings = {key: os.environ.get(cloud_of(scheme).prefix + key.upper()) for key in _CLIENT_SETTINGS}
     if scheme == "gs" and os.environ.get("GOOGLE_BASE_URL", "").startswith("http://"):
         settings["allow_http"] = "true"  # as obstore does
     return {**(limits or {}), **{key: value for key, value in settings.items() if value is not None}}
@@ -296,3 +328,24 @@ def _profile_credentials(url: str) -> dict[str, object]:
         return {}
     except BotoCoreError as error:
         raise StoreError(url, f"AWS profile: {error}", code="store.invalid-profile") from error
+
+
+def open_writable(url: str) -> ObstoreClient:
+    """Open a prefix for writing; no request is sent yet, and the folder of `file://` is made."""
+    if url.startswith(SCHEME):
+        hint = f"give a folder as {Parameter('out')}, then hf upload REPO FOLDER"
+        raise OutputError(url, "writing to the hub is not supported", hint, code="output.unwritable")
+    if split_url(url)[0] == "file":
+        try:
+            Path(place_of(url)).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise refused_by_system(url, error, "cannot be written", code="output.unwritable") from error
+    return open_client(url)
+
+
+def remove_objects(client: ObstoreClient, names: Collection[str]) -> None:
+    """Remove objects, those first that make an output one; the lock and the record beside it last, in one request."""
+    order = {MANIFEST_NAME: 0, _EXPORT_MARK: 0, PROGRESS_NAME: 2, LOCK_NAME: 2}
+    for turn in range(3):
+        if batch := [name for name in names if order.get(name, 1) == turn]:
+            client.remove(batch)

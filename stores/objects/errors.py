@@ -26,40 +26,38 @@ _EXPECTED_REGION = re.compile(r"expecting '([\w-]+)'")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Cloud:
-    """The environment variables by which obstore reaches a cloud."""
+class Cloud:
+    """The environment variables by which obstore reaches a cloud, most of which have its `prefix`."""
 
+    prefix: str
     credentials: str
-    skip_signature: str
     endpoint: str
-    allow_http: str
-    timeout: str
     region: str = ""
 
 
-_S3 = _Cloud(
+_S3 = Cloud(
+    prefix="AWS_",
     credentials="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE with boto3 installed",
-    skip_signature="AWS_SKIP_SIGNATURE",
     endpoint="AWS_ENDPOINT_URL",
-    allow_http="AWS_ALLOW_HTTP",
-    timeout="AWS_TIMEOUT",
     region="AWS_REGION",
 )
-_GOOGLE = _Cloud(
-    credentials="GOOGLE_APPLICATION_CREDENTIALS",
-    skip_signature="GOOGLE_SKIP_SIGNATURE",
-    endpoint="GOOGLE_BASE_URL",
-    allow_http="GOOGLE_ALLOW_HTTP",
-    timeout="GOOGLE_TIMEOUT",
-)
-_AZURE = _Cloud(
+_GOOGLE = Cloud(prefix="GOOGLE_", credentials="GOOGLE_APPLICATION_CREDENTIALS", endpoint="GOOGLE_BASE_URL")
+_AZURE = Cloud(
+    prefix="AZURE_",
     credentials="AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-    skip_signature="AZURE_SKIP_SIGNATURE",
     endpoint="AZURE_STORAGE_ENDPOINT",
-    allow_http="AZURE_ALLOW_HTTP",
-    timeout="AZURE_TIMEOUT",
 )
 _CLOUDS = {"gs": _GOOGLE, "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE}
+
+
+def cloud_of(scheme: str) -> Cloud:
+    return _CLOUDS.get(scheme, _S3)
+
+
+def changed(where: str) -> SourceError:
+    """Return the error about an object that is not the one that was listed."""
+    problem, hint = "was changed after it was listed", "start again, so that all is read as it is now"
+    return SourceError(where, problem, hint, code=SOURCE_CHANGED)
 
 
 @contextmanager
@@ -79,9 +77,9 @@ def explanation(where: str, error: Exception) -> InputError:
 
     text = str(error).partition(_DUMP)[0].strip()
     status, code = _first(_STATUS, text), _first(_CODE, text)
-    cloud = _CLOUDS.get(where.partition("://")[0], _S3)
+    cloud = cloud_of(where.partition("://")[0])
     if any(path in text for path in _METADATA_PATHS):
-        hint = f"set {cloud.credentials}; for a public bucket, {cloud.skip_signature}=true"
+        hint = f"set {cloud.credentials}; for a public bucket, {cloud.prefix}SKIP_SIGNATURE=true"
         return StoreError(where, "no credentials were found", hint, code="store.no-credentials")
     if code in _ANSWERS_FOR_NO_BUCKET:
         hint = f"check its name, and {cloud.endpoint}"
@@ -89,12 +87,7 @@ def explanation(where: str, error: Exception) -> InputError:
     if isinstance(error, FileNotFoundError):
         return StoreError(where, "there is no such object", code="store.no-such-file")
     if isinstance(error, PreconditionError):
-        return SourceError(
-            where,
-            "was changed after it was listed",
-            "start again, so that all is read as it is now",
-            code=SOURCE_CHANGED,
-        )
+        return changed(where)
     if isinstance(error, InvalidPathError):
         problem = "contains an object whose name cannot be a file's path"
         return StoreError(where, problem, text.partition(": ")[2], code="store.invalid-name")
@@ -108,7 +101,7 @@ def explanation(where: str, error: Exception) -> InputError:
         )
     endpoint = _first(_ENDPOINT, text)
     if "builder error" in text:
-        hint = f"set {cloud.allow_http}=true to send everything unencrypted"
+        hint = f"set {cloud.prefix}ALLOW_HTTP=true to send everything unencrypted"
         return StoreError(where, f"{endpoint} is not an https address", hint, code="store.not-https")
     if cloud.region and ("redirect" in text or code in _ANSWERS_FOR_ANOTHER_REGION):
         region = _first(_EXPECTED_REGION, text)
@@ -122,7 +115,7 @@ def explanation(where: str, error: Exception) -> InputError:
         why = without_queries(text.partition("HTTP error: ")[2])
         hint = f"check the network, and {cloud.endpoint}"
         if "TimedOut" in str(error):
-            hint += f"; over a slow line, set {cloud.timeout}=5min"
+            hint += f"; over a slow line, set {cloud.prefix}TIMEOUT=5min"
         return UnreachableError(where, f"{problem}: {why}", hint, code="store.unreachable")
     if status is not None:
         is_busy = status in ("429", "503") or code in _ANSWERS_FOR_BUSY

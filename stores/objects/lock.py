@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Protocol, Self
+from typing import Self
 
 from manifests.codec import decode_manifest
 from manifests.digest import digest_bytes
@@ -26,18 +26,18 @@ from manifests.invariants import MANIFEST_NAME
 from stores.base import LOCK_NAME, PROGRESS_NAME, read_whole
 from stores.folders.lock import Process
 from stores.folders.owned import foreign_error, owned_files
-from stores.objects.client import ObjectEntry
-from stores.objects.store import Client, ObjectFile
+from stores.objects.client import ObjectEntry, ObstoreClient
+from stores.objects.store import ObjectFile
 
 _SHOWN_CHARS = 200  # of a lock object's text
 _HEAD_LINES = 3  # of a lock object; names of objects that must be removed may follow
 _WORKING = (LOCK_NAME, PROGRESS_NAME)
 
 # Returns the objects below a prefix that may be removed; None: the output was not written by this command.
-FindOwnedObjects = Callable[[Client, Mapping[str, ObjectEntry]], Collection[str] | None]
+FindOwnedObjects = Callable[[ObstoreClient, Mapping[str, ObjectEntry]], Collection[str] | None]
 
 
-def objects_of_manifest(client: Client, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
+def objects_of_manifest(client: ObstoreClient, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
     """Return the names that a prefix's manifest lists, its own and the index included; None if none can be read.
 
     Raises:
@@ -88,7 +88,7 @@ class ListedObjects:
 
 
 def check_existing(
-    client: Client,
+    client: ObstoreClient,
     listed: Mapping[str, ObjectEntry],
     wanted: Wanted,
     *,
@@ -135,7 +135,7 @@ def remaining_names(lock: bytes) -> set[str]:
     return {name for name in lock.decode(errors="replace").split("\n")[_HEAD_LINES:] if name}
 
 
-def _not_without_force(client: Client, others: Mapping[str, ObjectEntry], is_unfinished: bool) -> InputError:
+def _not_without_force(client: ObstoreClient, others: Mapping[str, ObjectEntry], is_unfinished: bool) -> InputError:
     if not is_unfinished:
         hint = f"choose another {Parameter('out')}, or replace it with {Parameter('force', True)}"
         return OutputError(client.url, "already exists", hint, code="output.exists")
@@ -148,10 +148,6 @@ def _not_without_force(client: Client, others: Mapping[str, ObjectEntry], is_unf
         f"wait for that one; if it has ended, {Parameter('force', True)} takes its place, and resumes the same plan",
         code="output.unfinished",
     )
-
-
-class _Writable(Protocol):
-    def put(self, name: str, data: bytes) -> None: ...
 
 
 class CompletedObjects:
@@ -183,7 +179,7 @@ class CompletedObjects:
         same = (name for name, facts in self._objects.items() if name in listed and _facts(listed[name]) == facts)
         return {name: listed[name] for name in same}
 
-    def add(self, client: _Writable, entries: Mapping[str, ObjectEntry]) -> None:
+    def add(self, client: ObstoreClient, entries: Mapping[str, ObjectEntry]) -> None:
         """Record completed objects, in the bucket too, except those without an ETag, which cannot be verified.
 
         Objects that are completed while another thread writes the record are written together, after it.
@@ -196,13 +192,13 @@ class CompletedObjects:
             if self._num_written < number:
                 self._put(client)
 
-    def stop(self, client: _Writable) -> None:
+    def stop(self, client: ObstoreClient) -> None:
         """Record that the process has stopped writing."""
         with self._writing:
             self.is_stopped = True
             self._put(client)
 
-    def _put(self, client: _Writable) -> None:
+    def _put(self, client: ObstoreClient) -> None:
         with self._lock:
             number = self._num_changes
             document = json.dumps(
@@ -230,7 +226,7 @@ class CompletedObjects:
         return progress
 
 
-def read_progress(client: Client, listed: Mapping[str, ObjectEntry]) -> CompletedObjects | None:
+def read_progress(client: ObstoreClient, listed: Mapping[str, ObjectEntry]) -> CompletedObjects | None:
     """Return the record of an unfinished output, if there is a usable one."""
     if PROGRESS_NAME not in listed:
         return None

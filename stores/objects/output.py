@@ -23,8 +23,7 @@ from manifests.digest import digest_bytes
 from manifests.errors import InputError, OutputError, Parameter
 from manifests.invariants import MANIFEST_NAME
 from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks
-from stores.headers import NUM_AT_ONCE
-from stores.objects.client import ObjectEntry
+from stores.objects.client import ObjectEntry, ObjectWriter, ObstoreClient, open_writable, remove_objects
 from stores.objects.lock import (
     CompletedObjects,
     ListedObjects,
@@ -37,7 +36,7 @@ from stores.objects.lock import (
 )
 from stores.objects.store import list_objects
 from stores.objects.uplink import NUM_PARTS
-from stores.objects.writable import ObjectWriter, WritableClient, open_writable, remove_objects
+from stores.workers import NUM_AT_ONCE
 
 logger = logging.getLogger(__name__)
 
@@ -122,19 +121,19 @@ class ObjectTarget:
 
     def __init__(
         self,
-        client: WritableClient,
+        client: ObstoreClient,
         lock: bytes,
         existing: ListedObjects | None = None,
         progress: CompletedObjects | None = None,
         completed: Mapping[str, ObjectEntry] | None = None,
         last: str = MANIFEST_NAME,
     ) -> None:
-        self._client, self._own_lock, self._found = client, lock, existing or ListedObjects(listed={})
-        self._old, self._last = self._found.old, last
+        self._client, self._own_lock, self._existing = client, lock, existing or ListedObjects(listed={})
+        self._old, self._last = self._existing.old, last
         self._progress = progress or CompletedObjects("", lock)
-        self._kept = dict(completed or {})
+        self._reusable = dict(completed or {})
         self._nbytes: dict[str, int] = {}
-        self._held: dict[str, bytes | Blocks] = {}
+        self._pending: dict[str, bytes | Blocks] = {}
         self._writers: list[ObjectWriter] = []
         self._may_be_committed = False
         self._removed_mark: bytes | None = None  # of what is replaced in place, before it is removed
@@ -178,7 +177,7 @@ class ObjectTarget:
 
     def completed(self, name: str, nbytes: int, head_nbytes: int) -> bytes | None:
         """Reuse an object that an earlier run completed and return its first bytes; None if there is none."""
-        entry = self._kept.pop(name, None)
+        entry = self._reusable.pop(name, None)
         if entry is None or entry.nbytes != nbytes:
             return None
         self._nbytes[name] = nbytes
@@ -187,7 +186,7 @@ class ObjectTarget:
     def put(self, name: str, data: bytes) -> None:
         """Write a small file."""
         if self._old:
-            self._held[name] = data
+            self._pending[name] = data
         else:
             self.check_lock()
             self._nbytes[name] = len(data)  # an interrupt may come right after the object has
@@ -206,19 +205,18 @@ class ObjectTarget:
         elif self._old:
             for _ in blocks:  # hashed
                 pass
-            self._held[name] = Blocks(blocks.file, blocks.digest)
+            self._pending[name] = Blocks(blocks.file, blocks.digest)
         else:
             self._nbytes[name] = blocks.nbytes
             self._send(name, blocks)
 
     def writer(self, name: str, nbytes: int, header: Iterable[bytes], num_parts: int = NUM_PARTS) -> ObjectWriter:
         """Begin an object of `nbytes`, of which `header`, in blocks, is the start. Several may be open at a time."""
-        assert name not in self._old or self._found.is_in_place
+        assert name not in self._old or self._existing.is_in_place
         for sent in tuple(self._sent):
             if sent.done():
                 sent.result()
-        where, upload = f"{self._client.url}/{name}", self._client.upload(name, nbytes, num_parts)
-        writer = ObjectWriter(where, upload, nbytes, self._check_finish, lambda: self._completed(name))
+        writer = self._client.writer(name, nbytes, self._check_finish, lambda: self._completed(name), num_parts)
         self._nbytes[name] = nbytes
         self._writers.append(writer)
         position = 0
@@ -258,21 +256,21 @@ class ObjectTarget:
         done = OutputError(self._client.url, problem, f"choose another {Parameter('out')}", code="output.contended")
         if name in listed and not self._old:
             raise done
-        current = {name, *self._nbytes, *self._held}
+        current = {name, *self._nbytes, *self._pending}
         gone = [old for old in self._old if old in listed and old not in current]
         # Small files of the new manifest are beside the old one until it is written.
-        if to_remove := [*gone, *(path for path in self._held if path not in listed)]:
+        if to_remove := [*gone, *(path for path in self._pending if path not in listed)]:
             self.check_lock()
             self._settle_records()
             lock = self._own_lock + lines_of(to_remove)
             self._client.put(LOCK_NAME, lock)
             self._own_lock = lock
             self._progress.lock = digest_bytes(lock)
-        if self._found.is_in_place:
+        if self._existing.is_in_place:
             self._remove_mark()
         # From here on nothing is removed: whether a write without an answer took place is not known.
         self._may_be_committed = True
-        for path, content in self._held.items():
+        for path, content in self._pending.items():
             if isinstance(content, Blocks):
                 self._send(path, content)
             elif path not in listed or self._client.load(path) != content:
@@ -282,7 +280,7 @@ class ObjectTarget:
             self._client.put(name, data)
         elif not self._client.create(name, data):
             raise done
-        working = {PROGRESS_NAME, *self._kept} & listed.keys()
+        working = {PROGRESS_NAME, *self._reusable} & listed.keys()
         self._settle_records()  # a later one would stay
         self._clear_away([*gone, *working, LOCK_NAME], is_readable=name == MANIFEST_NAME)
 
@@ -301,8 +299,8 @@ class ObjectTarget:
                 self._progress.stop(self._client)
                 return
             listed = list_objects(self._client)
-            written = {*self._nbytes, *self._kept} - self._old
-            if self._found.is_in_place and not self._restore_mark(listed):
+            written = {*self._nbytes, *self._reusable} - self._old
+            if self._existing.is_in_place and not self._restore_mark(listed):
                 self._progress.stop(self._client)
                 return
             remove_objects(self._client, [*({*written, PROGRESS_NAME} & listed.keys()), LOCK_NAME])
@@ -322,12 +320,12 @@ class ObjectTarget:
     def _check_finish(self) -> None:
         """Check the lock before an object appears; a model that it overwrites stops being readable."""
         self.check_lock()
-        if self._found.is_in_place:
+        if self._existing.is_in_place:
             self._remove_mark()
 
     def _remove_mark(self) -> None:
         with self._mutex:
-            if not self._is_unmarked and self._last in self._found.listed:
+            if not self._is_unmarked and self._last in self._existing.listed:
                 self._removed_mark = self._client.load(self._last)  # before: a request that fails may have removed it
                 remove_objects(self._client, [self._last])
                 self._is_unmarked = True
@@ -336,7 +334,7 @@ class ObjectTarget:
         """Restore a replaced export unless any of it was overwritten; return whether it is complete."""
         if self._removed_mark is None:
             return True
-        if any(listed.get(name) != self._found.listed[name] for name in self._old - {self._last}):
+        if any(listed.get(name) != self._existing.listed[name] for name in self._old - {self._last}):
             return False
         self._client.put(self._last, self._removed_mark)
         return True
@@ -370,8 +368,7 @@ class ObjectTarget:
     def _send(self, name: str, blocks: Blocks) -> None:
         """Upload a long file in parts, from its first byte to its last."""
         self.check_lock()
-        where, upload = f"{self._client.url}/{name}", self._client.upload(name, blocks.nbytes)
-        ObjectWriter(where, upload, blocks.nbytes, self.check_lock).write_all(blocks)
+        self._client.writer(name, blocks.nbytes, self.check_lock).write_all(blocks)
 
     def check_lock(self) -> None:
         """Raise unless the lock is ours, and the prefix: otherwise nothing may be written here."""

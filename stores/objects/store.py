@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from manifests.errors import InputError, SourceError, StoreError, UnreachableError
 from manifests.invariants import MANIFEST_NAME
@@ -15,22 +14,10 @@ from manifests.paths import problem_with_path
 from stores.base import LOCK_NAME, PROGRESS_NAME, SOURCE_CHANGED, Range, is_hidden
 from stores.net.retries import Pace, PassingError, Retries, keep_trying
 from stores.net.streams import Stream, Streams
-from stores.objects.client import ObjectEntry, open_client
-from stores.ranges import Fetch, RangeReader
+from stores.objects.client import ObjectEntry, ObstoreClient, open_client
+from stores.prefetch import Fetch, RangeReader
 
 _MAX_COUNT = 100_000  # objects in a checkpoint's folder
-
-
-class Client(Protocol):
-    @property
-    def url(self) -> str:
-        """The folder's address, without a trailing slash."""
-        ...
-
-    def entries(self) -> Iterator[ObjectEntry]: ...
-    def look_up(self, name: str) -> ObjectEntry: ...
-    def load(self, name: str) -> bytes: ...
-    def read(self, entry: ObjectEntry, begin: int, end: int) -> Iterator[memoryview]: ...
 
 
 def open_objects(url: str, retries: Retries | None = None) -> ObjectFolder:
@@ -48,7 +35,7 @@ class ObjectFolder:
     kind = "huggingface"
     revision = None
 
-    def __init__(self, client: Client, retries: Retries | None = None) -> None:
+    def __init__(self, client: ObstoreClient, retries: Retries | None = None) -> None:
         self._client, self._retries, self._streams = client, retries or Retries(), Streams()
         self._pinned: dict[str, ObjectEntry] = {}
         self._names: tuple[str, ...] | None = None
@@ -105,7 +92,7 @@ class ObjectFolder:
 class ObjectFile:
     url: str
     entry: ObjectEntry
-    client: Client = field(compare=False, repr=False)
+    client: ObstoreClient = field(compare=False, repr=False)
     retries: Retries = field(default_factory=Retries, compare=False, repr=False)
     streams: Streams = field(default_factory=Streams, compare=False, repr=False)  # of the folder
 
@@ -128,7 +115,7 @@ class ObjectFile:
         return partial(_fetch, self)
 
 
-def list_objects(client: Client) -> dict[str, ObjectEntry]:
+def list_objects(client: ObstoreClient) -> dict[str, ObjectEntry]:
     """Return the objects below a prefix by name, without empty ones that represent folders.
 
     Raises:
@@ -182,7 +169,7 @@ def _fetch(file: ObjectFile, into: memoryview, position: int, stop: threading.Ev
             stream.take(len(chunk))
 
     def step() -> None:
-        with file.streams.one(stop) as stream:
+        with file.streams.slot(stop) as stream:
             try:
                 attempt(stream)
             except UnreachableError as error:

@@ -31,10 +31,10 @@ from reshard.archives.dcp import TensorReader, read_metadata
 from reshard.archives.pickled import BadPickleError, Record, check_repeats, read_pickle
 from reshard.archives.tensors import VALUES, read_archive, read_object, read_tensor
 from reshard.archives.zipped import archives_in
-from reshard.formats.dcp.check import check as check_dcp
+from reshard.formats.dcp.read import check as check_dcp
 from reshard.formats.table import CheckOptions
 from reshard.tensors.checksums import with_records
-from reshard.tensors.finding import Findings
+from reshard.tensors.comparison import Findings
 from reshard.tensors.lazy import read_blocks
 from stores.base import Range
 from stores.bundles import TensorAt

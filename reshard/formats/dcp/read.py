@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 from manifests.errors import SourceError
-from manifests.models import ModelShape, is_sized_by_files, model_shape
+from manifests.models import ModelShape
 from manifests.models.config import CONFIG_NAME
-from manifests.schema import Holds, Source
-from reshard.archives.dcp import DcpMetadata, DcpTensor, DcpValue, read_chunks, read_metadata
+from manifests.slices import Slice, problem_with_slices
+from reshard.archives.dcp import (
+    AGAIN,
+    DcpMetadata,
+    DcpTensor,
+    DcpValue,
+    Item,
+    Place,
+    read_chunks,
+    read_index,
+    read_metadata,
+)
 from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
+from reshard.formats.assemble import OPTIMIZER, ModelTensors, config_in, read_model_config
+from reshard.formats.auxiliary import auxiliary_files
 from reshard.formats.dcp.torchtitan import has_torchtitan_names, is_without_place, under_huggingface_names
-from reshard.formats.dcp.training import OPTIMIZER, SavedOptimizer, find_optimizer, training_state
-from reshard.formats.huggingface.read import auxiliary_files
-from reshard.formats.huggingface.torch_files import index_of, recorded_anew
-from reshard.formats.table import ListedTensor, Listing, OpenOptions
-from reshard.tensors.checkpoint import Checkpoint, OriginalFiles
-from reshard.tensors.comparison import check_coverage, drop_tensors, stored_in, trained_part, under_fqns, without_absent
+from reshard.formats.dcp.training import SavedOptimizer, find_optimizer, training_state
+from reshard.formats.table import CheckOptions, ListedTensor, Listing, OpenOptions
+from reshard.formatting import count_of, some
+from reshard.tensors.checkpoint import Checkpoint
+from reshard.tensors.comparison import Contents, Findings, trained_part
 from reshard.tensors.slices import merge_slices
-from reshard.tensors.source_index import SourceRecord
 from stores.base import Folder, read_config
 from stores.bundles import TensorAt, join_slices
 
@@ -40,62 +51,29 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
         ModelError: an invalid config, an unsupported architecture, or a description of another model.
         ShardError: the chunks of a tensor are not all of it.
     """
-    files, drop, description = folder.names(), options.drop, options.description
-    if CONFIG_NAME not in files:
-        raise SourceError(
-            f"{folder}/{CONFIG_NAME}",
-            "no such file, and the checkpoint itself does not describe the model",
-            "copy the config.json (and tokenizer files) of the Hugging Face model into the folder",
-            code="source.no-config",
-        )
-    config_file = folder.file(CONFIG_NAME)
-    config, where = read_config(config_file), str(folder)
-    shape = None if is_sized_by_files(config, str(config_file), description) else model_shape(config, str(config_file))
+    config, where = read_model_config(config_in(folder), options.description), str(folder)
     saved = read_metadata(folder)
     weights = _weights(saved.tensors, where)
-    stored = _Stored(folder, config if has_torchtitan_names(weights) else None)
+    stored = _Stored(folder, config.fields if has_torchtitan_names(weights) else None)
     weights = stored.with_place(weights)
-    whole: MutableMapping[str, TensorAt] = stored.tensors(weights)
-    dropped = drop_tensors(whole, drop - {OPTIMIZER}, shape)
-    shape = shape or model_shape(config, str(config_file), stored_in(whole, where), description)
-    whole = under_fqns(whole, shape)
-    shape = without_absent(shape, whole)
-    check_coverage(whole, shape, where, frozenset(dropped))
-    ordered = {fqn: whole[fqn] for fqn in (*shape.tensors, *whole) if fqn in whole}
-    optimizer = None if OPTIMIZER in drop else find_optimizer(folder, saved, partial(stored.parameters, weights, shape))
-    moments: dict[Holds, dict[str, TensorAt]] = {}
-    for holds, parameters in optimizer.moments.items() if optimizer else ():
-        found = under_fqns(stored.tensors(parameters), shape)
-        found = {fqn: found[fqn] for fqn in (*ordered, *found) if fqn in found and fqn not in dropped}
-        check_coverage(found, trained_part(shape), f"{where}: {holds}", frozenset(dropped))
-        moments[holds] = found
-    trained = None
-    if optimizer is not None:
-        dtypes = {ordered[fqn].dtype for found in moments.values() for fqn in found}
-        trained = training_state(
-            folder, saved, optimizer, dtypes, lambda name, tensor: map(shape.fqn_of, stored.fqns_of(name, tensor))
-        )
-    shards = recorded_anew(list(ordered.values()))
+    model = ModelTensors.cover(stored.tensors(weights), config, options, where)
+    optimizer = None
+    if OPTIMIZER not in options.drop:
+        optimizer = find_optimizer(folder, saved, partial(stored.parameters, weights, model.shape))
+    files = folder.names()
     data = [name for name in files if name.endswith(DATA_SUFFIX)]
-    return Checkpoint(
-        shape=shape,
-        tensors=ordered,
-        auxiliary=auxiliary_files(folder, files, {METADATA_NAME, *data}),
-        record=SourceRecord(shards=shards, index=index_of(shards) if len(shards) > 1 else None, dropped=dropped),
-        source=Source(
-            kind=folder.kind,
-            location=folder.location,
-            revision=folder.revision,
-            left_out=_left_out(saved, weights.values(), optimizer),
-        ),
-        originals=OriginalFiles(
-            location=folder.location, revision=folder.revision, files={name: folder.file(name) for name in data}
-        ),
-        moments=moments,
-        trained=trained,
-        description=description,
-        merges_slices=True,
+    auxiliary = auxiliary_files(folder, files, {METADATA_NAME, *data})
+    checkpoint = model.checkpoint(folder, data, auxiliary, _left_out(saved, weights.values(), optimizer))
+    if optimizer is None:
+        return checkpoint
+    moments = {
+        kind: model.cover_state(kind, stored.tensors(parameters)) for kind, parameters in optimizer.moments.items()
+    }
+    dtypes = {model.weights[fqn].dtype for tensors in moments.values() for fqn in tensors}
+    trained = training_state(
+        folder, saved, optimizer, dtypes, lambda name, tensor: map(model.shape.fqn_of, stored.fqns_of(name, tensor))
     )
+    return replace(checkpoint, moments=moments, trained=trained)
 
 
 def read_weights(folder: Folder) -> dict[str, TensorAt]:
@@ -193,3 +171,73 @@ def _weights(saved: Sequence[DcpTensor], where: str) -> dict[str, DcpTensor]:
             raise SourceError(f"{where}/{METADATA_NAME}: {name!r}", problem, code="source.tensor-twice")
         weights[name] = tensor
     return weights
+
+
+def check(folder: Folder, findings: Findings, options: CheckOptions) -> Contents:
+    """Report items whose files are missing or too short, and tensors whose chunks are not the whole of them.
+
+    Raises:
+        SourceError: the metadata cannot be read.
+    """
+    index = read_index(folder)
+    _report_files(folder, index.items, findings)
+    _report_chunks(f"{folder}/{METADATA_NAME}", index.regions, index.items, findings)
+    return Contents(
+        num_tensors=sum(regions is not None for regions in index.regions.values()),
+        num_files=len({path for path, _, _ in index.items.values()}),
+        nbytes=sum(nbytes for _, _, nbytes in set(index.items.values())),
+        tensors=read_stored(folder) if options.reads_tensors and not findings else {},
+    )
+
+
+def _report_files(folder: Folder, items: Mapping[Item, Place], findings: Findings) -> None:
+    """Report files that are missing, end before an item does, or have two items in one place."""
+    names, places = set(folder.names()), dict[str, list[tuple[int, int, str]]]()
+    for (fqn, _), (path, begin, nbytes) in items.items():
+        places.setdefault(path, []).append((begin, begin + nbytes, fqn))
+    for path, parts in sorted(places.items()):
+        where, needed = f"{folder}/{path}", max(end for _, end, _ in parts)
+        if path not in names:
+            lost = [fqn for _, _, fqn in parts]
+            problem = f"no such file; without it {count_of(lost, 'item')} missing: {some(lost)}"
+            findings.add(where, problem, AGAIN, lost, code="check.missing-shard")
+        elif (nbytes := folder.file(path).nbytes) < needed:
+            lost = [fqn for _, end, fqn in parts if end > nbytes]
+            problem = f"expected at least {needed} bytes ({METADATA_NAME}), found {nbytes}"
+            findings.add(where, problem, AGAIN, lost, code="check.truncated-file")
+        ranges = sorted({(begin, end) for begin, end, _ in parts})  # entries with the same value may share its bytes
+        if any(end > begin for (_, end), (begin, _) in pairwise(ranges)):
+            problem = "two items overlap in this file"
+            findings.add(where, problem, AGAIN, code="check.overlapping-items")
+
+
+def _report_chunks(
+    where: str, chunks: Mapping[str, tuple[Slice, ...] | None], items: Mapping[Item, object], findings: Findings
+) -> None:
+    """Report tensors whose chunks do not cover them, and chunks and entries that are stored nowhere."""
+    entries = {fqn for fqn, _ in items}
+    for fqn, slices in chunks.items():
+        place = f"{where}: {fqn!r}"
+        if slices is None:
+            if fqn not in entries:
+                findings.add(place, "is stored in no file", AGAIN, code="check.absent-item")
+            continue
+        absent = [part for part in slices if (fqn, str(part.offset)) not in items]
+        if absent:
+            problem = f"{len(absent)} of its {len(slices)} chunks are stored in no file"
+            findings.add(place, problem, AGAIN, code="check.absent-item")
+        if incomplete := _problem_with_chunks(slices):
+            findings.add(place, incomplete, AGAIN, code="check.uncovered-tensor")
+
+
+def _problem_with_chunks(chunks: Sequence[Slice]) -> str | None:
+    """Return why these chunks, which may be of any shape, are not the whole tensor; None if they are."""
+    if not chunks:
+        return "has no chunks"
+    for part in chunks:
+        if len(part.offset) != len(part.whole_shape) or len(part.shape) != len(part.whole_shape):
+            sizes = f"{list(part.offset)} and {list(part.shape)}"
+            return f"expected a chunk's offsets and sizes in {len(part.whole_shape)} dimensions, found {sizes}"
+        if any(end > most for end, most in zip(part.end, part.whole_shape, strict=True)):
+            return f"expected chunks within {list(part.whole_shape)}, found {list(part.offset)} to {list(part.end)}"
+    return problem_with_slices(chunks)

@@ -1,28 +1,111 @@
-"""Tensors of torchtitan under Hugging Face's names and the reverse, in the layouts that either has."""
+"""Tensors of torchtitan under Hugging Face's names and the reverse, in the layouts that either has, family by family.
+
+Source: torchtitan 0.3.0, torchtitan/models/{llama3,qwen3,deepseek_v3,gpt_oss}/state_dict_adapter.py.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from manifests.errors import ModelError, Parameter, SourceError
-from reshard.archives.strides import swapped
-from reshard.formats.dcp.names import (
-    BALANCE,
-    EMBEDDING,
-    FUSED,
-    TOP,
-    TitanNames,
-    heads_of,
-    titan_names,
-)
-from reshard.formats.rows import Slices, fused_heads, indices_of
+from reshard.archives.tensors import swapped
 from reshard.formats.saved_state import Place, Placed, in_place
 from reshard.tensors.lazy import Buffer, MemoryFile, derive, read_blocks
-from reshard.tensors.slices import merge_slices
+from reshard.tensors.slices import FusedHeads, Slices, indices_of, merge_slices
 from stores.bundles import TensorAt
+
+EMBEDDING = "tok_embeddings.weight"
+TOP = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
+BALANCE = "moe.expert_bias_E"  # a buffer
+FUSED = "attention.qkv_linear.wqkv"  # of optimizer state: state dicts of models have its three parts
+
+_ROUTED = "moe.routed_experts.inner_experts"
+_NORMS = {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_QKV = {f"attention.qkv_linear.w{part}": f"self_attn.{part}_proj" for part in "qkv"} | {
+    "attention.wo": "self_attn.o_proj"
+}
+_MLP = {"feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj"}
+_QK_NORMS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
+_ROUTER = {"moe.router.gate": "mlp.gate"}
+_EXPERTS = {
+    f"{_ROUTED}.w1_EFD": "mlp.experts.{}.gate_proj.weight", f"{_ROUTED}.w2_EDF": "mlp.experts.{}.down_proj.weight",
+    f"{_ROUTED}.w3_EFD": "mlp.experts.{}.up_proj.weight",
+}  # fmt: skip
+_SHARED = {
+    "moe.shared_experts.w1": "mlp.shared_experts.gate_proj", "moe.shared_experts.w2": "mlp.shared_experts.down_proj",
+    "moe.shared_experts.w3": "mlp.shared_experts.up_proj",
+}  # fmt: skip
+_MLA = {
+    "attention.wq_a": "self_attn.q_a_proj", "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj", "attention.wq": "self_attn.q_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa", "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj", "attention.wo": "self_attn.o_proj",
+}  # fmt: skip
+_MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "mtp_norm": "shared_head.norm"}
+
+_CONVERT = "convert it with torchtitan's scripts/checkpoint_conversion/convert_to_hf.py"
+_UNKNOWN = "model.unknown-torchtitan-layout"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TitanNames:
+    """The names within a layer.
+
+    Of `modules`, which own a weight or a bias; of lone `parameters`; of `experts`, stacked along a first axis, whose
+    number in Hugging Face's names is {}; and of `transposed` parameters, whose last two axes are swapped. `is_rotated`:
+    RoPE pairs adjacent rows of query and key heads, and Hugging Face's rows of one half with those of the other.
+    """
+
+    modules: Mapping[str, str]
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, str] = field(default_factory=dict)
+    transposed: Mapping[str, str] = field(default_factory=dict)
+    balanced: str | None = None  # the weight of routers whose balancing bias Hugging Face's model does not have
+    is_rotated: bool = False
+
+
+_FAMILIES: Mapping[str, TitanNames] = {
+    "llama": TitanNames(modules=_NORMS | _QKV | _MLP, is_rotated=True),
+    "qwen3": TitanNames(modules=_NORMS | _QKV | _MLP | _QK_NORMS),
+    "qwen3_moe": TitanNames(
+        modules=_NORMS | _QKV | _MLP | _QK_NORMS | _ROUTER, experts=_EXPERTS, balanced="mlp.gate.weight"
+    ),
+    "deepseek_v3": TitanNames(
+        modules=_NORMS | _MLA | _MLP | _ROUTER | _SHARED | _MTP,
+        parameters={BALANCE: "mlp.gate.e_score_correction_bias"},
+        experts=_EXPERTS,
+    ),
+    "gpt_oss": TitanNames(
+        modules=_NORMS | _QKV | {"moe.router.gate": "mlp.router"},
+        parameters={
+            "attention.sinks": "self_attn.sinks",
+            f"{_ROUTED}.mlp1_bias_EG": "mlp.experts.gate_up_proj_bias",
+            f"{_ROUTED}.mlp2_bias_ED": "mlp.experts.down_proj_bias",
+        },
+        transposed={
+            f"{_ROUTED}.mlp1_weight_EGD": "mlp.experts.gate_up_proj",
+            f"{_ROUTED}.mlp2_weight_EDF": "mlp.experts.down_proj",
+        },
+        balanced="mlp.router.weight",
+    ),
+}
+
+
+def titan_names(config: Mapping[str, object], where: str) -> TitanNames:
+    """Return the names of the family that a config is of.
+
+    Raises:
+        ModelError: torchtitan's layout of this architecture is not known.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _FAMILIES:
+        problem = f"expected an architecture whose torchtitan layout is known ({', '.join(_FAMILIES)})"
+        raise ModelError(where, f"{problem}, found {str(kind)[:80]!r}", _CONVERT, code=_UNKNOWN)
+    return _FAMILIES[kind]
+
 
 _LAYER = re.compile(r"^(mtp_)?layers\.(\d{1,6})\.")
 _OLDER = {"output.weight": "lm_head.weight"}  # names of earlier versions, and those that only its adapter still has
@@ -54,14 +137,14 @@ def under_huggingface_names(
         SourceError: two tensors have names, of two versions of torchtitan, of one weight.
     """
     names = titan_names(config, where)
-    found: dict[str, Slices] = {}
+    renamed: dict[str, Slices] = {}
     for name, slices in tensors.items():
         for new, converted in _converted(name, slices, names, config):
-            if new in found:
+            if new in renamed:
                 problem = f"is {new!r} of Hugging Face's model, which another tensor is too"
                 raise SourceError(f"{where}: {name!r}", problem, _SAVE, code="source.tensor-twice")
-            found[new] = tuple(replace(one, name=new) for one in converted)
-    return found
+            renamed[new] = tuple(replace(part, name=new) for part in converted)
+    return renamed
 
 
 def _converted(
@@ -76,7 +159,7 @@ def _converted(
     prefix, rest = f"model.layers.{layer}", _current(name[match.end() :], names)
     module, _, leaf = rest.rpartition(".")
     if module == FUSED:
-        for part, of_part in fused_heads(slices, *heads_of(config)).items():
+        for part, of_part in FusedHeads.of(config).split(slices).items():
             yield f"{prefix}.self_attn.{part}_proj.{leaf}", _in_halves(of_part, part, names, config)
     elif rest in names.experts:
         for expert, of_one in enumerate(indices_of(slices)):
@@ -109,7 +192,7 @@ def _in_halves(slices: Slices, part: str, names: TitanNames, config: Mapping[str
     """Return a query or key projection with the rows of each head as in Hugging Face's files: the even ones first."""
     if not names.is_rotated or part not in ("q", "k"):
         return slices
-    weight, num_heads = merge_slices(slices), heads_of(config)[part == "k"]
+    weight, num_heads = merge_slices(slices), FusedHeads.of(config).num_heads(part)
     how = f"in Hugging Face's order of rows of {num_heads} heads"
     return (derive(weight, weight.dtype, how, (weight,), partial(_halves, weight, num_heads)),)
 
@@ -136,12 +219,12 @@ class TitanModel:
     def __init__(self, config: Mapping[str, object], fqns: Mapping[str, object], where: str) -> None:
         self._config, self._where = config, where
         self._names: TitanNames = titan_names(config, where)
-        self._top = {hf: own for own, hf in TOP.items()}
-        self._modules = {hf: own for own, hf in self._names.modules.items()}
-        self._parameters = {hf: own for own, hf in self._names.parameters.items()}
-        self._transposed = {hf: own for own, hf in self._names.transposed.items()}
-        self._experts = {hf: own for own, hf in self._names.experts.items()}
-        self._num_experts = 1 + max((int(found[1]) for fqn in fqns if (found := _EXPERT.search(fqn))), default=-1)
+        self._top = {hf: name for name, hf in TOP.items()}
+        self._modules = {hf: name for name, hf in self._names.modules.items()}
+        self._parameters = {hf: name for name, hf in self._names.parameters.items()}
+        self._transposed = {hf: name for name, hf in self._names.transposed.items()}
+        self._experts = {hf: name for name, hf in self._names.experts.items()}
+        self._num_experts = 1 + max((int(match[1]) for fqn in fqns if (match := _EXPERT.search(fqn))), default=-1)
 
     def balances(self, weights: Mapping[str, TensorAt]) -> Iterator[Placed]:
         """Yield the biases that balance routers, as zeros, where Hugging Face's model has none."""
@@ -168,8 +251,8 @@ class TitanModel:
         if (match := _HF_LAYER.match(fqn)) is None:
             raise self._unknown(fqn)
         prefix, rest = self._layer(int(match[1])), match[2]
-        if found := _EXPERT.search(f".{rest}"):
-            return self._expert(tensor, prefix, rest, int(found[1]))
+        if expert := _EXPERT.search(f".{rest}"):
+            return self._expert(tensor, prefix, rest, int(expert[1]))
         if rest in self._transposed:
             return in_place(swapped(tensor), f"{prefix}.{self._transposed[rest]}")
         if rest in self._parameters:
@@ -201,21 +284,17 @@ class TitanModel:
 
     def _heads(self, tensor: TensorAt, key: str, fused: str | None, part: str) -> Placed:
         """Return a projection of heads, in the order of rows that torchtitan's RoPE has; in chunks if it is fused."""
-        queries, keys = heads_of(self._config)
+        heads = FusedHeads.of(self._config)
         if self._names.is_rotated and part != "v":
-            num_heads = queries if part == "q" else keys
+            num_heads = heads.num_heads(part)
             how, make = f"in torchtitan's order of rows of {num_heads} heads", partial(_interleaved, tensor, num_heads)
             tensor = derive(tensor, tensor.dtype, how, (tensor,), make)
         if fused is None:
             return in_place(tensor, key)
-        per_key, rest = queries // keys, (0,) * (len(tensor.shape) - 1)
-        begin, count = {"q": (0, per_key), "k": (per_key, 1), "v": (per_key + 1, 1)}[part]
-        rows = tensor.shape[0] // (keys * count)  # of a head
-        whole = (rows * (queries + 2 * keys), *tensor.shape[1:])
-        own = tuple((group * count * rows, *rest) for group in range(keys))
-        shared = tuple(((group * (per_key + 2) + begin) * rows, *rest) for group in range(keys))
-        chunk = (count * rows, *tensor.shape[1:])
-        return Placed(tensor, chunk, (Place(key, tensor.shape, own), Place(fused, whole, shared)))
+        whole, shared = heads.places(part, tensor.shape)
+        chunk = (tensor.shape[0] // len(shared), *tensor.shape[1:])
+        separate = tuple((number * chunk[0], *shared[0][1:]) for number in range(len(shared)))
+        return Placed(tensor, chunk, (Place(key, tensor.shape, separate), Place(fused, whole, tuple(shared))))
 
     def _unknown(self, fqn: str) -> ModelError:
         problem = "torchtitan's model has no such tensor"
@@ -229,4 +308,4 @@ def _interleaved(weight: TensorAt, num_heads: int) -> Iterator[Buffer]:
     for head in read_blocks(weight, weight.nbytes // num_heads):
         rows = [bytes(head[begin : begin + row]) for begin in range(0, len(head), row)]
         half = len(rows) // 2
-        yield b"".join(one for pair in zip(rows[:half], rows[half:], strict=True) for one in pair)
+        yield b"".join(part for pair in zip(rows[:half], rows[half:], strict=True) for part in pair)

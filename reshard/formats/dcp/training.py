@@ -9,13 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from struct import calcsize, unpack
 
 from manifests.errors import SourceError
 from manifests.schema import (
     MOMENTS,
     Holds,
-    LearningRate,
     OptimizerState,
     ParameterGroup,
     TrainedDtype,
@@ -31,9 +29,10 @@ from reshard.formats.adamw import (
     checked_state,
     constant_rate,
     group_of,
+    read_number,
     without_optimizer,
 )
-from stores.base import Folder, read_range
+from stores.base import Folder
 
 OPTIMIZER = "optimizer"
 _STATE, _GROUPS = "optimizer.state.", "optimizer.param_groups"
@@ -43,7 +42,6 @@ _BY_NAME = "save get_optimizer_state_dict(model, optimizer), or make the optimiz
 _COUNTS = ("train_state.step", "train_state.ntokens_seen", "lr_scheduler.last_epoch")
 _MAX_NORM = 1.0  # of gradient clipping: torchtitan's default, and no checkpoint has it
 _FLOATS: Mapping[str, TrainedDtype] = {"F64": "F64", "F32": "F32", "F16": "F16", "BF16": "BF16"}
-_SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 
 FqnsOf = Callable[[str, DcpTensor], Iterable[str]]
 
@@ -96,25 +94,25 @@ def find_optimizer(folder: Folder, saved: DcpMetadata, names: Callable[[], Seque
 
 def _state(saved: DcpMetadata, where: str) -> dict[str, dict[str, DcpTensor]]:
     """Return AdamW's state by kind, all of it for each parameter that has exp_avg or exp_avg_sq."""
-    found: dict[str, dict[str, DcpTensor]] = {holds: {} for holds in (*MOMENTS, "step")}
+    state: dict[str, dict[str, DcpTensor]] = {holds: {} for holds in (*MOMENTS, "step")}
     others: dict[str, str] = {}
     entries: list[DcpTensor | DcpValue] = [*saved.tensors, *saved.values.values()]
     for entry in entries:
         parameter, _, kind = entry.name.removeprefix(_STATE).rpartition(".")
         if entry.name.startswith(_STATE):
-            if kind in found and isinstance(entry, DcpTensor):
-                found[kind][parameter] = entry
+            if kind in state and isinstance(entry, DcpTensor):
+                state[kind][parameter] = entry
             else:
                 others[parameter] = kind
-    parameters = found[MOMENTS[0]].keys() | found[MOMENTS[1]].keys()
-    for kind, tensors in found.items():
+    parameters = state[MOMENTS[0]].keys() | state[MOMENTS[1]].keys()
+    for kind, tensors in state.items():
         if lacking := sorted(parameters - tensors.keys()):
             problem = f"{lacking[0]!r} has optimizer state, but no {kind}; {len(lacking)} parameters lack it"
             raise bad_optimizer(where, problem)
     if more := sorted(parameters & others.keys()):
         problem = f"{more[0]!r} has {others[more[0]]!r}, too, which AdamW does not have"
         raise bad_optimizer(where, problem)
-    return {kind: {name: tensors[name] for name in tensors if name in parameters} for kind, tensors in found.items()}
+    return {kind: {name: tensors[name] for name in tensors if name in parameters} for kind, tensors in state.items()}
 
 
 def training_state(
@@ -138,30 +136,23 @@ def training_state(
     kinds = set(dtypes)
     where = f"{folder}/{METADATA_NAME}"
     groups = _by_parameter(optimizer, fqns_of, where)
-    found = TrainingState(
+    state = TrainingState(
         step=optimizer.num_steps,
         num_tokens=tokens * num_replicas,
         dtype=_FLOATS.get(kinds.pop()) if len(kinds) == 1 else None,
-        learning_rate=_rate(optimizer),
+        learning_rate=constant_rate([options.get("lr") for options in optimizer.groups.values()]),
         optimizer=OptimizerState(name="AdamW", max_norm=_MAX_NORM, groups=by_options(groups)),
     )
-    return checked_state(found, where)
+    return checked_state(state, where)
 
 
 def _num_steps(folder: Folder, tensor: DcpTensor) -> int:
     """Return a count in a tensor of one number: torch has the steps of a parameter so, and torchtitan had its own."""
     at = read_chunks(folder, {tensor.name: tensor})[tensor.name][0]
-    if at.dtype not in _SCALARS or at.nbytes != calcsize(_SCALARS[at.dtype]):
-        raise bad_optimizer(str(at.file), f"expected one number as {tensor.name!r}")
-    (steps,) = unpack(_SCALARS[at.dtype], read_range(at.file, at.begin, at.end))
+    steps = read_number(at, str(at.file))
     if not (0 <= steps < 1 << 53 and steps == int(steps)):
         raise bad_optimizer(str(at.file), f"expected a count as {tensor.name!r}, found {steps}")
     return int(steps)
-
-
-def _rate(optimizer: SavedOptimizer) -> LearningRate | None:
-    rates = [options.get("lr") for options in optimizer.groups.values()]
-    return constant_rate(rates[0]) if rates and all(rate == rates[0] for rate in rates) else None
 
 
 def _groups(folder: Folder, saved: DcpMetadata) -> tuple[list[Mapping[object, object]], set[str]]:
@@ -188,14 +179,14 @@ def _groups(folder: Folder, saved: DcpMetadata) -> tuple[list[Mapping[object, ob
 
 def _options_by_parameter(groups: Iterable[Mapping[object, object]], where: str) -> dict[str, Mapping[object, object]]:
     """Return the group of each parameter, whose name is a number in an optimizer's own state dict."""
-    found: dict[str, Mapping[object, object]] = {}
+    options: dict[str, Mapping[object, object]] = {}
     for group in groups:
         for parameter in map(str, _list(group.get("params"))):
-            if parameter in found:
+            if parameter in options:
                 problem = f"{parameter[:80]!r} is in two groups of parameters"
                 raise bad_optimizer(where, problem)
-            found[parameter] = group
-    return found
+            options[parameter] = group
+    return options
 
 
 def _names_of_numbers(
@@ -234,10 +225,10 @@ def _by_parameter(
 def _numbers(folder: Folder, saved: DcpMetadata, names: Collection[str]) -> dict[str, int]:
     """Return those of these values that the checkpoint has."""
     there: list[DcpValue] = [saved.values[name] for name in names if name in saved.values]
-    found = dict(zip((value.name for value in there), read_values(folder, there), strict=True))
-    found |= {tensor.name: _num_steps(folder, tensor) for tensor in saved.tensors if tensor.name in names}
-    for name, value in found.items():
+    counts = dict(zip((value.name for value in there), read_values(folder, there), strict=True))
+    counts |= {tensor.name: _num_steps(folder, tensor) for tensor in saved.tensors if tensor.name in names}
+    for name, value in counts.items():
         if type(value) is not int or not 0 <= value < 1 << 53:
             problem = f"expected a count, found {str(value)[:80]!r}"
             raise bad_optimizer(f"{folder}/{METADATA_NAME}: {name!r}", problem)
-    return {name: value for name, value in found.items() if type(value) is int}
+    return {name: value for name, value in counts.items() if type(value) is int}

@@ -12,10 +12,10 @@ from functools import partial
 from manifests.models.config import CONFIG_NAME
 from manifests.schema import MOMENTS, OptimizerState, TrainingState
 from reshard.archives.names import METADATA_NAME
+from reshard.formats.auxiliary import with_source_files
 from reshard.formats.dcp.torchtitan import TitanModel
 from reshard.formats.publish_export import ExportPlan, adamw_options, cast_for_export, publish_export, refuse_state
 from reshard.formats.saved_state import Placed, SavedState, in_place
-from reshard.formats.source_files import with_source_files
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.tensors.checkpoint import Checkpoint
 from stores.base import read_config
@@ -91,9 +91,9 @@ class _Groups:
     """The options of each parameter of another trainer, which may be made of several: all with the same options."""
 
     def __init__(self, checkpoint: Checkpoint, trained: TrainingState, optimizer: OptimizerState) -> None:
-        each = [(group, replace(optimizer, groups=(group,))) for group in optimizer.groups]
-        found = [(group.fqns or ("",), adamw_options(checkpoint, trained, alone)) for group, alone in each]
-        self._by_fqn = {fqn: options for fqns, options in found for fqn in fqns}  # "": of all others
+        optimizers = [(group, replace(optimizer, groups=(group,))) for group in optimizer.groups]
+        groups = [(group.fqns or ("",), adamw_options(checkpoint, trained, alone)) for group, alone in optimizers]
+        self._by_fqn = {fqn: options for fqns, options in groups for fqn in fqns}  # "": of all others
         self._where = f"{checkpoint.location}: training"
         self.options: dict[str, dict[str, object]] = {}
 

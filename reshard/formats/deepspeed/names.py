@@ -35,19 +35,19 @@ def fqns_of_layers(layers: Mapping[str, Collection[str]], shape: ModelShape, whe
     """
     modules = list(shape.by_module().items())
     ignored = shape.ignored_suffixes or ("\0",)
-    found: dict[tuple[str, str], str] = {}
+    fqn_of: dict[tuple[str, str], str] = {}
     position = 0
     for layer, names in layers.items():
         wanted = [name for name in names if not name.endswith(ignored)]
-        taken = _match(wanted, modules[position:]) or _match_tied(wanted, layers, modules[position:], shape, found)
+        taken = _match(wanted, modules[position:]) or _match_tied(wanted, layers, modules[position:], shape, fqn_of)
         if taken is None:
             raise _unlike(where, layer, wanted, modules[position : position + 1])
         count, fqns = taken
-        found |= {(layer, name): fqn for name, fqn in fqns.items()}
+        fqn_of |= {(layer, name): fqn for name, fqn in fqns.items()}
         first = modules[position][0]
-        found |= {(layer, name): f"{first}.{name}" for name in names if name.endswith(ignored)}
+        fqn_of |= {(layer, name): f"{first}.{name}" for name in names if name.endswith(ignored)}
         position += count
-    return found
+    return fqn_of
 
 
 def _match(names: Sequence[str], modules: Sequence[tuple[str, Sequence[str]]]) -> tuple[int, dict[str, str]] | None:
@@ -55,15 +55,15 @@ def _match(names: Sequence[str], modules: Sequence[tuple[str, Sequence[str]]]) -
     if not modules or not names:
         return None
     prefix, fqns = modules[0]
-    if (found := _below(names, {_relative(fqn, prefix): fqn for fqn in fqns})) is not None:
-        return 1, found
+    if (matches := _below(names, {_relative(fqn, prefix): fqn for fqn in fqns})) is not None:
+        return 1, matches
     several: list[str] = []
     for count, (_, fqns) in enumerate(modules, start=1):
         several += fqns
         if len(several) > len(names):
             return None
-        if len(several) == len(names) and (found := _by_ends(names, several)) is not None:
-            return count, found
+        if len(several) == len(names) and (matches := _by_ends(names, several)) is not None:
+            return count, matches
     return None
 
 
@@ -72,14 +72,14 @@ def _match_tied(
     layers: Mapping[str, Collection[str]],
     modules: Sequence[tuple[str, Sequence[str]]],
     shape: ModelShape,
-    found: Mapping[tuple[str, str], str],
+    fqn_of: Mapping[tuple[str, str], str],
 ) -> tuple[int, dict[str, str]] | None:
     """Return the tied weights of a module that is the first layer once more; None if it is not."""
     first = next(iter(layers))
     if not modules or set(names) != set(layers[first]):
         return None
     replicas = {group[0]: fqn for group in shape.ties for fqn in group[1:] if fqn in modules[0][1]}
-    tied = {name: replicas[found[first, name]] for name in names if found.get((first, name)) in replicas}
+    tied = {name: replicas[fqn_of[first, name]] for name in names if fqn_of.get((first, name)) in replicas}
     return (1, tied) if set(tied.values()) == set(modules[0][1]) else None
 
 
@@ -91,20 +91,20 @@ def _below(names: Sequence[str], relative: Mapping[str, str]) -> dict[str, str] 
     for name in names:
         if name == first or name.endswith(f".{first}"):
             prefix = name.removesuffix(first)
-            if {f"{prefix}{each}" for each in relative} == set(names):
-                return {f"{prefix}{each}": fqn for each, fqn in relative.items()}
+            if {f"{prefix}{inner}" for inner in relative} == set(names):
+                return {f"{prefix}{inner}": fqn for inner, fqn in relative.items()}
     return None
 
 
 def _by_ends(names: Sequence[str], fqns: Sequence[str]) -> dict[str, str] | None:
     """Return the FQNs that end in these names, if each ends one."""
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for name in names:
         ending = [fqn for fqn in fqns if fqn == name or fqn.endswith(f".{name}")]
         if len(ending) != 1:
             return None
-        found[name] = ending[0]
-    return found if len(set(found.values())) == len(fqns) else None
+        by_name[name] = ending[0]
+    return by_name if len(set(by_name.values())) == len(fqns) else None
 
 
 def _relative(fqn: str, module: str) -> str:
@@ -176,13 +176,6 @@ def find_step(folder: Folder, *, needs_config: bool = True) -> Step:
             step = Step(root=LocalFolder(path.parent), tag=path.name)
     else:
         step = Step(root=folder, tag=_latest(folder, names))
-    if needs_config and CONFIG_NAME not in step.root.names():
-        raise SourceError(
-            f"{folder}/{CONFIG_NAME}",
-            "no such file, and the checkpoint itself does not describe the model",
-            "copy the config.json (and tokenizer files) of the Hugging Face model into the folder",
-            code="source.no-config",
-        )
     return step
 
 

@@ -7,41 +7,37 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
 
 from manifests.errors import ModelError, SourceError
 from manifests.index import OTHER_WEIGHTS
-from manifests.models import ModelShape, is_sized_by_files, model_shape
-from manifests.models.config import CONFIG_NAME
-from manifests.schema import MOMENTS, Holds, Source
+from manifests.models import ModelShape
+from manifests.schema import MOMENTS, Holds
 from reshard.archives.names import LATEST_NAMES
 from reshard.archives.tensors import read_archive, read_object
 from reshard.formats.adamw import bad_optimizer, read_number
+from reshard.formats.assemble import OPTIMIZER, ModelTensors, config_in, read_model_config
+from reshard.formats.auxiliary import auxiliary_files
 from reshard.formats.deepspeed.names import Saved, Step, find_step, fqns_of_layers
 from reshard.formats.deepspeed.training import STATE_NAME, is_rank_file, training_state
-from reshard.formats.huggingface.read import auxiliary_files
-from reshard.formats.huggingface.torch_files import index_of, recorded_anew
 from reshard.formats.table import ListedTensor, Listing, OpenOptions
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
-from reshard.tensors.comparison import check_coverage, drop_tensors, stored_in, trained_part, under_fqns, without_absent
-from reshard.tensors.source_index import SourceRecord
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from stores.address import is_url
-from stores.base import Folder, read_config
+from stores.base import Folder
 from stores.bundles import TensorAt
-from stores.headers import each_of
+from stores.workers import each_of
 
 _LAYER = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,4}))?-model_states\.pt")
 _PARAMETER = re.compile(r"zero/([^/]+)/(fp32|exp_avg|exp_avg_sq|step)\.pt")
 _TIED = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 _NUMBERED = re.compile(r"(\d{1,6})\.(.+)")
-# Where slices were concatenated; whether rows that pad a vocabulary were cut off.
 _PARTITION_SUFFIX = "_optim_states.pt"  # of a rank, by ZeRO and its optimizers of bfloat16 and float16
+# Beside a tensor: where slices were concatenated; whether rows that pad a vocabulary were cut off; of several experts.
 _OF_PARAMETER = {"param", "cat_dim", "vocab_tensor", "ep_is_expert_param"}
 _FP32 = "fp32"
-_OPTIMIZER = "optimizer"  # what `drop` calls the optimizer state
 _BESIDE = (*LATEST_NAMES, "zero_to_fp32.py", "zero_to_torch.py")  # what DeepSpeed writes beside its steps
 _AGAIN = "the checkpoint is incomplete or damaged; copy or save it again"
 
@@ -56,59 +52,27 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
             are not the model's, or tensors missing, unknown or of the wrong shape.
         ModelError: an invalid config, an unsupported architecture, or a description of another model.
     """
-    drop, description = options.drop, options.description
     step = find_step(folder)
-    root, where = step.root, step.where
-    config_file = root.file(CONFIG_NAME)
-    config = read_config(config_file)
-    needs_files = is_sized_by_files(config, str(config_file), description)
-    shape = None if needs_files else model_shape(config, str(config_file))
+    config, where = read_model_config(config_in(step.root), options.description), step.where
     saved = read_step(step)
-    if shape is None and saved.layers is not None:
+    if config.shape is None and saved.layers is not None:
         problem = "is known by the names of its tensors, and layers of a PipelineModule have names of their own"
         hint = "use DeepSpeed's Universal Checkpoint of transformers' model, or save a Hugging Face folder"
-        raise ModelError(str(config_file), problem, hint, code="model.layers-without-names")
-    fqns = _fqns_of(saved, shape, where)
-    again = [": ".join(inside) for name, inside in (saved.layers or {}).items() if name not in fqns]
+        raise ModelError(str(config.file), problem, hint, code="model.layers-without-names")
+    fqns = _fqns_of(saved, config.shape, where)
+    copies = [": ".join(layer) for name, layer in (saved.layers or {}).items() if name not in fqns]
     saved = replace(saved, weights={name: tensor for name, tensor in saved.weights.items() if name in fqns})
-    weights: MutableMapping[str, TensorAt] = _named(saved, saved.weights, fqns, shape)
-    dropped = drop_tensors(weights, drop - {_OPTIMIZER}, shape)
-    shape = shape or model_shape(config, str(config_file), stored_in(weights, where), description)
-    weights = under_fqns(weights, shape)
-    shape = without_absent(shape, weights)
-    check_coverage(weights, shape, where, frozenset(dropped))
-    ordered = {fqn: weights[fqn] for fqn in (*shape.tensors, *weights) if fqn in weights}
+    model = ModelTensors.cover(_named(saved, saved.weights, fqns, config.shape), config, options, where)
     moments: dict[Holds, dict[str, TensorAt]] = {}
-    trained = None
-    lost: tuple[str, ...] = ()
-    if saved.moments and _OPTIMIZER not in drop:
-        for holds, parameters in saved.moments.items():
-            found = under_fqns(_named(saved, parameters, fqns, shape), shape)
-            found = {fqn: found[fqn] for fqn in (*ordered, *found) if fqn in found and fqn not in dropped}
-            check_coverage(found, trained_part(shape), f"{where}: {holds}", frozenset(dropped))
-            moments[holds] = found
-        trained, lost = training_state(step, saved, {name: shape.fqn_of(fqns[name]) for name in saved.weights})
-    shards = recorded_anew(list(ordered.values()))
-    read = [step.path(name) for name in saved.files]
-    return Checkpoint(
-        shape=shape,
-        tensors=ordered,
-        auxiliary=_auxiliary(step, set(read)),
-        record=SourceRecord(shards=shards, index=index_of(shards) if len(shards) > 1 else None, dropped=dropped),
-        source=Source(
-            kind=root.kind,
-            location=root.location,
-            revision=root.revision,
-            left_out=(*_left_out(step, set(read), is_trained=trained is not None), *lost, *again),
-        ),
-        originals=OriginalFiles(
-            location=root.location, revision=root.revision, files={name: root.file(name) for name in read}
-        ),
-        moments=moments,
-        trained=trained,
-        description=description,
-        merges_slices=True,
-    )
+    trained, unread = None, tuple[str, ...]()
+    if saved.moments and OPTIMIZER not in options.drop:
+        for kind, parameters in saved.moments.items():
+            moments[kind] = model.cover_state(kind, _named(saved, parameters, fqns, model.shape))
+        trained, unread = training_state(step, saved, {name: model.shape.fqn_of(fqns[name]) for name in saved.weights})
+    files = [step.path(name) for name in saved.files]
+    left_out = (*_left_out(step, set(files), is_trained=trained is not None), *unread, *copies)
+    checkpoint = model.checkpoint(step.root, files, _auxiliary(step, set(files)), left_out)
+    return replace(checkpoint, moments=moments, trained=trained)
 
 
 def list_tensors(folder: Folder) -> Listing:
@@ -182,12 +146,12 @@ def _read_layers(step: Step, names: Sequence[str]) -> Saved:
 
 
 def _read_universal(step: Step, names: Sequence[str]) -> Saved:
-    found: dict[str, dict[str, object]] = {kind: {} for kind in (_FP32, *MOMENTS, "step")}
+    values: dict[str, dict[str, object]] = {kind: {} for kind in (_FP32, *MOMENTS, "step")}
     files = {step.file(name): name for name in names}
     for file, value in each_of(files, partial(read_object, name="param")):
         match = _PARAMETER.fullmatch(files[file])
         assert match is not None, "filtered by the caller"
-        found[match[2]][match[1]] = value.get("param") if isinstance(value, dict) else value
+        values[match[2]][match[1]] = value.get("param") if isinstance(value, dict) else value
         if isinstance(value, dict) and match[2] != "step":
             if value.get("ep_is_expert_param"):
                 problem = "is a weight of several experts, which is not supported"
@@ -197,14 +161,14 @@ def _read_universal(step: Step, names: Sequence[str]) -> Saved:
     flat = set()
     tensors: dict[str, dict[str, TensorAt]] = {kind: {} for kind in (_FP32, *MOMENTS)}
     for kind, by_name in tensors.items():
-        for name, value in found[kind].items():
+        for name, value in values[kind].items():
             if not isinstance(value, TensorAt) or value.dtype != "F32":
                 problem = f"expected a float32 tensor 'param', found {_kind(value)}"
                 raise SourceError(f"{step.where}/zero/{name}/{kind}.pt", problem, _AGAIN, code="source.bad-universal")
             by_name[name] = value
             if len(value.shape) == 1:
                 flat.add(name)
-    steps = {name: read_number(value, f"{step.where}/zero/{name}/step.pt") for name, value in found["step"].items()}
+    steps = {name: read_number(value, f"{step.where}/zero/{name}/step.pt") for name, value in values["step"].items()}
     weights = tensors[_FP32]
     layers = _layers_of(weights) if any(map(_is_numbered, weights)) else None
     moments: dict[Holds, Mapping[str, TensorAt]] = {holds: tensors[holds] for holds in MOMENTS if tensors[holds]}
@@ -218,15 +182,15 @@ def _read_universal(step: Step, names: Sequence[str]) -> Saved:
 
 def _layers_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Return the layer of each name: tied modules first, since the input embedding is the one that is tied."""
-    found: dict[str, tuple[int, str, str]] = {}
+    layers: dict[str, tuple[int, str, str]] = {}
     for name in names:
         if tied := _TIED.fullmatch(name):
-            found[name] = (-1, f"tied_modules.{tied[1]}", tied[2])
+            layers[name] = (-1, f"tied_modules.{tied[1]}", tied[2])
         elif numbered := _NUMBERED.fullmatch(name):
-            found[name] = (int(numbered[1]), f"layer {int(numbered[1])}", numbered[2])
+            layers[name] = (int(numbered[1]), f"layer {int(numbered[1])}", numbered[2])
         else:
-            found[name] = (1 << 30, name, name)  # refused: a layer of unknown names
-    ordered = sorted(found.items(), key=lambda item: item[1][0])
+            layers[name] = (1 << 30, name, name)  # refused: a layer of unknown names
+    ordered = sorted(layers.items(), key=lambda item: item[1][0])
     return {name: (layer, inside) for name, (_, layer, inside) in ordered}
 
 
@@ -250,14 +214,14 @@ def _named(
     saved: Saved, tensors: Mapping[str, TensorAt], fqns: Mapping[str, str], shape: ModelShape | None
 ) -> dict[str, TensorAt]:
     """Return the tensors by FQN, in the shapes that ZeRO 3 leaves out."""
-    found: dict[str, TensorAt] = {}
+    named: dict[str, TensorAt] = {}
     for name, tensor in tensors.items():
         fqn = fqns.get(name, name)
         expected = shape.tensors.get(fqn) if shape and name in saved.flat else None
         whole = expected if expected is not None and (prod(expected),) == tensor.shape else tensor.shape
-        assert fqn not in found, "names are unique, and so are the FQNs of layers"
-        found[fqn] = replace(tensor, name=fqn, shape=whole)
-    return found
+        assert fqn not in named, "names are unique, and so are the FQNs of layers"
+        named[fqn] = replace(tensor, name=fqn, shape=whole)
+    return named
 
 
 def _auxiliary(step: Step, read: set[str]) -> tuple[AuxiliaryAt, ...]:

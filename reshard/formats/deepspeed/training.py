@@ -57,18 +57,17 @@ def training_state(step: Step, saved: Saved, fqns: Mapping[str, str]) -> tuple[T
         raise bad_optimizer(where, f"expected AdamW, found {other[0][:80]!r} (ds_config)")
     for group in groups if _decays_as_l2(ranks) else ():
         check_adamw({DECOUPLED: False, **group}, where)  # a trainer's own optimizer says it itself
-    rates = {group.get("lr") for group in groups if isinstance(group.get("lr"), int | float)}
-    rate = rates.pop() if len(rates) == 1 else None
-    found = TrainingState(
+    rates = [rate for group in groups if isinstance(rate := group.get("lr"), int | float)]
+    trained = TrainingState(
         step=_num_steps(saved.steps, groups, where, fqns),
         num_tokens=0,
         dtype="F32",
-        learning_rate=constant_rate(rate),
+        learning_rate=constant_rate(rates),
         optimizer=OptimizerState(
             name="AdamW", max_norm=_max_norm(state, ranks, where), groups=_by_options(groups, ranks, fqns, where)
         ),
     )
-    return checked_state(found, where), check_values(state, by_file, found.step, where)
+    return checked_state(trained, where), check_values(state, by_file, trained.step, where)
 
 
 def _num_steps(
@@ -78,10 +77,10 @@ def _num_steps(
     if steps:
         if lacking := sorted(fqns.keys() - steps.keys()):
             raise bad_optimizer(where, f"{lacking[0]!r} has no step.pt, others have")
-        found = set(steps.values())
+        counts = set(steps.values())
     else:
-        found = {read_number(group.get("step"), f"{where}: param_groups: step") for group in groups}
-    return num_steps_of(found, where)
+        counts = {read_number(group.get("step"), f"{where}: param_groups: step") for group in groups}
+    return num_steps_of(counts, where)
 
 
 def _by_options(
@@ -91,21 +90,21 @@ def _by_options(
     where: str,
 ) -> tuple[ParameterGroup, ...]:
     """Return a group for all parameters, or, if options differ, those whose parameters the ranks' files list."""
-    found = [group_of(group, where) for group in groups]
-    if len(set(found)) == 1:
-        return (found[0],)
-    members: list[set[str]] = [set() for _ in found]
+    options = [group_of(group, where) for group in groups]
+    if len(set(options)) == 1:
+        return (options[0],)
+    members: list[set[str]] = [set() for _ in options]
     for rank in ranks:
         shapes = rank.get("param_shapes")
         for listed, fqns_here in zip(shapes if isinstance(shapes, list) else (), members, strict=False):
             fqns_here.update(fqns[name] for name in listed if name in fqns)
-    known = [fqn for listed in members for fqn in listed]
-    if sorted(known) != sorted(fqns.values()):
+    assigned = [fqn for listed in members for fqn in listed]
+    if sorted(assigned) != sorted(fqns.values()):
         problem = (
             "groups of parameters have different options, and mp_rank files do not say which parameter is in which"
         )
         raise bad_optimizer(where, problem)
-    return by_options(zip(found, members, strict=True))
+    return by_options(zip(options, members, strict=True))
 
 
 def _max_norm(state: Mapping[object, object], ranks: Sequence[Mapping[object, object]], where: str) -> float:
@@ -113,10 +112,10 @@ def _max_norm(state: Mapping[object, object], ranks: Sequence[Mapping[object, ob
     value = state.get("clip_grad")
     for config in _configs(ranks) if value is None else ():
         value = config.get("gradient_clipping", 0.0)
-    found = read_number(value or 0.0, f"{where}: clip_grad")
-    if found < 0:
-        raise bad_optimizer(f"{where}: clip_grad", f"expected a norm, found {found}")
-    return float(found)
+    norm = read_number(value or 0.0, f"{where}: clip_grad")
+    if norm < 0:
+        raise bad_optimizer(f"{where}: clip_grad", f"expected a norm, found {norm}")
+    return float(norm)
 
 
 def _decays_as_l2(ranks: Sequence[Mapping[object, object]]) -> bool:
@@ -149,9 +148,8 @@ _READ = {
     "buffer_names", "iteration", "ds_version", "universal_checkpoint_info", "sparse_tensor_module_names",
 }  # fmt: skip
 _OF_OPTIMIZER = {
-    "loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "base_optimizer_state", "zero_stage", "ds_version",
-    "single_partition_of_fp32_groups", "group_paddings", "param_alignment_paddings", "param_slice_mappings",
-    "partition_count", "param_groups",
+    "loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "zero_stage", "ds_version", "group_paddings",
+    "param_alignment_paddings", "partition_count", "param_groups",
 }  # fmt: skip
 _OTHER_MODELS = ("compression_training", "curriculum_learning", "progressive_layer_drop", "sparse_attention")
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from struct import pack
 
 from manifests.errors import ModelError, Parameter, UsageError
 from manifests.models import ModelShape
 from manifests.schema import MOMENTS
-from reshard.archives.saved import SavedDict, SavedTensor, saved_value
+from reshard.archives.saved import SavedFile, SavedTensor, saved_dict, saved_step, saved_value
+from reshard.formats.auxiliary import with_source_files
 from reshard.formats.publish_export import ExportPlan, adamw_options, cast_for_export, owned_tensors, publish_export
-from reshard.formats.source_files import with_source_files
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.plans.pack_plan import OutputShard, without_header
 from reshard.tensors.checkpoint import Checkpoint
-from reshard.tensors.lazy import DerivedFile, MadeFile, read_blocks
+from reshard.tensors.lazy import DerivedFile, MemoryFile, read_blocks
 from reshard.transforms.cast import FLOATS, cast_tensor
 from stores.bundles import TensorAt
 from stores.open import Address
@@ -29,7 +28,6 @@ from stores.open import Address
 # and leaves the others as they were initialized, silently. Groups that a trainer does not have are not read.
 _NUM_GROUPS = 64
 _DS_VERSION = "0.19.8"  # the reader refuses files without one, and those of before 0.3.17
-_STEP = SavedTensor("F32", ())
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,100}")  # a name of a ModuleDict, and a part of a file's
 
 
@@ -62,13 +60,12 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
         names = _parameter_names(checkpoint, options)
         shards = _universal(checkpoint, tag, names)
         small[f"{tag}/zero/optimizer_state.pt"] = saved_value(_optimizer_state(checkpoint))
-        counted = b"".join(map(bytes, _STEP.blocks(iter((pack("<f", step),)))))
         for fqn in owned_tensors(checkpoint, checkpoint.moments[MOMENTS[0]]) if checkpoint.moments else ():
-            small[f"{tag}/zero/{names[fqn]}/step.pt"] = counted
+            small[f"{tag}/zero/{names[fqn]}/step.pt"] = saved_step(step)
     plan = ExportPlan(
         copied=with_source_files(checkpoint.auxiliary, is_same=False),
         shards=tuple(shards),
-        made=tuple(MadeFile(name, len(data), partial(_once, data)) for name, data in small.items()),
+        made=tuple(MemoryFile(name, data) for name, data in small.items()),
         last="latest_universal" if is_universal else "latest",
         last_bytes=tag.encode,
     )
@@ -125,15 +122,11 @@ def _rank_state(step: int) -> dict[str, object]:
 def _optimizer_state(checkpoint: Checkpoint) -> dict[str, object]:
     """Return the optimizer's options. See Note [Groups of a Universal Checkpoint]."""
     trained, group = checkpoint.trained, dict[str, object]()
-    found: dict[str, object] = {"ds_version": _DS_VERSION, "zero_stage": 1, "overflow": False}
+    state: dict[str, object] = {"ds_version": _DS_VERSION, "zero_stage": 1, "overflow": False}
     if checkpoint.moments and trained is not None and trained.optimizer is not None:
         group = adamw_options(checkpoint, trained, trained.optimizer)
-        found["clip_grad"] = trained.optimizer.max_norm
-    return {**found, "param_groups": [{**group, "params": [number]} for number in range(_NUM_GROUPS)]}
-
-
-def _once(data: bytes) -> Iterator[bytes]:
-    yield data
+        state["clip_grad"] = trained.optimizer.max_norm
+    return {**state, "param_groups": [{**group, "params": [number]} for number in range(_NUM_GROUPS)]}
 
 
 def _check_all_placed(weights: Mapping[str, TensorAt], placed: Iterable[str], checkpoint: Checkpoint) -> None:
@@ -147,13 +140,13 @@ def _check_all_placed(weights: Mapping[str, TensorAt], placed: Iterable[str], ch
 
 def _file(path: str, tensors: Mapping[str, TensorAt], values: Mapping[str, object]) -> OutputShard:
     """Plan a file of torch.save: a dict of tensors and values."""
-    saved = SavedDict({name: SavedTensor(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, values)
+    saved = saved_dict({name: SavedTensor(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, values)
     origins = tuple(tensors.values())
     file = DerivedFile("as torch.save writes it", origins, saved.nbytes, partial(_blocks, saved, origins))
     return without_header(path, (TensorAt(path, "U8", (saved.nbytes,), file, 0, saved.nbytes),))
 
 
-def _blocks(saved: SavedDict, origins: Iterable[TensorAt]) -> Iterator[bytes | bytearray | memoryview]:
+def _blocks(saved: SavedFile, origins: Iterable[TensorAt]) -> Iterator[bytes | bytearray | memoryview]:
     return saved.blocks(read_blocks(tensor) for tensor in origins)
 
 

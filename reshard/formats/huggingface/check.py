@@ -14,12 +14,11 @@ from manifests.models import ModelShape, check_readable, is_sized_by_files, mode
 from manifests.models.config import CONFIG_NAME
 from manifests.schema import ModelDescription
 from reshard.copy.engine import hash_tensors
+from reshard.formats.auxiliary import adapter_error
 from reshard.formats.huggingface.check_files import Weights, read_files
-from reshard.formats.huggingface.read import adapter_error
 from reshard.formats.table import CheckOptions
 from reshard.formatting import count_of, find_missing, some
-from reshard.tensors.comparison import compare_with_shape, stored_in, without_absent
-from reshard.tensors.finding import Contents, Findings
+from reshard.tensors.comparison import Contents, Findings, compare_with_shape, stored_in, without_absent
 from stores.base import Folder, read_config, read_whole
 from stores.bundles import TensorAt
 
@@ -160,20 +159,22 @@ def _report_gaps(folder: Folder, weights: Weights, config: Mapping[str, object],
             hint = "the checkpoint is incomplete; download or save it again"
             findings.add(folder, problem, hint, names, code="check.missing-layer")
     expected = config.get("num_hidden_layers")
-    found = max((max(numbers) + 1 for where, numbers in _numbered(weights.tensors) if _LAYERS.search(where)), default=0)
-    if type(expected) is int and 0 < found < expected:
-        problem = f"expected {expected} layers (num_hidden_layers), found {found}"
+    num_layers = max(
+        (max(numbers) + 1 for where, numbers in _numbered(weights.tensors) if _LAYERS.search(where)), default=0
+    )
+    if type(expected) is int and 0 < num_layers < expected:
+        problem = f"expected {expected} layers (num_hidden_layers), found {num_layers}"
         hint = "the checkpoint is incomplete, or config.json is of another model"
         findings.add(folder, problem, hint, code="check.missing-layer")
 
 
 def _numbered(names: Mapping[str, object]) -> Iterator[tuple[str, set[int]]]:
     """Yield each place where names are numbered, as `model.layers.*`, with the numbers there."""
-    found: dict[str, set[int]] = {}
+    places: dict[str, set[int]] = {}
     for name in names:
         for match in islice(_NUMBER.finditer(name), _MOST_NUMBERS):
-            found.setdefault(name[: match.start()] + "*", set()).add(int(match[0]))
-    yield from sorted(found.items())
+            places.setdefault(name[: match.start()] + "*", set()).add(int(match[0]))
+    yield from sorted(places.items())
 
 
 def _report_ties(weights: Weights, shape: ModelShape, findings: Findings, progress: OnBytes) -> None:
@@ -229,6 +230,6 @@ def _token_ids(document: Mapping[str, object]) -> Iterator[int]:
 
 
 def _embedding_rows(tensors: Mapping[str, TensorAt]) -> tuple[str, int] | None:
-    found: Sequence[TensorAt] = [tensor for name, tensor in tensors.items() if _EMBEDDING.fullmatch(name)]
-    shapes = [(tensor.name, tensor.shape[0]) for tensor in found if len(tensor.shape) == 2]
+    embeddings: Sequence[TensorAt] = [tensor for name, tensor in tensors.items() if _EMBEDDING.fullmatch(name)]
+    shapes = [(tensor.name, tensor.shape[0]) for tensor in embeddings if len(tensor.shape) == 2]
     return shapes[0] if len(shapes) == 1 else None

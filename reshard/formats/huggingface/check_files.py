@@ -11,11 +11,15 @@ from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES, OTHER_WEIGHTS
 from manifests.paths import problem_with_path
 from reshard.archives.tensors import read_archive
 from reshard.formats.huggingface.read import is_beside
-from reshard.formats.huggingface.torch_files import TORCH_INDEX_NAME, TORCH_SUFFIX, is_torch_shard
-from reshard.formats.huggingface.weight_map import read_shard_index, refuse_ranks_of_vllm
+from reshard.formats.huggingface.weight_map import (
+    TORCH_INDEX_NAME,
+    TORCH_SUFFIX,
+    is_torch_shard,
+    read_shard_index,
+    refuse_ranks_of_vllm,
+)
 from reshard.formatting import count_of, find_missing, some
-from reshard.tensors.comparison import compare
-from reshard.tensors.finding import Contents, Findings
+from reshard.tensors.comparison import Contents, Findings, compare
 from reshard.tensors.source_index import SUFFIX
 from stores.base import Folder, InputFile, read_file_header, read_whole
 from stores.bundles import TensorAt, tensors_in
@@ -75,25 +79,25 @@ def read_files(folder: Folder, findings: Findings) -> Weights:
         return Weights(is_whole=False)
     files = folder.names()
     kind = _format_of(files)
-    found = [name for name in files if kind.is_shard(name)]
+    shards = [name for name in files if kind.is_shard(name)]
     weights = Weights()
     if kind.index_name in files:
         weight_map = _read_index(folder, kind, findings)
         if weight_map is None:
             weights.is_whole = False
-            names = [name for name in found if not is_beside(name)]
+            names = [name for name in shards if not is_beside(name)]
         else:
-            names = _names_in(folder, kind, weight_map, found, findings)
+            names = _names_in(folder, kind, weight_map, shards, findings)
             weights.is_whole = names == sorted(set(weight_map.values()))
     else:
-        weight_map, names = None, [name for name in found if not is_beside(name)]
+        weight_map, names = None, [name for name in shards if not is_beside(name)]
         _report_no_index(folder, kind, names, files, findings)
     headers: dict[str, list[str]] = {}
     for name in names:
         headers[name] = _read_shard(folder, kind, name, weights, findings)
     if weight_map is not None:
         _compare(folder, kind, weight_map, headers, findings)
-        _report_stray(folder, kind, weight_map, [name for name in found if name not in names], findings)
+        _report_stray(folder, kind, weight_map, [name for name in shards if name not in names], findings)
     return weights
 
 
@@ -123,11 +127,11 @@ def _read_index(folder: Folder, kind: _Format, findings: Findings) -> Mapping[st
 
 
 def _names_in(
-    folder: Folder, kind: _Format, weight_map: Mapping[str, str], found: list[str], findings: Findings
+    folder: Folder, kind: _Format, weight_map: Mapping[str, str], shards: list[str], findings: Findings
 ) -> list[str]:
     """Return the shards of the index that are there; report those that are not, and gaps in their numbers."""
     wanted = set(weight_map.values())
-    where, absent = str(folder.file(kind.index_name)), wanted.difference(found)
+    where, absent = str(folder.file(kind.index_name)), wanted.difference(shards)
     for name in sorted(absent):
         lost = sorted(fqn for fqn, shard in weight_map.items() if shard == name)
         findings.add(

@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from manifests.errors import InputError, ModelError, Parameter, SourceError
-from manifests.index import ADAPTER_NAMES, INDEX_NAME, OTHER_WEIGHTS, is_weights
-from manifests.invariants import MANIFEST_NAME, SOURCE_FILES, SOURCE_NAME
+from manifests.index import INDEX_NAME, OTHER_WEIGHTS, is_weights
 from manifests.models import is_sized_by_files, model_shape
 from manifests.models.config import CONFIG_NAME
 from manifests.paths import problem_with_path
 from manifests.schema import Source
-from reshard.copy.journal import is_working_name
-from reshard.formats.huggingface.guess import guess_description
-from reshard.formats.huggingface.torch_files import (
+from reshard.formats.auxiliary import auxiliary_files, describes_files
+from reshard.formats.huggingface.weight_map import (
     TORCH_INDEX_NAME,
     TORCH_NAME,
     TORCH_SUFFIX,
-    index_of,
     is_torch_shard,
-    recorded_as_safetensors,
+    read_shard_index,
+    refuse_ranks_of_vllm,
+    refuse_slices,
 )
-from reshard.formats.huggingface.weight_map import read_shard_index, refuse_ranks_of_vllm, refuse_slices
-from reshard.formats.source_files import describes_files
 from reshard.formats.table import ListedTensor, Listing, OpenOptions
 from reshard.formatting import some
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorMap
+from reshard.tensors.checkpoint import Checkpoint, OriginalFiles, TensorMap
 from reshard.tensors.comparison import check_coverage, drop_tensors, shared_shape, stored_in, under_fqns, without_absent
 from reshard.tensors.lazy import FolderInPart
-from reshard.tensors.source_index import SUFFIX, KeptText, RecordedShard, SourceRecord
+from reshard.tensors.source_index import SUFFIX, KeptText, RecordedShard, SourceRecord, index_of, shard_anew
 from stores.base import Folder, InputFile, read_config, read_whole
 from stores.bundles import TensorAt, tensors_in
-from stores.headers import each_file_header, each_of
+from stores.workers import each_file_header, each_of
 
 _SINGLE_NAME = "model.safetensors"
 _WANTED = "SOURCE must contain safetensors weights"
@@ -153,26 +152,26 @@ def _names_in(folder: Folder, files: tuple[str, ...]) -> Collection[str]:
 
 
 def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]) -> _Shards:
-    found = dict.fromkeys(name for name in files if name.endswith(SUFFIX))
+    present = dict.fromkeys(name for name in files if name.endswith(SUFFIX))
     if INDEX_NAME not in files:
-        beside = tuple(name for name in found if is_beside(name))
-        found = dict.fromkeys(name for name in found if not is_beside(name))
-        if list(found) == [_SINGLE_NAME]:
+        beside = tuple(name for name in present if is_beside(name))
+        present = dict.fromkeys(name for name in present if not is_beside(name))
+        if list(present) == [_SINGLE_NAME]:
             return _Shards(names=(_SINGLE_NAME,), beside=beside, weight_map=None, index=None)
-        if not found and not {TORCH_NAME, TORCH_INDEX_NAME}.isdisjoint(files):
+        if not present and not {TORCH_NAME, TORCH_INDEX_NAME}.isdisjoint(files):
             return _find_torch_files(folder, files, fqns, beside)
-        if not found:
+        if not present:
             others = [name for name in files if name.endswith(OTHER_WEIGHTS)]
             hint = f"the format of {others[0]} is not supported; {_CONVERT}" if others else _WANTED
             raise SourceError(str(folder), "found no safetensors file", hint, code="source.no-shards")
         raise SourceError(
             str(folder),
-            f"expected {_SINGLE_NAME} alone or an {INDEX_NAME}, found {some(found)} and no index",
+            f"expected {_SINGLE_NAME} alone or an {INDEX_NAME}, found {some(present)} and no index",
             code="source.no-index",
         )
-    raw, weight_map = _read_index(folder, INDEX_NAME, found, fqns)
+    raw, weight_map = _read_index(folder, INDEX_NAME, present, fqns)
     names = dict.fromkeys(sorted(set(weight_map.values())))
-    others = [name for name in found if name not in names]
+    others = [name for name in present if name not in names]
     beside = tuple(name for name in others if is_beside(name))
     _refuse_strays(folder, INDEX_NAME, [name for name in others if not is_beside(name)])
     return _Shards(names=tuple(names), beside=beside, weight_map=weight_map, index=KeptText(raw))
@@ -192,7 +191,7 @@ def _find_torch_files(
 
 
 def _read_index(
-    folder: Folder, index_name: str, found: Collection[str], fqns: Mapping[str, str], suffix: str = SUFFIX
+    folder: Folder, index_name: str, present: Collection[str], fqns: Mapping[str, str], suffix: str = SUFFIX
 ) -> tuple[bytes, Mapping[str, str]]:
     """Return the text of an index and its map, after checking that it lists files that are there."""
     where = str(folder.file(index_name))
@@ -208,7 +207,7 @@ def _read_index(
                 "the index is damaged, or is for weights in another format; download it again",
                 code="source.bad-index",
             )
-        if name not in found:
+        if name not in present:
             raise SourceError(
                 f"{where}: weight_map",
                 f"file {name!r} is missing",
@@ -245,10 +244,10 @@ def _read_shards(
         for tensor in stored:
             listed = name if shards.weight_map is None else shards.weight_map.get(tensor.name)
             if listed != name:
-                said = "does not list it" if listed is None else f"lists it in {listed}"
+                claim = "does not list it" if listed is None else f"lists it in {listed}"
                 raise SourceError(
                     f"{file}: {tensor.name!r}",
-                    f"is in this shard, but {shards.index_name} {said}",
+                    f"is in this shard, but {shards.index_name} {claim}",
                     "download shards and index from one revision",
                     code="source.index-disagrees",
                 )
@@ -273,35 +272,88 @@ def _each_shard(
         from reshard.archives.tensors import read_archive  # with the reader of pickles
 
         for name, (file, tensors) in zip(shards.names, each_of(files, read_archive), strict=True):
-            yield file, recorded_as_safetensors(name, tensors), tensors
+            renamed = name.removeprefix("pytorch_").removesuffix(TORCH_SUFFIX) + SUFFIX
+            yield file, shard_anew(renamed, tensors), tensors
     else:
         for name, (file, header) in zip(shards.names, each_file_header(files, names, heads), strict=True):
             yield file, RecordedShard(name, header.raw), tensors_in(file, header)
             refuse_slices(file, header)
 
 
-def auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple[AuxiliaryAt, ...]:
-    auxiliary = []
-    for name in files:
-        if name in weights:
+_COUNTS = re.compile(r"layer|depth|block")  # in names of config fields
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim", "model_dim", "hidden_dim", "width")
+_BEFORE = re.compile(r"emb|wte|wpe|tok|pos|vis|image|audio|patch|proj_in|project_in")
+_EMBEDDING = re.compile(r"tok|word|wte|embed|emb")
+_HEAD = re.compile(r"head|logits|unembed|output|to_vocab")
+_TOWER = re.compile(r"vis|image|audio|speech|enc")  # not a decoder's layers, as far as a name tells
+_MOST_MODULES = 12  # listed; a longer list is cut short
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guess:
+    """The text of a file for `--model`, and the lists of layers that it could mean, if there are several."""
+
+    text: str
+    alike: tuple[str, ...]
+
+
+def guess_description(config: Mapping[str, object], names: Collection[str]) -> Guess | None:
+    """Return a description of a model with these tensors; None if no list of layers is among them."""
+    lists = _lists_of(names)
+    if not lists:
+        return None
+    fields = {
+        value: name for name, value in reversed(list(config.items())) if type(value) is int and _COUNTS.search(name)
+    }
+    counted = {name: num for name, num in lists.items() if num in fields} or lists
+    longest = max(counted.values())
+    alike = sorted(
+        (name for name, num in counted.items() if num == longest), key=lambda name: bool(_TOWER.search(name))
+    )
+    layers, count = alike[0], fields.get(longest)
+    others = _modules_outside(names, layers, lists)
+    inputs = [module for module in others if _BEFORE.search(module.lower())]
+    outputs = sorted((module for module in others if module not in inputs), key=lambda name: bool(_HEAD.search(name)))
+    lines = [
+        _line("inputs", inputs[:_MOST_MODULES]),
+        _line("layers", layers) + f"  # {longest} layers" + _also(alike),
+        _line("outputs", outputs[:_MOST_MODULES]),
+        _line("count", count or "num_hidden_layers") + ("" if count else "  # the field of config.json that says it"),
+        _line("width", next((name for name in _WIDTHS if type(config.get(name)) is int), "hidden_size")),
+    ]
+    embedding = next((name for name in names if name.rpartition(".")[0] in inputs and _EMBEDDING.search(name)), None)
+    if embedding is not None and not any(map(_HEAD.search, outputs)):
+        lines[2] = _line("outputs", [*outputs, "lm_head"]) + "  # lm_head is not stored: tied"
+        lines += [_line("ties", [[embedding, "lm_head.weight"]]), "tied = true"]
+    return Guess(text="\n".join(lines), alike=tuple(alike) if len(alike) > 1 else ())
+
+
+def _lists_of(names: Collection[str]) -> dict[str, int]:
+    """Return the numbered lists that are in no other list, and their lengths, if they begin at 0 and have no gap."""
+    numbers: dict[str, set[int]] = {}
+    for name in names:
+        words = name.split(".")
+        at = next((at for at, word in enumerate(words[:-1]) if at and word.isdecimal()), None)
+        if at is not None:
+            numbers.setdefault(".".join(words[:at]), set()).add(int(words[at]))
+    return {name: len(indices) for name, indices in numbers.items() if max(indices) + 1 == len(indices)}
+
+
+def _modules_outside(names: Collection[str], layers: str, lists: Collection[str]) -> list[str]:
+    """Return the modules that own what is not in the list of layers; another list counts as one module."""
+    others = [f"{name}." for name in lists if name != layers]
+    modules: dict[str, None] = {}
+    for name in names:
+        if name.startswith(f"{layers}."):
             continue
-        if name in (MANIFEST_NAME, SOURCE_NAME) or name.startswith(("stage-", SOURCE_FILES)):
-            reserved = "this name is reserved for files that pack writes"
-            raise SourceError(str(folder.file(name)), reserved, "rename the file", code="source.reserved-name")
-        if name in ADAPTER_NAMES:
-            raise adapter_error(str(folder.file(name)))
-        if is_working_name(name):
-            reserved = "this name is reserved for temporary files"
-            raise SourceError(str(folder.file(name)), reserved, "rename the file", code="source.reserved-name")
-        if problem := problem_with_path(name):
-            raise SourceError(str(folder.file(name)), problem, "rename the file", code="source.bad-file-name")
-        path = f"{SOURCE_FILES}{name}" if describes_files(name) else name
-        auxiliary.append(AuxiliaryAt(path=path, file=folder.file(name)))
-    return tuple(auxiliary)
+        around = next((other for other in others if name.startswith(other)), None)
+        modules.setdefault(around.removesuffix(".") if around else name.rpartition(".")[0] or name)
+    return [module for module in modules if not any(module.startswith(f"{other}.") for other in modules)]
 
 
-def adapter_error(where: str) -> SourceError:
-    """Return the refusal of an adapter beside a model."""
-    problem = "is an adapter, which transformers adds to the model as it opens the folder"
-    hint = "merge it into the model, or move it to another folder"
-    return SourceError(where, problem, hint, code="source.adapter")
+def _line(key: str, value: object) -> str:
+    return f"{key} = {json.dumps(value)}"  # strings and lists of them are written in TOML as in JSON
+
+
+def _also(alike: Sequence[str]) -> str:
+    return f"; so has {', '.join(alike[1:])}" if len(alike) > 1 else ""

@@ -1,4 +1,4 @@
-"""Reads the index of a sharded checkpoint entry by entry, so that memory is that of its names alone."""
+"""Weight files by name, and their index, read entry by entry, so that memory is that of its names alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from manifests.safetensors import Header
 from manifests.slices import slices_in
 from reshard.tensors.source_index import SUFFIX
 from stores.base import Folder, InputFile
+
+# Of files as transformers wrote before safetensors.
+TORCH_NAME, TORCH_INDEX_NAME, TORCH_SUFFIX = "pytorch_model.bin", "pytorch_model.bin.index.json", ".bin"
+_SHARD = re.compile(r"pytorch_model(?:-\d+-of-\d+)?\.bin")
 
 _CONSOLIDATE = "merge them: torch.distributed.checkpoint.HuggingFaceStorageWriter(..., enable_consolidation=True)"
 _S = rb"[ \t\n\r]*+"
@@ -70,7 +74,7 @@ def _read_pairs(raw: bytes, where: str, names: Mapping[str, str]) -> ShardIndex 
     before = _BEFORE.match(raw)
     if before is None:
         return None
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     files: dict[bytes, str] = {}
     at, following, count = before.end(), b",", 0
     while following == b",":
@@ -83,14 +87,14 @@ def _read_pairs(raw: bytes, where: str, names: Mapping[str, str]) -> ShardIndex 
         if fqn is None or file is None:
             return None
         files[pair[2]] = file
-        found[names.get(fqn, fqn)] = file
+        entries[names.get(fqn, fqn)] = file
         at, following, count = pair.end(), pair[3], count + 1
     after = _AFTER.match(raw, at)
-    if after is None or count > len(found) or (before["metadata"] and after["metadata"]):
+    if after is None or count > len(entries) or (before["metadata"] and after["metadata"]):
         return None
     metadata = before["metadata"] or after["metadata"]
-    said = None if metadata is None else parse_json_object(metadata, f"{where}: metadata")
-    return ShardIndex(weight_map=found, metadata=said)
+    fields = None if metadata is None else parse_json_object(metadata, f"{where}: metadata")
+    return ShardIndex(weight_map=entries, metadata=fields)
 
 
 def refuse_ranks_of_vllm(folder: Folder) -> None:
@@ -117,3 +121,8 @@ def refuse_slices(file: InputFile, header: Header) -> None:
         if part.shape != part.whole_shape:
             problem = f"is a slice {list(part.shape)} of a tensor {list(part.whole_shape)}, as __metadata__ says"
             raise SourceError(f"{file}: {name!r}", problem, _CONSOLIDATE, code="source.layer-slices")
+
+
+def is_torch_shard(name: str) -> bool:
+    """Return whether transformers would have written weights under this name."""
+    return _SHARD.fullmatch(name) is not None

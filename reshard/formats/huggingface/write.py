@@ -10,20 +10,17 @@ from itertools import zip_longest
 from manifests.errors import ManifestError
 from manifests.index import INDEX_NAME
 from manifests.models.config import CONFIG_NAME
-from manifests.safetensors import LENGTH_NBYTES, encode_header
+from reshard.formats.auxiliary import with_source_files
 from reshard.formats.publish_export import ExportPlan, publish_export
-from reshard.formats.source_files import with_source_files
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.plans.pack_plan import GivenHeader, OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import MadeFile, MemoryFile
-from reshard.tensors.source_index import KeptText, RecordedShard, index_anew, lay_out_anew
+from reshard.tensors.source_index import KeptText, RecordedShard, index_anew, lay_out_anew, new_header_text
 from reshard.transforms.cast import STORED, ExportDtype, cast_checkpoint, casts_in, with_dtype
 from stores.base import read_config, read_whole
 from stores.bundles import TensorAt
 from stores.open import Address
-
-_HF_ALIGNMENT = 8  # of headers, as the safetensors library pads them
 
 
 def plan_export(checkpoint: Checkpoint) -> tuple[OutputShard, ...]:
@@ -79,8 +76,7 @@ def _shard(recorded: RecordedShard, checkpoint: Checkpoint) -> OutputShard:
             entry.name: (entry.name, origin.dtype, origin.shape) for entry, origin in zip(entries, origins, strict=True)
         }
         entries = lay_out_anew(entries, kinds)
-        header = encode_header(entries, recorded_header.metadata, alignment=_HF_ALIGNMENT)
-        text = KeptText(header[LENGTH_NBYTES:])
+        text = KeptText(new_header_text(entries, recorded_header.metadata))
     given = GivenHeader.of(text, entries)
     return OutputShard(path=recorded.name, origins=origins, header_nbytes=len(given.header), given=given)
 
@@ -107,7 +103,7 @@ def _index_of(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> KeptTe
         return None
     recorded = (entry.nbytes for shard in checkpoint.record.shards for entry in shard.header.tensors)
     now = (origin.nbytes for shard in shards for origin in shard.origins)
-    is_same = all(one == other for one, other in zip_longest(recorded, now))
+    is_same = all(before == after for before, after in zip_longest(recorded, now))
     return index if is_same else index_anew(index, {shard.path: shard.entries for shard in shards})
 
 
@@ -122,4 +118,4 @@ def with_config_for(checkpoint: Checkpoint, dtype: ExportDtype) -> Checkpoint:
         return checkpoint
     text = json.dumps(updated, indent=2, ensure_ascii=False) + "\n"
     new = AuxiliaryAt(path=CONFIG_NAME, file=MemoryFile(f"{item.file} for {dtype}", text.encode()))
-    return replace(checkpoint, auxiliary=tuple(new if one is item else one for one in checkpoint.auxiliary))
+    return replace(checkpoint, auxiliary=tuple(new if file is item else file for file in checkpoint.auxiliary))

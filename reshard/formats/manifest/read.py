@@ -13,7 +13,7 @@ from manifests.models import ModelShape, is_sized_by_files, model_shape, module_
 from manifests.models.config import CONFIG_NAME
 from manifests.schema import MODEL_CARD_NAME, MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Stage
 from reshard.copy.engine import hash_tensors
-from reshard.formats.huggingface.model_card import has_section, without_section
+from reshard.formats.auxiliary import has_section, without_section
 from reshard.formats.table import OpenOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorMap
 from reshard.tensors.comparison import check_coverage, shared_shape, trained_part, without_absent
@@ -73,7 +73,7 @@ def open_packed(read: ReadManifest, like: ModelShape | None = None) -> Checkpoin
     described = describe(read, like)
     bundles = Bundles(read.manifest, read.folder, described.names)
     bundles.read_ahead(read.manifest.stages, (WEIGHTS, *MOMENTS))
-    return open_described(described, bundles)
+    return open_with_bundles(described, bundles)
 
 
 def describe(read: ReadManifest, like: ModelShape | None = None) -> Described:
@@ -101,7 +101,7 @@ def describe(read: ReadManifest, like: ModelShape | None = None) -> Described:
     return Described(read=read, record=record, shape=shape)
 
 
-def open_described(described: Described, bundles: Bundles) -> Checkpoint:
+def open_with_bundles(described: Described, bundles: Bundles) -> Checkpoint:
     """Read the headers of a described manifest that its `bundles` have not read yet; see `open_packed`."""
     where, manifest, record = str(described.read), described.read.manifest, described.record
     bundles.names = bundles.names or described.names
@@ -220,13 +220,13 @@ def _count_spans(tensors: Iterable[TensorAt]) -> tuple[int, int]:
 
 
 def _check_counts(stage: Stage, num_tensors: int, nbytes: int, where: str) -> None:
-    for name, expected, found in (
+    for name, expected, actual in (
         ("num_tensors", num_tensors, stage.num_tensors),
         ("nbytes", nbytes, stage.nbytes),
     ):
-        if found != expected:
+        if actual != expected:
             raise ManifestError(
-                f"{where}.{name}", f"expected {expected} (its shards), found {found}", code="manifest.wrong-count"
+                f"{where}.{name}", f"expected {expected} (its shards), found {actual}", code="manifest.wrong-count"
             )
 
 

@@ -67,7 +67,7 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     read.expect("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
         read.expect(name, False)
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "num_layers": count("num_hidden_layers"), "hidden_size": width, "num_attention_heads": heads,
         "ffn_hidden_size": count("intermediate_size"), "swiglu": True, "squared_relu": False, "quick_geglu": False,
         "normalization": "RMSNorm", "norm_epsilon": config.get("rms_norm_eps", 1e-6), "apply_layernorm_1p": False,
@@ -80,7 +80,7 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "kv_channels": count("head_dim", 128 if kind == "qwen3" else width // heads),
         "window_size": None, "heterogeneous_layers_config_path": None,
     }  # fmt: skip
-    return found | _experts(read) | (deepseek_arguments(read) if kind == "deepseek_v3" else _rotary(read))
+    return arguments | _experts(read) | (deepseek_arguments(read) if kind == "deepseek_v3" else _rotary(read))
 
 
 def config_of(arguments: Mapping[str, Any], dtype: str, where: str) -> dict[str, Any]:
@@ -90,36 +90,36 @@ def config_of(arguments: Mapping[str, Any], dtype: str, where: str) -> dict[str,
         SourceError: an argument is missing, or of a model that no known architecture is.
     """
     try:
-        found = _config_of(arguments)
-        json.dumps(found, allow_nan=False)  # arguments may be of any type
+        config = _config_of(arguments)
+        json.dumps(config, allow_nan=False)  # arguments may be of any type
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         problem = f"expected arguments that describe a model: {type(error).__name__} {error}"[:200]
         hint = "copy the config.json of the Hugging Face model into the folder"
         raise SourceError(f"{where}/{COMMON_NAME}: args", problem, hint, code="source.megatron-arguments") from error
-    kind = found["model_type"]
-    return {"architectures": [_ARCHITECTURES[kind]], **found, "dtype": _DTYPES.get(dtype, "float32")}
+    kind = config["model_type"]
+    return {"architectures": [_ARCHITECTURES[kind]], **config, "dtype": _DTYPES.get(dtype, "float32")}
 
 
 def _rotary(read: ConfigFields) -> dict[str, Any]:
     rope = read.rope()
-    found: dict[str, Any] = {"rotary_base": rope.base, "use_rope_scaling": False}
+    arguments: dict[str, Any] = {"rotary_base": rope.base, "use_rope_scaling": False}
     if rope.kind == "default":
-        return found
+        return arguments
     if (
         rope.kind == "llama3"
         and rope.fields.get("factor")
         and all(rope.fields.get(name) == value for name, value in _LLAMA3.items())
     ):
-        return found | {"use_rope_scaling": True, "rope_scaling_factor": rope.fields["factor"]}
+        return arguments | {"use_rope_scaling": True, "rope_scaling_factor": rope.fields["factor"]}
     raise read.refuse("rope_parameters", "default rotary embeddings, or Llama 3.1's", dict(rope.fields))
 
 
 def num_experts_of(config: Mapping[str, Any]) -> int:
     """Return the number of experts of a layer, which configs name differently; 0 if there are none."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    found = next((config[name] for name in names if config.get(name)), 0)
-    assert isinstance(found, int), "model_shape checked it"
-    return found
+    count = next((config[name] for name in names if config.get(name)), 0)
+    assert isinstance(count, int), "model_shape checked it"
+    return count
 
 
 def layers_with_experts(config: Mapping[str, Any], where: str) -> list[int]:
@@ -152,23 +152,23 @@ def _experts(read: ConfigFields) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _is_same(name: str, expected: Any, found: Any, all_expected: Mapping[str, Any]) -> bool:
+def _is_same(name: str, expected: Any, actual: Any, all_expected: Mapping[str, Any]) -> bool:
     """Return whether an argument is the expected one, in any of the ways in which Megatron-LM spells it."""
     match name:
         case "num_query_groups" if not all_expected["group_query_attention"]:
-            return found in (None, 1, expected)  # not looked at
+            return actual in (None, 1, expected)  # not looked at
         case "moe_layer_freq":
             num_layers = all_expected["num_layers"]
-            return _pattern(found, num_layers) == _pattern(expected, num_layers)
+            return _pattern(actual, num_layers) == _pattern(expected, num_layers)
         case "moe_router_topk_scaling_factor" | "moe_router_num_groups" | "moe_router_group_topk":
-            return bool((found or 1) == (expected or 1))
+            return bool((actual or 1) == (expected or 1))
         case "mtp_num_layers":
-            return found in range((expected or 0) + 1) or found is None  # without some, as files may be
+            return actual in range((expected or 0) + 1) or actual is None  # without some, as files may be
         case "kv_channels" if all_expected["multi_latent_attention"]:
             return True  # not looked at
         case "moe_router_pre_softmax" if all_expected["moe_router_score_function"] == "sigmoid":
             return True
-    return bool(found == expected) or (expected in (None, False) and found in (None, False))
+    return bool(actual == expected) or (expected in (None, False) and actual in (None, False))
 
 
 def _pattern(freq: Any, num_layers: int) -> list[int] | None:
@@ -196,38 +196,39 @@ def _check_vocabulary(arguments: Mapping[str, Any], vocab: int, num_rows: int, p
         raise SourceError(f"{place}.make_vocab_size_divisible_by", problem, hint, code="source.megatron-arguments")
 
 
-def _config_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    heads, num_layers = found["num_attention_heads"], found["num_layers"]
+def _config_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    heads, num_layers = arguments["num_attention_heads"], arguments["num_layers"]
     if type(num_layers) is not int or not 0 < num_layers <= MAX_LAYERS:
         raise ValueError(f"num_layers {num_layers!r:.80}")
-    num_experts = found.get("num_experts")
-    has_norms = bool(found.get("qk_layernorm"))
+    num_experts = arguments.get("num_experts")
+    has_norms = bool(arguments.get("qk_layernorm"))
     config: dict[str, Any] = {
-        "hidden_size": found["hidden_size"], "intermediate_size": found["ffn_hidden_size"],
+        "hidden_size": arguments["hidden_size"], "intermediate_size": arguments["ffn_hidden_size"],
         "num_hidden_layers": num_layers, "num_attention_heads": heads, "hidden_act": "silu",
-        "rms_norm_eps": found["norm_epsilon"], "vocab_size": found.get("vocab_size") or found["padded_vocab_size"],
-        "max_position_embeddings": found["max_position_embeddings"],
-        "tie_word_embeddings": not found["untie_embeddings_and_output_weights"], "attention_bias": False,
+        "rms_norm_eps": arguments["norm_epsilon"],
+        "vocab_size": arguments.get("vocab_size") or arguments["padded_vocab_size"],
+        "max_position_embeddings": arguments["max_position_embeddings"],
+        "tie_word_embeddings": not arguments["untie_embeddings_and_output_weights"], "attention_bias": False,
     }  # fmt: skip
-    grouped = bool(found.get("group_query_attention")) and found["num_query_groups"]
+    grouped = bool(arguments.get("group_query_attention")) and arguments["num_query_groups"]
     config |= {
         "num_key_value_heads": grouped or heads,
-        "head_dim": found.get("kv_channels") or found["hidden_size"] // heads,
-        "rope_theta": found["rotary_base"],
+        "head_dim": arguments.get("kv_channels") or arguments["hidden_size"] // heads,
+        "rope_theta": arguments["rotary_base"],
     }
-    if found.get("use_rope_scaling"):
-        config["rope_scaling"] = {"rope_type": "llama3", "factor": found["rope_scaling_factor"], **_LLAMA3}
+    if arguments.get("use_rope_scaling"):
+        config["rope_scaling"] = {"rope_type": "llama3", "factor": arguments["rope_scaling_factor"], **_LLAMA3}
     if not num_experts:
         return {"model_type": "qwen3" if has_norms else "llama", **config}
-    freq = _pattern(found.get("moe_layer_freq", 1), num_layers) or []
-    if found.get("multi_latent_attention"):
-        return {"model_type": "deepseek_v3", **config, **deepseek_config(found, freq)}
+    freq = _pattern(arguments.get("moe_layer_freq", 1), num_layers) or []
+    if arguments.get("multi_latent_attention"):
+        return {"model_type": "deepseek_v3", **config, **deepseek_config(arguments, freq)}
     return {
         "model_type": "qwen3_moe", **config, "num_experts": num_experts,
-        "num_experts_per_tok": found["moe_router_topk"], "decoder_sparse_step": 1,
-        "moe_intermediate_size": found.get("moe_ffn_hidden_size") or found["ffn_hidden_size"],
+        "num_experts_per_tok": arguments["moe_router_topk"], "decoder_sparse_step": 1,
+        "moe_intermediate_size": arguments.get("moe_ffn_hidden_size") or arguments["ffn_hidden_size"],
         "mlp_only_layers": [index for index, sparse in enumerate(freq) if not sparse],
-        "norm_topk_prob": not found.get("moe_router_pre_softmax", False),
+        "norm_topk_prob": not arguments.get("moe_router_pre_softmax", False),
     }  # fmt: skip
 
 
@@ -247,10 +248,10 @@ def with_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     YaRN that scales by 1 is plain rotary embeddings.
     """
-    found = {**arguments, **{name: value for name, value in _LATENT_DEFAULTS.items() if arguments.get(name) is None}}
-    if found["rotary_scaling_factor"] == 1:
-        found |= {"rope_type": "rope", "mscale_all_dim": 0.0}
-    return found
+    filled = {**arguments, **{name: value for name, value in _LATENT_DEFAULTS.items() if arguments.get(name) is None}}
+    if filled["rotary_scaling_factor"] == 1:
+        filled |= {"rope_type": "rope", "mscale_all_dim": 0.0}
+    return filled
 
 
 def deepseek_arguments(read: ConfigFields) -> dict[str, Any]:
@@ -284,38 +285,38 @@ def deepseek_arguments(read: ConfigFields) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def deepseek_config(found: Mapping[str, Any], has_experts: Sequence[int]) -> dict[str, Any]:
+def deepseek_config(arguments: Mapping[str, Any], has_experts: Sequence[int]) -> dict[str, Any]:
     """Return the fields of a config that `with_defaults` arguments describe, beside those of every model.
 
     Raises:
         KeyError, ValueError, ArithmeticError: they are not of such a model.
     """
-    width = found["moe_ffn_hidden_size"]
-    groups = found.get("moe_router_num_groups") or 1
+    width = arguments["moe_ffn_hidden_size"]
+    groups = arguments.get("moe_router_num_groups") or 1
     config = {
-        "num_key_value_heads": found["num_attention_heads"], "head_dim": found["qk_pos_emb_head_dim"],
-        "q_lora_rank": found["q_lora_rank"], "kv_lora_rank": found["kv_lora_rank"],
-        "qk_nope_head_dim": found["qk_head_dim"], "qk_rope_head_dim": found["qk_pos_emb_head_dim"],
-        "v_head_dim": found["v_head_dim"], "rope_interleave": True,
+        "num_key_value_heads": arguments["num_attention_heads"], "head_dim": arguments["qk_pos_emb_head_dim"],
+        "q_lora_rank": arguments["q_lora_rank"], "kv_lora_rank": arguments["kv_lora_rank"],
+        "qk_nope_head_dim": arguments["qk_head_dim"], "qk_rope_head_dim": arguments["qk_pos_emb_head_dim"],
+        "v_head_dim": arguments["v_head_dim"], "rope_interleave": True,
         "first_k_dense_replace": [*has_experts].index(1), "moe_intermediate_size": width,
-        "n_routed_experts": found["num_experts"],
-        "n_shared_experts": found["moe_shared_expert_intermediate_size"] // width,
-        "num_experts_per_tok": found["moe_router_topk"], "n_group": groups,
-        "topk_group": found.get("moe_router_group_topk") or groups, "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid", "norm_topk_prob": found["moe_router_topk"] > 1,
-        "routed_scaling_factor": found.get("moe_router_topk_scaling_factor") or 1.0,
-        "num_nextn_predict_layers": found.get("mtp_num_layers") or 0,
+        "n_routed_experts": arguments["num_experts"],
+        "n_shared_experts": arguments["moe_shared_expert_intermediate_size"] // width,
+        "num_experts_per_tok": arguments["moe_router_topk"], "n_group": groups,
+        "topk_group": arguments.get("moe_router_group_topk") or groups, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "norm_topk_prob": arguments["moe_router_topk"] > 1,
+        "routed_scaling_factor": arguments.get("moe_router_topk_scaling_factor") or 1.0,
+        "num_nextn_predict_layers": arguments.get("mtp_num_layers") or 0,
     }  # fmt: skip
-    if found["rope_type"] == "yarn":
-        config["rope_scaling"] = {"rope_type": "yarn", **{theirs: found[own] for own, theirs in _YARN.items()}}
+    if arguments["rope_type"] == "yarn":
+        config["rope_scaling"] = {"rope_type": "yarn", **{theirs: arguments[name] for name, theirs in _YARN.items()}}
     return config
 
 
 def _rotary_or_yarn(read: ConfigFields) -> dict[str, Any]:
     rope = read.rope()
-    found: dict[str, Any] = {"rotary_base": rope.base, "use_rope_scaling": False}
+    arguments: dict[str, Any] = {"rotary_base": rope.base, "use_rope_scaling": False}
     if rope.kind == "default":
-        return found | {"rope_type": "rope", "mscale_all_dim": 0.0}
+        return arguments | {"rope_type": "rope", "mscale_all_dim": 0.0}
     fields = {name: rope.fields.get(name) for name in _YARN.values()}
     scale, all_dim = fields["mscale"], fields["mscale_all_dim"]
     expressible = rope.fields.get("attention_factor") is None and rope.fields.get("truncate", True)
@@ -324,8 +325,8 @@ def _rotary_or_yarn(read: ConfigFields) -> dict[str, Any]:
         raise read.refuse("rope_parameters", "default rotary embeddings, or DeepSeek-V3's YaRN", dict(rope.fields))
     # Without mscale_all_dim, transformers does not look at mscale.
     fields |= {"mscale": scale if all_dim else 1.0, "mscale_all_dim": all_dim or 0.0}
-    known = {own: fields[theirs] or _LATENT_DEFAULTS[own] for own, theirs in _YARN.items()}
-    return found | {"rope_type": "yarn", **known}
+    yarn = {name: fields[theirs] or _LATENT_DEFAULTS[name] for name, theirs in _YARN.items()}
+    return arguments | {"rope_type": "yarn", **yarn}
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,12 +345,12 @@ class ConfigFields:
 
     def expect(self, name: str, allowed: object) -> None:
         """Raise unless a field is absent, or has the one value that Megatron's models compute."""
-        found = self.config.get(name, allowed)
-        if found != allowed:
-            raise self.refuse(name, allowed, found)
+        value = self.config.get(name, allowed)
+        if value != allowed:
+            raise self.refuse(name, allowed, value)
 
-    def refuse(self, name: str, allowed: object, found: object) -> ModelError:
-        problem = f"Megatron-Core's model expects {allowed}, found {str(found)[:80]}"
+    def refuse(self, name: str, allowed: object, value: object) -> ModelError:
+        problem = f"Megatron-Core's model expects {allowed}, found {str(value)[:80]}"
         hint = "convert it with Megatron-Bridge, if it knows this model"
         return ModelError(f"{self.where}: config.json: {name}", problem, hint, code="model.not-in-megatron")
 
@@ -360,7 +361,7 @@ class ConfigFields:
             InputError: they are not an object.
         """
         sections = map(self.typed.section, ("rope_parameters", "rope_scaling"))
-        found = (section.config for section in sections if section is not None and section.config)
-        fields: Mapping[str, Any] = next(found, {})
+        filled = (section.config for section in sections if section is not None and section.config)
+        fields: Mapping[str, Any] = next(filled, {})
         kind = fields.get("rope_type") or fields.get("type") or "default"
         return Rope(kind, fields.get("rope_theta") or self.config.get("rope_theta") or 10000.0, fields)

@@ -10,27 +10,23 @@ from typing import Any
 
 from manifests.errors import Parameter, SourceError, UsageError
 from manifests.jsontext import parse_json_object
-from manifests.models import model_shape
 from manifests.models.config import CONFIG_NAME
-from manifests.schema import MOMENTS, Holds, Source
+from manifests.schema import MOMENTS, Holds
 from reshard.archives.dcp import DcpMetadata, DcpTensor, read_chunks, read_metadata
 from reshard.archives.names import DATA_SUFFIX, MARK_NAME, METADATA_NAME
 from reshard.archives.tensors import read_object
+from reshard.formats.assemble import ModelConfig, ModelTensors, read_model_config
+from reshard.formats.auxiliary import auxiliary_files
 from reshard.formats.dcp.read import list_tensors as list_dcp_tensors
-from reshard.formats.dcp.read import read_stored as read_stored  # the folder is one of DCP, too
-from reshard.formats.huggingface.read import auxiliary_files
-from reshard.formats.huggingface.torch_files import index_of, recorded_anew
 from reshard.formats.megatron.arguments import check_arguments, config_of, with_defaults
 from reshard.formats.megatron.names import COMMON_NAME, EMBEDDING
 from reshard.formats.megatron.tensors import has_megatron_names, is_megatron_weight, under_names_of_huggingface
 from reshard.formats.megatron.training import MASTERS, OPTIMIZER, find_optimizer, training_state
 from reshard.formats.table import Listing, OpenOptions
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
-from reshard.tensors.comparison import check_coverage, drop_tensors, trained_part, without_absent
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.slices import merge_slices
-from reshard.tensors.source_index import SourceRecord
-from stores.base import Folder, InputFile, read_config, read_whole
+from stores.base import Folder, InputFile, read_whole
 from stores.bundles import TensorAt, join_slices
 
 _VERSION = 3.0  # of the order of rows of query_key_value
@@ -42,6 +38,7 @@ _MARK = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
     "common_backend_version": 1,
 }  # fmt: skip
+Tensors = dict[str, TensorAt]
 _EXTRA_STATE = re.compile(r"_extra_state(/|$)")  # of Transformer Engine: no weight
 
 
@@ -58,51 +55,31 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
         ShardError: the chunks of a tensor are not all of it.
         UsageError: the model is described.
     """
-    drop = options.drop
     if options.description is not None:
         problem = "is for Hugging Face folders; Megatron's arguments describe the model"
         raise UsageError(Parameter("model"), problem, "leave it out", code="options.model-of-manifest")
     saved = read_metadata(folder)
     common, where = read_common(folder), str(folder)
-    optimizer = None if OPTIMIZER in drop else find_optimizer(common, saved.tensors, where)
-    config_file, config, whole = _read_weights(folder, saved, common)
-    shape = model_shape(config, str(config_file))
-    dropped = drop_tensors(whole, drop - {OPTIMIZER}, shape)
-    shape = without_absent(shape, whole)
-    check_coverage(whole, shape, where, frozenset(dropped))
-    moments: dict[Holds, dict[str, TensorAt]] = {}
-    trained = None
+    optimizer = None if OPTIMIZER in options.drop else find_optimizer(common, saved.tensors, where)
+    config, weights = _read_weights(folder, saved, common)
+    model, moments, trained = ModelTensors.cover(weights, config, options, where), dict[Holds, Tensors](), None
     if optimizer is not None:
-        state = {kind: _weights(folder, tensors, config) for kind, tensors in optimizer.items()}
-        for kind, found in state.items():
-            check_coverage(found, trained_part(shape), f"{where}: {kind}", frozenset(dropped))
-        moments = {kind: {fqn: state[kind][fqn] for fqn in whole if fqn in state[kind]} for kind in MOMENTS}
-        dtype = next(whole[fqn].dtype for fqn in moments[MOMENTS[0]])
+        state = {
+            kind: model.cover_state(kind, _weights(folder, tensors, config.fields))
+            for kind, tensors in optimizer.items()
+        }
+        moments = {kind: state[kind] for kind in MOMENTS}
+        dtype = next(model.weights[fqn].dtype for fqn in moments[MOMENTS[0]])
         trained = training_state(common, arguments_in(common, where), moments[MOMENTS[0]], dtype, where)
-        whole |= {fqn: state[MASTERS][fqn] for fqn in moments[MOMENTS[0]]}
-    ordered = {fqn: whole[fqn] for fqn in (*shape.tensors, *whole) if fqn in whole}
-    shards = recorded_anew(list(ordered.values()))
+        model = replace(model, weights={**model.weights, **state[MASTERS]})
     files = folder.names()
     data = [name for name in files if name.endswith(DATA_SUFFIX)]
-    auxiliary = auxiliary_files(folder, files, {METADATA_NAME, MARK_NAME, COMMON_NAME, CONFIG_NAME, *data})
-    return Checkpoint(
-        shape=shape,
-        tensors=ordered,
-        auxiliary=(AuxiliaryAt(path=CONFIG_NAME, file=config_file), *auxiliary),
-        record=SourceRecord(shards=shards, index=index_of(shards) if len(shards) > 1 else None, dropped=dropped),
-        source=Source(
-            kind=folder.kind,
-            location=folder.location,
-            revision=folder.revision,
-            left_out=_left_out(saved, common, is_trained=trained is not None),
-        ),
-        originals=OriginalFiles(
-            location=folder.location, revision=folder.revision, files={name: folder.file(name) for name in data}
-        ),
-        moments=moments,
-        trained=trained,
-        merges_slices=True,
+    auxiliary = (
+        AuxiliaryAt(path=CONFIG_NAME, file=config.file),
+        *auxiliary_files(folder, files, {METADATA_NAME, MARK_NAME, COMMON_NAME, CONFIG_NAME, *data}),
     )
+    left_out = _left_out(saved, common, is_trained=trained is not None)
+    return replace(model.checkpoint(folder, data, auxiliary, left_out), moments=moments, trained=trained)
 
 
 def read_weights(folder: Folder) -> dict[str, TensorAt]:
@@ -111,7 +88,7 @@ def read_weights(folder: Folder) -> dict[str, TensorAt]:
     Raises:
         SourceError, ModelError, ShardError: as `open_checkpoint`, but for weights that are not all of a model.
     """
-    return _read_weights(folder, read_metadata(folder), read_common(folder))[2]
+    return _read_weights(folder, read_metadata(folder), read_common(folder))[1]
 
 
 def list_tensors(folder: Folder) -> Listing:
@@ -119,10 +96,8 @@ def list_tensors(folder: Folder) -> Listing:
     return replace(list_dcp_tensors(folder), format="megatron", title="Megatron-Core's torch_dist")
 
 
-def _read_weights(
-    folder: Folder, saved: DcpMetadata, common: Mapping[object, object]
-) -> tuple[InputFile, Mapping[str, object], dict[str, TensorAt]]:
-    """Return the config and its file, and the weights."""
+def _read_weights(folder: Folder, saved: DcpMetadata, common: Mapping[object, object]) -> tuple[ModelConfig, Tensors]:
+    """Return the config and the weights."""
     _check_mark(folder)
     where = str(folder)
     arguments = arguments_in(common, where)
@@ -138,16 +113,15 @@ def _read_weights(
     else:
         text = json.dumps(config_of(arguments, embedding.dtype, where), indent=2) + "\n"
         config_file = MemoryFile(f"{folder}/{CONFIG_NAME}", text.encode())
-    config = read_config(config_file)
-    model_shape(config, str(config_file))  # which checks it
-    check_arguments(arguments, config, embedding.chunks[0].region.whole_shape[0], where)
-    return config_file, config, _weights(folder, weights, config)
+    config = read_model_config(config_file)
+    check_arguments(arguments, config.fields, embedding.chunks[0].region.whole_shape[0], where)
+    return config, _weights(folder, weights, config.fields)
 
 
-def _weights(folder: Folder, saved: Mapping[str, DcpTensor], config: Mapping[str, object]) -> dict[str, TensorAt]:
+def _weights(folder: Folder, saved: Mapping[str, DcpTensor], config: Mapping[str, object]) -> Tensors:
     slices = {name: tuple(chunks) for name, chunks in read_chunks(folder, saved).items()}
     named = under_names_of_huggingface(slices, config, str(folder))
-    joined = join_slices(one for parts in named.values() for one in parts)
+    joined = join_slices(part for parts in named.values() for part in parts)
     return {name: merge_slices(parts) for name, parts in joined.items()}
 
 
@@ -155,8 +129,8 @@ def _check_mark(folder: Folder) -> None:
     file = folder.file(MARK_NAME)
     mark = parse_json_object(read_whole(file, most_nbytes=1 << 20), str(file))
     for name, expected in _MARK.items():
-        if (found := mark.get(name, expected if name != "sharded_backend" else None)) != expected:
-            problem = f"expected {expected!r}, found {str(found)[:80]!r}"
+        if (value := mark.get(name, expected if name != "sharded_backend" else None)) != expected:
+            problem = f"expected {expected!r}, found {str(value)[:80]!r}"
             hint = "save it again with --ckpt-format torch_dist"
             raise SourceError(f"{file}: {name}", problem, hint, code="source.megatron-format")
 
@@ -165,8 +139,8 @@ def _left_out(saved: DcpMetadata, common: Mapping[object, object], *, is_trained
     """Return what is not packed, by its first name."""
     names = [tensor.name for tensor in saved.tensors if not is_megatron_weight(tensor.name)] + list(saved.values)
     unread = {str(name) for name, value in common.items() if name not in _READ and value not in (None, 0, {})}
-    found = {"_extra_state" if _EXTRA_STATE.search(name) else re.split("[./]", name)[0] for name in names}
-    return tuple(sorted((found - {OPTIMIZER}) | unread if is_trained else found))
+    prefixes = {"_extra_state" if _EXTRA_STATE.search(name) else re.split("[./]", name)[0] for name in names}
+    return tuple(sorted((prefixes - {OPTIMIZER}) | unread if is_trained else prefixes))
 
 
 def read_common(folder: Folder) -> Mapping[object, object]:
@@ -205,14 +179,14 @@ def arguments_in(common: Mapping[object, object], where: str) -> dict[str, Any]:
     fields = getattr(common.get("args"), "fields", None)
     if not isinstance(fields, dict) or not fields:
         raise _no_arguments(f"{where}/{COMMON_NAME}", "found no 'args'")
-    found = {name: value for name, value in fields.items() if isinstance(name, str)}
+    arguments = {name: value for name, value in fields.items() if isinstance(name, str)}
     for name, alias in _ALIASES.items():
-        if name not in found and alias in found:
-            found[name] = found[alias]
-    return with_defaults(found) if found.get("multi_latent_attention") else found
+        if name not in arguments and alias in arguments:
+            arguments[name] = arguments[alias]
+    return with_defaults(arguments) if arguments.get("multi_latent_attention") else arguments
 
 
-def _no_arguments(where: str, found: str) -> SourceError:
-    problem = f"expected the arguments of Megatron-LM, which say what the weights mean, {found}"
+def _no_arguments(where: str, actual: str) -> SourceError:
+    problem = f"expected the arguments of Megatron-LM, which say what the weights mean, {actual}"
     hint = "convert it with Megatron-Bridge's AutoBridge.export_ckpt"
     return SourceError(where, problem, hint, code="source.no-megatron-arguments")

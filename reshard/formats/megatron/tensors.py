@@ -14,12 +14,11 @@ from operator import eq
 from typing import Any
 
 from manifests.errors import ModelError, SourceError
-from reshard.formats.dcp.names import heads_of
 from reshard.formats.megatron.arguments import layers_with_experts, num_experts_of
 from reshard.formats.megatron.names import EMBEDDING, HEAD, MTP_COPIES, NORM, QKV, megatron_names
-from reshard.formats.rows import Slices, fused_heads, indices_of, rows_of
 from reshard.formats.saved_state import Place, Placed, in_place
 from reshard.tensors.lazy import read_blocks
+from reshard.tensors.slices import FusedHeads, Slices, indices_of, rows_of
 from stores.bundles import TensorAt
 
 _OTHERS = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state")  # beside the model
@@ -56,18 +55,18 @@ def under_names_of_huggingface(
         SourceError: two different tensors are one of Hugging Face's model, or slices are not contiguous in their files.
     """
     model = _Model(config, tensors, where)
-    found: dict[str, Slices] = {}
+    renamed: dict[str, Slices] = {}
     for name, slices in tensors.items():
         for new, converted in model.converted(name, slices):
             named = tuple(
-                TensorAt(new, one.dtype, one.shape, one.file, one.begin, one.nbytes, one.blake3, one.part)
-                for one in converted
+                TensorAt(new, part.dtype, part.shape, part.file, part.begin, part.nbytes, part.blake3, part.part)
+                for part in converted
             )
-            if found.setdefault(new, named) != named:  # keys of several layer specs may share a place
+            if renamed.setdefault(new, named) != named:  # keys of several layer specs may share a place
                 problem = f"is {new!r} of Hugging Face's model, which another tensor is too"
                 hint = "save the checkpoint again with the layers of one release of Megatron-Core"
                 raise SourceError(f"{where}: {name!r}", problem, hint, code="source.tensor-twice")
-    return found
+    return renamed
 
 
 class _Model:
@@ -102,7 +101,7 @@ class _Model:
         """Yield what a tensor of a layer is in Hugging Face's model, relative to its layer."""
         names = self._names
         if rest == QKV:
-            for part, rows in fused_heads(slices, *heads_of(self._config)).items():
+            for part, rows in FusedHeads.of(self._config).split(slices).items():
                 yield f"self_attn.{part}_proj.weight", rows
         elif names.has_experts and (match := _EXPERT.fullmatch(rest)):
             number, projection, half = match.groups()
@@ -130,13 +129,13 @@ def _halves(name: str, half: str | None, slices: Slices) -> Named:
 
 
 def _inverse(names: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    return {own: theirs for theirs, spellings in names.items() for own in spellings}
+    return {spelling: theirs for theirs, spellings in names.items() for spelling in spellings}
 
 
 def _count(config: Mapping[str, object], field: str) -> int:
-    found = config.get(field) or 0
-    assert isinstance(found, int), "model_shape checked it"
-    return found
+    number = config.get(field) or 0
+    assert isinstance(number, int), "model_shape checked it"
+    return number
 
 
 _HF_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
@@ -159,7 +158,7 @@ class MegatronModel:
         self._names = megatron_names(config, where)
         self._num_layers: int = config["num_hidden_layers"]
         self._num_experts = num_experts_of(config)
-        self._gated = {hf: own for own, hf in self._names.gated.items()}
+        self._gated = {hf: name for name, hf in self._names.gated.items()}
         self.is_stacked = not self._num_experts or all(layers_with_experts(config, where))
         numbers = {int(match[1]) for match in map(_HF_LAYER.fullmatch, weights) if match} if self._names.mtp else set()
         self.mtp_layers = sorted(numbers.difference(range(self._num_layers)))
@@ -181,10 +180,10 @@ class MegatronModel:
         if layer in self.mtp_layers and rest in self._names.mtp:
             (key,) = self._names.mtp[rest]
             return in_place(tensor, f"mtp.layers.{layer - self._num_layers}.{key}")
-        if found := _HEADS.fullmatch(rest):
-            return self._heads(tensor, layer, found[1])
-        if self._num_experts and (found := _HF_EXPERT.fullmatch(rest)):
-            return self._expert(tensor, layer, int(found[1]), found[2])
+        if inner := _HEADS.fullmatch(rest):
+            return self._heads(tensor, layer, inner[1])
+        if self._num_experts and (inner := _HF_EXPERT.fullmatch(rest)):
+            return self._expert(tensor, layer, int(inner[1]), inner[2])
         for half, part in enumerate(("gate", "up")):
             name = rest.replace(f".{part}_proj.", ".{}_proj.")
             if name != rest and name in self._gated:
@@ -224,13 +223,9 @@ class MegatronModel:
 
     def _heads(self, tensor: TensorAt, layer: int, part: str) -> Placed:
         """Return a projection of heads: for each key head, the rows of its queries, its own and those of its value."""
-        queries, keys = heads_of(self._config)
-        per_key, others = queries // keys, tensor.shape[1:]
-        begin, count = {"q": (0, per_key), "k": (per_key, 1), "v": (per_key + 1, 1)}[part]
-        rows = tensor.shape[0] // (keys * count)  # of a head
-        whole = (rows * (queries + 2 * keys), *others)
-        offsets = [((group * (per_key + 2) + begin) * rows, *(0 for _ in others)) for group in range(keys)]
-        return self._placed(tensor, layer, [QKV], whole, offsets, (count * rows, *others))
+        whole, offsets = FusedHeads.of(self._config).places(part, tensor.shape)
+        chunk = (tensor.shape[0] // len(offsets), *tensor.shape[1:])
+        return self._placed(tensor, layer, [QKV], whole, offsets, chunk)
 
     def _expert(self, tensor: TensorAt, layer: int, expert: int, part: str) -> Placed:
         rows, width = tensor.shape
@@ -259,8 +254,8 @@ class MegatronModel:
         owners = [fqn for fqn, key in _OWN_TOP.items() if key in (MTP_COPIES[part], EMBEDDING) and fqn in self._weights]
         owner = self._weights[owners[-1]]
         mine = self._weights[tensor.name]
-        known = mine.digest is not None and owner.digest is not None
-        if mine.digest != owner.digest if known else not _are_equal(mine, owner):
+        has_digests = mine.digest is not None and owner.digest is not None
+        if mine.digest != owner.digest if has_digests else not _are_equal(mine, owner):
             problem = f"differs from {owner.name!r}, which Megatron-Core's MTP layers share with the model"
             hint = f"pack without its MTP layer: reshard pack SOURCE --drop model.layers.{layer}"
             raise ModelError(f"{self._where}: {tensor.name!r}", problem, hint, code="model.not-in-megatron")
@@ -271,6 +266,6 @@ class MegatronModel:
         return ModelError(f"{self._where}: {fqn!r}", problem, hint, code="model.not-in-megatron")
 
 
-def _are_equal(one: TensorAt, other: TensorAt) -> bool:
-    same = (one.dtype, one.shape) == (other.dtype, other.shape)
-    return same and all(map(eq, read_blocks(one), read_blocks(other)))
+def _are_equal(first: TensorAt, second: TensorAt) -> bool:
+    same = (first.dtype, first.shape) == (second.dtype, second.shape)
+    return same and all(map(eq, read_blocks(first), read_blocks(second)))

@@ -52,25 +52,25 @@ def find_optimizer(
     Raises:
         SourceError: they are of another format.
     """
-    found: dict[str, dict[str, DcpTensor]] = {kind: {} for kind in (MASTERS, *MOMENTS)}
+    by_kind: dict[str, dict[str, DcpTensor]] = {kind: {} for kind in (MASTERS, *MOMENTS)}
     others = []
     for tensor in tensors:
         if match := _ENTRY.fullmatch(tensor.name):
-            found[match[1]][match[2]] = tensor
+            by_kind[match[1]][match[2]] = tensor
         elif _OF_OPTIMIZER.match(tensor.name):
             others.append(tensor.name)
-    if not common.get(OPTIMIZER) and not others and not any(found.values()):
+    if not common.get(OPTIMIZER) and not others and not any(by_kind.values()):
         return None
     content = common.get("content_metadata")
-    for each in _optimizers(common, where):
-        if (kind := each.get("param_state_sharding_type")) != RESHARDABLE:
+    for optimizer in _optimizers(common, where):
+        if (kind := optimizer.get("param_state_sharding_type")) != RESHARDABLE:
             raise _not_reshardable(where, kind)
         if isinstance(content, dict) and (other := content.get("distrib_optim_sharding_type", kind)) != kind:
             raise _not_reshardable(where, f"{kind}, and content_metadata {other}")
     if others:
         problem = f"has no place in optimizer state of {RESHARDABLE!r}"
         raise SourceError(f"{where}: {others[0][:80]!r}", problem, _resave(), code="source.megatron-optimizer")
-    return found
+    return by_kind
 
 
 def training_state(
@@ -88,7 +88,7 @@ def training_state(
         SourceError: options of another optimizer than AdamW, or malformed, or counts of steps that differ.
     """
     place = f"{where}/{COMMON_NAME}: {OPTIMIZER}"
-    groups = [group for each in _optimizers(common, where) for group in groups_in(_inner(each, place), place)]
+    groups = [group for optimizer in _optimizers(common, where) for group in groups_in(_inner(optimizer, place), place)]
     counted = [read_number(group["step"], f"{place}: step") for group in groups if group.get("step") is not None]
     if not counted:
         raise bad_optimizer(place, "found no count of its steps")
@@ -96,11 +96,10 @@ def training_state(
     if last is not None and step > read_number(last, f"{where}/{COMMON_NAME}: iteration"):  # iterations may be skipped
         problem = f"took {step} steps, and the checkpoint is of iteration {last}"
         raise bad_optimizer(place, problem)
-    rates = {rate if isinstance(rate := group.get("lr"), int | float) else None for group in groups}
     batch = _batch(arguments)
     samples = arguments.get("consumed_train_samples")
     clip = float(read_number(arguments.get("clip_grad", 1.0), f"{where}/{COMMON_NAME}: args.clip_grad"))
-    found = TrainingState(
+    state = TrainingState(
         step=step,
         num_tokens=samples * batch.seq_len if batch and type(samples) is int and samples > 0 else 0,
         dtype="F32",
@@ -110,26 +109,26 @@ def training_state(
             max_norm=max(clip, 0.0),  # Megatron clips to a norm above 0
             groups=_groups(groups, moments, bool(arguments.get("apply_wd_to_qk_layernorm")), place),
         ),
-        learning_rate=constant_rate(rates.pop()) if len(rates) == 1 else None,
+        learning_rate=constant_rate([group.get("lr") for group in groups]),
         batch=batch,
     )
-    return checked_state(found, place)
+    return checked_state(state, place)
 
 
 def _optimizers(common: Mapping[object, object], where: str) -> list[Mapping[object, object]]:
     """Return the optimizers: one, or, if there are experts, one of them and one of all other parameters."""
-    found = common.get(OPTIMIZER)
-    if not isinstance(found, dict):
+    saved = common.get(OPTIMIZER)
+    if not isinstance(saved, dict):
         raise bad_optimizer(f"{where}/{COMMON_NAME}", f"found no {OPTIMIZER!r}")
-    chained = [each for key, each in found.items() if type(key) is int]
-    return [each for each in chained or [found] if isinstance(each, dict)]
+    chained = [optimizer for key, optimizer in saved.items() if type(key) is int]
+    return [optimizer for optimizer in chained or [saved] if isinstance(optimizer, dict)]
 
 
 def _inner(state: Mapping[object, object], place: str) -> Mapping[object, object]:
-    found = state.get(OPTIMIZER)
-    if not isinstance(found, dict):
+    options = state.get(OPTIMIZER)
+    if not isinstance(options, dict):
         raise bad_optimizer(place, f"found no {OPTIMIZER!r}, the options of groups")
-    return found
+    return options
 
 
 def _groups(

@@ -16,6 +16,7 @@ from manifests.models.config import CONFIG_NAME
 from manifests.schema import MOMENTS, OptimizerState, TrainingState
 from reshard.archives.names import MARK_NAME, METADATA_NAME
 from reshard.archives.saved import Instance, Name, saved_value, torch_dtype
+from reshard.formats.auxiliary import with_source_files
 from reshard.formats.megatron.arguments import arguments_of
 from reshard.formats.megatron.names import COMMON_NAME, RELEASE, TRACKER_NAME
 from reshard.formats.megatron.tensors import MegatronModel
@@ -29,10 +30,9 @@ from reshard.formats.publish_export import (
     refuse_state,
 )
 from reshard.formats.saved_state import SavedState
-from reshard.formats.source_files import with_source_files
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.tensors.checkpoint import Checkpoint
-from reshard.tensors.lazy import MadeFile
+from reshard.tensors.lazy import MemoryFile
 from reshard.transforms.cast import cast_tensor
 from stores.base import read_config
 from stores.open import Address
@@ -91,7 +91,7 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
             replace(item, path=f"{tag}/{item.path}") for item in with_source_files(checkpoint.auxiliary, is_same=False)
         ],
         shards=saved.files.shards,
-        made=[_file(f"{tag}/{name}", data) for name, data in made.items()],
+        made=[MemoryFile(f"{tag}/{name}", data) for name, data in made.items()],
         last=TRACKER_NAME,  # without it Megatron-LM sees no checkpoint
         last_bytes=(str(step) if state else RELEASE).encode,
     )
@@ -124,10 +124,6 @@ def _common(arguments: Mapping[str, object], step: int, content: Mapping[str, ob
     }
 
 
-def _file(name: str, data: bytes) -> MadeFile:
-    return MadeFile(name, len(data), lambda: iter((data,)))
-
-
 logger = logging.getLogger(__name__)
 
 # Note [Groups of Megatron]: a loader finds each of its trainer's groups by the factors of its weight decay and learning
@@ -155,11 +151,11 @@ def optimizer_of(checkpoint: Checkpoint, trained: TrainingState, optimizer: Opti
     }  # fmt: skip
     groups = [{**common, "weight_decay": decay if factor else 0.0, "wd_mult": factor} for factor in _FACTORS]
     state = {OPTIMIZER: {"param_groups": groups}, "param_state_sharding_type": RESHARDABLE}
-    each = trained.batch.global_batch if trained.batch else 1
+    batch = trained.batch.global_batch if trained.batch else 1
     schedule: dict[str, Any] = {
         "max_lr": rate.peak, "min_lr": rate.minimum, "lr_decay_style": _STYLES[rate.decay],
-        "lr_warmup_steps": rate.warmup_steps * each, "num_steps": samples_of(trained),
-        "lr_decay_steps": max(rate.decay_steps, rate.warmup_steps + 1) * each,
+        "lr_warmup_steps": rate.warmup_steps * batch, "num_steps": samples_of(trained),
+        "lr_decay_steps": max(rate.decay_steps, rate.warmup_steps + 1) * batch,
         "start_wd": decay, "end_wd": decay, "wd_incr_steps": 0, "wd_incr_style": "constant",
     }  # fmt: skip
     return {OPTIMIZER: state, "opt_param_scheduler": schedule}

@@ -11,8 +11,8 @@ from pathlib import Path
 from manifests.headertext import TensorEntry
 from manifests.safetensors import encode_header
 from stores.base import Range
-from stores.headers import NUM_AT_ONCE, read_file_headers
 from stores.local import LocalFile
+from stores.workers import NUM_AT_ONCE, each_file_header
 from tests.builders import files_in, llama_config, reshard, write_model
 from tests.refusals import refused
 from tests.servers.hub import Hub
@@ -70,14 +70,14 @@ class FarFile:
 def test_headers_are_read_sixteen_at_a_time_and_returned_in_order() -> None:
     desk = Desk(wanted=NUM_AT_ONCE)
     files = [FarFile(str(number), desk) for number in range(30)]
-    assert list(read_file_headers(files)) == files
+    assert list(dict(each_file_header(files))) == files
     assert desk.most == NUM_AT_ONCE == 16
 
 
 def test_the_first_file_that_is_refused_is_named_and_no_other_is_begun() -> None:
     desk = Desk()
     files = [FarFile(f"{number}", desk, b"cut" if number in (2, 3) else HEADER) for number in range(200)]
-    assert refused(lambda: read_file_headers(files)) == ("header.not-safetensors", "2")
+    assert refused(lambda: dict(each_file_header(files))) == ("header.not-safetensors", "2")
     assert len(desk.served) < 100
 
 
@@ -86,7 +86,7 @@ def test_files_on_this_machine_are_read_in_this_thread(tmp_path: Path) -> None:
     for file in files:
         file.path.write_bytes(HEADER)
     num_threads = threading.active_count()
-    assert [header.tensors[0].name for header in read_file_headers(files).values()] == ["a"] * 3
+    assert [header.tensors[0].name for header in dict(each_file_header(files)).values()] == ["a"] * 3
     assert threading.active_count() == num_threads
 
 

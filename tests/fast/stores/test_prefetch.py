@@ -18,8 +18,7 @@ from reshard.plans.pack_plan import OutputShard
 from stores.base import InputFile
 from stores.bundles import TensorAt
 from stores.net.streams import Streams
-from stores.prefetch import Lane, Planned, PlannedReader, Prefetcher
-from stores.ranges import Fetch, RangeReader
+from stores.prefetch import Fetch, Lane, Planned, PlannedReader, Prefetcher, RangeReader
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from manifests.errors import InputError
 from stores.base import Range
-from stores.ranges import GAP_NBYTES, NUM_PARALLEL, REQUEST_NBYTES, RangeReader, plan_requests
+from stores.prefetch import GAP_NBYTES, LONGEST_REQUEST_NBYTES, NUM_PARALLEL, RangeReader, plan_requests
 
 MIB = 1 << 20
 ranges_of_files = st.lists(
@@ -66,7 +66,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 @given(ranges_of_files)
 def test_requests_hold_each_wanted_byte_once_and_of_gaps_only_the_short_ones(ranges: list[Range]) -> None:
     requests = plan_requests(ranges)
-    assert all(0 < end - begin <= REQUEST_NBYTES for begin, end in requests)
+    assert all(0 < end - begin <= LONGEST_REQUEST_NBYTES for begin, end in requests)
     assert all(ahead[1] <= behind[0] for ahead, behind in pairwise(requests))
     edges = sorted({edge for range_ in (*ranges, *requests) for edge in range_})
     gap = 0  # bytes since the last wanted one
@@ -109,19 +109,21 @@ def test_reader_gives_the_bytes_of_its_ranges_in_blocks_of_any_size() -> None:
 
 
 def test_reader_fetches_ahead_but_never_more_than_its_share() -> None:
-    source = Source(6 * REQUEST_NBYTES)
+    source = Source(6 * LONGEST_REQUEST_NBYTES)
     reader = RangeReader(source.fetch, [(0, len(source.data))])
     read(reader, 0, MIB)
     wait_until(lambda: len(source.asked) >= NUM_PARALLEL)
-    assert sorted(source.asked) == [(n * REQUEST_NBYTES, (n + 1) * REQUEST_NBYTES) for n in range(NUM_PARALLEL)]
-    read(reader, MIB, REQUEST_NBYTES)
+    assert sorted(source.asked) == [
+        (n * LONGEST_REQUEST_NBYTES, (n + 1) * LONGEST_REQUEST_NBYTES) for n in range(NUM_PARALLEL)
+    ]
+    read(reader, MIB, LONGEST_REQUEST_NBYTES)
     wait_until(lambda: len(source.asked) >= NUM_PARALLEL + 1)
     assert len(source.asked) == NUM_PARALLEL + 1
     reader.close()
 
 
 def test_requests_run_at_the_same_time() -> None:
-    source = Source(6 * REQUEST_NBYTES, delay_s=0.4)
+    source = Source(6 * LONGEST_REQUEST_NBYTES, delay_s=0.4)
     reader = RangeReader(source.fetch, [(0, len(source.data))])
     assert read(reader, 0, len(source.data)) == source.data
     assert source.most_at_once == NUM_PARALLEL

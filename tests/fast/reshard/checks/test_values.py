@@ -10,7 +10,7 @@ from safetensors.torch import _TYPES as TORCH
 
 from manifests.headertext import DTYPE_BITS
 from reshard.checks.check import check_values
-from reshard.tensors.finding import Findings
+from reshard.tensors.comparison import Findings
 from stores.bundles import TensorAt
 from stores.local import LocalFile
 

@@ -31,6 +31,7 @@ def row(monkeypatch: pytest.MonkeyPatch) -> None:
         is_in=lambda names: any(name.endswith(".npy") for name in names),
         read=f"{NPY}.read",
         write=f"{NPY}.write",
+        listing=f"{NPY}.read",
         targets=(ExportTarget(to="npy", reader="NumPy: {out}"),),
     )
     monkeypatch.setattr(table, "FORMATS", (*table.FORMATS, npy))

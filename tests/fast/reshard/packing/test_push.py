@@ -13,7 +13,7 @@ import pytest
 
 import reshard as api
 from manifests.digest import digest_bytes
-from reshard.formats.huggingface.model_card import with_section, without_section
+from reshard.formats.auxiliary import with_section, without_section
 from tests.builders import edit_manifest, files_in, llama_config, refusal, reshard, write_model
 from tests.refusals import refused
 from tests.servers.hub import MEMBER, STRANGER, Hub, serve_hub, set_up

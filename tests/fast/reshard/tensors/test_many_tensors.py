@@ -32,7 +32,7 @@ from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.plans.pack_plan import GivenHeader, OutputShard, lay_out_readable, lay_out_shard
 from reshard.tensors.checkpoint import TensorMap, as_objects
 from reshard.tensors.lazy import MemoryFile
-from reshard.tensors.source_index import KeptText, RecordedShard, SourceRecord, decode_record, encode_record
+from reshard.tensors.source_index import KeptText, RecordedShard, SourceRecord, decode_record, record_blocks
 from stores.bundles import Bundles, TensorAt
 from stores.local import LocalFile
 from tests.builders import INDEX
@@ -161,13 +161,13 @@ def test_the_record_is_written_as_json_writes_it(name: str, text: str, index: st
             "index": index,
             "dropped": list(dropped),
         }
-        assert encode_record(record) == (json.dumps(document, indent=1) + "\n").encode()
+        assert b"".join(record_blocks(record)) == (json.dumps(document, indent=1) + "\n").encode()
 
 
 def test_a_long_record_is_read_as_it_was_written() -> None:
     index = json.dumps({"weight_map": {}, "é\U0001f600": "é\U0001f600" * 400_000}, ensure_ascii=False)
     record = SourceRecord(shards=(RecordedShard("a.safetensors", "{}"),), index=KeptText(index.encode()))
-    text = encode_record(record)
+    text = b"".join(record_blocks(record))
     assert decode_record(text) == record
     assert json.loads(text)["index"] == index
     for indent, is_ascii in ((None, True), (1, False), (2, True)):  # as other programs may write it
@@ -178,13 +178,15 @@ def test_a_long_record_is_read_in_pieces() -> None:
     index = json.dumps({f"model.layers.{number}.w": "a.safetensors" for number in range(50_000)}, indent=2)
     headers = [json.dumps({"__metadata__": {"note": "\u00e9 " * 100_000}}) for _ in range(4)]
     shards = tuple(RecordedShard(f"{number}.safetensors", text) for number, text in enumerate(headers))
-    text = encode_record(SourceRecord(shards=shards, index=KeptText(index.encode())))
+    text = b"".join(record_blocks(SourceRecord(shards=shards, index=KeptText(index.encode()))))
     assert peak_of(partial(decode_record, text)) < 0.8 * len(text)
 
 
 @given(st.binary(max_size=12), st.integers(0), st.sampled_from([b"", b'"', b"\\", b"\\ud83d", b"\\u00"]))
 def test_a_damaged_record_is_refused_or_read_as_json_says(noise: bytes, at: int, more: bytes) -> None:
-    text = encode_record(SourceRecord(shards=(RecordedShard("a.safetensors", "{}"),), index=KeptText(b'"\xc3\xa9"')))
+    text = b"".join(
+        record_blocks(SourceRecord(shards=(RecordedShard("a.safetensors", "{}"),), index=KeptText(b'"\xc3\xa9"')))
+    )
     at %= len(text)
     damaged = text[:at] + noise + more + text[at + len(noise) :]
     try:

@@ -15,8 +15,7 @@ from huggingface_hub import close_session, get_session
 from huggingface_hub.utils import _http
 
 from stores.address import HubAddress
-from stores.hub.client import uploading
-from stores.hub.upload import open_upload
+from stores.hub.upload import open_upload, uploading
 from stores.net.retries import Retries
 from tests.refusals import refused
 from tests.servers.hub import MEMBER, Hub

@@ -75,8 +75,8 @@ def test_fixed_limit_does_not_grow_and_is_halved_by_busy_responses() -> None:
     now_s = [0.0]
     streams, never = Streams(lambda: now_s[0]), threading.Event()
     streams.fix(2)
-    waiting = threading.Thread(target=lambda: streams.one(never).__enter__())
-    with streams.one(never) as stream, streams.one(never):
+    waiting = threading.Thread(target=lambda: streams.slot(never).__enter__())
+    with streams.slot(never) as stream, streams.slot(never):
         waiting.start()
         for _ in range(100):
             now_s[0] += 1.0

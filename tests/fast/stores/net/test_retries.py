@@ -69,16 +69,16 @@ def test_whoever_waits_is_stopped() -> None:
 
 def test_busy_server_gets_half_as_many_streams_and_more_again_when_it_keeps_up() -> None:
     streams, entered = Streams(), []
-    three = (streams.one(NEVER), streams.one(NEVER), streams.one(NEVER))
-    with three[0], three[1], three[2], pytest.raises(PassingError), streams.one(NEVER):
+    three = (streams.slot(NEVER), streams.slot(NEVER), streams.slot(NEVER))
+    with three[0], three[1], three[2], pytest.raises(PassingError), streams.slot(NEVER):
         raise PassingError("busy", code="store.busy")
     assert 2 <= streams.limit <= 4
     for _ in range(3):
-        with pytest.raises(PassingError), streams.one(NEVER):
+        with pytest.raises(PassingError), streams.slot(NEVER):
             raise PassingError("busy", code="store.busy")
     assert streams.limit == 1
-    with streams.one(NEVER):
-        other = threading.Thread(target=lambda: entered.append(streams.one(NEVER).__enter__()))
+    with streams.slot(NEVER):
+        other = threading.Thread(target=lambda: entered.append(streams.slot(NEVER).__enter__()))
         other.start()
         other.join(0.05)
         assert entered == []
@@ -89,10 +89,10 @@ def test_busy_server_gets_half_as_many_streams_and_more_again_when_it_keeps_up()
 
 def test_stream_that_nobody_wants_any_more_does_not_wait() -> None:
     streams, stop = Streams(), threading.Event()
-    with pytest.raises(PassingError), streams.one(NEVER):
+    with pytest.raises(PassingError), streams.slot(NEVER):
         raise PassingError("busy", code="store.busy")
     stop.set()
-    with streams.one(NEVER), pytest.raises(CancelledError), streams.one(stop):
+    with streams.slot(NEVER), pytest.raises(CancelledError), streams.slot(stop):
         pass
 
 

@@ -19,12 +19,11 @@ from manifests.errors import InputError
 from reshard.tensors.lazy import MemoryFile
 from stores.base import LOCK_NAME, Blocks, read_whole
 from stores.objects import output as object_output
-from stores.objects.client import ObstoreClient
+from stores.objects.client import ObstoreClient, remove_objects
 from stores.objects.lock import new_lock
 from stores.objects.output import ObjectTarget, Wanted, open_output
 from stores.objects.store import open_objects
 from stores.objects.uplink import MAX_PARTS, NUM_PARTS, part_nbytes
-from stores.objects.writable import WritableClient, remove_objects
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.stores.objects.buckets import BUCKET, MIB, become, measured, problem, refusal, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server, Strike, strike
@@ -146,7 +145,7 @@ def test_interrupt_while_a_small_file_is_sent_beside_leaves_nothing(
 ) -> None:
     is_removed, put = threading.Event(), ObstoreClient.put
 
-    def remove_and_tell(client: WritableClient, names: Collection[str]) -> None:
+    def remove_and_tell(client: ObstoreClient, names: Collection[str]) -> None:
         remove_objects(client, names)
         is_removed.set()
 

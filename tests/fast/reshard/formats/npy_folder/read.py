@@ -6,35 +6,21 @@ import io
 
 from numpy.lib import format as npy
 
-from manifests.models import model_shape
-from manifests.models.config import CONFIG_NAME
-from manifests.schema import Source
-from reshard.formats.huggingface.read import auxiliary_files
-from reshard.formats.huggingface.torch_files import recorded_anew
+from reshard.formats.assemble import ModelTensors, config_in, read_model_config
+from reshard.formats.auxiliary import auxiliary_files
 from reshard.formats.table import ListedTensor, Listing, OpenOptions
-from reshard.tensors.checkpoint import Checkpoint, OriginalFiles
-from reshard.tensors.comparison import check_coverage
-from reshard.tensors.source_index import SourceRecord
-from stores.base import Folder, read_config, read_whole
+from reshard.tensors.checkpoint import Checkpoint
+from stores.base import Folder, read_whole
 from stores.bundles import TensorAt
 
 SUFFIX = ".npy"
 
 
 def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
-    config = read_config(folder.file(CONFIG_NAME))
-    shape, tensors = model_shape(config), _tensors(folder)
-    check_coverage(tensors, shape, str(folder))
-    ordered = {fqn: tensors[fqn] for fqn in shape.tensors}
-    files = {name: folder.file(name) for name in folder.names() if name.endswith(SUFFIX)}
-    return Checkpoint(
-        shape=shape,
-        tensors=ordered,
-        auxiliary=auxiliary_files(folder, folder.names(), set(files)),
-        record=SourceRecord(shards=recorded_anew(list(ordered.values()))),
-        source=Source(kind=folder.kind, location=folder.location, revision=None),
-        originals=OriginalFiles(location=folder.location, revision=None, files=files),
-    )
+    config = read_model_config(config_in(folder), options.description)
+    model = ModelTensors.cover(_tensors(folder), config, options, str(folder))
+    files = [name for name in folder.names() if name.endswith(SUFFIX)]
+    return model.checkpoint(folder, files, auxiliary_files(folder, folder.names(), set(files)), ())
 
 
 def list_tensors(folder: Folder) -> Listing:
