@@ -6,7 +6,7 @@ ends of the rows, of two paths to the same positions in all rows but the last, t
 the last row is at least as good (its later stages can only shrink), so a table from positions to the
 furthest last position is exact. All ends of the rows are tried in turn.
 
-Source: the argument above, checked against brute force in tests/fast/reshard/layouts/test_solve.py.
+Source: the argument above, checked against brute force in tests/fast/reshard/layouts/test_balance.py.
 """
 
 from __future__ import annotations

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,9 +19,10 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tests.builders import HEAD, reshard
+from tests.builders import HEAD, Tensor, flip, llama_config, pack, random_tensors, reshard, run, write_model
+from tests.fast.reshard.formats.dcp.test_dcp_source import huggingface_state, save_in_halves
 from tests.fast.sliced import CUTS, cut_up
-from tests.fast.trained import write_trained
+from tests.fast.trained import read_moments, write_moments, write_trained
 
 NO_RANKS = "ignore:torch.distributed is (disabled|unavailable)"
 LAYOUTS = ("pp=1", "pp=3", "pp=2,vpp=2")
@@ -97,3 +104,141 @@ def test_slices_are_not_taken_for_a_model(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no file named"):
         AutoModelForCausalLM.from_pretrained(sliced)
     assert HuggingFaceStorageReader(str(sliced)).read_metadata().state_dict_metadata == {}
+
+
+UP = "model.layers.3.mlp.up_proj.weight"
+
+
+def test_same_tensors_on_other_stages_are_equal(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    trained = write_trained(tmp_path, "pp=2", tie_word_embeddings=True)
+    other = pack(trained, tmp_path / "v", "pp=2,style=v")
+    ended = run("diff", trained, other)
+    wording(ended.out)
+    found = reshard("diff", trained, other, "--json").json
+    assert (found["equal"], found["num_equal"], found["num_moved"]) == (True, 114, 57)
+    assert reshard("diff", trained, trained, "--json").json["num_moved"] == 0
+
+
+def test_each_difference_is_named_with_its_kind(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    other = pack(trained, tmp_path / "other")
+    moments = read_moments(other, 1, "exp_avg")
+    moments[UP] = replace(moments[UP], data=bytes(len(moments[UP].data)))
+    moments[HEAD] = replace(moments[HEAD], dtype="I32")
+    write_moments(other, 1, "exp_avg", moments)
+    ended = reshard("diff", trained, other, "--json")
+    assert ended.code == 4
+    assert [(one["holds"], one["fqn"], one["problem"]) for one in ended.json["differences"]] == [
+        ("exp_avg", UP, "bytes differ"),
+        ("exp_avg", HEAD, "F32 [40, 16] in A, I32 [40, 16] in B"),
+    ]
+    assert (ended.json["equal"], ended.json["num_equal"], ended.json["num_moved"]) == (False, 115, 0)
+
+
+def test_folder_without_digests_is_read_and_has_no_optimizer_state(
+    tmp_path: Path, wording: Callable[[str], None]
+) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    ended = reshard("diff", tmp_path / "source", trained)
+    assert ended.code == 4
+    wording(ended.out)
+
+
+@pytest.mark.parametrize("dtype", ["F64", "F32", "BF16", "F16"])
+def test_norm_of_a_difference_is_numpys(dtype: str, tmp_path: Path) -> None:
+    config = llama_config(hidden_size=256, intermediate_size=640, num_hidden_layers=1)  # more than a block
+    noise = np.random.default_rng(0)
+    kind = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[dtype]
+    values: list[dict[str, torch.Tensor]] = [
+        {
+            fqn: torch.from_numpy(noise.normal(size=prod(tensor.shape))).to(kind)
+            for fqn, tensor in random_tensors(config).items()
+        }
+        for _ in range(2)
+    ]
+    for name, of in zip("ab", values, strict=True):
+        tensors = {
+            fqn: Tensor(dtype=dtype, shape=tensor.shape, data=of[fqn].view(torch.uint8).numpy().tobytes())
+            for fqn, tensor in random_tensors(config).items()
+        }
+        write_model(tmp_path / name, config, tensors)
+    found = reshard("diff", tmp_path / "a", tmp_path / "b", "--norms", "--json").json["differences"]
+    assert len(found) == len(values[0])
+    for one in found:
+        left, right = (of[one["fqn"]].double().numpy() for of in values)
+        assert one["norm"] == pytest.approx(np.linalg.norm(right - left), rel=1e-9)
+        assert one["norm_a"] == pytest.approx(np.linalg.norm(left), rel=1e-9)
+
+
+def test_values_that_are_not_finite_are_said_and_the_report_stays_json(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    other = pack(trained, tmp_path / "other")
+    moments = read_moments(other, 1, "exp_avg")
+    moments[UP] = replace(moments[UP], data=np.full(24 * 16, math.inf, "<f4").tobytes())
+    write_moments(other, 1, "exp_avg", moments)
+    ended = reshard("diff", trained, other, "--norms", "--json")
+    (one,) = json.loads(ended.out, parse_constant=pytest.fail)["differences"]
+    assert (one["problem"], one["norm"]) == ("bytes differ, and not all values are finite", None)
+
+
+def test_verify_against_the_parent_compares_optimizer_state_too(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    other = pack(trained, tmp_path / "other", "pp=4")
+    assert reshard("verify", other, "--against", trained).code == 0
+    moments = read_moments(other, 3, "exp_avg_sq")
+    write_moments(other, 3, "exp_avg_sq", {**moments, HEAD: replace(moments[HEAD], data=bytes(4 * 40 * 16))})
+    ended = reshard("verify", other, "--against", trained)
+    assert ended.code == 4
+    assert f"{other}/stage-003/exp_avg_sq/model.safetensors: '{HEAD}': expected blake3:" in ended.out
+    assert reshard("verify", other, "--against", tmp_path / "source").code == 0
+
+
+def test_norms_are_given_unless_they_are_not_wanted(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    other = pack(trained, tmp_path / "other")
+    for out, value in ((trained, 3.0), (other, 4.0)):
+        moments = read_moments(out, 1, "exp_avg")
+        moments[UP] = replace(moments[UP], data=np.full(24 * 16, value, "<f4").tobytes())
+        write_moments(out, 1, "exp_avg", moments)
+    line = f"  exp_avg {UP}: bytes differ"
+    assert reshard("diff", trained, other).out.splitlines()[-1] == f"{line}; B - A has norm 19.6, 0.33 of A's 58.8"
+    assert reshard("diff", trained, other, "--no-norms").out.splitlines()[-1] == line
+    (found,) = reshard("diff", trained, other, "--json").json["differences"]
+    assert (found["norm"] ** 2, found["norm_a"] ** 2) == (pytest.approx(24 * 16), pytest.approx(9 * 24 * 16))
+    assert found["relative"] == pytest.approx(1 / 3)
+
+
+def test_same_values_in_another_dtype_differ_by_nothing(tmp_path: Path) -> None:
+    config = llama_config()
+    tensors = {fqn: replace(tensor, data=bytes(len(tensor.data))) for fqn, tensor in random_tensors(config).items()}
+    write_model(tmp_path / "a", config, tensors)
+    wide = {fqn: replace(tensor, dtype="F32", data=2 * tensor.data) for fqn, tensor in tensors.items()}
+    write_model(tmp_path / "b", config, wide)
+    found = reshard("diff", tmp_path / "a", tmp_path / "b", "--json").json["differences"]
+    assert {(one["norm"], one["relative"]) for one in found} == {(0.0, None)}
+
+
+def test_with_bytes_damage_behind_a_right_digest_is_found(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    other = pack(trained, tmp_path / "other", "pp=1")
+    assert reshard("diff", trained, other, "--bytes").code == 0
+    shard = other / "stage-000" / "exp_avg" / "model.safetensors"
+    flip(shard, -1, 64)
+    assert reshard("diff", trained, other).code == 0  # by digests alone
+    ended = reshard("diff", trained, other, "--bytes", "--json")
+    assert ended.code == 3
+    assert ended.json["error"]["where"].startswith(f"{shard}: ")
+    assert ended.json["error"]["code"] == "shard.digest-mismatch"
+
+
+def test_slices_without_digests_are_read(tmp_path: Path) -> None:
+    state = huggingface_state("llama", tmp_path / "model")
+    one, same = (save_in_halves(tmp_path / name, "llama", state) for name in ("one", "same"))
+    differs = [fqn for fqn in state if "proj" in fqn]
+    other = save_in_halves(tmp_path / "other", "llama", state | {fqn: state[fqn] + 1 for fqn in differs})
+    for flags in ((), ("--bytes",)):
+        equal = reshard("diff", one, same, *flags, "--json")
+        assert (equal.code, equal.json["num_equal"]) == (0, len(state))
+        ended = reshard("diff", one, other, *flags, "--json")
+        assert (ended.code, ended.json["num_equal"]) == (4, len(state) - len(differs))
+        assert sorted(found["fqn"] for found in ended.json["differences"]) == sorted(differs)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from fractions import Fraction
+from itertools import combinations_with_replacement, pairwise
+
 import pytest
 
 from manifests.errors import LayoutError
+from manifests.placement import Placement
 from reshard.layouts.inventory import compress_modules, inventory_of_layers
 from reshard.layouts.model import StageLayout
+from reshard.layouts.solve import Problem, Split, solve
 from reshard.layouts.spelling import parse_layout
+from tests.steps import steps_of
 
 INVENTORY = inventory_of_layers(8)
 SIZES = {module: 10 if ".layers." in module else 30 for module in INVENTORY.modules} | {"model.norm": 1}
@@ -107,3 +114,168 @@ def test_a_cost_that_is_missing_or_not_finite_is_refused_by_module(cost):
     with pytest.raises(LayoutError) as error:
         read("balance:params,pp=2", {"params": sizes})
     assert (error.value.code, error.value.where) == ("layout.bad-cost", "params of model.norm")
+
+
+Key = tuple[object, ...]
+
+
+def problem(costs, num_ranks, num_virtual=1, style="loop", **more) -> Problem:
+    placement = Placement(num_stages=num_ranks * num_virtual, num_ranks=num_ranks, style=style)
+    return Problem(costs=tuple(costs), placement=placement, **more)
+
+
+def per_stage(values, bounds) -> list[Fraction]:
+    exact = [Fraction(str(value)) for value in values]
+    return [sum(exact[start:stop], Fraction(0)) for start, stop in pairwise(bounds)]
+
+
+def per_rank(asked: Problem, values, bounds) -> list[Fraction]:
+    totals = [Fraction(0)] * asked.placement.num_ranks
+    for stage, value in enumerate(per_stage(values, bounds)):
+        totals[asked.placement.rank_of(stage)] += value
+    return totals
+
+
+def fits(asked: Problem, bounds) -> bool:
+    if any(not bounds[stage] <= item < bounds[stage + 1] for item, stage in asked.pins):
+        return False
+    if asked.memory_limit is None:
+        return True
+    used = per_rank(asked, asked.memory, bounds)
+    for stage, nbytes in enumerate(per_stage(asked.activations, bounds)):
+        used[asked.placement.rank_of(stage)] += nbytes * (asked.in_flight or [0] * len(bounds))[stage]
+    return max(used) <= asked.memory_limit
+
+
+def key(asked: Problem, bounds) -> Key:
+    """Return what is minimized: all of it with one stage per rank, otherwise the first two."""
+    stages = per_stage(asked.costs, bounds)
+    slowest = (max(stages), max(per_rank(asked, asked.costs, bounds)))
+    if asked.placement.num_virtual > 1:
+        return slowest
+    parted = sum(cut in asked.together for cut in bounds[1:-1])
+    sizes = sum((stop - start) ** 2 for start, stop in pairwise(bounds))
+    return (*slowest, parted, sum(value * value for value in stages), sizes, bounds)
+
+
+def best_of_all(asked: Problem) -> Key | None:
+    num_items, num_cuts = len(asked.costs), asked.placement.num_stages - 1
+    splits = ((0, *cuts, num_items) for cuts in combinations_with_replacement(range(num_items + 1), num_cuts))
+    return min((key(asked, bounds) for bounds in splits if fits(asked, bounds)), default=None)
+
+
+SHAPES = [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (1, 2), (2, 2), (3, 2), (2, 2), (3, 2), (1, 3), (2, 3)]
+
+
+def random_problem(rng: random.Random) -> Problem:
+    num_items = rng.randint(1, 8)
+    num_ranks, num_virtual = rng.choice(SHAPES)
+    largest = rng.choice([1, 3, 10, 100])
+    costs = [rng.randint(0, largest) for _ in range(num_items)]
+    memory = tuple(rng.randint(0, 10) for _ in range(num_items)) if rng.random() < 0.6 else ()
+    limit = rng.uniform(0.7, 2) * max(1, sum(memory) / num_ranks) if memory else None
+    num_stages = num_ranks * num_virtual
+    keeps = bool(memory) and rng.random() < 0.5
+    return problem(
+        [cost / 10 for cost in costs] if rng.random() < 0.2 else costs,
+        num_ranks,
+        num_virtual,
+        "v" if num_virtual == 2 and rng.random() < 0.5 else "loop",
+        memory=memory,
+        activations=tuple(rng.randint(0, 3) for _ in range(num_items)) if keeps else (),
+        in_flight=tuple(rng.randint(0, 3) for _ in range(num_stages)) if keeps else (),
+        memory_limit=int(limit) if limit and rng.random() < 0.7 else limit,
+        pins=tuple((rng.randrange(num_items), rng.randrange(num_stages)) for _ in range(rng.choice([0, 0, 0, 1, 2]))),
+        together=frozenset([num_items - 1]) if rng.random() < 0.3 else frozenset(),
+    )
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
+def test_split_equals_brute_force_on_500_random_problems(seed):
+    rng, unsolvable = random.Random(seed), 0
+    for _ in range(500):
+        asked = random_problem(rng)
+        found, expected = solve(asked), best_of_all(asked)
+        if found is None or expected is None:
+            assert (found, expected) == (None, None), asked
+            unsolvable += 1
+            continue
+        assert fits(asked, found.bounds), asked
+        assert key(asked, found.bounds) == expected, asked
+        assert found.proven
+    assert 50 < unsolvable < 250
+
+
+def test_equal_layers_are_distributed_evenly_and_early_cuts_win():
+    assert solve(problem([1] * 5, 4)) == Split(bounds=(0, 1, 2, 3, 5), proven=True)
+    assert solve(problem([1] * 33, 4)) == Split(bounds=(0, 8, 16, 24, 33), proven=True)
+
+
+def test_floats_count_as_the_decimals_they_print_as():
+    # In binary 0.1 + 0.2 > 0.3, which would make the second stage the only slowest one.
+    assert solve(problem([0.3, 0.1, 0.2], 2)) == Split(bounds=(0, 1, 3), proven=True)
+    assert solve(problem([0.1, 0.2, 0.3, 0.3], 3)) == Split(bounds=(0, 2, 3, 4), proven=True)
+
+
+def test_norm_and_head_stay_together_when_it_costs_nothing():
+    costs = [10, 10, 1, 30]
+    assert solve(problem(costs, 2)) == Split(bounds=(0, 3, 4), proven=True)
+    kept = problem([10, 10, 40, 1, 30], 2, together=frozenset([4]))
+    assert solve(kept) == Split(bounds=(0, 3, 5), proven=True)
+
+
+def test_of_splits_with_equal_slowest_stage_the_slowest_rank_decides():
+    # The slowest stage is the head, 6; its rank then gets as little else as possible.
+    split = solve(problem([1] * 12 + [6], 2, 2))
+    assert split is not None
+    assert max(per_stage([1] * 12 + [6], split.bounds)) == 6
+    assert sorted(per_rank(problem([1] * 12 + [6], 2, 2), [1] * 12 + [6], split.bounds)) == [9, 9]
+
+
+def test_a_v_pairs_the_first_stage_with_the_last():
+    asked = problem([5, 1, 1, 1, 1, 5], 2, 2, "v", pins=((0, 0), (5, 3)))
+    split = solve(asked)
+    assert split is not None
+    assert per_rank(asked, asked.costs, split.bounds) == [10, 4]
+
+
+def test_memory_limit_moves_the_cut_even_when_that_is_slower():
+    costs, memory = [1, 1, 1, 1], (8, 1, 1, 1)
+    assert solve(problem(costs, 2, memory=memory, memory_limit=9)) == Split(bounds=(0, 2, 4), proven=True)
+    assert solve(problem(costs, 2, memory=memory, memory_limit=8)) == Split(bounds=(0, 1, 4), proven=True)
+    assert solve(problem(costs, 2, memory=memory, memory_limit=7)) is None
+
+
+def test_stage_with_less_in_flight_takes_more_layers():
+    asked = problem([1] * 8, 2, memory=(1,) * 8, activations=(1,) * 8, in_flight=(2, 1), memory_limit=11)
+    assert solve(asked) == Split(bounds=(0, 3, 8), proven=True)
+
+
+def test_conflicting_pins_have_no_split():
+    assert solve(problem([1] * 4, 3, pins=((2, 0), (1, 1)))) is None
+
+
+def deepseek_v3_costs() -> list[int]:
+    """Parameters: embedding, 3 dense layers, 58 with 256 experts, norm, head."""
+    return [926_679_040, *[583_485_440] * 3, *[11_507_288_064] * 58, 7_168, 926_679_040]
+
+
+@pytest.mark.parametrize("style", ["loop", "v"])
+def test_deepseek_v3_on_16_ranks_of_2_stages_solves_in_few_steps(style):
+    asked = problem(deepseek_v3_costs(), 16, 2, style)
+    split = solve(asked)
+    assert split is not None
+    assert split.proven
+    assert max(per_stage(asked.costs, split.bounds)) == 2 * 11_507_288_064
+    assert max(per_rank(asked, asked.costs, split.bounds)) == 4 * 11_507_288_064
+    assert steps_of(lambda: solve(asked)) < 150_000
+
+
+def test_search_with_many_stages_per_rank_stops_and_says_that_it_did():
+    head = 128_256 * 4096
+    asked = problem([head, *[218_112_000] * 32, 4096, head], 8, 4)
+    split = solve(asked)
+    assert split is not None
+    assert not split.proven
+    assert max(per_stage(asked.costs, split.bounds)) == head  # this one is proven without the search
+    assert fits(asked, split.bounds)
