@@ -49,6 +49,9 @@ def packed_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     from tests.process.stores.objects.buckets import BUCKET, start_server
 
+    if request.param == "moto":
+        yield request.getfixturevalue("moto_server")
+        return
     with start_server(request.param, tmp_path_factory.mktemp("server")) as server:
         server.bucket(BUCKET)
         yield server
@@ -63,14 +66,21 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     return s3_server
 
 
-@pytest.fixture(scope="module")
-def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+@pytest.fixture(scope="session")
+def started_moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
     from tests.process.stores.objects.buckets import BUCKET
     from tests.servers.s3 import start_moto
 
     with start_moto(tmp_path_factory.mktemp("moto")) as server:
         server.bucket(BUCKET)
         yield server
+
+
+@pytest.fixture(scope="module")
+def moto_server(started_moto: MotoServer) -> MotoServer:
+    """One server for all modules, each of which finds it empty."""
+    started_moto.empty()
+    return started_moto
 
 
 @pytest.fixture

@@ -102,9 +102,13 @@ class S3Server:
     def objects(self, bucket: str, prefix: str = "") -> dict[str, bytes]:
         """Give every object below a prefix, by its whole key."""
         client = self.client()
+        return {
+            key: client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in self._keys(client, bucket, prefix)
+        }
+
+    def _keys(self, client: Any, bucket: str, prefix: str = "") -> list[str]:
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
-        keys = [item["Key"] for page in pages for item in page.get("Contents", ())]
-        return {key: client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in keys}
+        return [item["Key"] for page in pages for item in page.get("Contents", ())]
 
     def uploads(self, bucket: str, prefix: str = "") -> list[str]:
         """Give the keys of unfinished multipart uploads below a prefix."""
@@ -131,6 +135,17 @@ class MotoServer(S3Server):
         """Give the requests of a method for paths that contain `path`, oldest first."""
         found = (Request(**json.loads(line)) for line in self.log.read_text().splitlines())
         return [request for request in found if request.method == method and path in request.path]
+
+    def empty(self) -> None:
+        """Remove every object and unfinished upload, and forget all requests and faults."""
+        self.fail()
+        client = self.client()
+        for bucket in (each["Name"] for each in client.list_buckets()["Buckets"]):
+            for key in self._keys(client, bucket):
+                client.delete_object(Bucket=bucket, Key=key)
+            for upload in client.list_multipart_uploads(Bucket=bucket).get("Uploads", ()):
+                client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+        self.log.write_text("")
 
     def settle(self) -> None:
         """Wait for requests under way, whose sender may be dead; strike no more."""

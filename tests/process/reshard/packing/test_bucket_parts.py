@@ -16,7 +16,7 @@ import yaml
 
 from stores.base import PROGRESS_NAME
 from tests.builders import Ended, files_in, llama_config, random_tensors, reshard, weights_path, write_model
-from tests.process.stores.objects.buckets import BUCKET, url_of
+from tests.process.stores.objects.buckets import BUCKET, objects_in, url_of
 from tests.servers.s3 import Fault, MotoServer
 
 pytestmark = pytest.mark.process
@@ -53,10 +53,6 @@ def pack(source: Path, name: str, part: str, *more: str) -> Ended:
 def begin(source: Path, name: str, part: str, *more: str) -> subprocess.Popen[bytes]:
     command = (sys.executable, "-m", "reshard", *arguments(source, name, part, *more))
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-
-def objects_in(moto: MotoServer, name: str) -> dict[str, bytes]:
-    return {key.removeprefix(f"{name}/"): data for key, data in moto.objects(BUCKET, f"{name}/").items()}
 
 
 def names_in(client: Any, name: str) -> list[str]:

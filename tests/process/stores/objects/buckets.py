@@ -45,6 +45,11 @@ def url_of(name: str) -> str:
     return f"s3://{BUCKET}/{name}"
 
 
+def objects_in(s3: S3Server, name: str) -> dict[str, bytes]:
+    """Return the objects of a prefix, named as below it."""
+    return {key.removeprefix(f"{name}/"): data for key, data in s3.objects(BUCKET, f"{name}/").items()}
+
+
 def problem(call: Any) -> str:
     """Return the whole message with which a call is refused."""
     with pytest.raises(InputError) as caught:

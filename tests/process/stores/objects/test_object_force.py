@@ -9,7 +9,7 @@ import pytest
 from stores.base import LOCK_NAME
 from tests.bucket_sentinels import plant_objects
 from tests.builders import Ended, files_in, llama_config, reshard, weights_path, write_model
-from tests.process.stores.objects.buckets import BUCKET, url_of
+from tests.process.stores.objects.buckets import BUCKET, objects_in, url_of
 from tests.servers.s3 import Fault, MotoServer
 
 pytestmark = pytest.mark.process
@@ -40,10 +40,6 @@ def pack(source: Path, name: str, *flags: str, layout: str = "pp=4") -> Ended:
 def refusal(ended: Ended) -> tuple[int, str, str]:
     assert ended.code, "it was not refused"
     return ended.code, ended.json["error"]["code"], ended.json["error"]["where"]
-
-
-def objects_in(moto: MotoServer, name: str) -> dict[str, bytes]:
-    return {key.removeprefix(f"{name}/"): data for key, data in moto.objects(BUCKET, f"{name}/").items()}
 
 
 def put(moto: MotoServer, key: str, data: bytes) -> None:

@@ -22,7 +22,7 @@ from tests.builders import (
     without_digest,
     write_model,
 )
-from tests.process.stores.objects.buckets import BUCKET, MIB, measured, url_of
+from tests.process.stores.objects.buckets import BUCKET, MIB, measured, objects_in, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server
 
 pytestmark = pytest.mark.process
@@ -61,11 +61,6 @@ def run(*args: str | Path, code: int = 0) -> str:
     ended = reshard(*args)
     assert ended.code == code, ended.err
     return ended.out + ended.err
-
-
-def objects_in(s3: S3Server, name: str) -> dict[str, bytes]:
-    """Return the objects of a prefix, named as below it."""
-    return {key.removeprefix(f"{name}/"): data for key, data in s3.objects(BUCKET, f"{name}/").items()}
 
 
 def upload(s3: S3Server, folder: Path, name: str) -> str:

@@ -14,7 +14,7 @@ from stores.objects.output import ObjectTarget, Wanted, open_output
 from stores.objects.store import open_objects
 from tests.builders import Ended, files_in, llama_config, refusal, reshard, write_model
 from tests.fast.manifests.drawn_manifests import full_manifest
-from tests.process.stores.objects.buckets import BUCKET, url_of
+from tests.process.stores.objects.buckets import BUCKET, objects_in, url_of
 from tests.refusals import refused
 from tests.servers.s3 import Fault, MotoServer, S3Server
 
@@ -32,10 +32,6 @@ def commit(target: ObjectTarget, data: bytes) -> None:
     full = full_manifest()
     first = replace(full.stages[0], shards=(replace(full.stages[0].shards[0], path=path),))
     target.commit(encode_manifest(replace(full, stages=(first, *full.stages[1:]))))
-
-
-def objects_in(s3: S3Server, name: str) -> dict[str, bytes]:
-    return {key.removeprefix(f"{name}/"): data for key, data in s3.objects(BUCKET, f"{name}/").items()}
 
 
 def put(s3: S3Server, name: str, data: bytes = b"theirs") -> None:

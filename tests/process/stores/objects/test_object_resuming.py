@@ -14,7 +14,7 @@ import pytest
 
 from stores.base import LOCK_NAME, PROGRESS_NAME
 from tests.builders import Ended, files_in, llama_config, random_tensors, reshard, run, weights_path, write_model
-from tests.process.stores.objects.buckets import BUCKET, url_of
+from tests.process.stores.objects.buckets import BUCKET, objects_in, url_of
 from tests.servers.s3 import Fault, MotoServer
 
 pytestmark = pytest.mark.process
@@ -40,10 +40,6 @@ def packed(source: Path) -> Path:
 
 def pack(source: Path, out: Path | str, *more: str) -> Ended:
     return reshard("pack", source, "--layout", "pp=4", "--out", out, *more)
-
-
-def objects_in(moto: MotoServer, name: str) -> dict[str, bytes]:
-    return {key.removeprefix(f"{name}/"): data for key, data in moto.objects(BUCKET, f"{name}/").items()}
 
 
 def sent(moto: MotoServer, name: str) -> list[str]:
