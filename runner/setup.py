@@ -332,7 +332,7 @@ def _build_engine(
         apply_compute_options(chunks, placement.num_stages, options.compute)
     parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=FLAG_DTYPES[options.compute.reduce_dtype])
     parallel.reshard()
-    clock = Clock(timetable.planned(batch.num_microbatches), mesh.pipeline_rank)
+    clock = Clock(timetable.planned(batch.num_microbatches), mesh.pipeline_rank, options.traced)
     return Engine(
         schedule=build_schedule(timetable, chunks, metadata, batch, mesh.pipeline),
         ties=ties,

@@ -108,9 +108,9 @@ class _Steps:
     def report(self, step: int, report: StepReport, started_s: float) -> None:
         """Write the metrics of a step that has ended."""
         ready = self.ready
-        is_simulated = ready.clock.simulates(step)
-        ranks = ready.clock.split(simulates=is_simulated) if ready.mesh.rank == 0 else ()
-        times = StepTimes(step_s=time.perf_counter() - started_s, ranks=ranks, is_simulated=is_simulated)
+        is_first, clock = ready.mesh.rank == 0, ready.clock
+        ranks = clock.split() if is_first and clock.times(step) else ()
+        times = StepTimes(step_s=time.perf_counter() - started_s, data_s=clock.data_s(), ranks=ranks)
         num_skipped = self.feed.num_skipped if ready.options.data.skip_bad_documents else None
         self.metrics.step(
             step, report, times, peak_nbytes=peak_memory_nbytes(ready.chunks[0].device), num_skipped=num_skipped

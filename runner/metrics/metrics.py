@@ -38,11 +38,11 @@ class RankLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """Seconds of a step on rank 0, and their breakdown on each pipeline rank."""
+    """Seconds of a step on rank 0, of waiting for data on each pipeline rank, and of all parts, in steps timed."""
 
     step_s: float
+    data_s: tuple[float, ...]
     ranks: tuple[RankTimes, ...]
-    is_simulated: bool = True  # whether communication and bubble were distinguished
 
 
 class Metrics:
@@ -99,10 +99,11 @@ class Metrics:
         self, step: int, report: StepReport, times: StepTimes, *, peak_nbytes: int, num_skipped: int | None = None
     ) -> None:
         rate = report.num_tokens / times.step_s
-        waiting = {
+        parts = {
+            "compute_s": tuple(rank.compute_s for rank in times.ranks),
             "communication_s": tuple(rank.communication_s for rank in times.ranks),
             "bubble_s": tuple(rank.bubble_s for rank in times.ranks),
-        } if times.is_simulated else {}  # fmt: skip
+        } if times.ranks else {}  # fmt: skip
         utilization = {} if self._least_step_s is None else {"mfu": self._least_step_s / times.step_s}
         self._write(
             step=step,
@@ -111,9 +112,8 @@ class Metrics:
             lr=report.lr,
             num_tokens=report.num_tokens,
             step_s=times.step_s,
-            data_s=tuple(rank.data_s for rank in times.ranks),
-            compute_s=tuple(rank.compute_s for rank in times.ranks),
-            **waiting,
+            data_s=times.data_s,
+            **parts,
             tokens_per_s=rate,
             peak_nbytes=peak_nbytes,
             **utilization,

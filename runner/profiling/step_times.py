@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from manifests.schedules import StageCosts, Table, simulate
 
+DATA = 1  # where a rank's numbers have the seconds in which it waited for data
 KINDS = ("F", "B", "I", "W", "L")  # see `runner.profiling.trace.RanKind`
 
 
@@ -56,14 +57,6 @@ def split_step(table: Table, rows: Sequence[Sequence[float]], window_s: float) -
     timeline = simulate(table, costs, [times.begin_s for times in measured])
     ends_s = [spans[-1].end_s for spans in timeline.ranks]
     return tuple(_parts(times, end_s, window_s) for times, end_s in zip(measured, ends_s, strict=True))
-
-
-def measured_times(rows: Sequence[Sequence[float]]) -> tuple[RankTimes, ...]:
-    """Return what each rank has measured, without the parts that need a simulation, which are 0."""
-    measured = [_Measured.of(row) for row in rows]
-    return tuple(
-        RankTimes(data_s=rank.data_s, compute_s=rank.compute_s, communication_s=0.0, bubble_s=0.0) for rank in measured
-    )
 
 
 def stage_costs(

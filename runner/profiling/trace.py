@@ -6,8 +6,8 @@ import json
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -17,13 +17,14 @@ import torch
 
 from manifests.schedules import Table, actions_of
 from manifests.store import write_file
-from runner.profiling.step_times import KINDS, RankTimes, measured_times, split_step
+from runner.profiling.step_times import DATA, KINDS, RankTimes, split_step
 
 logger = logging.getLogger("runner")
 _SIMULATED_S = 3.1e-6  # of an action, at most: 2.0 to 2.6 us were measured on a core, with 4,096 and 131,072 actions
-_MOST_S = 1e-3
+_MOST_S = 0.5e-3
 # Forward, full backward, input gradients, weight gradients, loss.
 RanKind = Literal["F", "B", "I", "W", "L"]
+_UNTIMED = nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,28 +39,28 @@ class Ran:
 
 
 class Recorder:
-    """Times the actions of a rank; on a GPU with CUDA events, without synchronizing."""
+    """Times the actions of a rank; on a GPU with CUDA events, without synchronizing before the schedule has ended."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._is_cuda, self._is_timed = device.type == "cuda", True
         self._ran: list[tuple[RanKind, int, int, Any, Any]] = []
         self._losses = count()
         self._zero: Any = None
         self.begun_s = self.ended_s = 0.0  # of the schedule, in seconds of `time.perf_counter`
 
-    def start(self) -> None:
-        """Clear the recorded actions: a schedule begins."""
-        self._ran, self._losses = [], count()
-        self._zero = self._now()
+    def start(self, *, is_timed: bool = True) -> None:
+        """Clear the recorded actions: a schedule begins. Its actions are recorded if it `is_timed`."""
+        self._ran, self._losses, self._is_timed = [], count(), is_timed
+        self._zero = self._now() if is_timed else None
         self.begun_s = time.perf_counter()
 
     def stop(self) -> None:
-        """Note that the schedule has ended, after synchronizing with the GPU."""
-        end = self._now()
-        if self._is_cuda:
+        """Note that the schedule has ended, if it is timed after synchronizing with the GPU."""
+        is_synchronized, end = self._is_cuda and self._is_timed, self._now() if self._is_timed else None
+        if is_synchronized:
             torch.cuda.synchronize()
         self.ended_s = time.perf_counter()
-        if self._is_cuda:  # the stream may have been behind when the schedule began, and is empty now
+        if is_synchronized:  # the stream may have been behind when the schedule began, and is empty now
             self.begun_s = self.ended_s - float(self._zero.elapsed_time(end)) / 1e3
 
     def loss(self, stage: int, loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -71,8 +72,11 @@ class Recorder:
 
         return timed
 
+    def action(self, kind: RanKind, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        return self._timing(kind, stage, microbatch) if self._is_timed else _UNTIMED
+
     @contextmanager
-    def action(self, kind: RanKind, stage: int, microbatch: int) -> Iterator[None]:
+    def _timing(self, kind: RanKind, stage: int, microbatch: int) -> Iterator[None]:
         begin = self._now()
         try:
             yield
@@ -157,10 +161,13 @@ class Tracer:
 
 
 class Clock:
-    """Measures a rank's step, and splits the steps of all ranks into parts; `table` has their actions."""
+    """Measures a rank's step, and splits the steps of all ranks into parts; `table` has their actions.
 
-    def __init__(self, table: Table, rank: int) -> None:
-        self.table, self._stages = table, table.placement.stages_on(rank)
+    What is timed besides waiting for data is timed in every Nth step, and in those that are `traced`.
+    """
+
+    def __init__(self, table: Table, rank: int, traced: Collection[int] = ()) -> None:
+        self._traced, self.table, self._stages = traced, table, table.placement.stages_on(rank)
         self._data_s, self._exchanged_s = 0.0, 0.0
         self._window_s = 0.0  # between the last two exchanges
         self._rows: Sequence[Sequence[float]] = ()
@@ -200,17 +207,19 @@ class Clock:
         self._window_s, self._exchanged_s = now_s - self._exchanged_s, now_s
         self._rows = rows
 
-    def simulates(self, step: int) -> bool:
-        """Return whether the schedule is simulated after this step, counted from 1: so often that it costs 1 ms a step.
+    def times(self, step: int) -> bool:
+        """Return whether this step, counted from 1, is timed: so often that simulating it costs half a ms a step.
 
-        Until then no rank can begin the next step, since rank 0 simulates.
+        Until it is simulated no rank can begin the next step, since rank 0 simulates.
         """
-        return (step - 1) % self._every == 0
+        return (step - 1) % self._every == 0 or step in self._traced
 
-    def split(self, *, simulates: bool = True) -> tuple[RankTimes, ...]:
-        """Return the parts of the last step of each pipeline rank; without simulating, what each has measured."""
-        if not simulates:
-            return measured_times(self._rows)
+    def data_s(self) -> tuple[float, ...]:
+        """Return how long each pipeline rank waited for its batch of the last step."""
+        return tuple(row[DATA] for row in self._rows)
+
+    def split(self) -> tuple[RankTimes, ...]:
+        """Return the parts of the last step, which was timed, of each pipeline rank."""
         return split_step(self.table, self._rows, self._window_s)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NoReturn
 
 import torch
 from torch import distributed as dist
@@ -90,15 +92,9 @@ class StepTotals:
         assert len(times) == self._num_times, "all ranks report the same number of times"
         rows = self._gather([*head, float(is_last), float(is_damaged), *times, *squares])
         first = _HEAD + self._num_times
-        for rank, (row, names) in enumerate(zip(rows, self._names, strict=True)):
-            for name, square in zip(names, row[first:], strict=False):
-                if not math.isfinite(square):
-                    raise RankError(
-                        f"rank {rank}" if self._num_sharing == 1 else f"pipeline rank {rank}",
-                        f"the gradient of {name} is not finite",
-                        _CURE,
-                        code="rank.not-finite",
-                    )
+        square = math.fsum(chain.from_iterable(row[first:] for row in rows))
+        if not math.isfinite(square):
+            self._raise_not_finite([row[first:] for row in rows])
         loss = math.fsum(row[0] for row in rows)
         if not math.isfinite(loss):
             raise RankError("", f"the loss is {loss}", _CURE, code="rank.not-finite")
@@ -108,12 +104,22 @@ class StepTotals:
             is_last=any(row[2] for row in rows),
             is_damaged=any(row[3] for row in rows),
             times_s=tuple(tuple(row[_HEAD:first]) for row in rows),
-            norm=math.sqrt(math.fsum(square for row in rows for square in row[first:])),
+            norm=math.sqrt(square),
         )
 
     def reduce_loss(self, loss: float | None) -> float:
         """Return the loss on every rank; only ranks with the last stage know their parts of it."""
         return math.fsum(row[0] for row in self._gather([loss or 0.0 if self._counts_loss else 0.0]))
+
+    def _raise_not_finite(self, rows: Sequence[Sequence[float]]) -> NoReturn:
+        name, rank = next(
+            (name, rank)
+            for rank, (squares, names) in enumerate(zip(rows, self._names, strict=True))
+            for name, square in zip(names, squares, strict=False)
+            if not math.isfinite(square)
+        )
+        where = f"rank {rank}" if self._num_sharing == 1 else f"pipeline rank {rank}"
+        raise RankError(where, f"the gradient of {name} is not finite", _CURE, code="rank.not-finite")
 
     @property
     def _counts_loss(self) -> bool:

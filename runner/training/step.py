@@ -63,7 +63,7 @@ def train_step(
     if engine.parallel is not None:
         engine.parallel.defer_gradient_sync()
     recorder, clock = engine.schedule.recorder, engine.clock
-    recorder.start()
+    recorder.start(is_timed=clock is None or clock.times(step + 1))
     loss = engine.schedule.train(batch, cut)
     recorder.stop()
     if engine.parallel is not None:

@@ -32,6 +32,7 @@ DOCS = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
 STEP = StepReport(loss=2.5, num_tokens=600, grad_norm=1.5, lr=1e-3)
 TIMES = StepTimes(
     step_s=2.0,
+    data_s=(0.5, 0.0),
     ranks=(
         RankTimes(data_s=0.5, compute_s=1.0, communication_s=0.25, bubble_s=0.125),
         RankTimes(data_s=0.0, compute_s=0.75, communication_s=0.5, bubble_s=0.625),

@@ -126,15 +126,30 @@ def test_clock_tells_what_a_rank_has_really_done() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_microbatches", "expected"), [(6, [1, 2, 3, 4]), (256, [1, 8])], ids=["small", "2,048 actions"]
+    ("num_microbatches", "expected"), [(6, [1, 2, 3, 4]), (256, [1, 14])], ids=["small", "2,048 actions"]
 )
-def test_simulation_of_a_large_schedule_is_spread_over_steps(num_microbatches: int, expected: list[int]) -> None:
+def test_timing_of_a_large_schedule_is_spread_over_steps(num_microbatches: int, expected: list[int]) -> None:
     """The 606 ms of the largest are less than 1 ms of each step."""
     clock = Clock(table_of("1F1B", 4, "loop", num_microbatches), 0)
-    assert [step for step in range(1, 1 + 2 * len(expected) ** 2) if clock.simulates(step)][: len(expected)] == expected
+    assert [step for step in range(1, 15) if clock.times(step)][:4] == expected
     clock.note_exchange([[0.0, 0.25, 1.5, 2.0, 0.0, *[0.0] * 5]] * 4)
-    times = clock.split(simulates=False)
-    assert times == (RankTimes(data_s=0.25, compute_s=1.5, communication_s=0, bubble_s=0),) * 4
+    assert clock.data_s() == (0.25,) * 4
+
+
+def test_step_that_is_traced_is_timed() -> None:
+    clock = Clock(table_of("1F1B", 4, "loop", 256), 0, traced=range(5, 7))
+    assert [step for step in range(1, 15) if clock.times(step)] == [1, 5, 6, 14]
+
+
+def test_actions_of_a_step_that_is_not_timed_cost_nothing_and_are_not_recorded() -> None:
+    recorder = Recorder(torch.device("cpu"))
+    for is_timed in (True, False, True):
+        recorder.start(is_timed=is_timed)
+        with recorder.action("F", 0, 0):
+            pass
+        recorder.stop()
+        assert len(recorder.take()) == is_timed
+        assert recorder.begun_s <= recorder.ended_s
 
 
 def test_one_rank_takes_its_microbatches_in_turn_through_all_stages() -> None:
