@@ -130,21 +130,40 @@ def under_huggingface_names(
     """Return the slices of each tensor under its name in Hugging Face's model, in the layout that it has there.
 
     Tensors are weights, or one kind of optimizer state. Names that torchtitan's model does not have are kept, to be
-    refused by name.
+    refused by name. A query, key or value projection may also be part of a fused one, as our exports for torchtitan
+    have optimizer state for either attention: both are read, and must be equal.
 
     Raises:
         ModelError: torchtitan's layout of this architecture is not known.
         SourceError: two tensors have names, of two versions of torchtitan, of one weight.
     """
     names = titan_names(config, where)
-    renamed: dict[str, Slices] = {}
+    converted_slices: dict[str, Slices] = {}
+    is_fused: dict[str, bool] = {}
     for name, slices in tensors.items():
+        fused = f".{FUSED}." in name
         for new, converted in _converted(name, slices, names, config):
-            if new in renamed:
+            converted = tuple(replace(part, name=new) for part in converted)
+            if is_fused.setdefault(new, fused) != fused:
+                converted = (_compared(merge_slices(converted_slices[new]), merge_slices(converted)),)
+            elif new in converted_slices:
                 problem = f"is {new!r} of Hugging Face's model, which another tensor is too"
                 raise SourceError(f"{where}: {name!r}", problem, _SAVE, code="source.tensor-twice")
-            renamed[new] = tuple(replace(part, name=new) for part in converted)
-    return renamed
+            converted_slices[new] = converted
+    return converted_slices
+
+
+def _compared(tensor: TensorAt, copy: TensorAt) -> TensorAt:
+    """Return a tensor that is compared with its copy when it is read."""
+
+    def equal_blocks() -> Iterator[Buffer]:
+        for block, other in zip(read_blocks(tensor), read_blocks(copy), strict=True):
+            if block != other:
+                problem = "differs between the fused projection of queries, keys and values and its own"
+                raise SourceError(f"{tensor.file}: {tensor.name!r}", problem, _SAVE, code="source.tensor-twice")
+            yield block
+
+    return derive(tensor, tensor.dtype, "equal to its copy", (tensor, copy), equal_blocks)
 
 
 def _converted(

@@ -213,13 +213,17 @@ def _list(value: object) -> list[object]:
 def _by_parameter(
     optimizer: SavedOptimizer, fqns_of: FqnsOf, where: str
 ) -> Iterator[tuple[ParameterGroup, Iterable[str]]]:
+    group_by_fqn: dict[str, ParameterGroup] = {}
     for fqn, tensor in optimizer.moments[MOMENTS[0]].items():
         options, place = optimizer.groups[fqn], f"{where}: {fqn!r}"
         if lacking := [option for option in _OPTIONS if option not in options]:
             problem = f"found no {lacking[0]!r} among the options of the optimizer"
             raise bad_optimizer(place, problem)
         check_adamw(options, place)
-        yield group_of(options, place), fqns_of(fqn, tensor)
+        group, fqns = group_of(options, place), tuple(fqns_of(fqn, tensor))
+        if any(group_by_fqn.setdefault(name, group) != group for name in fqns):
+            raise bad_optimizer(place, "it has other options as part of a fused projection")
+        yield group, fqns
 
 
 def _numbers(folder: Folder, saved: DcpMetadata, names: Collection[str]) -> dict[str, int]:

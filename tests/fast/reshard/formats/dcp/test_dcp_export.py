@@ -148,6 +148,34 @@ def test_optimizer_state_of_torchtitan_goes_there_and_back(fused: bool, tmp_path
         other.load(tmp_path / "again")
         assert_equal(other.model.state_dict(), titan.model.state_dict())
         assert (other.schedulers.state_dict(), other.counts["step"]) == ({"last_epoch": 3}, 3)
+    run("pack", tmp_path / "again", "--layout", "pp=2", "--out", tmp_path / "repacked")
+    files = {path.relative_to(packed) for path in packed.rglob("*.safetensors")}
+    assert len(files) > 2  # with optimizer state
+    for path in files:
+        first, second = (load_file(folder / path) for folder in (packed, tmp_path / "repacked"))
+        assert_equal(second, first)
+    assert json.loads((tmp_path / "repacked" / "manifest.json").read_text())["training"] == training
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
+def test_optimizer_state_that_differs_in_its_fused_copy_is_refused(kind: str, tmp_path: Path) -> None:
+    titan = Titan(fused=True, seed=0)
+    titan.train(1)
+    run("pack", titan.save(tmp_path / "step-1"), "--layout", "pp=1", "--out", tmp_path / "packed")
+    run("export", tmp_path / "packed", "--to", "dcp", "--for", "torchtitan", "--out", tmp_path / "again")
+    state = state_of(tmp_path / "again")
+    state["optimizer", f"state.layers.0.attention.qkv_linear.wk.weight.{kind}"][0, 0] += 1
+    nested: dict[str, Any] = {}
+    for (name, *inner), value in state.items():
+        nested |= {name: {**nested.get(name, {}), inner[0]: value}} if inner else {name: value}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(nested, checkpoint_id=tmp_path / "two", no_dist=True)
+    (tmp_path / "two" / "config.json").write_text(json.dumps(LLAMA))
+    out = tmp_path / "repacked"
+    ended = reshard("pack", tmp_path / "two", "--layout", "pp=1", "--out", out, "--json")
+    assert ended.refusal[:2] == (3, "source.tensor-twice"), ended.err
+    assert not out.exists()
 
 
 def decays_of(titan: Titan) -> list[float]:
