@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from bench.layouts import MODELS, Row, compare, show, write
+from bench.layouts import MODELS, Row, balanced_bounds, compare, show, uniform_bounds, write
 from manifests.models import model_shape
 from reshard.estimate.costs import costs_of
 from reshard.layouts import parse_layout
@@ -21,6 +22,23 @@ DOCUMENT = Path(__file__).parents[4] / "docs" / "layouts.md"
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
     return [row for name in MODELS for row in compare(name)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_stages", "bounds"),
+    [  # given by DeepSpeed's partition_balanced
+        ([4, 48, 41, 44, 12, 15, 40, 20], 3, (0, 3, 6, 8)),  # whose slowest stage has 93: 87 is possible
+        ([1, 1, 1, 1], 2, (0, 2, 4)),
+        ([0, 1, 1, 1, 1, 1, 0, 0], 2, (0, 4, 8)),
+        ([5, 1, 1, 1], 4, (0, 1, 2, 3, 4)),
+        ([5, 1], 4, (0, 1, 2, 2, 2)),
+    ],
+)
+def test_bounds_of_deepspeed_are_those_that_it_returns(
+    weights: Sequence[int], num_stages: int, bounds: Sequence[int]
+) -> None:
+    assert balanced_bounds(weights, num_stages) == bounds
+    assert uniform_bounds(10, 4) == (0, 3, 6, 8, 10)
 
 
 def test_no_split_of_theirs_has_a_faster_slowest_stage_or_rank(rows: list[Row]) -> None:
