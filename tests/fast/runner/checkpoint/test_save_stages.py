@@ -21,6 +21,11 @@ from tests.builders import reshard as command
 from tests.fast.runner.tiny import load_model, save_model
 
 
+@pytest.fixture(autouse=True)
+def flags_in_errors() -> None:
+    """Leave the names of parameters in errors."""
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
@@ -88,22 +93,25 @@ def test_optimizer_that_no_run_could_resume_is_refused(
 ) -> None:
     with pytest.raises(UserError) as error:
         runner.save_stages(place / "pp1", 0, model, tmp_path / "out", step=step, optimizer=optimizer_of(model))
-    assert (error.value.code, list(tmp_path.iterdir())) == ("checkpoint.unsupported-optimizer", [])
+    assert (error.value.code, error.value.where) == ("checkpoint.unsupported-optimizer", "rank 0: optimizer")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_modules_of_another_model_are_refused(place: Path, model: nn.Module, tmp_path: Path) -> None:
-    def code(rank: int = 0, module: nn.Module = model, name_of: Callable[[str], str] | None = None) -> str:
+    def refusal(
+        rank: int = 0, module: nn.Module = model, name_of: Callable[[str], str] | None = None
+    ) -> tuple[str, str]:
         with pytest.raises(UserError) as error:
             runner.save_stages(place / "pp1", rank, module, tmp_path / "out", step=0, name_of=name_of)
         assert list(tmp_path.iterdir()) == []
-        return error.value.code
+        return error.value.code, error.value.where.split(":")[1].strip()
 
-    assert code(rank=1) == "options.no-such-rank"
-    assert code(name_of=lambda name: name.removeprefix("model.")) == "model.unexpected-parameter"
+    assert refusal(rank=1) == ("options.no-such-rank", "rank")
+    assert refusal(name_of=lambda name: name.removeprefix("model.")) == ("model.unexpected-parameter", "model")
     model.get_submodule("model.norm").weight = nn.Parameter(torch.ones(3))
-    assert code() == "model.wrong-shape"
+    assert refusal() == ("model.wrong-shape", "model")
     del model.get_submodule("model.norm").weight
-    assert code() == "model.missing-parameter"
+    assert refusal() == ("model.missing-parameter", "model")
 
 
 def test_existing_output_is_replaced_with_force_alone(place: Path, model: nn.Module, tmp_path: Path) -> None:
@@ -112,6 +120,7 @@ def test_existing_output_is_replaced_with_force_alone(place: Path, model: nn.Mod
     with pytest.raises(UserError) as error:
         runner.save_stages(place / "pp1", 0, model, out, step=7)
     assert (error.value.code, reshard.open(out).manifest.training.step) == ("output.exists", 0)
+    assert "force=True" in error.value.hint
     runner.save_stages(place / "pp1", 0, model, out, step=7, force=True)
     assert reshard.open(out).manifest.training.step == 7
 
