@@ -100,6 +100,8 @@ class Generic:
             read = config_class.from_dict(copy.deepcopy(dict(self._given)))
             self._is_tied = bool(entry.ties and read.tie_word_embeddings)
             self._config = config_class.from_dict({**copy.deepcopy(dict(self._given)), **_CONFIG})
+            # As in Mamba: what layers of a bfloat16 model hand on is float32.
+            self.adds_in_float32 = bool(getattr(self._config.get_text_config(), "residual_in_fp32", False))
         if shape is not None:
             self._fit(shape, config)
         whole = self._whole("meta")
@@ -127,14 +129,19 @@ class Generic:
         return StageOfAny(self._whole("meta"), self._entry, self._layers_name, frozenset(modules), self._outside)
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
-        """Compute buffers that are in no file, and give those that transformers keeps in float32 this dtype again."""
+        """Compute buffers that are in no file, and give those that transformers keeps in float32 this dtype again.
+
+        Buffers get the dtypes that `from_pretrained` gives them in a model of the dtype of its parameters: some are
+        made in float32 whatever that is, others (XGLM's positions, GPT's masks) in torch's default.
+        """
         assert isinstance(module, StageOfAny)
         exact = module.model._keep_in_fp32_modules_strict or ()
         for part in module.model.modules():
             for leaf in part._buffers.keys() - part._non_persistent_buffers_set:
                 if leaf in exact and (buffer := part._buffers[leaf]) is not None:
                     part._buffers[leaf] = buffer.float()
-        computed = self._buffers
+        parameter = next(module.parameters(), None)
+        computed = self._buffers_of(torch.float32 if parameter is None else parameter.dtype)
         for name, part in module.model.named_modules():
             for leaf in part._non_persistent_buffers_set:
                 if part._buffers.get(leaf) is not None:
@@ -223,6 +230,18 @@ class Generic:
     @cached_property
     def _buffers(self) -> Mapping[str, torch.Tensor]:
         return dict(_computed_buffers(self._with_buffers()))
+
+    def _buffers_of(self, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+        """Return the buffers of a model of this dtype, computed in float32."""
+        if dtype == torch.float32:
+            return self._buffers
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            made = dict(_computed_buffers(self._whole("meta")))
+        finally:
+            torch.set_default_dtype(default)
+        return {name: buffer.to(made[name].dtype) for name, buffer in self._buffers.items()}
 
     def _with_buffers(self) -> PreTrainedModel:
         """Return the model with its buffers computed and its parameters on the meta device."""

@@ -86,6 +86,7 @@ class ChunkedHead:
         return torch.stack(summed).sum()
 
     def _sum(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = hidden.to(self.module.get_parameter("weight").dtype)  # float32 where the model makes that of logits
         logits = self._project(hidden).float()
         return nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.func import functional_call
@@ -42,7 +43,8 @@ def chunk_head(chunks: Sequence[StageChunk], num_stages: int, num_tokens: int) -
                 "remove one of them",
                 code="options.loss-chunk",
             )
-        if not _ends_with_head(chunk.family, chunk.device):
+        of_head, logits = run_head(chunk.family, chunk.device)
+        if logits is not of_head:
             raise UsageError(
                 "--loss-chunk",
                 f"not supported for {chunk.family.architecture}, which changes the logits after {head}",
@@ -79,14 +81,14 @@ def whole_heads(chunks: Iterable[StageChunk]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _ends_with_head(family: Family, device: torch.device) -> bool:
-    """Whether the head's output is the model's logits, tested with expanded zeros, which need no memory."""
+def run_head(family: Family, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """Return what the head returns, and what the model makes of it: of expanded zeros, which need no memory."""
     (alone,) = build_chunks(family, (family.modules[-1:],), (0,))
-    family.init_buffers(alone.body, device)
+    family.init_buffers(alone.to(dtype).body, device)
     head = part_of(alone, family.modules[-1])
-    given: list[torch.Tensor] = []
-    head.register_forward_hook(lambda _, args, out: given.append(out))
-    zero = torch.zeros((), device=device)
+    outputs: list[torch.Tensor] = []
+    head.register_forward_hook(lambda _, args, out: outputs.append(out))
+    zero = torch.zeros((), device=device, dtype=dtype)
     weights = {name: zero.expand(parameter.shape) for name, parameter in alone.body.named_parameters()}
-    out = functional_call(alone.body, weights, zero.expand(1, 2, width_of(head)))
-    return out is given[0]
+    logits = functional_call(alone.body, weights, zero.expand(1, 2, width_of(head)))
+    return outputs[0], logits

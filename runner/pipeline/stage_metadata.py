@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from manifests.errors import ManifestError
 from runner.models.family import Family
 from runner.pipeline.chunk import StageChunk, build_chunks
+from runner.pipeline.heads import run_head
 from runner.pipeline.stage_io import Form, form_of
 
 Content = Literal["tokens", "hidden", "logits"]
@@ -35,14 +36,16 @@ class TensorMetadata:
     contents: tuple[Content, ...]
     hidden_size: int
     vocab_size: int
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]  # at each boundary, but of tokens
 
     def form(self, boundary: int, batch: int, seq_len: int) -> Form:
         contents = self.contents[boundary]
         if contents == "tokens":
             return form_of(torch.empty(batch, seq_len, dtype=torch.int64, device="meta"))
         width = self.hidden_size if contents == "hidden" else self.vocab_size
-        return form_of(torch.empty(batch, seq_len, width, dtype=self.dtype, device="meta", requires_grad=True))
+        return form_of(
+            torch.empty(batch, seq_len, width, dtype=self.dtypes[boundary], device="meta", requires_grad=True)
+        )
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -62,10 +65,11 @@ class TracedMetadata:
         if (batch, seq_len) not in self._forms:
             if len(self._forms) == _MOST_SHAPES:
                 del self._forms[next(iter(self._forms))]
-            self._forms[batch, seq_len] = self._trace(batch, seq_len)
+            self._forms[batch, seq_len] = self.run(torch.empty(batch, seq_len, dtype=torch.int64, device="meta"))
         return self._forms[batch, seq_len][boundary]
 
-    def _trace(self, batch: int, seq_len: int) -> tuple[Form, ...]:
+    def run(self, crossing: Any) -> tuple[Form, ...]:
+        """Return the forms of what enters the first stage, which is given, and of what leaves each."""
         if not self._chunks:
             self._chunks = build_chunks(self.family, self.stage_modules, range(len(self.stage_modules)))
             for chunk in self._chunks:
@@ -73,7 +77,7 @@ class TracedMetadata:
                 self.family.init_buffers(chunk.body, chunk.device)
         # transformers looks at the values of masks, unless a tensor is fake
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-            crossing = torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
+            crossing = torch.empty_like(crossing)
             forms = [form_of(crossing)]
             for chunk in self._chunks:
                 crossing = chunk(crossing)
@@ -88,7 +92,9 @@ def plan_stage_metadata(family: Family, stage_modules: Sequence[tuple[str, ...]]
     """Return the metadata of a pipeline with these modules on its stages, computing in `dtype`.
 
     Stages of a family with a true attribute `hands_on_trees` may output anything that `runner.pipeline.stage_io` can
-    flatten; its first module takes tokens, its last returns logits. Stages of all others output one tensor.
+    flatten; its first module takes tokens, its last returns logits. Stages of all others output one tensor. It has
+    another dtype where layers hand on float32, if the family has an attribute `adds_in_float32` that says so, and where
+    its head returns it.
 
     Raises:
         ManifestError: the stages do not have each module of the model once, in the order of the forward.
@@ -114,6 +120,21 @@ def plan_stage_metadata(family: Family, stage_modules: Sequence[tuple[str, ...]]
     for modules in stage_modules:
         arrived = "hidden" if first in modules else contents[-1]
         contents.append("logits" if last in modules else arrived)
+    dtypes = (dtype,) * len(contents)
+    if dtype != torch.float32 and hasattr(family, "adds_in_float32"):
+        dtypes = _traced_dtypes(family, stage_modules, contents, dtype)
     return TensorMetadata(
-        contents=tuple(contents), hidden_size=family.hidden_size, vocab_size=family.vocab_size, dtype=dtype
+        contents=tuple(contents), hidden_size=family.hidden_size, vocab_size=family.vocab_size, dtypes=dtypes
     )
+
+
+def _traced_dtypes(
+    family: Family, stage_modules: Sequence[tuple[str, ...]], contents: Sequence[Content], dtype: torch.dtype
+) -> tuple[torch.dtype, ...]:
+    """Return the dtype at each boundary, which depends on no length."""
+    if getattr(family, "adds_in_float32", False):
+        tokens = torch.empty(1, 2, dtype=torch.int64, device="meta")
+        forms = TracedMetadata(family=family, stage_modules=tuple(stage_modules), dtype=dtype).run(tokens)
+        return tuple(tensor.dtype for form in forms for tensor in form.examples())
+    logits = run_head(family, torch.device("cpu"), dtype)[1]
+    return tuple(logits.dtype if content == "logits" else dtype for content in contents)

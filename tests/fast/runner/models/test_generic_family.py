@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from manifests.errors import UserError
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of
 from runner.config.architectures import TORCHTITAN, check_trainable, is_generic
 from runner.models import family_for
 from runner.models.regions import pieces_in, regions_of
-from tests.fast.manifests.models.catalogued import DOZEN, config_of
+from runner.pipeline.chunk import build_chunks, materialize
+from tests.fast.manifests.models.catalogued import DOZEN, config_of, quiet, save_tiny
 from tools.parity import Trained, compare
 from tools.tiny_models import DROPOUTS
 
@@ -196,3 +199,25 @@ def test_regions_are_found_in_boxes_of_a_parameter() -> None:
     for fqn, piece in found.items():
         low = piece.offset[0]
         assert piece.memory.equal(files[fqn][low : low + piece.memory.shape[0]])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("OpenAIGPTLMHeadModel", "XGLMForCausalLM") else SLOW) for name in GENERIC],
+)
+def test_buffers_have_dtypes_and_values_of_from_pretrained_in_bfloat16(name: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, name)
+    with quiet():
+        whole = getattr(transformers, name).from_pretrained(tmp_path, dtype=torch.bfloat16)
+        family = family_for(json.loads((tmp_path / "config.json").read_text()), max_seq_len=8)
+        (chunk,) = build_chunks(family, (family.modules,), (0,))
+        materialize(chunk, device=torch.device("cpu"), dtype=torch.bfloat16)
+    buffers = dict(chunk.body.model.named_buffers())
+    expected = {
+        f"{path}.{leaf}".lstrip("."): part._buffers[leaf]
+        for path, part in whole.named_modules()
+        for leaf in part._non_persistent_buffers_set
+    }
+    for path, buffer in expected.items():
+        assert buffers[path].dtype == buffer.dtype, path
+        assert torch.equal(buffers[path], buffer), path
