@@ -100,7 +100,9 @@ def bound_names(tree: ast.Module) -> list[str]:
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
                 names.append(name.strip("_"))
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.MatchAs(name=str(name)):
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names.append(name.strip("_"))
+            case ast.MatchAs(name=str(name)) | ast.ExceptHandler(name=str(name)):
                 names.append(name.strip("_"))
     return names
 
