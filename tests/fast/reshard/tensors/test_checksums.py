@@ -105,7 +105,8 @@ def test_message_names_the_file_the_record_and_both_checksums(wording: Callable[
     source = write_bin(tmp_path / "source")
     path, begin, _ = next(records_of(source, "bin"))
     flip(path, begin)
-    wording(refusal("pack", source, "--layout", "pp=2", "--out", tmp_path / "out").text)
+    text = refusal("pack", source, "--layout", "pp=2", "--out", tmp_path / "out").text
+    wording(text.partition("; verified data is kept")[0])  # of tensors that other threads had written by then, if any
 
 
 @pytest.mark.parametrize("entry", ["data.pkl", "byteorder"])
