@@ -194,11 +194,13 @@ def describe(error: Exception) -> str:
     )
 
 
-def run_whole(whole: Any, vocab_size: int, dtype: torch.dtype = torch.float32) -> tuple[WholeResult, ...]:
+def run_whole(
+    whole: Any, vocab_size: int, dtype: torch.dtype = torch.float32, *, is_training: bool = True
+) -> tuple[WholeResult, ...]:
     """Run a whole model, its parameters in this dtype, forward and backward."""
     for parameter in whole.body.parameters():
         parameter.data = parameter.data.to(dtype)
-    _seed_by_name(whole.body.train())
+    _seed_by_name(whole.body.train(is_training))
     drawn = torch.Generator().manual_seed(0)
     batches = [torch.randint(vocab_size, (1, _LENGTH), generator=drawn) for _ in range(_NUM_MICROBATCHES)]
     outputs = [(tokens, *whole(tokens)) for tokens in batches]
@@ -238,6 +240,8 @@ def build_filled(
     whole: WholeModel,
     stage_modules: Sequence[tuple[str, ...]],
     share: Callable[[StageChunk], None] = lambda chunk: None,
+    *,
+    is_training: bool = True,
 ) -> tuple[StageChunk, ...]:
     """Build all stages with the weights of the whole model; `share` shares each with other ranks."""
     chunks = build_chunks(family, stage_modules, range(len(stage_modules)))
@@ -256,7 +260,9 @@ def build_filled(
             for piece in (*hf_pieces(chunk), *hf_constants(chunk)):
                 sizes = zip(piece.offset, piece.memory.shape, strict=True)
                 piece.memory.copy_(files[piece.fqn][tuple(slice(low, low + size) for low, size in sizes)])
-        _seed_by_name(chunk.body.train())
+        chunk.body.train(is_training)
+        if is_training:
+            _seed_by_name(chunk.body)
     return chunks
 
 

@@ -13,6 +13,11 @@ backward in two parts keeps between them what it would without checkpointing.
 memory is what is compared: `matmul` returns its product through `_unsafe_view`, which shares memory but no version
 counter, and torch's own selective checkpointing then trains with the changed values (Gemma 3n's AltUp adds to a
 product). A result that a layer returns is copied as well: what happens to it later is not seen.
+
+# Note [Recomputed and compiled]
+A layer that is one graph is compiled with its recomputation, which decides there what the graph keeps. Where a graph
+breaks, as experts take as many tokens as a router says, torch runs its own checkpointing uncompiled, with the mistakes
+above. Such a layer is checkpointed here, and what it calls is compiled in parts.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ from operator import length_hint
 from typing import Any
 
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+from torch._dynamo.exc import UserError as DynamoUserError
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -66,45 +73,53 @@ def apply_compute_options(chunks: Sequence[StageChunk], num_stages: int, options
     Raises:
         UsageError: see `runner.pipeline.heads.chunk_head`.
     """
-    recompute_layers(chunks, options.recompute)
-    if options.is_compiled:
-        _compile_layers(chunks)
+    recompute_layers(chunks, options.recompute, is_compiled=options.is_compiled)
     if options.loss_chunk is not None:
         chunk_head(chunks, num_stages, options.loss_chunk)
 
 
-def recompute_layers(chunks: Iterable[StageChunk], recompute: Recompute) -> None:
+def recompute_layers(chunks: Iterable[StageChunk], recompute: Recompute, *, is_compiled: bool = False) -> None:
     """Checkpoint every layer, every Nth layer, or all but matrix products and attention (`selective`).
 
     The forward of a layer is wrapped, not the layer: no parameter name changes, and hooks (FSDP's too) keep working.
+    Compilation, of static shapes, is when a layer first runs; layers of one kind share the compiled code.
     """
-    if recompute == "none":
-        return
     every = recompute if isinstance(recompute, int) else 1
     for chunk in chunks:
         for number, layer in layers_of(chunk):
-            if number % every == 0:
-                layer.forward = partial(_checkpointed, layer.forward, recompute == "selective")
+            if recompute != "none" and number % every == 0:
+                wrapped = _compiled if is_compiled else partial(partial, _checkpointed)
+                layer.forward = wrapped(layer.forward, recompute == "selective")
+            elif is_compiled:
+                layer.compile(dynamic=False)
 
 
-def _compile_layers(chunks: Iterable[StageChunk]) -> None:
-    """Compile every layer when it first runs; layers of one kind share the compiled code.
+def _compiled(forward: Callable[..., Any], is_selective: bool) -> Callable[..., Any]:
+    """Compile a layer's forward with its recomputation; see Note [Recomputed and compiled]."""
 
-    In place, so that no parameter name changes. Shapes are static: each sequence length is compiled separately,
-    and so is evaluation.
-    """
-    for chunk in chunks:
-        for _, layer in layers_of(chunk):
-            layer.compile(dynamic=False)
-
-
-def _checkpointed(forward: Callable[..., Any], is_selective: bool, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer's forward; see Note [Recomputed once]."""
-    if torch.compiler.is_compiling():  # which knows torch's function, and leaves nothing in place in what it compiles
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not is_selective:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         contexts = partial(create_selective_checkpoint_contexts, list(_KEPT))
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    whole, is_whole = torch.compile(recomputed, dynamic=False, fullgraph=True), True
+    in_parts = partial(_checkpointed, torch.compile(forward, dynamic=False), is_selective)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_whole
+        if is_whole:
+            try:
+                return whole(*args, **kwargs)
+            except (Unsupported, DynamoUserError, FailOnRecompileLimitHit):  # before anything has run
+                is_whole = False
+        return in_parts(*args, **kwargs)
+
+    return run
+
+
+def _checkpointed(forward: Callable[..., Any], is_selective: bool, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer's forward; see Note [Recomputed once]."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     keeping = _Keeping() if is_selective else None
@@ -174,6 +189,7 @@ class _LayerRun:
         self._inputs = None
         pending = iter(self._saved)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator] # called while parts of a layer are compiled
         def fill(tensor: torch.Tensor) -> torch.Tensor:
             tensor = tensor.detach()
             saved = next(pending)()

@@ -6,7 +6,8 @@ place is another layer when it is recomputed. So the tiny model's stages run a s
 at once, and its logits, losses and gradients are compared with the whole model's, tensor by tensor. In float32 they may
 differ by 1e-6 of a tensor. In bfloat16 the whole model runs with the same casts, too, and they may differ by one
 rounding; where an option adds in another order, as chunks of the loss do, also by twice what the whole model's differ
-from its own in float32. If that fails, each option is tried by itself, to name it.
+from its own in float32. If that fails, each option is tried by itself, to name it. Compiled code draws other random
+numbers, and seeding every module would compile it in other parts than the run's: both sides run in evaluation mode.
 """
 
 from __future__ import annotations
@@ -137,6 +138,11 @@ def _difference(tiny: TinyRun, stage_modules: Sequence[tuple[str, ...]], run: Ru
 
     The whole model gets the run's dtypes, and keeps them.
     """
+    if run.compute.is_compiled:
+        for parameter in tiny.whole.body.parameters():
+            parameter.grad = None
+        results = run_whole(tiny.whole, tiny.family.vocab_size, torch.float32, is_training=False)
+        tiny = replace(tiny, results=results)
     exact = rounded = _whole_outcome(tiny)
     if run.compute.dtype != "fp32":
         tiny = _with_casts(tiny, run.compute)
@@ -190,7 +196,8 @@ def _with_casts(tiny: TinyRun, compute: ComputeOptions) -> TinyRun:
     if compute.has_masters:
         keep_masters([tiny.whole.body], FLAG_DTYPES[compute.master_dtype])
     try:
-        return replace(tiny, results=run_whole(tiny.whole, tiny.family.vocab_size, dtype))
+        is_training = not compute.is_compiled
+        return replace(tiny, results=run_whole(tiny.whole, tiny.family.vocab_size, dtype, is_training=is_training))
     except Exception as error:  # of an operation that takes float32 alone
         raise ModelError(
             f"--dtype {compute.dtype}",
@@ -202,7 +209,7 @@ def _with_casts(tiny: TinyRun, compute: ComputeOptions) -> TinyRun:
 
 def _stage_outcome(tiny: TinyRun, stage_modules: Sequence[tuple[str, ...]], run: RunOptions) -> Outcome:
     compute = run.compute
-    chunks = build_filled(tiny.family, tiny.whole, stage_modules)
+    chunks = build_filled(tiny.family, tiny.whole, stage_modules, is_training=not compute.is_compiled)
     if compute.has_masters:
         keep_masters(chunks, FLAG_DTYPES[compute.master_dtype])
     if compute.loss_chunk is not None:

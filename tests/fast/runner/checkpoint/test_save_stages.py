@@ -104,7 +104,7 @@ def test_modules_of_another_model_are_refused(place: Path, model: nn.Module, tmp
         with pytest.raises(UserError) as error:
             runner.save_stages(place / "pp1", rank, module, tmp_path / "out", step=0, name_of=name_of)
         assert list(tmp_path.iterdir()) == []
-        return error.value.code, error.value.where.split(":")[1].strip()
+        return error.value.code, error.value.where.removeprefix("rank 0: ").partition(":")[0]
 
     assert refusal(rank=1) == ("options.no-such-rank", "rank")
     assert refusal(name_of=lambda name: name.removeprefix("model."))[0] == "model.unexpected-parameter"

@@ -97,17 +97,31 @@ def test_gemma_3n_whose_layers_change_results_in_place_is_recomputed_right() -> 
     check(family, len(family.modules) // 2, run=RunOptions(compute=ComputeOptions(recompute="selective")))
 
 
-def test_logits_in_float32_pass_where_no_stage_sends_them() -> None:
-    config = config_of("NemotronHForCausalLM")
-    family = family_for({**config.to_dict(), "architectures": ["NemotronHForCausalLM"]}, max_seq_len=8)
+# Layers that hand on float32, logits in float32, and buffers that transformers makes in the model's dtype.
+@pytest.mark.parametrize(
+    "name", ["MambaForCausalLM", "NemotronHForCausalLM", "OpenAIGPTLMHeadModel", "XGLMForCausalLM"]
+)
+def test_models_that_compute_in_two_dtypes_pass_in_bfloat16(name: str) -> None:
+    family = family_for({**config_of(name).to_dict(), "architectures": [name]}, max_seq_len=8)
     assert isinstance(family, Generic)
-    check(family, run=RunOptions(compute=ComputeOptions(dtype="bf16", recompute="full")))
+    compute = ComputeOptions(dtype="bf16", recompute="full")
+    check(family, run=RunOptions(compute=compute))
+    check(family, len(family.modules) // 2, run=RunOptions(compute=replace(compute, loss_chunk=5)))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_compiled_layers_are_compared_with_eager_ones(twin: Callable[[str], Generic]) -> None:
     check(twin("nothing"), 3, run=RunOptions(compute=ComputeOptions(is_compiled=True)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_compiled_layers_with_dropout_are_compared_without_it() -> None:
+    config = read_config("tiny-gpt2", embd_pdrop=0.1, attn_pdrop=0.1, resid_pdrop=0.1)
+    family = family_for(config, max_seq_len=8)
+    assert isinstance(family, Generic)
+    check(family, run=RunOptions(compute=ComputeOptions(is_compiled=True)))
 
 
 def test_a_model_that_cannot_be_small_says_so(twin: Callable[[str], Generic], wording: Callable[[str], None]) -> None:

@@ -1,6 +1,6 @@
 """A rank that trains cases as `runner.train` does, and saves what came of each.
 
-usage: family_worker.py PLACE normal|slow
+usage: family_worker.py PLACE normal|slow|compiled
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runner.distributed.world import World, join_world
 from runner.pipeline.chunk import hf_pieces
 from runner.setup import begin
 from runner.training.step import eval_step, train_step
-from tests.process.runner.models.family_cases import NORMAL, SLOW, STEPS, Case, batch_of, evaluated_batch
+from tests.process.runner.models.family_cases import COMPILED, NORMAL, SLOW, STEPS, Case, batch_of, evaluated_batch
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def run_case(case: Case, place: Path, world: World) -> dict[str, Any]:
 
 def main(place: Path, cases: tuple[Case, ...]) -> None:
     world = World.from_environment(os.environ)
-    join_world(CPU, timeout_s=60)
+    join_world(CPU, timeout_s=400)  # a first step that is compiled takes long
     for case in (case for case in cases if case.num_ranks == world.size):
         torch.save(run_case(case, place, world), case.folder(place, f"rank{world.rank}.pt"))
     dist.barrier()
@@ -58,4 +58,4 @@ def main(place: Path, cases: tuple[Case, ...]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), {"normal": NORMAL, "slow": SLOW}[sys.argv[2]])
+    main(Path(sys.argv[1]), {"normal": NORMAL, "slow": SLOW, "compiled": COMPILED}[sys.argv[2]])
