@@ -81,9 +81,9 @@ def diff(
         >>> done.equal, done.num_equal, done.num_moved
         (True, 39, 20)
     """
-    left, right = open_both(str(a), str(b), None if model is None else Path(model))
-    counter = counting(progress, _nbytes_to_hash(left, right, reads_bytes=reads_bytes))
-    return _compare_checkpoints(left, right, with_norms, reads_bytes, counter)
+    checkpoints = open_both(str(a), str(b), None if model is None else Path(model))
+    counter = counting(progress, _nbytes_to_hash(*checkpoints, reads_bytes=reads_bytes))
+    return _compare_checkpoints(*checkpoints, with_norms, reads_bytes, counter)
 
 
 def _compare_checkpoints(
@@ -92,13 +92,13 @@ def _compare_checkpoints(
     num_equal, num_moved, num_resliced, differences = 0, 0, 0, list[TensorDifference]()
     stages = _stages(a), _stages(b)
     for holds in (WEIGHTS, *MOMENTS):
-        left, right = tensors_of(a, holds) or {}, tensors_of(b, holds) or {}
-        if bool(left) != bool(right):
-            problem = f"all {len(left or right)} only in {'A' if left else 'B'}"
+        tensors_a, tensors_b = tensors_of(a, holds) or {}, tensors_of(b, holds) or {}
+        if bool(tensors_a) != bool(tensors_b):
+            problem = f"all {len(tensors_a or tensors_b)} only in {'A' if tensors_a else 'B'}"
             differences.append(TensorDifference(holds=holds, fqn="*", problem=problem))
             continue
-        for fqns in in_batches(chain(left, (fqn for fqn in right if fqn not in left))):
-            here, there = ({fqn: tensors[fqn] for fqn in fqns if fqn in tensors} for tensors in (left, right))
+        for fqns in in_batches(chain(tensors_a, (fqn for fqn in tensors_b if fqn not in tensors_a))):
+            here, there = ({fqn: tensors[fqn] for fqn in fqns if fqn in tensors} for tensors in (tensors_a, tensors_b))
             equal = {fqn for fqn in here if fqn in there and _are_same_slices(here[fqn], there[fqn])}
             unread = set() if reads_bytes else equal
             here, there = (_with_digests(tensors, unread, reads_bytes, progress) for tensors in (here, there))
@@ -130,8 +130,8 @@ def _nbytes_to_hash(a: Checkpoint, b: Checkpoint, *, reads_bytes: bool) -> int:
 
 def _are_same_slices(a: TensorAt, b: TensorAt) -> bool:
     """Whether two tensors are sliced alike with equal digests, so that neither must be read."""
-    left, right = ([(part.dtype, part.part, part.blake3) for part in slices_of(tensor)] for tensor in (a, b))
-    return len(left) > 1 and left == right and all(digest is not None for *_, digest in left)
+    slices_a, slices_b = ([(part.dtype, part.part, part.blake3) for part in slices_of(tensor)] for tensor in (a, b))
+    return len(slices_a) > 1 and slices_a == slices_b and all(digest is not None for *_, digest in slices_a)
 
 
 def _boxes(tensor: TensorAt) -> list[Slice | None]:
