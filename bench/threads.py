@@ -24,7 +24,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
 
-from reshard.copy import engine, runs, team
+from reshard.copy import engine, runs
 from reshard.copy.engine import WriteOptions, write_shards
 from reshard.copy.parallelism import Parallelism
 from reshard.plans.pack_plan import OutputShard
@@ -84,7 +84,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-threads-") as scratch,
         mock.patch.object(engine, "OutputFile", Waiting),
         mock.patch.object(runs, "Hasher", Waiting),
-        mock.patch.object(team, "Hasher", Waiting),
+        mock.patch.object(runs, "Hasher", Waiting),
     ):
         folder = Path(scratch)
         many = {str(number): partial(copy_s_per_mib, number, folder, TENSOR_NBYTES) for number in NUM_THREADS}

@@ -1,6 +1,7 @@
 """Byte ranges of remote files, requested ahead in the order in which threads will read them.
 
-`Prefetcher` has the requests of a command's threads; a `RangeReader` those of one reader, in up to 64 MiB of memory.
+`Prefetcher` has the requests of a command's threads; a `RangeReader` those of one reader: at most four at a time, of up
+to 16 MiB each.
 """
 
 from __future__ import annotations
@@ -147,14 +148,20 @@ class Lane:
     """The requests of one thread, for several pieces of work that it will do in this order, of about `nbytes` in all.
 
     `more` is called when there is memory for more than is planned; it may plan more, and returns whether it did.
+    `most_requests` limits how many are not yet read to the end.
     """
 
     def __init__(
-        self, prefetcher: Prefetcher, more: Callable[[], bool] = lambda: False, nbytes: int = sys.maxsize
+        self,
+        prefetcher: Prefetcher,
+        more: Callable[[], bool] = lambda: False,
+        nbytes: int = sys.maxsize,
+        most_requests: int = sys.maxsize,
     ) -> None:
         self._prefetcher, self._more, self._left_nbytes = prefetcher, more, nbytes
         self._planned = deque[_Request]()
-        self._nbytes = 0  # requested and not yet read to the end
+        self._most_requests = most_requests
+        self._nbytes, self._num_requests = 0, 0  # requested and not yet read to the end
 
     def plan(self, ranges: Iterable[Planned]) -> dict[InputFile, PlannedReader]:
         """Plan ranges in the order in which they will be read; return a reader of each remote file among them."""
@@ -198,14 +205,18 @@ class Lane:
             self._prefetcher.reuse(request.data.result())
         request.data = None
         self._nbytes -= request.end - request.begin
+        self._num_requests -= 1
 
     def _begin_planned(self) -> None:
         share = self._prefetcher.share_nbytes
-        while self._planned and self._nbytes + self._planned[0].end - self._planned[0].begin <= share:
+        while self._planned and self._num_requests < self._most_requests:
+            if self._nbytes + self._planned[0].end - self._planned[0].begin > share:
+                return
             self._begin(self._planned.popleft())
 
     def _begin(self, request: _Request) -> None:
         self._nbytes += request.end - request.begin
+        self._num_requests += 1
         request.data = self._prefetcher.begin(request.fetch, request.begin, request.end)
 
 
@@ -275,10 +286,12 @@ class RangeReader(PlannedReader):
             memory_nbytes=NUM_PARALLEL * LONGEST_REQUEST_NBYTES,
             request_nbytes=LONGEST_REQUEST_NBYTES,
         )
-        super().__init__(Lane(self._prefetcher), fetch)
+        super().__init__(Lane(self._prefetcher, most_requests=NUM_PARALLEL), fetch)
         self._lane.add(self, plan_requests(ranges))
 
     def read_into(self, part: memoryview, position: int) -> None:
+        while self.requests and self.requests[0].end <= position:  # skipped
+            self._leave()
         if len(self.requests) == 1 and self.requests[0].data is None:
             request = self.requests[0]
             if position <= request.begin and request.end <= position + len(part):  # no thread, no copy

@@ -35,6 +35,8 @@ from stores.hub.store import HubFolder, open_hub
 from stores.net.retries import PassingError, Retries, keep_trying
 
 _MAIN = "main"
+_CONNECT_S = 30.0
+_LOCK = threading.Lock()  # of the factory of clients
 
 Answer = TypeVar("Answer")
 
@@ -193,37 +195,52 @@ def _retry(address: HubAddress, retries: Retries, call: Callable[[HfApi], Answer
     return keep_trying(attempt, str(address), retries, threading.Event())
 
 
-_CONNECT_S = 30.0
-
-
 @contextmanager
 def uploading(idle_s: float) -> Iterator[None]:
-    """Let requests time out that send and receive no byte for `idle_s`, until the block ends; and strip logged URLs.
+    """Let requests time out that send and receive no byte for `idle_s`, and strip logged URLs.
 
-    huggingface_hub uploads without timeouts. Those that a client of the user's has are kept.
+    huggingface_hub uploads without timeouts. Those that a client of the user's has are kept. Of clients that are made
+    after the last of overlapping blocks has ended, nothing is changed; the present one keeps its timeouts.
     """
-    _limit(get_session(), idle_s)  # for good: another thread may be uploading with it
-    strip, logger = _StripQueries(), logging.getLogger(_http.__name__)
-    chosen = getattr(_http, "_GLOBAL_CLIENT_FACTORY", None)
-    # After a failure to connect, huggingface_hub makes a new client.
-    limiting = None if chosen is None or isinstance(chosen, _Limiting) else _Limiting(chosen, idle_s)
-    logger.addFilter(strip)
-    if limiting is not None:
-        _http._GLOBAL_CLIENT_FACTORY = limiting
+    _limit(get_session(), idle_s)
+    strip, loggers = _StripQueries(), [logging.getLogger(name) for name in (_http.__name__, "httpx")]
+    for logger in loggers:
+        logger.addFilter(strip)
+    _limit_new_clients(idle_s)
     try:
         yield
     finally:
-        logger.removeFilter(strip)
-        if limiting is not None and _http._GLOBAL_CLIENT_FACTORY is limiting:
-            _http._GLOBAL_CLIENT_FACTORY = limiting.factory
+        _leave_new_clients()
+        for logger in loggers:
+            logger.removeFilter(strip)
 
 
-@dataclass(frozen=True, slots=True)
+def _limit_new_clients(idle_s: float) -> None:
+    """Limit those that huggingface_hub makes after a failure to connect."""
+    with _LOCK:
+        chosen = getattr(_http, "_GLOBAL_CLIENT_FACTORY", None)
+        if isinstance(chosen, _Limiting):
+            chosen.num_users += 1
+        elif chosen is not None:
+            _http._GLOBAL_CLIENT_FACTORY = _Limiting(chosen, idle_s)
+
+
+def _leave_new_clients() -> None:
+    with _LOCK:
+        limiting = getattr(_http, "_GLOBAL_CLIENT_FACTORY", None)
+        if isinstance(limiting, _Limiting):
+            limiting.num_users -= 1
+            if limiting.num_users == 0:
+                _http._GLOBAL_CLIENT_FACTORY = limiting.factory
+
+
+@dataclass(slots=True)
 class _Limiting:
-    """A factory of clients that time out."""
+    """A factory of clients that time out, and how many uploads use it."""
 
     factory: Callable[[], Any]
     idle_s: float
+    num_users: int = 1
 
     def __call__(self) -> Any:
         client = self.factory()

@@ -38,7 +38,7 @@ FindOwnedObjects = Callable[[ObstoreClient, Mapping[str, ObjectEntry]], Collecti
 
 
 def objects_of_manifest(client: ObstoreClient, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
-    """Return the names that a prefix's manifest lists, its own and the index included; None if none can be read.
+    """Return the names of a prefix's manifest, of what it lists, and of what is made of it; None if none can be read.
 
     Raises:
         UnreachableError: the store failed.

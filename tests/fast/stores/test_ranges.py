@@ -172,3 +172,18 @@ def test_close_does_not_wait_for_what_is_on_its_way() -> None:
     reader.close()
     reading.join()
     assert source.num_finished == 0
+
+
+def test_far_apart_short_ranges_are_fetched_a_few_ahead_and_skipped_ones_not() -> None:
+    source = Source(64 * MIB)
+    begins = range(0, 64 * MIB, 2 * MIB)
+    reader = RangeReader(source.fetch, [(begin, begin + 100) for begin in begins])
+    try:
+        assert read(reader, 0, 100) == source.data[:100]
+        wait_until(lambda: len(source.asked) == 1 + NUM_PARALLEL)
+        assert len(source.asked) == 1 + NUM_PARALLEL
+        assert read(reader, begins[20], begins[20] + 100) == source.data[begins[20] : begins[20] + 100]
+        wait_until(lambda: len(source.asked) == 2 + 2 * NUM_PARALLEL)
+        assert not {begin for begin, _ in source.asked} & set(begins[6:20])
+    finally:
+        reader.close()

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +82,21 @@ def test_invalid_url_to_upload_to_is_refused(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("fault", [{"status": 503}, {"drop": True}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "level"), [("huggingface_hub.utils._http", logging.WARNING), ("httpx", logging.INFO)], ids=["hub", "httpx"]
+)
 def test_signature_of_an_upload_url_is_not_logged(
     hub: Hub,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     fault: dict[str, Any],
+    name: str,
+    level: int,
 ) -> None:
-    logger = logging.getLogger("huggingface_hub.utils._http")  # whose parents other tests may have silenced
+    logger = logging.getLogger(name)  # whose parents other tests may have silenced
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
     monkeypatch.setattr(logger, "disabled", False)
-    caplog.set_level(logging.WARNING, logger.name)
+    caplog.set_level(level, logger.name)
     hub.upload_query = "?X-Amz-Signature=secret&partNumber=1"
     hub.fail("^/lfs/", method="PUT", **fault)
     push()
@@ -99,6 +105,16 @@ def test_signature_of_an_upload_url_is_not_logged(
     assert "secret" in sent[-1]
     assert "/lfs/" in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_clients_made_while_another_upload_goes_on_time_out() -> None:
+    factory = _http._GLOBAL_CLIENT_FACTORY
+    with ExitStack() as second:
+        with uploading(5.0):
+            second.enter_context(uploading(5.0))
+        close_session()
+        assert get_session().timeout.read == 5.0
+    assert _http._GLOBAL_CLIENT_FACTORY is factory
 
 
 def test_clients_time_out_unless_the_user_chose_other_timeouts() -> None:

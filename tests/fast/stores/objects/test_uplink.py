@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from manifests.digest import digest_bytes
 from manifests.errors import StoreError
 from stores.objects.client import ObjectEntry
 from stores.objects.lock import CompletedObjects
@@ -101,6 +102,15 @@ def test_objects_that_are_completed_during_a_write_are_in_the_next_one(fails: bo
 
 @pytest.mark.parametrize("process", [{"pid": 3}, {"pid": 3, "birth": None, "host": 1, "namespace": []}, [], None])
 def test_damaged_process_of_a_record_is_no_process_that_has_exited(process: object) -> None:
-    record = {"plan": "p", "claim": "c", "folder": "", "names": [], "stopped": False, "process": process, "objects": {}}
+    claim = digest_bytes(b"lock")
+    record = {
+        "plan": "p",
+        "claim": claim,
+        "folder": "",
+        "names": [],
+        "stopped": False,
+        "process": process,
+        "objects": {},
+    }
     decoded = CompletedObjects.decode(json.dumps(record).encode())
     assert decoded is None or not decoded.is_over(b"lock")
