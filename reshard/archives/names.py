@@ -13,11 +13,13 @@ _DEEPSPEED = re.compile(
     r"(?:[^/]+/)?(?:(?:layer|mp_rank|(?:bf16_|fp16_)?zero_pp_rank)_\d+[^/]*_states\.pt|zero/[^/]+/fp32\.pt)"
 )
 
+_OF_TRANSFORMERS = re.compile(r".+\.safetensors|(?:.+/)?pytorch_model[^/]*\.bin")
+
 
 def is_dcp(names: Collection[str]) -> bool:
     """Return whether a folder with these files is a DCP folder, all of whose `.distcp` files may be missing."""
     has_data = any(name.endswith(DATA_SUFFIX) for name in names)
-    return METADATA_NAME in names and (has_data or not any(name.endswith((".safetensors", ".bin")) for name in names))
+    return METADATA_NAME in names and (has_data or not any(map(_OF_TRANSFORMERS.fullmatch, names)))
 
 
 def is_deepspeed(names: Collection[str]) -> bool:

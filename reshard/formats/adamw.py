@@ -16,7 +16,6 @@ BAD_OPTIMIZER = "source.bad-optimizer-state"
 _SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
 _NOT_ADAMW = {"amsgrad": True, "maximize": True, "bias_correction": False}
 DECOUPLED = "decoupled_weight_decay"
-ADAMW_FLAGS = (*_NOT_ADAMW, DECOUPLED)  # options that make it another optimizer
 _OPTIONS = ("betas", "eps", "weight_decay")
 _KNOWN = {
     *_OPTIONS, *_NOT_ADAMW, DECOUPLED, "lr", "step", "params", "param_names", "name",

@@ -10,7 +10,7 @@ safetensors does without. A row's field names the module whose function it is:
     weights   read_weights(folder) -> Mapping[str, TensorAt]    by Hugging Face's names, and perhaps not all of a model
     stored    read_stored(folder) -> Mapping[str, TensorAt]     all tensors, by the names in files if those differ
 
-`reshard check --against` compares the last two.
+`reshard check --against` compares what both formats have: `stored`, or else `weights`.
 """
 
 from __future__ import annotations

@@ -155,6 +155,9 @@ def under_huggingface_names(
 
 def _compared(tensor: TensorAt, copy: TensorAt) -> TensorAt:
     """Return a tensor that is compared with its copy when it is read."""
+    if (tensor.dtype, tensor.shape) != (copy.dtype, copy.shape):
+        problem = f"is {tensor.dtype} {list(tensor.shape)}, and {copy.dtype} {list(copy.shape)} in the fused projection"
+        raise SourceError(f"{tensor.file}: {tensor.name!r}", problem, _SAVE, code="source.tensor-twice")
 
     def equal_blocks() -> Iterator[Buffer]:
         for block, other in zip(read_blocks(tensor), read_blocks(copy), strict=True):

@@ -32,9 +32,9 @@ from reshard.formats.adamw import (
     read_number,
     without_optimizer,
 )
+from reshard.formats.assemble import OPTIMIZER
 from stores.base import Folder
 
-OPTIMIZER = "optimizer"
 _STATE, _GROUPS = "optimizer.state.", "optimizer.param_groups"
 _NUMBERED = re.compile(rf"{re.escape(_GROUPS)}\.(\d{{1,6}})\.([a-z_]+)")
 _OPTIONS = ("betas", "eps", "weight_decay", "lr", "amsgrad")  # which torch's AdamW always has
@@ -149,9 +149,10 @@ def training_state(
 def _num_steps(folder: Folder, tensor: DcpTensor) -> int:
     """Return a count in a tensor of one number: torch has the steps of a parameter so, and torchtitan had its own."""
     at = read_chunks(folder, {tensor.name: tensor})[tensor.name][0]
-    steps = read_number(at, str(at.file))
+    where = f"{at.file}: {tensor.name!r}"
+    steps = read_number(at, where)
     if not (0 <= steps < 1 << 53 and steps == int(steps)):
-        raise bad_optimizer(str(at.file), f"expected a count as {tensor.name!r}, found {steps}")
+        raise bad_optimizer(where, f"expected a count, found {steps}")
     return int(steps)
 
 

@@ -166,7 +166,7 @@ def find_step(folder: Folder, *, needs_config: bool = True) -> Step:
     A step of this machine without config.json takes that of the folder that it is in.
 
     Raises:
-        SourceError: no step, several, or no config.json although it `needs_config`.
+        SourceError: no step, or several.
     """
     names = folder.names()
     if is_deepspeed([name for name in names if "/" not in name or name.startswith("zero/")]):

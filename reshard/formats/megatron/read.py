@@ -10,18 +10,19 @@ from typing import Any
 
 from manifests.errors import Parameter, SourceError, UsageError
 from manifests.jsontext import parse_json_object
+from manifests.models import model_shape
 from manifests.models.config import CONFIG_NAME
 from manifests.schema import MOMENTS, Holds
 from reshard.archives.dcp import DcpMetadata, DcpTensor, read_chunks, read_metadata
 from reshard.archives.names import DATA_SUFFIX, MARK_NAME, METADATA_NAME
 from reshard.archives.tensors import read_object
-from reshard.formats.assemble import ModelConfig, ModelTensors, read_model_config
+from reshard.formats.assemble import OPTIMIZER, ModelConfig, ModelTensors, read_model_config
 from reshard.formats.auxiliary import auxiliary_files
 from reshard.formats.dcp.read import list_tensors as list_dcp_tensors
 from reshard.formats.megatron.arguments import check_arguments, config_of, with_defaults
 from reshard.formats.megatron.names import COMMON_NAME, EMBEDDING
 from reshard.formats.megatron.tensors import has_megatron_names, is_megatron_weight, under_names_of_huggingface
-from reshard.formats.megatron.training import MASTERS, OPTIMIZER, find_optimizer, training_state
+from reshard.formats.megatron.training import MASTERS, find_optimizer, training_state
 from reshard.formats.table import Listing, OpenOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import MemoryFile
@@ -114,6 +115,8 @@ def _read_weights(folder: Folder, saved: DcpMetadata, common: Mapping[object, ob
         text = json.dumps(config_of(arguments, embedding.dtype, where), indent=2) + "\n"
         config_file = MemoryFile(f"{folder}/{CONFIG_NAME}", text.encode())
     config = read_model_config(config_file)
+    if config.shape is None:  # which refuses it: its sizes are known from names that this format does not have
+        model_shape(config.fields, str(config_file))
     check_arguments(arguments, config.fields, embedding.chunks[0].region.whole_shape[0], where)
     return config, _weights(folder, weights, config.fields)
 

@@ -27,11 +27,11 @@ from reshard.formats.adamw import (
     read_number,
     without_optimizer,
 )
+from reshard.formats.assemble import OPTIMIZER
 from reshard.formats.megatron.names import COMMON_NAME
 from stores.bundles import TensorAt
 
 MASTERS = "param"  # weights in float32, beside those that the model computes with
-OPTIMIZER = "optimizer"
 RESHARDABLE, _OF_RANKS = "fully_reshardable", "dp_reshardable"
 _ENTRY = re.compile(rf"(?:chained_\d{{1,3}}\.)?{OPTIMIZER}\.state\.({'|'.join((MASTERS, *MOMENTS))})\.(.+)")
 _OF_OPTIMIZER = re.compile(rf"(chained_\d+\.)?{OPTIMIZER}\.")

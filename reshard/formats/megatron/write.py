@@ -16,11 +16,12 @@ from manifests.models.config import CONFIG_NAME
 from manifests.schema import MOMENTS, OptimizerState, TrainingState
 from reshard.archives.names import MARK_NAME, METADATA_NAME
 from reshard.archives.saved import Instance, Name, saved_value, torch_dtype
+from reshard.formats.assemble import OPTIMIZER
 from reshard.formats.auxiliary import with_source_files
 from reshard.formats.megatron.arguments import arguments_of
 from reshard.formats.megatron.names import COMMON_NAME, RELEASE, TRACKER_NAME
 from reshard.formats.megatron.tensors import MegatronModel
-from reshard.formats.megatron.training import MASTERS, OPTIMIZER, RESHARDABLE
+from reshard.formats.megatron.training import MASTERS, RESHARDABLE
 from reshard.formats.publish_export import (
     ExportPlan,
     adamw_options,

@@ -157,14 +157,22 @@ def test_optimizer_state_of_torchtitan_goes_there_and_back(fused: bool, tmp_path
     assert json.loads((tmp_path / "repacked" / "manifest.json").read_text())["training"] == training
 
 
+@pytest.mark.parametrize("change", ["value", "shape", "dtype"])
 @pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
-def test_optimizer_state_that_differs_in_its_fused_copy_is_refused(kind: str, tmp_path: Path) -> None:
+def test_optimizer_state_that_differs_in_its_fused_copy_is_refused(kind: str, change: str, tmp_path: Path) -> None:
     titan = Titan(fused=True, seed=0)
     titan.train(1)
     run("pack", titan.save(tmp_path / "step-1"), "--layout", "pp=1", "--out", tmp_path / "packed")
     run("export", tmp_path / "packed", "--to", "dcp", "--for", "torchtitan", "--out", tmp_path / "again")
     state = state_of(tmp_path / "again")
-    state["optimizer", f"state.layers.0.attention.qkv_linear.wk.weight.{kind}"][0, 0] += 1
+    key = "optimizer", f"state.layers.0.attention.qkv_linear.wk.weight.{kind}"
+    if change == "value":
+        state[key][0, 0] += 1
+    else:  # the same bytes where all are zeros
+        fused = "optimizer", f"state.layers.0.attention.qkv_linear.wqkv.weight.{kind}"
+        state[key].zero_()
+        state[fused].zero_()
+        state[key] = state[key].T.contiguous() if change == "shape" else state[key].to(torch.bfloat16)
     nested: dict[str, Any] = {}
     for (name, *inner), value in state.items():
         nested |= {name: {**nested.get(name, {}), inner[0]: value}} if inner else {name: value}
