@@ -16,14 +16,14 @@ which is then not counted among the activations as well, and the gradient of its
 memory until it has arrived: one result, and the one computed meanwhile; see Note [Waiting for sends] in
 runner/pipeline/torch_runtime.py.
 
+On the CPU, oneDNN computes a bfloat16 matrix product in a float32 buffer of its result's size, and then rounds it (2.99
+times the result, measured with torch 2.13). The largest of a module's is the gradient of a weight.
+
 # Note [Holes]
 On CPUs, malloc keeps freed memory. The optimizer's state is allocated when the activations of the first step are freed,
 and takes their place; the next step needs other memory for its own. With FSDP, the same is true of the weights and
 gradients that a step gathers and frees. `compact` ranks return this memory to the system, `fast` ones do not. Plans
 without a policy are of GPUs.
-
-On the CPU, oneDNN computes a bfloat16 matrix product in a float32 buffer of its result's size, and then rounds it (2.99
-times the result, measured with torch 2.13). The largest of a module's is the gradient of a weight.
 """
 
 from __future__ import annotations

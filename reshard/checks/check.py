@@ -6,10 +6,19 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from manifests.digest import PREFIX
-from manifests.errors import InputError, OutputError, Parameter, SourceError, UnreachableError, UsageError, UserError
+from manifests.errors import (
+    InputError,
+    OutputError,
+    Parameter,
+    SourceError,
+    UnreachableError,
+    UsageError,
+    UserError,
+    check_choice,
+)
 from manifests.index import DIGESTS_NAME
 from manifests.jsontext import parse_json_object
 from manifests.store import write_file
@@ -26,6 +35,7 @@ from stores.folders.probe import check_new_file
 from stores.local import LocalFolder
 
 _DIGESTS_VERSION = 1
+DigestsAction = Literal["write", "verify"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +66,7 @@ def check(
     model: str | Path | None = None,
     reads_bytes: bool = False,
     values: bool = False,
-    digests: Literal["write", "verify"] | None = None,
+    digests: DigestsAction | None = None,
     progress: Progress | None = None,
 ) -> CheckResult:
     """Check a checkpoint of any kind: index against files, headers, config against tensors, tokenizer.
@@ -71,7 +81,7 @@ def check(
     Units: bytes; progress is called with bytes read and 0, as the total is not known before.
     Raises:
         InputError: there is nothing there, or nothing to compare with.
-        UsageError: `reads_bytes` without `against`, or a `model` of a manifest.
+        UsageError: `reads_bytes` without `against`, another value of `digests`, or a `model` of a manifest.
         ModelError: `model` is not valid.
 
     Example:
@@ -83,6 +93,8 @@ def check(
         problem = "compares with another checkpoint"
         hint = f"name it with {Parameter('against')}, or use {Parameter('digests', 'verify')}"
         raise UsageError(Parameter("reads_bytes"), problem, hint, code="options.conflict")
+    if digests is not None:
+        check_choice(Parameter("digests"), digests, get_args(DigestsAction))
     description = None if model is None else read_model_file(Path(model))
     address, counter = str(checkpoint), counting(progress, 0)
     kind, folder = find_format(address)

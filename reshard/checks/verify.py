@@ -192,7 +192,7 @@ def _nbytes_to_read(manifest: Manifest, options: VerifyOptions) -> int:
 
 def _choose(manifest: Manifest, indices: frozenset[int] | None) -> list[Stage]:
     for index in sorted(indices or ()):
-        if index >= len(manifest.stages):
+        if not 0 <= index < len(manifest.stages):
             raise UsageError(
                 Parameter("stages"),
                 f"expected a stage from 0 to {len(manifest.stages) - 1}, found {index}",

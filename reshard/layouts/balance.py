@@ -202,7 +202,7 @@ def _no_split(request: Request, problem: Problem, pins: list[Word], limit: int) 
         fewest = min(problem.in_flight)
         memory = tuple(fixed + fewest * more for fixed, more in zip(memory, problem.activations, strict=True))
     largest = max(range(len(modules)), key=lambda item: memory[item])
-    hint = "raise limit=SIZE, or use more ranks"
+    hint = "raise the limit, or use more ranks"
     if memory[largest] > free:
         reason = f"{modules[largest]} alone needs {memory[largest]:,.0f}"
     elif sum(memory) > free * placement.num_ranks:

@@ -62,7 +62,7 @@ def expand(spec: str) -> Expansion:
     Raises:
         LayoutError: an unknown letter, a group without a repeat or in another one, a bad or huge repeat.
     """
-    if split := re.search(r"\d\s+(?=\d)", spec):  # without the white space it would be another number
+    if split := re.search(r"\d,*\s[\s,]*(?=\d)", spec):  # without the white space it would be another number
         problem, hint = "expected a letter, found a number", "write t*12, or t*1,t"
         raise error_at(spec, split.end(), problem, hint, code="layout.bad-repeat")
     origins = [at for at, letter in enumerate(spec) if letter != "," and not letter.isspace()]

@@ -74,7 +74,7 @@ class FolderParts:
         record = self._base / _COMMIT_NAME
         with suppress(OSError):  # a commit was killed right before it removed the empty folder
             self._base.rmdir()
-        if record.is_file() and parse_json_object(read_small_file(record), str(record)) == _identify(self._out):
+        if record.is_file() and _read_record(record) == _identify(self._out):
             shutil.rmtree(self._partial, ignore_errors=True)  # what was replaced
             self._clear_away()
         elif folders or not (self._out / MANIFEST_NAME).is_file():
@@ -139,14 +139,10 @@ class FolderParts:
         path = self._base / _MOVED_NAME
         if not path.is_file():
             return {}
-        problem, hint = "is not a record of a commit", "remove it, and run the parts again"
-        try:
-            moved = parse_json_object(read_small_file(path), str(path))
-        except SourceError as error:
-            raise OutputError(str(path), problem, hint, code="output.damaged-parts") from error
+        moved = _read_record(path)
         for name, nbytes in moved.items():
             if OF_PART.fullmatch(name) is None or problem_with_path(name) or type(nbytes) is not int:
-                raise OutputError(str(path), problem, hint, code="output.damaged-parts")
+                raise _no_record(path)
         return moved
 
     def _files_below_base(self) -> Iterator[tuple[str, FileFacts]]:
@@ -175,3 +171,16 @@ def _identify(folder: Path) -> dict[str, Any]:
     if not (folder / MANIFEST_NAME).is_file():
         return {}
     return {"inode": folder.stat().st_ino, "manifest": digest_bytes(read_small_file(folder / MANIFEST_NAME))}
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """Read what a commit has written before it moved or removed files."""
+    try:
+        return parse_json_object(read_small_file(path), str(path))
+    except SourceError as error:
+        raise _no_record(path) from error
+
+
+def _no_record(path: Path) -> OutputError:
+    hint = "remove it, and run the parts again"
+    return OutputError(str(path), "is not a record of a commit", hint, code="output.damaged-parts")

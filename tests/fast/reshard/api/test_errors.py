@@ -23,7 +23,10 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
         lambda at: reshard.pack(at / "packed", at / "new", pp=2),
         lambda at: reshard.plan(at / "packed", pp=2),
     ),
-    ("stages", "options.unknown-stage"): (lambda at: reshard.verify(at / "packed", stages=[2]),),
+    ("stages", "options.unknown-stage"): (
+        lambda at: reshard.verify(at / "packed", stages=[2]),
+        lambda at: reshard.verify(at / "packed", stages=[-1]),
+    ),
     ("stages", "options.bad-stages"): (lambda at: reshard.pack(at / "model", at / "new", "pp=2", stages="x"),),
     ("stages", "options.conflict"): (
         lambda at: reshard.pack(at / "model", at / "new", "pp=2", stages="0", virtual=True),
@@ -94,6 +97,7 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
     ),
     ("s3://bucket/packed", "store.unsupported"): (lambda at: reshard.push("s3://bucket/packed", "org/name"),),
     ("revision", "options.conflict"): (lambda at: reshard.push(at / "packed", "org/name@a", revision="b"),),
+    ("digests", "options.invalid-value"): (lambda at: reshard.check(at / "model", digests="bogus"),),  # type: ignore[arg-type]
     ("AT/model/digests.json", "source.no-digests"): (lambda at: reshard.check(at / "model", digests="verify"),),
 }
 ROWS = [(*row, call) for row, calls in CALLS.items() for call in calls]

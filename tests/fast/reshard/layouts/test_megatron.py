@@ -137,10 +137,11 @@ REFUSED = [
     ("E((t|)*2t|)*2L", 7, 6, 0, "layout.bad-group"),
     ("Et*" + "9" * 5000 + "|L", 2, 1, 0, "layout.too-long"),
     ("E(|)*5000tL", 1, 1, 0, "layout.too-many-stages"),
+    ("Et*1, 2|L", 2, 12, 0, "layout.bad-repeat"),
 ]
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=range(26))
+@pytest.mark.parametrize("case", REFUSED, ids=range(27))
 def test_bad_layout_strings_are_pointed_at(case, wording):
     *args, code = case
     error = refusal(*args)
