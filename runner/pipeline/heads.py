@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.func import functional_call
@@ -43,8 +42,7 @@ def chunk_head(chunks: Sequence[StageChunk], num_stages: int, num_tokens: int) -
                 "remove one of them",
                 code="options.loss-chunk",
             )
-        of_head, logits = run_head(chunk.family, chunk.device)
-        if logits is not of_head:
+        if not _ends_with_head(chunk.family, chunk.device):
             raise UsageError(
                 "--loss-chunk",
                 f"not supported for {chunk.family.architecture}, which changes the logits after {head}",
@@ -81,14 +79,14 @@ def whole_heads(chunks: Iterable[StageChunk]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def run_head(family: Family, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Return what the head returns, and what the model makes of it: of expanded zeros, which need no memory."""
+def _ends_with_head(family: Family, device: torch.device) -> bool:
+    """Whether the head's output is the model's logits, tested with zeros."""
     (alone,) = build_chunks(family, (family.modules[-1:],), (0,))
-    family.init_buffers(alone.to(dtype).body, device)
+    family.init_buffers(alone.body, device)
     head = part_of(alone, family.modules[-1])
     outputs: list[torch.Tensor] = []
     head.register_forward_hook(lambda _, args, out: outputs.append(out))
-    zero = torch.zeros((), device=device, dtype=dtype)
+    zero = torch.zeros((), device=device)
     weights = {name: zero.expand(parameter.shape) for name, parameter in alone.body.named_parameters()}
     logits = functional_call(alone.body, weights, zero.expand(1, 2, width_of(head)))
-    return outputs[0], logits
+    return logits is outputs[0]

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from manifests.errors import ManifestError
 from runner.models.family import Family
-from runner.pipeline.chunk import StageChunk, build_chunks
-from runner.pipeline.heads import run_head
+from runner.pipeline.chunk import StageChunk, build_chunks, part_of, width_of
 from runner.pipeline.stage_io import Form, form_of
 
 Content = Literal["tokens", "hidden", "logits"]
@@ -92,9 +92,8 @@ def plan_stage_metadata(family: Family, stage_modules: Sequence[tuple[str, ...]]
     """Return the metadata of a pipeline with these modules on its stages, computing in `dtype`.
 
     Stages of a family with a true attribute `hands_on_trees` may output anything that `runner.pipeline.stage_io` can
-    flatten; its first module takes tokens, its last returns logits. Stages of all others output one tensor. It has
-    another dtype where layers hand on float32, if the family has an attribute `adds_in_float32` that says so, and where
-    its head returns it.
+    flatten; its first module takes tokens, its last returns logits. Stages of all others output one tensor. Families
+    with an attribute `adds_in_float32` may hand on float32: from layers if it is true, from the head where that does.
 
     Raises:
         ManifestError: the stages do not have each module of the model once, in the order of the forward.
@@ -136,5 +135,13 @@ def _traced_dtypes(
         tokens = torch.empty(1, 2, dtype=torch.int64, device="meta")
         forms = TracedMetadata(family=family, stage_modules=tuple(stage_modules), dtype=dtype).run(tokens)
         return tuple(tensor.dtype for form in forms for tensor in form.examples())
-    logits = run_head(family, torch.device("cpu"), dtype)[1]
+    (alone,) = build_chunks(family, (family.modules[-1:],), (0,))
+    width = width_of(part_of(alone.to(dtype), family.modules[-1]))
+    family.init_buffers(alone.body, torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True):  # on the CPU, as what models make there is
+        for module in alone.body.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="cpu"))
+        logits = alone(torch.empty(1, 2, width, dtype=dtype))
     return tuple(logits.dtype if content == "logits" else dtype for content in contents)

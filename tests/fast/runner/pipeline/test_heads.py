@@ -20,8 +20,10 @@ from runner.pipeline.timetable import find_timetable
 from runner.training.activation_checkpoint import apply_compute_options
 from tests.fast.manifests.models.built import DECODERS, TINY
 from tests.fast.runner.models.decoders import Variant, fill_pieces, variant_ids
+from tests.fast.runner.models.test_families import LLAMA
 from tests.fast.runner.models.titans import save_titan
 from tests.fast.runner.tiny import padded_batch, read_config, split_evenly
+from tests.process.runner.training.memory_worker import status_nbytes
 
 BATCH = BatchOptions(global_batch=4, microbatch=2, seq_len=20)
 CAPPED = "tiny-gemma2"
@@ -82,3 +84,15 @@ def test_head_without_its_neighbours_is_refused_in_chunks_alike(tmp_path: Path) 
     apply_compute_options([chunk], 2, ComputeOptions(loss_chunk=7))
     assert chunk.head is not None
     assert chunk.head.width == 16
+
+
+def test_dtype_of_logits_is_known_without_the_memory_of_a_head() -> None:
+    """This one takes 2 GiB."""
+    config = {**LLAMA, "vocab_size": 1 << 18, "hidden_size": 4096}
+    family = family_for(config, max_seq_len=8, implementation="transformers")
+    halves = family.modules[:1], family.modules[1:]
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    before = status_nbytes("VmRSS")
+    metadata = plan_stage_metadata(family, halves, torch.bfloat16)
+    assert metadata.form(2, 1, 8).examples()[0].dtype == torch.bfloat16
+    assert status_nbytes("VmHWM") - before < 1 << 28
