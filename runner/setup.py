@@ -308,7 +308,13 @@ def _plan_memory(
     memory = estimate.ranks[mesh.pipeline_rank]
     if is_cuda:
         return memory.total
-    planned_nbytes, line = set_up_heap(options.host_memory, memory, world.local_size, degrees.shard, degrees.tensor)
+    planned_nbytes, line = set_up_heap(
+        options.host_memory,
+        memory,
+        world.local_size,
+        is_sharded=degrees.shard * degrees.tensor > 1,
+        is_gathered=is_sharded(mesh, options.compute),
+    )
     if mesh.rank == 0:
         logger.info("%s", line)
     return planned_nbytes

@@ -73,9 +73,9 @@ class Memory:
     def total(self) -> int:
         return self.state + self.activations + self.receive_buffers + self.temporary
 
-    def with_holes(self, shard: int) -> Memory:
-        """Return the memory where malloc keeps what is freed; see Note [Holes]."""
-        gathered = self.weights + self.gradients if shard > 1 else 0
+    def with_holes(self, *, is_gathered: bool) -> Memory:
+        """Return the memory where malloc keeps what is freed, by FSDP too; see Note [Holes]."""
+        gathered = self.weights + self.gradients if is_gathered else 0
         holes = min(self.total - self.state, self.optimizer) + gathered
         return replace(self, temporary=self.temporary + holes)
 
@@ -152,7 +152,9 @@ def estimate_memory(
             )
         )
     if training.host_memory == "fast":
-        by_stage, by_rank = ([memory.with_holes(training.shard) for memory in rows] for rows in (by_stage, by_rank))
+        by_stage, by_rank = (
+            [memory.with_holes(is_gathered=training.is_sharded) for memory in rows] for rows in (by_stage, by_rank)
+        )
     return MemoryEstimate(stages=tuple(by_stage), ranks=tuple(by_rank))
 
 

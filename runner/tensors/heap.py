@@ -43,16 +43,17 @@ _HEAP = _Heap()
 
 
 def set_up_heap(
-    option: HostMemory | Literal["auto"], memory: Memory, num_ranks: int, shard: int, tensor: int
+    option: HostMemory | Literal["auto"], memory: Memory, num_ranks: int, *, is_sharded: bool, is_gathered: bool
 ) -> tuple[int, str]:
     """Set up this process's malloc for one of the ranks on this node; `memory` is the plan of a compact one.
+    Parameters that are sharded, also by tensor parallelism, may be gathered by FSDP.
 
     Returns the bytes that are planned for it, and a line for the log.
     """
-    available, fast_nbytes = available_nbytes(num_ranks), memory.with_holes(shard).total
+    available, fast_nbytes = available_nbytes(num_ranks), memory.with_holes(is_gathered=is_gathered).total
     policy = choose_host_memory(option, fast_nbytes, available)
     if policy == "compact":
-        compact_heap(is_sharded=shard * tensor > 1)
+        compact_heap(is_sharded=is_sharded)
     planned_nbytes = fast_nbytes if policy == "fast" else memory.total
     free = "" if available is None else f", {show_bytes(available)} available to each rank of this node"
     return planned_nbytes, f"host memory: {policy}, {show_bytes(planned_nbytes)} planned{free}"

@@ -217,17 +217,22 @@ def test_cpus_round_a_bfloat16_gradient_of_a_weight_out_of_a_float32_one(policy:
     assert cpu - gpu == nbytes * max(map(shape.count_params, shape.by_module()[layer]))
 
 
-@pytest.mark.parametrize(("shard", "gathered"), [(1, 0), (2, 1)])
-def test_malloc_keeps_what_a_step_frees_up_to_the_optimizer_state_in_its_place(shard: int, gathered: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "shard", "tensor", "gathered"),
+    [("fp32", 1, 1, 0), ("fp32", 2, 1, 1), ("fp32", 1, 2, 0), ("mixed", 1, 2, 1)],
+)
+def test_malloc_keeps_what_a_step_frees_up_to_the_optimizer_state_in_its_place(
+    policy: str, shard: int, tensor: int, gathered: int
+) -> None:
     shape, table = (
         model_shape(read_config("tiny-llama")),
         schedule_table("GPipe", Placement(num_stages=1, num_ranks=1), 1),
     )
     for seq_len in (8, 4096):
-        training = Training(policy=POLICIES["fp32"], microbatch=1, seq_len=seq_len, shard=shard)
+        training = Training(policy=POLICIES[policy], microbatch=1, seq_len=seq_len, shard=shard, tensor=tensor)
         gpu, compact, fast = (
-            estimate_memory(shape, [shape.modules], table, replace(training, host_memory=policy)).ranks[0]
-            for policy in (None, "compact", "fast")
+            estimate_memory(shape, [shape.modules], table, replace(training, host_memory=host_memory)).ranks[0]
+            for host_memory in (None, "compact", "fast")
         )
         assert gpu.total <= compact.total
         freed = compact.total - compact.state
