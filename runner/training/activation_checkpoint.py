@@ -111,7 +111,9 @@ def _compiled(forward: Callable[..., Any], is_selective: bool) -> Callable[..., 
         if is_whole:
             try:
                 return whole(*args, **kwargs)
-            except (Unsupported, DynamoUserError, FailOnRecompileLimitHit):  # before anything has run
+            except FailOnRecompileLimitHit:  # of another shape than those compiled, which stay
+                pass
+            except (Unsupported, DynamoUserError):  # before anything has run
                 is_whole = False
         return in_parts(*args, **kwargs)
 
