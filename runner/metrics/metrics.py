@@ -38,7 +38,10 @@ class RankLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """Seconds of a step on rank 0, of waiting for data on each pipeline rank, and of all parts, in steps timed."""
+    """Seconds of a step on rank 0, of waiting for data on each pipeline rank, and of the parts of a step on each.
+
+    Of a step that was not timed, `ranks` is empty.
+    """
 
     step_s: float
     data_s: tuple[float, ...]

@@ -153,7 +153,7 @@ def check_line(line: Line, where: str) -> None:
     names = [name for name in (*_MEASURED, *_SIMULATED) if name in line]
     is_complete = "step_s" in line and names in ([*_MEASURED], [*_MEASURED, *_SIMULATED])
     if names and (not is_complete or len({len(line[name]) for name in names}) > 1):
-        expected = f"{' and '.join(_MEASURED)}, and {' and '.join(_SIMULATED)} or neither"
+        expected = f"{' and '.join(_MEASURED)}, and {' and '.join(_SIMULATED)} or none of them"
         problem = f"expected step_s, {expected}, of the same pipeline ranks"
         raise LogError(where, problem, code="log.bad-field")
 
