@@ -312,7 +312,7 @@ def _plan_memory(
         options.host_memory,
         memory,
         world.local_size,
-        is_sharded=degrees.shard * degrees.tensor > 1,
+        is_sharded=degrees.per_replica > 1,
         is_gathered=is_sharded(mesh, options.compute),
     )
     if mesh.rank == 0:

@@ -273,7 +273,7 @@ def planned_memory(
         ),
         microbatch=batch.microbatch,
         seq_len=batch.seq_len,
-        shard=degrees.shard,
+        shard=degrees.fsdp,
         tensor=degrees.tensor,
         recompute=compute.recompute,
         loss_chunk=compute.loss_chunk,

@@ -1,4 +1,11 @@
-"""Parallel dimensions: pipeline, data-parallel replicas and shards, and tensor-parallel degree. No torch."""
+"""Parallel dimensions: pipeline, data-parallel replicas and shards, context, tensor and expert parallelism. No torch.
+
+# Note [Two meshes]
+The ranks of a stage form two device meshes. In the dense one they are (replicate, fsdp, tensor): FSDP shards over
+data-parallel shards and context-parallel ranks alike, which are the parts (shard, context) of `fsdp`. Parameters of
+experts are on the sparse one, (replicate, efsdp, expert): the same ranks of a replica, of which `expert` adjacent ones
+have different experts, and `efsdp` have the same. The last dimension is the fastest in both.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +18,26 @@ from manifests.errors import LaunchError, UsageError
 from runner.config.declared import WholeNumber, flag
 
 # Names of the device mesh dimensions, as in torchtitan.
-PIPELINE, REPLICATE, SHARD, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
-DATA_DIMS = (REPLICATE, SHARD)
+PIPELINE, REPLICATE, FSDP, TENSOR = "pp", "dp_replicate", "fsdp", "tp"
+SHARD, CONTEXT = "dp_shard", "cp"  # the parts of `fsdp`
+EXPERT_FSDP, EXPERT = "efsdp", "ep"
 
 Load = Literal["rows", "broadcast"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelDims:
-    """The parallel degrees of a job. Ranks are numbered (pipeline, replicate, shard, tensor), tensor fastest."""
+    """The parallel degrees of a job. Ranks are numbered (pipeline, replicate, shard, context, tensor), tensor fastest.
+
+    See Note [Two meshes].
+    """
 
     pipeline: int
     replicate: int = 1  # data-parallel replicas of each stage
     shard: int = 1  # data-parallel shards of each replica's weights, gradients and optimizer state
+    context: int = 1  # context-parallel degree
     tensor: int = 1  # tensor-parallel degree
+    expert: int = 1  # expert-parallel degree, a divisor of shard * context * tensor
 
     @property
     def data(self) -> int:
@@ -32,8 +45,23 @@ class ParallelDims:
         return self.replicate * self.shard
 
     @property
+    def fsdp(self) -> int:
+        """The number of ranks that shard each dense parameter, or a tensor-parallel part of it."""
+        return self.shard * self.context
+
+    @property
+    def per_replica(self) -> int:
+        """The number of ranks that share one copy of a stage's weights."""
+        return self.fsdp * self.tensor
+
+    @property
+    def expert_fsdp(self) -> int:
+        """The number of ranks of a replica that have the same experts."""
+        return self.per_replica // self.expert
+
+    @property
     def per_stage(self) -> int:
-        return self.data * self.tensor
+        return self.replicate * self.per_replica
 
     @property
     def world_size(self) -> int:
@@ -45,11 +73,13 @@ class ParallelDims:
             for count, what in (
                 (self.replicate, "data-parallel replicas"),
                 (self.shard, "data-parallel shards"),
+                (self.context, "context-parallel parts"),
                 (self.tensor, "tensor-parallel parts"),
             )
             if count > 1
         ]
-        return f"{self.pipeline} pipeline ranks" + "".join(f" x {part}" for part in parts)
+        experts = f", experts over {self.expert} ranks" if self.expert > 1 else ""
+        return f"{self.pipeline} pipeline ranks" + "".join(f" x {part}" for part in parts) + experts
 
 
 def _parse_shards(text: str) -> int | None:

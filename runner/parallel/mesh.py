@@ -1,4 +1,4 @@
-"""The device mesh: this rank's coordinates in the pipeline, data-parallel and tensor-parallel dimensions."""
+"""The device meshes: this rank's coordinates in the parallel dimensions, and the process groups of each."""
 
 from __future__ import annotations
 
@@ -10,17 +10,35 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from runner.config.parallel_dims import PIPELINE, REPLICATE, SHARD, TENSOR, ParallelDims
-from runner.tensors.dtensor import sharded_dims
+from runner.config.parallel_dims import (
+    CONTEXT,
+    EXPERT,
+    EXPERT_FSDP,
+    FSDP,
+    PIPELINE,
+    REPLICATE,
+    SHARD,
+    TENSOR,
+    ParallelDims,
+)
+from runner.tensors.dtensor import mesh_dims, sharded_dims
+
+_DENSE = (PIPELINE, REPLICATE, FSDP, TENSOR)
+_SPARSE = (PIPELINE, REPLICATE, EXPERT_FSDP, EXPERT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Mesh:
-    """One rank's coordinates. If each stage has one rank, there is no device mesh: all ranks are one pipeline."""
+    """One rank's coordinates. If each stage has one rank, there is no device mesh: all ranks are one pipeline.
+
+    See Note [Two meshes] in parallel_dims.py.
+    """
 
     degrees: ParallelDims
     rank: int
-    device_mesh: DeviceMesh | None = None
+    device_mesh: DeviceMesh | None = None  # the dense one
+    sparse_mesh: DeviceMesh | None = None  # with expert parallelism
+    context_mesh: DeviceMesh | None = None  # the dense one with `fsdp` in its parts, with context parallelism
     stage: dist.ProcessGroup | None = None  # the ranks that share this one's stages
 
     @property
@@ -30,7 +48,12 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """The index of this rank's rows of a batch."""
-        return self.rank % self.degrees.per_stage // self.degrees.tensor
+        return self.rank % self.degrees.per_stage // (self.degrees.context * self.degrees.tensor)
+
+    @property
+    def context_rank(self) -> int:
+        """The index of this rank's part of each row."""
+        return self.rank // self.degrees.tensor % self.degrees.context
 
     @property
     def tensor_rank(self) -> int:
@@ -58,11 +81,11 @@ class Mesh:
     @property
     def writer(self) -> int:
         """Which part of its stages this rank writes, if it is in the first replica."""
-        return self.shard_rank * self.degrees.tensor + self.tensor_rank
+        return self.rank % self.degrees.per_replica
 
     @property
     def num_writers(self) -> int:
-        return self.degrees.shard * self.degrees.tensor
+        return self.degrees.per_replica
 
     @property
     def counts_loss(self) -> bool:
@@ -70,38 +93,58 @@ class Mesh:
         return self.tensor_rank == 0
 
     def group(self, dim: str) -> dist.ProcessGroup | None:
-        return None if self.device_mesh is None else self.device_mesh.get_group(dim)
+        return None if self.device_mesh is None else self._mesh_with(dim).get_group(dim)
 
     def part(self, *dims: str) -> DeviceMesh:
-        """Return the submesh of these dimensions."""
-        assert self.device_mesh is not None
-        return self.device_mesh[dims]
+        """Return the submesh of these dimensions, which one of the meshes has."""
+        return self._mesh_with(*dims)[dims]
+
+    def _mesh_with(self, *dims: str) -> DeviceMesh:
+        meshes = (self.device_mesh, self.sparse_mesh, self.context_mesh)
+        return next(mesh for mesh in meshes if mesh is not None and {*dims} <= {*(mesh.mesh_dim_names or ())})
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether this is the first of the ranks with the same part of a parameter."""
-        place = {REPLICATE: self.replicate_rank, SHARD: self.shard_rank, TENSOR: self.tensor_rank}
+        place = {REPLICATE: self.replicate_rank}
+        if EXPERT in mesh_dims(parameter):  # other ranks have other experts, whatever their place in the dense mesh
+            place[EXPERT_FSDP] = self.writer // self.degrees.expert
+        else:
+            place |= {FSDP: self.writer // self.degrees.tensor, TENSOR: self.tensor_rank}
         return not any(rank for dim, rank in place.items() if dim not in sharded_dims(parameter))
 
 
 def pair_mesh(rank: int) -> Mesh:
     """Create a mesh of ranks 0 and 1, tensor-parallel on the CPU, for a tiny model. Every rank calls this."""
-    device_mesh = DeviceMesh("cpu", [[[[0, 1]]]], mesh_dim_names=(PIPELINE, REPLICATE, SHARD, TENSOR))
+    device_mesh = DeviceMesh("cpu", [[[[0, 1]]]], mesh_dim_names=_DENSE)
     return Mesh(degrees=ParallelDims(pipeline=1, tensor=2), rank=rank, device_mesh=device_mesh)
 
 
 def build_mesh(degrees: ParallelDims, rank: int, device: torch.device, timeout: timedelta) -> Mesh:
-    """Create the device mesh and the process group of each stage. Every rank calls this."""
+    """Create the device meshes and the process group of each stage. Every rank calls this."""
     if degrees.per_stage == 1:
         return Mesh(degrees=degrees, rank=rank)
-    shape = (degrees.pipeline, degrees.replicate, degrees.shard, degrees.tensor)
-    names = (PIPELINE, REPLICATE, SHARD, TENSOR)
-    device_mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
-    for name in names:
-        # A new group does not inherit the world's timeout.
-        _set_pg_timeout(timeout, device_mesh.get_group(name))
+    around = degrees.pipeline, degrees.replicate
+    dense_shape, sparse_shape = (degrees.fsdp, degrees.tensor), (degrees.expert_fsdp, degrees.expert)
+    device_mesh = init_device_mesh(device.type, (*around, *dense_shape), mesh_dim_names=_DENSE)
+    sparse_mesh = context_mesh = None
+    if degrees.expert > 1:
+        sparse_mesh = init_device_mesh(device.type, (*around, *sparse_shape), mesh_dim_names=_SPARSE)
+    if degrees.context > 1:
+        context_mesh = device_mesh._unflatten(FSDP, (degrees.shard, degrees.context), (SHARD, CONTEXT))
+    for mesh in filter(None, (device_mesh, sparse_mesh, context_mesh)):
+        for name in mesh.mesh_dim_names or ():
+            # A new group does not inherit the world's timeout.
+            _set_pg_timeout(timeout, mesh.get_group(name))
     stage: dist.ProcessGroup | None = None
     for first in range(0, degrees.world_size, degrees.per_stage):
         ranks = range(first, first + degrees.per_stage)
         group = dist.new_group(list(ranks), timeout=timeout)
         stage = group if rank in ranks else stage
-    return Mesh(degrees=degrees, rank=rank, device_mesh=device_mesh, stage=stage)
+    return Mesh(
+        degrees=degrees,
+        rank=rank,
+        device_mesh=device_mesh,
+        sparse_mesh=sparse_mesh,
+        context_mesh=context_mesh,
+        stage=stage,
+    )

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from runner.config.parallel_dims import DATA_DIMS, REPLICATE, SHARD, TENSOR
+from runner.config.parallel_dims import FSDP, REPLICATE, TENSOR
 from runner.config.schema import ComputeOptions
 from runner.models.family import Family
 from runner.parallel.mesh import Mesh
@@ -123,7 +123,7 @@ class Parallel:
 
 def is_sharded(mesh: Mesh, compute: ComputeOptions) -> bool:
     """Whether FSDP is used: to shard parameters, or for master weights of tensor-parallel matrices."""
-    return mesh.degrees.shard > 1 or (mesh.degrees.tensor > 1 and compute.has_masters)
+    return mesh.degrees.fsdp > 1 or (mesh.degrees.tensor > 1 and compute.has_masters)
 
 
 def parallelize(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
@@ -131,7 +131,7 @@ def parallelize(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
     if mesh.degrees.tensor > 1:
         shard_matrices(chunk, mesh.part(TENSOR))
     if is_sharded(mesh, compute) and any(True for _ in chunk.body.parameters()):
-        _shard(chunk, mesh.part(*(DATA_DIMS if mesh.degrees.replicate > 1 else (SHARD,))), compute)
+        _shard(chunk, mesh.part(*((REPLICATE, FSDP) if mesh.degrees.replicate > 1 else (FSDP,))), compute)
 
 
 def _shard(chunk: StageChunk, mesh: DeviceMesh, compute: ComputeOptions) -> None:

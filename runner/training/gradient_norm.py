@@ -127,7 +127,7 @@ class StepTotals:
 
     @property
     def _num_losses(self) -> int:
-        return self._mesh.degrees.data if self._mesh else 1
+        return self._mesh.degrees.data * self._mesh.degrees.context if self._mesh else 1
 
     @property
     def _num_sharing(self) -> int:

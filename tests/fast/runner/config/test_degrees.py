@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from manifests.errors import UserError
 from runner.config.parallel_dims import DegreeOptions, ParallelDims
@@ -66,3 +69,24 @@ def test_ranks_are_numbered_by_pipeline_then_data_then_tensor() -> None:
     assert (
         str(degrees) == "2 pipeline ranks x 2 data-parallel replicas x 3 data-parallel shards x 2 tensor-parallel parts"
     )
+
+
+def test_expert_parallel_ranks_are_adjacent_and_every_element_has_one_owner() -> None:
+    degrees = ParallelDims(pipeline=2, replicate=2, shard=3, context=2, tensor=2, expert=4)
+    places = [Mesh(degrees=degrees, rank=rank) for rank in range(degrees.world_size)]
+    assert (degrees.data, degrees.fsdp, degrees.expert_fsdp, degrees.per_stage) == (6, 6, 3, 24)
+    for rank, mesh in enumerate(places):
+        at = (mesh.pipeline_rank * degrees.data + mesh.data_rank) * degrees.context + mesh.context_rank
+        assert rank == at * degrees.tensor + mesh.tensor_rank
+        assert (
+            mesh.writer == (mesh.shard_rank * degrees.context + mesh.context_rank) * degrees.tensor + mesh.tensor_rank
+        )
+    # A dense weight, and experts, which are of other ranks: each of pipeline rank 1, and of its first replica.
+    dense, experts = torch.empty(1), _experts()
+    assert [rank for rank, mesh in enumerate(places) if mesh.owns(dense)] == [0, 24]
+    assert [rank for rank, mesh in enumerate(places) if mesh.owns(experts)] == [0, 1, 2, 3, 24, 25, 26, 27]
+
+
+def _experts() -> DTensor:
+    mesh = DeviceMesh("cpu", [0], mesh_dim_names=("ep",), _init_backend=False, _rank=0)
+    return DTensor.from_local(torch.empty(1), mesh, (Shard(0),), run_check=False)
