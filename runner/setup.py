@@ -21,35 +21,31 @@ from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
 from runner.config.flags import TrainOptions, planned_memory, recall
 from runner.data.sequences import Batch, Rows, rows_of
-from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks
+from runner.distributed.fail_together import raise_on_all_ranks
 from runner.distributed.world import World
 from runner.load.deferred import DeferredVerification
 from runner.load.load import LoadReport, Reading
 from runner.load.local_cache import CacheReport, check_same_manifest, local_cache_of
 from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
-from runner.models import Family, family_for
+from runner.models import family_for
 from runner.parallel.mesh import Mesh, build_mesh, pair_mesh
-from runner.parallel.parallelize import Parallel, is_sharded, parallelize
+from runner.parallel.parallelize import is_sharded
 from runner.parallel.self_check import check_tensor_parallel
-from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
-from runner.pipeline.schedule import build_schedule
+from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.pipeline.self_check import SelfChecked
-from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import Timetable, choose_timetable
 from runner.preflight.combinations import check_combination, check_divides, combine, share_of
 from runner.preflight.preflight import expert_notes, notes
 from runner.profiling.trace import Clock
 from runner.tensors.heap import set_up_heap
-from runner.tensors.local_shard import FLAG_DTYPES
-from runner.training.activation_checkpoint import apply_compute_options
-from runner.training.gradient_norm import StepTotals
-from runner.training.mixed_precision import keep_masters, master_of, round_masters
+from runner.training.build import Stages, build_engine, build_stages
+from runner.training.mixed_precision import master_of, round_masters
 from runner.training.optimizer import Optimizer
 from runner.training.rng import restore_rng, seed_rng
 from runner.training.self_check import RunOptions, self_check
 from runner.training.step import Engine
-from runner.training.ties import build_ties, check_equal, check_loaded, lead_parameters
+from runner.training.ties import check_equal, check_loaded
 from stores.workers import threads_for_ranks
 
 logger = logging.getLogger("runner")
@@ -187,7 +183,8 @@ def _begin(
             )
     with raise_on_all_ranks("load"):
         base_nbytes = memory_nbytes(device)
-        chunks = _build(family, launched, options, mesh, device)
+        stages = stages_of(launched)
+        chunks = build_stages(family, stages, options.compute, mesh, device)
         weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk))]
     if cache:
         cache.ensure()  # the loader verifies what it reads
@@ -196,7 +193,8 @@ def _begin(
         round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
         check_loaded(launched.manifest.ties, chunks)
     _log_loaded(loaded, chunks, mesh)
-    engine = _build_engine(launched, chunks, options, timetable, mesh, device)
+    batch = share_of(options.batch, mesh.degrees.data)
+    engine = build_engine(stages, chunks, options, timetable, mesh, batch)
     with deferred.comes_first():
         check_equal(engine.ties)
     seed_rng(options.data.seed, mesh.rank // mesh.degrees.tensor)
@@ -220,6 +218,12 @@ def _begin(
         base_nbytes=base_nbytes,
         planned_nbytes=planned_nbytes,
     )
+
+
+def stages_of(launched: Packed) -> Stages:
+    """Return the stages of a manifest."""
+    manifest = launched.manifest
+    return Stages(modules=launched.stage_modules, placement=manifest.placement, ties=manifest.ties)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,22 +277,6 @@ def _resume_optimizer(
     return replace(start, notes=(*start.notes, note))
 
 
-def _build(
-    family: Family, launched: Packed, options: TrainOptions, mesh: Mesh, device: torch.device
-) -> tuple[StageChunk, ...]:
-    """Build this rank's stages, and no others, and allocate their memory."""
-    chunks = build_chunks(family, launched.stage_modules, launched.manifest.placement.stages_on(mesh.pipeline_rank))
-    is_fsdp, compute = is_sharded(mesh, options.compute), options.compute
-    dtype = FLAG_DTYPES[compute.master_dtype if is_fsdp else compute.dtype]
-    for chunk in chunks:
-        chunk.to(dtype)
-        parallelize(chunk, mesh, compute)
-        materialize(chunk, device=device, dtype=dtype)
-    if compute.has_masters and not is_fsdp:
-        keep_masters(chunks, FLAG_DTYPES[compute.master_dtype])
-    return chunks
-
-
 def _choose_timetable(launched: Packed, options: TrainOptions, mesh: Mesh) -> Timetable:
     timetable = choose_timetable(
         options.schedule, launched.manifest, share_of(options.batch, mesh.degrees.data).num_microbatches
@@ -318,35 +306,6 @@ def _plan_memory(
     if mesh.rank == 0:
         logger.info("%s", line)
     return planned_nbytes
-
-
-def _build_engine(
-    launched: Packed,
-    chunks: tuple[StageChunk, ...],
-    options: TrainOptions,
-    timetable: Timetable,
-    mesh: Mesh,
-    device: torch.device,
-) -> Engine:
-    """Tie, schedule and optimize the loaded stages; this creates process groups."""
-    placement, batch = launched.manifest.placement, share_of(options.batch, mesh.degrees.data)
-    timetable = from_rank_0(timetable)  # a schedule file of that name may differ on another machine
-    metadata = plan_stage_metadata(chunks[0].family, launched.stage_modules, FLAG_DTYPES[options.dtype])
-    ties = build_ties(launched.manifest.ties, chunks, placement, timedelta(seconds=options.timeout_s), mesh.pipelines)
-    parameters = lead_parameters(chunks, ties)
-    with raise_on_all_ranks("compute"):
-        apply_compute_options(chunks, placement.num_stages, options.compute)
-    parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=FLAG_DTYPES[options.compute.reduce_dtype])
-    parallel.reshard()
-    clock = Clock(timetable.planned(batch.num_microbatches), mesh.pipeline_rank, options.traced)
-    return Engine(
-        schedule=build_schedule(timetable, chunks, metadata, batch, mesh.pipeline),
-        ties=ties,
-        totals=StepTotals(parameters, ties, device=device, mesh=mesh, num_times=clock.num_times),
-        optimizer=Optimizer(parameters, options.optim),
-        parallel=parallel if mesh.degrees.per_stage > 1 else None,
-        clock=clock,
-    )
 
 
 def _moment(optimizer: Optimizer, parameter: torch.nn.Parameter, *, holds: Holds) -> torch.Tensor | None:

@@ -1,0 +1,84 @@
+"""Build one rank's stages and its engine: the same functions for a run and for its self-check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from manifests.placement import Placement
+from manifests.schema import TieGroup
+from runner.config.flags import TrainOptions
+from runner.config.schema import BatchOptions, ComputeOptions
+from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks
+from runner.models.family import Family
+from runner.parallel.mesh import Mesh
+from runner.parallel.parallelize import Parallel, is_sharded, parallelize
+from runner.pipeline.chunk import StageChunk, build_chunks, materialize
+from runner.pipeline.schedule import build_schedule
+from runner.pipeline.stage_metadata import plan_stage_metadata
+from runner.pipeline.timetable import Timetable
+from runner.profiling.trace import Clock
+from runner.tensors.local_shard import FLAG_DTYPES
+from runner.training.activation_checkpoint import apply_compute_options
+from runner.training.gradient_norm import StepTotals
+from runner.training.mixed_precision import keep_masters
+from runner.training.optimizer import Optimizer
+from runner.training.step import Engine
+from runner.training.ties import build_ties, lead_parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """The stages of a pipeline: the modules of each, the ranks that they are on, and the ties between them."""
+
+    modules: tuple[tuple[str, ...], ...]
+    placement: Placement
+    ties: tuple[TieGroup, ...]
+
+
+def build_stages(
+    family: Family, stages: Stages, compute: ComputeOptions, mesh: Mesh, device: torch.device
+) -> tuple[StageChunk, ...]:
+    """Build this rank's stages, and no others, and allocate their memory."""
+    chunks = build_chunks(family, stages.modules, stages.placement.stages_on(mesh.pipeline_rank))
+    is_fsdp = is_sharded(mesh, compute)
+    dtype = FLAG_DTYPES[compute.master_dtype if is_fsdp else compute.dtype]
+    for chunk in chunks:
+        chunk.to(dtype)
+        parallelize(chunk, mesh, compute)
+        materialize(chunk, device=device, dtype=dtype)
+    if compute.has_masters and not is_fsdp:
+        keep_masters(chunks, FLAG_DTYPES[compute.master_dtype])
+    return chunks
+
+
+def build_engine(
+    stages: Stages,
+    chunks: Sequence[StageChunk],
+    options: TrainOptions,
+    timetable: Timetable,
+    mesh: Mesh,
+    batch: BatchOptions,
+) -> Engine:
+    """Tie, schedule and optimize the loaded stages; this creates process groups. `batch` is one pipeline's share."""
+    chunks, placement, compute = tuple(chunks), stages.placement, options.compute
+    timetable = from_rank_0(timetable)  # a schedule file of that name may differ on another machine
+    metadata = plan_stage_metadata(chunks[0].family, stages.modules, FLAG_DTYPES[compute.dtype])
+    ties = build_ties(stages.ties, chunks, placement, timedelta(seconds=options.timeout_s), mesh.pipelines)
+    parameters = lead_parameters(chunks, ties)
+    with raise_on_all_ranks("compute"):
+        apply_compute_options(chunks, placement.num_stages, compute)
+    parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=FLAG_DTYPES[compute.reduce_dtype])
+    parallel.reshard()
+    clock = Clock(timetable.planned(batch.num_microbatches), mesh.pipeline_rank, options.traced)
+    return Engine(
+        schedule=build_schedule(timetable, chunks, metadata, batch, mesh.pipeline),
+        ties=ties,
+        totals=StepTotals(parameters, ties, device=chunks[0].device, mesh=mesh, num_times=clock.num_times),
+        optimizer=Optimizer(parameters, options.optim),
+        parallel=parallel if mesh.degrees.per_stage > 1 else None,
+        clock=clock,
+    )
