@@ -78,6 +78,7 @@ def run_cli(
     `begin` is called where an interrupt can be handled. click is not a dependency of this package: `refusal` is its
     ClickException, `abort` its Abort.
     """
+    sys.argv[1:] = map(expand_home, sys.argv[1:])
     is_json = "--json" in sys.argv[1:]
 
     def act() -> int:
@@ -125,6 +126,12 @@ def _parameter(error: Any) -> str:
         return ""
     name: str = parameter.opts[0] if parameter.param_type_name == "option" else parameter.human_readable_name
     return name
+
+
+def expand_home(word: str) -> str:
+    """Expand the `~` of `--out=~/x` or a quoted `~/x`, which shells leave to the command: no folder is named `~`."""
+    flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return flag + equals + (os.path.expanduser(value) if value == "~" or value.startswith("~/") else value)
 
 
 def open_streams() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from manifests.command.console import expand_home
 from manifests.command.interpreter import relative_entries
 from manifests.errors import LaunchError, UsageError
 from manifests.invariants import MANIFEST_NAME
@@ -151,9 +152,9 @@ def _value_of(value: object, kind: FlagKind, where: str) -> object:
     if kind == "switch" and isinstance(value, bool):
         return value
     if kind == "several" and isinstance(value, list) and all(isinstance(part, str) for part in value):
-        return tuple(value)
+        return tuple(map(expand_home, value))
     if kind == "one" and isinstance(value, (str, int, float)) and not isinstance(value, bool):
-        return str(value)
+        return expand_home(str(value))
     raise LaunchError(where, f"expected {_EXPECTED[kind]}, found {value!r}", code="launch.job-file")
 
 
@@ -171,9 +172,9 @@ def _words(key: str, value: object, *, where: str) -> list[str]:
     if value is False:
         return ["--no-" + key]
     if isinstance(value, (str, int, float)):
-        return [flag, str(value)]
+        return [flag, expand_home(str(value))]
     if isinstance(value, list) and all(isinstance(part, (str, int, float)) for part in value):
-        return [word for part in value for word in (flag, str(part))]
+        return [word for part in value for word in (flag, expand_home(str(part)))]
     raise LaunchError(
         f"{where}: training.{key}", "expected a text, a number, true, false or a list of these", code="launch.job-file"
     )

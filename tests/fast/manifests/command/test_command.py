@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manifests.command.console import expand_home
 from manifests.command.interpreter import leave_out_working_folder, module_command, safe_environment
 from manifests.command.sizes import parse_size, read_size, write_size
 from manifests.errors import UsageError
@@ -45,6 +46,17 @@ def test_relative_entries_leave_the_path_of_this_process(tmp_path: Path, monkeyp
         monkeypatch.setattr(sys, "path", [str((tmp_path / relative).resolve()), "/modules", "/lib"])
         leave_out_working_folder()
         assert sys.path == ["/modules", "/lib"]
+
+
+@pytest.mark.parametrize("word", ["--out=~/x", "~/x", "~", "--data=~/texts/*.txt"])
+def test_home_is_expanded_where_shells_do_not(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expand_home(word) == word.replace("~", str(tmp_path))
+
+
+@pytest.mark.parametrize("word", ["./~", "--name=a~b", "K=~/x", "--out", "~x", "s3://b/~", ""])
+def test_other_words_stay_as_they_are(word: str) -> None:
+    assert expand_home(word) == word
 
 
 @pytest.mark.parametrize("text", ["80GB", "80GiB", "80G", "80 GB", "80gib", "80g", "0.078125TB", str(80 << 30)])

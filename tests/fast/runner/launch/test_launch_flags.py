@@ -191,6 +191,17 @@ def test_job_file_with_a_value_of_another_kind_is_refused(tmp_path: Path, line: 
     assert (error.code, error.where) == ("launch.job-file", f"{path}: {key}")
 
 
+def test_job_file_has_paths_in_the_home_folder(packed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(packed.parent))
+    (tmp_path / "job.toml").write_text(
+        f'manifest = "~/{packed.name}"\nlog-dir = "~/log"\n[training]\ndata = "synthetic"\nsave = "~/saved"\n'
+    )
+    done = launch("--job", tmp_path / "job.toml")
+    assert done.exception is None, done.exception
+    assert f"--save {packed.parent}/saved" in done.stdout
+    assert f"--log-dir {packed.parent}/log" in done.stdout
+
+
 def test_job_file_takes_numbers_where_flags_do(packed: Path, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(f'manifest = "{packed}"\nscheduler = "slurm"\ngpu-memory = "79.5GB"\ntime = 30\nnnodes = 2\n')
@@ -295,7 +306,7 @@ def test_gpus_are_those_that_ranks_may_use(tmp_path: Path, monkeypatch: pytest.M
     driver.write_text("#!/bin/sh\nprintf '0, GPU-aa11, 81559\\n1, GPU-bb22, 40960\\n'\n")
     driver.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.13.0+cu130")
+    monkeypatch.setattr("runner.preflight.preflight.version", lambda _: "2.13.0+cu130")
     assert memories_gib("auto", {}) == (81559 / 1024, 40.0)
     assert memories_gib("cuda", {"CUDA_VISIBLE_DEVICES": "1"}) == (40.0,)
     assert memories_gib("cuda", {"CUDA_VISIBLE_DEVICES": "GPU-bb, 0"}) == (40.0, 81559 / 1024)
@@ -316,7 +327,7 @@ def test_stages_that_do_not_fit_this_machines_gpus_are_refused(
     driver.write_text("#!/bin/sh\nprintf '0, GPU-aa11, 1\\n1, GPU-bb22, 1\\n'\n")
     driver.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.13.0+cu130")
+    monkeypatch.setattr("runner.preflight.preflight.version", lambda _: "2.13.0+cu130")
     error = refused(launch(tmp_path / "pp2"))
     assert (error.code, error.where) == ("launch.gpu-memory", "nvidia-smi")
     wording(str(error))
