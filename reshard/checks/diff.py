@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -24,11 +24,15 @@ from stores.bundles import TensorAt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDifference:
-    """A tensor that differs between A and B; `fqn` is `*` for all of a kind. Norms (float64) are of B - A and of A."""
+    """A tensor that differs between A and B; `fqn` is `*` for all of a kind. Norms (float64) are of B - A and of A.
+
+    `dtypes` are those in A and B of a tensor that has the same shape in both, and another dtype.
+    """
 
     holds: Holds
     fqn: str
     problem: str
+    dtypes: tuple[str, str] | None = None
     norm: float | None = None
     norm_a: float | None = None
 
@@ -93,6 +97,7 @@ def _compare_checkpoints(
     stages = _stages(a), _stages(b)
     for holds in (WEIGHTS, *MOMENTS):
         tensors_a, tensors_b = tensors_of(a, holds) or {}, tensors_of(b, holds) or {}
+        tensors_a, tensors_b = _with_tied(tensors_a, a, tensors_b), _with_tied(tensors_b, b, tensors_a)
         if bool(tensors_a) != bool(tensors_b):
             problem = f"all {len(tensors_a or tensors_b)} only in {'A' if tensors_a else 'B'}"
             differences.append(TensorDifference(holds=holds, fqn="*", problem=problem))
@@ -118,6 +123,18 @@ def _compare_checkpoints(
         num_resliced=num_resliced,
         differences=tuple(differences),
     )
+
+
+def _with_tied(
+    tensors: Mapping[str, TensorAt], checkpoint: Checkpoint, others: Mapping[str, TensorAt]
+) -> Mapping[str, TensorAt]:
+    """Add the names of tied tensors that are not stored here, and are in the other checkpoint."""
+    tied = dict[str, TensorAt]()
+    for group in checkpoint.shape.ties:
+        stored = next((tensors[fqn] for fqn in group if fqn in tensors), None)
+        if stored is not None:
+            tied |= {fqn: replace(stored, name=fqn) for fqn in group if fqn in others and fqn not in tensors}
+    return {**tensors, **tied} if tied else tensors
 
 
 def _nbytes_to_hash(a: Checkpoint, b: Checkpoint, *, reads_bytes: bool) -> int:
@@ -154,15 +171,17 @@ def _with_digests(
 
 
 def _compare(holds: Holds, fqn: str, a: TensorAt | None, b: TensorAt | None) -> TensorDifference | None:
+    dtypes = None
     if a is None or b is None:
         problem = f"only in {'A' if b is None else 'B'}"
     elif not are_of_one_kind(a, b):
+        dtypes = (a.dtype, b.dtype) if a.shape == b.shape else None
         problem = f"{a.dtype} {list(a.shape)} in A, {b.dtype} {list(b.shape)} in B"
     elif a.blake3 != b.blake3:
         problem = "bytes differ"
     else:
         return None
-    return TensorDifference(holds=holds, fqn=fqn, problem=problem)
+    return TensorDifference(holds=holds, fqn=fqn, problem=problem, dtypes=dtypes)
 
 
 def _stages(checkpoint: Checkpoint) -> dict[str, int]:

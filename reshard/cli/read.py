@@ -105,10 +105,11 @@ def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
 @click.option(
     "--norms/--no-norms", "with_norms", default=True, help="Read the tensors that differ, and print the norm of B - A."
 )
+@click.option("--tensors", is_flag=True, help="List every tensor that has another dtype, too.")
 @click.option("--bytes", "reads_bytes", is_flag=True, help="Read and hash every tensor instead of trusting digests.")
 @options.as_json
 @options.quiet
-def diff(as_json: bool, quiet: bool, **arguments: Any) -> None:
+def diff(tensors: bool, as_json: bool, quiet: bool, **arguments: Any) -> None:
     """List the weights and optimizer state that differ between A and B. Exits with code 4 if some do.
 
     A and B are manifests or Hugging Face folders, of any layouts. Manifests have digests: comparing two of them reads
@@ -123,4 +124,4 @@ def diff(as_json: bool, quiet: bool, **arguments: Any) -> None:
 
     with options.progress("diff", quiet, is_report=True) as progress:
         done = run(**arguments, progress=progress)
-    options.print_report(done.equal, False, as_json, lambda: diff_json(done), lambda: diff_text(done))
+    options.print_report(done.equal, False, as_json, lambda: diff_json(done), lambda: diff_text(done, tensors))

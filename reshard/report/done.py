@@ -165,13 +165,30 @@ def diff_json(done: DiffResult) -> dict[str, Any]:
     return {"version": 1, "equal": done.equal, **asdict(replace(done, differences=())), "differences": differences}
 
 
-def diff_text(done: DiffResult) -> str:
+def diff_text(done: DiffResult, lists_casts: bool = False) -> str:
+    """Return a line for each tensor that differs; those that were only cast have one for each pair of dtypes."""
     a, b = done.layouts
     lines = [f"layout: {a}"] if a == b else [f"layout of A: {a}", f"layout of B: {b}"]
     moved = f" ({done.num_moved} on another stage)" if done.num_moved else ""
     sliced = f", {done.num_resliced} are equal but sliced differently" if done.num_resliced else ""
     lines.append(f"{done.num_equal} tensors are equal{moved}{sliced}, {len(done.differences)} differ")
-    return "\n".join([*lines, *map(_line, done.differences)])
+    casts: dict[tuple[str, str], list[TensorDifference]] = {}
+    for difference in done.differences:
+        if difference.dtypes is None or lists_casts:
+            lines.append(_line(difference))
+        else:
+            casts.setdefault(difference.dtypes, []).append(difference)
+    return "\n".join([*lines, *(_cast_line(*dtypes, cast) for dtypes, cast in casts.items())])
+
+
+def _cast_line(a: str, b: str, cast: list[TensorDifference]) -> str:
+    values = "values not compared"
+    if all(difference.norm is not None for difference in cast):
+        most = max(difference.relative or 0.0 for difference in cast)
+        values = f"values differ by up to {most:.2g} of A's norm"
+        if not any(difference.norm for difference in cast):
+            values = "same values"
+    return f"  {counted(len(cast), 'tensor')}: {a} in A, {b} in B, {values}; --tensors lists them"
 
 
 def _line(difference: TensorDifference) -> str:

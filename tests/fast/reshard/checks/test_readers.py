@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tests.builders import HEAD, Tensor, flip, llama_config, pack, random_tensors, reshard, run, write_model
+from tests.builders import EMBEDDING, HEAD, Tensor, flip, llama_config, pack, random_tensors, reshard, run, write_model
 from tests.fast.reshard.formats.dcp.test_dcp_source import huggingface_state, save_in_halves
 from tests.fast.sliced import CUTS, cut_up
 from tests.fast.trained import read_moments, write_moments, write_trained
@@ -216,6 +216,27 @@ def test_same_values_in_another_dtype_differ_by_nothing(tmp_path: Path) -> None:
     write_model(tmp_path / "b", config, wide)
     found = reshard("diff", tmp_path / "a", tmp_path / "b", "--json").json["differences"]
     assert {(one["norm"], one["relative"]) for one in found} == {(0.0, None)}
+    assert {tuple(one["dtypes"]) for one in found} == {("BF16", "F32")}
+    ended = reshard("diff", tmp_path / "a", tmp_path / "b")
+    assert ended.out.splitlines()[-2:] == [
+        f"0 tensors are equal, {len(found)} differ",
+        f"  {len(found)} tensors: BF16 in A, F32 in B, same values; --tensors lists them",
+    ]
+    listed = reshard("diff", tmp_path / "a", tmp_path / "b", "--tensors").out.splitlines()
+    assert [line.split()[1].rstrip(":") for line in listed[-len(found) :]] == [one["fqn"] for one in found]
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_tied_head_is_the_embedding_and_a_stored_one_may_equal_it(tmp_path: Path, is_equal: bool) -> None:
+    tied = write_model(tmp_path / "tied", llama_config(tie_word_embeddings=True))
+    head = tied[EMBEDDING] if is_equal else replace(tied[EMBEDDING], data=bytes(len(tied[EMBEDDING].data)))
+    write_model(tmp_path / "untied", llama_config(), {**tied, HEAD: head})
+    pack(tmp_path / "tied", tmp_path / "packed")
+    for a, b in (("tied", "untied"), ("untied", "tied"), ("packed", "untied")):
+        ended = reshard("diff", tmp_path / a, tmp_path / b, "--json")
+        assert ended.code == (0 if is_equal else 4)
+        differences = [(one["fqn"], one["problem"]) for one in ended.json["differences"]]
+        assert differences == ([] if is_equal else [(HEAD, "bytes differ")])
 
 
 def test_with_bytes_damage_behind_a_right_digest_is_found(tmp_path: Path) -> None:
