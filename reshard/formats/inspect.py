@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
-from manifests.errors import CheckpointError, UsageError
+from manifests.errors import CheckpointError, Parameter, UsageError, check_choice
 from manifests.schema import WEIGHTS, Holds, Layout, Manifest, Stage
 from reshard.formats.open import find_format
 from reshard.formats.table import Listing
-from reshard.tensors.arrays import to_numpy, to_torch
+from reshard.tensors.arrays import Framework, to_numpy, to_torch
 from reshard.tensors.slices import merge_slices
 from reshard.transforms.cast import FLOATS, STORED, cast_tensor
 from stores.base import read_config
@@ -20,7 +20,7 @@ from stores.bundles import Bundles, TensorAt, join_slices
 from stores.open import open_manifest
 
 if TYPE_CHECKING:
-    from reshard.tensors.arrays import Array, Framework, Tensor
+    from reshard.tensors.arrays import Array, Tensor
 
 _CONFIG = "config.json"
 Float = Literal["fp32", "bf16", "fp16"]
@@ -136,7 +136,8 @@ class PackedStage:
         Raises:
             CheckpointError: there is no optimizer state (`checkpoint.no-optimizer-state`).
             ShardError: a file is missing or damaged.
-            UsageError: the framework has no such dtype (`options.array-dtype`).
+            UsageError: the framework has no such dtype (`options.array-dtype`), or is not one of these
+                (`options.invalid-value`).
 
         Example:
             >>> stage = reshard.open("model-pp2").stage(0)
@@ -144,6 +145,9 @@ class PackedStage:
             >>> weights["model.layers.0.mlp.down_proj.weight"].shape
             (16, 24)
         """
+        check_choice(Parameter("framework"), framework, get_args(Framework))
+        if dtype is not None:
+            check_choice(Parameter("dtype"), dtype, get_args(Float))
         read = to_numpy if framework == "numpy" else to_torch
         arrays: dict[TensorAt, Any] = {}
         located = self._located(kind)
@@ -155,6 +159,7 @@ class PackedStage:
 
     def _located(self, kind: Holds) -> dict[str, TensorAt]:
         """Return where each tensor is, by all names that it has on this stage."""
+        check_choice(Parameter("kind"), kind, get_args(Holds))
         manifest = self.model.manifest
         if kind != WEIGHTS and (manifest.training is None or manifest.training.optimizer is None):
             hint = "open a training checkpoint; a packed model has none"

@@ -39,10 +39,19 @@ _SOLVED = re.compile(r"\s*balance:")  # the spelling that takes limit=
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutRequest:
-    """A requested layout; see `parse_layout`. Without a spec, a manifest keeps its own layout."""
+    """A requested layout; see `parse_layout`. Without a spec, a manifest keeps its own layout.
+
+    Raises:
+        UsageError: a spec that is not text.
+    """
 
     spec: str | None = None
     num_ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.spec, str | None):
+            problem = f"expected text, found {shorten(repr(self.spec))}"
+            raise UsageError(Parameter("layout"), problem, "pass one such as 'pp=2'", code="options.invalid-value")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -61,6 +61,19 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
         lambda at: reshard.layout("pp=2", layers=4, mtp=-1),
         lambda at: reshard.layout("pp=2", layers=4, mtp="1"),
     ),
+    ("layout", "options.invalid-value"): (
+        lambda at: reshard.pack(at / "model", at / "new", 2),
+        lambda at: reshard.plan(at / "model", 2),
+        lambda at: reshard.layout(2, layers=4),
+    ),
+    ("framework", "options.invalid-value"): (
+        lambda at: reshard.open(at / "packed").stage(0).state_dict(framework="jax"),
+    ),
+    ("dtype", "options.invalid-value"): (
+        lambda at: reshard.open(at / "packed").stage(0).state_dict(dtype="bfloat16"),
+        lambda at: reshard.export(at / "packed", at / "new", dtype="bfloat16"),
+    ),
+    ("kind", "options.invalid-value"): (lambda at: reshard.open(at / "packed").stage(0).tensors("moments"),),
     ("layers", "options.invalid-value"): (lambda at: reshard.layout("pp=2", layers=10**8),),
     ("measured", "options.conflict"): (
         lambda at: reshard.layout("pp=2", layers=4, measured={"lm_head": ModuleTime(forward=1.0, backward=2.0)}),
@@ -131,7 +144,7 @@ def test_errors_name_parameters_or_a_command_line(
 
 PARAMETERS = {
     name
-    for function in (getattr(reshard, name) for name in reshard.__all__)
+    for function in (reshard.PackedStage.state_dict, *(getattr(reshard, name) for name in reshard.__all__))
     if inspect.isfunction(function)
     for name in inspect.signature(function).parameters
 }
