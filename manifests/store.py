@@ -65,10 +65,14 @@ def no_manifest(where: str, path: Path | None = None) -> InputError:
     if (folder / "config.json").exists() and not (folder / SOURCE_NAME).exists():
         command = f"reshard pack {shlex.quote(str(folder))} --layout SPEC --out DIR"
         return ManifestError(where, problem, f"pack it first: {command}", code="manifest.not-packed")
-    # Names of a run's checkpoints get longer as the step number grows.
-    below = sorted((file.parent for file in folder.glob(f"*/{MANIFEST_NAME}")), key=lambda at: (len(at.name), at.name))
-    hint = f"did you mean {below[-1]}?" if below else _UNFINISHED
-    return ManifestError(where, problem, hint, code="manifest.missing")
+    below = newest_below(folder)
+    return ManifestError(where, problem, f"did you mean {below}?" if below else _UNFINISHED, code="manifest.missing")
+
+
+def newest_below(folder: Path) -> Path | None:
+    """Return the last of the checkpoints in a folder, whose names get longer as the step number grows."""
+    below = (file.parent for file in folder.glob(f"*/{MANIFEST_NAME}"))
+    return max(below, key=lambda at: (len(at.name), at.name), default=None)
 
 
 def open_shard(folder: Path, shard: Shard, names: Mapping[str, str] = NO_NAMES) -> Header:

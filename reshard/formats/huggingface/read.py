@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 from manifests.errors import InputError, ModelError, Parameter, SourceError
 from manifests.index import INDEX_NAME, OTHER_WEIGHTS, is_weights
@@ -14,6 +15,7 @@ from manifests.models import is_sized_by_files, model_shape
 from manifests.models.config import CONFIG_NAME
 from manifests.paths import problem_with_path
 from manifests.schema import Source
+from manifests.store import newest_below
 from reshard.formats.auxiliary import auxiliary_files, describes_files
 from reshard.formats.huggingface.weight_map import (
     TORCH_INDEX_NAME,
@@ -67,7 +69,8 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     files, description = folder.names(), options.description
     refuse_ranks_of_vllm(folder)
     if CONFIG_NAME not in files:
-        hint = "SOURCE must be a Hugging Face model folder"
+        newest = newest_below(Path(str(folder)))
+        hint = f"did you mean {newest}?" if newest else "SOURCE must be a Hugging Face model folder"
         raise SourceError(f"{folder}/{CONFIG_NAME}", "no such file", hint, code="source.no-config")
     small = [name for name in (CONFIG_NAME, INDEX_NAME, TORCH_INDEX_NAME) if name in files]
     folder = FolderInPart(folder, small, [name for name in files if name.endswith(SUFFIX) and not is_beside(name)])

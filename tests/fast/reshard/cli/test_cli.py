@@ -49,6 +49,26 @@ def test_pack_writes_as_many_bytes_as_its_plan_says(tmp_path: Path) -> None:
     }
 
 
+def test_home_is_no_folder_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "source")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "source")
+    run("pack", "~/source", "--layout", "pp=2", "--out=~/out")
+    assert (tmp_path / "out" / "manifest.json").is_file()
+    assert not (tmp_path / "source" / "~").exists()
+
+
+@pytest.mark.parametrize("verb", ["pack", "export", "verify", "inspect"])
+def test_folder_of_checkpoints_is_refused_with_the_newest(verb: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    for step in ("step-000009", "step-000010", "step-1000000"):
+        run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "checkpoints" / step)
+    out = ("--out", tmp_path / "out")
+    flags = {"pack": ("--layout", "pp=2", *out), "export": ("--to", "hf", *out)}
+    error = reshard(verb, tmp_path / "checkpoints", *flags.get(verb, ()), "--json").json["error"]
+    assert error["hint"] == f"did you mean {tmp_path}/checkpoints/step-1000000?"
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     write_model(tmp_path / "source")
     planned = reshard("plan", tmp_path / "source", "--layout", "pp=2")
