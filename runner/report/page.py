@@ -66,7 +66,8 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False, other_dir: Pa
         raise UsageError(
             "--out", f"expected a name that ends in {' or '.join(_SUFFIXES)}, found {out}", code="options.report-suffix"
         )
-    check_new_file(out, "--out", force=force)
+    if log_dir.is_dir():  # else that is what is wrong, and not the page in it
+        check_new_file(out, "--out", force=force)
     run, other = _read(log_dir), _read(other_dir) if other_dir else None
     title = (
         f"{log_dir.resolve().name}, compared with {other_dir.resolve().name}" if other_dir else log_dir.resolve().name

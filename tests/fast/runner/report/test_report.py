@@ -190,6 +190,12 @@ def test_folder_of_no_run_is_refused(tmp_path: Path, text: bytes | None, where: 
     assert (error.value.where, error.value.code) == (f"{tmp_path}/metrics.jsonl{where}", code)
 
 
+def test_folder_that_does_not_exist_is_blamed_and_not_the_page_in_it(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        write_report(tmp_path / "nowhere", tmp_path / "nowhere" / "report.html")
+    assert (error.value.where, error.value.code) == (f"{tmp_path}/nowhere", "launch.no-run")
+
+
 def plan_of(log_dir: Path) -> None:
     traces = read_run(log_dir).traces
     assert traces is not None
