@@ -73,18 +73,18 @@ def read_documents(file: Path, text_field: str, begin: int = 0) -> Iterator[Docu
     return _READERS[file.suffix](file, text_field, begin)
 
 
-def check_first_line(file: Path, text_field: str) -> None:
-    """Check that the first line of a `.jsonl` file has a text; not that of another file, or one of more than 1 MiB.
+def has_text(file: Path, text_field: str) -> bool:
+    """Check the beginning of a file's first document, and return whether there is one.
+
+    A line of more than 1 MiB is not parsed.
 
     Raises:
-        DataError: it has none, or the file cannot be read.
+        DataError: it is not text, or the file cannot be read.
     """
-    if file.suffix != LINES:
-        return
-    with _open(file) as stream:
-        line = stream.readline(_SCAN_NBYTES)
-    if line and not line.isspace() and (line.endswith(b"\n") or len(line) < _SCAN_NBYTES):
-        _json_text(line, text_field, file, 0)
+    document = next(read_documents(file, text_field), None)
+    if document is not None and (file.suffix == TEXT or document.nbytes <= _SCAN_NBYTES):
+        next(document.pieces, None)
+    return document is not None
 
 
 def line_offsets(file: Path) -> array[int]:

@@ -8,10 +8,9 @@ import click
 
 from runner.bundle.packed import check_tokenizer, open_packed
 from runner.config.architectures import check_trainable
-from runner.data.files import find_files
 from runner.evaluation.options import PARAMETERS, PLAIN, eval_options
 from runner.launch.here import launch_here
-from runner.preflight.preflight import check_model
+from runner.preflight.preflight import check_device, check_documents, check_model
 from stores.folders.probe import check_stdout
 from stores.open import open_manifest
 
@@ -47,7 +46,8 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
     check_model(open_packed(read))
     check_stdout()
     if not dry_run:
-        find_files(options.data.sources)
+        check_device(options.device)
+        check_documents("--data", options.data)
     check_tokenizer(read.root)
     # --dry-run is for the launcher, which prints the command.
     words = [word for word in context.meta[_ARGS] if word != "--dry-run"]

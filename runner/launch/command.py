@@ -17,6 +17,8 @@ from manifests.command.grouped_help import GroupedHelp
 from manifests.command.signals import deferred
 from manifests.command.sizes import read_size
 from manifests.errors import UsageError
+from manifests.models.memory import MemoryEstimate
+from manifests.models.training import HostMemory
 from manifests.schedules import Table
 from runner.bundle.cache_folder import check_cacheable
 from runner.bundle.packed import Packed, name_of, opened
@@ -34,11 +36,11 @@ from runner.config.flags import (
 from runner.config.parallel_dims import ParallelDims
 from runner.launch.here import LocalJob, launch_here
 from runner.launch.job import FlagKind, Job, read_environment, read_job_file, shown_address
-from runner.launch.nodes import check_groups, check_memory, check_ranks, describe_nodes, parse_nnodes
+from runner.launch.nodes import check_groups, check_host_memory, check_memory, check_ranks, describe_nodes, parse_nnodes
 from runner.launch.run_folder import RunFolder, choose_folder
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import share_of
-from runner.preflight.preflight import check_beginning, check_request
+from runner.preflight.preflight import check_beginning, check_device, check_request, has_gpu, is_cpu_build
 from runner.rundir.records import SCHEDULERS
 
 _COMMAND = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
@@ -256,25 +258,33 @@ def _check_here(
     launched: Packed, options: TrainOptions, degrees: ParallelDims, nproc_per_node: int, gpu_nbytes: int | None
 ) -> None:
     """Check that this machine has the GPUs for its ranks, and all inputs that they start from."""
+    check_device(options.device)
     memories = memories_gib(options.device)
     check_gpus(len(memories), nproc_per_node)
     if memories and gpu_nbytes is None:
         _check_memory(launched, options, degrees, int(min(memories[:nproc_per_node]) * 2**30), "nvidia-smi")
     check_beginning(launched, options, degrees)
+    if not memories and (options.device == "cpu" or not has_gpu()):
+        check_host_memory(_plan_memory(launched, options, degrees, host_memory="compact"), degrees.per_stage)
 
 
 def _check_memory(
     launched: Packed, options: TrainOptions, degrees: ParallelDims, gpu_nbytes: int, where: str = "--gpu-memory"
 ) -> None:
+    note = check_memory(_plan_memory(launched, options, degrees), gpu_nbytes, where)
+    if note and not options.quiet:
+        click.echo(f"note: {note}", err=True)
+
+
+def _plan_memory(
+    launched: Packed, options: TrainOptions, degrees: ParallelDims, *, host_memory: HostMemory | None = None
+) -> MemoryEstimate:
     placement = launched.manifest.placement
     table = Table(placement=placement, num_microbatches=0, ranks=((),) * placement.num_ranks)
     if options.resume.source is None:  # a checkpoint may recall another batch size
         number = share_of(options.batch, degrees.data).num_microbatches
         table = choose_timetable(options.schedule, launched.manifest, number).planned(number)
-    planned = planned_memory(launched.shape, launched.stage_modules, table, options, degrees)
-    note = check_memory(planned, gpu_nbytes, where)
-    if note and not options.quiet:
-        click.echo(f"note: {note}", err=True)
+    return planned_memory(launched.shape, launched.stage_modules, table, options, degrees, host_memory=host_memory)
 
 
 def _refuse_clusters(context: click.Context, num_nodes: int) -> None:
@@ -324,7 +334,7 @@ def _submit(job: Job, scheduler: str, run: RunFolder, *, follow: bool, dry_run: 
 
 def memories_gib(device: Device, environment: Mapping[str, str] = os.environ) -> tuple[float, ...]:
     """Return the memory of each GPU that ranks here would train on; nothing where there is none or it is unknown."""
-    if device == "cpu" or _is_cpu_build():
+    if device == "cpu" or is_cpu_build():
         return ()
     try:
         done = subprocess.run(_COMMAND, capture_output=True, text=True, timeout=_LIMIT_S, check=True)
@@ -352,13 +362,3 @@ def check_gpus(count: int, nproc_per_node: int) -> None:
             f"reshard pack MANIFEST --layout pp={count}, or train on the CPU with --device cpu after --",
             code="launch.too-few-gpus",
         )
-
-
-def _is_cpu_build() -> bool:
-    """Whether there is no torch, or one without GPU support."""
-    from importlib.metadata import PackageNotFoundError, version  # slow to import, and seldom needed
-
-    try:
-        return version("torch").endswith("+cpu")
-    except PackageNotFoundError:
-        return True

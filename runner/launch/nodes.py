@@ -10,6 +10,7 @@ from manifests.errors import LaunchError, UsageError
 from manifests.models.memory import MemoryEstimate
 from manifests.schema import Manifest
 from runner.config.parallel_dims import ParallelDims
+from runner.tensors.heap import available_nbytes
 
 
 def parse_nnodes(text: str) -> int:
@@ -102,6 +103,25 @@ def describe_nodes(manifest: Manifest, nnodes: int, nproc_per_node: int) -> str:
         stages = sorted(stage for rank in pipeline_ranks for stage in placement.stages_on(rank))
         lines.append(f"node {node}: ranks {first}-{last}, stages {', '.join(map(str, stages))}")
     return "\n".join(lines)
+
+
+def check_host_memory(planned: MemoryEstimate, num_per_stage: int) -> None:
+    """Check that ranks on this machine's CPUs need at most twice the memory that is available now.
+
+    What they do not need yet may become free, and the estimate may be above the peak; a rank says what is available.
+
+    Raises:
+        LaunchError: naming both.
+    """
+    available, totals = available_nbytes(1), [memory.total for memory in planned.ranks]
+    if available is not None and sum(totals) * num_per_stage > 2 * available:
+        raise LaunchError(
+            "--device cpu",
+            f"ranks here need up to {show_bytes(max(totals))} each, {show_bytes(sum(totals) * num_per_stage)} in all; "
+            f"{show_bytes(available)} are available",
+            "lower --seq-len or --microbatch, or use --ac full or --dtype bf16",
+            code="launch.host-memory",
+        )
 
 
 def check_memory(planned: MemoryEstimate, gpu_nbytes: int, where: str = "--gpu-memory") -> str:

@@ -17,6 +17,7 @@ from runner.config.architectures import Implementation
 from runner.config.declared import WholeNumber
 from runner.config.flags import Device
 from runner.config.schema import Dtype
+from runner.preflight.preflight import check_device
 from runner.profiling.step_times import ModuleSeconds
 from runner.report.read import read_run
 from runner.rundir.records import config_of, find_run
@@ -66,6 +67,7 @@ def measure(
     if run is not None:
         seconds, how = read_seconds(packed, run)
     else:
+        check_device(device)
         from runner.measure.modules import Setting, measure_modules
 
         setting = Setting(

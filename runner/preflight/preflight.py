@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import InputError, LaunchError, OutputError, UsageError
+from manifests.errors import DataError, InputError, LaunchError, OutputError, UsageError
 from manifests.models import ConfigReader
 from manifests.schema import Manifest, TrainingState
 from runner.bundle.packed import Packed, check_tokenizer, open_packed
@@ -16,10 +16,10 @@ from runner.checkpoint.data_position import find_data
 from runner.checkpoint.outputs import check_apart, check_outputs
 from runner.checkpoint.resume import Origin, check_fits, find_origins, remembered, resumed_state
 from runner.config.architectures import TORCHTITAN, Implementation, choose_implementation, generic_entry
-from runner.config.flags import TrainOptions, flag_of, recall
+from runner.config.flags import Device, TrainOptions, flag_of, recall
 from runner.config.parallel_dims import ParallelDims
-from runner.config.schema import SYNTHETIC, DataOptions
-from runner.data.files import SUFFIXES, check_first_line, find_files
+from runner.config.schema import SYNTHETIC, BatchOptions, DataOptions
+from runner.data.files import LINES, SUFFIXES, TEXT, file_nbytes, find_files, has_text
 from runner.models.generic_limits import check_fields, check_modules, check_positions
 from runner.models.titan_fields import TITAN_FIELDS
 from runner.pipeline.timetable import choose_timetable
@@ -35,7 +35,7 @@ from runner.preflight.combinations import (
 LEAST = (2, 13)
 TESTED = ("2.13.0", "2.14.1", "2.15.0")  # see docs/compatibility.md
 _INSTALL = "pip install 'reshard[runner]'"
-_NUM_FILES = 64  # of a source whose first lines are read
+_NUM_FILES = 64  # of a source whose beginnings are read
 
 
 def check_torch(release_name: str | None = None) -> str:
@@ -59,6 +59,30 @@ def check_torch(release_name: str | None = None) -> str:
     if release > max(map(_release, TESTED)):
         return f"torch {release_name} is newer than the releases that were tested: {', '.join(TESTED)}"
     return ""
+
+
+def has_gpu() -> bool:
+    """Whether torch and this machine may have a GPU: NVIDIA's, AMD's (kfd), or that of WSL (dxg)."""
+    return not is_cpu_build() and any(True for name in ("nvidia*", "kfd", "dxg") for _ in Path("/dev").glob(name))
+
+
+def check_device(device: Device) -> None:
+    """Check that ranks here can train on GPUs, if they are to.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    if device == "cuda" and not has_gpu():
+        problem = "torch here is a build for CPUs" if is_cpu_build() else "this machine has no GPU"
+        raise UsageError("--device cuda", problem, "train on the CPU with --device cpu", code="launch.too-few-gpus")
+
+
+def is_cpu_build() -> bool:
+    """Whether there is no torch, or one without GPU support."""
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return True
 
 
 def check_request(launched: Packed, options: TrainOptions, world_size: int) -> ParallelDims:
@@ -99,10 +123,9 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
             options = recall(options, remembered(training))
         _check_step(launched.manifest, options, degrees)
         check_length(launched, options)
+    check_documents("--data", options.data)
     if options.eval_data is not None:
         check_evaluable(options.eval_data)
-    if training is None and options.resume.source != "auto":  # a checkpoint may recall another field
-        check_first_lines(options)
     find_data(options, training.data if training else None, launched.tokenizer, launched.root)
     check_texts(launched, options)
 
@@ -188,11 +211,11 @@ def check_texts(launched: Packed, options: TrainOptions) -> None:
 
 
 def check_evaluable(data: DataOptions) -> None:
-    """Check that evaluation data has an end, and is there.
+    """Check that evaluation data has an end, and begins with text.
 
     Raises:
         UsageError: it is synthetic.
-        DataError: a source that matches no file.
+        DataError: see `check_documents`.
     """
     if SYNTHETIC in data.sources:
         raise UsageError(
@@ -201,20 +224,21 @@ def check_evaluable(data: DataOptions) -> None:
             "choose files to evaluate on",
             code="options.needs-documents",
         )
-    find_files(data.sources)
+    check_documents("--eval-data", data)
 
 
-def check_first_lines(options: TrainOptions) -> None:
-    """Check the first line of each of the first JSON Lines files, unless bad documents are skipped.
+def check_documents(flag: str, data: DataOptions) -> None:
+    """Check the beginnings of each source's first files, unless bad documents are skipped; `flag` names the data.
 
     Raises:
-        DataError: it has no text, or cannot be read.
+        DataError: a source that matches no file, or has no text; or a document that is not text.
     """
-    for data in (options.data, options.eval_data):
-        if data is None or data.skip_bad_documents or data.sources == (SYNTHETIC,):
-            continue
-        for file in find_files(data.sources)[:_NUM_FILES]:
-            check_first_line(file, data.text_field)
+    for names in () if data.skip_bad_documents or data.sources == (SYNTHETIC,) else data.groups:
+        files = find_files(names)
+        texts = [has_text(file, data.text_field) for file in files[:_NUM_FILES]]
+        if not any(texts) and len(texts) == len(files):
+            problem, hint = "contains no text", "its files are empty: choose others"
+            raise DataError(f"{flag} {', '.join(names)}", problem, hint, code="data.empty")
 
 
 def notes(
@@ -226,6 +250,11 @@ def notes(
     resumes, if it does not start at step 0 with the weights of `origin`.
     """
     lines, first, last = [], (training.step if training else 0) + 1, options.steps
+    if given_options.resume.source == "auto" and training is None and options.checkpoint is not None:
+        history = options.checkpoint.history
+        lines.append(f"--resume auto: {history} has no checkpoint; starting at step 0 with the launched weights")
+    if first <= last and is_less_than_a_step(options.data, options.batch):
+        lines.append("--data is less text than one step reads: every step repeats it")
     if first <= last and options.checkpoint is None and options.save is None:
         lines.append("without --checkpoint DIR or --save DIR the trained weights are lost when the run ends")
     architecture, implementation = origin.model.architecture, given_options.compute.implementation
@@ -244,6 +273,16 @@ def notes(
     if shown:
         lines.append(f"recalled from the checkpoint: {', '.join(shown)}")
     return lines
+
+
+def is_less_than_a_step(data: DataOptions, batch: BatchOptions) -> bool:
+    """Whether text files have fewer bytes than a step has tokens; Parquet is compressed, which may be more text."""
+    nbytes = 0
+    for file in () if data.sources == (SYNTHETIC,) else find_files(data.sources):
+        nbytes += file_nbytes(file)
+        if file.suffix not in (TEXT, LINES) or nbytes >= batch.global_batch * batch.seq_len:
+            return False
+    return data.sources != (SYNTHETIC,)
 
 
 def expert_notes(tensors: Iterable[str]) -> tuple[str, ...]:

@@ -17,13 +17,14 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from manifests.command.sizes import show_bytes
 from manifests.models.memory import Memory
 from manifests.models.training import HostMemory
+
+if TYPE_CHECKING:
+    import torch
 
 _MARGIN = 1.1
 _M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h

@@ -67,6 +67,21 @@ def test_text_that_is_not_there_is_said_once_and_before_any_rank_starts(
     assert re.fullmatch(r"error: /nowhere/a\.txt: .*\nhint: .*\n", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [(("--data", "empty.txt"), "data.empty"), (("--data", "a.txt", "--device", "cuda"), "launch.too-few-gpus")],
+)
+def test_request_that_every_rank_would_refuse_starts_none(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: Sequence[str], code: str
+) -> None:
+    monkeypatch.chdir(packed.parent)
+    for name, text in (("empty.txt", ""), ("a.txt", "a")):
+        Path(name).write_text(text)
+    with pytest.raises(SystemExit):
+        run(["eval", packed, *flags], monkeypatch, capsys)
+    assert f"[{code}]" in capsys.readouterr().err
+
+
 def test_text_without_a_tokenizer_is_refused_before_any_rank_starts(
     packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

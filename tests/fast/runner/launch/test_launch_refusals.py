@@ -37,6 +37,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "text").mkdir()
     (place / "text" / "one.txt").write_text("one two three")
     (place / "link").symlink_to(place)
+    for name, data in (("empty.txt", b""), ("empty.jsonl", b"\n \n"), ("latin.txt", b"caf\xe9 \n")):
+        (place / name).write_bytes(data)
     return place
 
 
@@ -58,6 +60,13 @@ REFUSED: list[tuple[str, Words, Words, str, str]] = [
     ("pp2", ("--nproc-per-node", "6"), (), "options.batch-size", "--global-batch"),
     ("pp2", (), ("--data", "PLACE/gone"), "data.no-files", "PLACE/gone"),
     ("pp2", (), ("--eval-data", "PLACE/gone"), "data.no-files", "PLACE/gone"),
+    *(("pp2", (), (flag, f"PLACE/empty.{suffix}"), "data.empty", f"{flag} PLACE/empty.{suffix}")
+      for flag in ("--data", "--eval-data") for suffix in ("txt", "jsonl")),
+    ("pp2", (), ("--eval-data", "PLACE/text", "--resume", "auto", "--checkpoint", "c", "--data", "PLACE/latin.txt"),
+     "data.not-utf8", "PLACE/latin.txt:1"),
+    ("pp2", (), ("--eval-data", "PLACE/latin.txt"), "data.not-utf8", "PLACE/latin.txt:1"),
+    ("pp2", (), ("--device", "cuda"), "launch.too-few-gpus", "--device cuda"),
+    ("pp2", (), ("--device", "cpu", "--seq-len", "1000000000"), "launch.host-memory", "--device cpu"),
     ("pp2", (), ("--eval-data", "synthetic"), "options.needs-documents", "--eval-data"),
     ("pp2", (), ("--save", "PLACE/trained"), "output.exists", "PLACE/trained"),
     ("pp2", (), ("--save", "PLACE/source", "--force"), "output.not-ours", "PLACE/source"),

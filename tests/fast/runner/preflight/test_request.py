@@ -161,6 +161,7 @@ def noted(origin: Packed, *training: str, is_resumed: bool = False) -> list[str]
         (("--save", "s", "--resume-weights-only", "--resume", "d"), ""),  # refused without it: resumed_state
         (("--save", "s", "--lr", "0.1", "--min-lr", "1"), "--min-lr 1.0"),
         (("--save", "s", "--decay", "cosine", "--min-lr", "1e-5"), ""),
+        (("--resume", "auto", "--checkpoint", "typo"), "--resume auto: typo"),
     ],
 )  # fmt: skip
 def test_flag_without_effect_is_noted(place: Path, training: tuple[str, ...], flag: str, wording: Wording) -> None:
@@ -169,6 +170,13 @@ def test_flag_without_effect_is_noted(place: Path, training: tuple[str, ...], fl
     for note in found:
         assert flag in note
         wording(note)
+
+
+@pytest.mark.parametrize(("nbytes", "is_noted"), [(2, True), (63, True), (64, False)])
+def test_data_of_less_than_a_step_is_noted(place: Path, tmp_path: Path, nbytes: int, is_noted: bool) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a" * nbytes)
+    options = parse_training(["--data", str(tmp_path), "--save", "s", "--seq-len", "8", "--global-batch", "8"])
+    assert bool(notes(options, options, open_packed(place / "packed").manifest, None)) == is_noted
 
 
 def test_family_that_lacks_its_usual_modules_is_noted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
