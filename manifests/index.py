@@ -10,8 +10,8 @@ and those beside virtual bundles.
 A manifest vouches for the files that it lists. transformers, vLLM and others never see it: they look for names, and
 `model.safetensors` is preferred to the index, an `adapter_config.json` to the model beside it. So a file of such a name
 that no manifest lists is a difference, and an auxiliary file may not have the name of weights. The names are compared
-with the sources of transformers in `tests/fast/reshard/formats/huggingface/test_consulted.py`, which fails when it
-consults another.
+with the sources of transformers in `tests/fast/reshard/formats/huggingface/test_consulted.py`, and with those of vLLM,
+SGLang, mlx-lm and PEFT in `tests/interop/test_readers.py`, which fail when one consults another.
 """
 
 from __future__ import annotations
@@ -82,8 +82,15 @@ _SUFFIXES = (
     ".bpe", ".codes", ".faiss", ".jinja", ".json", ".model", ".pkl", ".py", ".so", ".spm", ".tensors", ".tiktoken",
     ".tokenizer", ".vocab", ".yaml", ".yml",
 )  # fmt: skip
-_PREFIXES = ("tokenizer.", "vocab.", "merges.", "dict.", "emoji.", "spiece.", "sentencepiece.", "bpe.", "requirements.")
-CONSULTED_FOLDERS = ("additional_chat_templates", "custom_generate")
+_PREFIXES = (
+    "tokenizer.", "vocab.", "merges.", "dict.", "emoji.", "spiece.", "sentencepiece.", "bpe.", "requirements.",
+    "system_prompt.",
+)  # fmt: skip
+# Folders of transformers, and those from which vLLM and SGLang take weights of a model, or of a draft of it.
+CONSULTED_FOLDERS = (
+    "adapters", "additional_chat_templates", "audio_tokenizer", "custom_generate", "dspark", "np", "presharded",
+    "speech_tokenizer", "transformer", "vision_encoder", "whisper-large-v3",
+)  # fmt: skip
 DIGESTS_NAME, SIGNATURE_NAME = "digests.json", "manifest.sig"  # of `reshard check --digests write` and `reshard sign`
 
 

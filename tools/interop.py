@@ -1,8 +1,8 @@
 """Build .venv-interop: programs that read what reshard writes, for tests/interop. `make test-interop` runs it.
 
 mlx-lm is installed, and DeepSpeed and megatron-core in environments of their own, with the torch and transformers of
-the one that runs this. Of vLLM, SGLang and llama.cpp only the Python files that find and read weights are unpacked,
-since their packages bring CUDA or a compiler. What pip cannot get is named; its tests are skipped.
+the one that runs this. Of vLLM, SGLang, llama.cpp, PEFT and accelerate only the Python files are unpacked, since their
+packages bring CUDA, a compiler or another torch. What pip cannot get is named; its tests are skipped.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ _CONSTRAINTS = HOME.with_name("constraints.txt")  # the versions of all packages
 _MLX = ("mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "sentencepiece==0.2.3")
 # A package, how pip downloads it, and where the files that are unpacked are in it.
 _UNPACKED = {
-    "vllm": ("vllm==0.33.0", ("--only-binary", ":all:"), ("vllm/model_executor/model_loader/",)),
-    "sglang": ("sglang==0.5.23", ("--only-binary", ":all:"), ("sglang/srt/model_loader/",)),
+    "vllm": ("vllm==0.33.0", ("--only-binary", ":all:"), ("vllm/",)),
+    "sglang": ("sglang==0.5.23", ("--only-binary", ":all:"), ("sglang/srt/",)),
+    "peft": ("peft==0.21.2", ("--only-binary", ":all:"), ("peft/", "peft-")),
+    "accelerate": ("accelerate==1.15.0", ("--only-binary", ":all:"), ("accelerate/", "accelerate-")),
     # The converter is in no wheel: this is a source package that has llama.cpp in it.
     "llama.cpp": (
         "llama-cpp-python==0.3.36",
@@ -66,7 +68,8 @@ def _unpack(name: str, package: str, how: tuple[str, ...], wanted: tuple[str, ..
         archive, target = next(Path(folder).iterdir()), Path(folder) / "unpacked"
         if archive.suffix == ".whl":
             with zipfile.ZipFile(archive) as wheel:
-                wheel.extractall(target, [each for each in wheel.namelist() if each.startswith(wanted)])
+                names = [name for name in wheel.namelist() if name.startswith(wanted)]
+                wheel.extractall(target, [name for name in names if name.endswith((".py", "/METADATA"))])
             found = target
         else:
             with tarfile.open(archive) as source:

@@ -13,12 +13,14 @@ CONFIG_NAME = "config.json"
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 10_000
 _MAX_COUNT = (1 << 31) - 1
-# Fields for which transformers reads other files than the folder's own, or runs other modules than the architecture's.
+# Fields for which programs read other files than the folder's own, or run other modules than the architecture's.
 _REDIRECTS = {
-    "transformers_weights": "other weights than the folder's",
-    "configuration_files": "another config",
-    "fusion_config": "other modules than the architecture's",
-    "distributed_config": "other modules than the architecture's",
+    "transformers_weights": "transformers reads other weights than the folder's",
+    "configuration_files": "transformers reads another config",
+    "fusion_config": "transformers reads other modules than the architecture's",
+    "distributed_config": "transformers reads other modules than the architecture's",
+    "model_file": "mlx-lm runs code of the folder in place of the architecture's modules",
+    "speculators_config": "vLLM serves the verifier that it names in place of the folder's model",
 }
 # Attributes of transformers' config classes, methods included: a field of this name would replace the class's own.
 _ATTRIBUTES = (
@@ -110,7 +112,7 @@ class ConfigReader:
 
 
 def check_readable(config: Mapping[str, object], where: str, prefix: str = "") -> None:
-    """Refuse a config for which transformers would read another model than this folder's.
+    """Refuse a config for which transformers, vLLM or mlx-lm would read another model than this folder's.
 
     Raises:
         ModelError: naming the field.
@@ -121,7 +123,7 @@ def check_readable(config: Mapping[str, object], where: str, prefix: str = "") -
         if isinstance(value, Mapping) and name.endswith("_config"):
             check_readable(value, where, f"{prefix}{name}.")
         if name in _REDIRECTS:
-            problem = f"transformers reads {_REDIRECTS[name]} because of it; found {_shown(value)}"
+            problem = f"{_REDIRECTS[name]} because of it; found {_shown(value)}"
         elif name in _ATTRIBUTES or name.startswith(("_validate_", "__")):
             problem = "is an attribute of transformers' config class, which the field would replace"
         else:

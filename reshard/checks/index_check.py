@@ -110,16 +110,22 @@ def _names(folder: Folder) -> Iterable[str]:
     """Return the names where readers look, of whatever kind."""
     if not isinstance(folder, LocalFolder):
         return folder.names()
-    names: list[str] = []
-    for below in ("", *(f"{name}/" for name in CONSULTED_FOLDERS)):
-        try:
-            entries = os.listdir(folder.path / below)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            raise refused_by_system(str(folder.path / below), error, code="store.unreadable") from error
-        names += sorted(below + entry for entry in entries)
+    names = _entries(folder, "")
+    for name in CONSULTED_FOLDERS:
+        entries = _entries(folder, f"{name}/")
+        names += entries
+        for entry in entries:  # such as presharded/tp2/ and adapters/retrieval/
+            names += _entries(folder, f"{entry}/")
     return names
+
+
+def _entries(folder: LocalFolder, below: str) -> list[str]:
+    try:
+        return sorted(below + entry for entry in os.listdir(folder.path / below))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise refused_by_system(str(folder.path / below), error, code="store.unreadable") from error
 
 
 def _is_file(folder: Folder, name: str) -> bool:

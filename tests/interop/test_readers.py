@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +18,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from manifests.index import is_consulted
 from tests.builders import reshard
 from tests.fast.trained import write_trained
 
@@ -72,6 +75,60 @@ def functions_in(path: Path, names: set[str], namespace: dict[str, Any]) -> dict
     head = ast.parse("from __future__ import annotations\nimport fnmatch, glob, json, os").body
     exec(compile(ast.Module([*head, *first.values()], []), str(path), "exec"), namespace)
     return namespace
+
+
+KINDS = (
+    "json safetensors bin txt model jinja py pt pth h5 msgpack ckpt spm tiktoken tokenizer vocab pkl gguf npz codes"
+    " onnx ot yaml yml pb bpe faiss so tensors"
+)
+# The packages that open a model's folder; the others of vLLM and SGLang are servers, kernels, caches and benchmarks.
+PARTS = {
+    "vllm": "config lora model_executor/model_loader model_executor/models models tokenizers transformers_utils",
+    "sglang": "srt/arg_groups srt/configs srt/lora srt/model_loader srt/models srt/parser srt/speculative srt/utils",
+    "peft": ".",
+}
+# In folders that modules.json names (which is consulted itself), that a constant names, and of options of programs.
+ELSEWHERE = {
+    "{}/config.json", "{folder}/config.json", "{_DSPARK_DRAFT_SUBFOLDER}/config.json",
+    "{self.tensorizer_dir}/model.tensors", "{out_dir}/{libname}.so",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_file_name_in_the_sources_of_readers_is_consulted(name: str) -> None:
+    pattern = re.compile(rf"""(?<=["'])[A-Za-z0-9_{{*][\w.{{}}*/-]*\.(?:{KINDS.replace(" ", "|")})(?=["'])""")
+    paths = [path for part in PARTS[name].split() for path in (part_of_interop(name) / name / part).rglob("*.py")]
+    assert len(paths) > 100
+    names = {match for path in paths for match in pattern.findall(path.read_text())}
+    assert {each for each in names if not is_consulted(each)} - ELSEWHERE == set()
+
+
+ADAPT = """
+import sys
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+read = lambda: AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)(torch.arange(12)[None]).logits
+before = read()
+config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+get_peft_model(AutoModelForCausalLM.from_pretrained(sys.argv[1]), config).save_pretrained(sys.argv[1])
+assert not torch.equal(before, read())
+"""
+
+
+def test_adapter_that_peft_writes_beside_a_packed_model_changes_its_logits_and_is_refused(tmp_path: Path) -> None:
+    packed = pack(tmp_path, tied=False)
+    before = {path.name for path in packed.iterdir()}
+    paths = ":".join(str(part_of_interop(name)) for name in ("peft", "accelerate"))
+    subprocess.run(
+        [sys.executable, "-P", "-c", ADAPT, packed], check=True, timeout=200, env={**os.environ, "PYTHONPATH": paths}
+    )
+    added = {path.name for path in packed.iterdir()} - before
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= added
+    for verb, key in (("verify", "differences"), ("check", "problems")):
+        ended = reshard(verb, packed, "--json")
+        found = {Path(difference["where"]).name for difference in ended.json[key]}
+        assert (ended.code, found) == (4, added - {"README.md"})
 
 
 def vllm_files(place: Path) -> Callable[[Path], list[str]]:

@@ -1,12 +1,13 @@
 """What programs that open a folder read beside its manifest: names of files and fields of config.json, planted.
 
-The oracle is transformers: what `verify` passes, `from_pretrained` reads as the same weights.
+The oracle is transformers: what `verify` passes, `from_pretrained` reads as the same weights, with the same logits.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import io
 import json
 import re
 import shutil
@@ -32,19 +33,54 @@ from tests.fast.trained import write_trained
 
 PACKAGE = Path(transformers.__file__).parent
 UNLISTED = "manifest.unlisted-file"
-# What was found in the sources of transformers 5.23, vLLM's and SGLang's loaders, and PEFT's.
-NAMES = (
-    "model.safetensors", "model.fp16.safetensors", "consolidated.safetensors", "adapter_model.safetensors",
-    "model.safetensors.index.fp16.json", "consolidated.safetensors.index.json", "pytorch_model.bin",
-    "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin", "model.gguf", "model.tensors", "model.pt",
-    "adapter_config.json", "adapter_model.bin", "additional_chat_templates/tool_use.jinja", "chat_template.jinja",
-    "chat_template.json", "custom_generate/generate.py", "modeling_llama.py", "configuration_llama.py", "params.json",
-    "config.4.0.0.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json", "modules.json",
-    "sentence_bert_config.json", "tokenizer.model.v3", "tekken.json", "qwen.tiktoken", "preprocessor_config.json",
-    "processor_config.json", "video_preprocessor_config.json", "audio_tokenizer_config.json", "tokenizer.json",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
-    "spiece.model", "MODEL.SAFETENSORS",
-)  # fmt: skip
+# Names by where they are read. `tests/interop/test_readers.py` compares the sources of the others than transformers.
+READ_IN: Mapping[str, tuple[str, ...]] = {
+    "transformers 5.23.0: utils/__init__.py, utils/hub.py, modeling_utils.py": (
+        "model.safetensors", "model.fp16.safetensors", "model.safetensors.index.fp16.json", "pytorch_model.bin",
+        "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin", "model.gguf", "MODEL.SAFETENSORS",
+    ),
+    "transformers 5.23.0: dynamic_module_utils.py, generation/utils.py, configuration_utils.py": (
+        "modeling_llama.py", "configuration_llama.py", "custom_generate/generate.py", "config.4.0.0.json",
+    ),
+    "transformers 5.23.0: processing_utils.py, tokenization_utils_base.py, models/*/tokenization_*.py": (
+        "additional_chat_templates/tool_use.jinja", "chat_template.jinja", "chat_template.json", "qwen.tiktoken",
+        "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "tokenizer.json",
+        "audio_tokenizer_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+        "vocab.json", "merges.txt", "vocab.txt", "spiece.model", "tekken.json", "tokenizer.model.v3",
+    ),
+    "PEFT 0.21.2: utils/constants.py, utils/save_and_load.py, config.py": (
+        "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin",
+    ),
+    "vLLM 0.33.0: lora/lora_model.py": ("adapter_model.pt",),
+    "vLLM 0.33.0: transformers_utils/config.py": (
+        "consolidated.safetensors", "consolidated.safetensors.index.json", "params.json", "hf_quant_config.json",
+        "modules.json", "sentence_bert_config.json", "sentence_xlm-roberta_config.json",
+        "config_sentence_transformers.json",
+    ),
+    "vLLM 0.33.0: transformers_utils/model_arch_config_convertor.py": (
+        "joint_head_config.json", "decision_config.json",
+    ),
+    "vLLM 0.33.0: model_executor/model_loader/: default_loader, tensorizer, weight_utils": (
+        "model.pt", "model.bin", "model.tensors", "sparse_attention_config.json", "np/weight_names.json",
+    ),
+    "vLLM 0.33.0: model_executor/layers/quantization/*.py": (
+        "quantize_config.json", "quant_config.json", "quantization_config.json", "torchao_config.json",
+    ),
+    "vLLM 0.33.0: model_executor/models/: jina, mimo_audio, funaudiochat, kimi_audio, d3, qwen3_dflash": (
+        "adapters/retrieval/adapter_config.json", "adapters/retrieval/adapter_model.safetensors",
+        "audio_tokenizer/model.safetensors", "speech_tokenizer/config.json", "whisper-large-v3/config.json",
+        "readout.safetensors", "mask_embedding.pt",
+    ),
+    "SGLang 0.5.23: srt/model_loader/loader.py, weight_utils.py": (
+        "presharded/tp_2/model-00001.safetensors", "presharded/tp_2/checksum.json", "mtp.safetensors",
+    ),
+    "SGLang 0.5.23: srt/models/cosmos3.py, cosmos3_edge.py": (
+        "transformer/model.safetensors", "vision_encoder/model.safetensors",
+    ),
+    "SGLang 0.5.23: srt/arg_groups/speculative_hook.py": ("dspark/config.json", "dspark/model.safetensors"),
+    "SGLang 0.5.23: srt/utils/common.py": ("SYSTEM_PROMPT.txt",),
+}  # fmt: skip
+NAMES = tuple(name for names in READ_IN.values() for name in names)
 # Nobody reads these as a part of a model.
 OTHERS = ("notes.txt", "README.md", "LICENSE", "figure.png", "train.log", "digests.json", ".hidden.json", "sub/a.json")
 # File names in transformers' sources that are not read from a model's folder: of its tests, tools and trainers.
@@ -66,7 +102,11 @@ KNOWN_FIELDS = {
     "sep_token_id", "sliding_window", "tie_word_embeddings", "token_classification_bias", "unpadded_vocab_size",
     "vision_config", "vocab_size",
 }  # fmt: skip
-REFUSED_FIELDS = ("transformers_weights", "configuration_files", "fusion_config", "distributed_config")
+REFUSED_FIELDS = (
+    "transformers_weights", "configuration_files", "fusion_config", "distributed_config",
+    "speculators_config",  # vLLM 0.33.0, transformers_utils/config.py, maybe_override_with_speculators
+    "model_file",  # mlx-lm 0.32.2, utils.py, load_model
+)  # fmt: skip
 # Attributes of the config class that are fields in files, or that a field may set.
 SETTABLE = {
     "_attn_implementation", "_auto_class", "_experts_implementation", "is_custom_code", "model_type", "name_or_path",
@@ -106,14 +146,22 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("model-*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def reads_the_same(folder: Path) -> bool:
-    """Return whether from_pretrained reads the weights that are in the shards."""
-    expected, read = weights_of(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-    return read.keys() == expected.keys() and all(torch.equal(read[fqn], expected[fqn]) for fqn in read)
+def load(folder: Path, **options: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Return the weights and the logits of the model that from_pretrained reads."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    with torch.no_grad():
+        return model.state_dict(), model(torch.arange(12)[None], return_dict=True).logits
+
+
+def reads_the_same(folder: Path, logits: torch.Tensor, **options: Any) -> bool:
+    """Return whether from_pretrained reads the weights that are in the shards, and the model has these logits."""
+    expected, (read, computed) = weights_of(folder), load(folder, **options)
+    has_weights = read.keys() == expected.keys() and all(torch.equal(read[fqn], expected[fqn]) for fqn in read)
+    return has_weights and torch.equal(computed, logits)
 
 
 def plant(folder: Path, name: str, data: bytes = b"{}") -> None:
-    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).parent.mkdir(exist_ok=True, parents=True)
     (folder / name).write_bytes(data)
 
 
@@ -127,7 +175,7 @@ def refused_names(folder: Path, *args: object) -> list[str]:
 def test_no_command_passes_a_file_that_from_pretrained_prefers(models: Path, tmp_path: Path, kind: str) -> None:
     if kind == "packed":
         folder = Path(shutil.copytree(models / "P", tmp_path / "P"))
-        assert reads_the_same(folder)
+        assert reads_the_same(folder, load(models / "M")[1])
     else:
         folder = write_trained(tmp_path, "pp=2")
     assert reshard("sign", folder, "--key", write_keys(tmp_path, "one")).code == 0
@@ -136,7 +184,7 @@ def test_no_command_passes_a_file_that_from_pretrained_prefers(models: Path, tmp
         assert reshard(verb, folder, *args).code == 0
     plant(folder, "model.safetensors", (models / "Z" / "model.safetensors").read_bytes())
     if kind == "packed":
-        assert not reads_the_same(folder)
+        assert not reads_the_same(folder, load(models / "M")[1])
     for verb, *args in verbs:
         ended = reshard(verb, folder, *args, "--json")
         found = ended.json["differences" if verb == "verify" else "problems"]
@@ -199,6 +247,8 @@ REDIRECTS: tuple[Mapping[str, Any], ...] = (
     {"configuration_files": ["config.4.0.0.json"]},
     {"fusion_config": {"x": True}},
     {"distributed_config": {"tp_size": 2}},
+    {"speculators_config": {"verifier": {"name_or_path": "somebody/else"}}},
+    {"model_file": "modeling.py"},
     {"attribute_map": {"rms_norm_eps": "eps"}, "eps": 0.5},
     {"base_model_tp_plan": {"layers.*.mlp.down_proj": "colwise"}},
     {"sub_configs": {}},
@@ -259,11 +309,21 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "torchscript": (True,),
     "use_kernels": (True,),
 }
+# Fields that change logits alone, with values other than M's: they are in the packed config as in the source's.
+OF_LOGITS: Mapping[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10.0},
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    "rms_norm_eps": 0.5,
+    "hidden_act": "relu",
+    "is_causal": False,
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field in VALUES for value in VALUES[field]])
-def test_any_field_leaves_the_same_weights_or_is_refused(models: Path, tmp_path: Path, field: str, value: Any) -> None:
+def test_any_field_leaves_the_same_weights_and_logits_or_is_refused(
+    models: Path, tmp_path: Path, field: str, value: Any
+) -> None:
     """By us, or by transformers, which then reads the source no better."""
     source, out = with_fields(models, tmp_path / "M", {field: value}), tmp_path / "out"
     ended = pack(source, out)
@@ -273,10 +333,61 @@ def test_any_field_leaves_the_same_weights_or_is_refused(models: Path, tmp_path:
         return
     assert reshard("verify", out).code == 0
     try:
-        assert reads_the_same(out)
+        assert reads_the_same(out, load(source)[1])
     except (AttributeError, ImportError, IndexError, KeyError, TypeError, ValueError) as error:
         with pytest.raises(type(error)):
-            AutoModelForCausalLM.from_pretrained(source)
+            load(source)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field", OF_LOGITS)
+def test_field_that_changes_logits_alone_changes_those_of_the_packed_model(
+    models: Path, tmp_path: Path, field: str
+) -> None:
+    source, out = with_fields(models, tmp_path / "M", {field: OF_LOGITS[field]}), tmp_path / "out"
+    assert pack(source, out).code == 0
+    assert reads_the_same(out, load(source)[1])
+    assert not reads_the_same(out, load(models / "M")[1])
+    (out / "config.json").write_bytes((models / "M" / "config.json").read_bytes())
+    assert reshard("verify", out).code == 4
+
+
+def hostile(models: Path, name: str) -> bytes:
+    """Return what would change a model if a program read it from a file of this name."""
+    zeros = models / "Z" / "model.safetensors"
+    if name.lower().endswith(".safetensors"):
+        return zeros.read_bytes()
+    if "index" in name:
+        weight_map = dict.fromkeys(load_file(zeros), "zeros/model.safetensors")
+        return json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map}).encode()
+    if name.endswith((".bin", ".pt")):
+        buffer = io.BytesIO()
+        torch.save(load_file(zeros), buffer)
+        return buffer.getvalue()
+    if name.endswith(".json"):
+        return (models / "M" / "config.json").read_bytes().replace(b'"rms_norm_eps": 1e-06', b'"rms_norm_eps": 0.5')
+    return b"raise SystemExit(7)"
+
+
+@pytest.mark.slow
+def test_planted_file_is_refused_or_changes_neither_weights_nor_logits(models: Path, tmp_path: Path) -> None:
+    """The oracle is from_pretrained, by all its ways to files; PEFT's is in tests/interop/test_readers.py."""
+    logits, changed = load(models / "M")[1], set()
+    for number, name in enumerate(sorted({*NAMES, *OTHERS, *NOT_READ})):
+        folder = Path(shutil.copytree(models / "P", tmp_path / str(number)))
+        plant(folder, "zeros/model.safetensors", hostile(models, "model.safetensors"))
+        plant(folder, name, hostile(models, name))
+        for options in ({}, {"use_safetensors": False}, {"variant": "fp16"}):
+            try:
+                is_same = reads_the_same(folder, logits, **options)
+            except OSError:  # no file of the kind that was asked for
+                is_same = bool(options)
+            changed |= set() if is_same else {name}
+        assert name not in changed or refused_names(folder) == [str(folder / name)]
+    assert changed == {
+        "model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json", "model.fp16.safetensors",
+        "model.safetensors.index.fp16.json",
+    }  # fmt: skip
 
 
 def sources_of_transformers() -> Iterator[tuple[str, str]]:
