@@ -33,6 +33,7 @@ from runner.parallel.mesh import Mesh, build_mesh, pair_mesh
 from runner.parallel.parallelize import is_sharded
 from runner.parallel.self_check import check_tensor_parallel
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
+from runner.pipeline.document_check import keep_documents, log_documents_check
 from runner.pipeline.self_check import SelfChecked
 from runner.pipeline.timetable import Timetable, choose_timetable
 from runner.preflight.combinations import check_combination, check_divides, combine, share_of
@@ -169,6 +170,10 @@ def _begin(
             shape=launched.shape,
             description=launched.manifest.model.description,
         )
+        if options.data.document_mask:
+            keeping = keep_documents(family, options.batch.seq_len)
+            if mesh.rank == 0:
+                log_documents_check(keeping, launched.stage_modules)
         if options.self_check and mesh.rank == 0:
             splitting = timetable.name if timetable.splits_backward else None
             self_check(family, launched.stage_modules, RunOptions(compute=options.compute, splitting=splitting))

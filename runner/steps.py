@@ -49,6 +49,8 @@ def train_steps(ready: Ready, metrics: Metrics, saver: Saver | None, watchdog: W
         while trained.step < ready.options.steps and not is_last:
             started_s = time.perf_counter()
             batch = steps.read()
+            if trained.step == ready.num_steps and ready.mesh.rank == 0:
+                _log_documents(batch, is_masked=ready.options.data.document_mask)
             report = steps.train(batch, trained.step)
             steps.report(trained.step + 1, report, started_s)
             trained = steps.advance(trained, report, batch)
@@ -171,8 +173,25 @@ def _open_feed(ready: Ready) -> tuple[_Feed, TrainingState]:
     )
 
 
+def _log_documents(batch: Batch | None, *, is_masked: bool) -> None:
+    """Log how many documents share a row, which the first batch tells."""
+    if batch is None or batch.num_documents is None:
+        return
+    num_rows = len(batch.tokens)
+    shared = f"{batch.num_documents / num_rows:.1f} documents share a row of the first batch"
+    if is_masked:
+        logger.info("documents: %s, kept apart by --document-mask", shared)
+    elif batch.num_documents > num_rows:
+        logger.info("documents: %s, and see those before them; --document-mask keeps them apart", shared)
+
+
 def _readers(ready: Ready) -> list[int]:
-    """Return the ranks with the first or the last stage of any pipeline, which need data."""
+    """Return the ranks that need data: those with the first or the last stage of any pipeline.
+
+    All need the positions of documents, see Note [Documents on every stage].
+    """
+    if ready.options.data.document_mask:
+        return sorted(rank for ranks in ready.mesh.pipelines for rank in ranks)
     placement = ready.launched.manifest.placement
     ends = {placement.rank_of(0), placement.rank_of(placement.num_stages - 1)}
     return sorted(ranks[end] for ranks in ready.mesh.pipelines for end in ends)

@@ -57,8 +57,8 @@ def find_data(
         raise CheckpointError(
             "--data",
             f"does not match the data that the checkpoint consumed ({stored.num_sequences} sequences): the files, "
-            "their sizes, the tokenizer, --seq-len, --text-field, --pack, --shuffle, --data-weight, --seed, "
-            "--add-bos-token or --add-eos-token differ",
+            "their sizes, the tokenizer, --seq-len, --text-field, --pack, --document-mask, --shuffle, --data-weight, "
+            "--seed, --add-bos-token or --add-eos-token differ",
             "repeat the data flags of that run, or start this data from its first sequence with --restart-data",
             code="resume.other-data",
         )
@@ -176,6 +176,8 @@ def _digest(options: TrainOptions, listed: Sequence[_Files], tokenizer: str | No
     """Return a digest of what determines the order of sequences: the files, and how they are split."""
     data = options.data
     how: dict[str, Any] = {"text_field": data.text_field, "pack": data.pack, "seed": data.seed}
+    if data.document_mask:
+        how["document_mask"] = True
     if data.shuffle:
         how["shuffle"] = True
     if data.weights:

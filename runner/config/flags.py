@@ -225,8 +225,8 @@ _GROUPS = {
         "resume", "save", "log_dir",
     ),
     "Data": (
-        "text_field", "pack", "add_bos_token", "add_eos_token", "skip_bad_documents", "shuffle", "data_weight", "seed",
-        "eval_data", "restart_data",
+        "text_field", "pack", "document_mask", "add_bos_token", "add_eos_token", "skip_bad_documents", "shuffle",
+        "data_weight", "seed", "eval_data", "restart_data",
     ),
     "Optimizer": (
         "beta1", "beta2", "eps", "weight_decay", "weight_decay_1d", "max_norm", "warmup_steps", "stable_steps", "decay",
@@ -292,6 +292,8 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     filled = dict(values)
     filled["master_dtype"] = filled["master_dtype"] or filled["dtype"]
     filled["reduce_dtype"] = filled["reduce_dtype"] or filled["master_dtype"]
+    if filled["document_mask"]:  # torchtitan's attention is always causal
+        filled["implementation"] = filled["implementation"] or "transformers"
     filled["step_timeout"] = filled["step_timeout"] or 2 * filled["timeout"]
     if filled["decay_steps"] is None:
         filled["decay_steps"] = filled["steps"]

@@ -235,6 +235,10 @@ class DataOptions:
         "--pack/--no-pack", default=True,
         help="Pack documents end to end into sequences, or truncate and pad one document per sequence.",
     )  # fmt: skip
+    document_mask: bool = flag(
+        "--document-mask/--no-document-mask", default=False,
+        help="Keep packed documents apart: tokens attend within their document, whose positions begin at 0.",
+    )  # fmt: skip
     framing: FramingOptions = group(FramingOptions, default=FramingOptions())
     skip_bad_documents: bool = flag(
         "--skip-bad-documents", is_flag=True, default=False,
@@ -258,10 +262,20 @@ class DataOptions:
                 f"expected files, folders or globs, or only {SYNTHETIC!r}",
                 code="options.invalid-value",
             )
-        if SYNTHETIC in self.sources and (self.shuffle or self.weights):
-            name = "--shuffle" if self.shuffle else "--data-weight"
+        for name, is_set in (
+            ("--shuffle", self.shuffle),
+            ("--data-weight", bool(self.weights)),
+            ("--document-mask", self.document_mask),
+        ):
+            if SYNTHETIC in self.sources and is_set:
+                problem = f"not supported with --data {SYNTHETIC}, which has no documents"
+                raise UsageError(name, problem, code="options.needs-documents")
+        if self.document_mask and not self.pack:
             raise UsageError(
-                name, f"not supported with --data {SYNTHETIC}, which has no documents", code="options.needs-documents"
+                "--document-mask",
+                "conflicts with --no-pack, which has one document in each sequence",
+                "remove one of them",
+                code="options.document-mask",
             )
         if self.weights and len(self.weights) != len(self.sources):
             problem = f"expected one for each of the {len(self.sources)} --data, found {len(self.weights)}"

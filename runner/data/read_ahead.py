@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -94,7 +94,7 @@ class ReadAhead:
         if self._copies is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(self._copied.popleft())
-            for tensor in (batch.tokens, batch.labels):
+            for tensor in batch.tensors.values():
                 tensor.record_stream(stream)
         return batch, waited_s
 
@@ -132,8 +132,8 @@ class ReadAhead:
 
     def _copy(self, batch: Batch, stream: torch.cuda.Stream) -> Batch:
         with torch.cuda.stream(stream):
-            tokens, labels = (
-                tensor.pin_memory().to(self._device, non_blocking=True) for tensor in (batch.tokens, batch.labels)
-            )
+            copies: dict[str, Any] = {
+                name: tensor.pin_memory().to(self._device, non_blocking=True) for name, tensor in batch.tensors.items()
+            }
             self._copied.append(stream.record_event())
-        return replace(batch, tokens=tokens, labels=labels)
+        return replace(batch, **copies)

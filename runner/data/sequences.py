@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import chain, count, islice, repeat
+from itertools import chain, count, islice, repeat, takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,23 +31,43 @@ class Sample:
 
     ids: array[int]  # at most the sequence length + 1; none in a sequence that fills up a batch
     cursor: Cursor | None = None  # of the next sequence
+    begins: tuple[int, ...] = ()  # where documents begin in `ids`, but for the one at 0
+    is_masked: bool = False  # whether documents are kept apart: none predicts the first token of the next one
 
     @property
     def num_labels(self) -> int:
         return max(0, len(self.ids) - 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many labels count in the loss."""
+        return self.num_labels - (len(self.begins) if self.is_masked else 0)
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents have a token in the sequence, the label of its last one aside."""
+        return 1 + sum(begin < self.num_labels for begin in self.begins) if self.num_labels else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
     """The sequences of one optimizer step, or one rank's rows of them.
 
-    Shapes: tokens and labels (B, L), int64; labels are the next tokens, or IGNORED.
+    Shapes: tokens, labels and positions (B, L), int64; labels are the next tokens, or IGNORED.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     num_tokens: int  # labels of the whole batch that are not IGNORED, at least 1
     cursor: Cursor | None = None  # that of the last sequence; None for synthetic data, which is found by number
+    positions: torch.Tensor | None = None  # of tokens in their document, 0 where one begins; None: rows are one text
+    num_documents: int | None = None  # in the rows of the whole batch; None: the data has no documents
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors, by the names of its fields: each has a row for each sequence."""
+        tensors = {"tokens": self.tokens, "labels": self.labels, "positions": self.positions}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,23 +158,43 @@ def build_batch(samples: Sequence[Sample], seq_len: int, filler: int, rows: Rows
         if sample.num_labels:
             ids = torch.frombuffer(sample.ids, dtype=torch.int32)
             tokens[row, : sample.num_labels], labels[row, : sample.num_labels] = ids[:-1], ids[1:]
-    num_tokens = sum(sample.num_labels for sample in samples)
-    return Batch(tokens=tokens, labels=labels, num_tokens=num_tokens, cursor=samples[-1].cursor)
+    return Batch(
+        tokens=tokens,
+        labels=labels,
+        num_tokens=sum(sample.num_tokens for sample in samples),
+        cursor=samples[-1].cursor,
+        positions=_mask_documents(rank_samples, labels) if samples[0].is_masked else None,
+        num_documents=sum(sample.num_documents for sample in samples),
+    )
+
+
+def _mask_documents(samples: Sequence[Sample], labels: torch.Tensor) -> torch.Tensor:
+    """Return positions that begin at 0 in each document, and ignore the labels that are first tokens of another one.
+
+    A document that began in an earlier row begins again, and padding is part of the last one.
+    """
+    positions = torch.arange(labels.shape[1]).repeat(len(samples), 1)
+    for row, sample in enumerate(samples):
+        for begin in sample.begins:
+            labels[row, begin - 1] = IGNORED
+            positions[row, begin:] = torch.arange(labels.shape[1] - begin)
+    return positions
 
 
 def rows_of(batch: Batch, rows: Rows) -> Batch:
     """Return these rows of a whole batch; `num_tokens` is still the whole batch's."""
     part = rows.within(len(batch.tokens))
-    return replace(batch, tokens=batch.tokens[part], labels=batch.labels[part])
+    parts: dict[str, Any] = {name: tensor[part] for name, tensor in batch.tensors.items()}
+    return replace(batch, **parts)
 
 
 def _of_one_length(
     samples: Iterable[Sample], batch: BatchOptions, padded_length: Callable[[int, int], int]
 ) -> Iterator[tuple[int, list[Sample]]]:
-    """Yield groups of samples of one length, at most a batch; samples without labels are dropped."""
+    """Yield groups of samples of one length, at most a batch; samples without labels that count are dropped."""
     waiting: dict[int, list[Sample]] = {}
     for sample in samples:
-        if not sample.num_labels:
+        if not sample.num_tokens:
             continue
         seq_len = padded_length(sample.num_labels, batch.seq_len)
         group = waiting.setdefault(seq_len, [])
@@ -170,25 +211,43 @@ def _counted(data: DataOptions, skipped: Skipped | None) -> Skipped | None:
 
 
 def _samples(documents: Iterable[Drawn], data: DataOptions, seq_len: int) -> Iterator[Sample]:
-    return _packed(documents, seq_len) if data.pack else _padded(documents, seq_len)
+    return _packed(documents, seq_len, is_masked=data.document_mask) if data.pack else _padded(documents, seq_len)
 
 
-def _packed(documents: Iterable[Drawn], seq_len: int) -> Iterator[Sample]:
+def _packed(documents: Iterable[Drawn], seq_len: int, *, is_masked: bool) -> Iterator[Sample]:
     """Split concatenated documents: each sequence begins with the last token of the previous one."""
     ids = array("i")
     runs: deque[tuple[int, Cursor]] = deque()  # the index of each run's first id, counted over all ids, and its cursor
+    firsts: deque[int] = deque()  # the index of each document's first id, counted over all ids
     num_cut = 0
-    for run, more in chain.from_iterable(document.runs for document in documents):
+    for is_first, run, more in _marked(documents):
+        if is_first:
+            firsts.append(num_cut + len(ids))
         runs.append((num_cut + len(ids), run))
         ids += more
         num_used = (len(ids) - 1) // seq_len * seq_len
         for begin in range(0, num_used, seq_len):
             cursor = _cursor_at(num_cut + begin + seq_len, runs)
-            yield Sample(ids=ids[begin : begin + seq_len + 1], cursor=cursor)
+            begins = _begins_in(firsts, num_cut + begin, seq_len)
+            yield Sample(ids=ids[begin : begin + seq_len + 1], cursor=cursor, begins=begins, is_masked=is_masked)
         del ids[:num_used]
         num_cut += num_used
     if len(ids) > 1:
-        yield Sample(ids=ids)
+        yield Sample(ids=ids, begins=_begins_in(firsts, num_cut, seq_len), is_masked=is_masked)
+
+
+def _marked(documents: Iterable[Drawn]) -> Iterator[tuple[bool, Cursor, array[int]]]:
+    """Yield the runs of all documents, each with whether it is its document's first."""
+    for document in documents:
+        for number, (run, ids) in enumerate(document.runs):
+            yield number == 0, run, ids
+
+
+def _begins_in(firsts: deque[int], place: int, seq_len: int) -> tuple[int, ...]:
+    """Return where documents begin in the sequence at a place, but for its first token; remove those before it."""
+    while firsts and firsts[0] <= place:
+        firsts.popleft()
+    return tuple(first - place for first in takewhile(lambda first: first <= place + seq_len, firsts))
 
 
 def _cursor_at(place: int, runs: deque[tuple[int, Cursor]]) -> Cursor:

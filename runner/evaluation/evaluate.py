@@ -25,6 +25,7 @@ from runner.evaluation.options import EvalOptions, parse_eval
 from runner.load.load import load_tensors
 from runner.models import Family, family_for
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
+from runner.pipeline.document_check import keep_documents, log_documents_check
 from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
@@ -138,8 +139,16 @@ def read_model(packed: Packed, options: EvalOptions, world: World, device: torch
     manifest = packed.manifest
     with raise_on_all_ranks("load"):
         family = family_for(
-            packed.config, max_seq_len=options.seq_len, shape=packed.shape, description=manifest.model.description
+            packed.config,
+            max_seq_len=options.seq_len,
+            implementation="transformers" if options.document_mask else None,
+            shape=packed.shape,
+            description=manifest.model.description,
         )
+        if options.document_mask:
+            keeping = keep_documents(family, options.seq_len)
+            if world.rank == 0:
+                log_documents_check(keeping, packed.stage_modules)
         if options.self_check and world.rank == 0:
             compute = ComputeOptions(dtype=options.dtype, master_dtype=options.dtype)
             self_check(family, packed.stage_modules, RunOptions(compute=compute))

@@ -36,6 +36,10 @@ class EvalOptions:
         "--pack/--no-pack", written_default=True,
         help="Pack documents end to end, or use one padded document per sequence, truncated at --seq-len.",
     )  # fmt: skip
+    document_mask: bool = flag(
+        "--document-mask/--no-document-mask", written_default=False,
+        help="Keep packed documents apart: tokens attend within their document, whose positions begin at 0.",
+    )  # fmt: skip
     seq_len: int = flag("--seq-len", type=WholeNumber(min=1), written_default=512, help="Tokens in a sequence.")
     microbatch: int = flag("--microbatch", type=WholeNumber(min=1), written_default=1, help="Sequences per microbatch.")
     eos: bool | None = flag(
@@ -76,6 +80,7 @@ class EvalOptions:
             sources=self.sources,
             text_field=self.text_field,
             pack=self.pack,
+            document_mask=self.document_mask,
             skip_bad_documents=self.skip_bad_documents,
             framing=FramingOptions(bos=self.bos, eos=self.eos),
         )

@@ -23,6 +23,7 @@ from manifests.errors import InputError, ModelError, UsageError
 from manifests.models import ARCHITECTURES, ModelShape
 from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
+from runner.models.document_mask import mask_documents
 from runner.models.generic_limits import check_fields, check_modules, check_positions, modules_together
 from runner.models.implementations import without_implementations
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
@@ -93,6 +94,7 @@ class Generic:
         described = ARCHITECTURES.get(entry.architecture)
         shape = described(reader) if described else None
         self._entry = entry = entry if shape is None else _with_modules(entry, shape)
+        self._keeps_documents = False
         self.hands_on_trees = entry.hands_on_trees or _NARROW in entry.inputs
         with _refusals(self._where):
             self._class, self._given = (model_class, fields) if model_class else _class_and_fields(entry, fields)
@@ -126,7 +128,13 @@ class Generic:
             ModelError: one of them is for multi-token prediction, or what runs before the layers is on several stages.
         """
         check_modules(self._entry, self.modules, (modules,), self._where)
-        return StageOfAny(self._whole("meta"), self._entry, self._layers_name, frozenset(modules), self._outside)
+        model = self._whole("meta")
+        if self._keeps_documents:
+            mask_documents(model)
+        return StageOfAny(model, self._entry, self._layers_name, frozenset(modules), self._outside)
+
+    def keep_documents(self) -> None:
+        self._keeps_documents = True
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
         """Compute buffers that are in no file, and give those that transformers keeps in float32 this dtype again.
@@ -170,6 +178,7 @@ class Generic:
             small = {self._entry.section: small}
         given = None if self._entry.section else self._class
         family = Generic(self._entry, small, max_seq_len=1, where=self._where, model_class=given)
+        family._keeps_documents = self._keeps_documents
         family._config._experts_implementation = "eager"  # in any dtype and of any size, unlike grouped products
         return family
 

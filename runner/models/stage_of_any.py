@@ -38,6 +38,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from manifests.models.catalogue import CatalogueEntry
+from runner.models.document_mask import documents_at, inputs_of_documents
 
 _SHARED = (dict, UserDict)  # of what layers write and later layers read
 
@@ -45,8 +46,9 @@ _SHARED = (dict, UserDict)  # of what layers write and later layers read
 class StageOfAny(nn.Module):
     """Some modules of a model; see Note [A stage of any decoder].
 
-    Shapes: tokens (B, L) or hidden (B, L, D) in, hidden or logits (B, L, V) out. Where the family `hands_on_trees`,
-    hidden is a dict: the hidden state in the shape that layers have, B and L, and what is passed on with it.
+    Shapes: tokens (B, L) or hidden (B, L, D) in, hidden or logits (B, L, V) out; position_ids (B, L). Where the family
+    `hands_on_trees`, hidden is a dict: the hidden state in the shape that layers have, B and L, and what is passed on
+    with it.
     """
 
     def __init__(
@@ -88,11 +90,12 @@ class StageOfAny(nn.Module):
         elif not self._has_norms:
             listed[-1].register_forward_hook(self._end)
 
-    def forward(self, given: Any) -> Any:
+    def forward(self, given: Any, position_ids: torch.Tensor | None = None) -> Any:
         forget_lengths(self.model)
         self._make_traceable(given)
         size = given["size"] if isinstance(given, dict) else tuple(given.shape[:2])
-        output = self._run(given, size)
+        with documents_at(position_ids):
+            output = self._run(given, size, {"use_cache": False, **inputs_of_documents(position_ids)})
         if self._gives_logits:
             return output.logits
         if self._has_norms:
@@ -105,22 +108,22 @@ class StageOfAny(nn.Module):
         seen, self._seen = self._seen, {}
         return {"hidden": outgoing, "size": size, "carried": {name: _packed(values) for name, values in seen.items()}}
 
-    def _run(self, given: Any, size: tuple[int, ...]) -> Any:
+    def _run(self, given: Any, size: tuple[int, ...], inputs: Mapping[str, Any]) -> Any:
         runs = self.model if self._gives_logits else self._base()
         if self._takes_tokens:
-            return runs(input_ids=given, use_cache=False)
+            return runs(input_ids=given, **inputs)
         if self._takes_embedded:
-            return runs(inputs_embeds=given, use_cache=False)
+            return runs(inputs_embeds=given, **inputs)
         if not self._hands_on_trees:
             self._arrived = given
-            output = runs(inputs_embeds=torch.zeros_like(given), use_cache=False)
+            output = runs(inputs_embeds=torch.zeros_like(given), **inputs)
         else:
             self._arrived, self._given = given["hidden"], given["carried"]
             for part in self.modules():
                 if isinstance(part, _Skipped):
                     part.dtype = given["hidden"].dtype
             tokens = torch.zeros(size, dtype=torch.int64, device=given["hidden"].device)
-            output = runs(input_ids=tokens, use_cache=False)
+            output = runs(input_ids=tokens, **inputs)
         self._arrived, self._given = None, {}
         return output
 

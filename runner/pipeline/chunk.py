@@ -35,16 +35,17 @@ class StageChunk(nn.Module):
         self.io: StageIO | None = None
         self.head: ChunkedHead | None = None  # if logits are computed in chunks of tokens
 
-    def forward(self, *arrived: Any) -> Any:
+    def forward(self, *arrived: Any, **context: torch.Tensor) -> Any:
+        """Run the modules; `context` is what every stage gets of a microbatch, see `runner.pipeline.microbatches`."""
         if self.io is None:
             (given,) = arrived
-            return self._run(given)
-        return self.io.outputs.pack(self._run(self.io.inputs.unpack(arrived)), arrived)
+            return self._run(given, context)
+        return self.io.outputs.pack(self._run(self.io.inputs.unpack(arrived), context), arrived)
 
-    def _run(self, given: Any) -> Any:
+    def _run(self, given: Any, context: dict[str, torch.Tensor]) -> Any:
         if not self.module_names:
             return given
-        output = self.body(given)
+        output = self.body(given, **context)
         if not getattr(self.family, "hands_on_trees", False):
             check_output(self.body, given, output)
         return output

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from runner.config.schema import BatchOptions
-from runner.data.sequences import IGNORED
+from runner.data.sequences import IGNORED, Batch
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, num_tokens: int) -> torch.Tensor:
@@ -23,9 +23,8 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, num_tokens: int) -
 
     Shapes: logits (B, L, V), labels (B, L).
     """
-    summed = nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), reduction="sum", ignore_index=IGNORED
-    )
+    logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    summed = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORED)
     return summed / num_tokens
 
 
@@ -40,6 +39,20 @@ def check_shape(tokens: torch.Tensor, cut: BatchOptions) -> None:
     expected = (cut.global_batch, cut.seq_len)
     if tuple(tokens.shape) != expected:
         raise ValueError(f"expected tokens of shape {expected}, found {tuple(tokens.shape)}")
+
+
+def context_of(batch: Batch | None, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return what every stage needs of a batch besides its input, split by microbatch, as keyword arguments.
+
+    # Note [Documents on every stage]
+    Each stage makes its own masks and rotary embeddings. If only the first stage had the positions of documents, no
+    shape would differ, and gradients would be wrong by as much as they are large.
+
+    Shapes: position_ids (B, L).
+    """
+    if batch is None or batch.positions is None:
+        return {}
+    return {"position_ids": batch.positions.to(device)}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from runner.config.schema import BatchOptions
 from runner.data.sequences import Batch
 from runner.pipeline.chunk import StageChunk
 from runner.pipeline.heads import loss_of, output_form, whole_heads
-from runner.pipeline.microbatches import check_shape, evaluating, total
+from runner.pipeline.microbatches import check_shape, context_of, evaluating, total
 from runner.pipeline.stage_io import StageIO
 from runner.pipeline.stage_metadata import StageMetadata
 from runner.pipeline.timetable import Timetable
@@ -147,14 +147,16 @@ class Pipeline:
     def _inputs(
         self, batch: Batch | None, cut: BatchOptions, losses: list[torch.Tensor]
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        context = context_of(batch, self._device)
         if not (self.has_first or self.has_last):
-            return (), {}
+            return (), context
         assert batch is not None, "ranks with the first or the last stage read the data"
         check_shape(batch.tokens, cut)
         args = (batch.tokens.to(self._device),) if self.has_first else ()
         if not self.has_last:
-            return args, {}
+            return args, context
         return args, {
+            **context,
             "target": batch.labels.to(self._device),
             "losses": losses,
             "loss_kwargs": {"num_tokens": batch.num_tokens},

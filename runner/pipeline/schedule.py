@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from runner.config.schema import BatchOptions
 from runner.data.sequences import Batch
 from runner.pipeline.chunk import StageChunk
 from runner.pipeline.heads import loss_of, whole_heads
-from runner.pipeline.microbatches import check_shape, evaluating, total
+from runner.pipeline.microbatches import check_shape, context_of, evaluating, total
 from runner.pipeline.runtime import Pipeline
 from runner.pipeline.stage_metadata import StageMetadata
 from runner.pipeline.timetable import Timetable
@@ -24,7 +25,7 @@ class Schedule(Protocol):
     """Runs the microbatches of a batch through this rank's stages.
 
     Every rank of the pipeline calls the same method at the same time. A rank with the first stage needs the batch for
-    its tokens, one with the last stage for its labels; others may pass None.
+    its tokens, one with the last stage for its labels; others may pass None. A batch with positions is needed by all.
 
     # Note [Shapes are declared]
     Ranks in the middle see no data, and torch sends no shapes. So every rank passes the shape of a batch that differs
@@ -92,14 +93,14 @@ class _Plain:
     def train(self, batch: Batch | None, cut: BatchOptions | None = None) -> float:
         losses, loss_fn, recorder = [], loss_of(self._chunks), self.recorder
         last = self._chunks[-1].stage
-        for number, (tokens, labels, num_tokens) in enumerate(self._microbatches(batch, cut)):
-            crossing: Any = tokens
+        for number, microbatch in enumerate(self._microbatches(batch, cut)):
+            crossing: Any = microbatch.tokens
             for chunk in self._chunks:
                 with recorder.action("F", chunk.stage, number):
-                    crossing = chunk(crossing)
+                    crossing = chunk(crossing, **context_of(microbatch, self._device))
                 return_holes(self._device)
             with recorder.action("L", last, number):
-                loss = loss_fn(crossing, labels, num_tokens=num_tokens)
+                loss = loss_fn(crossing, microbatch.labels, num_tokens=microbatch.num_tokens)
             with recorder.action("B", last, number):  # of all stages at once
                 torch.autograd.backward(loss)
             return_holes(self._device)
@@ -111,8 +112,12 @@ class _Plain:
         with evaluating(self._chunks):
             return total(
                 [
-                    loss_fn(self._forward(tokens), labels, num_tokens=num_tokens)
-                    for tokens, labels, num_tokens in self._microbatches(batch, cut)
+                    loss_fn(
+                        self._forward(microbatch.tokens, context_of(microbatch, self._device)),
+                        microbatch.labels,
+                        num_tokens=microbatch.num_tokens,
+                    )
+                    for microbatch in self._microbatches(batch, cut)
                 ]
             )
 
@@ -121,22 +126,19 @@ class _Plain:
         cut = cut or self._options
         check_shape(tokens, cut)
         with evaluating(self._chunks), whole_heads(self._chunks):
-            return torch.cat([self._forward(part) for part in torch.split(tokens.to(self._device), cut.microbatch)])
+            return torch.cat([self._forward(part, {}) for part in torch.split(tokens.to(self._device), cut.microbatch)])
 
-    def _forward(self, crossing: Any) -> torch.Tensor:
+    def _forward(self, crossing: Any, context: dict[str, torch.Tensor]) -> torch.Tensor:
         for chunk in self._chunks:
-            crossing = chunk(crossing)
+            crossing = chunk(crossing, **context)
         logits: torch.Tensor = crossing
         return logits
 
-    def _microbatches(
-        self, batch: Batch | None, cut: BatchOptions | None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    def _microbatches(self, batch: Batch | None, cut: BatchOptions | None) -> Iterator[Batch]:
         assert batch is not None, "the only rank reads the data"
         cut = cut or self._options
         check_shape(batch.tokens, cut)
-        tokens, labels = (
-            torch.split(tensor.to(self._device), cut.microbatch) for tensor in (batch.tokens, batch.labels)
-        )
-        for token_part, label_part in zip(tokens, labels, strict=True):
-            yield token_part, label_part, batch.num_tokens
+        tensors = {name: tensor.to(self._device) for name, tensor in batch.tensors.items()}
+        for begin in range(0, cut.global_batch, cut.microbatch):
+            parts: dict[str, Any] = {name: tensor[begin : begin + cut.microbatch] for name, tensor in tensors.items()}
+            yield replace(batch, **parts)

@@ -46,6 +46,8 @@ class Combination:
     is_generic: bool = False  # known by the catalogue alone, or trained by a family of another package
     is_unverified: bool = False  # by a family of another package, or with more than the hidden state between stages
     num_shards: int = 1  # data-parallel ranks that share each parameter
+    keeps_documents: bool = False  # --document-mask
+    is_own: bool = False  # trained by a family of another package
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +83,8 @@ REFUSED = (
             run.num_tensor > 1 and run.architecture in TENSOR_PARALLEL and run.implementation == "transformers"
         ),
         problem="tensor parallelism is only supported for torchtitan's modules; {architecture} uses transformers' here",
-        hint="use torchtitan's modules (pip install 'reshard[torchtitan]', and no --implementation), or --dp-shard",
+        hint="use torchtitan's modules (pip install 'reshard[torchtitan]', and neither --implementation nor "
+        "--document-mask), or --dp-shard",
     ),
     Refusal(
         where="--loss-chunk",
@@ -124,6 +127,20 @@ REFUSED = (
         applies=lambda run: run.is_unverified and run.splits_backward,
         problem="{schedule} splits the backward, which is not verified for {architecture}",
         hint=f"take {_UNSPLIT}",
+    ),
+    Refusal(
+        where="--document-mask",
+        code="options.document-mask",
+        applies=lambda run: run.keeps_documents and run.implementation == "torchtitan",
+        problem="is not supported on torchtitan's modules, whose attention is causal over a whole row",
+        hint="leave --implementation out: --document-mask takes transformers' modules",
+    ),
+    Refusal(
+        where="--document-mask",
+        code="options.document-mask",
+        applies=lambda run: run.keeps_documents and run.is_own,
+        problem="is not supported for {architecture}, which a family of another package trains",
+        hint="leave it out, or use --no-pack, which has one document in each sequence",
     ),
     Refusal(
         where="manifest",
@@ -193,18 +210,22 @@ def combine(
         is_unverified=is_own or hands_on_trees(architecture),
         num_shards=degrees.shard,
         has_loss_chunks=options.compute.loss_chunk is not None,
+        keeps_documents=options.data.document_mask,
+        is_own=is_own,
         num_mtp_layers=sum(number >= manifest.model.num_layers for number in numbers),
     )
 
 
 def tensor_parallel(manifest: Manifest, options: TrainOptions) -> Combination:
-    """Return what no number of ranks changes: the tensor parallelism of these modules."""
+    """Return what no number of ranks changes: the tensor parallelism of these modules, and their documents."""
     architecture = manifest.model.architecture
     return Combination(
         architecture=architecture,
         implementation=choose_implementation(architecture, options.compute.implementation),
         whole_because=why_not_tensor_parallel(architecture, is_own=_is_own(manifest)),
         num_tensor=options.degrees.tensor,
+        keeps_documents=options.data.document_mask,
+        is_own=_is_own(manifest),
     )
 
 

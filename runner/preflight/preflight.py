@@ -260,6 +260,8 @@ def notes(
     architecture, implementation = origin.model.architecture, given_options.compute.implementation
     if architecture in TORCHTITAN and not implementation and choose_implementation(architecture) == "transformers":
         lines.append(f"{architecture} is built of transformers' modules: torchtitan is not installed")
+    if options.data.document_mask and architecture in TORCHTITAN and "implementation" not in given_options.given:
+        lines.append(f"{architecture} is built of transformers' modules, which --document-mask needs")
     if options.traced and first <= last and not (options.traced.start <= last and options.traced.stop > first):
         lines.append(f"--trace {given_options.values['trace']} has no effect: the run takes steps {first} to {last}")
     if options.resume.restart_data and training is None:

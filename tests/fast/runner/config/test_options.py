@@ -70,6 +70,8 @@ def test_optimizer_value_out_of_range_is_refused(
         ({"weights": (5e-324, 0.0)}, "--data-weight", "options.data-weights"),
         ({"sources": ("synthetic",), "weights": (1.0,)}, "--data-weight", "options.needs-documents"),
         ({"sources": ("synthetic",), "shuffle": True}, "--shuffle", "options.needs-documents"),
+        ({"sources": ("synthetic",), "document_mask": True}, "--document-mask", "options.needs-documents"),
+        ({"document_mask": True, "pack": False}, "--document-mask", "options.document-mask"),
     ],
 )
 def test_data_options_that_conflict_are_refused(

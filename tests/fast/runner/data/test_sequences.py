@@ -56,6 +56,42 @@ def test_packed_sequences_are_the_documents_end_to_end_over_and_over(
     assert all(each.num_tokens == global_batch * seq_len for each in found)
 
 
+@given(documents=DOCUMENTS, seq_len=st.integers(1, 9), global_batch=st.integers(1, 3))
+def test_masked_documents_have_positions_from_0_and_do_not_predict_each_other(
+    documents: list[list[int]], seq_len: int, global_batch: int, folder: Path
+) -> None:
+    source = write_documents(folder / "data.jsonl", documents)
+    batch = BatchOptions(global_batch=global_batch, microbatch=1, seq_len=seq_len)
+    data = DataOptions(sources=(source,), document_mask=True)
+    found = list(islice(read_batches(data, batch, folder=folder, vocab_size=VOCAB_SIZE), 4))
+    plain = list(islice(read(source, folder, pack=True, batch=batch), 4))
+    length = 4 * global_batch * seq_len + 1
+    places = [place for document in ids_of(documents) for place in range(len(document))]
+    endless = (places * (length // len(places) + 1))[:length]
+    for number, (masked, whole) in enumerate(zip(found, plain, strict=True)):
+        assert masked.positions is not None
+        assert torch.equal(masked.tokens, whole.tokens)
+        assert whole.positions is None
+        for row in range(global_batch):
+            begin = (number * global_batch + row) * seq_len
+            in_document = endless[begin : begin + seq_len + 1]
+            firsts = [place for place in range(1, seq_len + 1) if in_document[place] == 0]
+            expected = [place - max([0, *(first for first in firsts if first <= place)]) for place in range(seq_len)]
+            assert masked.positions[row].tolist() == expected
+            ignored = [first - 1 for first in firsts]
+            assert (masked.labels[row] == IGNORED).nonzero().flatten().tolist() == ignored
+            counted = masked.labels[row] != IGNORED
+            assert torch.equal(masked.labels[row][counted], whole.labels[row][counted])
+        assert masked.num_tokens == int((masked.labels != IGNORED).sum())
+        assert masked.num_documents == whole.num_documents == int((masked.positions == 0).sum())
+    if found[0].cursor is not None:
+        resumed = read_batches(
+            data, batch, folder=folder, vocab_size=VOCAB_SIZE, start=global_batch, cursor=found[0].cursor
+        )
+        again = next(resumed)
+        assert all(torch.equal(again.tensors[name], tensor) for name, tensor in found[1].tensors.items())
+
+
 @given(documents=DOCUMENTS, seq_len=st.integers(1, 9))
 def test_padded_sequences_are_one_document_each(documents: list[list[int]], seq_len: int, folder: Path) -> None:
     source = write_documents(folder / "data.jsonl", documents)

@@ -34,6 +34,12 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({**GENERIC, "is_compiled": True}, "--compile", "options.catalogue-combination"),
     ({**OWN, "has_loss_chunks": True}, "--loss-chunk", "options.catalogue-combination"),
     ({**OWN, **ZERO_BUBBLE}, "--schedule", "options.catalogue-combination"),
+    ({"keeps_documents": True}, "--document-mask", "options.document-mask"),
+    (
+        {"keeps_documents": True, "is_own": True, "implementation": "transformers"},
+        "--document-mask",
+        "options.document-mask",
+    ),
     ({"num_mtp_layers": 1}, "manifest", "manifest.mtp-layers"),
 ]
 
@@ -63,6 +69,7 @@ def test_every_rule_is_tested() -> None:
         {"num_tensor": 2},
         {**GENERIC, "num_shards": 2, "num_tensor": 2, "implementation": "transformers"},
         {**GENERIC, **ZERO_BUBBLE, "has_loss_chunks": True},
+        {"keeps_documents": True, "implementation": "transformers"},
     ],
 )
 def test_combination_that_is_known_to_be_right_passes(found: dict[str, Any]) -> None:
