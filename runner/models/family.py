@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from manifests.errors import ModelError
 
@@ -63,6 +64,17 @@ class Family(Protocol):
         """Return how many tokens, at most `most`, a row of `length` can be padded to on the right without a change.
 
         See Note [Padding under RoPE that depends on length] in stage_of_any.py.
+        """
+        ...
+
+
+@runtime_checkable
+class KeepsFloat32(Protocol):
+    """A family with models of which some tensors are float32 whatever the dtype of the model is."""
+
+    def float32_names(self, dtype: torch.dtype) -> Collection[str]:
+        """Return the names, in what `build` returned for any modules, of the tensors that a model of this dtype keeps
+        in float32.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
 from transformers.initialization import no_init_weights
 
 from manifests.errors import InputError, ModelError, UsageError
@@ -69,9 +69,22 @@ class WholeModel(nn.Module):
         return output.logits, output.loss
 
     def in_files(self) -> Mapping[str, torch.Tensor]:
+        return {self._in_files(name): tensor for name, tensor in self._in_decoder_files().items()}
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Give the model the dtypes that it has when `from_pretrained` reads it in this one."""
+        config, had_bar = copy.deepcopy(self.model.config), transformers.logging.is_progress_bar_enabled()
+        transformers.logging.disable_progress_bar()
+        read = type(self.model).from_pretrained(None, config=config, state_dict=self._in_decoder_files(), dtype=dtype)
+        if had_bar:
+            transformers.logging.enable_progress_bar()
+        dtypes = {name: tensor.dtype for name, tensor in (*read.named_parameters(), *read.named_buffers())}
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            tensor.grad, tensor.data = None, tensor.data.to(dtypes[name])
+
+    def _in_decoder_files(self) -> dict[str, torch.Tensor]:
         state = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
-        files: Mapping[str, torch.Tensor] = revert_weight_conversion(self.model, state)
-        return {self._in_files(name): tensor for name, tensor in files.items()}
+        return dict(revert_weight_conversion(self.model, state))
 
 
 class Generic:
@@ -87,6 +100,7 @@ class Generic:
         model_class: type[PreTrainedModel] | None = None,
     ) -> None:
         self.architecture, self._where = entry.architecture, where
+        self._float32_names: dict[torch.dtype, frozenset[str]] = {}
         fields: Mapping[str, object] = without_implementations(config)
         reader = ConfigReader(fields, where)
         check_fields(entry, reader)
@@ -137,26 +151,25 @@ class Generic:
         self._keeps_documents = True
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
-        """Compute buffers that are in no file, and give those that transformers keeps in float32 this dtype again.
-
-        Buffers get the dtypes that `from_pretrained` gives them in a model of the dtype of its parameters: some are
-        made in float32 whatever that is, others (XGLM's positions, GPT's masks) in torch's default.
-        """
+        """Compute buffers that are in no file, in the dtypes that they have."""
         assert isinstance(module, StageOfAny)
-        exact = module.model._keep_in_fp32_modules_strict or ()
-        for part in module.model.modules():
-            for leaf in part._buffers.keys() - part._non_persistent_buffers_set:
-                if leaf in exact and (buffer := part._buffers[leaf]) is not None:
-                    part._buffers[leaf] = buffer.float()
-        parameter = next(module.parameters(), None)
-        computed = self._buffers_of(torch.float32 if parameter is None else parameter.dtype)
         for name, part in module.model.named_modules():
             for leaf in part._non_persistent_buffers_set:
-                if part._buffers.get(leaf) is not None:
-                    part._buffers[leaf] = computed[f"{name}.{leaf}".lstrip(".")].to(device)
+                if (buffer := part._buffers.get(leaf)) is not None:
+                    part._buffers[leaf] = self._buffers[f"{name}.{leaf}".lstrip(".")].to(device, buffer.dtype)
             for leaf, value in vars(part).items():  # kept beside the buffer that it is the first value of
-                if isinstance(value, torch.Tensor) and f"{name}.{leaf}" in computed:
-                    setattr(part, leaf, computed[f"{name}.{leaf}"].to(device))
+                if isinstance(value, torch.Tensor) and f"{name}.{leaf}" in self._buffers:
+                    setattr(part, leaf, self._buffers[f"{name}.{leaf}"].to(device))
+
+    def float32_names(self, dtype: torch.dtype) -> Collection[str]:
+        """Return the names of what is float32 in a model that `from_pretrained` makes of this dtype.
+
+        Of parameters and buffers in files, transformers lists some; others are declared as float32. Of computed
+        buffers, some are made in float32, others (XGLM's positions, GPT's masks) in torch's default dtype.
+        """
+        if dtype not in self._float32_names:
+            self._float32_names[dtype] = self._find_float32_names(dtype)
+        return self._float32_names[dtype]
 
     def to_hf(self, name: str) -> str:
         return self._regions[name.removeprefix(_PREFIX)][0].fqn
@@ -232,25 +245,36 @@ class Generic:
                 code="system.wrong-version",
             )
 
-    def _whole(self, device: str) -> PreTrainedModel:
+    def _whole(self, device: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        config = copy.deepcopy(self._config)
+        config.dtype = dtype or config.dtype
         with _refusals(self._where), torch.device(device), no_init_weights():
-            return self._class(copy.deepcopy(self._config))
+            return self._class(config)
 
     @cached_property
     def _buffers(self) -> Mapping[str, torch.Tensor]:
         return dict(_computed_buffers(self._with_buffers()))
 
-    def _buffers_of(self, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-        """Return the buffers of a model of this dtype, computed in float32."""
-        if dtype == torch.float32:
-            return self._buffers
+    def _find_float32_names(self, dtype: torch.dtype) -> frozenset[str]:
+        if dtype.itemsize >= torch.float32.itemsize:
+            return frozenset()
         default = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            made = dict(_computed_buffers(self._whole("meta")))
+            model = self._whole("meta", dtype)
         finally:
             torch.set_default_dtype(default)
-        return {name: buffer.to(made[name].dtype) for name, buffer in self._buffers.items()}
+        plan = model._get_dtype_plan(dtype)
+        listed = build_glob_alternation(list(plan))[0].search if plan else lambda name: None
+        stored = model.state_dict()
+        names = {name for name, tensor in stored.items() if tensor.dtype == torch.float32 or listed(name)}
+        names |= {name for name, buffer in _computed_buffers(model) if buffer.dtype == torch.float32}
+        if self._is_tied:  # to a parameter that has its own dtype
+            name_of = {regions[0].fqn: name for name, regions in self._regions.items()}
+            for owner, replica in self._entry.ties:
+                names.discard(name_of[replica])
+                names |= {name_of[replica]} if name_of[owner] in names else set()
+        return frozenset(_PREFIX + name for name in names)
 
     def _with_buffers(self) -> PreTrainedModel:
         """Return the model with its buffers computed and its parameters on the meta device."""

@@ -20,9 +20,10 @@ the sharded matrices, so its gradient is reduced where it is split off.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from manifests.errors import UsageError
 from runner.config.parallel_dims import FSDP, REPLICATE, TENSOR
 from runner.config.schema import ComputeOptions
 from runner.models.family import Family
 from runner.parallel.mesh import Mesh
-from runner.pipeline.chunk import StageChunk, layers_of
+from runner.pipeline.chunk import StageChunk, float32_names, layers_of
 from runner.tensors.dtensor import local_of, mesh_dims
 from runner.tensors.local_shard import FLAG_DTYPES
 
@@ -135,8 +137,21 @@ def parallelize(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
 
 
 def _shard(chunk: StageChunk, mesh: DeviceMesh, compute: ComputeOptions) -> None:
+    exact = float32_names(chunk, FLAG_DTYPES[compute.dtype])
+    exact = [name for name, _ in chunk.body.named_parameters() if name in exact]
+    if exact and {compute.master_dtype, compute.reduce_dtype} != {"fp32"}:
+        raise UsageError(
+            "--dp-shard",
+            f"{chunk.family.architecture} keeps {exact[0]} and {len(exact) - 1} more parameters in float32, which FSDP "
+            f"cannot shard with masters in {compute.master_dtype} and reduction in {compute.reduce_dtype}",
+            "use --master-dtype fp32 and --reduce-dtype fp32, or no --dp-shard",
+            code="options.catalogue-combination",
+        )
     dtype = FLAG_DTYPES[compute.dtype] if compute.has_masters else None
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=FLAG_DTYPES[compute.reduce_dtype])
+    # What stages compute in float32 stays so: parameters as the family has them, and the inputs of layers.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=FLAG_DTYPES[compute.reduce_dtype], cast_forward_inputs=False
+    )
     for module in (*(layer for _, layer in layers_of(chunk)), chunk.body):
         # Zero-bubble schedules need the parameters after the forward has ended.
         fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
@@ -144,9 +159,29 @@ def _shard(chunk: StageChunk, mesh: DeviceMesh, compute: ComputeOptions) -> None
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
         module.set_reduce_scatter_unused_params(True)  # an expert may have no tokens on some ranks
+    _gather_in_float32(chunk.body, frozenset(exact))
     # FSDP warns that it misses the backward of an output that is a view and changed in place: ours never are.
     sharded = type(chunk.body).__name__
     warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({sharded}\) returned a view tensor", UserWarning)
+
+
+def _gather_in_float32(body: nn.Module, names: Collection[str]) -> None:
+    """Let FSDP leave these parameters in float32 when it gathers the others of their groups in the compute dtype.
+
+    It takes the dtypes from the policy of the group, parameter by parameter, when the first forward begins.
+    """
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    paths = {module: name for name, module in body.named_modules()}
+    sharded = (module for module in body.modules() if names and isinstance(module, FSDPModule))
+    groups = (group for module in sharded for group in fully_shard.state(module)._fsdp_param_groups)  # type: ignore[attr-defined]
+    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+        place = parameter._module_info
+        if f"{paths[place.module]}.{place.param_name}" in names:
+            parameter.init_dtype_attrs = partial(_take_dtypes_of, type(parameter), parameter, policy)
+
+
+def _take_dtypes_of(kind: Any, parameter: Any, policy: MixedPrecisionPolicy, _: MixedPrecisionPolicy) -> None:
+    kind.init_dtype_attrs(parameter, policy)
 
 
 def _reduce_sharded(root: FSDPModule) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from manifests.models import module_of
 from runner.data.sequences import IGNORED
-from runner.models.family import Family, check_output
+from runner.models.family import Family, KeepsFloat32, check_output
 from runner.pipeline.stage_io import StageIO
 from runner.tensors.dtensor import local_of, local_regions
 from runner.tensors.local_shard import Piece, empty_like, persistent_buffers
@@ -105,9 +105,30 @@ def build_chunks(
     return tuple(StageChunk(family, stage, stage_modules[stage]) for stage in stages)
 
 
-def materialize(chunk: StageChunk, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Allocate a chunk on `device`: uninitialized parameters of `dtype`, and computed buffers."""
-    chunk.to(dtype)
+def float32_names(chunk: StageChunk, dtype: torch.dtype) -> Collection[str]:
+    """Return the names in a chunk's body of what a model of this dtype keeps in float32."""
+    return chunk.family.float32_names(dtype) if isinstance(chunk.family, KeepsFloat32) else ()
+
+
+def cast(chunk: StageChunk, dtype: torch.dtype, compute_dtype: torch.dtype | None = None) -> None:
+    """Cast a chunk's parameters, and its buffers to the dtype of computation, except for what stays in float32."""
+    compute_dtype = compute_dtype or dtype
+    exact = float32_names(chunk, compute_dtype)
+    dtypes = {id(tensor): torch.float32 if name in exact else dtype for name, tensor in chunk.body.named_parameters()}
+    for name, buffer in chunk.body.named_buffers():
+        dtypes[id(buffer)] = torch.float32 if name in exact else compute_dtype
+
+    def cast_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtypes.get(id(tensor), dtype)) if tensor.is_floating_point() else tensor
+
+    chunk._apply(cast_tensor)  # type: ignore[no-untyped-call]
+
+
+def materialize(
+    chunk: StageChunk, *, device: torch.device, dtype: torch.dtype, compute_dtype: torch.dtype | None = None
+) -> None:
+    """Allocate a chunk on `device`: uninitialized parameters of `dtype`, and computed buffers; see `cast`."""
+    cast(chunk, dtype, compute_dtype)
     chunk._apply(lambda tensor: empty_like(tensor, device))  # type: ignore[no-untyped-call] # as to_empty does
     chunk.device = device
     chunk.family.init_buffers(chunk.body, device)

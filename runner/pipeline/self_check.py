@@ -23,7 +23,7 @@ from torch import nn
 
 from manifests.errors import ModelError, UserError
 from runner.models.family import Family, FamilyOutputError
-from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces, materialize
+from runner.pipeline.chunk import StageChunk, build_chunks, cast, hf_constants, hf_pieces, materialize
 from runner.pipeline.microbatches import token_loss
 from runner.pipeline.stage_io import StageIO
 from runner.pipeline.stage_metadata import plan_stage_metadata
@@ -52,6 +52,10 @@ class WholeModel(Protocol):
     def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
     def in_files(self) -> Mapping[str, torch.Tensor]:
         """Return its tensors as files have them."""
+        ...
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Give its tensors the dtypes that they have in a model of this one, which need not all be the same."""
         ...
 
 
@@ -106,6 +110,7 @@ class TinyRun:
     family: SelfChecked
     whole: Any  # a `WholeModel` and an `nn.Module`
     results: tuple[WholeResult, ...]
+    dtype: torch.dtype = torch.float32
 
 
 def check_plain(family: SelfChecked, tiny: TinyRun, stage_modules: Sequence[tuple[str, ...]]) -> None:
@@ -166,7 +171,9 @@ def run_tiny(family: SelfChecked, dtype: torch.dtype = torch.float32) -> TinyRun
         if tiny.num_parameters() > _MOST_PARAMETERS:
             raise ValueError(f"it has {tiny.num_parameters():,} parameters")
         whole = tiny.whole()
-        return TinyRun(family=tiny, whole=whole, results=run_whole(whole, tiny.vocab_size, dtype))
+        for parameter in whole.body.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return TinyRun(family=tiny, whole=whole, results=run_whole(whole, tiny.vocab_size), dtype=dtype)
     except FamilyOutputError:
         raise
     except Exception as error:  # whatever a model raises of sizes that it was not made for
@@ -194,12 +201,8 @@ def describe(error: Exception) -> str:
     )
 
 
-def run_whole(
-    whole: Any, vocab_size: int, dtype: torch.dtype = torch.float32, *, is_training: bool = True
-) -> tuple[WholeResult, ...]:
-    """Run a whole model, its parameters in this dtype, forward and backward."""
-    for parameter in whole.body.parameters():
-        parameter.data = parameter.data.to(dtype)
+def run_whole(whole: Any, vocab_size: int, *, is_training: bool = True) -> tuple[WholeResult, ...]:
+    """Run a whole model forward and backward."""
     _seed_by_name(whole.body.train(is_training))
     drawn = torch.Generator().manual_seed(0)
     batches = [torch.randint(vocab_size, (1, _LENGTH), generator=drawn) for _ in range(_NUM_MICROBATCHES)]
@@ -241,15 +244,19 @@ def build_filled(
     stage_modules: Sequence[tuple[str, ...]],
     share: Callable[[StageChunk], None] = lambda chunk: None,
     *,
+    dtype: torch.dtype | None = None,
     is_training: bool = True,
 ) -> tuple[StageChunk, ...]:
-    """Build all stages with the weights of the whole model; `share` shares each with other ranks."""
+    """Build all stages with the weights of the whole model; `share` shares each with other ranks.
+
+    They compute in `dtype`; by default, in that of all parameters of the whole model.
+    """
     chunks = build_chunks(family, stage_modules, range(len(stage_modules)))
     files = whole.in_files()
-    dtype = next(whole.body.parameters()).dtype
+    dtype = dtype or next(whole.body.parameters()).dtype
     metadata = plan_stage_metadata(family, stage_modules, dtype)
     for chunk in chunks:
-        chunk.to(dtype)
+        cast(chunk, dtype)
         share(chunk)
         materialize(chunk, device=_CPU, dtype=dtype)
         before, after = (metadata.form(chunk.stage + end, 1, _LENGTH) for end in (0, 1))

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from manifests.errors import ManifestError
 from runner.models.family import Family
-from runner.pipeline.chunk import StageChunk, build_chunks, part_of, width_of
+from runner.pipeline.chunk import StageChunk, build_chunks, cast, part_of, width_of
 from runner.pipeline.stage_io import Form, form_of
 
 Content = Literal["tokens", "hidden", "logits"]
@@ -73,7 +73,7 @@ class TracedMetadata:
         if not self._chunks:
             self._chunks = build_chunks(self.family, self.stage_modules, range(len(self.stage_modules)))
             for chunk in self._chunks:
-                chunk.to(self.dtype)
+                cast(chunk, self.dtype)
                 self.family.init_buffers(chunk.body, chunk.device)
         # transformers looks at the values of masks, unless a tensor is fake
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
@@ -136,7 +136,8 @@ def _traced_dtypes(
         forms = TracedMetadata(family=family, stage_modules=tuple(stage_modules), dtype=dtype).run(tokens)
         return tuple(tensor.dtype for form in forms for tensor in form.examples())
     (alone,) = build_chunks(family, (family.modules[-1:],), (0,))
-    width = width_of(part_of(alone.to(dtype), family.modules[-1]))
+    cast(alone, dtype)
+    width = width_of(part_of(alone, family.modules[-1]))
     family.init_buffers(alone.body, torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True):  # on the CPU, as what models make there is
         for module in alone.body.modules():

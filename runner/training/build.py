@@ -16,7 +16,7 @@ from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks
 from runner.models.family import Family
 from runner.parallel.mesh import Mesh
 from runner.parallel.parallelize import Parallel, is_sharded, parallelize
-from runner.pipeline.chunk import StageChunk, build_chunks, materialize
+from runner.pipeline.chunk import StageChunk, build_chunks, cast, materialize
 from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import Timetable
@@ -45,11 +45,12 @@ def build_stages(
     """Build this rank's stages, and no others, and allocate their memory."""
     chunks = build_chunks(family, stages.modules, stages.placement.stages_on(mesh.pipeline_rank))
     is_fsdp = is_sharded(mesh, compute)
-    dtype = FLAG_DTYPES[compute.master_dtype if is_fsdp else compute.dtype]
+    compute_dtype = FLAG_DTYPES[compute.dtype]
+    dtype = FLAG_DTYPES[compute.master_dtype] if is_fsdp else compute_dtype
     for chunk in chunks:
-        chunk.to(dtype)
+        cast(chunk, dtype, compute_dtype)
         parallelize(chunk, mesh, compute)
-        materialize(chunk, device=device, dtype=dtype)
+        materialize(chunk, device=device, dtype=dtype, compute_dtype=compute_dtype)
     if compute.has_masters and not is_fsdp:
         keep_masters(chunks, FLAG_DTYPES[compute.master_dtype])
     return chunks

@@ -23,8 +23,10 @@ _MASTER = "_master"  # an attribute of a parameter
 
 
 def keep_masters(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Allocate a master of this dtype for every parameter, not yet filled."""
+    """Allocate a master of this dtype for every parameter that has another dtype, not yet filled."""
     for parameter in _parameters(modules):
+        if parameter.dtype == dtype:  # kept in float32
+            continue
         like = torch.empty(parameter.shape, dtype=dtype, device="meta")
         setattr(parameter, _MASTER, empty_like(like, parameter.device))
         parameter.grad_dtype = dtype

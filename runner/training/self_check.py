@@ -4,8 +4,8 @@
 Stages that are right by themselves (Note [Self-check]) may be wrong with an option: a layer that changes its input in
 place is another layer when it is recomputed. So the tiny model's stages run a second time with all options of the run
 at once, and its logits, losses and gradients are compared with the whole model's, tensor by tensor. In float32 they may
-differ by 1e-6 of a tensor. In bfloat16 the whole model runs with the same casts, too, and they may differ by one
-rounding; where an option adds in another order, as chunks of the loss do, also by twice what the whole model's differ
+differ by 1e-6 of a tensor. In bfloat16 the whole model has the dtypes that it is read with (`from_pretrained` keeps
+some tensors in float32), which those of stages must be, too, and they may differ by one rounding; where an option adds in another order, as chunks of the loss do, also by twice what the whole model's differ
 from its own in float32. If that fails, each option is tried by itself, to name it. Compiled code draws other random
 numbers, and seeding every module would compile it in other parts than the run's: both sides run in evaluation mode.
 """
@@ -24,7 +24,7 @@ from manifests.errors import ModelError, UserError
 from runner.config.schema import ComputeOptions
 from runner.data.sequences import IGNORED
 from runner.models.family import Family
-from runner.pipeline.chunk import StageChunk, build_chunks
+from runner.pipeline.chunk import StageChunk, build_chunks, cast
 from runner.pipeline.heads import loss_of, output_form
 from runner.pipeline.self_check import (
     ANYWAY,
@@ -141,11 +141,13 @@ def _difference(tiny: TinyRun, stage_modules: Sequence[tuple[str, ...]], run: Ru
     if run.compute.is_compiled:
         for parameter in tiny.whole.body.parameters():
             parameter.grad = None
-        results = run_whole(tiny.whole, tiny.family.vocab_size, torch.float32, is_training=False)
+        results = run_whole(tiny.whole, tiny.family.vocab_size, is_training=False)
         tiny = replace(tiny, results=results)
     exact = rounded = _whole_outcome(tiny)
     if run.compute.dtype != "fp32":
         tiny = _with_casts(tiny, run.compute)
+        if problem := _wrong_dtype(tiny):
+            return problem
         rounded = _whole_outcome(tiny)
     try:
         outcome = _stage_outcome(tiny, stage_modules, run)
@@ -187,17 +189,12 @@ def _with_casts(tiny: TinyRun, compute: ComputeOptions) -> TinyRun:
         ModelError: it cannot compute in them.
     """
     dtype = FLAG_DTYPES[compute.dtype]
-    (chunk,) = build_chunks(tiny.family, (tiny.family.modules,), (0,))
-    tiny.family.init_buffers(chunk.to(dtype).body, chunk.device)
-    dtypes = {name: tensor.dtype for name, tensor in (*chunk.body.named_parameters(), *chunk.body.named_buffers())}
-    for name, tensor in (*tiny.whole.body.named_parameters(), *tiny.whole.body.named_buffers()):
-        tensor.grad = None
-        tensor.data = tensor.data.to(dtypes[name])
-    if compute.has_masters:
-        keep_masters([tiny.whole.body], FLAG_DTYPES[compute.master_dtype])
     try:
-        is_training = not compute.is_compiled
-        return replace(tiny, results=run_whole(tiny.whole, tiny.family.vocab_size, dtype, is_training=is_training))
+        tiny.whole.cast(dtype)
+        if compute.has_masters:
+            keep_masters([tiny.whole.body], FLAG_DTYPES[compute.master_dtype])
+        results = run_whole(tiny.whole, tiny.family.vocab_size, is_training=not compute.is_compiled)
+        return replace(tiny, results=results, dtype=dtype)
     except Exception as error:  # of an operation that takes float32 alone
         raise ModelError(
             f"--dtype {compute.dtype}",
@@ -207,9 +204,26 @@ def _with_casts(tiny: TinyRun, compute: ComputeOptions) -> TinyRun:
         ) from error
 
 
+def _wrong_dtype(tiny: TinyRun) -> str | None:
+    """Return the first tensor that has another dtype in stages than in the whole model, if there is one."""
+    (chunk,) = build_chunks(tiny.family, (tiny.family.modules,), (0,))
+    cast(chunk, tiny.dtype)
+    computed, expected = _dtypes_of(chunk.body), _dtypes_of(tiny.whole.body)
+    for name, dtype in expected.items():
+        if computed[name] != dtype:
+            found, wanted = (str(either).removeprefix("torch.") for either in (computed[name], dtype))
+            return f"{name} is {found} in a stage, and {wanted} in the whole model"
+    return None
+
+
+def _dtypes_of(body: torch.nn.Module) -> Mapping[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in (*body.named_parameters(), *body.named_buffers())}
+
+
 def _stage_outcome(tiny: TinyRun, stage_modules: Sequence[tuple[str, ...]], run: RunOptions) -> Outcome:
     compute = run.compute
-    chunks = build_filled(tiny.family, tiny.whole, stage_modules, is_training=not compute.is_compiled)
+    is_training = not compute.is_compiled
+    chunks = build_filled(tiny.family, tiny.whole, stage_modules, dtype=tiny.dtype, is_training=is_training)
     if compute.has_masters:
         keep_masters(chunks, FLAG_DTYPES[compute.master_dtype])
     if compute.loss_chunk is not None:

@@ -90,6 +90,23 @@ def test_buffers_that_transformers_keeps_in_float32_are_not_rounded(twin: Callab
     check(twin("rounds"), 3, run=RunOptions(compute=ComputeOptions(dtype="bf16")))
 
 
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+def test_a_parameter_that_transformers_keeps_in_float32_is_not_rounded(
+    master: Dtype, monkeypatch: pytest.MonkeyPatch, wording: Callable[[str], None]
+) -> None:
+    config = config_of("Ernie4_5_MoeForCausalLM")
+    family = family_for({**config.to_dict(), "architectures": ["Ernie4_5_MoeForCausalLM"]}, max_seq_len=8)
+    assert isinstance(family, Generic)
+    run = RunOptions(compute=ComputeOptions(dtype="bf16", master_dtype=master, recompute="full"))
+    check(family, 3, run=run)
+    monkeypatch.setattr(Generic, "float32_names", lambda self, dtype: ())
+    with pytest.raises(ModelError) as caught:
+        check(family, 3, run=run)
+    assert (caught.value.code, caught.value.where.split()[0]) == ("model.self-check-failed", "--dtype")
+    if master == "fp32":
+        wording(str(caught.value))
+
+
 def test_gemma_3n_whose_layers_change_results_in_place_is_recomputed_right() -> None:
     config = config_of("Gemma3nForCausalLM")
     family = family_for({**config.to_dict(), "architectures": ["Gemma3nForCausalLM"]}, max_seq_len=8)
