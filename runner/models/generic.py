@@ -74,10 +74,10 @@ class WholeModel(nn.Module):
     def cast(self, dtype: torch.dtype) -> None:
         """Give the model the dtypes that it has when `from_pretrained` reads it in this one."""
         config, had_bar = copy.deepcopy(self.model.config), transformers.logging.is_progress_bar_enabled()
-        transformers.logging.disable_progress_bar()
+        transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         read = type(self.model).from_pretrained(None, config=config, state_dict=self._in_decoder_files(), dtype=dtype)
         if had_bar:
-            transformers.logging.enable_progress_bar()
+            transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
         dtypes = {name: tensor.dtype for name, tensor in (*read.named_parameters(), *read.named_buffers())}
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             tensor.grad, tensor.data = None, tensor.data.to(dtypes[name])

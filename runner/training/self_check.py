@@ -5,9 +5,10 @@ Stages that are right by themselves (Note [Self-check]) may be wrong with an opt
 place is another layer when it is recomputed. So the tiny model's stages run a second time with all options of the run
 at once, and its logits, losses and gradients are compared with the whole model's, tensor by tensor. In float32 they may
 differ by 1e-6 of a tensor. In bfloat16 the whole model has the dtypes that it is read with (`from_pretrained` keeps
-some tensors in float32), which those of stages must be, too, and they may differ by one rounding; where an option adds in another order, as chunks of the loss do, also by twice what the whole model's differ
-from its own in float32. If that fails, each option is tried by itself, to name it. Compiled code draws other random
-numbers, and seeding every module would compile it in other parts than the run's: both sides run in evaluation mode.
+some tensors in float32), which those of stages must be, too, and they may differ by one rounding; where an option adds
+in another order, as chunks of the loss do, also by twice what the whole model's differ from its own in float32. If that
+fails, each option is tried by itself, to name it. Compiled code draws other random numbers, and seeding every module
+would compile it in other parts than the run's: both sides run in evaluation mode.
 """
 
 from __future__ import annotations

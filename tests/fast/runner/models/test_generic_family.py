@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from manifests.errors import UserError
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of
 from runner.config.architectures import TORCHTITAN, check_trainable, is_generic
 from runner.models import family_for
 from runner.models.regions import pieces_in, regions_of
-from runner.pipeline.chunk import build_chunks, materialize
+from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
 from tests.fast.manifests.models.catalogued import DOZEN, config_of, quiet, save_tiny
-from tools.parity import Trained, compare
+from tools.parity import Trained, compare, stages_of
 from tools.tiny_models import DROPOUTS
 
 GENERIC = tuple(name for name in catalogued() if is_generic(name))
@@ -233,3 +234,34 @@ def test_tensors_have_the_dtypes_of_from_pretrained_in_bfloat16(name: str, is_ti
     }
     for path in computed & tensors.keys():
         assert torch.equal(tensors[path], expected[path]), path
+
+
+@pytest.mark.parametrize("name", ["BeamForCausalLM", "Ernie4_5_MoeForCausalLM"])
+def test_gradients_in_bfloat16_are_those_of_from_pretrained(name: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, name)
+    files = {fqn: tensor for path in tmp_path.glob("*.safetensors") for fqn, tensor in load_file(path).items()}
+    with quiet():
+        whole = getattr(transformers, name).from_pretrained(tmp_path, dtype=torch.bfloat16)
+        family = family_for(json.loads((tmp_path / "config.json").read_text()), max_seq_len=16)
+        chunks = build_chunks(family, stages_of(entry_for(name), family.modules, 2), (0, 1))
+    tokens = torch.arange(24).view(2, 12) % 90
+    logits, output = whole(tokens, use_cache=False).logits, tokens
+    for chunk in chunks:
+        materialize(chunk, device=torch.device("cpu"), dtype=torch.bfloat16)
+        for piece in (*hf_pieces(chunk), *hf_constants(chunk)):
+            assert piece.is_whole
+            piece.memory.copy_(files.get(piece.fqn, files["model.embed_tokens.weight"]))  # if the head is tied to it
+        output = chunk.eval()(output)
+    assert torch.equal(output, logits)
+    towards = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0))
+    for either in (logits, output):
+        either.backward(towards.to(either.dtype))
+    gradients = {name: parameter.grad for chunk in chunks for name, parameter in chunk.body.model.named_parameters()}
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters() if "lm_head" not in name}
+    assert len(expected) > 40
+    for fqn, gradient in expected.items():
+        if fqn == "model.embed_tokens.weight" and whole.config.tie_word_embeddings:
+            continue
+        assert (gradients[fqn] is None) == (gradient is None), fqn
+        assert gradient is None or torch.equal(gradients[fqn], gradient), fqn
+    assert any(gradient is not None and gradient.dtype == torch.float32 for gradient in expected.values())

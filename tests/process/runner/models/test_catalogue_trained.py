@@ -109,6 +109,32 @@ def test_deepseek_v4_trains_with_wide_heads_and_its_table_of_experts(tmp_path: P
 
 
 @pytest.mark.slow
+def test_parameters_kept_in_float32_train_and_resume_beside_bfloat16_or_are_refused(tmp_path: Path) -> None:
+    names, half, masters = ("Ernie4_5_MoeForCausalLM", "HunYuanMoEV1ForCausalLM"), ("--dtype", "bf16"), "--master-dtype"
+    for name in names:
+        pack(tmp_path / name, name, "pp=1", "pp=2")
+    two = ("pp=2", "two-log", *half, *SAVING, "two")
+    run_all(tmp_path, 2, dict.fromkeys(names, two))
+    resumed = ("pp=1", "resumed-log", "--resume", "two/step-000002")
+    mixed = ("pp=1", "mixed-log", *half, masters, "fp32", "--no-self-check")
+    run_all(tmp_path, 1, dict.fromkeys(names, resumed), dict.fromkeys(names, mixed))
+    shared = ("pp=1", "shared-log", *half, masters, "fp32", "--dp-shard", 2, "--ac", "full")
+    run_all(tmp_path, 2, dict.fromkeys(names, shared))
+    for name in names:
+        place = tmp_path / name
+        assert losses_of(place / "resumed-log") == pytest.approx(losses_of(place / "two-log")[2:], rel=1e-3)
+        assert losses_of(place / "shared-log") == pytest.approx(losses_of(place / "mixed-log"), rel=1e-3)
+        with quiet():
+            whole = getattr(transformers, name).from_pretrained(place / "source", dtype=torch.bfloat16)
+            whole.save_pretrained(place / "read")
+        saved, read = load_all(place / "two" / "step-000002"), load_all(place / "read")
+        assert {tensor.dtype for tensor in read.values()} == {torch.bfloat16, torch.float32}
+        assert {fqn: saved[fqn].dtype for fqn in read} == {fqn: tensor.dtype for fqn, tensor in read.items()}
+        refused = {name: ("pp=1", "refused-log", *half, "--dp-shard", 2, "--no-self-check")}
+        run_all(tmp_path, 2, refused, error="options.catalogue-combination")
+
+
+@pytest.mark.slow
 def test_four_ranks_train_as_one_does(tmp_path: Path) -> None:
     for name in FOUR:
         pack(tmp_path / name, name, "pp=1", "pp=2", "pp=4")

@@ -7,6 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 VOCAB_SIZE = 96
+TWO_DTYPES = (
+    "BailingHybridForCausalLM", "BeamForCausalLM", "Ernie4_5_MoeForCausalLM", "FalconMambaForCausalLM",
+    "FlintForCausalLM", "HunYuanMoEV1ForCausalLM", "InklingForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM",
+    "OlmoHybridForCausalLM", "OpenAIGPTLMHeadModel", "XGLMForCausalLM",
+)  # fmt: skip
 _TIED = {"tie_word_embeddings": True}
 # What tensor parallelism cuts must divide: it has models of its own.
 _EVEN = ("even-qwen3-moe", "even-deepseek-v3", "even-deepseek-v3-plain", "even-gpt-oss")
@@ -47,6 +52,8 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "all-deepseek-v3": ("tiny-deepseek-v3", {"num_experts_per_tok": 8, "topk_group": 2}),
     "all-gpt-oss": ("tiny-gpt-oss", {"num_experts_per_tok": 8}),
     "phi": ("tiny-phi", {"vocab_size": VOCAB_SIZE + 1}),  # whose head has a bias
+    # Of the catalogue, with two dtypes in bfloat16: routers, recurrences, hidden states, and computed buffers.
+    **{name: (name, {}) for name in TWO_DTYPES},
 }
 LAYOUTS = ("pp=1", "pp=2", "pp=4", "pp=2,vpp=2", "pp=2,vpp=2,style=v")
 _DATA_TOLERANCE, _TENSOR_TOLERANCE = 1e-6, 5e-6  # of gradients, relative
@@ -103,7 +110,7 @@ class Case:
 def _families() -> tuple[Case, ...]:
     """Give each family in shards, in copies of shards, and gone on from shards by shards or by copies in turn."""
     cases = []
-    for number, model in enumerate(model for model in tuple(MODELS)[3:] if model not in _EVEN + _ALL):
+    for number, model in enumerate(model for model in tuple(MODELS)[3:] if model not in _EVEN + _ALL + TWO_DTYPES):
         sharded = Case(model=model, shard=2)
         resumed = sharded if number % 2 else Case(model=model, replicate=2)
         cases += [sharded, Case(model=model, layout="pp=1", replicate=2, shard=2), replace(resumed, origin=sharded)]
@@ -182,6 +189,7 @@ SLOW_MIXED = (
     Case(model="untied", layout="pp=4", flags=MIXED, origin=_MIXED),
     Case(model=_ALL[0], tensor=2, flags=MIXED),
     *(Case(model=model, layout="pp=1", shard=2, tensor=2, flags=MIXED) for model in _ALL),
+    *(Case(model=model, shard=2, flags=MIXED) for model in TWO_DTYPES),
 )
 SLOW_8 = (
     Case(model="tied", shard=2, tensor=2),

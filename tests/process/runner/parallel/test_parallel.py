@@ -20,8 +20,18 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from manifests.store import open_shard
 from stores.open import open_manifest
 from tests.builders import pack
+from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.models.titans import save_titan
-from tests.process.runner.parallel.parallel_cases import LAYOUTS, MODELS, NORMAL, SLOW_4, SLOW_8, SLOW_MIXED, Case
+from tests.process.runner.parallel.parallel_cases import (
+    LAYOUTS,
+    MODELS,
+    NORMAL,
+    SLOW_4,
+    SLOW_8,
+    SLOW_MIXED,
+    TWO_DTYPES,
+    Case,
+)
 from tests.process.runner.training_jobs import job, lines_of, run_jobs
 from tests.process.torchrun import launch
 
@@ -75,7 +85,10 @@ def run_with_references(place: Path, cases: Mapping[int, tuple[Case, ...]]) -> N
 
 def pack_model(place: Path, model: str) -> None:
     name, changes = MODELS[model]
-    save_titan(place / model, name, **changes)
+    if name in TWO_DTYPES:
+        save_tiny(place / model, name)
+    else:
+        save_titan(place / model, name, **changes)
     for layout in LAYOUTS:
         pack(place / model, place / f"{model}-{layout}", layout)
 
