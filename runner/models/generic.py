@@ -72,7 +72,7 @@ class WholeModel(nn.Module):
         return {self._in_files(name): tensor for name, tensor in self._in_decoder_files().items()}
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Give the model the dtypes that it has when `from_pretrained` reads it in this one."""
+        """Cast the tensors to the dtypes that they have when `from_pretrained` reads the model in this one."""
         config, had_bar = copy.deepcopy(self.model.config), transformers.logging.is_progress_bar_enabled()
         transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         read = type(self.model).from_pretrained(None, config=config, state_dict=self._in_decoder_files(), dtype=dtype)

@@ -55,7 +55,7 @@ class WholeModel(Protocol):
         ...
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Give its tensors the dtypes that they have in a model of this one, which need not all be the same."""
+        """Cast its tensors to the dtypes that they have in a model of this one, which need not all be the same."""
         ...
 
 
