@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -30,6 +30,7 @@ from runner.models.regions import Region, keeping_views, pieces_in, regions_of
 from runner.models.shrink import shrink
 from runner.models.stage_of_any import StageOfAny, is_stand_in, longest_alike
 from runner.models.tensor_plan import check_packed, shard_by_plan, summed_by_plan
+from runner.models.whole_model import WholeModel
 from runner.tensors.local_shard import Piece
 
 _PREFIX = "model."  # of names in `StageOfAny`
@@ -45,46 +46,6 @@ _CONFIG: Mapping[str, object] = {
 _NARROW = "model.decoder.project_in"  # of an OPT: hidden states are not as wide before it, nor after the last layer
 # Sizes of experts must be multiples of this for torch's grouped product in 16 bits.
 _ALIGNMENT = 8
-
-
-class WholeModel(nn.Module):
-    """A model of transformers as it is; see `runner.pipeline.self_check.WholeModel`."""
-
-    def __init__(self, model: PreTrainedModel, in_files: Callable[[str], str]) -> None:
-        super().__init__()
-        self.model, self._in_files = model, in_files
-        with torch.no_grad():
-            for parameter in model.parameters():  # no norm at 1, no bias at 0
-                parameter.add_(torch.randn_like(parameter), alpha=0.02)
-            for buffer in model.buffers():
-                if buffer.dtype == torch.int64 and buffer.dim() > 1:  # a table of experts by token: no token as another
-                    buffer.copy_(torch.randint_like(buffer, 2))
-
-    @property
-    def body(self) -> nn.Module:
-        return self
-
-    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        output = self.model(input_ids=tokens, labels=tokens, use_cache=False)
-        return output.logits, output.loss
-
-    def in_files(self) -> Mapping[str, torch.Tensor]:
-        return {self._in_files(name): tensor for name, tensor in self._in_decoder_files().items()}
-
-    def cast(self, dtype: torch.dtype) -> None:
-        """Cast the tensors to the dtypes that they have when `from_pretrained` reads the model in this one."""
-        config, had_bar = copy.deepcopy(self.model.config), transformers.logging.is_progress_bar_enabled()
-        transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        read = type(self.model).from_pretrained(None, config=config, state_dict=self._in_decoder_files(), dtype=dtype)
-        if had_bar:
-            transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-        dtypes = {name: tensor.dtype for name, tensor in (*read.named_parameters(), *read.named_buffers())}
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            tensor.grad, tensor.data = None, tensor.data.to(dtypes[name])
-
-    def _in_decoder_files(self) -> dict[str, torch.Tensor]:
-        state = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
-        return dict(revert_weight_conversion(self.model, state))
 
 
 class Generic:

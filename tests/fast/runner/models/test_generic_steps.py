@@ -15,7 +15,8 @@ from manifests.models.catalogue import catalogued
 from manifests.models.training import Recompute
 from runner.config.architectures import generic_entry, hands_on_trees, is_generic
 from runner.data.sequences import IGNORED
-from runner.models.generic import Generic, WholeModel
+from runner.models.generic import Generic
+from runner.models.whole_model import WholeModel
 from runner.pipeline.chunk import StageChunk
 from runner.pipeline.heads import chunk_head
 from runner.pipeline.self_check import WholeResult, build_filled, difference, gradients_of, run_whole
