@@ -212,8 +212,7 @@ def _wrong_dtype(tiny: TinyRun) -> str | None:
     computed, expected = _dtypes_of(chunk.body), _dtypes_of(tiny.whole.body)
     for name, dtype in expected.items():
         if computed[name] != dtype:
-            found, wanted = (str(either).removeprefix("torch.") for either in (computed[name], dtype))
-            return f"{name} is {found} in a stage, and {wanted} in the whole model"
+            return f"{name} is {computed[name]} in a stage, and {dtype} in the whole model".replace("torch.", "")
     return None
 
 
