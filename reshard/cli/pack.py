@@ -118,9 +118,15 @@ def pack(
     options.print_result(quiet, as_json, lambda: pack_json(done), lambda: pack_text(done))
 
 
+_OPTIMIZERS_OF_TRAINER = {"optimizer.pt", "optimizer.bin"}  # with FSDP, the latter
+
+
 def _notes(prepared: PreparedPack) -> Iterator[str]:
     for name in prepared.left_out:
         yield f"left out: {name} (not part of the weights that are packed)"
+    if state := _OPTIMIZERS_OF_TRAINER.intersection(prepared.left_out):
+        what = f"warning: {state.pop()} is optimizer state of transformers' Trainer, which is not read"
+        yield f"{what}: what is packed has weights alone, and training begins at step 1"
     if (step := prepared.assumed_step) is not None:
         yield f"{step}; reshard plan --write FILE solves for another step"
     for shard in prepared.large_headers:

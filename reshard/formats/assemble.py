@@ -10,6 +10,7 @@ from manifests.errors import SourceError
 from manifests.models import ModelShape, is_sized_by_files, model_shape
 from manifests.models.config import CONFIG_NAME
 from manifests.schema import Holds, ModelDescription, Source
+from reshard.formats.auxiliary import names_weights
 from reshard.formats.table import OpenOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
 from reshard.tensors.comparison import check_coverage, drop_tensors, stored_in, trained_part, under_fqns, without_absent
@@ -101,12 +102,16 @@ class ModelTensors:
     def checkpoint(
         self, folder: Folder, files: Collection[str], auxiliary: tuple[AuxiliaryAt, ...], left_out: tuple[str, ...]
     ) -> Checkpoint:
-        """Return the checkpoint without optimizer state. `files` have the tensors; slices of them are packed whole."""
+        """Return the checkpoint without optimizer state. `files` have the tensors; slices of them are packed whole.
+
+        Weights in other files, such as a model.safetensors beside them, are left out: readers would prefer them.
+        """
         location, revision = folder.location, folder.revision
+        left_out += tuple(item.path for item in auxiliary if names_weights(item.path))
         return Checkpoint(
             shape=self.shape,
             tensors=self.weights,
-            auxiliary=auxiliary,
+            auxiliary=tuple(item for item in auxiliary if not names_weights(item.path)),
             record=record_anew(self.weights.values(), self.dropped),
             source=Source(kind=folder.kind, location=location, revision=revision, left_out=left_out),
             originals=OriginalFiles(

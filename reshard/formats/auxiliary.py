@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from manifests.errors import SourceError
-from manifests.index import ADAPTER_NAMES
+from manifests.index import ADAPTER_NAMES, OTHER_WEIGHTS, is_weights
 from manifests.invariants import MANIFEST_NAME, SOURCE_FILES, SOURCE_NAME
 from manifests.paths import problem_with_path
 from reshard.copy.journal import is_working_name
@@ -73,6 +73,11 @@ def with_section(card: bytes, section: str, base_model: str | None) -> bytes:
     if front_matter is None:
         return fields + b"---\n" + text
     return text if re.search(rb"^base_model:", front_matter[1], re.MULTILINE) else fields + text[len(b"---\n") :]
+
+
+def names_weights(name: str) -> bool:
+    """Return whether a file beside the weights that are packed has a name of weights: other programs might read it."""
+    return is_weights(name) or name.endswith(OTHER_WEIGHTS)
 
 
 def auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple[AuxiliaryAt, ...]:

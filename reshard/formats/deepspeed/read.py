@@ -25,6 +25,7 @@ from reshard.formats.deepspeed.names import Saved, Step, find_step, fqns_of_laye
 from reshard.formats.deepspeed.training import STATE_NAME, is_rank_file, training_state
 from reshard.formats.table import ListedTensor, Listing, OpenOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
+from reshard.tensors.source_index import SUFFIX
 from stores.address import is_url
 from stores.base import Folder
 from stores.bundles import TensorAt
@@ -116,7 +117,12 @@ def _convert(step: Step) -> str:
     place = "STEP" if is_url(step.where) else shlex.quote(step.where)
     command = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
     hint = f"{command} --input_folder {place} --output_folder {place}_universal; then pack {place}_universal"
-    return hint if place != "STEP" else f"copy the folder to this machine as STEP; {hint}"
+    if place == "STEP":
+        hint = f"copy the folder to this machine as STEP; {hint}"
+    if step.tag and any(name.endswith(SUFFIX) and "/" not in name for name in step.root.names()):
+        hint += f"; or, for the weights in {step.root}/*{SUFFIX} alone, without optimizer state, move {step.tag}/ and "
+        hint += f"{LATEST_NAMES[-1]} elsewhere"
+    return hint
 
 
 def _read_layers(step: Step, names: Sequence[str]) -> Saved:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manifests.errors import InputError, ModelError, Parameter, SourceError
-from manifests.index import INDEX_NAME, OTHER_WEIGHTS, is_weights
+from manifests.index import INDEX_NAME, OTHER_WEIGHTS
 from manifests.models import is_sized_by_files, model_shape
 from manifests.models.config import CONFIG_NAME
 from manifests.paths import problem_with_path
 from manifests.schema import Source
 from manifests.store import newest_below
-from reshard.formats.auxiliary import auxiliary_files, describes_files
+from reshard.formats.auxiliary import auxiliary_files, describes_files, names_weights
 from reshard.formats.huggingface.weight_map import (
     TORCH_INDEX_NAME,
     TORCH_NAME,
@@ -95,7 +95,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     shape = without_absent(shape, tensors)
     check_coverage(tensors, shape, str(folder), frozenset(dropped))
     weights = set(shards.names)
-    others = {*shards.beside, *(name for name in files if is_weights(name) or name.endswith(OTHER_WEIGHTS))}
+    others = {*shards.beside, *filter(names_weights, files)}
     if dropped or shards.are_torch:  # no export gives back the files of the source
         others |= set(filter(describes_files, files))
     others -= {*weights, INDEX_NAME, shards.index_name}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from tests.builders import files_in, llama_config, refusal, reshard, write_model
+from tests.fast.reshard.formats.dcp.test_dcp_source import huggingface_state, save_in_halves
+from tests.fast.reshard.formats.deepspeed.test_deepspeed_source import GOLDEN as DEEPSPEED
+from tests.fast.reshard.formats.megatron.test_megatron import GOLDEN as MEGATRON
 
 NBYTES = 48 << 20
 MOST_NBYTES = 12 << 20  # of Python's memory
@@ -111,3 +116,36 @@ def test_files_that_describe_the_source_are_not_exported_beside_other_bytes(sour
     assert reshard("export", tmp_path / "same", "--to", "dcp", "--out", dcp).code == 0
     for out in (packed, back, dcp):
         assert not [name for name in files_in(out) if "SHA256SUMS" in name], out
+
+
+def source_of(kind: str, place: Path) -> Path:
+    if kind == "dcp":
+        return save_in_halves(place / "source", "llama", huggingface_state("llama", place / "model"))
+    golden = DEEPSPEED / "gpt2-universal" if kind == "deepspeed" else MEGATRON / "llama-trained"
+    return Path(shutil.copytree(golden, place / "source"))
+
+
+@pytest.mark.parametrize("kind", ["dcp", "deepspeed", "megatron"])
+def test_other_weights_beside_a_checkpoint_are_left_out(kind: str, tmp_path: Path) -> None:
+    """A model.safetensors in the packed folder would be read in place of its shards."""
+    source = source_of(kind, tmp_path)
+    assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "expected").code == 0
+    names = {"model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "model.gguf"}
+    for name in names:
+        (source / name).write_bytes(b"{}")
+    packed = tmp_path / "packed"
+    ended = reshard("pack", source, "--layout", "pp=2", "--out", packed)
+    assert ended.code == 0, ended.err
+    assert set(json.loads((packed / "manifest.json").read_text())["source"]["left_out"]) >= names
+    assert all(f"left out: {name} " in ended.err for name in names)
+    assert files_in(packed).keys() == files_in(tmp_path / "expected").keys()
+    assert reshard("verify", packed).code == 0
+
+
+def test_optimizer_state_of_the_trainer_of_transformers_is_said_to_be_left_out(source: Path, tmp_path: Path) -> None:
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (source / name).write_bytes(b"")
+    ended = reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "packed")
+    (warning,) = [line for line in ended.err.splitlines() if line.startswith("warning: ")]
+    assert "optimizer.pt" in warning
+    assert json.loads((tmp_path / "packed" / "manifest.json").read_text())["training"] is None

@@ -222,6 +222,21 @@ def test_partitions_of_zero_are_refused_with_how_to_convert_them(tmp_path: Path)
         assert [each["code"] for each in reshard("check", source, "--json").json["problems"]] == [error.found[1]]
 
 
+def test_step_of_zero_beside_safetensors_is_refused_with_how_to_pack_those(tmp_path: Path) -> None:
+    """As transformers' Trainer saves it."""
+    folder, step = copy("llama", tmp_path)
+    for path in step.glob("layer_*"):
+        path.unlink()
+    shutil.copyfile(GOLDEN / "llama.safetensors", folder / "model.safetensors")
+    args = ("pack", folder, "--layout", "pp=2", "--out", tmp_path / "packed")
+    error = refusal(*args)
+    assert error.found == (3, "source.zero-partitions", str(step))
+    assert f"move {step.name}/ and latest elsewhere" in error.text
+    shutil.rmtree(step)
+    (folder / "latest").unlink()
+    assert reshard(*args).code == 0
+
+
 def of_all_ranks(**values: object) -> Callable[[Path], object]:
     return lambda step: [change(path, lambda state: {**state, **values}) for path in step.glob("mp_rank*")]
 
