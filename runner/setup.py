@@ -160,7 +160,7 @@ def _begin(
             how=Reading(num_threads=threads_for_ranks(world.local_size), hashes=hashes),
             deferred=deferred,
         )
-        check_divides(launched.config, mesh.degrees.tensor)
+        check_divides(launched.shape, launched.config, mesh.degrees.tensor, mesh.degrees.expert)
         timetable = _choose_timetable(launched, options, mesh)
         planned_nbytes = _plan_memory(launched, options, timetable, mesh, world, device)
         family = family_for(

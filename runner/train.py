@@ -38,7 +38,7 @@ from runner.metrics.gauges import least_step_s, peak_memory_nbytes
 from runner.metrics.metrics import Metrics, RankLoad
 from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import open_sinks
-from runner.preflight.combinations import check_combination, check_sinks, share_of, tensor_parallel
+from runner.preflight.combinations import check_combination, check_sinks, share_of, sharing_ranks
 from runner.preflight.preflight import check_evaluable, check_texts
 from runner.rundir.exit_report import set_rank_label, stages_of
 from runner.rundir.heartbeat import clear_beats
@@ -60,7 +60,7 @@ def train(address: str, options: TrainOptions, world: World) -> None:
         enable_flight_recorder(options.log_dir, os.environ)
         read = open_manifest(address)
     manifest = read.manifest
-    check_combination(tensor_parallel(manifest, options))
+    check_combination(sharing_ranks(manifest, options))
     options.degrees.resolve(manifest.layout.num_ranks, world.size)
     set_rank_label(world.rank, stages_of(manifest, world.rank, world.size))
     with errors_of_rank(world.rank):

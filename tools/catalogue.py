@@ -35,7 +35,7 @@ from manifests.models.by_names import heads_width
 from manifests.models.catalogue import make_entry
 from tools.config_fields import NotDescribedError, Tensors, Variants, build, names_in_files, scan_fields
 from tools.parity import Layers, compare, look_at_layers
-from tools.shared_parity import why_not_tensor_parallel
+from tools.shared_parity import expert_parallel, why_not_tensor_parallel
 from tools.tiny_models import LAYERS, MULTIMODAL, decoder_classes, tiny_config
 
 PATH = Path(__file__).parents[1] / "manifests" / "models" / "catalogue.json"
@@ -114,6 +114,8 @@ def describe_all(only: Iterable[str] = ()) -> tuple[dict[str, dict[str, Any]], d
     trained = [entry for entry in trained if not entry.hands_on_trees]
     for name, why in why_not_tensor_parallel(trained).items():
         found[name] |= {"no_tp": why} if why else {}
+    for name in expert_parallel(trained):
+        found[name]["distributes_experts"] = True
     return found, refused
 
 

@@ -12,7 +12,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from manifests.models import ARCHITECTURES
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of, left_out
-from runner.config.architectures import TENSOR_PARALLEL, TORCHTITAN, is_generic, why_not_tensor_parallel
+from runner.config.architectures import (
+    TORCHTITAN,
+    is_generic,
+    why_not_expert_parallel,
+    why_not_tensor_parallel,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -35,14 +40,17 @@ def main() -> int:
 
 def render() -> str:
     """Return the two tables: what the catalogue has, and what it leaves out."""
-    lines = ["| architecture | plan | pack, export | trains | ties | `--tp` |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| architecture | plan | pack, export | trains | ties | `--tp` | `--ep` |",
+        "|---|---|---|---|---|---|---|",
+    ]
     names = sorted({*catalogued(), *ARCHITECTURES} - {"MPTForCausalLM"})  # another name of MptForCausalLM
     for name in names:
         entry = entry_of(name)
         road = "by shape" if name in ARCHITECTURES else "by name"
-        tensor = _tensor(name)
+        tensor, expert = _tensor(name), "" if why_not_expert_parallel(name, "transformers") else "yes"
         plan = "config.json" if name in ARCHITECTURES else "with transformers"
-        lines.append(f"| `{name}` | {plan} | {road} | {_trains(name)} | {_ties(entry)} | {tensor} |")
+        lines.append(f"| `{name}` | {plan} | {road} | {_trains(name)} | {_ties(entry)} | {tensor} | {expert} |")
     lines += [
         "",
         f"{len(names)} architectures. Classes of transformers for causal language models that are left out:",
@@ -64,9 +72,10 @@ def _trains(name: str) -> str:
 
 
 def _tensor(name: str) -> str:
-    if why := why_not_tensor_parallel(name):
-        return f"no: {why}" if is_generic(name) else "no"
-    return "torchtitan's modules" if name in TENSOR_PARALLEL else "yes"
+    why = why_not_tensor_parallel(name, "transformers")
+    if name in TORCHTITAN:
+        return "torchtitan's modules" if why else "yes"
+    return f"no: {why}" if why and is_generic(name) else "no" if why else "yes"
 
 
 def _ties(entry: CatalogueEntry | None) -> str:

@@ -25,7 +25,7 @@ from runner.parallel.self_check import TOLERANCE, compare_shared
 from runner.pipeline.self_check import Compared
 from tools.tiny_models import tiny_config
 
-Dim = Literal["tensor", "shard"]
+Dim = Literal["tensor", "shard", "expert"]
 Case = tuple[
     CatalogueEntry, Dim, Mapping[str, Any]
 ]  # an architecture, what the ranks share, and changes to its tiny config
@@ -35,16 +35,26 @@ _NO_PLAN = "transformers has no plan for its layers"
 
 def why_not_tensor_parallel(entries: Collection[CatalogueEntry]) -> dict[str, str]:
     """Return why tensor-parallel ranks do not train each of these architectures, or nothing where they do."""
-    planned = [entry for entry in entries if _has_plan(entry)]
-    if not planned:
-        return {entry.architecture: _NO_PLAN for entry in entries}
+    reasons = _compare([entry for entry in entries if _has_plan(entry, "base_model_tp_plan")], "tensor")
+    return {entry.architecture: reasons.get(entry.architecture, _NO_PLAN) for entry in entries}
+
+
+def expert_parallel(entries: Collection[CatalogueEntry]) -> tuple[str, ...]:
+    """Return those of these architectures that ranks train with different experts on each of them."""
+    reasons = _compare([entry for entry in entries if _has_plan(entry, "base_model_ep_plan")], "expert")
+    return tuple(architecture for architecture, why in reasons.items() if not why)
+
+
+def _compare(entries: Sequence[CatalogueEntry], dim: Dim) -> dict[str, str]:
+    """Return why ranks that share a dimension do not train each of these architectures, or nothing where they do."""
+    if not entries:
+        return {}
     with TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
-        cases = [(entry, "tensor", {}) for entry in planned]
+        cases = [(entry, dim, {}) for entry in entries]
         multiprocessing.spawn(_rank, (f"file://{folder}/store", cases, out), nprocs=_NUM_RANKS)
         found = json.loads(out.read_text())
-    reasons = {entry.architecture: why for entry, why in zip(planned, found, strict=True)}
-    return {entry.architecture: reasons.get(entry.architecture, _NO_PLAN) for entry in entries}
+    return {entry.architecture: why for entry, why in zip(entries, found, strict=True)}
 
 
 def compare_all(cases: Iterable[Case], rank: int) -> Iterator[Compared | str]:
@@ -52,15 +62,22 @@ def compare_all(cases: Iterable[Case], rank: int) -> Iterator[Compared | str]:
     meshes: dict[Dim, Mesh] = {}
     for entry, dim, changes in cases:
         if dim not in meshes:
-            degrees = ParallelDims(**{"pipeline": 1, dim: dist.get_world_size()})
+            size = dist.get_world_size()
+            degrees = ParallelDims(**{"pipeline": 1, dim: size, "shard" if dim == "expert" else dim: size})
             meshes[dim] = build_mesh(degrees, rank, torch.device("cpu"), _TIMEOUT)
         config = tiny_config(getattr(transformers, entry.architecture), **changes)
-        try:
-            yield compare_shared(Generic(entry, config.to_dict(), max_seq_len=1), meshes[dim])
-        except UserError as error:
-            yield error.problem
-        except Exception as error:  # of modules that do not expect to have a part of their parameters
-            yield f"by transformers' plan it fails with {type(error).__name__}"
+        # Rows of several ranks go through an expert in another order: exact in float64, if FSDP takes the model in it.
+        dtypes = (torch.float64, torch.float32) if dim == "expert" else (None,)
+        results = list[Compared | str]()
+        for dtype in dtypes:
+            try:
+                results.append(compare_shared(Generic(entry, config.to_dict(), max_seq_len=1), meshes[dim], dtype))
+                break
+            except UserError as error:
+                results.append(error.problem)
+            except Exception as error:  # of modules that do not expect to have a part of their parameters
+                results.append(f"by transformers' plan it fails with {type(error).__name__}")
+        yield results[-1]
 
 
 def _rank(rank: int, address: str, cases: Sequence[Case], out: Path) -> None:
@@ -82,8 +99,8 @@ def _reason(found: Compared | str) -> str:
     return "" if found.largest <= TOLERANCE else "sharded by transformers' plan it computes something else"
 
 
-def _has_plan(entry: CatalogueEntry) -> bool:
+def _has_plan(entry: CatalogueEntry, plan: str) -> bool:
     config = getattr(transformers, entry.architecture).config_class
     if entry.section:
         config = type(getattr(config(), entry.section))
-    return bool(config.base_model_tp_plan)
+    return bool(getattr(config, plan))

@@ -21,8 +21,8 @@ from manifests.errors import InputError, UsageError, UserError, error_json, nami
 
 STDOUT = "standard output"
 _TRAINING_FLAGS = (
-    "schedule", "microbatches", "microbatch", "seq-len", "dtype-policy", "dp-replicate", "dp-shard", "tp", "ac",
-    "loss-chunk", "memory-limit", "cost",
+    "schedule", "microbatches", "microbatch", "seq-len", "dtype-policy", "dp-replicate", "dp-shard", "tp", "ep",
+    "ac", "loss-chunk", "memory-limit", "cost",
 )  # fmt: skip
 # What was removed, as it was typed, and what to use instead.
 MOVED = {

@@ -19,7 +19,7 @@ from manifests.models.llama import (
     qwen3_moe_shape,
     qwen3_shape,
 )
-from manifests.models.shape import ModelShape, StoredTensors, Work, module_of
+from manifests.models.shape import ModelShape, StoredTensors, Work, is_expert, module_of
 from manifests.schema import ModelDescription
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "architecture_of",
     "check_experts",
     "check_readable",
+    "is_expert",
     "is_sized_by_files",
     "model_shape",
     "module_of",

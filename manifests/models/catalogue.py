@@ -93,6 +93,7 @@ class CatalogueEntry:
     reshapes: bool = False  # whether the hidden state of layers has another shape than (B, L, D)
     refused: str = ""  # why stages on transformers' own forward are not known to compute what the whole model does
     no_tp: str = ""  # why its matrices are not sharded over tensor-parallel ranks
+    distributes_experts: bool = False  # whether transformers' plan distributes them over ranks
     latent: bool = False  # whether a head's width is that of latent attention
     more_layers: tuple[tuple[str, tuple[str, ...]], ...] = ()  # lists of layers after the first, each with its `count`
     is_described: bool = False  # by a user, not by the catalogue

@@ -3,10 +3,11 @@
 One estimate, for `reshard plan` and for the runner's own figures.
 
 # Note [Memory of a rank]
-A stage's parameters are divided over tensor-parallel ranks, except those of norms and routers. FSDP gathers a stage's
-parameters and accumulates their gradients whole; what it divides is the weights, gradients and optimizer state of the
-optimizer step. A backward frees the activations of one module after the other, so the temporary memory of a module
-comes on top of the activations of those before it.
+A stage's parameters are divided over tensor-parallel ranks, except those of norms and routers; with expert parallelism,
+those of experts over its ranks instead, and as many tokens are expected to arrive at a rank as leave it. FSDP gathers a
+stage's parameters and accumulates their gradients whole; what it divides is the weights, gradients and optimizer state
+of the optimizer step. A backward frees the activations of one module after the other, so the temporary memory of a
+module comes on top of the activations of those before it.
 
 A backward in two parts frees nothing in the first, I: until the second, W, there are also the activations that I has
 recomputed, and the gradients of what every weight gives. Only the loss is done. Of the first stage, W does it all.
@@ -28,10 +29,12 @@ without a policy are of GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
-from manifests.models import ModelShape, Work, module_of
+from manifests.models import ModelShape, Work, is_expert, module_of
 from manifests.models.training import FP32_NBYTES, Training
 from manifests.placement import Placement
 from manifests.schedules import (
@@ -47,6 +50,9 @@ from manifests.schedules import (
 MOST_IN_TRANSIT = 2  # results of a stage in one direction that have been computed, and of which one is in transit
 # Matrices that every tensor-parallel rank has whole, by the end of their names: routers and projections to latents.
 _WHOLE = (".gate.weight", ".router.weight", ".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
+
+
+_Sharded = tuple[int, int]  # parameters of a tensor on a rank, and the ranks over which FSDP shards these
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +127,11 @@ def estimate_memory(
     by_stage = []
     for stage, modules in enumerate(stages):
         num_params = sum(sum(sizes[module].values()) for module in modules)
-        led = {module: [n for fqn, n in sizes[module].items() if fqn not in followers] for module in modules}
-        weights, gradients, optimizer = _state_nbytes(training, sum(map(sum, led.values())), num_params)
+        led = {
+            module: [(n, _shards_of(fqn, training)) for fqn, n in sizes[module].items() if fqn not in followers]
+            for module in modules
+        }
+        weights, gradients, optimizer = _state_nbytes(training, chain.from_iterable(led.values()), num_params)
         in_step = _step_nbytes(led, training)
         by_stage.append(
             Memory(
@@ -168,8 +177,15 @@ def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str
     sizes = _sizes_of(shape, training)
     costs = _costs_of(shape, training, sizes)
     return {
-        module: sum(_state_nbytes(training, num_params, num_params)) + in_flight * costs[module].activations
-        for module, num_params in ((module, sum(found.values())) for module, found in sizes.items())
+        module: sum(
+            _state_nbytes(
+                training,
+                [(count, _shards_of(fqn, training)) for fqn, count in tensors.items()],
+                sum(tensors.values()),
+            )
+        )
+        + in_flight * costs[module].activations
+        for module, tensors in sizes.items()
     }
 
 
@@ -281,44 +297,59 @@ def _temporary(costs: Sequence[_Cost], *, is_split: bool) -> int:
     return most
 
 
-def _step_nbytes(sizes: Mapping[str, Sequence[int]], training: Training) -> int:
+def _step_nbytes(sizes: Mapping[str, Sequence[_Sharded]], training: Training) -> int:
     """Return the temporary memory of reducing a stage's gradients and of its optimizer step.
 
-    `sizes` are the parameters of each tensor, by module.
+    `sizes` are the tensors of each module.
     """
+    groups = Counter[tuple[str, int]]()  # FSDP's are the layers, experts apart from the rest, and everything else
+    for module, tensors in sizes.items():
+        for count, shards in tensors:
+            groups[module if _is_layer(module) else "", shards] += count
     reduced = stepped = 0
-    if training.shard > 1:  # FSDP's groups are the layers, and everything else
-        layers = [sum(counts) for module, counts in sizes.items() if _is_layer(module)]
-        others = sum(sum(counts) for module, counts in sizes.items() if not _is_layer(module))
-        largest = max((*layers, others))
-        reduced = training.policy.reduce * (largest + largest // training.shard)
+    if training.is_sharded:
+        reduced = max((count + count // shards for (_, shards), count in groups.items() if shards > 1), default=0)
     if not training.is_fused:
-        largest = max((count for counts in sizes.values() for count in counts), default=0)
-        stepped = 2 * training.policy.master * largest // training.shard
-    return max(reduced, stepped)
+        stepped = max((count // shards for tensors in sizes.values() for count, shards in tensors), default=0)
+    return max(training.policy.reduce * reduced, 2 * training.policy.master * stepped)
 
 
 def _is_layer(module: str) -> bool:
     return module.rpartition(".")[2].isdecimal()
 
 
-def _state_nbytes(training: Training, led: int, num_params: int) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and optimizer state; of the parameters, `led` are not tied to another."""
-    policy = training.policy
+def _state_nbytes(training: Training, tensors: Iterable[_Sharded], num_params: int) -> tuple[int, int, int]:
+    """Return the bytes of weights, gradients and optimizer state; `tensors` are those that are not tied to another."""
+    policy, by_shards = training.policy, Counter[int]()
+    for count, shards in tensors:
+        by_shards[shards] += count
+    led = by_shards.total()
     if training.is_sharded:  # see Note [Memory of a rank]
-        return led * policy.compute, num_params * policy.reduce, led * 3 * policy.master // training.shard
+        optimizer = sum(count * 3 * policy.master // shards for shards, count in by_shards.items())
+        return led * policy.compute, num_params * policy.reduce, optimizer
     return led * policy.compute, num_params * policy.master, led * (2 + policy.has_masters) * policy.master
 
 
 def _sizes_of(shape: ModelShape, training: Training) -> dict[str, dict[str, int]]:
-    """Return the parameters of each tensor that a tensor-parallel rank has, by module."""
+    """Return the parameters of each tensor that a tensor-parallel and expert-parallel rank has, by module."""
 
     def on_rank(fqn: str) -> int:
         count = shape.count_params(fqn)
+        if _is_distributed(fqn, training):
+            return count // training.expert  # on average, of experts in a tensor each
         is_whole = training.tensor == 1 or len(shape.tensors[fqn]) < 2 or fqn.endswith(_WHOLE)
         return count if is_whole else count // training.tensor
 
     return {module: {fqn: on_rank(fqn) for fqn in fqns} for module, fqns in shape.by_module().items()}
+
+
+def _is_distributed(fqn: str, training: Training) -> bool:
+    return training.expert > 1 and is_expert(fqn)
+
+
+def _shards_of(fqn: str, training: Training) -> int:
+    """Return the number of ranks over which FSDP shards what a rank has of a tensor."""
+    return training.expert_shard if _is_distributed(fqn, training) else training.shard
 
 
 def _divided(elements: int, whole: int, tensor: int) -> int:

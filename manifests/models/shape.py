@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 
 Shape = tuple[int, ...]
+_EXPERTS = re.compile(r"\.(experts|block_sparse_moe\.(?:input|output)_linear)\.")  # in the names of their tensors
 BACKWARD_SHARE = 2  # backward FLOPs for each forward one: a product for either operand's gradient
 
 
@@ -87,6 +89,17 @@ class ModelShape:
             return 0
         return prod(self.tensors[fqn]) * (2 if fqn.endswith(self.packed_suffixes or ("\0",)) else 1)
 
+    def count_experts(self) -> Mapping[str, int]:
+        """Return how many experts each module has."""
+        counts: dict[str, int] = {}
+        for fqn, shape in self.tensors.items():
+            if match := _EXPERTS.search(fqn):
+                number = fqn[match.end() :].partition(".")[0]
+                count = int(number) + 1 if number.isdecimal() else shape[0]
+                module = fqn[: match.end(1)]
+                counts[module] = max(counts.get(module, 0), count)
+        return counts
+
     def train_flops(self, seq_len: int) -> int:
         """Return the FLOPs of one token's forward and backward pass through the whole model."""
         return (1 + BACKWARD_SHARE) * sum(work.forward_flops(seq_len) for work in self.work.values())
@@ -121,6 +134,11 @@ class ModelShape:
             optional=self.optional.difference(modules),
             work={module: work for module, work in self.work.items() if module not in modules},
         )
+
+
+def is_expert(fqn: str) -> bool:
+    """Return whether a tensor is of an expert, or of all experts of a layer: not of those that every token goes to."""
+    return _EXPERTS.search(fqn) is not None
 
 
 def module_of(fqn: str, modules: Container[str]) -> str | None:

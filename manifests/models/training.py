@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from manifests.errors import UsageError
+from manifests.errors import Parameter, UsageError
 
 FP32_NBYTES = 4
 Recompute = Literal["none", "full", "selective"] | int  # a number N: every Nth layer
@@ -27,6 +27,22 @@ def parse_recompute(text: str) -> Recompute:
     raise UsageError(
         "--ac", f"expected none, full, selective or a number of layers, found {text!r}", code="options.invalid-value"
     )
+
+
+def check_expert_degree(experts: Mapping[str, int], degree: int, where: str | Parameter) -> None:
+    """Check that ranks have as many experts of each module each; `experts` are the numbers by module.
+
+    Raises:
+        UsageError: there are none, or the degree does not divide their number.
+    """
+    if degree == 1:
+        return
+    if not experts:
+        raise UsageError(where, "the model has no experts", f"remove {where}", code="options.ep-architecture")
+    for name, count in experts.items():
+        if count % degree:
+            problem = f"expected a divisor of {count}, the number of experts in {name}, found {degree}"
+            raise UsageError(where, problem, code="options.ep-divisor")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +81,7 @@ class Training:
     seq_len: int
     shard: int = 1  # --dp-shard
     tensor: int = 1  # --tp
+    expert: int = 1  # --ep, a divisor of shard * tensor
     recompute: Recompute = "none"  # --ac
     loss_chunk: int | None = None  # --loss-chunk, in tokens
     host_memory: HostMemory | None = None  # None: on GPUs
@@ -74,6 +91,11 @@ class Training:
         return self.microbatch * self.seq_len
 
     @property
+    def expert_shard(self) -> int:
+        """The number of ranks that shard the same experts."""
+        return self.shard * self.tensor // self.expert
+
+    @property
     def is_fused(self) -> bool:
         """Whether norms, the optimizer step, and the rounding of bfloat16 products are one operation each."""
         return self.host_memory is None
@@ -81,7 +103,8 @@ class Training:
     @property
     def is_sharded(self) -> bool:
         """Whether FSDP is used: to shard parameters, or for the master weights of tensor-parallel matrices."""
-        return self.shard > 1 or (self.tensor > 1 and self.policy.has_masters)
+        shards_experts = self.expert > 1 and self.expert_shard > 1
+        return self.shard > 1 or shards_experts or (self.tensor > 1 and self.policy.has_masters)
 
     @property
     def norms_save_input(self) -> bool:

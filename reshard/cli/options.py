@@ -175,6 +175,10 @@ _TRAINING = (
     ),
     click.option("--tp", "tensor", type=WholeNumber(min=1), default=1, metavar="N", help="Tensor-parallel degree."),
     click.option(
+        "--ep", "expert", type=WholeNumber(min=1), default=1, metavar="N",
+        help="Expert-parallel degree: ranks of a replica that have different experts.",
+    ),
+    click.option(
         "--ac", "recompute", default="none", metavar="none|full|selective|N",
         callback=lambda _, __, text: _recompute(text),
         help="Activation checkpointing: none, every layer (full), all but matrix products (selective), or every Nth "

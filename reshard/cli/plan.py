@@ -17,7 +17,7 @@ _GROUPS = {
         "memory_limit", "schedule", "num_microbatches", "microbatch", "seq_len", "policy", "recompute", "loss_chunk",
         "host_memory", "measured",
     ),
-    "Clusters": ("replicate", "shard", "tensor"),
+    "Clusters": ("replicate", "shard", "tensor", "expert"),
 }  # fmt: skip
 
 

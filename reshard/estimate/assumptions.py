@@ -26,7 +26,8 @@ class Assumptions:
     replica (default: 4 per pipeline rank), of `microbatch` sequences of `seq_len` tokens. `policy` is the dtype of
     weights, gradients and optimizer state: "fp32", "bf16", or "mixed", with weights in bf16 and gradients, master
     weights and optimizer state in fp32. `replicate` is the number of data-parallel replicas of each stage (DDP, HSDP),
-    `shard` that of the ranks that shard it (FSDP), and `tensor` the tensor-parallel degree. `recompute` is activation
+    `shard` that of the ranks that shard it (FSDP), `tensor` the tensor-parallel degree, and `expert`
+    the number of ranks, of those that share one copy, that have different experts. `recompute` is activation
     checkpointing: "none", "full", "selective" (all but matrix products), or N for every Nth layer. Logits and loss are
     computed in chunks of `loss_chunk` tokens; None: of a whole microbatch. `host_memory` is what ranks on CPUs do with
     freed memory; None: on GPUs. `measured` has the time of each module.
@@ -42,6 +43,7 @@ class Assumptions:
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
+    expert: int = 1
     recompute: Recompute = "none"
     loss_chunk: int | None = None
     host_memory: HostMemory | None = None
@@ -82,12 +84,16 @@ def check_assumptions(assumed: Assumptions) -> None:
         "replicate": assumed.replicate,
         "shard": assumed.shard,
         "tensor": assumed.tensor,
+        "expert": assumed.expert,
         "loss_chunk": assumed.loss_chunk,
         "recompute": assumed.recompute if type(assumed.recompute) is int else None,
     }
     for name, count in counts.items():
         if count is not None:
             check_count(Parameter(f"assumed.{name}"), count)
+    if (per_replica := assumed.shard * assumed.tensor) % assumed.expert:
+        problem = f"expected a divisor of {per_replica}, the ranks that share one copy of a stage's weights, found"
+        raise UsageError(Parameter("assumed.expert"), f"{problem} {assumed.expert}", code="launch.degrees")
     if assumed.tensor > 1 and assumed.loss_chunk is not None:
         chunk, degree = Parameter("assumed.loss_chunk"), Parameter("assumed.tensor")
         raise UsageError(

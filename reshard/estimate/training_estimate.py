@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manifests.command.interpreter import collector_paused
+from manifests.errors import Parameter
 from manifests.models import ModelShape
 from manifests.models.memory import MemoryEstimate, estimate_memory
-from manifests.models.training import POLICIES, Training
+from manifests.models.training import POLICIES, Training, check_expert_degree
 from manifests.placement import Placement
 from manifests.schedules import StageCosts, Timeline, check_schedule, schedule_table, simulate
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
@@ -87,10 +88,12 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
     """Estimate training of a layout, simulating one step unless it is too long.
 
     Raises:
-        UsageError: the schedule is unknown, or does not support these stages and microbatches.
+        UsageError: the schedule is unknown, or does not support these stages and microbatches; ranks would not have as
+            many experts each.
         InputError: the measured times are of another model.
     """
-    placement = layout.placement
+    placement, degree = layout.placement, assumed.expert
+    check_expert_degree(shape.count_experts() if degree > 1 else {}, degree, Parameter("assumed.expert"))
     num_microbatches = assumed.microbatches_for(placement)
     schedule = check_schedule(assumed.schedule_for(layout), placement, num_microbatches)
     flops, of_module = flops_of(shape, assumed.seq_len), times_of(shape, assumed.seq_len, assumed.measured)
@@ -121,6 +124,7 @@ def training_of(assumed: Assumptions) -> Training:
         seq_len=assumed.seq_len,
         shard=assumed.shard,
         tensor=assumed.tensor,
+        expert=assumed.expert,
         recompute=assumed.recompute,
         loss_chunk=assumed.loss_chunk,
         host_memory=assumed.host_memory,

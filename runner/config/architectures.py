@@ -1,4 +1,4 @@
-"""The architectures that can be trained, on whose model code, and with tensor parallelism or without. No torch."""
+"""The architectures that can be trained, on whose model code, and with tensor or expert parallelism. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ TORCHTITAN: Mapping[str, str] = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-TENSOR_PARALLEL = TORCHTITAN  # on torchtitan's modules; others are sharded by transformers' plan
 
 
 def is_generic(architecture: str) -> bool:
@@ -34,9 +33,9 @@ def generic_entry(architecture: str) -> CatalogueEntry | None:
     return None if entry is None or entry.refused else entry
 
 
-def why_not_tensor_parallel(architecture: str, *, is_own: bool = False) -> str:
+def why_not_tensor_parallel(architecture: str, implementation: Implementation, *, is_own: bool = False) -> str:
     """Return why the matrices of an architecture are not sharded over tensor-parallel ranks, or nothing if they are."""
-    if architecture in TENSOR_PARALLEL:
+    if implementation == "torchtitan":
         return ""
     if is_own:
         return "a family of another package trains it"
@@ -44,6 +43,16 @@ def why_not_tensor_parallel(architecture: str, *, is_own: bool = False) -> str:
     if entry is None:
         return "there is no plan of how to shard it"
     return "its stages exchange more than the hidden state" if entry.hands_on_trees else entry.no_tp
+
+
+def why_not_expert_parallel(architecture: str, implementation: Implementation, *, is_own: bool = False) -> str:
+    """Return why the experts of an architecture are not distributed over ranks, or nothing if they are."""
+    if is_own:
+        return "a family of another package trains it"
+    entry = generic_entry(architecture)
+    if entry is None or not entry.distributes_experts:
+        return "transformers has no plan for its experts that was found to compute the same"
+    return "torchtitan's modules have all experts on every rank" if implementation == "torchtitan" else ""
 
 
 def hands_on_trees(architecture: str) -> bool:

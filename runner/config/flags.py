@@ -235,7 +235,9 @@ _GROUPS = {
     "Precision and memory": (
         "master_dtype", "reduce_dtype", "ac", "loss_chunk", "is_compiled", "implementation", "device", "host_memory",
     ),
-    "Parallelism": ("schedule", "dp_replicate", "dp_shard", "tp", "load", "stage_to_local", "timeout", "step_timeout"),
+    "Parallelism": (
+        "schedule", "dp_replicate", "dp_shard", "tp", "ep", "load", "stage_to_local", "timeout", "step_timeout",
+    ),
     "Checkpoints": ("keep", "checkpoint_sync", "resume_weights_only", "force"),
     "Checks": ("digests", "check_ties_every", "self_check"),
     "Logging": ("trace", "log_every", "quiet", "tensorboard", "wandb"),
@@ -275,6 +277,7 @@ def planned_memory(
         seq_len=batch.seq_len,
         shard=degrees.fsdp,
         tensor=degrees.tensor,
+        expert=degrees.expert,
         recompute=compute.recompute,
         loss_chunk=compute.loss_chunk,
         host_memory=host_memory,
@@ -292,7 +295,7 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     filled = dict(values)
     filled["master_dtype"] = filled["master_dtype"] or filled["dtype"]
     filled["reduce_dtype"] = filled["reduce_dtype"] or filled["master_dtype"]
-    if filled["document_mask"]:  # torchtitan's attention is always causal
+    if filled["document_mask"] or filled["ep"] > 1:  # torchtitan's attention is causal, its experts on every rank
         filled["implementation"] = filled["implementation"] or "transformers"
     filled["step_timeout"] = filled["step_timeout"] or 2 * filled["timeout"]
     if filled["decay_steps"] is None:

@@ -9,6 +9,7 @@ have different experts, and `efsdp` have the same. The last dimension is the fas
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -103,6 +104,10 @@ class DegreeOptions:
         help="Data-parallel ranks that shard each stage (FSDP); auto: from the number of ranks.",
     )  # fmt: skip
     tensor: int = flag("--tp", type=WholeNumber(min=1), metavar="N", default=1, help="Tensor-parallel degree.")
+    expert: int = flag(
+        "--ep", type=WholeNumber(min=1), metavar="N", default=1,
+        help="Expert-parallel degree: ranks of a replica, of all degrees above, that have different experts.",
+    )  # fmt: skip
     load: Load = flag(
         "--load", type=click.Choice(get_args(Load)), default="rows",
         help="rows: each rank reads its own rows; broadcast: one rank of a stage reads a tensor and broadcasts it.",
@@ -151,4 +156,15 @@ class DegreeOptions:
                 hint,
                 code="launch.degrees",
             )
-        return ParallelDims(pipeline=num_pipeline_ranks, replicate=replicate, shard=shard, tensor=self.tensor)
+        degrees = ParallelDims(
+            pipeline=num_pipeline_ranks, replicate=replicate, shard=shard, tensor=self.tensor, expert=self.expert
+        )
+        if degrees.per_replica % self.expert:
+            raise UsageError(
+                "--ep",
+                f"expected a divisor of {degrees.per_replica}, the ranks that share one copy of a stage's weights "
+                f"(--dp-shard {shard} x --tp {self.tensor}), found {self.expert}",
+                f"use --dp-shard {math.lcm(self.expert, self.tensor) // self.tensor}, or a multiple",
+                code="launch.degrees",
+            )
+        return degrees

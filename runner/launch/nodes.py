@@ -50,24 +50,27 @@ def check_groups(degrees: ParallelDims, nnodes: int, nproc_per_node: int) -> tup
     """Return a note for each kind of process group that communicates often and spans nodes.
 
     Raises:
-        UsageError: a tensor-parallel group that fits on a node would be split over two.
+        UsageError: a tensor-parallel or expert-parallel group that fits on a node would be split over two.
     """
-    tensor, per_stage = degrees.tensor, degrees.per_stage
+    per_stage, notes = degrees.per_stage, []
     if nnodes == 1:
         return ()
-    if tensor > nproc_per_node:
-        return (
-            f"each tensor-parallel group of {tensor} ranks spans several nodes, and communicates in every layer; "
-            f"--tp {math.gcd(tensor, nproc_per_node)} keeps it on one node",
-        )
-    if nproc_per_node % tensor:
-        raise UsageError(
-            "--nproc-per-node",
-            f"{nproc_per_node} ranks per node split a tensor-parallel group of {tensor}, which communicates in every "
-            "layer, over two nodes",
-            f"use a multiple of --tp {tensor}: {_nearest(nproc_per_node, tensor)}",
-            code="launch.split-tp-group",
-        )
+    for kind, flag, degree in (("tensor", "--tp", degrees.tensor), ("expert", "--ep", degrees.expert)):
+        if degree > nproc_per_node:
+            notes.append(
+                f"each {kind}-parallel group of {degree} ranks spans several nodes, and communicates in every layer; "
+                f"{flag} {math.gcd(degree, nproc_per_node)} keeps it on one node"
+            )
+        elif nproc_per_node % degree:
+            raise UsageError(
+                "--nproc-per-node",
+                f"{nproc_per_node} ranks per node split a {kind}-parallel group of {degree}, which communicates in "
+                "every layer, over two nodes",
+                f"use a multiple of {flag} {degree}: {_nearest(nproc_per_node, degree)}",
+                code="launch.split-tp-group",
+            )
+    if notes:
+        return tuple(notes)
     if per_stage > nproc_per_node or nproc_per_node % per_stage == 0:
         return ()
     split = next(

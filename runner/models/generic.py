@@ -29,7 +29,7 @@ from runner.models.implementations import without_implementations
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
 from runner.models.shrink import shrink
 from runner.models.stage_of_any import StageOfAny, is_stand_in, longest_alike
-from runner.models.tensor_plan import check_packed, shard_by_plan, summed_by_plan
+from runner.models.tensor_plan import check_packed, distribute_experts, shard_by_plan, summed_by_plan
 from runner.models.whole_model import WholeModel
 from runner.tensors.local_shard import Piece
 
@@ -173,6 +173,10 @@ class Generic:
         whole |= {part for part in module.modules() if is_stand_in(part)}
         shard_by_plan(module.model, mesh, whole=whole)
         check_packed(module.model, self._regions)
+
+    def distribute_experts(self, module: nn.Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
+        assert isinstance(module, StageOfAny)
+        distribute_experts(module.model, mesh, tensor_mesh)
 
     def summed_over_heads(self, module: nn.Module) -> Iterator[nn.Parameter]:
         assert isinstance(module, StageOfAny)

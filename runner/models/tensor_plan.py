@@ -1,4 +1,4 @@
-"""Tensor parallelism of a decoder of transformers, by the plan that transformers has for it.
+"""Tensor and expert parallelism of a decoder of transformers, by the plans that transformers has for it.
 
 # Note [Plans of transformers]
 `base_model_tp_plan` of a config class names a style for each module and bare parameter that is sharded. transformers
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
 from manifests.errors import UsageError
@@ -59,6 +60,22 @@ def check_packed(model: PreTrainedModel, regions: Mapping[str, tuple[Region, ...
             if any(region.sizes[dim] > parameter.shape[dim] // count for region in regions[name]):
                 problem = "files have several matrices, each of which would be sharded, in one tensor"
                 raise UsageError("--tp", problem, code="options.tp-architecture")
+
+
+def distribute_experts(model: PreTrainedModel, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
+    """Distribute the experts of a model, which is on the meta device, over the ranks of a mesh, by transformers' plan.
+
+    "all_to_all" is named because transformers' own choice depends on whether gradients are needed, and its "all_reduce"
+    leaves out collectives of the backward on a rank that no token is for.
+    """
+    plan = model._expand_parallel_plan(model.ep_plan)
+    apply_expert_parallelism(model, mesh, tensor_mesh, plan, "all_to_all")
+    experts = tuple(model.ep_plan)
+    model._tp_plan = {  # without a warning of rules that match nothing on this stage
+        rule: style
+        for rule, style in model.tp_plan.items()
+        if rule not in experts and not rule.startswith(tuple(f"{name}." for name in experts))
+    }
 
 
 def summed_by_plan(model: PreTrainedModel) -> Iterator[nn.Parameter]:

@@ -15,6 +15,13 @@ Each expert is sharded like an MLP. A rank weights its part of an expert's outpu
 experts of a token; gradients of tokens and routing weights are reduced where both enter the experts. In latent
 attention, the projections to latents are replicated. The rotary part of the key is shared by all heads and bypasses
 the sharded matrices, so its gradient is reduced where it is split off.
+
+# Note [Expert parallelism]
+Each rank has whole experts. Tokens go to the ranks of their experts and back by two all-to-alls, within a replica:
+ranks of the dimension `ep` have different rows, parts of rows, or tensor-parallel slices of one batch, so each token is
+sent once, and gradients of an expert come from all of them. What is left to sum are the gradients of ranks with the
+same experts, over `efsdp`, which FSDP does, and over replicas. A rank that no token is sent to runs one row through its
+experts and drops the result: it takes part in the backward's collectives.
 """
 
 from __future__ import annotations
@@ -34,7 +41,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from manifests.errors import UsageError
-from runner.config.parallel_dims import FSDP, REPLICATE, TENSOR
+from runner.config.parallel_dims import EXPERT, EXPERT_FSDP, FSDP, REPLICATE, TENSOR, ParallelDims
 from runner.config.schema import ComputeOptions
 from runner.models.family import Family
 from runner.parallel.mesh import Mesh
@@ -125,18 +132,23 @@ class Parallel:
 
 def is_sharded(mesh: Mesh, compute: ComputeOptions) -> bool:
     """Whether FSDP is used: to shard parameters, or for master weights of tensor-parallel matrices."""
-    return mesh.degrees.fsdp > 1 or (mesh.degrees.tensor > 1 and compute.has_masters)
+    degrees = mesh.degrees
+    shards_experts = degrees.expert > 1 and degrees.expert_fsdp > 1
+    return degrees.fsdp > 1 or shards_experts or (degrees.tensor > 1 and compute.has_masters)
 
 
 def parallelize(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
-    """Apply tensor parallelism and FSDP to a chunk, which is on the meta device and has the dtype of its masters."""
+    """Apply expert and tensor parallelism and FSDP to a chunk, which is on the meta device, in its masters' dtype."""
+    if mesh.degrees.expert > 1:
+        assert isinstance(chunk.family, ExpertParallel), "refused before"
+        chunk.family.distribute_experts(chunk.body, mesh.part(EXPERT), mesh.part(TENSOR))
     if mesh.degrees.tensor > 1:
         shard_matrices(chunk, mesh.part(TENSOR))
     if is_sharded(mesh, compute) and any(True for _ in chunk.body.parameters()):
-        _shard(chunk, mesh.part(*((REPLICATE, FSDP) if mesh.degrees.replicate > 1 else (FSDP,))), compute)
+        _shard(chunk, mesh, compute)
 
 
-def _shard(chunk: StageChunk, mesh: DeviceMesh, compute: ComputeOptions) -> None:
+def _shard(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
     exact = float32_names(chunk, FLAG_DTYPES[compute.dtype])
     exact = [name for name, _ in chunk.body.named_parameters() if name in exact]
     if exact and {compute.master_dtype, compute.reduce_dtype} != {"fp32"}:
@@ -152,17 +164,23 @@ def _shard(chunk: StageChunk, mesh: DeviceMesh, compute: ComputeOptions) -> None
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=FLAG_DTYPES[compute.reduce_dtype], cast_forward_inputs=False
     )
-    for module in (*(layer for _, layer in layers_of(chunk)), chunk.body):
+    around = (REPLICATE,) if mesh.degrees.replicate > 1 else ()
+    experts = [module for module in chunk.body.modules() if any(map(_is_expert, module.parameters(recurse=False)))]
+    for module in (*experts, *(layer for _, layer in layers_of(chunk)), chunk.body):
         # Zero-bubble schedules need the parameters after the forward has ended.
-        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        shard = partial(fully_shard, module, reshard_after_forward=False, mp_policy=policy)
+        if module in experts:
+            shard(mesh=mesh.part(*around, EXPERT_FSDP), shard_placement_fn=partial(_expert_placement, mesh.degrees))
+        else:
+            shard(mesh=mesh.part(*around, FSDP))
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
         module.set_reduce_scatter_unused_params(True)  # an expert may have no tokens on some ranks
     _gather_in_float32(chunk.body, frozenset(exact))
     # FSDP warns that it misses the backward of an output that is a view and changed in place: ours never are.
-    sharded = type(chunk.body).__name__
-    warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({sharded}\) returned a view tensor", UserWarning)
+    for sharded in {type(module).__name__ for module in (*experts, chunk.body)}:
+        warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({sharded}\) returned a view tensor", UserWarning)
 
 
 def _gather_in_float32(body: nn.Module, names: Collection[str]) -> None:
@@ -182,6 +200,17 @@ def _gather_in_float32(body: nn.Module, names: Collection[str]) -> None:
 
 def _take_dtypes_of(kind: Any, parameter: Any, policy: MixedPrecisionPolicy, _: MixedPrecisionPolicy) -> None:
     kind.init_dtype_attrs(parameter, policy)
+
+
+def _is_expert(parameter: nn.Parameter) -> bool:
+    return EXPERT in mesh_dims(parameter)
+
+
+def _expert_placement(degrees: ParallelDims, parameter: nn.Parameter) -> Shard | None:
+    """Return how FSDP shards experts that a rank has: whole experts, or the first dimension that it divides."""
+    num_experts, *rest = parameter.shape
+    sizes = (num_experts // degrees.expert, *rest)
+    return next((Shard(dim) for dim, size in enumerate(sizes) if size % degrees.expert_fsdp == 0), None)
 
 
 def _reduce_sharded(root: FSDPModule) -> None:
@@ -231,6 +260,18 @@ class Planned(Family, Protocol):
 
     def summed_over_heads(self, module: nn.Module) -> Iterator[nn.Parameter]:
         """See `summed_over_heads` in this file."""
+        ...
+
+
+@runtime_checkable
+class ExpertParallel(Family, Protocol):
+    """A family whose experts can be distributed over ranks."""
+
+    def distribute_experts(self, module: nn.Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
+        """Distribute the experts of what `build` returned, which is on the meta device, over the ranks of a mesh.
+
+        The ranks of `tensor_mesh` have the same tokens. No plan of tensor parallelism applies to these experts.
+        """
         ...
 
 

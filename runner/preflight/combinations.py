@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 from manifests.errors import UsageError
-from manifests.models import ARCHITECTURES
+from manifests.models import ARCHITECTURES, ModelShape
+from manifests.models.training import check_expert_degree
 from manifests.schema import Manifest
 from runner.config.architectures import (
-    TENSOR_PARALLEL,
     Implementation,
     choose_implementation,
     find_family,
     hands_on_trees,
     is_generic,
+    why_not_expert_parallel,
     why_not_tensor_parallel,
 )
 from runner.config.flags import TrainOptions
@@ -39,10 +40,12 @@ class Combination:
     is_compiled: bool = False
     num_mtp_layers: int = 0
     num_tensor: int = 1  # tensor-parallel ranks
+    num_expert: int = 1  # expert-parallel ranks
     architecture: str = "LlamaForCausalLM"
     implementation: Implementation = "torchtitan"  # whose modules
     has_loss_chunks: bool = False
     whole_because: str = ""  # why matrices of the architecture are not sharded
+    experts_because: str = ""  # why its experts are not distributed
     is_generic: bool = False  # known by the catalogue alone, or trained by a family of another package
     is_unverified: bool = False  # by a family of another package, or with more than the hidden state between stages
     num_shards: int = 1  # data-parallel ranks that share each parameter
@@ -57,7 +60,7 @@ class Refusal:
     where: str
     code: str
     applies: Callable[[Combination], bool]
-    problem: str  # {schedule}, {architecture} and {whole_because} are filled in
+    problem: str  # fields of the combination in braces are filled in
     hint: str
 
 
@@ -77,14 +80,11 @@ REFUSED = (
         hint="remove --tp, or use more stages or --dp-shard to save memory; docs/models.md lists what supports it",
     ),
     Refusal(
-        where="--tp",
-        code="options.tp-implementation",
-        applies=lambda run: (
-            run.num_tensor > 1 and run.architecture in TENSOR_PARALLEL and run.implementation == "transformers"
-        ),
-        problem="tensor parallelism is only supported for torchtitan's modules; {architecture} uses transformers' here",
-        hint="use torchtitan's modules (pip install 'reshard[torchtitan]', and neither --implementation nor "
-        "--document-mask), or --dp-shard",
+        where="--ep",
+        code="options.ep-architecture",
+        applies=lambda run: run.num_expert > 1 and bool(run.experts_because),
+        problem="expert parallelism is not supported for {architecture} here: {experts_because}",
+        hint="remove --ep, and --implementation if it is torchtitan; docs/models.md lists what supports it",
     ),
     Refusal(
         where="--loss-chunk",
@@ -99,6 +99,13 @@ REFUSED = (
         applies=lambda run: run.is_compiled and run.num_tensor > 1,
         problem="is not supported together with --tp",
         hint="remove --compile or --tp",
+    ),
+    Refusal(
+        where="--compile",
+        code="options.ep-compiled-layers",
+        applies=lambda run: run.is_compiled and run.num_expert > 1,
+        problem="is not supported together with --ep",
+        hint="remove --compile or --ep",
     ),
     Refusal(
         where="--dp-shard",
@@ -169,9 +176,7 @@ def check_combination(combination: Combination) -> None:
 
 
 def _problem_of(rule: Refusal, combination: Combination) -> str:
-    return rule.problem.format(
-        schedule=combination.schedule, architecture=combination.architecture, whole_because=combination.whole_because
-    )
+    return rule.problem.format_map(asdict(combination))
 
 
 def check_sinks(options: TrainOptions) -> None:
@@ -196,36 +201,37 @@ def combine(
     """Return the combination of these options; without `degrees`, for one pipeline."""
     degrees = degrees or ParallelDims(pipeline=manifest.layout.num_ranks)
     architecture, is_own = manifest.model.architecture, _is_own(manifest)
+    sharing = sharing_ranks(manifest, options)
     modules = (module for stage in manifest.stages for module in stage.modules)
     numbers = [int(match[1]) for match in map(_LAYER.search, modules) if match]
-    return Combination(
+    return replace(
+        sharing,
         schedule=timetable.name,
         splits_backward=timetable.splits_backward,
         is_compiled=options.compute.is_compiled,
         num_tensor=degrees.tensor,
-        architecture=architecture,
-        implementation=choose_implementation(architecture, options.compute.implementation),
-        whole_because=why_not_tensor_parallel(architecture, is_own=is_own),
+        num_expert=degrees.expert,
         is_generic=is_own or (is_generic(architecture) and architecture not in ARCHITECTURES),
         is_unverified=is_own or hands_on_trees(architecture),
         num_shards=degrees.shard,
         has_loss_chunks=options.compute.loss_chunk is not None,
-        keeps_documents=options.data.document_mask,
-        is_own=is_own,
         num_mtp_layers=sum(number >= manifest.model.num_layers for number in numbers),
     )
 
 
-def tensor_parallel(manifest: Manifest, options: TrainOptions) -> Combination:
-    """Return what no number of ranks changes: the tensor parallelism of these modules, and their documents."""
-    architecture = manifest.model.architecture
+def sharing_ranks(manifest: Manifest, options: TrainOptions) -> Combination:
+    """Return what no number of ranks changes: tensor and expert parallelism of these modules, and their documents."""
+    architecture, is_own = manifest.model.architecture, _is_own(manifest)
+    implementation = choose_implementation(architecture, options.compute.implementation)
     return Combination(
         architecture=architecture,
-        implementation=choose_implementation(architecture, options.compute.implementation),
-        whole_because=why_not_tensor_parallel(architecture, is_own=_is_own(manifest)),
+        implementation=implementation,
+        whole_because=why_not_tensor_parallel(architecture, implementation, is_own=is_own),
+        experts_because=why_not_expert_parallel(architecture, implementation, is_own=is_own),
         num_tensor=options.degrees.tensor,
+        num_expert=options.degrees.expert,
         keeps_documents=options.data.document_mask,
-        is_own=_is_own(manifest),
+        is_own=is_own,
     )
 
 
@@ -233,8 +239,8 @@ def _is_own(manifest: Manifest) -> bool:
     return manifest.model.description is not None or find_family(manifest.model.architecture) is not None
 
 
-def check_divides(config: Mapping[str, Any], num_tensor: int) -> None:
-    """Check that a model can be sharded over so many tensor-parallel ranks: whole heads, units and words for each.
+def check_divides(shape: ModelShape, config: Mapping[str, Any], num_tensor: int, num_expert: int) -> None:
+    """Check that a model can be shared by so many ranks: whole heads, units, words and experts for each.
 
     Raises:
         UsageError: naming what does not divide.
@@ -245,6 +251,7 @@ def check_divides(config: Mapping[str, Any], num_tensor: int) -> None:
         if isinstance(count := fields.get(name), int) and count % num_tensor:
             problem = f"expected a divisor of {count} ({name} of config.json), found {num_tensor}"
             raise UsageError("--tp", problem, code="options.tp-divisor")
+    check_expert_degree(shape.count_experts() if num_expert > 1 else {}, num_expert, "--ep")
 
 
 def share_of(batch: BatchOptions, num_replicas: int) -> BatchOptions:

@@ -29,7 +29,7 @@ from runner.preflight.combinations import (
     check_sinks,
     combine,
     share_of,
-    tensor_parallel,
+    sharing_ranks,
 )
 
 LEAST = (2, 13)
@@ -93,9 +93,9 @@ def check_request(launched: Packed, options: TrainOptions, world_size: int) -> P
     """
     check_places(options)
     check_model(launched, options.compute.implementation)
-    num_tensor = options.degrees.tensor  # what no number of ranks fixes is refused before ranks are counted
-    check_combination(tensor_parallel(launched.manifest, options))
-    check_divides(launched.config, num_tensor)
+    # What no number of ranks fixes is refused before ranks are counted.
+    check_combination(sharing_ranks(launched.manifest, options))
+    check_divides(launched.shape, launched.config, options.degrees.tensor, options.degrees.expert)
     degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
     if options.resume.source is None:  # a checkpoint may recall other batch sizes
         _check_step(launched.manifest, options, degrees)
@@ -260,8 +260,9 @@ def notes(
     architecture, implementation = origin.model.architecture, given_options.compute.implementation
     if architecture in TORCHTITAN and not implementation and choose_implementation(architecture) == "transformers":
         lines.append(f"{architecture} is built of transformers' modules: torchtitan is not installed")
-    if options.data.document_mask and architecture in TORCHTITAN and "implementation" not in given_options.given:
-        lines.append(f"{architecture} is built of transformers' modules, which --document-mask needs")
+    needed_by = "--document-mask" if options.data.document_mask else "--ep" if options.degrees.expert > 1 else ""
+    if needed_by and architecture in TORCHTITAN and "implementation" not in given_options.given:
+        lines.append(f"{architecture} is built of transformers' modules, which {needed_by} needs")
     if options.traced and first <= last and not (options.traced.start <= last and options.traced.stop > first):
         lines.append(f"--trace {given_options.values['trace']} has no effect: the run takes steps {first} to {last}")
     if options.resume.restart_data and training is None:

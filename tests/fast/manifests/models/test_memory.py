@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from manifests.models import ModelShape, model_shape
+from manifests.models import ModelShape, is_expert, model_shape
 from manifests.models.memory import Memory, MemoryEstimate, estimate_memory, memory_of
 from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
@@ -175,6 +175,41 @@ def test_tensor_parallel_ranks_share_matrices_and_each_has_the_norms() -> None:
     assert one.weights == 4 * shape.num_params
     assert two.weights == 2 * (shape.num_params + norms + routers)
     assert one.activations / 2 < two.activations < one.activations  # residuals are whole
+
+
+@pytest.mark.parametrize(
+    ("fqn", "expected"),
+    [
+        ("model.layers.3.mlp.experts.7.up_proj.weight", True),
+        ("model.layers.3.mlp.experts.gate_up_proj", True),
+        ("model.layers.3.block_sparse_moe.experts.0.w1.weight", True),
+        ("model.layers.3.block_sparse_moe.input_linear.weight", True),  # of GraniteMoe
+        ("model.layers.3.block_sparse_moe.router.layer.weight", False),
+        ("model.layers.3.mlp.shared_experts.up_proj.weight", False),
+        ("model.layers.3.mlp.gate.weight", False),
+    ],
+)
+def test_experts_are_known_by_the_names_of_their_tensors(fqn: str, expected: bool) -> None:
+    assert is_expert(fqn) == expected
+
+
+def test_expert_parallel_ranks_share_experts_and_fsdp_shards_those_over_fewer_ranks() -> None:
+    shape = model_shape(read_config("tiny-qwen3-moe"))
+    experts = sum(shape.count_params(fqn) for fqn in shape.tensors if is_expert(fqn))
+    others = shape.num_params - experts
+    assert experts
+    for degrees, expected in (
+        ({"shard": 2, "expert": 2}, 8 * (others + experts // 2) + 12 * (others // 2 + experts // 2)),
+        ({"shard": 4, "expert": 2}, 8 * (others + experts // 2) + 12 * (others // 4 + experts // 4)),
+    ):
+        training = replace(FP32, **degrees)
+        (rank,) = estimate(shape, "GPipe", Placement(num_stages=1, num_ranks=1), 1, training).ranks
+        assert rank.state == expected
+    shared = replace(FP32, tensor=2, expert=2)
+    (rank,) = estimate(shape, "GPipe", Placement(num_stages=1, num_ranks=1), 1, shared).ranks
+    (whole,) = estimate(shape, "GPipe", Placement(num_stages=1, num_ranks=1), 1, replace(FP32, tensor=2)).ranks
+    assert not shared.is_sharded
+    assert rank.state == whole.state  # each has half of the experts, or half of each
 
 
 @pytest.mark.parametrize(("recompute", "checkpointed"), [("full", (0, 1, 2, 3)), (2, (0, 2)), (3, (0, 3))])

@@ -184,6 +184,30 @@ def test_plan_takes_the_degrees_that_training_takes() -> None:
         assert other["memory_nbytes"]["total"] < one["memory_nbytes"]["total"] / 2
 
 
+def test_plan_of_deepseek_v3_with_expert_parallelism_fits_where_it_does_not_without() -> None:
+    flags = ("--layout", "pp=16", "--dp-shard", "64", "--dtype-policy", "mixed", "--ac", "full", "--json")
+    alone, distributed = (reshard("plan", TRUE / "deepseek-v3.json", *flags, *ep).json for ep in ((), ("--ep", "64")))
+    assert (alone["assumed"]["ep"], distributed["assumed"]["ep"]) == (1, 64)
+    most_nbytes = [max(rank["memory_nbytes"]["total"] for rank in plan["ranks"]) for plan in (alone, distributed)]
+    assert most_nbytes[0] > 300 << 30
+    assert most_nbytes[1] < 42 << 30
+
+
+@pytest.mark.parametrize(
+    ("config", "degrees", "code"),
+    [
+        ("deepseek-v3.json", ("--dp-shard", "3", "--ep", "3"), "options.ep-divisor"),
+        ("deepseek-v3.json", ("--dp-shard", "3", "--ep", "2"), "launch.degrees"),
+        ("llama-3.1-8b.json", ("--tp", "2", "--ep", "2"), "options.ep-architecture"),
+    ],
+)
+def test_experts_that_ranks_do_not_share_evenly_are_refused_as_in_training(
+    config: str, degrees: tuple[str, ...], code: str
+) -> None:
+    ended = reshard("plan", TRUE / config, "--layout", "pp=4", *degrees, "--json")
+    assert (ended.code, ended.json["error"]["code"]) == (2, code)
+
+
 def test_loss_chunks_of_tensor_parallel_ranks_are_refused_as_in_training() -> None:
     ended = reshard("plan", TRUE / "llama-3.1-8b.json", "--layout", "pp=4", "--tp", "2", "--loss-chunk", "8", "--json")
     assert (ended.code, ended.json["error"]["code"]) == (2, "options.tp-loss-chunk")

@@ -23,6 +23,12 @@ from runner.parallel.mesh import Mesh
         (DegreeOptions(shard=2), 16, ParallelDims(pipeline=4, replicate=2, shard=2)),
         (DegreeOptions(replicate=2, shard=None), 16, ParallelDims(pipeline=4, replicate=2, shard=2)),
         (DegreeOptions(tensor=2), 8, ParallelDims(pipeline=4, tensor=2)),
+        (DegreeOptions(shard=2, expert=2), 8, ParallelDims(pipeline=4, shard=2, expert=2)),
+        (
+            DegreeOptions(shard=2, tensor=2, expert=4),
+            32,
+            ParallelDims(pipeline=4, replicate=2, shard=2, tensor=2, expert=4),
+        ),
         (DegreeOptions(tensor=2, shard=None), 16, ParallelDims(pipeline=4, shard=2, tensor=2)),
     ],
 )
@@ -41,6 +47,8 @@ def test_degrees_that_were_not_asked_for_are_found(
         (DegreeOptions(tensor=2), 12, "--tp", "launch.degrees"),
         (DegreeOptions(tensor=2), 4, "--tp", "launch.degrees"),
         (DegreeOptions(shard=3), 16, "--dp-shard", "launch.degrees"),
+        (DegreeOptions(expert=2), 8, "--ep", "launch.degrees"),
+        (DegreeOptions(shard=2, tensor=3, expert=4), 24, "--ep", "launch.degrees"),
         (DegreeOptions(replicate=3), 8, "--dp-replicate", "launch.degrees"),
         (DegreeOptions(replicate=3, shard=None), 16, "--dp-replicate", "launch.degrees"),
         (DegreeOptions(replicate=2, shard=4), 16, "--dp-replicate", "launch.degrees"),

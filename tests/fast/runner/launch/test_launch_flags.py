@@ -290,11 +290,14 @@ def test_groups_that_communicate_often_share_a_node_where_they_fit(
         wording(note)
 
 
-def test_tensor_parallel_group_that_fits_a_node_is_not_split(packed: Path, wording: Wording) -> None:
-    with pytest.raises(UsageError) as error:
-        check_groups(ParallelDims(pipeline=4, tensor=4), 2, 8 - 2)
-    assert (error.value.code, error.value.where) == ("launch.split-tp-group", "--nproc-per-node")
-    wording(str(error.value))
+def test_tensor_or_expert_parallel_group_that_fits_a_node_is_not_split(packed: Path, wording: Wording) -> None:
+    for degrees in (ParallelDims(pipeline=4, tensor=4), ParallelDims(pipeline=4, shard=4, expert=4)):
+        with pytest.raises(UsageError) as error:
+            check_groups(degrees, 2, 8 - 2)
+        assert (error.value.code, error.value.where) == ("launch.split-tp-group", "--nproc-per-node")
+        wording(str(error.value))
+    (note,) = check_groups(ParallelDims(pipeline=1, shard=16, expert=16), 2, 8)
+    wording(note)
     done = launch(packed, *SLURM, "--nnodes", 8, "--nproc-per-node", 1, training=(*TRAINING, "--tp", "2"))
     assert done.exception is None, done.exception
     assert "note: each tensor-parallel group of 2 ranks" in done.stderr

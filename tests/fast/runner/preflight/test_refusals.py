@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from manifests.errors import UsageError
+from manifests.models import model_shape
+from runner.config.architectures import why_not_expert_parallel
 from runner.config.flags import parse_training
 from runner.config.schema import BatchOptions
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import REFUSED, Combination, check_combination, check_divides, combine, share_of
 from stores.open import open_manifest
-from tests.builders import pack, write_model
+from tests.builders import llama_config, pack, write_model
+from tests.fast.manifests.models.built import read_config
 
 ZERO_BUBBLE: dict[str, Any] = {"schedule": "ZBVZeroBubble", "splits_backward": True}
 GENERIC: dict[str, Any] = {"is_generic": True, "architecture": "Olmo3ForCausalLM"}
@@ -27,9 +30,10 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "--tp",
         "options.tp-architecture",
     ),
-    ({"num_tensor": 2, "implementation": "transformers"}, "--tp", "options.tp-implementation"),
+    ({"num_expert": 2, "experts_because": "it has none"}, "--ep", "options.ep-architecture"),
     ({"num_tensor": 2, "has_loss_chunks": True}, "--loss-chunk", "options.tp-loss-chunk"),
     ({"num_tensor": 2, "is_compiled": True}, "--compile", "options.tp-compiled-layers"),
+    ({"num_expert": 2, "is_compiled": True}, "--compile", "options.ep-compiled-layers"),
     ({**OWN, "num_shards": 2}, "--dp-shard", "options.catalogue-combination"),
     ({**GENERIC, "is_compiled": True}, "--compile", "options.catalogue-combination"),
     ({**OWN, "has_loss_chunks": True}, "--loss-chunk", "options.catalogue-combination"),
@@ -67,7 +71,7 @@ def test_every_rule_is_tested() -> None:
         {"is_compiled": True},
         ZERO_BUBBLE,
         {"num_tensor": 2},
-        {**GENERIC, "num_shards": 2, "num_tensor": 2, "implementation": "transformers"},
+        {**GENERIC, "num_shards": 2, "num_tensor": 2, "num_expert": 2},
         {**GENERIC, **ZERO_BUBBLE, "has_loss_chunks": True},
         {"keeps_documents": True, "implementation": "transformers"},
     ],
@@ -99,7 +103,9 @@ def test_combination_is_read_from_manifest_options_and_timetable(tmp_path: Path)
     manifest = open_manifest(tmp_path / "packed").manifest
     options = parse_training(["--data", "synthetic", "--compile", "--global-batch", "4"])
     found = combine(manifest, options, choose_timetable(options.schedule, manifest, options.batch.num_microbatches))
-    assert found == Combination(schedule="ZBVZeroBubble", splits_backward=True, is_compiled=True)
+    assert found.experts_because
+    plain = Combination(experts_because=found.experts_because)
+    assert found == replace(plain, schedule="ZBVZeroBubble", splits_backward=True, is_compiled=True)
     for architecture, refused in (("MptForCausalLM", False), ("Qwen2ForCausalLM", False), ("Olmo3ForCausalLM", True)):
         other = replace(manifest, model=replace(manifest.model, architecture=architecture))
         assert combine(other, options, choose_timetable(None, manifest, 4)).is_generic == refused
@@ -119,9 +125,46 @@ def test_ties_are_checked_every_so_many_steps_and_before_checkpoints() -> None:
 
 def test_tensor_parallel_ranks_have_whole_heads_and_vocabulary_rows(wording: Callable[[str], None]) -> None:
     config = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 24, "vocab_size": 96}
-    check_divides(config, 2)
-    check_divides({**config, "vocab_size": 97}, 1)
+    shape = model_shape(llama_config())
+    check_divides(shape, config, 2, 1)
+    check_divides(shape, {**config, "vocab_size": 97}, 1, 1)
     with pytest.raises(UsageError) as error:
-        check_divides(config, 4)
+        check_divides(shape, config, 4, 1)
     assert (error.value.where, error.value.code) == ("--tp", "options.tp-divisor")
     wording(str(error.value))
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-gpt-oss"])
+def test_expert_parallel_ranks_have_as_many_experts_each(name: str, wording: Callable[[str], None]) -> None:
+    shape = model_shape(read_config(name))
+    assert set(shape.count_experts().values()) == {8}
+    check_divides(shape, {}, 1, 4)
+    with pytest.raises(UsageError) as error:
+        check_divides(shape, {}, 1, 3)
+    assert (error.value.where, error.value.code) == ("--ep", "options.ep-divisor")
+    wording(str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "implementation", "is_own", "is_distributed"),
+    [
+        ("Qwen3MoeForCausalLM", "transformers", False, True),
+        ("Qwen3MoeForCausalLM", "torchtitan", False, False),
+        ("Glm4MoeForCausalLM", "transformers", False, True),
+        ("LlamaForCausalLM", "transformers", False, False),  # no experts
+        ("DeepseekV4ForCausalLM", "transformers", False, False),  # stages exchange more than the hidden state
+        ("MineForCausalLM", "transformers", True, False),
+    ],
+)
+def test_experts_are_distributed_by_plans_of_transformers(
+    architecture: str, implementation: Any, is_own: bool, is_distributed: bool
+) -> None:
+    assert (why_not_expert_parallel(architecture, implementation, is_own=is_own) == "") == is_distributed
+
+
+def test_expert_parallel_runs_of_families_of_torchtitan_are_built_of_transformers_modules() -> None:
+    args = ["--data", "synthetic"]
+    assert parse_training(args).compute.implementation is None
+    assert parse_training([*args, "--ep", "2"]).compute.implementation == "transformers"
+    chosen = parse_training([*args, "--ep", "2", "--implementation", "torchtitan"])
+    assert chosen.compute.implementation == "torchtitan"

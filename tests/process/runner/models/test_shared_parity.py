@@ -7,14 +7,19 @@ import json
 import pytest
 
 from manifests.models.catalogue import catalogued
-from runner.config.architectures import hands_on_trees, is_generic, why_not_tensor_parallel
+from runner.config.architectures import hands_on_trees, is_generic, why_not_expert_parallel, why_not_tensor_parallel
 from tests.process.torchrun import launch
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(3000)]
 
 GENERIC = tuple(name for name in catalogued() if is_generic(name))
-SHARDED = tuple(name for name in GENERIC if not why_not_tensor_parallel(name))
-CASES = [*((name, "tensor") for name in SHARDED), *((name, "shard") for name in GENERIC if not hands_on_trees(name))]
+SHARDED = tuple(name for name in GENERIC if not why_not_tensor_parallel(name, "transformers"))
+DISTRIBUTED = tuple(name for name in catalogued() if not why_not_expert_parallel(name, "transformers"))
+CASES = [
+    *((name, "tensor") for name in SHARDED),
+    *((name, "expert") for name in DISTRIBUTED),
+    *((name, "shard") for name in GENERIC if not hands_on_trees(name)),
+]
 # Linear attention that transformers computes in float32, in chunks.
 TOLERANCES = {"KimiLinearForCausalLM": 1e-5}
 
