@@ -135,7 +135,12 @@ def count_not_finite(tensor: TensorAt, progress: Callable[[int], object]) -> tup
 def _values(tensor: TensorAt) -> Iterator[NDArray[np.float64]]:
     """Yield a tensor's values, the same number at a time for every dtype."""
     for block in read_blocks(tensor, _STEP * _NBYTES[tensor.dtype]):
-        yield np.frombuffer(block, "<f8") if tensor.dtype == "F64" else _decoded(block, tensor.dtype).astype(np.float64)
+        if tensor.dtype == "F64":
+            yield np.frombuffer(block, "<f8")
+            continue
+        with np.errstate(invalid="ignore"):  # a signaling NaN
+            values = _decoded(block, tensor.dtype).astype(np.float64)
+        yield values
 
 
 def _decoded(block: Buffer, dtype: str) -> Floats:
