@@ -29,6 +29,7 @@ from runner.load.local_cache import CacheReport, check_same_manifest, local_cach
 from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
 from runner.models import family_for
+from runner.parallel.context_check import split_rows
 from runner.parallel.mesh import Mesh, build_mesh, pair_mesh
 from runner.parallel.parallelize import is_sharded
 from runner.parallel.self_check import check_tensor_parallel
@@ -36,7 +37,7 @@ from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.pipeline.document_check import keep_documents, log_documents_check
 from runner.pipeline.self_check import SelfChecked
 from runner.pipeline.timetable import Timetable, choose_timetable
-from runner.preflight.combinations import check_combination, check_divides, combine, share_of
+from runner.preflight.combinations import check_combination, check_divides, check_heads, combine, part_of
 from runner.preflight.preflight import expert_notes, notes
 from runner.profiling.trace import Clock
 from runner.tensors.heap import set_up_heap
@@ -82,7 +83,12 @@ class Ready:
 
     def rows_of(self, batch: Batch) -> Batch:
         """Return the rows of a batch that this rank's pipeline trains on."""
-        return rows_of(batch, self.rows)
+        return rows_of(batch, self.rows).part(*self.parts)
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Which part of each row this rank trains on, of how many."""
+        return self.mesh.context_rank, self.mesh.degrees.context
 
     @property
     def rows(self) -> Rows:
@@ -161,6 +167,7 @@ def _begin(
             deferred=deferred,
         )
         check_divides(launched.shape, launched.config, mesh.degrees.tensor, mesh.degrees.expert)
+        check_heads(launched.config, options.degrees)
         timetable = _choose_timetable(launched, options, mesh)
         planned_nbytes = _plan_memory(launched, options, timetable, mesh, world, device)
         family = family_for(
@@ -174,6 +181,8 @@ def _begin(
             keeping = keep_documents(family, options.batch.seq_len)
             if mesh.rank == 0:
                 log_documents_check(keeping, launched.stage_modules)
+        if mesh.degrees.context > 1:
+            split_rows(family, mesh, options.batch.seq_len, options.degrees.context_method)
         if options.self_check and mesh.rank == 0:
             splitting = timetable.name if timetable.splits_backward else None
             self_check(family, launched.stage_modules, RunOptions(compute=options.compute, splitting=splitting))
@@ -198,7 +207,7 @@ def _begin(
         round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
         check_loaded(launched.manifest.ties, chunks)
     _log_loaded(loaded, chunks, mesh)
-    batch = share_of(options.batch, mesh.degrees.data)
+    batch = part_of(options.batch, mesh.degrees)
     engine = build_engine(stages, chunks, options, timetable, mesh, batch)
     with deferred.comes_first():
         check_equal(engine.ties)
@@ -284,7 +293,7 @@ def _resume_optimizer(
 
 def _choose_timetable(launched: Packed, options: TrainOptions, mesh: Mesh) -> Timetable:
     timetable = choose_timetable(
-        options.schedule, launched.manifest, share_of(options.batch, mesh.degrees.data).num_microbatches
+        options.schedule, launched.manifest, part_of(options.batch, mesh.degrees).num_microbatches
     )
     check_combination(combine(launched.manifest, options, timetable, mesh.degrees))
     return timetable
@@ -294,7 +303,7 @@ def _plan_memory(
     launched: Packed, options: TrainOptions, timetable: Timetable, mesh: Mesh, world: World, device: torch.device
 ) -> int:
     """Return this rank's planned memory, and set up the heap for it; see Note [Host memory] in heap.py."""
-    table = timetable.planned(share_of(options.batch, mesh.degrees.data).num_microbatches)
+    table = timetable.planned(part_of(options.batch, mesh.degrees).num_microbatches)
     modules, degrees, is_cuda = launched.stage_modules, mesh.degrees, device.type == "cuda"
     host_memory: HostMemory | None = None if is_cuda else "compact"
     estimate = planned_memory(launched.shape, modules, table, options, degrees, host_memory=host_memory)

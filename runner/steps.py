@@ -212,7 +212,7 @@ def _read(ready: Ready, found: FoundData, group: dist.ProcessGroup | None) -> _F
         rows=ready.rows,
         tokenize=shared or tokenize_alone,
     )
-    remaining = islice(batches, max(0, ready.options.steps - ready.num_steps))
+    remaining = (batch.part(*ready.parts) for batch in islice(batches, max(0, ready.options.steps - ready.num_steps)))
     return _Feed(reader=ReadAhead(remaining, ready.chunks[0].device, shared), num_skipped=num_skipped)
 
 

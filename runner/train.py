@@ -38,7 +38,7 @@ from runner.metrics.gauges import least_step_s, peak_memory_nbytes
 from runner.metrics.metrics import Metrics, RankLoad
 from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import open_sinks
-from runner.preflight.combinations import check_combination, check_sinks, share_of, sharing_ranks
+from runner.preflight.combinations import check_combination, check_sinks, part_of, sharing_ranks
 from runner.preflight.preflight import check_evaluable, check_texts
 from runner.rundir.exit_report import set_rank_label, stages_of
 from runner.rundir.heartbeat import clear_beats
@@ -205,7 +205,7 @@ def evaluate(ready: Ready) -> tuple[float, int, int | None]:
     """Return the mean loss over the valid tokens of the evaluation data, their number, and documents skipped."""
     options, family = ready.options, ready.chunks[0].family
     assert options.eval_data is not None
-    batch_share = share_of(options.batch, ready.mesh.degrees.data)
+    batch_share = part_of(options.batch, ready.mesh.degrees)
     with raise_on_all_ranks("evaluation data"):
         # Every rank reads all of it, and so knows where it ends.
         skipped = Skipped(on_skip=log_skipped if ready.mesh.rank == 0 else None)
@@ -218,7 +218,9 @@ def evaluate(ready: Ready) -> tuple[float, int, int | None]:
             skipped=skipped,
         )
     loss, num_tokens = mean_loss(
-        lambda batch: eval_step(ready.engine, ready.rows_of(batch), cut_as(batch_share, batch)), batches, "--eval-data"
+        lambda batch: eval_step(ready.engine, rows := ready.rows_of(batch), cut_as(batch_share, rows)),
+        batches,
+        "--eval-data",
     )
     return loss, num_tokens, skipped.count if options.eval_data.skip_bad_documents else None
 

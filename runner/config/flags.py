@@ -236,7 +236,8 @@ _GROUPS = {
         "master_dtype", "reduce_dtype", "ac", "loss_chunk", "is_compiled", "implementation", "device", "host_memory",
     ),
     "Parallelism": (
-        "schedule", "dp_replicate", "dp_shard", "tp", "ep", "load", "stage_to_local", "timeout", "step_timeout",
+        "schedule", "dp_replicate", "dp_shard", "tp", "cp", "cp_method", "ep", "load", "stage_to_local", "timeout",
+        "step_timeout",
     ),
     "Checkpoints": ("keep", "checkpoint_sync", "resume_weights_only", "force"),
     "Checks": ("digests", "check_ties_every", "self_check"),
@@ -274,7 +275,7 @@ def planned_memory(
             reduce=_NBYTES[compute.reduce_dtype],
         ),
         microbatch=batch.microbatch,
-        seq_len=batch.seq_len,
+        seq_len=batch.seq_len // degrees.context,
         shard=degrees.fsdp,
         tensor=degrees.tensor,
         expert=degrees.expert,
@@ -295,7 +296,8 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     filled = dict(values)
     filled["master_dtype"] = filled["master_dtype"] or filled["dtype"]
     filled["reduce_dtype"] = filled["reduce_dtype"] or filled["master_dtype"]
-    if filled["document_mask"] or filled["ep"] > 1:  # torchtitan's attention is causal, its experts on every rank
+    # torchtitan's attention is causal, over whole rows, and its experts are on every rank.
+    if filled["document_mask"] or filled["cp"] > 1 or filled["ep"] > 1:
         filled["implementation"] = filled["implementation"] or "transformers"
     filled["step_timeout"] = filled["step_timeout"] or 2 * filled["timeout"]
     if filled["decay_steps"] is None:

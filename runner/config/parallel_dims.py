@@ -24,6 +24,7 @@ SHARD, CONTEXT = "dp_shard", "cp"  # the parts of `fsdp`
 EXPERT_FSDP, EXPERT = "efsdp", "ep"
 
 Load = Literal["rows", "broadcast"]
+ContextMethod = Literal["gather", "ulysses"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +105,14 @@ class DegreeOptions:
         help="Data-parallel ranks that shard each stage (FSDP); auto: from the number of ranks.",
     )  # fmt: skip
     tensor: int = flag("--tp", type=WholeNumber(min=1), metavar="N", default=1, help="Tensor-parallel degree.")
+    context: int = flag(
+        "--cp", type=WholeNumber(min=1), metavar="N", default=1,
+        help="Context-parallel degree: ranks that each have a part of every sequence.",
+    )  # fmt: skip
+    context_method: ContextMethod = flag(
+        "--cp-method", type=click.Choice(get_args(ContextMethod)), default="gather",
+        help="How attention sees the whole sequence: gather keys and values, or exchange parts for heads (ulysses).",
+    )  # fmt: skip
     expert: int = flag(
         "--ep", type=WholeNumber(min=1), metavar="N", default=1,
         help="Expert-parallel degree: ranks of a replica, of all degrees above, that have different experts.",
@@ -142,22 +151,39 @@ class DegreeOptions:
                 f"start {lower} or {lower + unit} ranks" if lower else f"start {unit} ranks",
                 code="launch.degrees",
             )
-        data = per_stage // self.tensor
+        data, rest = divmod(per_stage // self.tensor, self.context)
+        if rest:
+            unit = num_pipeline_ranks * self.tensor * self.context
+            raise UsageError(
+                "--cp",
+                f"expected a divisor of {per_stage // self.tensor}, the ranks of each stage for each tensor-parallel "
+                f"part, found {self.context}",
+                f"start {world_size // unit * unit + unit} ranks",
+                code="launch.degrees",
+            )
         replicate = self.replicate or data // (self.shard or data) or 1
         shard = self.shard or max(1, data // replicate)
         if replicate * shard != data:
             given_flag = "--dp-replicate" if self.replicate else "--dp-shard"
             hinted = "both degrees" if self.replicate and data % (self.shard or data) else given_flag
-            hint = f"start {num_pipeline_ranks * self.tensor * replicate * shard} ranks, or remove {hinted}"
+            number = num_pipeline_ranks * self.tensor * self.context * replicate * shard
+            hint = f"start {number} ranks, or remove {hinted}"
+            context = f", --cp {self.context}" if self.context > 1 else ""
             raise UsageError(
                 given_flag,
                 f"{replicate} replicas of {shard} shards are {replicate * shard} data-parallel ranks for each stage, "
-                f"and {world_size} ranks over {num_pipeline_ranks} pipeline ranks and --tp {self.tensor} leave {data}",
+                f"and {world_size} ranks over {num_pipeline_ranks} pipeline ranks{context} and --tp {self.tensor} "
+                f"leave {data}",
                 hint,
                 code="launch.degrees",
             )
         degrees = ParallelDims(
-            pipeline=num_pipeline_ranks, replicate=replicate, shard=shard, tensor=self.tensor, expert=self.expert
+            pipeline=num_pipeline_ranks,
+            replicate=replicate,
+            shard=shard,
+            context=self.context,
+            tensor=self.tensor,
+            expert=self.expert,
         )
         if degrees.per_replica % self.expert:
             raise UsageError(

@@ -20,6 +20,7 @@ from runner.data.bad import Skipped
 from runner.data.documents import open_sources
 from runner.data.mixture import Cursor, Drawn, draw_documents, first_cursor
 from runner.data.tokenizer import Tokenize, load_vocabulary, tokenize_alone
+from runner.tensors.row_parts import places_of
 
 IGNORED = -100  # the label of positions that are ignored in the loss
 _MOST_WAITING = 64  # lengths with incomplete batches
@@ -68,6 +69,13 @@ class Batch:
         """Its tensors, by the names of its fields: each has a row for each sequence."""
         tensors = {"tokens": self.tokens, "labels": self.labels, "positions": self.positions}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def part(self, number: int, count: int) -> Batch:
+        """Return a context-parallel rank's tokens and labels of each row; positions are still those of whole rows."""
+        if count == 1:
+            return self
+        places = places_of(number, count, self.tokens.shape[1])
+        return replace(self, tokens=self.tokens[:, places], labels=self.labels[:, places])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

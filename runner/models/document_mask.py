@@ -9,11 +9,12 @@ What mixes tokens without a mask, such as linear attention, is found by `runner.
 
 A layer that is recomputed runs when other documents are current, or none. Masks are made before the layers, which take
 them as arguments, so nothing reads the current documents then.
+
+The same function makes masks for a context-parallel rank's part of a row, see Note [Parts of rows].
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,21 +25,24 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-_EAGER = "eager"
+from runner.models.context_parallel import EAGER, attention_of, attention_over
+from runner.tensors.row_parts import RowParts
+
 _positions: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)
 
 
-def mask_documents(model: nn.Module) -> None:
-    """Let a model make masks of the documents of `documents_at`, and compute attention as it does without."""
+def mask_rows(model: nn.Module, parts: RowParts | None) -> None:
+    """Let a model make masks of the documents of `documents_at`, and compute attention as it does without.
+
+    With `parts`, its input is this rank's part of each row, and its attention is that of whole rows.
+    """
     configs: dict[int, Any] = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     for config in configs.values():
         base = config._attn_implementation
-        name = f"{base}_of_documents"
-        attention = _eager_attention if base == _EAGER else ALL_ATTENTION_FUNCTIONS[base]
-        AttentionInterface.register(name, attention)
-        AttentionMaskInterface.register(name, partial(_mask, base))
+        name = f"{base}_of_rows"
+        AttentionInterface.register(name, attention_over(parts, base) if parts else attention_of(base))
+        AttentionMaskInterface.register(name, partial(_mask, base, parts))
         config._attn_implementation = name
 
 
@@ -46,7 +50,7 @@ def mask_documents(model: nn.Module) -> None:
 def documents_at(position_ids: torch.Tensor | None) -> Iterator[None]:
     """Make masks of the documents that begin where a position is 0, while the block runs; None: each row is one.
 
-    Shapes: position_ids (B, L).
+    Shapes: position_ids (B, L), of whole rows.
     """
     token = _positions.set(position_ids)
     try:
@@ -55,34 +59,52 @@ def documents_at(position_ids: torch.Tensor | None) -> Iterator[None]:
         _positions.reset(token)
 
 
-def inputs_of_documents(position_ids: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Return the arguments of a model's forward for documents at these positions."""
+def inputs_of_rows(
+    position_ids: torch.Tensor | None, size: tuple[int, ...], parts: RowParts | None, device: torch.device | None
+) -> dict[str, torch.Tensor]:
+    """Return the arguments of a model's forward for tokens at these positions; `size` is that of its input.
+
+    Shapes: position_ids (B, L), of whole rows; None: from 0 to L.
+    """
+    if parts is None:
+        if position_ids is None:
+            return {}
+        return {"position_ids": position_ids, "attention_mask": torch.ones_like(position_ids)}
+    length = size[1] * parts.size
     if position_ids is None:
-        return {}
-    return {"position_ids": position_ids, "attention_mask": torch.ones_like(position_ids)}
+        position_ids = torch.arange(length, device=device).expand(size[0], -1)
+    places = parts.places(length).to(device)
+    return {"position_ids": position_ids[:, places], "attention_mask": torch.ones_like(position_ids)}
 
 
-def _mask(base: str, *, mask_function: Callable[..., torch.Tensor], **kwargs: Any) -> torch.Tensor | None:
-    """Return which keys each query sees, (B, 1, L, L): those that the model's own function allows in its document."""
+def _mask(
+    base: str,
+    parts: RowParts | None,
+    *,
+    batch_size: int,
+    kv_length: int,
+    mask_function: Callable[..., torch.Tensor],
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """Return which keys each query sees, (B, 1, Q, L): those that the model's own function allows in its document."""
     positions = _positions.get()
-    if positions is None:
-        mask: torch.Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[base](mask_function=mask_function, **kwargs)
+    if positions is None and parts is None:
+        mask: torch.Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[base](
+            batch_size=batch_size, kv_length=kv_length, mask_function=mask_function, device=device, **kwargs
+        )
         return mask
+    if positions is None:
+        positions = torch.arange(kv_length, device=device).expand(batch_size, -1)
     documents = (positions == 0).cumsum(1)
-    rows = torch.arange(len(positions), device=positions.device)[:, None, None, None]
+    queries = torch.arange(kv_length, device=positions.device)
+    if parts is not None and parts.gathers:
+        queries = parts.places(kv_length).to(positions.device)
+    rows = torch.arange(batch_size, device=positions.device)[:, None, None, None]
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=positions.device)
-    allowed = mask_function(rows, head, positions[:, None, :, None], positions[:, None, None, :])
-    allowed = allowed & (documents[:, None, :, None] == documents[:, None, None, :])
-    if base != _EAGER:
+    allowed = mask_function(rows, head, positions[:, None, queries, None], positions[:, None, None, :])
+    allowed = allowed & (documents[:, None, queries, None] == documents[:, None, None, :])
+    if base != EAGER:
         return allowed
     dtype = kwargs["dtype"]
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
-
-
-def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the attention function in the file of a module's class."""
-    for ancestor in type(module).__mro__:
-        attention = getattr(sys.modules.get(ancestor.__module__), "eager_attention_forward", None)
-        if attention is not None:
-            return attention(module, *args, **kwargs)
-    raise ValueError(f"{type(module).__name__} has no eager attention")

@@ -23,7 +23,8 @@ from manifests.errors import InputError, ModelError, UsageError
 from manifests.models import ARCHITECTURES, ModelShape
 from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
-from runner.models.document_mask import mask_documents
+from runner.models.context_parallel import let_tokens_alone
+from runner.models.document_mask import mask_rows
 from runner.models.generic_limits import check_fields, check_modules, check_positions, modules_together
 from runner.models.implementations import without_implementations
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
@@ -32,6 +33,7 @@ from runner.models.stage_of_any import StageOfAny, is_stand_in, longest_alike
 from runner.models.tensor_plan import check_packed, distribute_experts, shard_by_plan, summed_by_plan
 from runner.models.whole_model import WholeModel
 from runner.tensors.local_shard import Piece
+from runner.tensors.row_parts import RowParts
 
 _PREFIX = "model."  # of names in `StageOfAny`
 # What a pipeline has no use for. A tied head is a parameter of its own here; see `runner.training.ties`.
@@ -70,6 +72,7 @@ class Generic:
         shape = described(reader) if described else None
         self._entry = entry = entry if shape is None else _with_modules(entry, shape)
         self._keeps_documents = False
+        self._parts: RowParts | None = None  # with context parallelism
         self.hands_on_trees = entry.hands_on_trees or _NARROW in entry.inputs
         with _refusals(self._where):
             self._class, self._given = (model_class, fields) if model_class else _class_and_fields(entry, fields)
@@ -104,12 +107,20 @@ class Generic:
         """
         check_modules(self._entry, self.modules, (modules,), self._where)
         model = self._whole("meta")
-        if self._keeps_documents:
-            mask_documents(model)
-        return StageOfAny(model, self._entry, self._layers_name, frozenset(modules), self._outside)
+        if self._keeps_documents or self._parts:
+            mask_rows(model, self._parts)
+        stage = StageOfAny(model, self._entry, self._layers_name, frozenset(modules), self._outside)
+        stage.parts = self._parts
+        return stage
 
     def keep_documents(self) -> None:
         self._keeps_documents = True
+
+    def split_rows(self, parts: RowParts) -> None:
+        self._parts = parts
+
+    def let_tokens_alone(self, whole: WholeModel) -> list[str]:
+        return let_tokens_alone(whole.model)
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
         """Compute buffers that are in no file, in the dtypes that they have."""

@@ -38,7 +38,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from manifests.models.catalogue import CatalogueEntry
-from runner.models.document_mask import documents_at, inputs_of_documents
+from runner.models.document_mask import documents_at, inputs_of_rows
+from runner.tensors.row_parts import RowParts
 
 _SHARED = (dict, UserDict)  # of what layers write and later layers read
 
@@ -56,6 +57,7 @@ class StageOfAny(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self._layers_name, self._carried = model, layers, entry.carried
+        self.parts: RowParts | None = None  # of the rows that tokens and hidden are a part of
         self._hands_on_trees = entry.hands_on_trees
         listed = model.get_submodule(layers)
         assert isinstance(listed, nn.ModuleList)
@@ -94,8 +96,10 @@ class StageOfAny(nn.Module):
         forget_lengths(self.model)
         self._make_traceable(given)
         size = given["size"] if isinstance(given, dict) else tuple(given.shape[:2])
+        device = pytree.tree_leaves(given)[0].device if self.parts else None
         with documents_at(position_ids):
-            output = self._run(given, size, {"use_cache": False, **inputs_of_documents(position_ids)})
+            inputs = inputs_of_rows(position_ids, size, self.parts, device)
+            output = self._run(given, size, {"use_cache": False, **inputs})
         if self._gives_logits:
             return output.logits
         if self._has_norms:

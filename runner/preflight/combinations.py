@@ -22,7 +22,7 @@ from runner.config.architectures import (
     why_not_tensor_parallel,
 )
 from runner.config.flags import TrainOptions
-from runner.config.parallel_dims import ParallelDims
+from runner.config.parallel_dims import DegreeOptions, ParallelDims
 from runner.config.schema import BatchOptions
 from runner.pipeline.timetable import Timetable
 
@@ -50,6 +50,7 @@ class Combination:
     is_unverified: bool = False  # by a family of another package, or with more than the hidden state between stages
     num_shards: int = 1  # data-parallel ranks that share each parameter
     keeps_documents: bool = False  # --document-mask
+    num_context: int = 1  # context-parallel ranks
     is_own: bool = False  # trained by a family of another package
 
 
@@ -150,6 +151,41 @@ REFUSED = (
         hint="leave it out, or use --no-pack, which has one document in each sequence",
     ),
     Refusal(
+        where="--cp",
+        code="options.cp-architecture",
+        applies=lambda run: run.num_context > 1 and run.implementation == "torchtitan",
+        problem="is not supported on torchtitan's modules",
+        hint="leave --implementation out: --cp takes transformers' modules",
+    ),
+    Refusal(
+        where="--cp",
+        code="options.cp-architecture",
+        applies=lambda run: run.num_context > 1 and run.is_unverified,
+        problem="is not verified for {architecture}",
+        hint="leave it out; more stages and --ac save memory, too",
+    ),
+    Refusal(
+        where="--cp",
+        code="options.cp-combination",
+        applies=lambda run: run.num_context > 1 and run.num_tensor > 1,
+        problem="is not verified together with --tp",
+        hint="remove one of them; --cp shards weights as --dp-shard does",
+    ),
+    Refusal(
+        where="--cp",
+        code="options.cp-combination",
+        applies=lambda run: run.num_context > 1 and run.num_expert > 1,
+        problem="is not verified together with --ep",
+        hint="remove one of them",
+    ),
+    Refusal(
+        where="--cp",
+        code="options.cp-combination",
+        applies=lambda run: run.num_context > 1 and run.is_compiled,
+        problem="is not verified together with --compile",
+        hint="remove one of them",
+    ),
+    Refusal(
         where="manifest",
         code="manifest.mtp-layers",
         applies=lambda run: run.num_mtp_layers > 0,
@@ -211,6 +247,7 @@ def combine(
         is_compiled=options.compute.is_compiled,
         num_tensor=degrees.tensor,
         num_expert=degrees.expert,
+        num_context=degrees.context,
         is_generic=is_own or (is_generic(architecture) and architecture not in ARCHITECTURES),
         is_unverified=is_own or hands_on_trees(architecture),
         num_shards=degrees.shard,
@@ -231,6 +268,7 @@ def sharing_ranks(manifest: Manifest, options: TrainOptions) -> Combination:
         num_tensor=options.degrees.tensor,
         num_expert=options.degrees.expert,
         keeps_documents=options.data.document_mask,
+        num_context=options.degrees.context,
         is_own=is_own,
     )
 
@@ -252,6 +290,38 @@ def check_divides(shape: ModelShape, config: Mapping[str, Any], num_tensor: int,
             problem = f"expected a divisor of {count} ({name} of config.json), found {num_tensor}"
             raise UsageError("--tp", problem, code="options.tp-divisor")
     check_expert_degree(shape.count_experts() if num_expert > 1 else {}, num_expert, "--ep")
+
+
+def part_of(batch: BatchOptions, degrees: ParallelDims) -> BatchOptions:
+    """Return what one rank has of a batch: `share_of`, of which context-parallel ranks have parts of rows.
+
+    Raises:
+        UsageError: the batch or its rows do not divide.
+    """
+    chunks = 2 * degrees.context
+    if degrees.context > 1 and batch.seq_len % chunks:
+        lower = batch.seq_len // chunks * chunks
+        raise UsageError(
+            "--seq-len",
+            f"expected a multiple of {chunks} (2 x --cp {degrees.context}), found {batch.seq_len}",
+            f"use {lower} or {lower + chunks}" if lower else f"use {chunks}",
+            code="options.cp-divisor",
+        )
+    return replace(share_of(batch, degrees.data), seq_len=batch.seq_len // degrees.context)
+
+
+def check_heads(config: Mapping[str, Any], degrees: DegreeOptions) -> None:
+    """Check that context-parallel ranks can exchange parts of rows for heads, if that is their method.
+
+    Raises:
+        UsageError: the number of heads does not divide.
+    """
+    section = config.get("text_config")
+    fields = section if isinstance(section, Mapping) else config
+    count = fields.get("num_attention_heads")
+    if degrees.context_method == "ulysses" and isinstance(count, int) and count % degrees.context:
+        problem = f"expected a divisor of {count} (num_attention_heads of config.json), found {degrees.context}"
+        raise UsageError("--cp", problem, "use --cp-method gather, or another --cp", code="options.cp-divisor")
 
 
 def share_of(batch: BatchOptions, num_replicas: int) -> BatchOptions:

@@ -26,9 +26,10 @@ from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import (
     check_combination,
     check_divides,
+    check_heads,
     check_sinks,
     combine,
-    share_of,
+    part_of,
     sharing_ranks,
 )
 
@@ -96,6 +97,7 @@ def check_request(launched: Packed, options: TrainOptions, world_size: int) -> P
     # What no number of ranks fixes is refused before ranks are counted.
     check_combination(sharing_ranks(launched.manifest, options))
     check_divides(launched.shape, launched.config, options.degrees.tensor, options.degrees.expert)
+    check_heads(launched.config, options.degrees)
     degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
     if options.resume.source is None:  # a checkpoint may recall other batch sizes
         _check_step(launched.manifest, options, degrees)
@@ -311,7 +313,7 @@ def _is_taken(name: str, value: Any, given_options: TrainOptions) -> bool:
 
 
 def _check_step(manifest: Manifest, options: TrainOptions, degrees: ParallelDims) -> None:
-    batch = share_of(options.batch, degrees.data)
+    batch = part_of(options.batch, degrees)
     timetable = choose_timetable(options.schedule, manifest, batch.num_microbatches)
     check_combination(combine(manifest, options, timetable, degrees))
 

@@ -30,6 +30,8 @@ from runner.parallel.mesh import Mesh
             ParallelDims(pipeline=4, replicate=2, shard=2, tensor=2, expert=4),
         ),
         (DegreeOptions(tensor=2, shard=None), 16, ParallelDims(pipeline=4, shard=2, tensor=2)),
+        (DegreeOptions(context=2), 16, ParallelDims(pipeline=4, replicate=2, context=2)),
+        (DegreeOptions(context=2, shard=None), 16, ParallelDims(pipeline=4, shard=2, context=2)),
     ],
 )
 def test_degrees_that_were_not_asked_for_are_found(
@@ -46,6 +48,8 @@ def test_degrees_that_were_not_asked_for_are_found(
         (DegreeOptions(), 6, "", "launch.world-size"),
         (DegreeOptions(tensor=2), 12, "--tp", "launch.degrees"),
         (DegreeOptions(tensor=2), 4, "--tp", "launch.degrees"),
+        (DegreeOptions(context=2), 12, "--cp", "launch.degrees"),
+        (DegreeOptions(context=2, shard=3), 16, "--dp-shard", "launch.degrees"),
         (DegreeOptions(shard=3), 16, "--dp-shard", "launch.degrees"),
         (DegreeOptions(expert=2), 8, "--ep", "launch.degrees"),
         (DegreeOptions(shard=2, tensor=3, expert=4), 24, "--ep", "launch.degrees"),

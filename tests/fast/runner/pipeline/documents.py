@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from runner.config.schema import BatchOptions
 from runner.data.sequences import Batch, Sample, build_batch
 from runner.models.generic import Generic
 from runner.pipeline.chunk import StageChunk
-from runner.pipeline.schedule import build_schedule
+from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.self_check import build_filled, difference
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
+from runner.tensors.dtensor import whole_of
+from tests.fast.manifests.models.catalogued import config_of, quiet
 from tests.fast.runner.tiny import split_evenly
 
 SEQ_LEN = 16
@@ -48,11 +50,18 @@ CONFIGS: Mapping[str, tuple[Mapping[str, Any], float]] = {
 }  # fmt: skip
 
 
-class Alone:
-    """A model, and its loss and gradients over documents by themselves, in float64."""
+Share = Callable[[StageChunk], None]
 
-    def __init__(self, architecture: str) -> None:
+
+class Alone:
+    """A model, and its loss and gradients over documents by themselves, in float64.
+
+    Without documents, each row is a single one.
+    """
+
+    def __init__(self, architecture: str, *, has_documents: bool = True, **more: Any) -> None:
         changes, self.tolerance = CONFIGS[architecture]
+        changes, self.has_documents = {**changes, **more}, has_documents
         config = getattr(transformers, architecture).config_class(**{**COMMON, **changes})
         entry = entry_of(architecture)
         assert entry is not None
@@ -61,7 +70,8 @@ class Alone:
         torch.manual_seed(0)
         self.whole = self.family.whole().double().train()
         drawn = torch.Generator().manual_seed(1)
-        self.rows = [[torch.randint(3, 64, (length,), generator=drawn) for length in row] for row in LENGTHS]
+        lengths = LENGTHS if has_documents else [(SEQ_LEN + 1,)] * len(LENGTHS)
+        self.rows = [[torch.randint(3, 64, (length,), generator=drawn) for length in row] for row in lengths]
         count = sum(len(document) - 1 for row in self.rows for document in row)
         losses = [self._loss(document) / count for row in self.rows for document in row if len(document) > 1]
         self.loss = torch.stack(losses).sum()
@@ -77,31 +87,46 @@ class Alone:
         for row in self.rows:
             ends = torch.tensor([len(document) for document in row]).cumsum(0).tolist()
             ids = array("i", torch.cat(row).tolist())
-            samples.append(Sample(ids=ids, begins=tuple(ends[:-1]), is_masked=True))
+            samples.append(Sample(ids=ids, begins=tuple(ends[:-1]), is_masked=self.has_documents))
         return build_batch(samples, SEQ_LEN, filler=0)
 
-    def differences(
-        self, schedule: str, placement: Placement, rank: int, batch: Batch | None = None
-    ) -> tuple[float, dict[str, float]]:
+    def differences(self, schedule: str, placement: Placement, rank: int) -> tuple[float, dict[str, float]]:
         """Train on the packed documents; return what differs of the loss, and of each gradient on this rank."""
         self.family.keep_documents()
-        stage_modules = split_evenly(self.family.modules, placement.num_stages)
-        everywhere = build_filled(self.family, self.whole, stage_modules)
-        chunks = [everywhere[stage] for stage in placement.stages_on(rank)]
-        metadata = plan_stage_metadata(self.family, stage_modules, torch.float64)
-        timetable = find_timetable(schedule, placement, CUT.num_microbatches)
-        if placement.num_ranks == 1:
-            for chunk in chunks:
-                chunk.io = None
-        loss = build_schedule(timetable, chunks, metadata, CUT).train(batch or self.packed())
+        chunks = self.stages(placement, rank)
+        loss = self.schedule(schedule, placement, chunks, CUT).train(self.packed())
         expected = self.loss.item()
-        return (0.0 if loss is None else abs(loss - expected) / expected), self._gradients(chunks)
+        return (0.0 if loss is None else abs(loss - expected) / expected), self.gradients(chunks)
 
-    def _gradients(self, chunks: Sequence[StageChunk]) -> dict[str, float]:
+    def stages(self, placement: Placement, rank: int, share: Share = lambda chunk: None) -> list[StageChunk]:
+        """Build this rank's stages with the model's weights; `share` shares each with other ranks."""
+        stage_modules = split_evenly(self.family.modules, placement.num_stages)
+        everywhere = build_filled(self.family, self.whole, stage_modules, share)
+        for chunk in everywhere if placement.num_ranks == 1 else ():
+            chunk.io = None
+        return [everywhere[stage] for stage in placement.stages_on(rank)]
+
+    def schedule(
+        self, name: str, placement: Placement, chunks: Sequence[StageChunk], cut: BatchOptions, group: Any = None
+    ) -> Schedule:
+        stage_modules = split_evenly(self.family.modules, placement.num_stages)
+        metadata = plan_stage_metadata(self.family, stage_modules, torch.float64)
+        return build_schedule(find_timetable(name, placement, cut.num_microbatches), chunks, metadata, cut, group)
+
+    def gradients(self, chunks: Sequence[StageChunk]) -> dict[str, float]:
         expected = dict(self.whole.named_parameters())
         computed = {name: parameter for chunk in chunks for name, parameter in chunk.body.named_parameters()}
         return {name: difference(grad_of(parameter), grad_of(expected[name])) for name, parameter in computed.items()}
 
 
 def grad_of(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return torch.zeros(parameter.shape) if parameter.grad is None else whole_of(parameter.grad)
+
+
+def generic(architecture: str, **changes: Any) -> Generic:
+    """Return the family of a tiny config of an architecture."""
+    entry = entry_of(architecture)
+    assert entry is not None
+    with quiet():
+        config = {**config_of(architecture).to_dict(), **changes}
+        return Generic(entry, {**config, "architectures": [architecture]}, max_seq_len=16)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from torch import nn
 
 from manifests.errors import UserError
-from manifests.models.catalogue import catalogued, entry_of
+from manifests.models.catalogue import catalogued
 from manifests.placement import Placement
 from runner import NamedFamily
 from runner.config.architectures import generic_entry
-from runner.models.generic import Generic
 from runner.pipeline.document_check import check_documents, keep_documents
-from tests.fast.manifests.models.catalogued import config_of, quiet
 from tests.fast.runner.models.test_own_families import request
-from tests.fast.runner.pipeline.documents import CONFIGS, Alone
+from tests.fast.runner.pipeline.documents import CONFIGS, Alone, generic
 from tests.fast.runner.tiny import split_evenly
 
 FAST = (("LlamaForCausalLM", 1), ("MistralForCausalLM", 2), ("GptOssForCausalLM", 2))
@@ -84,11 +80,3 @@ def test_families_of_other_packages_are_refused() -> None:
     with pytest.raises(UserError) as error:
         keep_documents(NamedFamily(request(), lambda modules: nn.Identity()), 16)
     assert (error.value.where, error.value.code) == ("--document-mask", "options.document-mask")
-
-
-def generic(architecture: str, **changes: Any) -> Generic:
-    entry = entry_of(architecture)
-    assert entry is not None
-    with quiet():
-        config = {**config_of(architecture).to_dict(), **changes}
-        return Generic(entry, {**config, "architectures": [architecture]}, max_seq_len=16)

@@ -13,9 +13,19 @@ from manifests.errors import UsageError
 from manifests.models import model_shape
 from runner.config.architectures import why_not_expert_parallel
 from runner.config.flags import parse_training
+from runner.config.parallel_dims import DegreeOptions, ParallelDims
 from runner.config.schema import BatchOptions
 from runner.pipeline.timetable import choose_timetable
-from runner.preflight.combinations import REFUSED, Combination, check_combination, check_divides, combine, share_of
+from runner.preflight.combinations import (
+    REFUSED,
+    Combination,
+    check_combination,
+    check_divides,
+    check_heads,
+    combine,
+    part_of,
+    share_of,
+)
 from stores.open import open_manifest
 from tests.builders import llama_config, pack, write_model
 from tests.fast.manifests.models.built import read_config
@@ -44,6 +54,28 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "--document-mask",
         "options.document-mask",
     ),
+    ({"num_context": 2}, "--cp", "options.cp-architecture"),
+    (
+        {
+            "num_context": 2,
+            "implementation": "transformers",
+            "is_unverified": True,
+            "architecture": "Gemma4ForCausalLM",
+        },
+        "--cp",
+        "options.cp-architecture",
+    ),
+    (
+        {**GENERIC, "num_context": 2, "num_tensor": 2, "implementation": "transformers"},
+        "--cp",
+        "options.cp-combination",
+    ),
+    (
+        {**GENERIC, "num_context": 2, "num_expert": 2, "implementation": "transformers"},
+        "--cp",
+        "options.cp-combination",
+    ),
+    ({"num_context": 2, "implementation": "transformers", "is_compiled": True}, "--cp", "options.cp-combination"),
     ({"num_mtp_layers": 1}, "manifest", "manifest.mtp-layers"),
 ]
 
@@ -74,6 +106,7 @@ def test_every_rule_is_tested() -> None:
         {**GENERIC, "num_shards": 2, "num_tensor": 2, "num_expert": 2},
         {**GENERIC, **ZERO_BUBBLE, "has_loss_chunks": True},
         {"keeps_documents": True, "implementation": "transformers"},
+        {**GENERIC, **ZERO_BUBBLE, "num_context": 2, "num_shards": 2, "implementation": "transformers"},
     ],
 )
 def test_combination_that_is_known_to_be_right_passes(found: dict[str, Any]) -> None:
@@ -95,6 +128,25 @@ def test_data_parallel_pipelines_split_a_batch_evenly(wording: Callable[[str], N
             share_of(batch, num_replicas)
         assert (error.value.where, error.value.code) == ("--global-batch", "options.batch-size")
         wording(str(error.value))
+
+
+def test_rows_and_heads_that_do_not_divide_over_context_parallel_ranks_are_refused(
+    wording: Callable[[str], None],
+) -> None:
+    degrees = ParallelDims(pipeline=2, context=2)
+    batch = BatchOptions(global_batch=8, microbatch=2, seq_len=12)
+    assert part_of(batch, degrees) == BatchOptions(global_batch=8, microbatch=2, seq_len=6)
+    with pytest.raises(UsageError) as error:
+        part_of(replace(batch, seq_len=14), degrees)
+    assert (error.value.where, error.value.code) == ("--seq-len", "options.cp-divisor")
+    wording(str(error.value))
+    config = {"num_attention_heads": 6}
+    check_heads(config, DegreeOptions(context=4))
+    check_heads(config, DegreeOptions(context=3, context_method="ulysses"))
+    with pytest.raises(UsageError) as error:
+        check_heads(config, DegreeOptions(context=4, context_method="ulysses"))
+    assert (error.value.where, error.value.code) == ("--cp", "options.cp-divisor")
+    wording(str(error.value))
 
 
 def test_combination_is_read_from_manifest_options_and_timetable(tmp_path: Path) -> None:
