@@ -33,6 +33,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from manifests.models import ConfigReader
 from manifests.models.by_names import heads_width
 from manifests.models.catalogue import make_entry
+from runner.models.generic import Generic
 from tools.config_fields import NotDescribedError, Tensors, Variants, build, names_in_files, scan_fields
 from tools.parity import Layers, compare, look_at_layers
 from tools.shared_parity import expert_parallel, why_not_tensor_parallel
@@ -171,7 +172,21 @@ def describe(model_class: type[PreTrainedModel]) -> dict[str, Any]:
     entry |= {name: value for name in ("num_results", "carried", "reshapes") if (value := getattr(layers, name))}
     if why := why_not_trained(model_class, entry, layers):
         entry["refused"] = why
+    elif exact := kept_in_float32(model_class, config, entry):
+        entry["float32"] = exact
+    if (residual := getattr(model_class.config_class(), "residual_in_fp32", None)) is not None:
+        entry["residual_in_fp32"] = residual
     return entry
+
+
+def kept_in_float32(model_class: type[PreTrainedModel], config: Any, entry: Mapping[str, Any]) -> list[str]:
+    """Return the names, from the layer's on, of parameters that a model in bfloat16 has in float32."""
+    family = Generic(make_entry(model_class.__name__, entry), config.to_dict(), max_seq_len=1)
+    parameters = dict(family.build(family.modules).named_parameters())
+    layer = re.compile(rf"{re.escape(entry['layers'])}\.\d+")
+    exact = {name: parameters[name] for name in parameters.keys() & set(family.float32_names(torch.bfloat16))}
+    pieces = (piece for name, tensor in exact.items() for piece in family.pieces(name, tensor, (0,) * tensor.dim()))
+    return sorted({_NUMBER.sub("*", layer.sub("", piece.fqn)) for piece in pieces})
 
 
 def why_not_trained(model_class: type[PreTrainedModel], entry: Mapping[str, Any], layers: Layers) -> str:

@@ -90,6 +90,8 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
         ties=ties,
         ignored_suffixes=tuple(f".{leaf}" for leaf in ignored),
         untrained_suffixes=tuple(leaf.rpartition("*")[2] for leaf in entry.buffers),
+        float32_suffixes=tuple(leaf.rpartition("*")[2] for leaf in entry.float32),
+        hands_on_float32=bool(config.config.get("residual_in_fp32", entry.residual_in_fp32)),
         optional=frozenset((*names[num_layers:], *spare)),
         work=_work(entry, config, modules, dict(zip(names, layers, strict=True)), kinds, tensors),
         hidden_size=_count(config, entry.width),

@@ -80,6 +80,8 @@ class CatalogueEntry:
     ties: tuple[tuple[str, str], ...] = ()  # owner and replica, where the config says that embeddings are tied
     tied: bool = False  # what a config means that does not say
     buffers: tuple[str, ...] = ()  # ends of names of tensors that nobody trains
+    float32: tuple[str, ...] = ()  # ends of names of parameters that models of any dtype have in float32
+    residual_in_fp32: bool | None = None  # what a config means that lacks this field; None: none has it
     ignored: tuple[str, ...] = ()  # ends of names of tensors that files may have and the model computes
     mtp: str | None = None  # the field that counts MTP layers, numbered after the others
     spare: tuple[str, ...] = ()  # modules that files may have and the model lacks
@@ -152,7 +154,19 @@ def entry_of(architecture: str) -> CatalogueEntry | None:
 def make_entry(architecture: str, table: Mapping[str, Any]) -> CatalogueEntry:
     """Return the entry that a table of the catalogue says."""
     fields: dict[str, Any] = {**table, "architecture": architecture}
-    for name in ("inputs", "outputs", "count", "width", "buffers", "ignored", "spare", "towers", "per_key", "carried"):
+    for name in (
+        "inputs",
+        "outputs",
+        "count",
+        "width",
+        "buffers",
+        "float32",
+        "ignored",
+        "spare",
+        "towers",
+        "per_key",
+        "carried",
+    ):
         if name in fields:
             fields[name] = tuple(fields[name])
     fields["outside"] = frozenset(fields.get("outside", ()))

@@ -30,12 +30,11 @@ without a policy are of GPUs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from manifests.models import ModelShape, Work, is_expert, module_of
-from manifests.models.training import FP32_NBYTES, Training
+from manifests.models.training import FP32_NBYTES, POLICIES, Training
 from manifests.placement import Placement
 from manifests.schedules import (
     Table,
@@ -113,25 +112,28 @@ def estimate_memory(
         action.stage for steps in table.ranks for step in steps for action in actions_of(step) if action.kind == "I"
     }
     split.discard(0)
-    boundary = training.num_tokens * shape.hidden_size * training.policy.compute
+    hidden = training.num_tokens * shape.hidden_size
+    boundary = hidden * (FP32_NBYTES if shape.hands_on_float32 else training.policy.compute)
     received, in_transit = peak_received(lower(table)), min(MOST_IN_TRANSIT, table.num_microbatches)
     sent = [in_transit * num_remote_neighbors(placement, stage) for stage in range(placement.num_stages)]
     per_microbatch, delayed = [], []  # bytes, by stage
     for stage, modules in enumerate(stages):
         is_received = stage > 0 and placement.rank_of(stage - 1) != placement.rank_of(stage)
-        counted_twice = boundary if is_received and modules and costs[modules[0]].saves_input else 0
+        counted_twice = (
+            hidden * training.policy.compute if is_received and modules and costs[modules[0]].saves_input else 0
+        )
         per_microbatch.append(sum(costs[module].activations for module in modules) - counted_twice)
         delayed.append(sum(costs[module].delayed for module in modules) if stage in split else 0)
     peaks = peak_held_by_stage(table, per_microbatch, delayed)
     followers = _followers(shape, stages, placement)
     by_stage = []
     for stage, modules in enumerate(stages):
-        num_params = sum(sum(sizes[module].values()) for module in modules)
         led = {
             module: [(n, _shards_of(fqn, training)) for fqn, n in sizes[module].items() if fqn not in followers]
             for module in modules
         }
-        weights, gradients, optimizer = _state_nbytes(training, chain.from_iterable(led.values()), num_params)
+        tensors = {fqn: n for module in modules for fqn, n in sizes[module].items()}
+        weights, gradients, optimizer = _state_nbytes(shape, training, tensors, followers)
         in_step = _step_nbytes(led, training)
         by_stage.append(
             Memory(
@@ -177,14 +179,7 @@ def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str
     sizes = _sizes_of(shape, training)
     costs = _costs_of(shape, training, sizes)
     return {
-        module: sum(
-            _state_nbytes(
-                training,
-                [(count, _shards_of(fqn, training)) for fqn, count in tensors.items()],
-                sum(tensors.values()),
-            )
-        )
-        + in_flight * costs[module].activations
+        module: sum(_state_nbytes(shape, training, tensors)) + in_flight * costs[module].activations
         for module, tensors in sizes.items()
     }
 
@@ -318,16 +313,28 @@ def _is_layer(module: str) -> bool:
     return module.rpartition(".")[2].isdecimal()
 
 
-def _state_nbytes(training: Training, tensors: Iterable[_Sharded], num_params: int) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and optimizer state; `tensors` are those that are not tied to another."""
-    policy, by_shards = training.policy, Counter[int]()
-    for count, shards in tensors:
-        by_shards[shards] += count
-    led = by_shards.total()
-    if training.is_sharded:  # see Note [Memory of a rank]
-        optimizer = sum(count * 3 * policy.master // shards for shards, count in by_shards.items())
-        return led * policy.compute, num_params * policy.reduce, optimizer
-    return led * policy.compute, num_params * policy.master, led * (2 + policy.has_masters) * policy.master
+def _state_nbytes(
+    shape: ModelShape, training: Training, tensors: Mapping[str, int], followers: frozenset[str] = frozenset()
+) -> tuple[int, int, int]:
+    """Return the bytes of weights, gradients and optimizer state of tensors with so many parameters each.
+
+    `followers` share the weight of another tensor.
+    """
+    exact = {fqn for fqn in tensors if fqn.endswith(shape.float32_suffixes)} if shape.float32_suffixes else set()
+    weights = gradients = optimizer = 0
+    for policy, fqns in ((training.policy, tensors.keys() - exact), (POLICIES["fp32"], exact)):
+        by_shards = Counter[int]()
+        for fqn in fqns - followers:
+            by_shards[_shards_of(fqn, training)] += tensors[fqn]
+        weights += by_shards.total() * policy.compute
+        num_params = sum(tensors[fqn] for fqn in fqns)
+        if training.is_sharded:  # see Note [Memory of a rank]
+            gradients += num_params * policy.reduce
+            optimizer += sum(count * 3 * policy.master // shards for shards, count in by_shards.items())
+        else:
+            gradients += num_params * policy.master
+            optimizer += by_shards.total() * (2 + policy.has_masters) * policy.master
+    return weights, gradients, optimizer
 
 
 def _sizes_of(shape: ModelShape, training: Training) -> dict[str, dict[str, int]]:

@@ -70,6 +70,8 @@ class ModelShape:
     ignored_suffixes: tuple[str, ...] = ()  # tensors that old files carry and the model recomputes
     untrained_suffixes: tuple[str, ...] = ()  # tensors that are not parameters: buffers and scales
     packed_suffixes: tuple[str, ...] = ()  # tensors with two parameters in each element
+    float32_suffixes: tuple[str, ...] = ()  # parameters that are float32 in a model of any dtype
+    hands_on_float32: bool = False  # whether hidden states between layers are float32 whatever the compute dtype
     optional: frozenset[str] = frozenset()  # modules that a checkpoint may lack, each as a whole
     work: Mapping[str, Work] = field(default_factory=dict)  # of each module
     hidden_size: int = 0  # width of what one module hands to the next

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from manifests.models import ModelShape, is_expert, model_shape
 from manifests.models.memory import Memory, MemoryEstimate, estimate_memory, memory_of
@@ -15,6 +17,7 @@ from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
 from manifests.schedules import Action, Table, schedule_table
 from tests.fast.manifests.models.built import build, read_config
+from tests.fast.manifests.models.catalogued import quiet, save_tiny, stored_by
 
 FP32 = Training(policy=POLICIES["fp32"], microbatch=2, seq_len=8)
 WIDE: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 512}
@@ -274,6 +277,35 @@ def test_malloc_keeps_what_a_step_frees_up_to_the_optimizer_state_in_its_place(
         holes = min(freed, compact.optimizer) + gathered * (compact.weights + compact.gradients)
         assert fast.total == compact.total + holes
         assert fast.state == compact.state
+
+
+@pytest.mark.parametrize("name", ["BailingHybridForCausalLM", "Ernie4_5_MoeForCausalLM"])
+def test_parameters_kept_in_float32_are_counted_as_from_pretrained_has_them(name: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, name, tie_word_embeddings=False)
+    with quiet():
+        whole = getattr(transformers, name).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    config, stored = stored_by(name, tie_word_embeddings=False)
+    shape, nbytes = model_shape(config, stored=stored), sum(parameter.nbytes for parameter in whole.parameters())
+    num_params = sum(parameter.numel() for parameter in whole.parameters())
+    assert 2 * num_params < nbytes < 4 * num_params
+    one = Placement(num_stages=1, num_ranks=1)
+    (plain,) = estimate(shape, "1F1B", one, 1, replace(FP32, policy=POLICIES["bf16"])).ranks
+    assert (plain.weights, plain.gradients, plain.optimizer) == (nbytes, nbytes, 2 * nbytes)
+    (mixed,) = estimate(shape, "1F1B", one, 1, replace(FP32, policy=POLICIES["mixed"])).ranks
+    masters = sum(4 * parameter.numel() for parameter in whole.parameters() if parameter.dtype == torch.bfloat16)
+    assert (mixed.weights, mixed.gradients, mixed.optimizer) == (nbytes, 4 * num_params, 8 * num_params + masters)
+
+
+def test_hidden_states_in_float32_are_sent_as_such() -> None:
+    config, stored = stored_by("MambaForCausalLM")
+    training, buffers = replace(FP32, policy=POLICIES["bf16"]), {}
+    for value in (None, True, False):
+        fields = {key: field for key, field in config.items() if key != "residual_in_fp32"}
+        fields |= {} if value is None else {"residual_in_fp32": value}
+        shape = model_shape(fields, stored=stored)
+        two = estimate(shape, "1F1B", Placement(num_stages=2, num_ranks=2), 4, training)
+        buffers[value] = two.ranks[1].receive_buffers
+    assert 0 < 2 * buffers[False] == buffers[True] == buffers[None]
 
 
 def test_receive_buffers_are_those_in_use_at_once() -> None:

@@ -90,12 +90,11 @@ def test_buffers_that_transformers_keeps_in_float32_are_not_rounded(twin: Callab
     check(twin("rounds"), 3, run=RunOptions(compute=ComputeOptions(dtype="bf16")))
 
 
-@pytest.mark.parametrize("master", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "master"), [("Ernie4_5_MoeForCausalLM", "fp32"), ("BeamForCausalLM", "bf16")])
 def test_a_parameter_that_transformers_keeps_in_float32_is_not_rounded(
-    master: Dtype, monkeypatch: pytest.MonkeyPatch, wording: Callable[[str], None]
+    name: str, master: Dtype, monkeypatch: pytest.MonkeyPatch, wording: Callable[[str], None]
 ) -> None:
-    config = config_of("Ernie4_5_MoeForCausalLM")
-    family = family_for({**config.to_dict(), "architectures": ["Ernie4_5_MoeForCausalLM"]}, max_seq_len=8)
+    family = family_for({**config_of(name).to_dict(), "architectures": [name]}, max_seq_len=8)
     assert isinstance(family, Generic)
     run = RunOptions(compute=ComputeOptions(dtype="bf16", master_dtype=master, recompute="full"))
     check(family, 3, run=run)

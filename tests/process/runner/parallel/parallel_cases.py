@@ -8,9 +8,8 @@ from typing import Any
 
 VOCAB_SIZE = 96
 TWO_DTYPES = (
-    "BailingHybridForCausalLM", "BeamForCausalLM", "Ernie4_5_MoeForCausalLM", "FalconMambaForCausalLM",
-    "FlintForCausalLM", "HunYuanMoEV1ForCausalLM", "InklingForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM",
-    "OlmoHybridForCausalLM", "OpenAIGPTLMHeadModel", "XGLMForCausalLM",
+    "BailingHybridForCausalLM", "Ernie4_5_MoeForCausalLM", "MambaForCausalLM", "OpenAIGPTLMHeadModel",
+    "XGLMForCausalLM",
 )  # fmt: skip
 _TIED = {"tie_word_embeddings": True}
 # What tensor parallelism cuts must divide: it has models of its own.
