@@ -37,7 +37,7 @@ def train(packed: Path, place: Path, *words: str | Path) -> tuple[int | None, li
 def test_weights_are_saved_although_the_evaluation_fails(packed: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     write_documents(text, [[1, 2, 3]])
-    text.write_text(text.read_text() + "no JSON\n")  # as a first line, it would be refused before the first step
+    text.write_text(text.read_text() + "\nno JSON\n")  # as a first line, it would be refused before the first step
     code, codes = train(packed, tmp_path, "--eval-data", text)
     assert (code, codes) == (3, ["data.not-json"])
     assert reshard("verify", tmp_path / "trained").code == 0
