@@ -43,7 +43,7 @@ def check(
                 assert rank[part] == pytest.approx(rank["planned"][part], rel=1e-3), (name, part)
 
 
-@pytest.mark.parametrize("policy", ["compact", "fast"])
+@pytest.mark.parametrize("policy", ["compact", pytest.param("fast", marks=pytest.mark.slow)])
 def test_peak_of_each_rank_is_within_a_tenth_of_the_plan_of_its_policy(
     packed: Path, tmp_path: Path, policy: str
 ) -> None:
