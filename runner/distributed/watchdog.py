@@ -240,7 +240,7 @@ def log_to_file(log_dir: Path, rank: int) -> None:
         ) from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logging.getLogger().addHandler(handler)
-    logged = logging.getLogger("runner.said")
+    logged = logging.getLogger("runner.progress")
     logged.setLevel(logging.DEBUG)
     logged.propagate = False  # the terminal shows it already
     logged.addHandler(handler)

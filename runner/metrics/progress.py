@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-logger = logging.getLogger("runner.said")
+logger = logging.getLogger("runner.progress")
 _noted = logging.getLogger("runner")
 
 

@@ -23,7 +23,7 @@ from manifests.store import write_file
 
 logger = logging.getLogger("runner")
 AGENT = "RUNNER_AGENT"  # the process id of an agent that prints its ranks' reports
-REPORTS = "RUNNER_ENDINGS"  # that agent's folder of reports
+REPORTS = "RUNNER_EXIT_REPORTS"  # that agent's folder of reports
 _KEY = "runner"
 # failed: an error of its own; lost: it timed out waiting for another rank; stuck: its step did not end.
 FailureKind = Literal["failed", "lost", "stuck"]

@@ -290,7 +290,7 @@ def test_step_after_a_save_has_the_grace_of_the_step_before_and_the_first_that_o
 @pytest.fixture
 def loggers() -> Iterator[None]:
     """Leave handlers as they were."""
-    found = [(logger, list(logger.handlers)) for logger in map(logging.getLogger, ("", "runner.said"))]
+    found = [(logger, list(logger.handlers)) for logger in map(logging.getLogger, ("", "runner.progress"))]
     yield
     for logger, handlers in found:
         logger.handlers[:] = handlers
@@ -301,9 +301,9 @@ def test_log_on_a_full_disk_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFix
     log_path(tmp_path, 0).symlink_to("/dev/full")
     log_to_file(tmp_path, 0)
     for _ in range(9):
-        logging.getLogger("runner.said").debug("step 1/3 %s", "x" * 4096)
+        logging.getLogger("runner.progress").debug("step 1/3 %s", "x" * 4096)
     with contextlib.suppress(OSError):  # which logging.shutdown catches
-        logging.getLogger("runner.said").handlers[-1].close()
+        logging.getLogger("runner.progress").handlers[-1].close()
     assert capfd.readouterr().err == ""
 
 

@@ -141,7 +141,7 @@ def test_step_that_is_traced_is_timed() -> None:
     assert [step for step in range(1, 15) if clock.times(step)] == [1, 5, 6, 14]
 
 
-def test_actions_of_a_step_that_is_not_timed_cost_nothing_and_are_not_recorded() -> None:
+def test_actions_of_a_step_that_is_not_timed_are_not_recorded() -> None:
     recorder = Recorder(torch.device("cpu"))
     for is_timed in (True, False, True):
         recorder.start(is_timed=is_timed)
