@@ -22,9 +22,9 @@ from stores.base import read_range
 from stores.bundles import TensorAt
 from stores.local import LocalFile
 from tests.builders import files_in, flip, llama_config, pack, refusal, reshard
+from tests.fast.reshard.archives.test_tensors import NAME, state_of, write_folder
 from tests.fast.reshard.formats.dcp.test_dcp_source import huggingface_state, save
 from tests.fast.reshard.formats.deepspeed.test_deepspeed_source import GOLDEN
-from tests.fast.reshard.formats.huggingface.test_torch_files import NAME, state_of, write_folder
 from tests.fast.reshard.formats.megatron.test_megatron import GOLDEN as MEGATRON
 from tests.servers.hub import serve_hub, set_up
 
