@@ -140,7 +140,7 @@ def begin_long(slurm: Slurm, packed: Path, tmp_path: Path, *flags: str) -> Path:
     return log
 
 
-def wait_until(is_so: Callable[[], bool], slurm: Slurm, log: Path, limit_s: float = 60) -> float:
+def wait_until(is_so: Callable[[], bool], slurm: Slurm, log: Path, limit_s: float = 150) -> float:
     """Wait for something to come true, and give the seconds that it took."""
     begun = time.monotonic()
     while not is_so():
