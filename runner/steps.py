@@ -26,6 +26,7 @@ from runner.distributed.watchdog import Watchdog
 from runner.metrics.gauges import peak_memory_nbytes
 from runner.metrics.metrics import Metrics, StepTimes
 from runner.preflight.combinations import share_of
+from runner.preflight.preflight import is_less_than_a_step
 from runner.profiling.trace import RunShape, Tracer
 from runner.rundir.records import run_id
 from runner.setup import Ready
@@ -164,6 +165,9 @@ def _open_feed(ready: Ready) -> tuple[_Feed, TrainingState]:
     group = dist.new_group(readers, timedelta(seconds=options.timeout_s), "gloo") if len(readers) > 1 else None
     feed = _Feed()
     with raise_on_all_ranks("data"):
+        takes_steps = ready.num_steps < options.steps
+        if ready.mesh.rank == 0 and takes_steps and is_less_than_a_step(options.data, options.batch):
+            logger.info("note: --data is less text than one step reads: every step repeats it")
         if found is not None:
             check_alike(options.data, found, shared)
             feed = _read(ready, shared, group)

@@ -255,8 +255,6 @@ def notes(
     if given_options.resume.source == "auto" and training is None and options.checkpoint is not None:
         history = options.checkpoint.history
         lines.append(f"--resume auto: {history} has no checkpoint; starting at step 0 with the launched weights")
-    if first <= last and is_less_than_a_step(options.data, options.batch):
-        lines.append("--data is less text than one step reads: every step repeats it")
     if first <= last and options.checkpoint is None and options.save is None:
         lines.append("without --checkpoint DIR or --save DIR the trained weights are lost when the run ends")
     architecture, implementation = origin.model.architecture, given_options.compute.implementation

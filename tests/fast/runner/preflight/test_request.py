@@ -15,7 +15,7 @@ from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import remembered
 from runner.commands import cli
 from runner.config.flags import parse_training, recall
-from runner.preflight.preflight import check_length, expert_notes, notes
+from runner.preflight.preflight import check_length, expert_notes, is_less_than_a_step, notes
 from tests.builders import pack, without_file
 from tests.fast.trained import write_trained
 
@@ -173,10 +173,15 @@ def test_flag_without_effect_is_noted(place: Path, training: tuple[str, ...], fl
 
 
 @pytest.mark.parametrize(("nbytes", "is_noted"), [(2, True), (63, True), (64, False)])
-def test_data_of_less_than_a_step_is_noted(place: Path, tmp_path: Path, nbytes: int, is_noted: bool) -> None:
+def test_data_of_less_than_a_step_is_noted(tmp_path: Path, nbytes: int, is_noted: bool) -> None:
     (tmp_path / "a.txt").write_bytes(b"a" * nbytes)
-    options = parse_training(["--data", str(tmp_path), "--save", "s", "--seq-len", "8", "--global-batch", "8"])
-    assert bool(notes(options, options, open_packed(place / "packed").manifest, None)) == is_noted
+    options = parse_training(["--data", str(tmp_path), "--seq-len", "8", "--global-batch", "8"])
+    assert is_less_than_a_step(options.data, options.batch) == is_noted
+
+
+def test_notes_of_a_rank_without_the_data_do_not_need_it(place: Path) -> None:
+    options = parse_training(["--data", str(place / "gone"), "--save", "s"])
+    assert notes(options, options, open_packed(place / "packed").manifest, None) == []
 
 
 def test_family_that_lacks_its_usual_modules_is_noted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
