@@ -279,7 +279,12 @@ def notes(
 
 
 def is_less_than_a_step(data: DataOptions, batch: BatchOptions) -> bool:
-    """Whether text files have fewer bytes than a step has tokens; Parquet is compressed, which may be more text."""
+    """Whether text files have fewer bytes than a step has tokens; Parquet is compressed, which may be more text.
+
+    Without --pack this is not known: documents are padded.
+    """
+    if not data.pack:
+        return False
     nbytes = 0
     for file in () if data.sources == (SYNTHETIC,) else find_files(data.sources):
         nbytes += file_nbytes(file)

@@ -177,6 +177,7 @@ def test_data_of_less_than_a_step_is_noted(tmp_path: Path, nbytes: int, is_noted
     (tmp_path / "a.txt").write_bytes(b"a" * nbytes)
     options = parse_training(["--data", str(tmp_path), "--seq-len", "8", "--global-batch", "8"])
     assert is_less_than_a_step(options.data, options.batch) == is_noted
+    assert not is_less_than_a_step(replace(options.data, pack=False), options.batch)
 
 
 def test_notes_of_a_rank_without_the_data_do_not_need_it(place: Path) -> None:
