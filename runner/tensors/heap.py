@@ -85,12 +85,12 @@ def available_nbytes(num_ranks: int, root: Path = Path("/")) -> int | None:
     groups = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        names = ("memory.max", "memory.current", "inactive_file")
+        names = ("memory.max", "memory.current", "")
         folder = groups
         if controllers:
             if "memory" not in controllers.split(","):
                 continue
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
             folder = groups / "memory"
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts) + 1):  # in a container, its own group is the root
@@ -111,13 +111,14 @@ def return_holes(device: Device) -> None:
         _LIBC.malloc_trim(0)
 
 
-def _unused(group: Path, limit: str, usage: str, cache: str) -> list[int]:
-    """Return what a control group may still use, if it has a limit."""
+def _unused(group: Path, limit: str, usage: str, prefix: str) -> list[int]:
+    """Return what a control group may still use, if it has a limit; `prefix` is that of its counts with subgroups."""
     try:
         most, used = int((group / limit).read_text()), int((group / usage).read_text())
     except (OSError, ValueError):  # no such group, or "max"
         return []
-    cached = [int(line.split()[1]) for line in _lines(group / "memory.stat") if line.startswith(f"{cache} ")]
+    counts = dict(line.split(maxsplit=1) for line in _lines(group / "memory.stat"))
+    cached = (int(counts.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
     return [most - used + sum(cached)]
 
 

@@ -41,7 +41,7 @@ def test_ranks_share_what_is_available_on_the_node(tmp_path: Path) -> None:
 def test_a_control_group_limits_all_below_it_and_its_page_cache_is_free(tmp_path: Path) -> None:
     root = node(
         tmp_path, "0::/job/step\n", job__memory_DOT_max=str(8 * GIB), job__memory_DOT_current=str(6 * GIB),
-        job__memory_DOT_stat=f"anon 7\ninactive_file {2 * GIB}\n", job__step__memory_DOT_max="max\n",
+        job__memory_DOT_stat=f"anon 7\ninactive_file {GIB}\nactive_file {GIB}\n", job__step__memory_DOT_max="max\n",
         job__step__memory_DOT_current="1",
     )  # fmt: skip
     assert available_nbytes(2, root) == 2 * GIB
@@ -52,6 +52,7 @@ def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
     assert available_nbytes(1, first) == 0
     second = node(
         tmp_path / "1", "4:memory:/docker/abc\n3:cpu:/\n", memory__memory_DOT_limit_in_bytes=str(4 * GIB),
-        memory__memory_DOT_usage_in_bytes=str(GIB),
+        memory__memory_DOT_usage_in_bytes=str(3 * GIB), memory__memory_DOT_stat=f"active_file 7\ninactive_file 7\n"
+        f"total_inactive_file {GIB // 2}\ntotal_active_file {3 * GIB // 2}\n",
     )  # fmt: skip
     assert available_nbytes(1, second) == 3 * GIB
