@@ -176,7 +176,7 @@ def launch(
         num_per_node = nproc_per_node or max(1, launched.manifest.layout.num_ranks // num_nodes)
         degrees = _check_placement(launched, options, num_nodes, num_per_node, gpu_nbytes)
         if scheduler == "local":
-            _check_here(launched, options, degrees, num_per_node, gpu_nbytes)
+            _check_here(launched, options, degrees, num_per_node, gpu_nbytes, dry_run=dry_run)
         elif not options.quiet:
             click.echo(describe_nodes(launched.manifest, num_nodes, num_per_node), err=True)
     run = RunFolder(
@@ -255,16 +255,21 @@ def _check_placement(
 
 
 def _check_here(
-    launched: Packed, options: TrainOptions, degrees: ParallelDims, nproc_per_node: int, gpu_nbytes: int | None
-) -> None:
-    """Check that this machine has the GPUs for its ranks, and all inputs that they start from."""
-    check_device(options.device)
+    launched: Packed, options: TrainOptions, degrees: ParallelDims, nproc_per_node: int, gpu_nbytes: int | None,
+    *, dry_run: bool,
+) -> None:  # fmt: skip
+    """Check that this machine has the GPUs or the memory for its ranks, and all inputs that they start from.
+
+    The command of a dry run may be for another machine: it needs no GPU or memory here.
+    """
+    if not dry_run:
+        check_device(options.device)
     memories = memories_gib(options.device)
     check_gpus(len(memories), nproc_per_node)
     if memories and gpu_nbytes is None:
         _check_memory(launched, options, degrees, int(min(memories[:nproc_per_node]) * 2**30), "nvidia-smi")
     check_beginning(launched, options, degrees)
-    if not memories and (options.device == "cpu" or not has_gpu()):
+    if not dry_run and not memories and (options.device == "cpu" or not has_gpu()):
         check_host_memory(_plan_memory(launched, options, degrees, host_memory="compact"), degrees.per_stage)
 
 

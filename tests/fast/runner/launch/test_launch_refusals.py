@@ -65,12 +65,16 @@ REFUSED: list[tuple[str, Words, Words, str, str]] = [
     ("pp2", (), ("--eval-data", "PLACE/text", "--resume", "auto", "--checkpoint", "c", "--data", "PLACE/latin.txt"),
      "data.not-utf8", "PLACE/latin.txt:1"),
     ("pp2", (), ("--eval-data", "PLACE/latin.txt"), "data.not-utf8", "PLACE/latin.txt:1"),
-    ("pp2", (), ("--device", "cuda"), "launch.too-few-gpus", "--device cuda"),
-    ("pp2", (), ("--device", "cpu", "--seq-len", "1000000000"), "launch.host-memory", "--device cpu"),
     ("pp2", (), ("--eval-data", "synthetic"), "options.needs-documents", "--eval-data"),
     ("pp2", (), ("--save", "PLACE/trained"), "output.exists", "PLACE/trained"),
     ("pp2", (), ("--save", "PLACE/source", "--force"), "output.not-ours", "PLACE/source"),
 ]  # fmt: skip
+
+TOO_SMALL: list[tuple[Words, str, str]] = [  # a machine without GPUs
+    (("--device", "cuda"), "launch.too-few-gpus", "--device cuda"),
+    (("--device", "cpu", "--seq-len", "1000000000"), "launch.host-memory", "--device cpu"),
+    (("--device", "auto", "--seq-len", "1000000000"), "launch.host-memory", "--device cpu"),
+]
 
 TAKEN: list[tuple[Words, str]] = [
     (("--save", "PLACE/pp2"), "the launched PLACE/pp2"),
@@ -94,6 +98,21 @@ def test_request_that_cannot_begin_is_refused(
     done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
     assert isinstance(done.exception, UserError), done.output
     assert (done.exception.code, done.exception.where.replace(str(place), "PLACE")) == (code, where)
+
+
+@pytest.mark.parametrize(("training", "code", "where"), TOO_SMALL)
+def test_request_that_this_machine_cannot_train_is_refused_unless_it_is_a_dry_run(
+    training: Words, code: str, where: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[bool] = []
+    monkeypatch.setattr("runner.launch.command.launch_here", lambda *_, dry_run, **__: started.append(dry_run))
+    monkeypatch.setattr("runner.preflight.preflight.version", lambda _: "2.13.0+cpu")
+    words = ["--", "--data", "synthetic", "--log-dir", str(place / "log"), *training]
+    done = CliRunner().invoke(cli, ["launch", str(place / "pp2"), *words])
+    assert isinstance(done.exception, UserError), done.output
+    assert (done.exception.code, done.exception.where) == (code, where)
+    assert CliRunner().invoke(cli, ["launch", str(place / "pp2"), "--dry-run", *words]).exception is None
+    assert started == [True]
 
 
 @pytest.mark.parametrize("training", [(), ("--resume", "auto", "--checkpoint", "PLACE/new")])
