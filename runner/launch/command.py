@@ -269,7 +269,8 @@ def _check_here(
     if memories and gpu_nbytes is None:
         _check_memory(launched, options, degrees, int(min(memories[:nproc_per_node]) * 2**30), "nvidia-smi")
     check_beginning(launched, options, degrees)
-    if not dry_run and not memories and (options.device == "cpu" or not has_gpu()):
+    is_known = options.resume.source is None  # a checkpoint may recall other dtypes and batch sizes
+    if not dry_run and is_known and not memories and (options.device == "cpu" or not has_gpu()):
         check_host_memory(_plan_memory(launched, options, degrees, host_memory="compact"), degrees.per_stage)
 
 

@@ -115,6 +115,18 @@ def test_request_that_this_machine_cannot_train_is_refused_unless_it_is_a_dry_ru
     assert started == [True]
 
 
+def test_resumed_run_is_not_refused_for_memory_as_its_checkpoint_may_recall_dtypes_that_need_less(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Path] = []
+    monkeypatch.setattr("runner.launch.command.launch_here", lambda *_, job, **__: started.append(job.log_dir))
+    monkeypatch.setattr("runner.launch.command.check_host_memory", lambda *_: pytest.fail("the dtypes are not known"))
+    words = ["--data", "synthetic", "--device", "cpu", "--log-dir", str(place / "log"), "--restart-data", "--resume"]
+    done = CliRunner().invoke(cli, ["launch", str(place / "trained"), "--", *words, str(place / "trained")])
+    assert done.exception is None, done.exception
+    assert started == [place / "log"]
+
+
 @pytest.mark.parametrize("training", [(), ("--resume", "auto", "--checkpoint", "PLACE/new")])
 @pytest.mark.parametrize(
     ("config", "num_tensor", "code"),
