@@ -76,15 +76,29 @@ def read_documents(file: Path, text_field: str, begin: int = 0) -> Iterator[Docu
 def has_text(file: Path, text_field: str) -> bool:
     """Check the beginning of a file's first document, and return whether there is one.
 
-    A line of more than 1 MiB is not parsed.
+    A line of more than 1 MiB is not parsed, nor read to its end.
 
     Raises:
         DataError: it is not text, or the file cannot be read.
     """
+    if file.suffix == LINES:
+        return _has_line(file, text_field)
     document = next(read_documents(file, text_field), None)
     if document is not None and (file.suffix == TEXT or document.nbytes <= _SCAN_NBYTES):
         next(document.pieces, None)
     return document is not None
+
+
+def _has_line(file: Path, text_field: str) -> bool:
+    begin = 0
+    with _open(file) as stream:
+        while line := stream.readline(_SCAN_NBYTES):
+            if not line.isspace():
+                if line.endswith(b"\n") or len(line) < _SCAN_NBYTES:
+                    _json_text(line, text_field, file, begin)
+                return True
+            begin += len(line)
+    return False
 
 
 def line_offsets(file: Path) -> array[int]:

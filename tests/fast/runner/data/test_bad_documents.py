@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,6 +17,7 @@ from pyarrow import parquet
 from manifests.errors import InputError
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.bad import BadDocumentError, Skipped
+from runner.data.files import has_text
 from runner.data.mixture import Cursor
 from runner.data.sequences import IGNORED, Batch, read_batches, read_once
 from tests.fast.runner.data.words import BOS, EOS, FIRST, VOCAB_SIZE, write_tokenizer
@@ -155,3 +157,21 @@ def test_sources_of_bad_documents_alone_are_refused(folder: Path, tmp_path: Path
     with pytest.raises(InputError) as error:
         next(read(DataOptions(sources=(source,), skip_bad_documents=True), folder))
     assert (error.value.where, error.value.code) == (source, "data.empty")
+
+
+@pytest.mark.parametrize(("line", "code"), BAD_LINES)
+def test_first_line_that_is_not_blank_is_checked_to_be_text(line: bytes, code: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n" + b" " * (1 << 20) + b" \n" + line)
+    with pytest.raises(BadDocumentError) as error:
+        has_text(tmp_path / "a.jsonl", "text")
+    assert (error.value.code, error.value.where) == (code, f"{tmp_path}/a.jsonl:3")
+
+
+def test_long_line_is_text_that_is_not_read_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"{" * (16 << 20))
+    tracemalloc.start()
+    try:
+        assert has_text(tmp_path / "a.jsonl", "text")
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
