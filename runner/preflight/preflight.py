@@ -230,13 +230,18 @@ def check_evaluable(data: DataOptions) -> None:
 
 
 def check_documents(flag: str, data: DataOptions) -> None:
-    """Check the beginnings of each source's first files, unless bad documents are skipped; `flag` names the data.
+    """Check that each source has files, and the beginnings of the first ones; `flag` names the data.
+
+    Those of a source of weight 0, or if bad documents are skipped, are not read.
 
     Raises:
         DataError: a source that matches no file, or has no text; or a document that is not text.
     """
-    for names in () if data.skip_bad_documents or data.sources == (SYNTHETIC,) else data.groups:
+    groups = () if data.sources == (SYNTHETIC,) else data.groups
+    for names, weight in zip(groups, data.weights or (1.0,), strict=False):
         files = find_files(names)
+        if data.skip_bad_documents or not weight:
+            continue
         texts = [has_text(file, data.text_field) for file in files[:_NUM_FILES]]
         if not any(texts) and len(texts) == len(files):
             problem, hint = "contains no text", "its files are empty: choose others"

@@ -17,6 +17,8 @@ from manifests.digest import digest_bytes
 from manifests.errors import InputError, UsageError, UserError
 from runner.checkpoint.history import checkpoint_path
 from runner.commands import cli
+from runner.config.flags import parse_training
+from runner.preflight.preflight import check_documents
 from tests.builders import files_in, llama_config, pack, reshard, write_model
 from tests.fast.manifests.models.built import build, read_config
 from tests.fast.manifests.models.catalogued import save_tiny
@@ -60,6 +62,10 @@ REFUSED: list[tuple[str, Words, Words, str, str]] = [
     ("pp2", ("--nproc-per-node", "6"), (), "options.batch-size", "--global-batch"),
     ("pp2", (), ("--data", "PLACE/gone"), "data.no-files", "PLACE/gone"),
     ("pp2", (), ("--eval-data", "PLACE/gone"), "data.no-files", "PLACE/gone"),
+    *(("pp2", (), ("--data", "PLACE/text", flag, "PLACE/gone", *more), "data.no-files", "PLACE/gone")
+      for flag, more in (
+          ("--data", ("--data-weight", "1", "--data-weight", "0")), ("--eval-data", ("--skip-bad-documents",)),
+      )),
     *(("pp2", (), (flag, f"PLACE/empty.{suffix}"), "data.empty", f"{flag} PLACE/empty.{suffix}")
       for flag in ("--data", "--eval-data") for suffix in ("txt", "jsonl")),
     ("pp2", (), ("--eval-data", "PLACE/text", "--resume", "auto", "--checkpoint", "c", "--data", "PLACE/latin.txt"),
@@ -215,12 +221,29 @@ def test_manifest_in_a_snapshot_of_the_hubs_cache_begins(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "training", [(), ("--resume", "auto", "--checkpoint", "PLACE/new"), ("--tp", "2"), ("--dp-shard", "auto")]
+    "training",
+    [
+        (),
+        ("--resume", "auto", "--checkpoint", "PLACE/new"),
+        ("--tp", "2"),
+        ("--dp-shard", "auto"),
+    ],
 )
 def test_request_that_can_begin_is_not(training: Words, place: Path) -> None:
     words = ["launch", str(place / "pp2"), "--nproc-per-node", "4", "--dry-run", "--", "--data", "synthetic", *training]
     done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
     assert done.exception is None, done.exception
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ("--data", "PLACE/text", "--data", "PLACE/empty.txt", "--data-weight", "1", "--data-weight", "0"),
+        ("--data", "PLACE/latin.txt", "--skip-bad-documents"),
+    ],
+)
+def test_data_that_is_not_drawn_or_skipped_where_it_is_bad_is_not_refused(data: Words, place: Path) -> None:
+    check_documents("--data", parse_training([word.replace("PLACE", str(place)) for word in data]).data)
 
 
 @pytest.mark.parametrize("verb", ["launch", "eval"])
