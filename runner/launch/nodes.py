@@ -62,10 +62,11 @@ def check_groups(degrees: ParallelDims, nnodes: int, nproc_per_node: int) -> tup
                 f"{flag} {math.gcd(degree, nproc_per_node)} keeps it on one node"
             )
         elif nproc_per_node % degree:
+            article = "an" if kind == "expert" else "a"
             raise UsageError(
                 "--nproc-per-node",
-                f"{nproc_per_node} ranks per node split a {kind}-parallel group of {degree}, which communicates in "
-                "every layer, over two nodes",
+                f"{nproc_per_node} ranks per node split {article} {kind}-parallel group of {degree}, which "
+                "communicates in every layer, over two nodes",
                 f"use a multiple of {flag} {degree}: {_nearest(nproc_per_node, degree)}",
                 code="launch.split-tp-group",
             )
