@@ -23,7 +23,7 @@ from tests.fast.manifests.models.catalogued import quiet, save_tiny
 from tests.fast.runner.tiny import padded_batch
 from tests.process.runner.parallel.expert_cases import MODELS, NORMAL, SKEWED, SLOW, TOLERANCES, Case
 from tests.process.runner.parallel.parallel_cases import VOCAB_SIZE
-from tests.process.runner.parallel.test_parallel import header_nbytes, is_close, whole
+from tests.process.runner.parallel.test_parallel import AT_A_TIME, header_nbytes, is_close, whole
 from tests.process.torchrun import launch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(2400)]
@@ -61,8 +61,9 @@ def run_cases(place: Path, cases: Iterable[Case]) -> None:
         origin = case.origin and case.origin.name
         args = [*map(str, RECIPE), *case.args]
         jobs.append({"name": case.name, "root": str(place / case.packed), "args": args, "origin": origin})
-    (place / "cases.json").write_text(json.dumps(jobs))
-    launch(4, "runner/parallel/parallel_worker.py", place / "cases.json", place, timeout_s=1800)
+    for some in (jobs[at : at + AT_A_TIME] for at in range(0, len(jobs), AT_A_TIME)):
+        (place / "cases.json").write_text(json.dumps(some))
+        launch(4, "runner/parallel/parallel_worker.py", place / "cases.json", place, timeout_s=600)
 
 
 def save_model(folder: Path) -> None:

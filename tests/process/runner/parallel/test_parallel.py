@@ -51,7 +51,7 @@ CUT_ROWS = re.compile(r"(embed_tokens|lm_head|[qkv]_proj|gate_proj|up_proj|q_b_p
 # Experts in one tensor, (E, F, D), of which they have some F.
 CUT_EACH = re.compile(r"experts\.down_proj$")
 CONSTANTS = ("e_score_correction_bias",)  # which every rank has whole
-AT_A_TIME = 40  # cases of a process: each leaves the threads of its gloo groups behind
+AT_A_TIME = 12  # cases of a process: each leaves the threads of its gloo groups behind, which wake now and then
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
