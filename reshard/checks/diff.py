@@ -26,7 +26,8 @@ from stores.bundles import TensorAt
 class TensorDifference:
     """A tensor that differs between A and B; `fqn` is `*` for all of a kind. Norms (float64) are of B - A and of A.
 
-    `dtypes` are those in A and B of a tensor that has the same shape in both, and another dtype.
+    `dtypes` are those in A and B of a tensor that has the same shape in both, and another dtype. Norms are None if
+    values were not compared, or not all of them are finite.
     """
 
     holds: Holds
@@ -35,6 +36,7 @@ class TensorDifference:
     dtypes: tuple[str, str] | None = None
     norm: float | None = None
     norm_a: float | None = None
+    is_finite: bool = True
 
     @property
     def relative(self) -> float | None:
@@ -205,5 +207,5 @@ def _measure(difference: TensorDifference, a: TensorAt | None, b: TensorAt | Non
 
     norm, norm_a = norms_of(a, b)
     if not (math.isfinite(norm) and math.isfinite(norm_a)):
-        return replace(difference, problem=f"{difference.problem}, and not all values are finite")
+        return replace(difference, problem=f"{difference.problem}, and not all values are finite", is_finite=False)
     return replace(difference, norm=norm, norm_a=norm_a)

@@ -166,29 +166,30 @@ def diff_json(done: DiffResult) -> dict[str, Any]:
 
 
 def diff_text(done: DiffResult, lists_casts: bool = False) -> str:
-    """Return a line for each tensor that differs; those that were only cast have one for each pair of dtypes."""
+    """Return a line for each tensor that differs; those that were cast have one for each pair of dtypes."""
     a, b = done.layouts
     lines = [f"layout: {a}"] if a == b else [f"layout of A: {a}", f"layout of B: {b}"]
     moved = f" ({done.num_moved} on another stage)" if done.num_moved else ""
     sliced = f", {done.num_resliced} are equal but sliced differently" if done.num_resliced else ""
     lines.append(f"{done.num_equal} tensors are equal{moved}{sliced}, {len(done.differences)} differ")
-    casts: dict[tuple[str, str], list[TensorDifference]] = {}
+    casts: dict[tuple[str, str, str], list[TensorDifference]] = {}
     for difference in done.differences:
-        if difference.dtypes is None or lists_casts:
+        is_of_zeros = difference.norm_a == 0 != difference.norm
+        if difference.dtypes is None or lists_casts or is_of_zeros or not difference.is_finite:
             lines.append(_line(difference))
         else:
-            casts.setdefault(difference.dtypes, []).append(difference)
-    return "\n".join([*lines, *(_cast_line(*dtypes, cast) for dtypes, cast in casts.items())])
+            casts.setdefault((difference.holds, *difference.dtypes), []).append(difference)
+    return "\n".join([*lines, *(_cast_line(*of, cast) for of, cast in casts.items())])
 
 
-def _cast_line(a: str, b: str, cast: list[TensorDifference]) -> str:
+def _cast_line(holds: str, a: str, b: str, cast: list[TensorDifference]) -> str:
     values = "values not compared"
     if all(difference.norm is not None for difference in cast):
         most = max(difference.relative or 0.0 for difference in cast)
         values = f"values differ by up to {most:.2g} of A's norm"
         if not any(difference.norm for difference in cast):
             values = "same values"
-    return f"  {counted(len(cast), 'tensor')}: {a} in A, {b} in B, {values}; --tensors lists them"
+    return f"  {holds} of {counted(len(cast), 'tensor')}: {a} in A, {b} in B, {values}; --tensors lists them"
 
 
 def _line(difference: TensorDifference) -> str:

@@ -224,10 +224,26 @@ def test_same_values_in_another_dtype_differ_by_nothing(tmp_path: Path) -> None:
     ended = reshard("diff", tmp_path / "a", tmp_path / "b")
     assert ended.out.splitlines()[-2:] == [
         f"0 tensors are equal, {len(found)} differ",
-        f"  {len(found)} tensors: BF16 in A, F32 in B, same values; --tensors lists them",
+        f"  weights of {len(found)} tensors: BF16 in A, F32 in B, same values; --tensors lists them",
     ]
     listed = reshard("diff", tmp_path / "a", tmp_path / "b", "--tensors").out.splitlines()
     assert [line.split()[1].rstrip(":") for line in listed[-len(found) :]] == [one["fqn"] for one in found]
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"), [(b"\x80\x7f", ", and not all values are finite"), (b"\x80\x3f", "; B - A")]
+)
+def test_cast_tensor_of_other_values_is_listed(data: bytes, problem: str, tmp_path: Path) -> None:
+    """A line for all casts would hide an overflow, or that A is zero and B is not."""
+    config = llama_config()
+    zeros = {fqn: replace(tensor, data=bytes(len(tensor.data))) for fqn, tensor in random_tensors(config).items()}
+    write_model(tmp_path / "a", config, zeros)
+    wide = {fqn: replace(tensor, dtype="F32", data=2 * tensor.data) for fqn, tensor in zeros.items()}
+    wide[UP] = replace(wide[UP], data=len(zeros[UP].data) // 2 * (b"\0\0" + data))
+    write_model(tmp_path / "b", config, wide)
+    _, line, casts = reshard("diff", tmp_path / "a", tmp_path / "b").out.splitlines()[-3:]
+    assert line.startswith(f"  weights {UP}: BF16 [24, 16] in A, F32 [24, 16] in B{problem}")
+    assert casts.startswith(f"  weights of {len(zeros) - 1} tensors: ")
 
 
 @pytest.mark.parametrize("is_equal", [True, False])
