@@ -77,7 +77,7 @@ def with_section(card: bytes, section: str, base_model: str | None) -> bytes:
 
 def names_weights(name: str) -> bool:
     """Return whether a file beside the weights that are packed has a name of weights: other programs might read it."""
-    return is_weights(name) or name.endswith(OTHER_WEIGHTS)
+    return is_weights(name) or name.lower().endswith((".safetensors", *OTHER_WEIGHTS))  # in any folder
 
 
 def auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple[AuxiliaryAt, ...]:

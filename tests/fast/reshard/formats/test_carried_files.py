@@ -131,7 +131,8 @@ def test_other_weights_beside_a_checkpoint_are_left_out(kind: str, tmp_path: Pat
     source = source_of(kind, tmp_path)
     assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "expected").code == 0
     names = {"model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "model.gguf"}
-    for name in names:
+    for name in {*names, "presharded/tp_2/model-00001.safetensors", "original/CONSOLIDATED.safetensors"}:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(b"{}")
     packed = tmp_path / "packed"
     ended = reshard("pack", source, "--layout", "pp=2", "--out", packed)
