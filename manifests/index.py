@@ -11,7 +11,7 @@ A manifest vouches for the files that it lists. transformers, vLLM and others ne
 `model.safetensors` is preferred to the index, an `adapter_config.json` to the model beside it. So a file of such a name
 that no manifest lists is a difference, and an auxiliary file may not have the name of weights. The names are compared
 with the sources of transformers in `tests/fast/reshard/formats/huggingface/test_consulted.py`, and with those of vLLM,
-SGLang, mlx-lm and PEFT in `tests/interop/test_readers.py`, which fail when one consults another.
+SGLang and PEFT in `tests/interop/test_readers.py`, which fail when one consults another.
 """
 
 from __future__ import annotations
