@@ -40,7 +40,7 @@ def mask_rows(model: nn.Module, parts: RowParts | None) -> None:
     configs: dict[int, Any] = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     for config in configs.values():
         base = config._attn_implementation
-        name = f"{base}_of_rows"
+        name = f"{base}_of_{'parts' if parts else 'rows'}"  # a tiny model that is checked meanwhile has whole rows
         AttentionInterface.register(name, attention_over(parts, base) if parts else attention_of(base))
         AttentionMaskInterface.register(name, partial(_mask, base, parts))
         config._attn_implementation = name
