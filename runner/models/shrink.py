@@ -55,6 +55,8 @@ SIZES: Mapping[str, int] = {
          "index_block_size", "heavily_compressed_attention"),
         8,
     ),
+    "floor_scale": 4,
+    "index_topk_blocks": 1,
 }  # fmt: skip
 _NESTED = ("attn_config", "ffn_config", "text_config")  # the other configs inside one are not of the decoder
 _IDS = ("pad_token_id", "bos_token_id", "eos_token_id")  # in the tiny vocabulary: 0, 1, 2

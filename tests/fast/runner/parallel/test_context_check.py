@@ -15,7 +15,7 @@ from tests.fast.runner.models.test_own_families import request
 from tests.fast.runner.pipeline.documents import generic
 
 # A convolution; attention without the interface; a bias by the distance of tokens.
-ELSEWHERE = ("Lfm2ForCausalLM", "GPTJForCausalLM", "InklingForCausalLM")
+ELSEWHERE = ("Lfm2ForCausalLM", "GPTJForCausalLM", "InklingForCausalLM", "Llama4ForCausalLM")
 
 
 @pytest.mark.parametrize("architecture", ["GptOssForCausalLM", "Olmo3ForCausalLM"])

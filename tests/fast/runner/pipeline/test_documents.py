@@ -22,8 +22,9 @@ LEAKING = (
     "DeepseekV4ForCausalLM", "Dots3NoteForCausalLM", "FalconForCausalLM", "FalconH1ForCausalLM",
     "FalconMambaForCausalLM", "GlmMoeDsaForCausalLM", "GraniteMoeHybridForCausalLM", "HYV4ForCausalLM",
     "InklingForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM",
-    "Lfm3ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "NemotronHForCausalLM",
-    "OlmoHybridForCausalLM", "OpenAIGPTLMHeadModel", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+    "Lfm3ForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "Mamba2ForCausalLM", "MambaForCausalLM",
+    "MiniMaxForCausalLM", "MiniMaxM3VLForCausalLM", "NemotronHForCausalLM", "OlmoHybridForCausalLM",
+    "OpenAIGPTLMHeadModel", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
     "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "xLSTMForCausalLM",
 )  # fmt: skip
