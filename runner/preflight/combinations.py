@@ -28,6 +28,10 @@ from runner.pipeline.timetable import Timetable
 
 _LAYER = re.compile(r"\.(\d+)$")  # numbered from the model's number of layers, they are for multi-token prediction
 _CUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
+_HEADS = (  # how configs name the number of heads, or that of each layer
+    "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads", "swa_num_attention_heads",
+    "num_attention_heads_per_layer",
+)  # fmt: skip
 _UNSPLIT = "a schedule that does not split the backward, such as 1F1B or Interleaved1F1B"
 
 
@@ -318,10 +322,12 @@ def check_heads(config: Mapping[str, Any], degrees: DegreeOptions) -> None:
     """
     section = config.get("text_config")
     fields = section if isinstance(section, Mapping) else config
-    count = fields.get("num_attention_heads")
-    if degrees.context_method == "ulysses" and isinstance(count, int) and count % degrees.context:
-        problem = f"expected a divisor of {count} (num_attention_heads of config.json), found {degrees.context}"
-        raise UsageError("--cp", problem, "use --cp-method gather, or another --cp", code="options.cp-divisor")
+    for name in _HEADS if degrees.context_method == "ulysses" else ():
+        counts = fields.get(name)
+        for count in counts if isinstance(counts, list) else [counts]:
+            if isinstance(count, int) and count % degrees.context:
+                problem = f"expected a divisor of {count} ({name} of config.json), found {degrees.context}"
+                raise UsageError("--cp", problem, "use --cp-method gather, or another --cp", code="options.cp-divisor")
 
 
 def share_of(batch: BatchOptions, num_replicas: int) -> BatchOptions:

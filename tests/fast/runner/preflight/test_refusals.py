@@ -143,9 +143,10 @@ def test_rows_and_heads_that_do_not_divide_over_context_parallel_ranks_are_refus
     config = {"num_attention_heads": 6}
     check_heads(config, DegreeOptions(context=4))
     check_heads(config, DegreeOptions(context=3, context_method="ulysses"))
-    with pytest.raises(UsageError) as error:
-        check_heads(config, DegreeOptions(context=4, context_method="ulysses"))
-    assert (error.value.where, error.value.code) == ("--cp", "options.cp-divisor")
+    for other in ({"n_head": 6}, {"text_config": {"num_attention_heads_per_layer": [8, 6]}}, config):
+        with pytest.raises(UsageError) as error:
+            check_heads(other, DegreeOptions(context=4, context_method="ulysses"))
+        assert (error.value.where, error.value.code) == ("--cp", "options.cp-divisor")
     wording(str(error.value))
 
 
