@@ -16,6 +16,7 @@ from manifests.schema import TrainingState
 from runner.checkpoint.async_save import Saver
 from runner.checkpoint.data_position import FoundData, check_alike, find_data, read_skipped
 from runner.checkpoint.resume import advance, remember
+from runner.config.flags import TrainOptions
 from runner.data.bad import Skipped, log_skipped
 from runner.data.read_ahead import GroupExchange, ReadAhead
 from runner.data.sequences import Batch, read_batches
@@ -51,7 +52,7 @@ def train_steps(ready: Ready, metrics: Metrics, saver: Saver | None, watchdog: W
             started_s = time.perf_counter()
             batch = steps.read()
             if trained.step == ready.num_steps and ready.mesh.rank == 0:
-                _log_documents(batch, is_masked=ready.options.data.document_mask)
+                _log_documents(batch, ready.options)
             report = steps.train(batch, trained.step)
             steps.report(trained.step + 1, report, started_s)
             trained = steps.advance(trained, report, batch)
@@ -177,13 +178,13 @@ def _open_feed(ready: Ready) -> tuple[_Feed, TrainingState]:
     )
 
 
-def _log_documents(batch: Batch | None, *, is_masked: bool) -> None:
+def _log_documents(batch: Batch | None, options: TrainOptions) -> None:
     """Log how many documents share a row, which the first batch tells."""
     if batch is None or batch.num_documents is None:
         return
-    num_rows = len(batch.tokens)
+    num_rows = options.batch.global_batch
     shared = f"{batch.num_documents / num_rows:.1f} documents share a row of the first batch"
-    if is_masked:
+    if options.data.document_mask:
         logger.info("documents: %s, kept apart by --document-mask", shared)
     elif batch.num_documents > num_rows:
         logger.info("documents: %s, and see those before them; --document-mask keeps them apart", shared)

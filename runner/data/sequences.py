@@ -169,7 +169,7 @@ def build_batch(samples: Sequence[Sample], seq_len: int, filler: int, rows: Rows
     return Batch(
         tokens=tokens,
         labels=labels,
-        num_tokens=sum(sample.num_tokens for sample in samples),
+        num_tokens=max(1, sum(sample.num_tokens for sample in samples)),
         cursor=samples[-1].cursor,
         positions=_mask_documents(rank_samples, labels) if samples[0].is_masked else None,
         num_documents=sum(sample.num_documents for sample in samples),
