@@ -32,7 +32,7 @@ from runner.models import family_for
 from runner.parallel.context_check import split_rows
 from runner.parallel.mesh import Mesh, build_mesh, pair_mesh
 from runner.parallel.parallelize import is_sharded
-from runner.parallel.self_check import check_tensor_parallel
+from runner.parallel.self_check import check_shared
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.pipeline.document_check import keep_documents, log_documents_check
 from runner.pipeline.self_check import SelfChecked
@@ -187,14 +187,16 @@ def _begin(
             splitting = timetable.name if timetable.splits_backward else None
             self_check(family, launched.stage_modules, RunOptions(compute=options.compute, splitting=splitting))
     check_same_manifest(origin.where, origin.read.digest)
-    if options.self_check and mesh.degrees.tensor > 1 and isinstance(family, SelfChecked):
-        pair = pair_mesh(mesh.rank)
+    if options.self_check and max(mesh.degrees.tensor, mesh.degrees.expert) > 1 and isinstance(family, SelfChecked):
+        pair = pair_mesh(mesh.degrees, mesh.rank)
         with raise_on_all_ranks("self-check"):
-            taken_s = check_tensor_parallel(family, pair) if mesh.rank < pair.degrees.tensor else 0.0
+            taken_s = check_shared(family, pair) if mesh.rank < pair.degrees.world_size else 0.0
         if mesh.rank == 0:
-            logger.info(
-                "self-check: a tiny %s is the same on 2 tensor-parallel ranks (%.1f s)", family.architecture, taken_s
+            flags = " ".join(
+                flag for flag, n in (("--tp", pair.degrees.tensor), ("--ep", pair.degrees.expert)) if n > 1
             )
+            logger.info("self-check: a tiny %s is the same on 2 ranks with %s (%.1f s)",
+                        family.architecture, flags, taken_s)  # fmt: skip
     with raise_on_all_ranks("load"):
         base_nbytes = memory_nbytes(device)
         stages = stages_of(launched)

@@ -27,7 +27,7 @@ TOLERANCE = 1e-5
 _SEED = 0  # of the weights, on all ranks
 
 
-def check_tensor_parallel(family: SelfChecked, mesh: Mesh) -> float:
+def check_shared(family: SelfChecked, mesh: Mesh) -> float:
     """Check that a tiny model computes on the ranks of a mesh, which all call this, what the whole model does.
 
     Returns the seconds that it took.
@@ -41,9 +41,9 @@ def check_tensor_parallel(family: SelfChecked, mesh: Mesh) -> float:
     except UserError:
         raise
     except Exception as error:  # of modules that do not expect to have a part of their parameters
-        raise _failed(family, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+        raise _failed(family, mesh, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
     if compared.largest > TOLERANCE:
-        raise _failed(family, str(compared))
+        raise _failed(family, mesh, str(compared))
     return time.perf_counter() - started_s
 
 
@@ -63,7 +63,7 @@ def compare_shared(family: SelfChecked, mesh: Mesh, dtype: torch.dtype | None = 
         share = partial(parallelize, mesh=mesh, compute=ComputeOptions())
         (chunk,) = build_filled(tiny.family, tiny.whole, (tiny.family.modules,), share)
         chunk.io = None  # nothing crosses to other stages; logits may be in float32
-        parallel = Parallel(mesh=mesh, chunks=(chunk,), reduce_dtype=dtype)
+        parallel = Parallel(mesh=mesh, chunks=(chunk,), reduce_dtype=dtype, dtype=dtype)
         parallel.defer_gradient_sync()
         rank_results = tiny.results[mesh.data_rank :: mesh.degrees.data]
         crossed = [(chunk(result.tokens), result) for result in rank_results]
@@ -77,11 +77,12 @@ def compare_shared(family: SelfChecked, mesh: Mesh, dtype: torch.dtype | None = 
     )
 
 
-def _failed(family: SelfChecked, what: str) -> ModelError:
+def _failed(family: SelfChecked, mesh: Mesh, what: str) -> ModelError:
+    flag = "--ep" if mesh.degrees.expert > 1 else "--tp"
     return ModelError(
-        "--tp",
+        flag,
         f"{family.architecture} with these fields, sharded by transformers' plan, does not compute what the whole "
         f"model does: {what}",
-        "remove --tp; more stages and --dp-shard save memory, too",
+        f"remove {flag}; more stages and --dp-shard save memory, too",
         code="model.self-check-failed",
     )
