@@ -92,6 +92,7 @@ class Parallel:
     mesh: Mesh
     chunks: tuple[StageChunk, ...]
     reduce_dtype: torch.dtype
+    dtype: torch.dtype  # of parameters, or of their masters; some may be kept in float32 beside it
 
     def defer_gradient_sync(self) -> None:
         """Accumulate gradients locally, and keep parameters unsharded once gathered, until `reduce_gradients`."""
@@ -114,7 +115,11 @@ class Parallel:
         if degrees.replicate > 1:
             parameters = (parameter for chunk in self.chunks for parameter in chunk.body.parameters())
             replicated = [parameter for parameter in parameters if REPLICATE not in mesh_dims(parameter)]
-            _all_reduce(replicated, self.mesh.group(REPLICATE), self.reduce_dtype)
+            group = self.mesh.group(REPLICATE)
+            kept = [parameter for parameter in replicated if parameter.dtype.itemsize > self.dtype.itemsize]
+            others = [parameter for parameter in replicated if parameter.dtype.itemsize <= self.dtype.itemsize]
+            _all_reduce(kept, group, torch.float32)
+            _all_reduce(others, group, self.reduce_dtype)
 
     def reshard(self) -> None:
         """Free the parameters that a forward has gathered."""
@@ -152,11 +157,13 @@ def _shard(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
     exact = float32_names(chunk, FLAG_DTYPES[compute.dtype])
     exact = [name for name, _ in chunk.body.named_parameters() if name in exact]
     if exact and {compute.master_dtype, compute.reduce_dtype} != {"fp32"}:
+        degrees = mesh.degrees
+        flag = "--dp-shard" if degrees.shard > 1 else "--cp" if degrees.context > 1 else "--tp"
         raise UsageError(
-            "--dp-shard",
-            f"{chunk.family.architecture} keeps {exact[0]} and {len(exact) - 1} more parameters in float32, which FSDP "
-            f"cannot shard with masters in {compute.master_dtype} and reduction in {compute.reduce_dtype}",
-            "use --master-dtype fp32 and --reduce-dtype fp32, or no --dp-shard",
+            flag,
+            f"{chunk.family.architecture} keeps some parameters in float32, which FSDP cannot shard with masters in "
+            f"{compute.master_dtype} and reduction in {compute.reduce_dtype}: {exact[0].removeprefix('model.')}, say",
+            f"use --master-dtype fp32 and --reduce-dtype fp32, or no {flag}",
             code="options.catalogue-combination",
         )
     dtype = FLAG_DTYPES[compute.dtype] if compute.has_masters else None

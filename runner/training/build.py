@@ -72,7 +72,8 @@ def build_engine(
     parameters = lead_parameters(chunks, ties)
     with raise_on_all_ranks("compute"):
         apply_compute_options(chunks, placement.num_stages, compute)
-    parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=FLAG_DTYPES[compute.reduce_dtype])
+    reduce_dtype, dtype = FLAG_DTYPES[compute.reduce_dtype], FLAG_DTYPES[compute.master_dtype]
+    parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=reduce_dtype, dtype=dtype)
     parallel.reshard()
     clock = Clock(timetable.planned(batch.num_microbatches), mesh.pipeline_rank, options.traced)
     return Engine(

@@ -47,7 +47,7 @@ def run_case(case: dict[str, Any], world: World) -> tuple[float, dict[str, float
     placement = Placement(num_stages=case["pp"] * (2 if style == "v" else 1), num_ranks=case["pp"], style=style)
     chunks = alone.stages(placement, mesh.pipeline_rank, partial(parallelize, mesh=mesh, compute=ComputeOptions()))
     recompute_layers(chunks, case["ac"])
-    parallel = Parallel(mesh=mesh, chunks=tuple(chunks), reduce_dtype=torch.float64)
+    parallel = Parallel(mesh=mesh, chunks=tuple(chunks), reduce_dtype=torch.float64, dtype=torch.float64)
     parallel.defer_gradient_sync()
     cut = replace(CUT, global_batch=CUT.global_batch // degrees.data, seq_len=SEQ_LEN // degrees.context)
     rows = rows_of(alone.packed(), Rows(number=mesh.data_rank, count=degrees.data))
