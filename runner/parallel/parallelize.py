@@ -116,10 +116,9 @@ class Parallel:
             parameters = (parameter for chunk in self.chunks for parameter in chunk.body.parameters())
             replicated = [parameter for parameter in parameters if REPLICATE not in mesh_dims(parameter)]
             group = self.mesh.group(REPLICATE)
-            kept = [parameter for parameter in replicated if parameter.dtype.itemsize > self.dtype.itemsize]
-            others = [parameter for parameter in replicated if parameter.dtype.itemsize <= self.dtype.itemsize]
-            _all_reduce(kept, group, torch.float32)
-            _all_reduce(others, group, self.reduce_dtype)
+            for is_kept, dtype in ((True, torch.float32), (False, self.reduce_dtype)):
+                some = (each for each in replicated if (each.dtype.itemsize > self.dtype.itemsize) == is_kept)
+                _all_reduce(some, group, dtype)
 
     def reshard(self) -> None:
         """Free the parameters that a forward has gathered."""
@@ -157,8 +156,7 @@ def _shard(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
     exact = float32_names(chunk, FLAG_DTYPES[compute.dtype])
     exact = [name for name, _ in chunk.body.named_parameters() if name in exact]
     if exact and {compute.master_dtype, compute.reduce_dtype} != {"fp32"}:
-        degrees = mesh.degrees
-        flag = "--dp-shard" if degrees.shard > 1 else "--cp" if degrees.context > 1 else "--tp"
+        flag = "--dp-shard" if mesh.degrees.shard > 1 else "--cp" if mesh.degrees.context > 1 else "--tp"
         raise UsageError(
             flag,
             f"{chunk.family.architecture} keeps some parameters in float32, which FSDP cannot shard with masters in "
