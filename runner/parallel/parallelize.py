@@ -117,7 +117,7 @@ class Parallel:
             replicated = [parameter for parameter in parameters if REPLICATE not in mesh_dims(parameter)]
             group = self.mesh.group(REPLICATE)
             for is_kept, dtype in ((True, torch.float32), (False, self.reduce_dtype)):
-                some = (each for each in replicated if (each.dtype.itemsize > self.dtype.itemsize) == is_kept)
+                some = (weight for weight in replicated if (weight.dtype.itemsize > self.dtype.itemsize) == is_kept)
                 _all_reduce(some, group, dtype)
 
     def reshard(self) -> None:
