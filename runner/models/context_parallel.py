@@ -164,17 +164,31 @@ def let_tokens_alone(model: nn.Module) -> list[str]:
     """Replace a model's attention by one in which no token sees another; what it is called with is added to the list.
 
     The list gets an entry for each call, and one for each argument that says something about tokens other than by
-    position, which context parallelism would not know how to split.
+    position, which context parallelism would not know how to split. Attention that gets no mask of transformers' mask
+    interface is one of them: it is causal, or hides tokens, by their places on a rank.
     """
     calls: list[str] = []
+    masks: list[torch.Tensor] = []  # those of the interface
+
+    def make_mask(*args: Any, batch_size: int, kv_length: int, **kwargs: Any) -> torch.Tensor:
+        mask = torch.ones(batch_size, 1, kv_length, kv_length, dtype=torch.bool)
+        masks.append(mask)
+        return mask
 
     def attend(
-        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         others = [name for name, argument in kwargs.items()
                   if isinstance(argument, torch.Tensor) and name not in (_PER_HEAD, "position_ids")]  # fmt: skip
         calls.extend(f"the tensor {name}" for name in others)
-        if isinstance(mask, torch.Tensor) and mask.is_floating_point():
+        if attention_mask is None:
+            calls.append("no mask")
+        elif all(attention_mask.untyped_storage().data_ptr() != mask.untyped_storage().data_ptr() for mask in masks):
             calls.append("a mask of its own")
         calls.append("")
         groups = query.shape[1] // value.shape[1]
@@ -184,7 +198,7 @@ def let_tokens_alone(model: nn.Module) -> list[str]:
         return mixed.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(_LOCAL, attend)
-    AttentionMaskInterface.register(_LOCAL, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(_LOCAL, make_mask)
     for part in model.modules():
         if hasattr(part, "config"):
             part.config._attn_implementation = _LOCAL  # type: ignore[union-attr]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from manifests.errors import UserError
@@ -14,11 +15,11 @@ from runner.parallel.mesh import Mesh
 from tests.fast.runner.models.test_own_families import request
 from tests.fast.runner.pipeline.documents import generic
 
-# A convolution; attention without the interface; a bias by the distance of tokens.
-ELSEWHERE = ("Lfm2ForCausalLM", "GPTJForCausalLM", "InklingForCausalLM", "Llama4ForCausalLM")
+# A convolution; attention without the interface; a bias by the distance of tokens; a mask of the layer's own.
+ELSEWHERE = ("Lfm2ForCausalLM", "GPTJForCausalLM", "InklingForCausalLM", "Llama4ForCausalLM", "DogeForCausalLM")
 
 
-@pytest.mark.parametrize("architecture", ["GptOssForCausalLM", "Olmo3ForCausalLM"])
+@pytest.mark.parametrize("architecture", ["AfmoeForCausalLM", "GptOssForCausalLM", "Olmo3ForCausalLM"])
 def test_tokens_that_meet_in_attention_alone_are_split(architecture: str) -> None:
     check_rows(generic(architecture))
 
@@ -27,6 +28,17 @@ def test_tokens_that_meet_in_attention_alone_are_split(architecture: str) -> Non
 def test_tokens_that_meet_elsewhere_are_refused(architecture: str) -> None:
     with pytest.raises(UserError) as error:
         check_rows(generic(architecture))
+    assert (error.value.where, error.value.code) == ("--cp", "model.no-context-parallelism")
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()], ids=["no", "its own"])
+def test_attention_without_the_mask_of_the_interface_is_refused(
+    mask: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        monkeypatch.setattr(f"transformers.models.olmo3.modeling_olmo3.{name}", lambda *args, **kwargs: mask)
+    with pytest.raises(UserError) as error:
+        check_rows(generic("Olmo3ForCausalLM"))
     assert (error.value.where, error.value.code) == ("--cp", "model.no-context-parallelism")
 
 

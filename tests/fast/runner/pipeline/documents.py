@@ -40,6 +40,10 @@ CONFIGS: Mapping[str, tuple[Mapping[str, Any], float]] = {
     "MistralForCausalLM": ({"sliding_window": WINDOW}, 1e-12),
     "Gemma3ForCausalLM": ({**MIXED, "query_pre_attn_scalar": 8}, 1e-6),
     "GptOssForCausalLM": ({**MIXED, **EXPERTS}, 1e-12),
+    "AfmoeForCausalLM": (
+        {**MIXED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_shared_experts": 1},
+        1e-6,
+    ),
     "DeepseekV3ForCausalLM": (
         {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1,
          "first_k_dense_replace": 1, "n_shared_experts": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
