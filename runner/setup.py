@@ -29,23 +29,23 @@ from runner.load.local_cache import CacheReport, check_same_manifest, local_cach
 from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
 from runner.models import family_for
-from runner.parallel.context_check import split_rows
 from runner.parallel.mesh import Mesh, build_mesh, pair_mesh
 from runner.parallel.parallelize import is_sharded
-from runner.parallel.self_check import check_shared
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
-from runner.pipeline.document_check import keep_documents, log_documents_check
-from runner.pipeline.self_check import SelfChecked
 from runner.pipeline.timetable import Timetable, choose_timetable
 from runner.preflight.combinations import check_combination, check_divides, check_heads, combine, part_of
 from runner.preflight.preflight import expert_notes, notes
 from runner.profiling.trace import Clock
+from runner.proof.context import split_rows
+from runner.proof.documents import keep_documents, log_documents_check
+from runner.proof.options import RunOptions, self_check
+from runner.proof.shared import check_shared
+from runner.proof.stages import SelfChecked
 from runner.tensors.heap import set_up_heap
 from runner.training.build import Stages, build_engine, build_stages
 from runner.training.mixed_precision import master_of, round_masters
 from runner.training.optimizer import Optimizer
 from runner.training.rng import restore_rng, seed_rng
-from runner.training.self_check import RunOptions, self_check
 from runner.training.step import Engine
 from runner.training.ties import check_equal, check_loaded
 from stores.workers import threads_for_ranks

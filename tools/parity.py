@@ -18,7 +18,7 @@ from torch import nn
 
 from manifests.models.catalogue import CatalogueEntry
 from runner.models.generic import Generic
-from runner.pipeline.self_check import Compared, compare_stages, gradients_of
+from runner.proof.stages import Compared, compare_stages, gradients_of
 from tools.tiny_models import tiny_config
 
 LENGTH, LR = 12, 0.1

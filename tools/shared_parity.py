@@ -21,8 +21,8 @@ from manifests.models.catalogue import CatalogueEntry
 from runner.config.parallel_dims import ParallelDims
 from runner.models.generic import Generic
 from runner.parallel.mesh import Mesh, build_mesh
-from runner.parallel.self_check import TOLERANCE, compare_shared
-from runner.pipeline.self_check import Compared
+from runner.proof.shared import TOLERANCE, compare_shared
+from runner.proof.stages import Compared
 from tools.tiny_models import tiny_config
 
 Dim = Literal["tensor", "shard", "expert"]

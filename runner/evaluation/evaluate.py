@@ -25,16 +25,16 @@ from runner.evaluation.options import EvalOptions, parse_eval
 from runner.load.load import load_tensors
 from runner.models import Family, family_for
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
-from runner.pipeline.document_check import keep_documents, log_documents_check
 from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.preflight.preflight import check_world
+from runner.proof.documents import keep_documents, log_documents_check
+from runner.proof.options import RunOptions, self_check
 from runner.rundir.exit_report import set_rank_label, stages_of
 from runner.tensors.heap import compact_heap
 from runner.tensors.local_shard import FLAG_DTYPES
 from runner.training.gradient_norm import StepTotals
-from runner.training.self_check import RunOptions, self_check
 from runner.training.ties import check_loaded
 from stores.bundles import Bundles
 from stores.folders.probe import print_result

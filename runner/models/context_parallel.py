@@ -7,7 +7,7 @@ tokens with their positions in the whole row, and the attention function of tran
 heads, and each computes some heads of the whole row. Masks are made by positions, see Note [Document masks].
 
 A layer that is recomputed runs in another microbatch's time: the attention function depends on shapes and ranks alone.
-What mixes tokens outside the interface is found by `runner.parallel.context_check`.
+What mixes tokens outside the interface is found by `runner.proof.context`.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class NamedFamily:
         return most
 
     def tiny(self) -> NamedFamily:
-        """Return the family of a tiny model with the same modules; see `runner.pipeline.self_check.SelfChecked`."""
+        """Return the family of a tiny model with the same modules; see `runner.proof.stages.SelfChecked`."""
         if self._make_tiny is None:
             return self
         with torch.device("meta"):
@@ -141,7 +141,7 @@ class NamedFamily:
 
 
 class WholeOwn(nn.Module):
-    """A whole model of a `NamedFamily`; see `runner.pipeline.self_check.WholeModel`."""
+    """A whole model of a `NamedFamily`; see `runner.proof.stages.WholeModel`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 
 class WholeModel(nn.Module):
-    """A model of transformers as it is; see `runner.pipeline.self_check.WholeModel`."""
+    """A model of transformers as it is; see `runner.proof.stages.WholeModel`."""
 
     def __init__(self, model: PreTrainedModel, in_files: Callable[[str], str]) -> None:
         super().__init__()

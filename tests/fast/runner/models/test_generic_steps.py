@@ -19,7 +19,7 @@ from runner.models.generic import Generic
 from runner.models.whole_model import WholeModel
 from runner.pipeline.chunk import StageChunk
 from runner.pipeline.heads import chunk_head
-from runner.pipeline.self_check import WholeResult, build_filled, difference, gradients_of, run_whole
+from runner.proof.stages import WholeResult, build_filled, difference, gradients_of, run_whole
 from runner.training.activation_checkpoint import recompute_layers
 from tests.fast.manifests.models.catalogued import quiet
 from tools.parity import stages_of

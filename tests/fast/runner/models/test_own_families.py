@@ -22,8 +22,8 @@ from manifests.schema import ModelDescription
 from runner.config.architectures import check_trainable, find_family
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks
-from runner.pipeline.self_check import SelfChecked
-from runner.training.self_check import check_stages
+from runner.proof.options import check_stages
+from runner.proof.stages import SelfChecked
 
 NAME = "MineForCausalLM"
 DESCRIPTION = ModelDescription(

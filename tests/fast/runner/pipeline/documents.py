@@ -16,9 +16,9 @@ from runner.data.sequences import Batch, Sample, build_batch
 from runner.models.generic import Generic
 from runner.pipeline.chunk import StageChunk
 from runner.pipeline.schedule import Schedule, build_schedule
-from runner.pipeline.self_check import build_filled, difference
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
+from runner.proof.stages import build_filled, difference
 from runner.tensors.dtensor import whole_of
 from tests.fast.manifests.models.catalogued import config_of, quiet
 from tests.fast.runner.tiny import split_evenly

@@ -10,7 +10,7 @@ from manifests.models.catalogue import catalogued
 from manifests.placement import Placement
 from runner import NamedFamily
 from runner.config.architectures import generic_entry
-from runner.pipeline.document_check import check_documents, keep_documents
+from runner.proof.documents import check_documents, keep_documents
 from tests.fast.runner.models.test_own_families import request
 from tests.fast.runner.pipeline.documents import CONFIGS, Alone, generic
 from tests.fast.runner.tiny import split_evenly

@@ -25,9 +25,9 @@ from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import ComputeOptions
 from runner.data.sequences import Rows, rows_of
 from runner.distributed.world import World, join_world
-from runner.parallel.context_check import split_rows
 from runner.parallel.mesh import build_mesh
 from runner.parallel.parallelize import Parallel, parallelize
+from runner.proof.context import split_rows
 from runner.training.activation_checkpoint import recompute_layers
 from tests.fast.runner.pipeline.documents import CUT, SEQ_LEN, Alone
 

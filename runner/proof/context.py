@@ -18,7 +18,7 @@ from manifests.errors import ModelError, UsageError
 from runner.config.parallel_dims import CONTEXT, ContextMethod
 from runner.models.family import Family
 from runner.parallel.mesh import Mesh
-from runner.pipeline.self_check import SelfChecked, describe
+from runner.proof.stages import SelfChecked, describe
 from runner.tensors.row_parts import RowParts
 
 logger = logging.getLogger("runner")

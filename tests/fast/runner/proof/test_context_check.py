@@ -10,8 +10,8 @@ from manifests.errors import UserError
 from runner import NamedFamily
 from runner.config.parallel_dims import ParallelDims
 from runner.models.family import Family
-from runner.parallel.context_check import check_rows, split_rows
 from runner.parallel.mesh import Mesh
+from runner.proof.context import check_rows, split_rows
 from tests.fast.runner.models.test_own_families import request
 from tests.fast.runner.pipeline.documents import generic
 

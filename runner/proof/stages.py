@@ -7,7 +7,7 @@ to the loss. So before the first step a model of the run's own config, with all 
 on the CPU by its own forward and loss, and by the chunks that the run's stages would be, in training mode. Logits must
 be bitwise equal, losses and gradients equal to 1e-6 of the largest in a tensor. Two microbatches are in flight, as a
 pipeline has them. Random numbers, such as those of dropout, are seeded by name in front of every module.
-`runner.training.self_check` then runs them with the options of the run.
+`runner.proof.options` then runs them with the options of the run.
 """
 
 from __future__ import annotations

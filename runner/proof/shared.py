@@ -11,7 +11,7 @@ from manifests.errors import ModelError, UserError
 from runner.config.schema import ComputeOptions
 from runner.parallel.mesh import Mesh
 from runner.parallel.parallelize import Parallel, parallelize
-from runner.pipeline.self_check import (
+from runner.proof.stages import (
     Compared,
     SelfChecked,
     build_filled,

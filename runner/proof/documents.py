@@ -18,7 +18,7 @@ import torch
 
 from manifests.errors import ModelError, UsageError
 from runner.models.family import Family
-from runner.pipeline.self_check import SelfChecked, build_filled, describe
+from runner.proof.stages import SelfChecked, build_filled, describe
 
 logger = logging.getLogger("runner")
 

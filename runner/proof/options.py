@@ -27,7 +27,9 @@ from runner.data.sequences import IGNORED
 from runner.models.family import Family
 from runner.pipeline.chunk import StageChunk, build_chunks, cast
 from runner.pipeline.heads import loss_of, output_form
-from runner.pipeline.self_check import (
+from runner.pipeline.stage_io import StageIO
+from runner.pipeline.torch_runtime import backward_input
+from runner.proof.stages import (
     ANYWAY,
     Gradients,
     SelfChecked,
@@ -42,8 +44,6 @@ from runner.pipeline.self_check import (
     run_tiny,
     run_whole,
 )
-from runner.pipeline.stage_io import StageIO
-from runner.pipeline.torch_runtime import backward_input
 from runner.tensors.local_shard import FLAG_DTYPES
 from runner.training.activation_checkpoint import apply_compute_options
 from runner.training.mixed_precision import keep_masters

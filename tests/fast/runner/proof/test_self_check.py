@@ -14,9 +14,9 @@ from manifests.errors import ModelError, UserError
 from runner.config.schema import ComputeOptions, Dtype
 from runner.models import family_for, generic
 from runner.models.generic import Generic
-from runner.pipeline import self_check
-from runner.pipeline.self_check import SelfChecked
-from runner.training.self_check import RunOptions, check_stages
+from runner.proof import stages as self_check
+from runner.proof.options import RunOptions, check_stages
+from runner.proof.stages import SelfChecked
 from tests.fast.manifests.models.built import DECODERS, read_config
 from tests.fast.manifests.models.catalogued import config_of, quiet
 from tests.fast.runner.models.twins import NAME, TwinForCausalLM, entry_of_twin, twin_config
