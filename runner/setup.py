@@ -13,6 +13,7 @@ import torch
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UnreachableError
+from manifests.models.combinations import check_combination, check_divides, check_heads
 from manifests.models.training import HostMemory
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
 from runner.bundle.packed import Packed, open_packed
@@ -33,7 +34,7 @@ from runner.parallel.mesh import Mesh, build_mesh, pair_mesh
 from runner.parallel.parallelize import is_sharded
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.pipeline.timetable import Timetable, choose_timetable
-from runner.preflight.combinations import check_combination, check_divides, check_heads, combine, part_of
+from runner.preflight.combinations import combine, part_of
 from runner.preflight.preflight import expert_notes, notes
 from runner.profiling.trace import Clock
 from runner.proof.context import split_rows
@@ -167,7 +168,7 @@ def _begin(
             deferred=deferred,
         )
         check_divides(launched.shape, launched.config, mesh.degrees.tensor, mesh.degrees.expert)
-        check_heads(launched.config, options.degrees)
+        check_heads(launched.config, options.degrees.context, options.degrees.context_method)
         timetable = _choose_timetable(launched, options, mesh)
         planned_nbytes = _plan_memory(launched, options, timetable, mesh, world, device)
         family = family_for(

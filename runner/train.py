@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch
 
 from manifests.errors import UserError
+from manifests.models.combinations import check_combination
 from manifests.schema import TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import Saver
@@ -38,7 +39,7 @@ from runner.metrics.gauges import least_step_s, peak_memory_nbytes
 from runner.metrics.metrics import Metrics, RankLoad
 from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import open_sinks
-from runner.preflight.combinations import check_combination, check_sinks, part_of, sharing_ranks
+from runner.preflight.combinations import check_sinks, part_of, sharing_ranks
 from runner.preflight.preflight import check_evaluable, check_texts
 from runner.rundir.exit_report import set_rank_label, stages_of
 from runner.rundir.heartbeat import clear_beats

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from manifests.models import ARCHITECTURES
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of, left_out
-from runner.config.architectures import (
+from manifests.models.trainable import (
     TORCHTITAN,
     is_generic,
     why_not_expert_parallel,

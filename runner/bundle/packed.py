@@ -22,10 +22,10 @@ from manifests.errors import (
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_model
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, StoredTensors, is_sized_by_files, model_shape
+from manifests.models.trainable import check_trainable
 from manifests.safetensors import parse_header
 from manifests.schema import Manifest
 from manifests.store import read_config, read_small_file, write_file
-from runner.config.architectures import check_trainable
 from stores.address import is_url
 from stores.base import Blocks, Folder, check_whole
 from stores.bundles import Bundles

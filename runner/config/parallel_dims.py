@@ -16,6 +16,7 @@ from typing import Literal, get_args
 import click
 
 from manifests.errors import LaunchError, UsageError
+from manifests.models.combinations import ContextMethod
 from runner.config.declared import WholeNumber, flag
 
 # Names of the device mesh dimensions, as in torchtitan.
@@ -24,7 +25,6 @@ SHARD, CONTEXT = "dp_shard", "cp"  # the parts of `fsdp`
 EXPERT_FSDP, EXPERT = "efsdp", "ep"
 
 Load = Literal["rows", "broadcast"]
-ContextMethod = Literal["gather", "ulysses"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,10 +12,10 @@ from typing import Literal, get_args
 import click
 
 from manifests.errors import UsageError
+from manifests.models.trainable import Implementation
 from manifests.models.training import Recompute, parse_recompute
 from manifests.schema import Decay, LearningRate
 from manifests.training_state import LARGEST_RATE
-from runner.config.architectures import Implementation
 from runner.config.declared import Number, WholeNumber, flag, group
 
 Dtype = Literal["fp32", "bf16"]

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
+from manifests.models.trainable import check_trainable
 from runner.bundle.packed import check_tokenizer, open_packed
-from runner.config.architectures import check_trainable
 from runner.evaluation.options import PARAMETERS, PLAIN, eval_options
 from runner.launch.here import launch_here
 from runner.preflight.preflight import check_device, check_documents, check_model

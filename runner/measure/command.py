@@ -10,10 +10,10 @@ from typing import Any, get_args
 import click
 
 from manifests.errors import LogError, OutputError
+from manifests.models.trainable import Implementation
 from manifests.models.training import parse_recompute
 from manifests.store import write_file
 from runner.bundle.packed import Packed, open_packed
-from runner.config.architectures import Implementation
 from runner.config.declared import WholeNumber
 from runner.config.flags import Device
 from runner.config.schema import Dtype

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from manifests.models.trainable import Implementation
 from manifests.models.training import Recompute
 from runner.bundle.packed import Packed
-from runner.config.architectures import Implementation
 from runner.config.flags import Device
 from runner.config.schema import Dtype
 from runner.distributed.fail_together import exhausted

@@ -8,8 +8,7 @@ from importlib.util import find_spec
 from manifests.errors import InputError
 from manifests.jsontext import with_floats
 from manifests.models import ModelShape, architecture_of, is_sized_by_files, model_shape
-from manifests.schema import ModelDescription
-from runner.config.architectures import (
+from manifests.models.trainable import (
     TORCHTITAN,
     Implementation,
     check_trainable,
@@ -17,6 +16,7 @@ from runner.config.architectures import (
     find_family,
     generic_entry,
 )
+from manifests.schema import ModelDescription
 from runner.models.family import Family
 
 __all__ = ["Family", "family_for"]

@@ -23,9 +23,9 @@ from manifests.errors import InputError, ModelError, UsageError
 from manifests.models import ARCHITECTURES, ModelShape
 from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
+from manifests.models.generic_limits import check_fields, check_modules, check_positions, modules_together
 from runner.models.context_parallel import let_tokens_alone
 from runner.models.document_mask import mask_rows
-from runner.models.generic_limits import check_fields, check_modules, check_positions, modules_together
 from runner.models.implementations import without_implementations
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
 from runner.models.shrink import shrink

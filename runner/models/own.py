@@ -15,8 +15,8 @@ from torch import nn
 from manifests.errors import ModelError
 from manifests.models import ModelShape, module_of
 from manifests.models.catalogue import described_entry, entry_of
+from manifests.models.trainable import GROUP
 from manifests.schema import ModelDescription
-from runner.config.architectures import GROUP
 from runner.models.family import Family, check_output
 from runner.tensors.local_shard import Piece, persistent_buffers
 

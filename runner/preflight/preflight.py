@@ -10,23 +10,21 @@ from typing import Any
 
 from manifests.errors import DataError, InputError, LaunchError, OutputError, UsageError
 from manifests.models import ConfigReader
+from manifests.models.combinations import check_combination, check_divides, check_heads
+from manifests.models.generic_limits import check_fields, check_modules, check_positions
+from manifests.models.trainable import TORCHTITAN, Implementation, choose_implementation, generic_entry
 from manifests.schema import Manifest, TrainingState
 from runner.bundle.packed import Packed, check_tokenizer, open_packed
 from runner.checkpoint.data_position import find_data
 from runner.checkpoint.outputs import check_apart, check_outputs
 from runner.checkpoint.resume import Origin, check_fits, find_origins, remembered, resumed_state
-from runner.config.architectures import TORCHTITAN, Implementation, choose_implementation, generic_entry
 from runner.config.flags import Device, TrainOptions, flag_of, recall
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import SYNTHETIC, BatchOptions, DataOptions
 from runner.data.files import LINES, SUFFIXES, TEXT, file_nbytes, find_files, has_text
-from runner.models.generic_limits import check_fields, check_modules, check_positions
 from runner.models.titan_fields import TITAN_FIELDS
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import (
-    check_combination,
-    check_divides,
-    check_heads,
     check_sinks,
     combine,
     part_of,
@@ -97,7 +95,7 @@ def check_request(launched: Packed, options: TrainOptions, world_size: int) -> P
     # What no number of ranks fixes is refused before ranks are counted.
     check_combination(sharing_ranks(launched.manifest, options))
     check_divides(launched.shape, launched.config, options.degrees.tensor, options.degrees.expert)
-    check_heads(launched.config, options.degrees)
+    check_heads(launched.config, options.degrees.context, options.degrees.context_method)
     degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
     if options.resume.source is None:  # a checkpoint may recall other batch sizes
         _check_step(launched.manifest, options, degrees)

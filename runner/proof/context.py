@@ -15,7 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from manifests.errors import ModelError, UsageError
-from runner.config.parallel_dims import CONTEXT, ContextMethod
+from manifests.models.combinations import ContextMethod
+from runner.config.parallel_dims import CONTEXT
 from runner.models.family import Family
 from runner.parallel.mesh import Mesh
 from runner.proof.stages import SelfChecked, describe

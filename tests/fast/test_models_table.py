@@ -7,7 +7,7 @@ from pathlib import Path
 
 from manifests.models import ARCHITECTURES
 from manifests.models.catalogue import catalogued
-from runner.config.architectures import TORCHTITAN, is_generic
+from manifests.models.trainable import TORCHTITAN, is_generic
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "models.md"

@@ -13,7 +13,7 @@ import torch
 
 from manifests.errors import InputError
 from manifests.models import model_shape
-from runner.config.architectures import TORCHTITAN
+from manifests.models.trainable import TORCHTITAN
 from runner.models import family_for
 from runner.models.titan_families import FAMILIES
 from runner.models.titan_modules import compile_later

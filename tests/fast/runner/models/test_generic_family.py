@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from manifests.errors import UserError
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of
-from runner.config.architectures import TORCHTITAN, check_trainable, is_generic
+from manifests.models.trainable import TORCHTITAN, check_trainable, is_generic
 from runner.models import family_for
 from runner.models.regions import pieces_in, regions_of
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize

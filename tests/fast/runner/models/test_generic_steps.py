@@ -12,8 +12,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from manifests.errors import UsageError
 from manifests.models.catalogue import catalogued
+from manifests.models.trainable import generic_entry, hands_on_trees, is_generic
 from manifests.models.training import Recompute
-from runner.config.architectures import generic_entry, hands_on_trees, is_generic
 from runner.data.sequences import IGNORED
 from runner.models.generic import Generic
 from runner.models.whole_model import WholeModel

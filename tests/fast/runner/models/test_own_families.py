@@ -18,8 +18,8 @@ from torch import nn
 import runner
 from manifests.errors import UserError
 from manifests.models import ModelShape
+from manifests.models.trainable import check_trainable, find_family
 from manifests.schema import ModelDescription
-from runner.config.architectures import check_trainable, find_family
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks
 from runner.proof.options import check_stages

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from manifests.errors import UserError
-from runner.config.architectures import TORCHTITAN, choose_implementation, generic_entry
+from manifests.models.trainable import TORCHTITAN, choose_implementation, generic_entry
 from runner.models import family_for
 from runner.models.generic import Generic
 from runner.pipeline.chunk import hf_constants

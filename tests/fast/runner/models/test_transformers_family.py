@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from manifests.errors import InputError, UserError
 from manifests.models import ARCHITECTURES, model_shape
-from runner.config.architectures import TORCHTITAN, is_generic
+from manifests.models.trainable import TORCHTITAN, is_generic
 from runner.models import family_for, generic
 from runner.pipeline.chunk import StageChunk, build_chunks, materialize
 from runner.training.rng import seed_rng

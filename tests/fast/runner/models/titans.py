@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from runner.config.architectures import Implementation
+from manifests.models.trainable import Implementation
 from runner.data.sequences import IGNORED, Batch
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_pieces

@@ -7,9 +7,9 @@ from torch import nn
 
 from manifests.errors import UserError
 from manifests.models.catalogue import catalogued
+from manifests.models.trainable import generic_entry
 from manifests.placement import Placement
 from runner import NamedFamily
-from runner.config.architectures import generic_entry
 from runner.proof.documents import check_documents, keep_documents
 from tests.fast.runner.models.test_own_families import request
 from tests.fast.runner.pipeline.documents import CONFIGS, Alone, generic

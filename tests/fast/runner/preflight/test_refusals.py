@@ -11,21 +11,19 @@ import pytest
 
 from manifests.errors import UsageError
 from manifests.models import model_shape
-from runner.config.architectures import why_not_expert_parallel
-from runner.config.flags import parse_training
-from runner.config.parallel_dims import DegreeOptions, ParallelDims
-from runner.config.schema import BatchOptions
-from runner.pipeline.timetable import choose_timetable
-from runner.preflight.combinations import (
+from manifests.models.combinations import (
     REFUSED,
     Combination,
     check_combination,
     check_divides,
     check_heads,
-    combine,
-    part_of,
-    share_of,
 )
+from manifests.models.trainable import why_not_expert_parallel
+from runner.config.flags import parse_training
+from runner.config.parallel_dims import ParallelDims
+from runner.config.schema import BatchOptions
+from runner.pipeline.timetable import choose_timetable
+from runner.preflight.combinations import combine, part_of, share_of
 from stores.open import open_manifest
 from tests.builders import llama_config, pack, write_model
 from tests.fast.manifests.models.built import read_config
@@ -141,11 +139,11 @@ def test_rows_and_heads_that_do_not_divide_over_context_parallel_ranks_are_refus
     assert (error.value.where, error.value.code) == ("--seq-len", "options.cp-divisor")
     wording(str(error.value))
     config = {"num_attention_heads": 6}
-    check_heads(config, DegreeOptions(context=4))
-    check_heads(config, DegreeOptions(context=3, context_method="ulysses"))
+    check_heads(config, 4, "gather")
+    check_heads(config, 3, "ulysses")
     for other in ({"n_head": 6}, {"text_config": {"num_attention_heads_per_layer": [8, 6]}}, config):
         with pytest.raises(UsageError) as error:
-            check_heads(other, DegreeOptions(context=4, context_method="ulysses"))
+            check_heads(other, 4, "ulysses")
         assert (error.value.where, error.value.code) == ("--cp", "options.cp-divisor")
     wording(str(error.value))
 

@@ -18,8 +18,8 @@ import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from manifests.errors import ModelError
+from manifests.models.trainable import Implementation
 from manifests.models.training import Recompute
-from runner.config.architectures import Implementation
 from runner.pipeline.chunk import layers_of
 from runner.training.activation_checkpoint import recompute_layers
 from tests.fast.manifests.models.built import DECODERS

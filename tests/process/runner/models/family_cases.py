@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.config.architectures import Implementation, choose_implementation
+from manifests.models.trainable import Implementation, choose_implementation
 from runner.data.sequences import Batch
 from tests.fast.manifests.models.built import read_config
 from tests.fast.runner.models.decoders import SEQ_LEN, VARIANTS

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from runner.config.architectures import generic_entry
+from manifests.models.trainable import generic_entry
 from runner.distributed.world import World, join_world
 from tools.shared_parity import compare_all
 

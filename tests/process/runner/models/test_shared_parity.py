@@ -7,7 +7,7 @@ import json
 import pytest
 
 from manifests.models.catalogue import catalogued
-from runner.config.architectures import hands_on_trees, is_generic, why_not_expert_parallel, why_not_tensor_parallel
+from manifests.models.trainable import hands_on_trees, is_generic, why_not_expert_parallel, why_not_tensor_parallel
 from tests.process.torchrun import launch
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(3000)]

@@ -1,0 +1,260 @@
+"""Combinations that torch or torchtitan would silently train wrong, and degrees that do not divide a model's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from manifests.errors import UsageError
+from manifests.models import ARCHITECTURES, ModelShape
+from manifests.models.trainable import (
+    Implementation,
+    hands_on_trees,
+    is_generic,
+    why_not_expert_parallel,
+    why_not_tensor_parallel,
+)
+from manifests.models.training import check_expert_degree
+
+ContextMethod = Literal["gather", "ulysses"]
+_CUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
+_HEADS = (  # how configs name the number of heads, or that of each layer
+    "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads", "swa_num_attention_heads",
+    "num_attention_heads_per_layer",
+)  # fmt: skip
+_UNSPLIT = "a schedule that does not split the backward, such as 1F1B or Interleaved1F1B"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combination:
+    """The features that a run combines; the defaults are those of a plain pipeline."""
+
+    schedule: str = "1F1B"  # as messages name it
+    splits_backward: bool = False  # see `runner.pipeline.timetable.Timetable`
+    is_compiled: bool = False
+    num_mtp_layers: int = 0
+    num_tensor: int = 1  # tensor-parallel ranks
+    num_expert: int = 1  # expert-parallel ranks
+    architecture: str = "LlamaForCausalLM"
+    implementation: Implementation = "torchtitan"  # whose modules
+    has_loss_chunks: bool = False
+    whole_because: str = ""  # why matrices of the architecture are not sharded
+    experts_because: str = ""  # why its experts are not distributed
+    is_generic: bool = False  # known by the catalogue alone, or trained by a family of another package
+    is_unverified: bool = False  # by a family of another package, or with more than the hidden state between stages
+    num_shards: int = 1  # data-parallel ranks that share each parameter
+    keeps_documents: bool = False  # --document-mask
+    num_context: int = 1  # context-parallel ranks
+    is_own: bool = False  # trained by a family of another package
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """One rule: what it applies to, what is wrong with that, and the nearest supported choice."""
+
+    where: str
+    code: str
+    applies: Callable[[Combination], bool]
+    problem: str  # fields of the combination in braces are filled in
+    hint: str
+
+
+REFUSED = (
+    Refusal(
+        where="--compile",
+        code="schedule.compiled-layers",
+        applies=lambda run: run.splits_backward and run.is_compiled,
+        problem="is not supported with {schedule}: a backward in two parts makes gradients of compiled layers wrong",
+        hint=f"remove --compile, or use {_UNSPLIT}",
+    ),
+    Refusal(
+        where="--tp",
+        code="options.tp-architecture",
+        applies=lambda run: run.num_tensor > 1 and bool(run.whole_because),
+        problem="tensor parallelism is not supported for {architecture}: {whole_because}",
+        hint="remove --tp, or use more stages or --dp-shard to save memory; docs/models.md lists what supports it",
+    ),
+    Refusal(
+        where="--ep",
+        code="options.ep-architecture",
+        applies=lambda run: run.num_expert > 1 and bool(run.experts_because),
+        problem="expert parallelism is not supported for {architecture} here: {experts_because}",
+        hint="remove --ep, and --implementation if it is torchtitan; docs/models.md lists what supports it",
+    ),
+    Refusal(
+        where="--loss-chunk",
+        code="options.tp-loss-chunk",
+        applies=lambda run: run.num_tensor > 1 and run.has_loss_chunks,
+        problem="conflicts with --tp: a tensor-parallel LM head computes the logits of all tokens at once",
+        hint="remove --loss-chunk",
+    ),
+    Refusal(
+        where="--compile",
+        code="options.tp-compiled-layers",
+        applies=lambda run: run.is_compiled and run.num_tensor > 1,
+        problem="is not supported together with --tp",
+        hint="remove --compile or --tp",
+    ),
+    Refusal(
+        where="--compile",
+        code="options.ep-compiled-layers",
+        applies=lambda run: run.is_compiled and run.num_expert > 1,
+        problem="is not supported together with --ep",
+        hint="remove --compile or --ep",
+    ),
+    Refusal(
+        where="--dp-shard",
+        code="options.catalogue-combination",
+        applies=lambda run: run.is_unverified and run.num_shards > 1,
+        problem="is not verified for {architecture}",
+        hint="leave --dp-shard out; --dp-replicate and more stages work",
+    ),
+    Refusal(
+        where="--compile",
+        code="options.catalogue-combination",
+        applies=lambda run: run.is_generic and run.is_compiled,
+        problem="is not verified for {architecture}",
+        hint="leave --compile out",
+    ),
+    Refusal(
+        where="--loss-chunk",
+        code="options.catalogue-combination",
+        applies=lambda run: run.is_unverified and run.has_loss_chunks,
+        problem="{architecture} may change its logits after the head, which chunks would leave out",
+        hint="leave --loss-chunk out",
+    ),
+    Refusal(
+        where="--schedule",
+        code="options.catalogue-combination",
+        applies=lambda run: run.is_unverified and run.splits_backward,
+        problem="{schedule} splits the backward, which is not verified for {architecture}",
+        hint=f"take {_UNSPLIT}",
+    ),
+    Refusal(
+        where="--document-mask",
+        code="options.document-mask",
+        applies=lambda run: run.keeps_documents and run.implementation == "torchtitan",
+        problem="is not supported on torchtitan's modules, whose attention is causal over a whole row",
+        hint="leave --implementation out: --document-mask takes transformers' modules",
+    ),
+    Refusal(
+        where="--document-mask",
+        code="options.document-mask",
+        applies=lambda run: run.keeps_documents and run.is_own,
+        problem="is not supported for {architecture}, which a family of another package trains",
+        hint="leave it out, or use --no-pack, which has one document in each sequence",
+    ),
+    Refusal(
+        where="--cp",
+        code="options.cp-architecture",
+        applies=lambda run: run.num_context > 1 and run.implementation == "torchtitan",
+        problem="is not supported on torchtitan's modules",
+        hint="leave --implementation out: --cp takes transformers' modules",
+    ),
+    Refusal(
+        where="--cp",
+        code="options.cp-architecture",
+        applies=lambda run: run.num_context > 1 and run.is_unverified,
+        problem="is not verified for {architecture}",
+        hint="leave it out; more stages and --ac save memory, too",
+    ),
+    Refusal(
+        where="--cp",
+        code="options.cp-combination",
+        applies=lambda run: run.num_context > 1 and run.num_tensor > 1,
+        problem="is not verified together with --tp",
+        hint="remove one of them; --cp shards weights as --dp-shard does",
+    ),
+    Refusal(
+        where="--cp",
+        code="options.cp-combination",
+        applies=lambda run: run.num_context > 1 and run.num_expert > 1,
+        problem="is not verified together with --ep",
+        hint="remove one of them",
+    ),
+    Refusal(
+        where="--cp",
+        code="options.cp-combination",
+        applies=lambda run: run.num_context > 1 and run.is_compiled,
+        problem="is not verified together with --compile",
+        hint="remove one of them",
+    ),
+    Refusal(
+        where="manifest",
+        code="manifest.mtp-layers",
+        applies=lambda run: run.num_mtp_layers > 0,
+        problem="training multi-token prediction (MTP) layers is not supported",
+        hint="pack again without them: set num_nextn_predict_layers to 0 in config.json, and --drop their tensors",
+    ),
+)
+
+
+def combination_of(
+    architecture: str, implementation: Implementation, *, is_own: bool = False, **features: Any
+) -> Combination:
+    """Return the combination of these features with what an architecture supports.
+
+    `is_own` says that a family of another package trains it.
+    """
+    return Combination(
+        architecture=architecture,
+        implementation=implementation,
+        whole_because=why_not_tensor_parallel(architecture, implementation, is_own=is_own),
+        experts_because=why_not_expert_parallel(architecture, implementation, is_own=is_own),
+        is_generic=is_own or (is_generic(architecture) and architecture not in ARCHITECTURES),
+        is_unverified=is_own or hands_on_trees(architecture),
+        is_own=is_own,
+        **features,
+    )
+
+
+def check_combination(combination: Combination) -> None:
+    """Check that the combination is supported.
+
+    Raises:
+        UsageError: all reasons, each with the nearest supported choice.
+    """
+    refused = [rule for rule in REFUSED if rule.applies(combination)]
+    if not refused:
+        return
+    first, *others = refused
+    problem = _problem_of(first, combination)
+    for rule in others:
+        problem += f"\n{rule.where}: {_problem_of(rule, combination)} ({rule.hint})"
+    raise UsageError(first.where, problem, first.hint, code=first.code)
+
+
+def _problem_of(rule: Refusal, combination: Combination) -> str:
+    return rule.problem.format_map(asdict(combination))
+
+
+def check_divides(shape: ModelShape, config: Mapping[str, Any], num_tensor: int, num_expert: int) -> None:
+    """Check that a model can be shared by so many ranks: whole heads, units, words and experts for each.
+
+    Raises:
+        UsageError: naming what does not divide.
+    """
+    section = config.get("text_config")
+    for name in _CUT:
+        fields = section if isinstance(section, Mapping) else config
+        if isinstance(count := fields.get(name), int) and count % num_tensor:
+            problem = f"expected a divisor of {count} ({name} of config.json), found {num_tensor}"
+            raise UsageError("--tp", problem, code="options.tp-divisor")
+    check_expert_degree(shape.count_experts() if num_expert > 1 else {}, num_expert, "--ep")
+
+
+def check_heads(config: Mapping[str, Any], num_context: int, method: ContextMethod) -> None:
+    """Check that context-parallel ranks can exchange parts of rows for heads, if that is their method.
+
+    Raises:
+        UsageError: the number of heads does not divide.
+    """
+    section = config.get("text_config")
+    fields = section if isinstance(section, Mapping) else config
+    for name in _HEADS if method == "ulysses" else ():
+        counts = fields.get(name)
+        for count in counts if isinstance(counts, list) else [counts]:
+            if isinstance(count, int) and count % num_context:
+                problem = f"expected a divisor of {count} ({name} of config.json), found {num_context}"
+                raise UsageError("--cp", problem, "use --cp-method gather, or another --cp", code="options.cp-divisor")
