@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from manifests import __version__
 from manifests.command.interpreter import lazy_attributes
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from reshard.tensors.comparison import Finding
     from reshard.transforms.conversion import Conversion
 
-    __version__: str
 
 __all__ = [
     "Assumptions",

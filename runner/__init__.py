@@ -9,6 +9,7 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
+from manifests import __version__
 from manifests.command.interpreter import lazy_attributes
 from manifests.errors import (
     CheckpointError,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from runner.models.own import FamilyRequest, NamedFamily, generic_family
     from runner.tensors.local_shard import Piece
 
-    __version__: str
 
 __all__ = [
     "CheckpointError",

@@ -54,10 +54,6 @@ def lazy_attributes(
     module_of = {name: module for module, names in modules.items() for name in names}
 
     def get(name: str) -> object:
-        if name == "__version__":
-            from importlib.metadata import version
-
-            return version("reshard")
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         attribute = getattr(import_module(module_of[name]), name)
@@ -65,7 +61,7 @@ def lazy_attributes(
         return attribute
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *module_of, "__version__"})
+        return sorted({*vars(sys.modules[package]), *module_of})
 
     return get, names
 

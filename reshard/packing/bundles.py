@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 
+from manifests import __version__
 from manifests.codec import encode_manifest
 from manifests.errors import Parameter, SourceError
 from manifests.index import INDEX_NAME, index_blocks
@@ -106,7 +106,7 @@ def build_manifest(checkpoint: Checkpoint, plan: PackPlan, done: Written) -> Man
     """Return the manifest of what was written."""
     placement = plan.layout.placement
     return Manifest(
-        created_by=f"reshard {version('reshard')}",
+        created_by=f"reshard {__version__}",
         model=Model(
             architecture=checkpoint.shape.architecture,
             num_layers=checkpoint.shape.num_layers,

@@ -10,11 +10,11 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 
 import torch.distributed as dist
 
+from manifests import __version__
 from manifests.digest import Hasher, digest_bytes
 from manifests.errors import CheckpointError, InputError, refused_by_system
 from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES, index_blocks, is_indexed
@@ -299,7 +299,7 @@ def _commit(
         folder,
         replace(
             context.manifest,
-            created_by=f"runner {version('reshard')}",
+            created_by=f"runner {__version__}",
             stages=tuple(stages[index] for index in sorted(stages)),
             files=files,
             parents=context.parents,

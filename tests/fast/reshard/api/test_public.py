@@ -141,10 +141,11 @@ def test_importing_a_package_imports_nothing_of_it(package: str) -> None:
     assert ended.stdout == "[]\n"
 
 
-def test_packing_and_reading_as_numpy_import_no_torch(tmp_path: Path) -> None:
+def test_packing_imports_what_it_needs_and_reading_as_numpy_no_torch(tmp_path: Path) -> None:
     write_model(tmp_path / "model", llama_config())
     code = (
         "import sys, reshard; reshard.pack('model', 'out', 'pp=2'); "
+        "assert 'importlib.metadata' not in sys.modules; "
         "reshard.open('out').stage(0).state_dict(dtype='fp32'); "
         "print({'torch', 'safetensors'} & set(sys.modules))"
     )
