@@ -14,13 +14,11 @@ from manifests.errors import Parameter, UsageError, check_count
 from manifests.invariants import MANIFEST_NAME
 from manifests.models import ModelShape
 from manifests.models.config import CONFIG_NAME, MAX_LAYERS
-from manifests.models.memory import estimate_memory, memory_of
 from manifests.placement import Placement
 from manifests.schedules import check_schedule, in_flight, schedule_table
 from manifests.schema import Manifest, TieGroup
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, check_assumptions, num_passes
 from reshard.estimate.costs import ModuleTime, costs_of
-from reshard.estimate.training_estimate import training_of
 from reshard.formats.open import find_config, links_of, open_config, open_with_model_file
 from reshard.formatting import shorten
 from reshard.layouts import StageLayout, parse_layout
@@ -326,6 +324,9 @@ def memory_costs(shape: ModelShape, placed: StageLayout, assumed: Assumptions) -
     Raises:
         UsageError: the step is too long to simulate, or the schedule does not support these stages.
     """
+    from manifests.models.memory import estimate_memory, memory_of  # which a pack without a memory limit does without
+    from reshard.estimate.training_estimate import training_of
+
     placement, training = placed.placement, training_of(assumed)
     num_microbatches = assumed.microbatches_for(placement)
     _check_length(placement, num_microbatches)

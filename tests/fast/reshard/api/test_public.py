@@ -145,7 +145,7 @@ def test_packing_imports_what_it_needs_and_reading_as_numpy_no_torch(tmp_path: P
     write_model(tmp_path / "model", llama_config())
     code = (
         "import sys, reshard; reshard.pack('model', 'out', 'pp=2'); "
-        "assert 'importlib.metadata' not in sys.modules; "
+        "assert {'importlib.metadata', 'manifests.models.memory'}.isdisjoint(sys.modules); "
         "reshard.open('out').stage(0).state_dict(dtype='fp32'); "
         "print({'torch', 'safetensors'} & set(sys.modules))"
     )
