@@ -168,7 +168,7 @@ def _begin(
             deferred=deferred,
         )
         check_divides(launched.shape, launched.config, mesh.degrees.tensor, mesh.degrees.expert)
-        check_heads(launched.config, options.degrees.context, options.degrees.context_method)
+        check_heads(launched.config, options.degrees.context, options.degrees.context_method, options.degrees.tensor)
         timetable = _choose_timetable(launched, options, mesh)
         planned_nbytes = _plan_memory(launched, options, timetable, mesh, world, device)
         family = family_for(

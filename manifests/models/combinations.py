@@ -162,20 +162,6 @@ REFUSED = (
     Refusal(
         where="--cp",
         code="options.cp-combination",
-        applies=lambda run: run.num_context > 1 and run.num_tensor > 1,
-        problem="is not verified together with --tp",
-        hint="remove one of them; --cp shards weights as --dp-shard does",
-    ),
-    Refusal(
-        where="--cp",
-        code="options.cp-combination",
-        applies=lambda run: run.num_context > 1 and run.num_expert > 1,
-        problem="is not verified together with --ep",
-        hint="remove one of them",
-    ),
-    Refusal(
-        where="--cp",
-        code="options.cp-combination",
         applies=lambda run: run.num_context > 1 and run.is_compiled,
         problem="is not verified together with --compile",
         hint="remove one of them",
@@ -244,8 +230,10 @@ def check_divides(shape: ModelShape, config: Mapping[str, Any], num_tensor: int,
     check_expert_degree(shape.count_experts() if num_expert > 1 else {}, num_expert, "--ep")
 
 
-def check_heads(config: Mapping[str, Any], num_context: int, method: ContextMethod) -> None:
+def check_heads(config: Mapping[str, Any], num_context: int, method: ContextMethod, num_tensor: int) -> None:
     """Check that context-parallel ranks can exchange parts of rows for heads, if that is their method.
+
+    They exchange those of one tensor-parallel rank.
 
     Raises:
         UsageError: the number of heads does not divide.
@@ -255,6 +243,7 @@ def check_heads(config: Mapping[str, Any], num_context: int, method: ContextMeth
     for name in _HEADS if method == "ulysses" else ():
         counts = fields.get(name)
         for count in counts if isinstance(counts, list) else [counts]:
-            if isinstance(count, int) and count % num_context:
-                problem = f"expected a divisor of {count} ({name} of config.json), found {num_context}"
+            if isinstance(count, int) and count % (num_context * num_tensor):
+                tensor = f" x --tp {num_tensor}" if num_tensor > 1 else ""
+                problem = f"expected a divisor of {count} ({name} of config.json), found {num_context}{tensor}"
                 raise UsageError("--cp", problem, "use --cp-method gather, or another --cp", code="options.cp-divisor")

@@ -186,11 +186,12 @@ class DegreeOptions:
             expert=self.expert,
         )
         if degrees.per_replica % self.expert:
+            unit, context = self.context * self.tensor, f" x --cp {self.context}" if self.context > 1 else ""
             raise UsageError(
                 "--ep",
                 f"expected a divisor of {degrees.per_replica}, the ranks that share one copy of a stage's weights "
-                f"(--dp-shard {shard} x --tp {self.tensor}), found {self.expert}",
-                f"use --dp-shard {math.lcm(self.expert, self.tensor) // self.tensor}, or a multiple",
+                f"(--dp-shard {shard}{context} x --tp {self.tensor}), found {self.expert}",
+                f"use --dp-shard {math.lcm(self.expert, unit) // unit}, or a multiple",
                 code="launch.degrees",
             )
         return degrees

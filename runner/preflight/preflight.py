@@ -95,7 +95,7 @@ def check_request(launched: Packed, options: TrainOptions, world_size: int) -> P
     # What no number of ranks fixes is refused before ranks are counted.
     check_combination(sharing_ranks(launched.manifest, options))
     check_divides(launched.shape, launched.config, options.degrees.tensor, options.degrees.expert)
-    check_heads(launched.config, options.degrees.context, options.degrees.context_method)
+    check_heads(launched.config, options.degrees.context, options.degrees.context_method, options.degrees.tensor)
     degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
     if options.resume.source is None:  # a checkpoint may recall other batch sizes
         _check_step(launched.manifest, options, degrees)

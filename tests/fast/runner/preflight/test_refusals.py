@@ -63,16 +63,6 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "--cp",
         "options.cp-architecture",
     ),
-    (
-        {**GENERIC, "num_context": 2, "num_tensor": 2, "implementation": "transformers"},
-        "--cp",
-        "options.cp-combination",
-    ),
-    (
-        {**GENERIC, "num_context": 2, "num_expert": 2, "implementation": "transformers"},
-        "--cp",
-        "options.cp-combination",
-    ),
     ({"num_context": 2, "implementation": "transformers", "is_compiled": True}, "--cp", "options.cp-combination"),
     ({"num_mtp_layers": 1}, "manifest", "manifest.mtp-layers"),
 ]
@@ -104,7 +94,14 @@ def test_every_rule_is_tested() -> None:
         {**GENERIC, "num_shards": 2, "num_tensor": 2, "num_expert": 2},
         {**GENERIC, **ZERO_BUBBLE, "has_loss_chunks": True},
         {"keeps_documents": True, "implementation": "transformers"},
-        {**GENERIC, **ZERO_BUBBLE, "num_context": 2, "num_shards": 2, "implementation": "transformers"},
+        {
+            **GENERIC,
+            **ZERO_BUBBLE,
+            "num_context": 2,
+            "num_tensor": 2,
+            "num_expert": 4,
+            "implementation": "transformers",
+        },
     ],
 )
 def test_combination_that_is_known_to_be_right_passes(found: dict[str, Any]) -> None:
@@ -139,11 +136,12 @@ def test_rows_and_heads_that_do_not_divide_over_context_parallel_ranks_are_refus
     assert (error.value.where, error.value.code) == ("--seq-len", "options.cp-divisor")
     wording(str(error.value))
     config = {"num_attention_heads": 6}
-    check_heads(config, 4, "gather")
-    check_heads(config, 3, "ulysses")
-    for other in ({"n_head": 6}, {"text_config": {"num_attention_heads_per_layer": [8, 6]}}, config):
+    check_heads(config, 4, "gather", 1)
+    check_heads(config, 3, "ulysses", 2)
+    others = ({"n_head": 6}, 4, 1), ({"text_config": {"num_attention_heads_per_layer": [8, 6]}}, 4, 1), (config, 3, 4)
+    for other, num_context, num_tensor in (*others, (config, 4, 1)):
         with pytest.raises(UsageError) as error:
-            check_heads(other, 4, "ulysses")
+            check_heads(other, num_context, "ulysses", num_tensor)
         assert (error.value.where, error.value.code) == ("--cp", "options.cp-divisor")
     wording(str(error.value))
 

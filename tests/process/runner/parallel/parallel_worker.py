@@ -4,7 +4,7 @@ usage: parallel_worker.py CASES OUT
 
 CASES is a JSON list of {"name": …, "root": …, "args": […], "origin": …}; the last is null, or names the case from
 whose checkpoint this one goes on. OUT/NAME-RANK.pt is what this rank found, OUT/NAME-saved the checkpoint after the
-first step.
+first step, or after number "saves". "rows" and "documents" of a case of tests/matrix.py are what it trains on.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from runner.load.load import read_tensors
 from runner.pipeline.chunk import hf_constants, hf_pieces
 from runner.setup import Ready, begin
 from runner.tensors.local_shard import Piece
+from runner.training.mixed_precision import master_of
 from runner.training.rng import rng_state
 from runner.training.step import eval_step, train_step
 from stores.base import InputFile, Range, Reader
 from stores.bundles import Bundles
 from stores.local import LocalFolder
 from tests.fast.runner.tiny import padded_batch
+from tests.process.runner.parallel.matrix_reference import matrix_batch
 from tests.process.runner.parallel.parallel_cases import VOCAB_SIZE
 
 CPU = torch.device("cpu")
@@ -98,7 +100,8 @@ def run_case(case: dict[str, Any], out: Path, world: World) -> dict[str, Any]:
     launched = open_packed(Path(case["root"]))
     origin = out / f"{case['origin']}-saved" if case["origin"] else launched.root
     flags = ("--resume", str(origin)) if case["origin"] else ()
-    options = parse_training(["--data", "synthetic", *case["args"], *flags])
+    data = () if "--data" in case["args"] else ("--data", "synthetic")
+    options = parse_training([*data, *case["args"], *flags])
     ready = begin(launched, (Origin(folder=origin),), options, world, CPU)
     found: dict[str, Any] = {"loaded": ready.loaded.nbytes, "num_parts": ready.loaded.num_parts, "read": read_of(ready)}
     found["verified"] = ready.loaded.verified_nbytes
@@ -107,17 +110,19 @@ def run_case(case: dict[str, Any], out: Path, world: World) -> dict[str, Any]:
     engine, schedule = ready.engine, ready.engine.schedule
     reports = []
     first = ready.training.step if ready.training else 0
-    for step in range(first, STEPS):
-        whole = padded_batch(step, vocab_size=VOCAB_SIZE)
-        batch = ready.rows_of(whole) if schedule.has_first or schedule.has_last else None
-        loss = eval_step(engine, batch)
+    for step in range(first, case.get("until", STEPS)):
+        whole = matrix_batch(step, case) if "rows" in case else padded_batch(step, vocab_size=VOCAB_SIZE)
+        is_needed = schedule.has_first or schedule.has_last or whole.positions is not None
+        batch = ready.rows_of(whole) if is_needed else None
+        loss = eval_step(engine, batch) if "rows" not in case else None
         reports.append((train_step(engine, batch, step), loss))
         if step == 0:
             found["gradients"] = local_pieces(ready, lambda weight: weight.grad)
+        if step + 1 == case.get("saves", 1):
             found["saved"] = state_of(ready)
-            save_state(ready, out / f"{case['name']}-saved", world.rank)
+            save_state(ready, out / f"{case['name']}-saved", world.rank, step + 1)
     found["reports"] = [(report.loss, report.grad_norm, report.num_tokens, loss) for report, loss in reports]
-    found["weights"] = local_pieces(ready, lambda weight: weight)
+    found["weights"] = local_pieces(ready, master_of)
     return found
 
 
@@ -127,10 +132,10 @@ def state_of(ready: Ready) -> list[LocalPiece]:
     return [(f"{holds} {piece.fqn}", *rest_of(piece)) for holds, pieces in kinds for piece in pieces]
 
 
-def save_state(ready: Ready, folder: Path, rank: int) -> None:
-    """Save what there is after the first step."""
+def save_state(ready: Ready, folder: Path, rank: int, step: int) -> None:
+    """Save what there is after a step."""
     data = find_data(ready.options, None, None).position
-    state = remember(ready.options, ready.launched.shape, step=1, num_tokens=1, data=data)
+    state = remember(ready.options, ready.launched.shape, step=step, num_tokens=1, data=data)
     save(ready.held_state(), ready.save_context, folder, replace(state, random=(rng_state(rank, CPU),)))
 
 

@@ -1,72 +1,17 @@
-"""Context parallelism: loss and every gradient are those of one process that runs transformers' whole model."""
+"""Jobs with context parallelism, as a user starts them; tests/matrix.py has its gradients."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.builders import pack
 from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
-from tests.fast.runner.pipeline.documents import CONFIGS
 from tests.fast.runner.tiny import read_config, save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
-from tests.process.torchrun import launch
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-
-TOLERANCE = 1e-6  # FSDP reduces gradients in float32
-
-
-def case(architecture: str, **more: Any) -> dict[str, Any]:
-    plain = {"architecture": architecture, "method": "gather", "pp": 1, "schedule": "GPipe", "documents": False,
-             "ac": "none", "changes": {}, "shard": 1, "replicate": 1}  # fmt: skip
-    return {**plain, **more}
-
-
-def check(out: Path, num_ranks: int, cases: Sequence[dict[str, Any]]) -> None:
-    (out / "cases.json").write_text(json.dumps(cases))
-    launch(num_ranks, "runner/parallel/context_worker.py", out / "cases.json", out, timeout_s=500)
-    ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(num_ranks)]
-    for number, described in enumerate(cases):
-        for loss, gradients in (rank[number] for rank in ranks):
-            assert loss <= TOLERANCE, described
-            assert gradients
-            assert max(gradients.values()) <= TOLERANCE, (described, gradients)
-
-
-FAST = (
-    case("MistralForCausalLM", documents=True),
-    case("GptOssForCausalLM", method="ulysses", ac="full"),
-)
-TWO = (
-    *(case(name, method=method, documents=documents)
-      for name in CONFIGS for method in ("gather", "ulysses") for documents in (False, True)),
-    *(case("LlamaForCausalLM", method=method, changes={"num_key_value_heads": 1}) for method in ("gather", "ulysses")),
-    *(case("Gemma3ForCausalLM", method=method, ac=ac)
-      for method in ("gather", "ulysses") for ac in ("full", "selective")),
-)  # fmt: skip
-FOUR = (
-    *(case("LlamaForCausalLM", method=method) for method in ("gather", "ulysses")),
-    *(case(name, pp=2, schedule=schedule, documents=documents)
-      for name in ("MistralForCausalLM", "DeepseekV3ForCausalLM")
-      for schedule in ("1F1B", "ZBVZeroBubble") for documents in (False, True)),
-    *(case("LlamaForCausalLM", documents=True, **{name: 2}) for name in ("shard", "replicate")),
-    case("GptOssForCausalLM", pp=2, schedule="ZBVZeroBubble", method="ulysses", documents=True, ac="full"),
-)  # fmt: skip
-
-
-def test_two_ranks_with_parts_of_rows_train_as_one(tmp_path: Path) -> None:
-    check(tmp_path, 2, FAST)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "cases"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
-def test_ranks_with_parts_of_rows_train_as_one(num_ranks: int, cases: Sequence[Any], tmp_path: Path) -> None:
-    check(tmp_path, num_ranks, cases)
 
 
 @pytest.mark.slow

@@ -27,7 +27,6 @@ from tests.process.runner.parallel.parallel_cases import (
     MODELS,
     NORMAL,
     SLOW_4,
-    SLOW_8,
     SLOW_MIXED,
     TWO_DTYPES,
     Case,
@@ -36,7 +35,7 @@ from tests.process.runner.training_jobs import job, lines_of, run_jobs
 from tests.process.torchrun import launch
 
 # Those that begin with what was packed, and not with a checkpoint.
-ROWS, SLOW_ROWS = (tuple(case for case in cases if case.origin is None) for cases in (NORMAL, SLOW_4 + SLOW_8))
+ROWS, SLOW_ROWS = (tuple(case for case in cases if case.origin is None) for cases in (NORMAL, SLOW_4))
 
 pytestmark = [
     pytest.mark.process,
@@ -68,7 +67,7 @@ def trained(place: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def trained_slow(place: Path, trained: Path) -> Path:
-    run_with_references(place, {4: SLOW_4 + SLOW_MIXED, 8: SLOW_8})
+    run_with_references(place, {4: SLOW_4 + SLOW_MIXED})
     return place
 
 
@@ -174,7 +173,7 @@ def test_ranks_that_share_a_stage_train_as_one_rank_does(case: Case, trained: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*SLOW_4, *SLOW_MIXED, *SLOW_8], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*SLOW_4, *SLOW_MIXED], ids=lambda case: case.name)
 def test_ranks_that_share_a_stage_train_as_one_rank_does_whole_matrix(case: Case, trained_slow: Path) -> None:
     check_against_one_rank(trained_slow, case)
 
