@@ -21,6 +21,7 @@ from runner.checkpoint.resume import Origin, check_fits, override_notes, remembe
 from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
 from runner.config.flags import TrainOptions, planned_memory, recall
+from runner.config.sharding import is_sharded
 from runner.data.sequences import Batch, Rows, rows_of
 from runner.distributed.fail_together import raise_on_all_ranks
 from runner.distributed.world import World
@@ -31,7 +32,6 @@ from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
 from runner.models import family_for
 from runner.parallel.mesh import Mesh, build_mesh, pair_mesh
-from runner.parallel.parallelize import is_sharded
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.pipeline.timetable import Timetable, choose_timetable
 from runner.preflight.combinations import combine, part_of
@@ -318,7 +318,7 @@ def _plan_memory(
         memory,
         world.local_size,
         is_sharded=degrees.per_replica > 1,
-        is_gathered=is_sharded(mesh, options.compute),
+        is_gathered=is_sharded(mesh.degrees, options.compute),
     )
     if mesh.rank == 0:
         logger.info("%s", line)

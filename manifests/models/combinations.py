@@ -47,6 +47,7 @@ class Combination:
     keeps_documents: bool = False  # --document-mask
     num_context: int = 1  # context-parallel ranks
     is_own: bool = False  # trained by a family of another package
+    is_narrow: bool = False  # hidden states of some stages are narrower
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +156,7 @@ REFUSED = (
     Refusal(
         where="--cp",
         code="options.cp-architecture",
-        applies=lambda run: run.num_context > 1 and run.is_unverified,
+        applies=lambda run: run.num_context > 1 and (run.is_unverified or run.is_narrow),
         problem="is not verified for {architecture}",
         hint="leave it out; more stages and --ac save memory, too",
     ),

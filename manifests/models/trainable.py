@@ -61,6 +61,9 @@ def hands_on_trees(architecture: str) -> bool:
     return entry is not None and entry.hands_on_trees
 
 
+NARROW = "model.decoder.project_in"  # of an OPT: hidden states are not as wide before it, nor after the last layer
+
+
 def choose_implementation(architecture: str, chosen: Implementation | None = None) -> Implementation:
     """Return whose modules an architecture is built of: those asked for, else torchtitan's where it is installed.
 

@@ -24,6 +24,7 @@ from manifests.models import ARCHITECTURES, ModelShape
 from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
 from manifests.models.generic_limits import check_fields, check_modules, check_positions, modules_together
+from manifests.models.trainable import NARROW
 from runner.models.context_parallel import let_tokens_alone
 from runner.models.document_mask import mask_rows
 from runner.models.implementations import without_implementations
@@ -45,7 +46,6 @@ _CONFIG: Mapping[str, object] = {
     "tie_word_embeddings": False,
     "use_cache": False,
 }
-_NARROW = "model.decoder.project_in"  # of an OPT: hidden states are not as wide before it, nor after the last layer
 # Sizes of experts must be multiples of this for torch's grouped product in 16 bits.
 _ALIGNMENT = 8
 
@@ -73,7 +73,7 @@ class Generic:
         self._entry = entry = entry if shape is None else _with_modules(entry, shape)
         self._keeps_documents = False
         self._parts: RowParts | None = None  # with context parallelism
-        self.hands_on_trees = entry.hands_on_trees or _NARROW in entry.inputs
+        self.hands_on_trees = entry.hands_on_trees or NARROW in entry.inputs
         with _refusals(self._where):
             self._class, self._given = (model_class, fields) if model_class else _class_and_fields(entry, fields)
             config_class: Any = self._class.config_class

@@ -40,9 +40,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from manifests.errors import UsageError
 from runner.config.parallel_dims import EXPERT, EXPERT_FSDP, FSDP, REPLICATE, TENSOR, ParallelDims
 from runner.config.schema import ComputeOptions
+from runner.config.sharding import check_float32, is_sharded
 from runner.models.family import Family
 from runner.parallel.mesh import Mesh
 from runner.pipeline.chunk import StageChunk, float32_names, layers_of
@@ -134,13 +134,6 @@ class Parallel:
             yield from (module for module in root.modules() if isinstance(module, FSDPModule))
 
 
-def is_sharded(mesh: Mesh, compute: ComputeOptions) -> bool:
-    """Whether FSDP is used: to shard parameters, or for master weights of tensor-parallel matrices."""
-    degrees = mesh.degrees
-    shards_experts = degrees.expert > 1 and degrees.expert_fsdp > 1
-    return degrees.fsdp > 1 or shards_experts or (degrees.tensor > 1 and compute.has_masters)
-
-
 def parallelize(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
     """Apply expert and tensor parallelism and FSDP to a chunk, which is on the meta device, in its masters' dtype."""
     if mesh.degrees.expert > 1:
@@ -148,22 +141,14 @@ def parallelize(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
         chunk.family.distribute_experts(chunk.body, mesh.part(EXPERT), mesh.part(TENSOR))
     if mesh.degrees.tensor > 1:
         shard_matrices(chunk, mesh.part(TENSOR))
-    if is_sharded(mesh, compute) and any(True for _ in chunk.body.parameters()):
+    if is_sharded(mesh.degrees, compute) and any(True for _ in chunk.body.parameters()):
         _shard(chunk, mesh, compute)
 
 
 def _shard(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
     exact = float32_names(chunk, FLAG_DTYPES[compute.dtype])
     exact = [name for name, _ in chunk.body.named_parameters() if name in exact]
-    if exact and {compute.master_dtype, compute.reduce_dtype} != {"fp32"}:
-        flag = "--dp-shard" if mesh.degrees.shard > 1 else "--cp" if mesh.degrees.context > 1 else "--tp"
-        raise UsageError(
-            flag,
-            f"{chunk.family.architecture} keeps some parameters in float32, which FSDP cannot shard with masters in "
-            f"{compute.master_dtype} and reduction in {compute.reduce_dtype}: {exact[0].removeprefix('model.')}, say",
-            f"use --master-dtype fp32 and --reduce-dtype fp32, or no {flag}",
-            code="options.catalogue-combination",
-        )
+    check_float32(chunk.family.architecture, exact, compute, mesh.degrees)
     dtype = FLAG_DTYPES[compute.dtype] if compute.has_masters else None
     # What stages compute in float32 stays so: parameters as the family has them, and the inputs of layers.
     policy = MixedPrecisionPolicy(

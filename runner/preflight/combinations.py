@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from manifests.errors import UsageError
 from manifests.models.combinations import Combination, combination_of
-from manifests.models.trainable import choose_implementation, find_family
+from manifests.models.trainable import NARROW, choose_implementation, find_family
 from manifests.schema import Manifest
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims
@@ -46,18 +46,16 @@ def combine(
         sharing,
         schedule=timetable.name,
         splits_backward=timetable.splits_backward,
-        is_compiled=options.compute.is_compiled,
         num_tensor=degrees.tensor,
         num_expert=degrees.expert,
         num_context=degrees.context,
         num_shards=degrees.shard,
-        has_loss_chunks=options.compute.loss_chunk is not None,
         num_mtp_layers=sum(number >= manifest.model.num_layers for number in numbers),
     )
 
 
 def sharing_ranks(manifest: Manifest, options: TrainOptions) -> Combination:
-    """Return what no number of ranks changes: tensor and expert parallelism of these modules, and their documents."""
+    """Return what no number of ranks and no checkpoint changes: the architecture, its modules, and flags."""
     architecture = manifest.model.architecture
     return combination_of(
         architecture,
@@ -67,6 +65,9 @@ def sharing_ranks(manifest: Manifest, options: TrainOptions) -> Combination:
         num_expert=options.degrees.expert,
         keeps_documents=options.data.document_mask,
         num_context=options.degrees.context,
+        is_compiled=options.compute.is_compiled,
+        has_loss_chunks=options.compute.loss_chunk is not None,
+        is_narrow=any(NARROW in stage.modules for stage in manifest.stages),
     )
 
 

@@ -21,6 +21,7 @@ from runner.checkpoint.resume import Origin, check_fits, find_origins, remembere
 from runner.config.flags import Device, TrainOptions, flag_of, recall
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import SYNTHETIC, BatchOptions, DataOptions
+from runner.config.sharding import check_float32
 from runner.data.files import LINES, SUFFIXES, TEXT, file_nbytes, find_files, has_text
 from runner.models.titan_fields import TITAN_FIELDS
 from runner.pipeline.timetable import choose_timetable
@@ -98,7 +99,7 @@ def check_request(launched: Packed, options: TrainOptions, world_size: int) -> P
     check_heads(launched.config, options.degrees.context, options.degrees.context_method, options.degrees.tensor)
     degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
     if options.resume.source is None:  # a checkpoint may recall other batch sizes
-        _check_step(launched.manifest, options, degrees)
+        _check_step(launched, options, degrees)
     return degrees
 
 
@@ -121,7 +122,7 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
         training = resumed_state(origin, options.resume, is_launched=origin is launched)
         if training is not None:
             options = recall(options, remembered(training))
-        _check_step(launched.manifest, options, degrees)
+        _check_step(launched, options, degrees)
         check_length(launched, options)
     check_documents("--data", options.data)
     if options.eval_data is not None:
@@ -318,10 +319,14 @@ def _is_taken(name: str, value: Any, given_options: TrainOptions) -> bool:
     return name not in given_options.given and given_options.values[name] != value
 
 
-def _check_step(manifest: Manifest, options: TrainOptions, degrees: ParallelDims) -> None:
+def _check_step(launched: Packed, options: TrainOptions, degrees: ParallelDims) -> None:
+    manifest, shape = launched.manifest, launched.shape
     batch = part_of(options.batch, degrees)
     timetable = choose_timetable(options.schedule, manifest, batch.num_microbatches)
     check_combination(combine(manifest, options, timetable, degrees))
+    if options.compute.dtype != "fp32" and shape.float32_suffixes:
+        names = [name for name in shape.tensors if name.endswith(shape.float32_suffixes)]
+        check_float32(shape.architecture, names, options.compute, degrees)
 
 
 def _release(text: str) -> tuple[int, int]:

@@ -52,9 +52,6 @@ def split_rows(family: Family, mesh: Mesh, seq_len: int, method: ContextMethod) 
     if not isinstance(family, SplitsRows):
         problem = f"is not supported for {family.architecture}, which is not trained on transformers' modules"
         raise UsageError("--cp", problem, _INSTEAD, code="options.cp-architecture")
-    if getattr(family, "hands_on_trees", False):  # by its config; an architecture is refused before ranks start
-        problem = f"is not supported for {family.architecture}, whose stages exchange more than the hidden state"
-        raise UsageError("--cp", problem, _INSTEAD, code="options.cp-architecture")
     if family.padded_length(1, seq_len) < seq_len:
         raise UsageError(
             "--cp",

@@ -12,10 +12,11 @@ from manifests.placement import Placement
 from manifests.schema import TieGroup
 from runner.config.flags import TrainOptions
 from runner.config.schema import BatchOptions, ComputeOptions
+from runner.config.sharding import is_sharded
 from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks
 from runner.models.family import Family
 from runner.parallel.mesh import Mesh
-from runner.parallel.parallelize import Parallel, is_sharded, parallelize
+from runner.parallel.parallelize import Parallel, parallelize
 from runner.pipeline.chunk import StageChunk, build_chunks, cast, materialize
 from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
@@ -44,7 +45,7 @@ def build_stages(
 ) -> tuple[StageChunk, ...]:
     """Build this rank's stages, and no others, and allocate their memory."""
     chunks = build_chunks(family, stages.modules, stages.placement.stages_on(mesh.pipeline_rank))
-    is_fsdp = is_sharded(mesh, compute)
+    is_fsdp = is_sharded(mesh.degrees, compute)
     compute_dtype = FLAG_DTYPES[compute.dtype]
     dtype = FLAG_DTYPES[compute.master_dtype] if is_fsdp else compute_dtype
     for chunk in chunks:

@@ -16,7 +16,9 @@ from runner.checkpoint.resume import remembered
 from runner.commands import cli
 from runner.config.flags import parse_training, recall
 from runner.preflight.preflight import check_length, expert_notes, is_less_than_a_step, notes
-from tests.builders import pack, without_file
+from tests.builders import pack, without_file, write_model
+from tests.fast.manifests.models.catalogued import save_tiny
+from tests.fast.runner.models.decoders import save_decoder
 from tests.fast.trained import write_trained
 
 Wording = Callable[[str], None]
@@ -33,9 +35,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def refusal(place: Path, *training: str, packed: str = "packed") -> UserError:
+def refusal(place: Path, *training: str, packed: str = "packed", num_ranks: int = 2) -> UserError:
     """Return how `runner launch --dry-run` refuses these training options, with `place` as PLACE."""
-    words = ["launch", f"PLACE/{packed}", "--dry-run", "--", *training]
+    words = ["launch", f"PLACE/{packed}", "--dry-run", "--nproc-per-node", str(num_ranks), "--", *training]
     done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
     assert isinstance(done.exception, UserError), done.output
     error = done.exception
@@ -44,6 +46,56 @@ def refusal(place: Path, *training: str, packed: str = "packed") -> UserError:
         problem=error.problem.replace(str(place), "PLACE"),
         hint=error.hint.replace(str(place), "PLACE"),
     )
+
+
+EXPERTS = "Ernie4_5_MoeForCausalLM"  # whose routers stay in float32
+HALF, RESUMED = ("--dtype", "bf16"), ("--resume", "auto", "--checkpoint", "PLACE/saved")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models in one stage: of 4 heads; of experts with routers in float32; and with narrow hidden states."""
+    place = tmp_path_factory.mktemp("shared")
+    write_model(place / "llama")
+    save_tiny(place / "experts", EXPERTS)
+    save_decoder(place / "narrow", "tiny-opt", word_embed_proj_dim=16)
+    for name in ("llama", "experts", "narrow"):
+        pack(place / name, place / f"{name}-packed", "pp=1")
+    return place
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "flags", "where", "code"),
+    [
+        ("llama", 2, ("--ep", "2", "--dp-shard", "2"), "--ep", "options.ep-architecture"),
+        ("experts", 3, ("--ep", "3", "--dp-shard", "3"), "--ep", "options.ep-divisor"),
+        ("llama", 3, ("--cp", "3", "--cp-method", "ulysses", "--seq-len", "24"), "--cp", "options.cp-divisor"),
+        ("llama", 2, ("--cp", "2", "--seq-len", "30"), "--seq-len", "options.cp-divisor"),
+        ("llama", 4, ("--cp", "2", "--tp", "2"), "--cp", "options.cp-combination"),
+        ("experts", 2, ("--cp", "2", "--ep", "2"), "--cp", "options.cp-combination"),
+        ("llama", 2, ("--cp", "2", "--compile"), "--cp", "options.cp-combination"),
+        ("llama", 2, ("--cp", "2", "--compile", *RESUMED), "--cp", "options.cp-combination"),
+        ("llama", 2, ("--tp", "2", "--loss-chunk", "8", *RESUMED), "--loss-chunk", "options.tp-loss-chunk"),
+        ("narrow", 2, ("--cp", "2"), "--cp", "options.cp-architecture"),
+        ("experts", 2, (*HALF, "--dp-shard", "2"), "--dp-shard", "options.catalogue-combination"),
+        ("experts", 2, (*HALF, "--cp", "2"), "--cp", "options.catalogue-combination"),
+        ("experts", 2, (*HALF, "--dp-shard", "2", "--master-dtype", "fp32", "--reduce-dtype", "bf16"), "--dp-shard",
+         "options.catalogue-combination"),
+    ],
+)  # fmt: skip
+def test_degrees_that_a_model_cannot_have_are_refused_before_ranks_start(
+    model: str, num_ranks: int, flags: tuple[str, ...], where: str, code: str, shared: Path, wording: Wording
+) -> None:
+    error = refusal(shared, "--data", "synthetic", *flags, packed=f"{model}-packed", num_ranks=num_ranks)
+    assert (error.where, error.code) == (where, code)
+    if code == "options.catalogue-combination":
+        wording(str(error))
+
+
+@pytest.mark.parametrize("flags", [("--dp-shard", "2", "--master-dtype", "fp32"), ("--dp-replicate", "2")])
+def test_parameters_kept_in_float32_train_beside_bfloat16(flags: tuple[str, ...], shared: Path) -> None:
+    words = ["launch", str(shared / "experts-packed"), "--dry-run", "--nproc-per-node", "2", "--"]
+    assert CliRunner().invoke(cli, [*words, "--data", "synthetic", *HALF, *flags]).exit_code == 0
 
 
 @pytest.mark.parametrize("flag", ["--log-dir", "--checkpoint", "--save"])
