@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -118,14 +119,14 @@ def pack(
     options.print_result(quiet, as_json, lambda: pack_json(done), lambda: pack_text(done))
 
 
-_OPTIMIZERS_OF_TRAINER = {"optimizer.pt", "optimizer.bin"}  # with FSDP, the latter
+_OPTIMIZER_OF_TRAINER = re.compile(r"optimizer\.pt|optimizer\.bin|optimizer_\d+(?=/)")  # with FSDP, the latter two
 
 
 def _notes(prepared: PreparedPack) -> Iterator[str]:
     for name in prepared.left_out:
         yield f"left out: {name} (not part of the weights that are packed)"
-    if state := _OPTIMIZERS_OF_TRAINER.intersection(prepared.left_out):
-        what = f"warning: {state.pop()} is optimizer state of transformers' Trainer, which is not read"
+    if state := next(filter(None, map(_OPTIMIZER_OF_TRAINER.match, prepared.left_out)), None):
+        what = f"warning: {state[0]} is optimizer state of transformers' Trainer, which is not read"
         yield f"{what}: what is packed has weights alone, and training begins at step 1"
     if (step := prepared.assumed_step) is not None:
         yield f"{step}; reshard plan --write FILE solves for another step"

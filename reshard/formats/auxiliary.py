@@ -18,6 +18,7 @@ from manifests.errors import SourceError
 from manifests.index import ADAPTER_NAMES, OTHER_WEIGHTS, is_weights
 from manifests.invariants import MANIFEST_NAME, SOURCE_FILES, SOURCE_NAME
 from manifests.paths import problem_with_path
+from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
 from reshard.copy.journal import is_working_name
 from reshard.tensors.checkpoint import AuxiliaryAt
 from stores.base import Folder
@@ -76,8 +77,12 @@ def with_section(card: bytes, section: str, base_model: str | None) -> bytes:
 
 
 def names_weights(name: str) -> bool:
-    """Return whether a file beside the weights that are packed has a name of weights: other programs might read it."""
-    return is_weights(name) or name.lower().endswith((".safetensors", *OTHER_WEIGHTS))  # in any folder
+    """Return whether a file beside the weights that are packed has a name of weights: other programs might read it.
+
+    In any folder, those of DCP, such as transformers' Trainer writes of FSDP's weights and optimizer state, included.
+    """
+    is_metadata = name.rpartition("/")[2] == METADATA_NAME
+    return is_weights(name) or is_metadata or name.lower().endswith((".safetensors", DATA_SUFFIX, *OTHER_WEIGHTS))
 
 
 def auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple[AuxiliaryAt, ...]:

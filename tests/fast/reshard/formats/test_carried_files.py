@@ -8,6 +8,8 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint import save
 
 from tests.builders import files_in, llama_config, refusal, reshard, write_model
 from tests.fast.reshard.formats.dcp.test_dcp_source import huggingface_state, save_in_halves
@@ -150,3 +152,20 @@ def test_optimizer_state_of_the_trainer_of_transformers_is_said_to_be_left_out(s
     (warning,) = [line for line in ended.err.splitlines() if line.startswith("warning: ")]
     assert "optimizer.pt" in warning
     assert json.loads((tmp_path / "packed" / "manifest.json").read_text())["training"] is None
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_sharded_state_of_the_trainer_of_transformers_is_left_out(source: Path, tmp_path: Path) -> None:
+    """As it saves FSDP's shards beside a model.safetensors."""
+    assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "expected").code == 0
+    for name in ("optimizer_0", "pytorch_model_fsdp_0"):
+        save({"weight": torch.ones(2)}, checkpoint_id=source / name, no_dist=True)
+    names = {path.relative_to(source).as_posix() for path in source.rglob("*_0/*")}
+    assert len(names) == 4
+    ended = reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "packed")
+    assert ended.code == 0, ended.err
+    (warning,) = [line for line in ended.err.splitlines() if line.startswith("warning: ")]
+    assert "optimizer_0" in warning
+    assert all(f"left out: {name} " in ended.err for name in names)
+    assert files_in(tmp_path / "packed").keys() == files_in(tmp_path / "expected").keys()
+    assert reshard("verify", tmp_path / "packed").code == 0
