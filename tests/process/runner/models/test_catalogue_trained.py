@@ -134,6 +134,21 @@ def test_parameters_kept_in_float32_train_and_resume_beside_bfloat16_or_are_refu
         run_all(tmp_path, 2, refused, error="options.catalogue-combination")
 
 
+def test_gradients_of_parameters_kept_in_float32_are_summed_in_float32_over_replicas(tmp_path: Path) -> None:
+    """AdamW's first moment after a step from zero is the gradient times 1 - 0.9."""
+    place = tmp_path / "Ernie4_5_MoeForCausalLM"
+    pack(place, place.name, "pp=1")
+    saving = ("--max-norm", 0, "--steps", 1, "--beta1", 0.9, "--checkpoint", "two", "--no-self-check")
+    run_all(tmp_path, 2, {place.name: ("pp=1", "two-log", "--dtype", "bf16", "--dp-replicate", 2, *saving)})
+    moments = load_all(place / "two" / "step-000001" / "stage-000" / "exp_avg")
+    expected = gradients_before_training(place, torch.bfloat16)[1]
+    exact = {fqn: gradient for fqn, gradient in expected.items() if gradient.dtype == torch.float32}
+    assert exact
+    for fqn, gradient in exact.items():
+        assert moments[fqn].dtype == torch.float32
+        assert (10 * moments[fqn] - gradient).norm() <= 1e-5 * gradient.norm(), fqn
+
+
 @pytest.mark.slow
 def test_four_ranks_train_as_one_does(tmp_path: Path) -> None:
     for name in FOUR:
@@ -167,19 +182,22 @@ def loss_before_training(place: Path) -> float:
     return gradients_before_training(place)[0]
 
 
-def gradients_before_training(place: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return the loss of transformers' whole model on the first batch, and its gradients."""
+def gradients_before_training(place: Path, dtype: torch.dtype = torch.float32) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss of transformers' whole model on the first batch, a row at a time, and its gradients."""
     from runner.config.flags import parse_training
     from runner.data.sequences import read_batches
 
     options = parse_training([str(flag) for flag in FLAGS])
     with quiet():
         model = getattr(transformers, json.loads((place / "source" / "config.json").read_text())["architectures"][0])
-        model = model.from_pretrained(place / "source")
+        model = model.from_pretrained(place / "source", dtype=dtype)
     batch: Any = next(iter(read_batches(options.data, options.batch, folder=place, vocab_size=model.config.vocab_size)))
-    logits = model(batch.tokens, use_cache=False).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
-    loss.backward()
+    loss = torch.zeros(())
+    for tokens, labels in zip(batch.tokens.split(1), batch.labels.split(1), strict=True):
+        logits = model(tokens, use_cache=False).logits.float().flatten(0, 1)
+        of_row = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / batch.labels.numel()
+        of_row.backward()
+        loss += of_row.detach()
     named = model.named_parameters()
     return loss.item(), {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
