@@ -94,6 +94,7 @@ RUN: Mapping[str, Run] = {
         files={"num_ranks = 2": ("stages.toml", "reshard layout stages.toml --layers 30")},
         shown=("DOES NOT FIT: ",),
     ),
+    "docs/my-loss-differs.md": Run(instead={"examples/": f"{ROOT}/examples/"}),
     "docs/own-models.md": Run(
         needs=("own_model",),
         files={"inputs = ": ("model.toml", "")},
@@ -137,6 +138,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "docs/cluster.md": {"error: rank 2, stage 2": "output; the launcher's tests have its wording"},
     "docs/folders.md": {"Llama-3.2-1B-pp2/": "compared with the files of a packed folder"},
     "docs/layouts.md": {'{"version": 1, "modules"': "the form of a file, which the block after it writes and reads"},
+    "docs/my-loss-differs.md": {"from examples.dump_torchtitan": "tests/process/runner/proof/test_dumps.py runs it"},
     "docs/own-models.md": {"[project.entry-points": "its test, test_own_models.py, has such a pyproject.toml"},
 }
 

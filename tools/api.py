@@ -56,6 +56,7 @@ Runnable scripts:
 - [examples/pack.py](../examples/pack.py): pack, verify, reshard and export, with progress;
 - [examples/load_stage.py](../examples/load_stage.py): load a stage into your own module;
 - [examples/train.py](../examples/train.py): train with torch's pipeline schedule on two ranks, and save the stages;
+- [examples/dump_fsdp2.py](../examples/dump_fsdp2.py): dump a step of plain FSDP2 for `runner prove --against`;
 - [examples/inspect_and_plot.py](../examples/inspect_and_plot.py): inspect bundles and plot them.
 
 Modules that others import:
@@ -63,7 +64,8 @@ Modules that others import:
 - [examples/own_model.py](../examples/own_model.py): a decoder of your own; the entry point of a package names it, and
   `runner launch` trains it;
 - [examples/titan_start.py](../examples/titan_start.py): let torchtitan's trainer start from a packed folder; its
-  config imports it.
+  config imports it;
+- [examples/dump_torchtitan.py](../examples/dump_torchtitan.py): dump the first step of torchtitan's trainer.
 
 Errors that a caller can fix are subclasses of `UserError`, with `where`, `problem`, `hint` and a stable `code`,
 listed in [errors.md](errors.md). Any other exception is a bug.

@@ -4,8 +4,8 @@ usage: titan_worker.py JOB
 
 JOB is a JSON file: "folder" (checkpoints are in folder/checkpoint), "steps", "pp" and "dp" (degrees), "fused" (whether
 query, key and value projections are one parameter), "data" (pairs of a seed and how many of its sequences are read; the
-last is endless), "excluded" (from loading), "start" (a packed folder) and "out", where the losses go. The data are the
-runner's synthetic tokens, so that both sides read the same.
+last is endless), "excluded" (from loading), "start" (a packed folder), "dump" (a folder for what its first step
+computes) and "out", where the losses go. The data are the runner's synthetic tokens, so that both sides read the same.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
 from bench.titans import NoTokenizer, run_on_cpu, take_microbatches
+from examples.dump_torchtitan import dump_first_step
 from examples.titan_start import start_from
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.sequences import read_batches
@@ -112,6 +113,8 @@ def main(path: Path) -> None:
         take_microbatches(trainer.pp_schedule)
     losses: dict[int, float] = {}
     trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.update({step: loss})
+    if "dump" in job:
+        dump_first_step(trainer, job["dump"])
     trainer.train()
     trainer.close()
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:  # the last stage has the loss

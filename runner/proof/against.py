@@ -1,0 +1,178 @@
+"""Compare a dump of somebody's training step with transformers' whole model in one process.
+
+# Note [Tolerances of dumps]
+A gradient may differ, in its largest element, by 1e-5 of the largest in the tensor; one that is nothing but rounding,
+such as that of a bias of keys, by 1e-5 of a thousandth of the largest of all. Of a dump in bfloat16 it is 2^-8, one
+rounding, or twice what transformers' own model in bfloat16 differs from the reference, which is float32 for both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from runner.models.document_mask import documents_at, mask_rows
+from runner.models.reference import ParameterGradient, name_gradients, no_reference, read_whole
+from runner.pipeline.microbatches import token_loss
+from runner.proof.dump import TOKENS, Dump, Rows, refused
+from runner.training.gradient_norm import split_squares
+
+_TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
+_NORM, _OF_LARGEST = 1e-4, 1e-3  # see Note [Tolerances of dumps]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """The loss, the norm, or a gradient of a dump, which is not as in one process; None where there is no number."""
+
+    name: str
+    problem: str
+    difference: float | None = None  # of the largest element, relative to the largest; at most `allowed`
+    allowed: float | None = None
+    factor: float | None = None  # what that of one process is best multiplied by
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """How a dump compares with one process: gradients from the loss back to the embedding."""
+
+    loss: float
+    grad_norm: float
+    num_tensors: int
+    largest: float  # difference of a gradient that is equal
+    differences: tuple[Difference, ...]
+
+    @property
+    def factor(self) -> float | None:
+        """What all gradients are multiplied by, if nothing else is wrong with them."""
+        wrong = [difference for difference in self.differences if difference.name not in ("loss", "grad_norm")]
+        factors = [difference.factor for difference in wrong if difference.factor is not None]
+        if not wrong or len(factors) < max(self.num_tensors, len(wrong)):
+            return None
+        return factors[0] if all(math.isclose(factor, factors[0], rel_tol=1e-3) for factor in factors) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Step:
+    loss: float
+    norm: float
+    gradients: tuple[ParameterGradient, ...]
+
+
+def compare_dump(dump: Dump, model: Path, device: torch.device, tolerance: float | None = None) -> Compared:
+    """Compare a dump with the model of a folder, which is run in this process; see Note [Tolerances of dumps].
+
+    Raises:
+        ModelError: transformers cannot read or run the model.
+        SourceError: a token is not one of the model's.
+    """
+    of_norm = max(_NORM, _TOLERANCES[dump.dtype]) if tolerance is None else tolerance
+    tolerance = _TOLERANCES[dump.dtype] if tolerance is None else tolerance
+    exact = _run(model, dump.rows, torch.float32, device)
+    rounded = exact if dump.dtype == torch.float32 else _run(model, dump.rows, dump.dtype, device)
+    differences, names, most = [], set[str](), 0.0
+    for name, given, expected, own, least in (
+        ("loss", dump.loss, exact.loss, rounded.loss, tolerance),
+        ("grad_norm", dump.grad_norm, exact.norm, rounded.norm, of_norm),
+    ):
+        scale = max(abs(expected), 1e-30)
+        difference, allowed = abs(given - expected) / scale, max(least, 2 * abs(own - expected) / scale)
+        if difference > allowed:
+            problem = f"{given:.7g}, expected {expected:.7g}: {difference:.1e} off, at most {allowed:.1e}"
+            differences.append(Difference(name=name, problem=problem, difference=difference, allowed=allowed))
+    overall = max(_largest(parameter.gradient) for parameter in exact.gradients)
+    for name, wanted, other in _pairs(exact.gradients, rounded.gradients, dump.files):
+        if name not in dump.files:
+            if wanted.any():  # an expert without tokens may have no gradient
+                differences.append(Difference(name=name, problem="is missing"))
+            continue
+        names.add(name)
+        gradient = dump.gradient(name).to(device)
+        if gradient.shape != wanted.shape:
+            problem = f"expected {list(wanted.shape)}, found {list(gradient.shape)}"
+            differences.append(Difference(name=name, problem=problem))
+            continue
+        scale = max(_largest(wanted), _OF_LARGEST * overall, 1e-30)
+        difference, allowed = _largest(gradient - wanted) / scale, max(tolerance, 2 * _largest(other - wanted) / scale)
+        if difference <= allowed:
+            most = max(most, difference)
+            continue
+        factor = ((gradient.double() * wanted).sum() / wanted.double().square().sum().clamp_min(1e-300)).item()
+        problem = f"{difference:.1e} of its largest element off, at most {allowed:.1e}; {factor:.4g} times the expected"
+        numbers = {"difference": difference, "allowed": allowed, "factor": factor}
+        finite = {key: number for key, number in numbers.items() if math.isfinite(number)}
+        differences.append(Difference(name=name, problem=problem, **finite))
+    differences += [Difference(name=name, problem="is not of the model") for name in dump.files if name not in names]
+    return Compared(
+        loss=exact.loss, grad_norm=exact.norm, num_tensors=len(names), largest=most, differences=tuple(differences)
+    )
+
+
+def _pairs(
+    exact: Sequence[ParameterGradient], rounded: Sequence[ParameterGradient], names: Mapping[str, Path]
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield each tensor of both runs, by the names that the dump has for its parameter, or else by those of files."""
+    for parameter, other in zip(exact, rounded, strict=True):
+        pairs = list(zip(parameter.names, other.names, strict=True))
+        present = [pair for pair in pairs if not pair[0].keys().isdisjoint(names)]
+        for tensors, others in present or pairs[:1]:
+            for name, tensor in tensors.items():
+                yield name, tensor, others[name]
+
+
+def _run(folder: Path, rows: Rows, dtype: torch.dtype, device: torch.device) -> _Step:
+    model = read_whole(folder, dtype, device)
+    vocab_size = model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
+    if (highest := max(rows.tokens.max().item(), rows.labels.max().item())) >= vocab_size:
+        raise refused(Path(TOKENS), f"expected tokens below the model's {vocab_size}, found {highest}")
+    try:
+        loss, gradients = run_rows(model, rows, device)
+    except Exception as error:  # such as of rows that are longer than its table of positions
+        raise no_reference(str(folder), error, "check that its rows are not longer than the model takes") from error
+    norm = math.sqrt(math.fsum(split_squares(list(gradients.values())).tolist()))
+    return _Step(loss=loss, norm=norm, gradients=tuple(name_gradients(model, gradients)))
+
+
+def run_rows(model: nn.Module, rows: Rows, device: torch.device) -> tuple[float, dict[nn.Parameter, torch.Tensor]]:
+    """Return the mean loss over all labels, and its gradients, summed in float32; one row is computed at a time."""
+    gradients: dict[nn.Parameter, torch.Tensor] = {}
+
+    def add(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        gradient, parameter.grad = parameter.grad, None
+        if parameter in gradients:
+            gradients[parameter] += gradient
+        else:
+            gradients[parameter] = gradient.float()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+    if rows.position_ids is not None or rows.document_places is not None:
+        mask_rows(model, None)
+    losses = []
+    for row in range(len(rows.tokens)):
+        tokens, labels, positions, places = (
+            None if tensor is None else tensor[row : row + 1].to(device)
+            for tensor in (rows.tokens, rows.labels, rows.position_ids, rows.document_places)
+        )
+        assert labels is not None
+        inputs, where = {}, places if positions is None else positions
+        if where is not None:  # the mask keeps transformers from taking positions that restart for documents
+            inputs = {"position_ids": where, "attention_mask": torch.ones_like(where)}
+        with documents_at(places):
+            logits = model(input_ids=tokens, use_cache=False, **inputs).logits
+        loss = token_loss(logits, labels, num_tokens=rows.num_tokens)
+        torch.autograd.backward(loss)
+        losses.append(loss.item())
+    return math.fsum(losses), gradients
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest magnitude; infinity where there is no number."""
+    largest: float = tensor.abs().nan_to_num(torch.inf, torch.inf).max().item()
+    return largest
