@@ -44,6 +44,7 @@ SECTIONS = {
     "bubble": Section("The pipeline bubble", "bubble.py"),
     "saving": Section("Saving", "saving.py"),
     "imports": Section("Checkpoints of other trainers", "imports.py --gb 4 --ranks 2"),
+    "checksums": Section("Checksums of torch.save files", "checksums.py"),
     "deepseek": Section("DeepSeek-V3's shape", "deepseek.py --real"),
     "deepseek-megatron": Section("DeepSeek-V3 as Megatron-Core saves it", "deepseek.py --megatron"),
     "threads": Section("Threads, where cores and disks are simulated", "threads.py"),
