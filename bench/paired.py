@@ -1,13 +1,13 @@
 """Time pack, load and a training step of this commit beside those of an older one, and `cp -r`, turn by turn.
 
     git worktree add /tmp/old COMMIT
-    python bench/paired.py /tmp/old --gb 1 --out bench/results/paired.json [--runs 7] [--folder DIR]
+    python bench/paired.py /tmp/old --gb 1 --out bench/results/paired.json [--runs 7] [--verbs load step]
 
 Both commits run with this Python and these packages, each command in a process of its own. Each turn begins with
 another contender. Large tensors are two of 512 MiB, each of which several threads of this commit share. A load is what
 `bench/load.py` times: one stage of four, read, verified and copied, imports not timed. A step is the median of those
 of a small Llama on two ranks, one thread each. Ratios are medians of ratios within a turn; CPU time is reported too,
-which other work affects less.
+which other work affects less. With --verbs, the ratios of others stay in --out, under the commit that they are of.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from checkpoints import llama_config, llama_of, write_checkpoint
 WIDTH = 1024
 LARGE = {"vocab_size": 256 << 10}  # so that the embedding and the head have 512 MiB each
 NUM_STEPS = 10  # of the timed training
+VERBS = ("pack", "pack large tensors", "load", "step")
 LOADS_PER_PACK = 4  # a load takes a fifth of a second, in which other work and the placement of pages show most
 CACHE = os.path.join(tempfile.gettempdir(), "bench-paired-compiled")
 COMMAND = (sys.executable, "-c", "from reshard.cli import main; main()")  # of either commit
@@ -48,6 +49,7 @@ class Taken:
 def main() -> None:
     parser = measure.options_of(__doc__, gb=1.0, runs=7)
     parser.add_argument("old", type=Path, help="checkout of the older commit")
+    parser.add_argument("--verbs", nargs="+", default=VERBS, choices=VERBS, help="which of them to time")
     options = parser.parse_args()
     checkouts = {"new": measure.ROOT, "old": options.old.resolve()}
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-paired-") as scratch:
@@ -72,11 +74,15 @@ def main() -> None:
             name: partial(step, checkout, root / "small-packed" / name) for name, checkout in checkouts.items()
         }
         average = [measure.load_average()]
+        contenders: dict[str, Mapping[str, Callable[[], Taken]]] = {
+            "pack": {**packs, "cp": partial(copy, source, root / "copied")},
+            "pack large tensors": packs_of_large,
+            "load": loads,
+            "step": steps,
+        }
         found = {
-            "pack": measure.take_turns({**packs, "cp": partial(copy, source, root / "copied")}, options.runs),
-            "pack large tensors": measure.take_turns(packs_of_large, options.runs),
-            "load": measure.take_turns(loads, LOADS_PER_PACK * options.runs),
-            "step": measure.take_turns(steps, options.runs),
+            verb: measure.take_turns(contenders[verb], options.runs * (LOADS_PER_PACK if verb == "load" else 1))
+            for verb in options.verbs
         }
     measure.write_result(
         {
@@ -90,11 +96,12 @@ def main() -> None:
             "note": "wall and processor time of whole processes, with the start of Python; under a load average above "
             "the number of cores, only processor time means much",
             "ratios": {
-                "pack, new to old": ratio(found["pack"], "new", "old"),
-                "pack, new to cp": ratio(found["pack"], "new", "cp"),
-                "pack large tensors, new to old": ratio(found["pack large tensors"], "new", "old"),
-                "load, new to old": ratio(found["load"], "new", "old"),
-                "step, new to old": ratio(found["step"], "new", "old"),
+                **ratios_of_others(options.out, options.verbs),
+                **{
+                    f"{verb}, new to {other}": ratio(found[verb], "new", other)
+                    for verb, other in (*((verb, "old") for verb in VERBS), ("pack", "cp"))
+                    if verb in found
+                },
             },
             "taken": {
                 verb: [{name: asdict(each) for name, each in turn.items()} for turn in found[verb]] for verb in found
@@ -102,6 +109,18 @@ def main() -> None:
         },
         options.out,
     )
+
+
+def ratios_of_others(out: str | None, verbs: Collection[str]) -> dict[str, object]:
+    """Return the ratios of verbs that were not timed now from the older result, named by its commit."""
+    if out is None or not Path(out).exists():
+        return {}
+    result = json.loads(Path(out).read_text())
+    return {
+        name.replace("new", result["commit"]): figures
+        for name, figures in result["ratios"].items()
+        if name.partition(",")[0] not in verbs
+    }
 
 
 def check(checkouts: Mapping[str, Path], source: Path, packed: Path) -> None:
