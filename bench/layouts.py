@@ -16,7 +16,7 @@ from manifests.models import model_shape
 from manifests.placement import Placement
 from reshard.estimate.costs import costs_of
 from reshard.layouts import parse_layout
-from reshard.layouts.inventory import inventory_of_modules
+from reshard.layouts.model import inventory_of_modules
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "data" / "configs"
 SEQ_LEN = 4096

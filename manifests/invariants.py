@@ -7,8 +7,7 @@ from functools import cache
 
 from manifests.digest import is_digest
 from manifests.errors import ManifestError
-from manifests.models.described import description_problems
-from manifests.models.shape import ModelShape, module_of
+from manifests.models.shape import ModelShape, description_problems, module_of
 from manifests.paths import problem_with_path
 from manifests.schema import (
     WEIGHTS,

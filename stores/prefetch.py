@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any, Protocol, Self, runtime_checkable
 
 from stores.base import InputFile, Range, merge_ranges
-from stores.net.streams import Streams
+from stores.net.retries import Streams
 
 STREAM_NBYTES = 10 << 20  # a request, and those that wait to be read
 MEMORY_NBYTES = 64 * STREAM_NBYTES

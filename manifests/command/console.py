@@ -1,4 +1,4 @@
-"""The standard streams of a command, which may be closed, full, broken, or have another encoding.
+"""The standard streams of a command, which may be closed, full, broken, or have another encoding; and its help.
 
 # Note [Standard streams]
 If a standard descriptor is closed at startup, the first file that is opened would get its number, and output would be
@@ -13,7 +13,7 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from manifests.command.signals import INTERRUPTED
@@ -254,3 +254,25 @@ def _discard() -> None:
         os.dup2(null, 1)
         os.close(null)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process lives
+
+
+class GroupedHelp:
+    """Mixed into a `click.Command`: `groups` are the titles, and the names of the parameters below each.
+
+    Parameters of no group come last, under "Options".
+    """
+
+    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.groups = groups
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options as click does, a section for each group."""
+        command: Any = self
+        options = (parameter for parameter in command.get_params(ctx) if parameter.param_type_name == "option")
+        records = {option.name: option.get_help_record(ctx) for option in options}
+        sections = {title: [records.pop(name, None) for name in names] for title, names in self.groups.items()}
+        for title, listed in {**sections, "Options": [*records.values()]}.items():
+            if rows := [record for record in listed if record is not None]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)

@@ -17,6 +17,7 @@ from manifests.models.components import (
     HEAD,
     ROTARY_BUFFERS,
     Component,
+    as_stored,
     assemble,
     decoder,
     embedding,
@@ -28,7 +29,6 @@ from manifests.models.components import (
     mlp,
 )
 from manifests.models.config import MAX_LAYERS, ConfigReader
-from manifests.models.quantized import as_stored
 from manifests.models.shape import ModelShape, Work
 
 

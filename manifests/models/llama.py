@@ -16,19 +16,21 @@ from dataclasses import replace
 
 from manifests.models.components import (
     Component,
+    as_stored,
     attention,
     decoder,
     expert_work,
     experts,
+    fp8,
     gated_mlp,
     head,
     layer,
     linear,
+    mxfp4,
     norm,
     routing,
 )
 from manifests.models.config import MAX_LAYERS, ConfigReader
-from manifests.models.quantized import as_stored, fp8, mxfp4
 from manifests.models.shape import ModelShape, Work
 
 

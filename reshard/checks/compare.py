@@ -1,20 +1,39 @@
-"""Stored tensors compared with those of a source, or of another checkpoint: names, kinds and bytes."""
+"""What is stored compared: tensors with those of a source or of another checkpoint, and a folder with its manifest.
+
+Readers of Hugging Face folders load what the index lists, or files whose names they prefer to it, and never see the
+manifest: so its index must say the same, and no file that it does not list may be there.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
 from manifests.digest import PREFIX
-from manifests.errors import InputError
-from manifests.schema import WEIGHTS, Holds, TieGroup
+from manifests.errors import InputError, refused_by_system
+from manifests.index import (
+    ADAPTER_NAMES,
+    CONSULTED_FOLDERS,
+    INDEX_NAME,
+    has_index,
+    is_consulted,
+    is_indexed,
+    is_weights,
+    replicas_elsewhere,
+)
+from manifests.schema import WEIGHTS, Holds, Manifest, Stage, TieGroup
 from reshard.copy.engine import hash_tensors
 from reshard.copy.runs import ByteCounter
+from reshard.formats.huggingface.weight_map import ShardIndex, read_shard_index
 from reshard.formatting import count_of, some
 from reshard.tensors.checkpoint import Checkpoint
-from reshard.tensors.comparison import Findings, are_of_one_kind, compare, other_kind
+from reshard.tensors.comparison import Findings, are_of_one_kind, compare, compare_emptying, other_kind
+from stores.base import Folder, read_whole
 from stores.bundles import TensorAt
+from stores.folders.owned import files_in
+from stores.local import LocalFolder
 
 _BATCH = 1 << 14
 _Item = TypeVar("_Item")
@@ -137,3 +156,107 @@ def _tied_names(fqn: str, ties: Sequence[TieGroup]) -> Iterator[str]:
         fqns = [member.fqn for member in group.members]
         if fqn in fqns:
             yield from fqns
+
+
+def read_index(manifest: Manifest, folder: Folder, names: Mapping[str, str], findings: Findings) -> ShardIndex | None:
+    """Return the index beside a manifest, its names as `read_shard_index`, if there is one that can be read."""
+    if not has_index(manifest):
+        return None
+    file = folder.file(INDEX_NAME)
+    try:
+        return read_shard_index(read_whole(file), str(file), names)
+    except InputError as error:
+        findings.add(error.where, error.problem)
+        return None
+
+
+def check_index(
+    index: ShardIndex,
+    manifest: Manifest,
+    folder: Folder,
+    stages: Collection[Stage],
+    weights: Iterable[TensorAt],
+    findings: Findings,
+) -> None:
+    """Report where an index differs from the shards of these stages, which have these `weights`.
+
+    The index is emptied meanwhile: the names of a million tensors are in memory once.
+    """
+    where, is_all = str(folder.file(INDEX_NAME)), len(stages) == len(manifest.stages)
+    indexed = [shard.path for stage in stages for shard in stage.shards if is_indexed(shard.holds, shard.path)]
+    paths, replicas = {folder.file(path): path for path in indexed}, replicas_elsewhere(manifest.ties)
+    total = 0
+
+    def places() -> Iterator[tuple[str, str | None]]:
+        nonlocal total
+        for tensor in weights:
+            path = paths.get(tensor.file)
+            total += 0 if path is None else tensor.nbytes
+            if tensor.name not in replicas:
+                yield tensor.name, path
+
+    listed = index.weight_map
+    comparison = compare_emptying(listed, places())
+    missing = [name for name in comparison.missing if is_all or listed[name] in indexed]
+    for names, problem in (
+        (comparison.unexpected, "the manifest's shards have {}, which the index does not list"),
+        (comparison.different, "the index lists {} in another shard than the manifest's"),
+        (missing, "the index lists {}, which the manifest's shards do not have"),
+    ):
+        if names:
+            sentence = problem.format(f"{count_of(names, 'tensor')} ({some(names)})")
+            findings.add(f"{where}: weight_map", sentence)
+    if is_all and (index.total_size != total or isinstance(index.total_size, bool)):
+        problem = f"expected {total} (its tensors), found {str(index.total_size)[:80]}"
+        findings.add(f"{where}: metadata.total_size", problem)
+
+
+def check_names(manifest: Manifest, folder: Folder, manifest_name: str, findings: Findings) -> None:
+    """Report files for which other programs read something else than the weights of a manifest.
+
+    They are not listed, or listed as something else than readers take them for: see Note [Names that readers consult].
+
+    Raises:
+        InputError: the folder cannot be listed.
+    """
+    listed = {*files_in(manifest), manifest_name}
+    for name in _names(folder):
+        if is_consulted(name) and name not in listed and _is_file(folder, name):
+            problem = "is not in the manifest, and programs that open the folder may read it: move it out of the folder"
+            findings.add(folder.file(name), problem, code="manifest.unlisted-file")
+    in_root = [shard for shard in manifest.shards if "/" not in shard.path]
+    for shard in in_root:
+        if shard.holds != WEIGHTS or (shard.path == "model.safetensors" and len(in_root) > 1):
+            problem = f"has {shard.holds} of a stage, and readers take a file of this name for the weights of the model"
+            findings.add(folder.file(shard.path), problem, code="manifest.misleading-name")
+    for file in manifest.files:
+        if is_weights(file.path) or file.path in ADAPTER_NAMES:
+            problem = "is not a shard of the manifest, and readers take a file of this name for weights"
+            findings.add(folder.file(file.path), problem, code="manifest.misleading-name")
+
+
+def _names(folder: Folder) -> Iterable[str]:
+    """Return the names where readers look, of whatever kind."""
+    if not isinstance(folder, LocalFolder):
+        return folder.names()
+    names = _entries(folder, "")
+    for name in CONSULTED_FOLDERS:
+        entries = _entries(folder, f"{name}/")
+        names += entries
+        for entry in entries:  # such as presharded/tp2/ and adapters/retrieval/
+            names += _entries(folder, f"{entry}/")
+    return names
+
+
+def _entries(folder: LocalFolder, below: str) -> list[str]:
+    try:
+        return sorted(below + entry for entry in os.listdir(folder.path / below))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise refused_by_system(str(folder.path / below), error, code="store.unreadable") from error
+
+
+def _is_file(folder: Folder, name: str) -> bool:
+    """Return whether a reader could open a file: a link to one, and no folder, pipe or dangling link."""
+    return not isinstance(folder, LocalFolder) or os.path.isfile(folder.path / name)

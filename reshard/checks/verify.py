@@ -13,8 +13,16 @@ from manifests.headertext import NO_NAMES
 from manifests.invariants import SOURCE_NAME
 from manifests.models import ModelShape, module_of
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage, TieGroup
-from reshard.checks.compare import compare_with_source, hash_each, in_batches, report_missing, tensors_of
-from reshard.checks.index_check import check_index, check_names, read_index
+from reshard.checks.compare import (
+    check_index,
+    check_names,
+    compare_with_source,
+    hash_each,
+    in_batches,
+    read_index,
+    report_missing,
+    tensors_of,
+)
 from reshard.checks.signature import check_signature
 from reshard.copy.runs import ByteCounter, Progress, counting
 from reshard.formats.manifest.read import describe, open_packed, open_with_bundles

@@ -9,11 +9,9 @@ import click
 
 from manifests.command.console import run_cli
 from reshard.cli.options import Verb
-from reshard.cli.pack import export, pack
-from reshard.cli.parts import commit
+from reshard.cli.pack import commit, export, pack
 from reshard.cli.plan import layout, plan
-from reshard.cli.publish import push, sign
-from reshard.cli.read import check, diff, inspect, verify
+from reshard.cli.read import check, diff, inspect, push, sign, verify
 
 _PLAIN = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from manifests.command.grouped_help import GroupedHelp
+from manifests.command.console import GroupedHelp
 from manifests.errors import UsageError, flag_like, naming_flags
 from stores.address import hub_output, is_url
 

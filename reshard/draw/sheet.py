@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 
 from manifests.command.palette import THEMES, Theme
 from manifests.command.sizes import show_bytes
-from reshard.draw.ranks import draw_memory, draw_schedule, draw_work
-from reshard.draw.stages import draw_stages
+from reshard.draw.panels import draw_memory, draw_schedule, draw_stages, draw_work
 from reshard.draw.theme import describe, drawing, follow_reader
 from reshard.formatting import shorten
 from reshard.packing.plan import PlanResult

@@ -1,21 +1,26 @@
-"""What readers of other trainers' checkpoints share: the tensors that they find, as a checkpoint of one model."""
+"""What readers of other trainers' checkpoints share: tensors as a checkpoint of one model, and the options of AdamW.
+
+Trainers save these options as dicts of numbers, whose learning rate is that of the next step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from struct import calcsize, unpack
 from typing import Any
 
-from manifests.errors import SourceError
+from manifests.errors import Parameter, SourceError
 from manifests.models import ModelShape, is_sized_by_files, model_shape
 from manifests.models.config import CONFIG_NAME
-from manifests.schema import Holds, ModelDescription, Source
+from manifests.schema import Holds, LearningRate, ModelDescription, ParameterGroup, Source, TrainingState
+from manifests.training_state import LARGEST_NUMBER, LARGEST_RATE, state_problems
 from reshard.formats.auxiliary import names_weights
 from reshard.formats.table import OpenOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
 from reshard.tensors.comparison import check_coverage, drop_tensors, stored_in, trained_part, under_fqns, without_absent
 from reshard.tensors.source_index import record_anew
-from stores.base import Folder, InputFile, read_config
+from stores.base import Folder, InputFile, read_config, read_range
 from stores.bundles import TensorAt
 
 OPTIMIZER = "optimizer"  # what `drop` calls the optimizer state
@@ -120,3 +125,126 @@ class ModelTensors:
             description=self.description,
             merges_slices=True,
         )
+
+
+BAD_OPTIMIZER = "source.bad-optimizer-state"
+_SCALARS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}
+_NOT_ADAMW = {"amsgrad": True, "maximize": True, "bias_correction": False}
+DECOUPLED = "decoupled_weight_decay"
+_OPTIONS = ("betas", "eps", "weight_decay")
+_KNOWN = {
+    *_OPTIONS, *_NOT_ADAMW, DECOUPLED, "lr", "step", "params", "param_names", "name",
+    "initial_lr", "max_lr", "min_lr", "lr_mult", "pre_lr_mult", "is_decoupled_lr",  # `lr` is what they lead to
+    "wd_mult", "pre_wd_mult", "start_wd", "end_wd",  # as is `weight_decay`
+    "foreach", "fused", "capturable", "differentiable",  # how it is computed
+    "is_expert", "is_expert_parallel", "default_config",  # how Megatron groups parameters
+}  # fmt: skip
+
+
+def without_optimizer() -> str:
+    """Return the hint of an error about optimizer state that cannot be packed."""
+    return f"{Parameter('drop', ['optimizer'])} packs the weights alone"
+
+
+def bad_optimizer(where: str, problem: str) -> SourceError:
+    return SourceError(where, problem, without_optimizer(), code=BAD_OPTIMIZER)
+
+
+def groups_in(state: Mapping[object, object], where: str) -> list[Mapping[object, object]]:
+    """Return the options of each group of an optimizer's state.
+
+    Raises:
+        SourceError: there is none, or they are of another optimizer than AdamW.
+    """
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
+        raise bad_optimizer(where, "expected param_groups, those of AdamW")
+    for group in groups:
+        check_adamw(group, where)
+    return groups
+
+
+def check_adamw(options: Mapping[object, object], where: str) -> None:
+    """Raise SourceError for options of another optimizer than AdamW, or that are not known."""
+    other = [f"{name}={value}" for name, value in _NOT_ADAMW.items() if options.get(name, not value) == value]
+    other += [f"{str(name)[:80]!r}" for name in options if name not in _KNOWN]
+    if options.get(DECOUPLED) is False and options.get("weight_decay"):
+        other.append(f"{DECOUPLED}=False")
+    if other:
+        raise bad_optimizer(where, f"expected AdamW, found {', '.join(other)}")
+
+
+def checked_state(state: TrainingState, where: str) -> TrainingState:
+    """Return the training state of a source, which a manifest may have.
+
+    Raises:
+        SourceError: one of its numbers is negative, not finite or too large, or groups contradict each other.
+    """
+    for path, problem in state_problems(state):
+        raise bad_optimizer(f"{where}: {path}", problem)
+    return state
+
+
+def by_options(groups: Iterable[tuple[ParameterGroup, Iterable[str]]]) -> tuple[ParameterGroup, ...]:
+    """Return a group for each set of options: first, without names, the one of the largest weight decay."""
+    alike: dict[ParameterGroup, set[str]] = {}
+    for options, fqns in groups:
+        alike.setdefault(options, set()).update(fqns)
+    most, *others = sorted(alike, key=lambda options: -options.weight_decay)
+    return (most, *(replace(options, fqns=tuple(sorted(alike[options]))) for options in others))
+
+
+def group_of(options: Mapping[object, object], where: str, fqns: tuple[str, ...] = ()) -> ParameterGroup:
+    """Return a group of parameters with these options.
+
+    Raises:
+        SourceError: one of them is missing or malformed.
+    """
+    match tuple(options.get(name) for name in _OPTIONS):
+        case (
+            (float() as beta1, float() as beta2) | [float() as beta1, float() as beta2],
+            int() | float() as eps,
+            int() | float() as decay,
+        ) if max(abs(eps), abs(decay)) <= LARGEST_NUMBER:
+            return ParameterGroup(beta1=beta1, beta2=beta2, eps=float(eps), weight_decay=float(decay), fqns=fqns)
+    problem = f"expected {', '.join(_OPTIONS)} of AdamW, found {str(dict(options))[:120]}"
+    raise bad_optimizer(f"{where}: param_groups", problem)
+
+
+def num_steps_of(counted: Collection[float], where: str) -> int:
+    """Return the steps that an optimizer took, as each parameter or group counted them.
+
+    Raises:
+        SourceError: they differ, or one is not a whole number of steps.
+    """
+    least, most = min(counted), max(counted)
+    if least != most:
+        problem = f"parameters took different numbers of steps, from {least} to {most}"
+        raise bad_optimizer(where, problem)
+    if not (0 <= least < 1 << 53 and least == int(least)):
+        raise bad_optimizer(where, f"expected a count of steps, found {least}")
+    return int(least)
+
+
+def constant_rate(rates: Sequence[object]) -> LearningRate | None:
+    """Return the learning rate that all groups have, which stays as it is: a trainer's schedule is not the runner's."""
+    first, *others = rates or [None]
+    if not isinstance(first, int | float) or not 0 <= first <= LARGEST_RATE or any(rate != first for rate in others):
+        return None
+    return LearningRate(peak=float(first), warmup_steps=0, decay="constant", decay_steps=0, minimum=0.0)
+
+
+def read_number(value: object, where: str) -> float:
+    """Return a finite number, or the one that a tensor has.
+
+    Raises:
+        SourceError: it is neither.
+    """
+    if isinstance(value, TensorAt) and value.dtype in _SCALARS and value.nbytes == calcsize(_SCALARS[value.dtype]):
+        (value,) = unpack(_SCALARS[value.dtype], read_range(value.file, value.begin, value.end))
+    if type(value) is int or type(value) is float:
+        if abs(value) <= LARGEST_NUMBER:
+            return value
+        raise bad_optimizer(where, "expected a finite number")
+    kind = f"tensor of {value.dtype}" if isinstance(value, TensorAt) else type(value).__name__
+    raise bad_optimizer(where, f"expected one number, found a {kind}")

@@ -1,22 +1,59 @@
-"""export: from bundles back to a Hugging Face folder, or to a checkpoint of another trainer."""
+"""export: from bundles back to a Hugging Face folder, or to a checkpoint of another trainer; what all writers share.
+
+The files are written in the plan's order, then a record of them, and last the file that commits.
+
+# Note [Record of an export]
+With it, `--force` replaces what an export wrote and nothing else. It is beside the folder or the prefix, since what an
+export writes must equal the source: for `DIR/NAME` it is `DIR/.NAME.exported.json`, a file or an object. It lists the
+files of an export, with sizes and modification times, or etags, of the shards: a folder with other shards is not that
+export. There is nothing beside a whole bucket, so an export to one is not replaced.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from manifests.errors import Parameter, UsageError, check_choice
+from manifests.errors import (
+    CheckpointError,
+    InputError,
+    OutputError,
+    Parameter,
+    UnreachableError,
+    UsageError,
+    check_choice,
+)
+from manifests.jsontext import parse_json_object
+from manifests.schedules.learning_rate import rate_at
+from manifests.schema import OptimizerState, ParameterGroup, TrainingState
+from manifests.store import read_small_file, write_file
+from reshard.archives.names import DATA_SUFFIX
+from reshard.copy.bucket import BucketTarget
+from reshard.copy.destination import FolderTarget, check_apart, check_unchanged, copy_files, open_target
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import Progress, counting
 from reshard.formats.manifest.read import open_packed
-from reshard.formats.publish_export import check_export_to
 from reshard.formats.table import TIED_KEY, ExportOptions, ExportResult, export_targets, names_of_targets
-from reshard.transforms.cast import ExportDtype, cast_checkpoint
-from stores.address import is_url
-from stores.open import open_manifest
+from reshard.plans.pack_plan import OutputShard
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
+from reshard.tensors.checksums import verify_records
+from reshard.tensors.lazy import MadeFile, MemoryFile
+from reshard.tensors.source_index import SUFFIX
+from reshard.transforms.conversion import ExportDtype, cast_checkpoint, casts_in
+from stores.address import is_inside, is_url, place_of, split_url
+from stores.bundles import TensorAt
+from stores.local import LocalFile
+from stores.objects.client import ObjectEntry, ObstoreClient, open_writable
+from stores.objects.output import ObjectTarget
+from stores.open import Address, open_manifest
 
 
 def export(
@@ -90,3 +127,244 @@ def export(
     write = WriteOptions(io=io, sync=sync, progress=counting(progress, total), parallelism=parallelism or Parallelism())
     options = ExportOptions(to=to, names=names, tied_key=tied_key, dtype=dtype, force=force, write=write)
     return kind.export(checkpoint, address, options)
+
+
+Casts = Mapping[tuple[str, str], int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportPlan:
+    """What an export writes, in this order; without the `last` file, readers of the format see no checkpoint."""
+
+    copied: Sequence[AuxiliaryAt]
+    shards: Sequence[OutputShard]
+    made: Sequence[MadeFile | MemoryFile] = ()
+    last: str
+    last_bytes: Callable[[], bytes]
+
+    @property
+    def names(self) -> set[str]:
+        files = (item.path for item in self.copied)
+        return {*files, *(shard.path for shard in self.shards), *(file.name for file in self.made), self.last}
+
+
+def check_export_to(out: Address, checkpoint: Checkpoint, *, force: bool) -> None:
+    """Refuse an output that overlaps what is exported, or, with `force`, the folder that the model came from.
+
+    Raises:
+        OutputError: it is one of them, or would replace the original, of which it may be the only copy.
+        UsageError: see `check_apart`.
+    """
+    check_apart(out, checkpoint, may_replace=False)
+    place, origin = place_of(out), place_of(checkpoint.source.location)
+    if force and (place == origin or is_inside(place, origin) or is_inside(origin, place)):
+        source = checkpoint.source.location
+        problem = (
+            f"overlaps the folder that the model came from, {source}, which {Parameter('force', True)} does not replace"
+        )
+        raise OutputError(str(out), problem, f"choose another {Parameter('out')}", code="output.overlaps-source")
+
+
+def cast_for_export(checkpoint: Checkpoint, dtype: ExportDtype) -> tuple[Checkpoint, Casts]:
+    """Return a checkpoint in the dtypes that another trainer is to have, as trained by default, and what is cast."""
+    if dtype == "source":
+        return checkpoint, {}
+    checkpoint = cast_checkpoint(checkpoint, dtype)
+    return checkpoint, casts_in(checkpoint)
+
+
+def publish_export(
+    out: Address, plan: ExportPlan, options: ExportOptions, casts: Casts, *, identical: bool = False
+) -> ExportResult:
+    """Write an export to a folder or a bucket.
+
+    Raises:
+        OutputError: `out` exists or cannot be written.
+        InputError: as `open_target` and `engine.write_shards`.
+    """
+    with open_target(
+        out,
+        plan.shards,
+        force=options.force,
+        find_owned=files_of_export,
+        find_owned_objects=objects_of_export,
+        wanted=plan.names,
+        last=plan.last,
+    ) as target:
+        copy_files(plan.copied, target)
+        target.write_shards(plan.shards, options.write)
+        for file in plan.made:
+            target.copy(file.name, file)
+        verify_records(origin for shard in plan.shards for origin in shard.origins)
+        check_unchanged(plan.shards, plan.copied)
+        if isinstance(target, BucketTarget):
+            record_exported_objects(target.objects, plan.names)
+        target.commit(plan.last, plan.last_bytes())
+        if isinstance(target, FolderTarget):
+            record_export(Path(out), target.folder, plan.names, is_published=False)
+    if not is_url(out):
+        with suppress(OSError):  # the record lists both the old export and the new one
+            record_export(Path(out), Path(out), plan.names, is_published=True)
+    nbytes = sum(shard.nbytes for shard in plan.shards)
+    return ExportResult(num_files=len(plan.names), nbytes=nbytes, identical=identical, casts=casts)
+
+
+def owned_tensors(checkpoint: Checkpoint, tensors: Mapping[str, TensorAt]) -> dict[str, TensorAt]:
+    """Return the tensors, each tied one once, under its owner's name, and none that the model recomputes."""
+    owners = {fqn: group[0] for group in checkpoint.shape.ties for fqn in group}
+    ignored = checkpoint.shape.ignored_suffixes or ("\0",)
+    owned: dict[str, TensorAt] = {}
+    for fqn, tensor in tensors.items():
+        owner = owners.get(fqn, fqn)
+        if not fqn.endswith(ignored) and owner not in owned:
+            owned[owner] = tensor if owner == fqn else replace(tensor, name=owner)
+    return owned
+
+
+def refuse_state(where: str, problem: str, *, code: str) -> CheckpointError:
+    """Return the refusal of optimizer state that another trainer cannot have."""
+    hint = f"{Parameter('weights_only', True)} exports the weights without it"
+    return CheckpointError(where, problem, hint, code=code)
+
+
+def adamw_options(checkpoint: Checkpoint, trained: TrainingState, optimizer: OptimizerState) -> dict[str, object]:
+    """Return the options of the parameter group, at the learning rate of the next step.
+
+    Raises:
+        CheckpointError: there is no learning rate, or another optimizer than AdamW with one group.
+    """
+    rate, where = trained.learning_rate, f"{checkpoint.location}: training"
+    if rate is None:
+        problem = "has no learning rate, which an optimizer of torch must have"
+        raise refuse_state(where, problem, code="checkpoint.no-learning-rate")
+    if len(optimizer.groups) > 1 or optimizer.name != "AdamW":
+        problem = f"expected AdamW with one parameter group, found {optimizer.name} with {len(optimizer.groups)}"
+        raise refuse_state(where, problem, code="checkpoint.other-optimizer")
+    group: ParameterGroup = optimizer.groups[0]
+    return {
+        "lr": rate_at(trained.step, rate), "betas": (group.beta1, group.beta2), "eps": group.eps,
+        "weight_decay": group.weight_decay, "initial_lr": rate.peak,
+    }  # fmt: skip
+
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = "reshard-export"
+_SHARD_SUFFIXES = (SUFFIX, DATA_SUFFIX, ".pt")
+_MAX_RECORD_NBYTES = 64 << 20
+_Files = Mapping[str, str]  # state of each shard, "" of other files, by path
+
+
+def files_of_export(out: Path) -> Collection[str] | None:
+    """Return the paths that an export wrote to a folder, or None if there is no record of that."""
+    return next((files.keys() for files in _recorded_files(out) if _describes(files, out)), None)
+
+
+def record_export(out: Path, folder: Path, names: Iterable[str], *, is_published: bool) -> None:
+    """Record the files of `folder`, which becomes `out`; until it is published, those of the earlier `out` as well."""
+    files = {name: _state_of_file(folder / name) for name in sorted(names)}
+    earlier = [] if is_published else [files for files in _recorded_files(out) if _describes(files, out)]
+    write_file(_record_path(out), _encoded([files, *earlier]))
+
+
+def objects_of_export(client: ObstoreClient, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
+    """Return the names that an export wrote below a prefix, or None if there is no record of that.
+
+    Raises:
+        UnreachableError: the store failed.
+    """
+    recorded = _recorded_objects(client.url)
+    shards = [name for name in recorded if name.endswith(_SHARD_SUFFIXES) and name in listed]
+    # A shard may have been removed; one that was overwritten is somebody else's work.
+    is_export = bool(shards) and all(
+        listed[name].etag and _state_of_object(listed[name]) == recorded[name] for name in shards
+    )
+    return recorded.keys() if is_export else None
+
+
+def record_exported_objects(objects: ObjectTarget, names: Iterable[str]) -> None:
+    """Record an export whose shards are uploaded, before the object that makes it valid is written."""
+    beside = _beside(objects.url)
+    written = objects.written()
+    if beside is None:
+        return
+    client, path = beside
+    shards = {name: written[name] for name in names if name.endswith(_SHARD_SUFFIXES) and name in written}
+    files = {name: _state_of_object(shards[name]) if name in shards else "" for name in sorted(names)}
+    try:
+        client.put(path, _encoded([files]))
+    except UnreachableError:
+        raise
+    except InputError as error:
+        again = f"could not record this export, so {Parameter('force', True)} will not replace it later"
+        logger.warning("%s: %s: %s", error.where, again, error)
+
+
+def _encoded(exports: Sequence[_Files]) -> bytes:
+    return json.dumps({"format": _FORMAT, "version": 1, "exports": exports}, indent=1).encode()
+
+
+def _decoded(data: bytes, where: str) -> list[_Files]:
+    """Return the exports that a record lists; none if it is another file."""
+    body = parse_json_object(data, where)
+    exports = body.get("exports")
+    if body.get("format") != _FORMAT or body.get("version") != 1 or not isinstance(exports, list):
+        return []
+    return [files for files in exports if isinstance(files, dict)]
+
+
+def _record_path(out: Path) -> Path:
+    out = out.resolve() if out.name in ("", "..") else out
+    name = out.name
+    if name.startswith(".") and name.endswith(".partial"):  # what `out` was a moment ago, or is about to be
+        name = name[1:].removesuffix(".partial")
+    return out.parent / f".{name}.exported.json"
+
+
+def _recorded_files(out: Path) -> list[_Files]:
+    path = _record_path(out)
+    if not os.path.lexists(path):
+        return []
+    try:
+        return _decoded(read_small_file(path), str(path))
+    except InputError:
+        return []
+
+
+def _describes(files: _Files, out: Path) -> bool:
+    """Whether a folder's shards are those of the record; shards that were removed do not count."""
+    shards = [name for name in files if name.endswith(_SHARD_SUFFIXES) and os.path.lexists(out / name)]
+    return bool(shards) and all(_state_of_file(out / name) == files[name] for name in shards)
+
+
+def _state_of_file(path: Path) -> str:
+    return LocalFile(path).fingerprint if path.name.endswith(_SHARD_SUFFIXES) and not path.is_symlink() else ""
+
+
+def _recorded_objects(url: str) -> _Files:
+    beside = _beside(url)
+    if beside is None:
+        return {}
+    client, path = beside
+    try:
+        entry = client.look_up(path)
+        if not 0 < entry.nbytes <= _MAX_RECORD_NBYTES:
+            return {}
+        data = b"".join(client.read(entry, 0, entry.nbytes))
+        return next(iter(_decoded(data, f"{client.url}/{path}")), {})
+    except UnreachableError:
+        raise
+    except InputError:
+        return {}
+
+
+def _beside(url: str) -> tuple[ObstoreClient, str] | None:
+    """Return a client of the prefix's parent, and the name of the record there."""
+    if not split_url(url)[2]:
+        return None
+    parent, _, name = url.rpartition("/")
+    return open_writable(parent), f".{name}.exported.json"
+
+
+def _state_of_object(entry: ObjectEntry) -> str:
+    return f"{entry.nbytes} bytes, etag {entry.etag}"

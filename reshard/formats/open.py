@@ -18,7 +18,7 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import kind_of
 from manifests.models import ModelShape, architecture_of, check_experts, check_readable, is_sized_by_files, model_shape
 from manifests.models.config import CONFIG_NAME
-from manifests.models.described import description_problems
+from manifests.models.shape import description_problems
 from manifests.safetensors import nbytes_of
 from manifests.schema import ModelDescription, Source
 from manifests.store import links_out_of, read_config
@@ -28,7 +28,7 @@ from reshard.formats.table import Format, OpenOptions
 from reshard.formatting import list_words, nearest_word
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.source_index import SourceRecord
-from reshard.transforms.cast import CONFIG_DTYPES
+from reshard.transforms.conversion import CONFIG_DTYPES
 from stores.address import is_url
 from stores.base import Folder
 from stores.bundles import TensorAt
@@ -187,7 +187,7 @@ def _dtype(config: Mapping[str, object], where: str) -> str:
 
 
 def _stored_dtype(fqn: str, shape: ModelShape, dtype: str) -> str:
-    """Return the stored dtype of a tensor; see `manifests.models.quantized`."""
+    """Return the stored dtype of a tensor; see `manifests.models.components`."""
     if fqn.endswith(".weight_scale_inv"):
         return "F32"
     if f"{fqn}_scale_inv" in shape.tensors:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reshard.copy.engine import WriteOptions
     from reshard.tensors.checkpoint import Checkpoint
     from reshard.tensors.comparison import Contents, Findings
-    from reshard.transforms.cast import ExportDtype
+    from reshard.transforms.conversion import ExportDtype
     from stores.base import Folder
     from stores.bundles import TensorAt
     from stores.open import Address

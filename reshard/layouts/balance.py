@@ -12,9 +12,8 @@ from manifests.errors import LayoutError, Parameter
 from manifests.placement import Placement
 from reshard.formatting import list_words, nearest_word, shorten
 from reshard.layouts.degrees import DEGREES, Degrees, Options, Word, layout_of, read_words
-from reshard.layouts.inventory import Inventory, NameProblem, Names
 from reshard.layouts.items import pin_windows
-from reshard.layouts.model import ModuleCosts, Request, StageLayout, error_at
+from reshard.layouts.model import Inventory, ModuleCosts, NameProblem, Names, Request, StageLayout, error_at
 from reshard.layouts.solve import Problem, solve
 
 logger = logging.getLogger(__name__)

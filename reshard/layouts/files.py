@@ -13,8 +13,17 @@ from manifests.jsontext import kind_of, parse_json_object
 from manifests.store import write_file
 from reshard.formatting import in_one_line, list_words, nearest_word
 from reshard.layouts.degrees import Degrees, agreed_ranks, layout_of
-from reshard.layouts.inventory import Inventory, NameProblem, Names, compress_modules, module_ranges
-from reshard.layouts.model import MAX_STAGES, SCHEDULES, Request, StageLayout
+from reshard.layouts.model import (
+    MAX_STAGES,
+    SCHEDULES,
+    Inventory,
+    NameProblem,
+    Names,
+    Request,
+    StageLayout,
+    compress_modules,
+    module_ranges,
+)
 from stores.folders.probe import check_new_file
 
 FILE_KEYS = ("spec", "stages", "num_ranks", "style", "schedule")

@@ -32,7 +32,7 @@ from reshard.copy.engine import WriteOptions, WrittenShard
 from reshard.copy.journal import plan_key
 from reshard.packing.bundles import Written, build_manifest, check_stored_ties, copy_auxiliary_files
 from reshard.packing.options import PackOptions, PackResult
-from reshard.packing.parts_place import OF_PART, FileFacts, Merged, PartsPlace
+from reshard.packing.parts_place import OF_PART, BucketParts, FileFacts, FolderParts, Merged, PartsPlace
 from reshard.plans.pack_plan import OutputShard, PackPlan
 from reshard.plans.partition import Part, shards_of_part
 from reshard.plans.references import refer_to_others
@@ -148,13 +148,7 @@ def commit(out: str | Path, *, force: bool = False, wait: bool = False) -> PackR
 
 
 def _open_place(out: Address, *, force: bool) -> PartsPlace:
-    if is_url(out):
-        from reshard.packing.bucket_parts import BucketParts  # clients of object stores
-
-        return BucketParts(out, force=force)
-    from reshard.packing.folder_parts import FolderParts
-
-    return FolderParts(Path(out), force=force)
+    return BucketParts(out, force=force) if is_url(out) else FolderParts(Path(out), force=force)
 
 
 def _plan(checkpoint: Checkpoint, plan: PackPlan, part: Part, stages: Collection[int] | None) -> _Plan:

@@ -24,8 +24,7 @@ from reshard.formatting import shorten
 from reshard.layouts import StageLayout, parse_layout
 from reshard.layouts.balance import balances_memory, balances_time, unsolved
 from reshard.layouts.degrees import read_words
-from reshard.layouts.inventory import Inventory, inventory_of_layers, inventory_of_modules
-from reshard.layouts.model import InFlight, Request
+from reshard.layouts.model import InFlight, Inventory, Request, inventory_of_layers, inventory_of_modules
 from reshard.plans.pack_plan import PackPlan, Sharding, StagePlan, plan_pack
 from reshard.tensors.checkpoint import Checkpoint
 

@@ -7,7 +7,7 @@ from itertools import chain, groupby
 from typing import TypeVar
 
 from manifests.schema import TieGroup
-from reshard.layouts.inventory import compress_modules, short_name
+from reshard.layouts.model import compress_modules, short_name
 
 MOST_ROWS = 40  # with more, similar stages share a row
 _ENDS = 12  # rows kept at either end of a table that is still too long

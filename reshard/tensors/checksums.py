@@ -24,7 +24,7 @@ from stores.prefetch import RemoteFile
 
 if TYPE_CHECKING:
     from stores.bundles import TensorAt
-    from stores.net.streams import Streams
+    from stores.net.retries import Streams
     from stores.prefetch import Fetch
 
 _POLYNOMIAL = 0xEDB88320

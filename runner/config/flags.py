@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import click
 from click.core import ParameterSource
 
-from manifests.command.grouped_help import GroupedHelp
+from manifests.command.console import GroupedHelp
 from manifests.errors import UsageError
 from manifests.models import ModelShape
 from manifests.models.memory import MemoryEstimate, estimate_memory

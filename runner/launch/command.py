@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem, ShellComplete
 
-from manifests.command.grouped_help import GroupedHelp
+from manifests.command.console import GroupedHelp
 from manifests.command.signals import deferred
 from manifests.command.sizes import read_size
 from manifests.errors import UsageError

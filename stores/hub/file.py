@@ -32,10 +32,8 @@ from stores.hub.calls import (
     unreachable,
 )
 from stores.local import LocalReader
-from stores.net.connections import Answer, ConnectionFailure, Connections, is_direct
-from stores.net.redirects import Redirects
-from stores.net.retries import Pace, PassingError, Retries, answered_within, keep_trying
-from stores.net.streams import Stream, Streams
+from stores.net.connections import Answer, ConnectionFailure, Connections, Redirects, is_direct
+from stores.net.retries import Pace, PassingError, Retries, Stream, Streams, answered_within, keep_trying
 from stores.prefetch import Fetch, RangeReader
 
 _SHA256_CHARS = 64

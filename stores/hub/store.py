@@ -22,8 +22,7 @@ from stores.hub.calls import asking, check_endpoint, check_token, headers_of_req
 from stores.hub.file import HubFile
 from stores.local import LocalFolder
 from stores.net.connections import Connections
-from stores.net.retries import Retries, keep_trying
-from stores.net.streams import Streams
+from stores.net.retries import Retries, Streams, keep_trying
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NUM_LISTING_ATTEMPTS = 3  # fail fast, since the address may be mistyped

@@ -12,8 +12,7 @@ from manifests.errors import InputError, SourceError, StoreError, UnreachableErr
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import problem_with_path
 from stores.base import LOCK_NAME, PROGRESS_NAME, SOURCE_CHANGED, Range, is_hidden
-from stores.net.retries import Pace, PassingError, Retries, keep_trying
-from stores.net.streams import Stream, Streams
+from stores.net.retries import Pace, PassingError, Retries, Stream, Streams, keep_trying
 from stores.objects.client import ObjectEntry, ObstoreClient, open_client
 from stores.prefetch import Fetch, RangeReader
 

@@ -28,7 +28,7 @@ from tests.process import faulty_disk
 for module in (  # once, not in each fork
     "reshard.formats.export", "reshard.packing.pack", "reshard.cli.pack", "reshard.formats.dcp.read",
     "reshard.formats.huggingface.read", "reshard.formats.huggingface.write", "reshard.formats.manifest.read",
-    "reshard.packing.folder_parts", "reshard.packing.parts", "reshard.transforms.arithmetic",
+    "reshard.packing.parts_place", "reshard.packing.parts", "reshard.transforms.arithmetic",
 ):  # fmt: skip
     import_module(module)
 

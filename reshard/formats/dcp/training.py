@@ -21,8 +21,9 @@ from manifests.schema import (
 )
 from reshard.archives.dcp import DcpMetadata, DcpTensor, DcpValue, read_chunks, read_values
 from reshard.archives.names import METADATA_NAME
-from reshard.formats.adamw import (
+from reshard.formats.assemble import (
     BAD_OPTIMIZER,
+    OPTIMIZER,
     bad_optimizer,
     by_options,
     check_adamw,
@@ -32,7 +33,6 @@ from reshard.formats.adamw import (
     read_number,
     without_optimizer,
 )
-from reshard.formats.assemble import OPTIMIZER
 from stores.base import Folder
 
 _STATE, _GROUPS = "optimizer.state.", "optimizer.param_groups"

@@ -14,7 +14,7 @@ from manifests.schema import MOMENTS, OptimizerState, TrainingState
 from reshard.archives.names import METADATA_NAME
 from reshard.formats.auxiliary import with_source_files
 from reshard.formats.dcp.torchtitan import TitanModel
-from reshard.formats.publish_export import ExportPlan, adamw_options, cast_for_export, publish_export, refuse_state
+from reshard.formats.export import ExportPlan, adamw_options, cast_for_export, publish_export, refuse_state
 from reshard.formats.saved_state import Placed, SavedState, in_place
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.tensors.checkpoint import Checkpoint

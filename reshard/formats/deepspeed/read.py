@@ -18,8 +18,7 @@ from manifests.models import ModelShape
 from manifests.schema import MOMENTS, Holds
 from reshard.archives.names import LATEST_NAMES
 from reshard.archives.tensors import read_archive, read_object
-from reshard.formats.adamw import bad_optimizer, read_number
-from reshard.formats.assemble import OPTIMIZER, ModelTensors, config_in, read_model_config
+from reshard.formats.assemble import OPTIMIZER, ModelTensors, bad_optimizer, config_in, read_model_config, read_number
 from reshard.formats.auxiliary import auxiliary_files
 from reshard.formats.deepspeed.names import Saved, Step, find_step, fqns_of_layers
 from reshard.formats.deepspeed.training import STATE_NAME, is_rank_file, training_state

@@ -11,7 +11,7 @@ from typing import Any
 
 from manifests.schema import OptimizerState, ParameterGroup, TrainingState
 from reshard.archives.tensors import read_object
-from reshard.formats.adamw import (
+from reshard.formats.assemble import (
     DECOUPLED,
     bad_optimizer,
     by_options,

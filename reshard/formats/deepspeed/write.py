@@ -15,12 +15,12 @@ from manifests.models import ModelShape
 from manifests.schema import MOMENTS
 from reshard.archives.saved import SavedFile, SavedTensor, saved_dict, saved_step, saved_value
 from reshard.formats.auxiliary import with_source_files
-from reshard.formats.publish_export import ExportPlan, adamw_options, cast_for_export, owned_tensors, publish_export
+from reshard.formats.export import ExportPlan, adamw_options, cast_for_export, owned_tensors, publish_export
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.plans.pack_plan import OutputShard, without_header
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import DerivedFile, MemoryFile, read_blocks
-from reshard.transforms.cast import FLOATS, cast_tensor
+from reshard.transforms.conversion import FLOATS, cast_tensor
 from stores.bundles import TensorAt
 from stores.open import Address
 

@@ -11,13 +11,13 @@ from manifests.errors import ManifestError
 from manifests.index import INDEX_NAME
 from manifests.models.config import CONFIG_NAME
 from reshard.formats.auxiliary import with_source_files
-from reshard.formats.publish_export import ExportPlan, publish_export
+from reshard.formats.export import ExportPlan, publish_export
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.plans.pack_plan import GivenHeader, OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import MadeFile, MemoryFile
 from reshard.tensors.source_index import KeptText, RecordedShard, index_anew, lay_out_anew, new_header_text
-from reshard.transforms.cast import STORED, ExportDtype, cast_checkpoint, casts_in, with_dtype
+from reshard.transforms.conversion import STORED, ExportDtype, cast_checkpoint, casts_in, with_dtype
 from stores.base import read_config, read_whole
 from stores.bundles import TensorAt
 from stores.open import Address

@@ -17,7 +17,8 @@ from typing import Any
 from manifests.errors import SourceError
 from manifests.schema import MOMENTS, BatchSizes, OptimizerState, ParameterGroup, TrainedDtype, TrainingState
 from reshard.archives.dcp import DcpTensor
-from reshard.formats.adamw import (
+from reshard.formats.assemble import (
+    OPTIMIZER,
     bad_optimizer,
     checked_state,
     constant_rate,
@@ -27,7 +28,6 @@ from reshard.formats.adamw import (
     read_number,
     without_optimizer,
 )
-from reshard.formats.assemble import OPTIMIZER
 from reshard.formats.megatron.names import COMMON_NAME
 from stores.bundles import TensorAt
 

@@ -18,11 +18,7 @@ from reshard.archives.names import MARK_NAME, METADATA_NAME
 from reshard.archives.saved import Instance, Name, saved_value, torch_dtype
 from reshard.formats.assemble import OPTIMIZER
 from reshard.formats.auxiliary import with_source_files
-from reshard.formats.megatron.arguments import arguments_of
-from reshard.formats.megatron.names import COMMON_NAME, RELEASE, TRACKER_NAME
-from reshard.formats.megatron.tensors import MegatronModel
-from reshard.formats.megatron.training import MASTERS, RESHARDABLE
-from reshard.formats.publish_export import (
+from reshard.formats.export import (
     ExportPlan,
     adamw_options,
     cast_for_export,
@@ -30,11 +26,15 @@ from reshard.formats.publish_export import (
     publish_export,
     refuse_state,
 )
+from reshard.formats.megatron.arguments import arguments_of
+from reshard.formats.megatron.names import COMMON_NAME, RELEASE, TRACKER_NAME
+from reshard.formats.megatron.tensors import MegatronModel
+from reshard.formats.megatron.training import MASTERS, RESHARDABLE
 from reshard.formats.saved_state import SavedState
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import MemoryFile
-from reshard.transforms.cast import cast_tensor
+from reshard.transforms.conversion import cast_tensor
 from stores.base import read_config
 from stores.open import Address
 

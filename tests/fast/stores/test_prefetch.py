@@ -17,7 +17,7 @@ from reshard.copy.runs import Run, copy_run
 from reshard.plans.pack_plan import OutputShard
 from stores.base import InputFile
 from stores.bundles import TensorAt
-from stores.net.streams import Streams
+from stores.net.retries import Streams
 from stores.prefetch import Fetch, Lane, Planned, PlannedReader, Prefetcher, RangeReader
 
 MIB = 1 << 20

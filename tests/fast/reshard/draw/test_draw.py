@@ -16,8 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from manifests.command.palette import THEMES
+from reshard.draw.panels import stage_bytes
 from reshard.draw.sheet import sheet_of
-from reshard.draw.stages import stage_bytes
 from reshard.draw.theme import drawing
 from reshard.estimate.assumptions import Assumptions
 from reshard.formats.open import open_source

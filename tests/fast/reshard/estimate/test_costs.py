@@ -14,7 +14,7 @@ from manifests.errors import InputError
 from manifests.models import ModelShape, model_shape
 from reshard.estimate.costs import ModuleTime, costs_of, parse_times, read_times, times_of
 from reshard.layouts import parse_layout
-from reshard.layouts.inventory import inventory_of_modules
+from reshard.layouts.model import inventory_of_modules
 from tests.builders import run
 from tests.fast.manifests.models.built import TINY, build, read_config
 

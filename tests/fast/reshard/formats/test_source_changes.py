@@ -22,7 +22,7 @@ from reshard.packing.plan import LayoutRequest, lay_out
 from reshard.plans.pack_plan import PackPlan
 from reshard.plans.partition import parse_part
 from reshard.tensors.checkpoint import Checkpoint
-from reshard.transforms.cast import cast_checkpoint
+from reshard.transforms.conversion import cast_checkpoint
 from stores.bundles import Bundles
 from stores.open import open_manifest
 from tests.builders import leftovers, llama_config, reshard, write_model

@@ -10,8 +10,7 @@ import pytest
 
 from manifests.errors import LayoutError
 from manifests.placement import Placement
-from reshard.layouts.inventory import compress_modules, inventory_of_layers
-from reshard.layouts.model import StageLayout
+from reshard.layouts.model import StageLayout, compress_modules, inventory_of_layers
 from reshard.layouts.solve import Problem, Split, solve
 from reshard.layouts.spelling import parse_layout
 from tests.steps import steps_of

@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from manifests.errors import InputError, LayoutError, UsageError
 from manifests.placement import Placement
 from reshard.layouts.files import to_toml
-from reshard.layouts.inventory import Inventory, compress_modules, inventory_of_layers
-from reshard.layouts.model import SCHEDULES, SINGLE_STAGE_SCHEDULES, StageLayout, cut_modules
+from reshard.layouts.model import (
+    SCHEDULES,
+    SINGLE_STAGE_SCHEDULES,
+    Inventory,
+    StageLayout,
+    compress_modules,
+    cut_modules,
+    inventory_of_layers,
+)
 from reshard.layouts.spelling import parse_layout
 
 NUM_LAYERS = 8

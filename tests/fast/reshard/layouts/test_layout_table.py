@@ -12,7 +12,7 @@ from bench.layouts import MODELS, Row, balanced_bounds, compare, show, uniform_b
 from manifests.models import model_shape
 from reshard.estimate.costs import costs_of
 from reshard.layouts import parse_layout
-from reshard.layouts.inventory import inventory_of_modules
+from reshard.layouts.model import inventory_of_modules
 from tests.fast.manifests.models.built import TRUE, read_config
 from tests.steps import steps_of
 

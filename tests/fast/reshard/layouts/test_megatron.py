@@ -9,10 +9,8 @@ from __future__ import annotations
 import pytest
 
 from manifests.errors import LayoutError
-from reshard.layouts.inventory import inventory_of_layers
-from reshard.layouts.megatron import write_letters
-from reshard.layouts.model import StageLayout
-from reshard.layouts.spelling import parse_layout
+from reshard.layouts.model import StageLayout, inventory_of_layers
+from reshard.layouts.spelling import parse_layout, write_letters
 
 
 def read(spec: str, num_ranks: int | None, num_layers: int, num_mtp: int = 0) -> StageLayout:

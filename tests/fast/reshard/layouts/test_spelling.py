@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from manifests.errors import LayoutError, UserError
 from manifests.models import model_shape
-from reshard.layouts.inventory import compress_modules, inventory_of_layers, inventory_of_modules, module_ranges
+from reshard.layouts.model import compress_modules, inventory_of_layers, inventory_of_modules, module_ranges
 from reshard.layouts.spelling import parse_layout
 from tests.steps import steps_of
 

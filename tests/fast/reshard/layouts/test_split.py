@@ -8,8 +8,7 @@ import pytest
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
 from manifests.errors import LayoutError, UsageError
-from reshard.layouts.inventory import compress_modules, inventory_of_layers
-from reshard.layouts.model import StageLayout
+from reshard.layouts.model import StageLayout, compress_modules, inventory_of_layers
 from reshard.layouts.spelling import parse_layout, split_layers
 
 _THEIRS = {"model.embed_tokens": "tok_embeddings"}

@@ -20,7 +20,7 @@ from stores.address import parse_hub_address
 from stores.base import read_whole
 from stores.hub.calls import asked_wait_s
 from stores.hub.store import HubFolder, open_hub
-from stores.net.redirects import Redirects
+from stores.net.connections import Redirects
 from stores.net.retries import Retries
 from tests.refusals import refusal, refused
 from tests.servers.hub import MEMBER, STRANGER, Hub

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from stores.net.streams import FIRST_LIMIT, PAUSE_S, Growth, Streams
+from stores.net.retries import FIRST_LIMIT, PAUSE_S, Growth, Streams
 
 _REQUEST_NBYTES = 8 << 20
 _STEP_S = 0.01

@@ -15,8 +15,7 @@ from huggingface_hub import constants
 
 from manifests.errors import StoreError
 from stores.base import read_whole
-from stores.net.connections import Connections
-from stores.net.redirects import Redirects
+from stores.net.connections import Connections, Redirects
 from stores.open import open_store
 from tests.refusals import refusal
 from tests.servers.hub import Hub
@@ -30,7 +29,7 @@ def rebinding(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name server that answers a public address to whoever checks, and loopback to whoever connects."""
 
     def resolve(host: Any, *arguments: Any, **options: Any) -> Any:
-        is_check = sys._getframe(1).f_globals["__name__"] == "stores.net.redirects"
+        is_check = sys._getframe(1).f_globals["__name__"] == "stores.net.connections"
         return _resolve("8.8.8.8" if is_check else "127.0.0.1", *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)

@@ -8,8 +8,16 @@ from concurrent.futures import CancelledError
 import pytest
 
 from manifests.errors import UnreachableError
-from stores.net.retries import LEAST_BYTES_PER_S, Pace, PassingError, Retries, answered_within, backoff_s, keep_trying
-from stores.net.streams import Streams
+from stores.net.retries import (
+    LEAST_BYTES_PER_S,
+    Pace,
+    PassingError,
+    Retries,
+    Streams,
+    answered_within,
+    backoff_s,
+    keep_trying,
+)
 
 NEVER = threading.Event()
 

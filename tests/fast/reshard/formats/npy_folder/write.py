@@ -7,7 +7,7 @@ import io
 from numpy.lib import format as npy
 
 from manifests.models.config import CONFIG_NAME
-from reshard.formats.publish_export import ExportPlan, cast_for_export, publish_export
+from reshard.formats.export import ExportPlan, cast_for_export, publish_export
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.plans.pack_plan import OutputShard, without_header
 from reshard.tensors.checkpoint import Checkpoint
