@@ -29,7 +29,6 @@ def digest_bytes(data: bytes | memoryview) -> str:
 
 
 def digest_pieces(pieces: Iterable[bytes | memoryview]) -> str:
-    """Return the digest of the concatenated pieces."""
     return PREFIX + digest_hex(pieces)
 
 
@@ -86,7 +85,6 @@ class DigestTable(Sequence[str]):
         return cls(bytearray.fromhex(text))
 
     def raw(self, index: int) -> bytes:
-        """Return a digest as bytes."""
         return bytes(self._raw[index * _NBYTES : (index + 1) * _NBYTES])
 
     def put(self, first: int, raw: bytes | bytearray) -> None:

@@ -51,7 +51,6 @@ class TensorAt:
 
     @property
     def place(self) -> str:
-        """Its file and name, for messages."""
         return f"{self.file}: {self.name!r}"
 
     @property
@@ -182,7 +181,6 @@ class Bundles:
         return self._open_folder().file(self.manifest.virtual.files[number].path)
 
     def _open_folder(self) -> Folder:
-        """Return the folder of the original files."""
         virtual = self.manifest.virtual
         assert virtual is not None
         if self._folder is None:
@@ -203,7 +201,6 @@ class Bundles:
         return header.tensors, first, header.digest_table(where), slices_in(header, where)
 
     def _open_shard(self, shard: Shard) -> Header:
-        """Read a shard's header and check it against the manifest."""
         file = self.root.file(shard.path)
         if isinstance(self.root, LocalFolder):
             with suppress(InputError):  # if it is missing, `open_shard` reports it better

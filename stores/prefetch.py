@@ -105,7 +105,6 @@ class Prefetcher:
         return self._pool.submit(self._run, fetch, begin, end)
 
     def close(self) -> None:
-        """Cancel running requests."""
         self.stop.set()
         self._pool.shutdown(cancel_futures=True)
 

@@ -55,7 +55,6 @@ class Theme:
 
     @property
     def css(self) -> str:
-        """The colors as variables of a style sheet."""
         return " ".join(f"--{name}: {color};" for name, color in self.colors.items())
 
 

@@ -134,7 +134,6 @@ class CatalogueEntry:
 
 
 def catalogued() -> tuple[str, ...]:
-    """Return the architectures of the catalogue."""
     return tuple(_table()["architectures"])
 
 
@@ -145,14 +144,12 @@ def left_out() -> Mapping[str, str]:
 
 
 def entry_of(architecture: str) -> CatalogueEntry | None:
-    """Return an architecture's entry, if it has one."""
     architecture = _ALIASES.get(architecture, architecture)
     document = _table()["architectures"].get(architecture)
     return None if document is None else make_entry(architecture, document)
 
 
 def make_entry(architecture: str, table: Mapping[str, Any]) -> CatalogueEntry:
-    """Return the entry that a table of the catalogue says."""
     fields: dict[str, Any] = {**table, "architecture": architecture}
     for name in (
         "inputs",

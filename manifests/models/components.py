@@ -30,7 +30,6 @@ class Component:
         return Component(tensors={**self.tensors, **other.tensors}, work=self.work + other.work)
 
     def below(self, name: str) -> Component:
-        """Return the part under a name."""
         return Component(tensors={f"{name}.{leaf}": shape for leaf, shape in self.tensors.items()}, work=self.work)
 
 
@@ -203,7 +202,6 @@ def embedding(rows: int, width: int) -> Component:
 
 
 def head_tie(module: str) -> tuple[tuple[str, ...], ...]:
-    """Tie the head to an embedding."""
     return ((f"{module}.weight", f"{HEAD}.weight"),)
 
 

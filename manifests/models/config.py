@@ -47,7 +47,6 @@ class ConfigReader:
         self.config, self.where, self.prefix = MappingProxyType(dict(config)), where, prefix
 
     def error(self, name: str, problem: str, hint: str = "", *, code: str) -> InputError:
-        """Return an error that names the field."""
         return InputError(f"{self.where}: {self.prefix}{name}", problem, hint, code=code)
 
     def has(self, name: str) -> bool:

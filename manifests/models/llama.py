@@ -35,7 +35,6 @@ from manifests.models.shape import ModelShape, Work
 
 
 def llama_shape(config: ConfigReader) -> ModelShape:
-    """Return the shape of a `LlamaForCausalLM`."""
     biases = config.flag("attention_bias", False), config.flag("mlp_bias", False)
     return _llama_shape("LlamaForCausalLM", config, *biases)
 
@@ -58,7 +57,6 @@ def _llama_shape(architecture: str, config: ConfigReader, attention_bias: bool, 
 
 
 def qwen2_shape(config: ConfigReader) -> ModelShape:
-    """Return the shape of a `Qwen2ForCausalLM`."""
     width = config.count("hidden_size")
     head = config.count("head_dim", width // config.count("num_attention_heads"))
     block = layer(
@@ -74,7 +72,6 @@ QWEN3_HEAD = 128  # Qwen3Config
 
 
 def qwen3_shape(config: ConfigReader) -> ModelShape:
-    """Return the shape of a `Qwen3ForCausalLM`."""
     width, bias = config.count("hidden_size"), config.flag("attention_bias", False)
     block = layer(
         attention(config, head=config.count("head_dim", QWEN3_HEAD), bias=bias, qk_norm=True),
@@ -226,12 +223,10 @@ GEMMA_HEAD = 256  # Gemma2Config, Gemma3TextConfig
 
 
 def gemma2_shape(config: ConfigReader) -> ModelShape:
-    """Return the shape of a `Gemma2ForCausalLM`."""
     return _gemma_shape("Gemma2ForCausalLM", config, qk_norm=False)
 
 
 def gemma3_shape(config: ConfigReader) -> ModelShape:
-    """Return the shape of a `Gemma3ForCausalLM`."""
     return _gemma_shape("Gemma3ForCausalLM", config, qk_norm=True)
 
 

@@ -186,8 +186,6 @@ def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cost:
-    """Bytes of a module for a microbatch."""
-
     activations: int
     temporary: int  # in its backward, without what that recomputes
     recomputed: int = 0  # activations besides

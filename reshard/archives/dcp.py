@@ -142,7 +142,6 @@ def _expecting_metadata(file: InputFile) -> Iterator[None]:
 
 
 def _load(file: InputFile) -> Record:
-    """Return the metadata of a checkpoint as its pickle has it."""
     raw = read_whole(file, most_nbytes=_MAX_NBYTES)
     with _expecting_metadata(file):
         metadata = read_pickle(raw, VALUES, Record)
@@ -291,7 +290,6 @@ def _tensor(name: str, keys: tuple[str | int, ...], entry: Record, items: Mappin
 
 
 def _regions(entry: Record) -> Iterator[Slice]:
-    """Yield the regions of a tensor's chunks."""
     whole = _counts(entry["size"])
     for chunk in entry["chunks"]:
         chunk.expect("offsets", "sizes")

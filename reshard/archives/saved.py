@@ -36,8 +36,6 @@ def torch_dtype(dtype: str) -> Name:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A contiguous tensor."""
-
     dtype: str
     shape: tuple[int, ...]
 
@@ -90,7 +88,6 @@ class SavedFile:
 
 
 def saved_tensor(tensor: SavedTensor) -> SavedFile:
-    """Return the file of a tensor."""
     return SavedFile(tensor.pickled_as("0"), [tensor])
 
 

@@ -281,7 +281,6 @@ def _tensor(file: InputFile, name: str, view: _View, entries: Mapping[str, ZipEn
 
 
 def _storage(view: _View, name: str, entries: Mapping[str, ZipEntry]) -> tuple[str, ZipEntry]:
-    """Return the dtype of a tensor, and the entry that has its bytes."""
     key = view.storage.key if isinstance(view.storage, Reference) else None
     match key:
         case ("storage", ArchiveDtype(stored), str(number), str(), int(count)):  # wherever it was

@@ -89,7 +89,6 @@ def read_entry(archive: Archive, entry: ZipEntry, most_nbytes: int) -> bytes:
 
 
 def bad_archive(file: InputFile, problem: str) -> SourceError:
-    """Return the error for an archive that is malformed."""
     return SourceError(str(file), problem, _AGAIN, code="source.bad-archive")
 
 

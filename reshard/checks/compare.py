@@ -236,7 +236,6 @@ def check_names(manifest: Manifest, folder: Folder, manifest_name: str, findings
 
 
 def _names(folder: Folder) -> Iterable[str]:
-    """Return the names where readers look, of whatever kind."""
     if not isinstance(folder, LocalFolder):
         return folder.names()
     names = _entries(folder, "")

@@ -102,7 +102,6 @@ def check_signature(read: ReadManifest, public_key: Path) -> str:
 
 
 def _refused(where: str, manifest: str, key: Path, error: Exception) -> SignatureError:
-    """Return why model-signing refuses a signature."""
     if str(error).startswith("Key mismatch"):
         problem, hint = f"was made with another key than {key}", "use the public key of whoever signed the checkpoint"
         return SignatureError(where, problem, hint, code="signature.other-key")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,8 @@ from stores.address import hub_output, is_url
 
 if TYPE_CHECKING:
     from manifests.models.training import Recompute
-    from reshard.copy.parallelism import Parallelism
     from reshard.copy.runs import Progress
-    from reshard.estimate.assumptions import Assumptions
     from reshard.estimate.costs import ModuleTime
-    from reshard.transforms.conversion import Conversion
     from stores.open import Address
 
 Command = Callable[..., Any]
@@ -218,46 +216,30 @@ def layout_flags(command: Command) -> Command:
 
 def conversion_flags(command: Command) -> Command:
     """Add the flags that convert tensors, which the command receives as `conversion`, a Conversion."""
-
-    def conversion(**values: Any) -> Conversion:
-        from reshard.transforms.conversion import Conversion
-
-        return Conversion(**values)
-
-    return as_object_of(command, "conversion", conversion, _CONVERSION)
+    return as_object_of(command, "conversion", "reshard.transforms.conversion.Conversion", _CONVERSION)
 
 
 def parallelism_flags(command: Command) -> Command:
     """Add the flags of threads and requests, which the command receives as `parallelism`, a Parallelism."""
-
-    def parallelism(**values: Any) -> Parallelism:
-        from reshard.copy.parallelism import Parallelism
-
-        return Parallelism(**values)
-
-    return as_object_of(command, "parallelism", parallelism, _PARALLELISM)
+    return as_object_of(command, "parallelism", "reshard.copy.parallelism.Parallelism", _PARALLELISM)
 
 
 def training_flags(command: Command) -> Command:
     """Add the flags of the assumed training step, which the command receives as `assumed`, Assumptions."""
-
-    def assumed(**values: Any) -> Assumptions:
-        from reshard.estimate.assumptions import Assumptions
-
-        return Assumptions(**values)
-
-    return as_object_of(command, "assumed", assumed, _TRAINING)
+    return as_object_of(command, "assumed", "reshard.estimate.assumptions.Assumptions", _TRAINING)
 
 
-def as_object_of(
-    command: Command, name: str, make: Callable[..., object], flags: Sequence[Callable[[Command], Command]]
-) -> Command:
-    """Add flags that are called like the fields of an object, which the command receives as `name`."""
+def as_object_of(command: Command, name: str, kind: str, flags: Sequence[Callable[[Command], Command]]) -> Command:
+    """Add flags that are called like the fields of an object, which the command receives as `name`.
+
+    `kind` is the path of its class, which is imported when the command runs.
+    """
 
     @functools.wraps(command)
     def gathered(**values: Any) -> Any:
+        module, _, kind_name = kind.rpartition(".")
         fields = {option.name: values.pop(option.name) for option in options}
-        return command(**{name: make(**fields)}, **values)
+        return command(**{name: getattr(import_module(module), kind_name)(**fields)}, **values)
 
     before = len(getattr(command, "__click_params__", ()))
     wrapped = with_flags(gathered, flags)

@@ -66,7 +66,6 @@ class Division:
 
     @property
     def sbatch(self) -> tuple[str, ...]:
-        """The options of sbatch."""
         named = zip(_SBATCH, (self.partition, self.account, self.time), strict=True)
         given = (f"{flag}={value and shlex.quote(value)}" for flag, value in named if value is not None)
         return (*given, *self.sbatch_arg)
@@ -137,7 +136,7 @@ class Division:
 
 def _division_flags(command: options.Command) -> options.Command:
     """Add the flags that divide a pack, which the command receives as `division`, a Division."""
-    return options.as_object_of(command, "division", Division, _DIVISION_FLAGS)
+    return options.as_object_of(command, "division", f"{__name__}.Division", _DIVISION_FLAGS)
 
 
 def command_line() -> tuple[str, ...]:

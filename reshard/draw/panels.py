@@ -56,7 +56,6 @@ def draw_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
 
 
 def stage_bytes(planned: PlanResult) -> dict[str, list[int]]:
-    """Return the bytes of every stage's weights, by kind of module."""
     kind_of = _kinds(planned)
     by_kind = {kind: [0] * len(planned.plan.stages) for kind in KIND_COLORS if kind in kind_of.values()}
     for stage in planned.plan.stages:
@@ -137,7 +136,6 @@ def _layers(planned: PlanResult, stage: int) -> str:
 
 
 def _ties(planned: PlanResult) -> list[tuple[TieMember, TieMember]]:
-    """Return the owner and the replica of each tie that is drawn."""
     pairs = [(tie.owner, replica) for tie in planned.plan.ties for replica in tie.replicas]
     return pairs[:_MOST_TIES]
 
@@ -287,7 +285,6 @@ def draw_work(axes: Axes, forecast: Forecast, theme: Theme) -> None:
 
 
 def draw_memory(axes: Axes, forecast: Forecast, theme: Theme) -> None:
-    """Draw each rank's memory by category, and the limit."""
     ranks, limit = forecast.memory.ranks, forecast.assumed.memory_limit
     most = max(memory.total for memory in ranks)
     scale = byte_scale(max(most, limit or 0))

@@ -111,7 +111,6 @@ def auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -
 
 
 def adapter_error(where: str) -> SourceError:
-    """Return the refusal of an adapter beside a model."""
     problem = "is an adapter, which transformers adds to the model as it opens the folder"
     hint = "merge it into the model, or move it to another folder"
     return SourceError(where, problem, hint, code="source.adapter")

@@ -222,7 +222,6 @@ def owned_tensors(checkpoint: Checkpoint, tensors: Mapping[str, TensorAt]) -> di
 
 
 def refuse_state(where: str, problem: str, *, code: str) -> CheckpointError:
-    """Return the refusal of optimizer state that another trainer cannot have."""
     hint = f"{Parameter('weights_only', True)} exports the weights without it"
     return CheckpointError(where, problem, hint, code=code)
 

@@ -116,7 +116,6 @@ class SavedState:
 
     @property
     def keys(self) -> list[tuple[str, ...]]:
-        """The keys of its tensors."""
         return list(self._tensors)
 
     def metadata(self) -> bytes:

@@ -34,7 +34,6 @@ class Word:
 
 
 def read_words(spec: str) -> tuple[Word, ...]:
-    """Split a spec at its commas."""
     words, start = [], 0
     for part in spec.split(","):
         key, equals, value = part.partition("=") if "=" in part else ("", "", part)
@@ -129,7 +128,6 @@ class Degrees:
 
     @classmethod
     def read(cls, options: Options) -> Degrees:
-        """Read `pp`, `vpp`, `style` and `schedule`."""
         schedule, style = options.choice("schedule", SCHEDULES), options.choice("style", ("loop", "v"))
         num_ranks = agreed_ranks(options.count("pp"), options.request)
         return cls.of(num_ranks=num_ranks, num_virtual=options.count("vpp"), style=style, schedule=schedule)

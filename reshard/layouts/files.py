@@ -83,7 +83,6 @@ def _to_json(layout: StageLayout) -> str:
 
 
 def to_toml(layout: StageLayout) -> str:
-    """Return the TOML file of module lists."""
     lines = [f"spec = {json.dumps(layout.spec)}"]
     lines += [f"num_ranks = {layout.placement.num_ranks}", f'style = "{layout.placement.style}"']
     if layout.schedule:

@@ -198,8 +198,6 @@ class NameProblem(ValueError):
 
 
 class Names:
-    """Finds modules by any of their names."""
-
     def __init__(self, inventory: Inventory) -> None:
         self.inventory = inventory
         self.positions = positions_by_name(inventory)

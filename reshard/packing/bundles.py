@@ -103,7 +103,6 @@ class Written:
 
 
 def build_manifest(checkpoint: Checkpoint, plan: PackPlan, done: Written) -> Manifest:
-    """Return the manifest of what was written."""
     placement = plan.layout.placement
     return Manifest(
         created_by=f"reshard {__version__}",

@@ -146,7 +146,6 @@ class IndexedJob:
                 raise UsageError(where, problem, "add --mount CLAIM:/FOLDER above it", code="launch.not-mounted")
 
     def text(self) -> str:
-        """Return the Job as YAML."""
         import yaml
 
         volumes = volumes_of(self.mounts)

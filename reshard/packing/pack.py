@@ -44,7 +44,6 @@ class PreparedPack:
 
     @cached_property
     def written(self) -> tuple[OutputShard, ...]:
-        """The shards to write: all, or those of the part."""
         part = self.options.part
         return self.shards if part is None else shards_of_part(self.shards, part)
 
@@ -60,12 +59,10 @@ class PreparedPack:
 
     @property
     def traffic(self) -> Traffic:
-        """The bytes that this pack, or its part, reads and writes."""
         return traffic_of(self.written, self.read_twice)
 
     @cached_property
     def nbytes(self) -> int:
-        """The bytes that progress counts."""
         origins = (origin for shard in self.written for origin in shard.origins)
         return sum(tensor.nbytes for tensor in (*self.read_twice, *origins))
 

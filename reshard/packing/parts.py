@@ -286,7 +286,6 @@ def _is_shard(shard: object) -> bool:
 
 
 def _folders_in(names: Iterable[str]) -> set[str]:
-    """Return the folders of plans that files of parts are in."""
     return {match["folder"] for match in map(OF_PART.fullmatch, names) if match}
 
 

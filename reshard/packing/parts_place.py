@@ -98,8 +98,6 @@ logger = logging.getLogger(__name__)
 
 
 class BucketParts:
-    """The parts of one prefix."""
-
     def __init__(self, out: str, *, force: bool) -> None:
         if force:
             problem, hint = "is not supported for parts in a bucket", "remove the old output first"
@@ -213,8 +211,6 @@ _MOVED_NAME = "moved.json"  # what a commit may have moved: the parts' files, wi
 
 
 class FolderParts:
-    """The parts of one output folder."""
-
     def __init__(self, out: Path, *, force: bool) -> None:
         self.where, self._out, self._force = str(out), out, force
         self._partial = partial_of(out)

@@ -209,7 +209,6 @@ def lay_out(
 
 
 def is_solved(spec: str | None) -> bool:
-    """Return whether a layout is solved for, and not only read."""
     return spec is not None and _SOLVED.match(spec) is not None
 
 

@@ -366,7 +366,6 @@ def listing_text(listing: Listing, with_tensors: bool) -> str:
 
 
 def _parts(listing: Listing) -> list[tuple[str, int, int]]:
-    """Return each part with its number of tensors and their bytes."""
     parts = {tensor.part: (0, 0) for tensor in listing.tensors}
     for tensor in listing.tensors:
         num, nbytes = parts[tensor.part]

@@ -128,7 +128,6 @@ def not_fitting(planned: PlanResult) -> tuple[str, ...]:
 
 
 def bottleneck(forecast: Forecast) -> str:
-    """Return a sentence on the slowest ranks."""
     placement, slowest = forecast.placement, forecast.slowest_ranks
     if placement.num_ranks == 1:
         return "no bottleneck: only one rank"
@@ -220,7 +219,6 @@ def _group_keys(planned: PlanResult) -> list[object]:
 
 
 def _idle(timeline: Timeline, rank: int) -> float:
-    """Return the share of a step in which a rank is idle."""
     return 1 - timeline.busy_s[rank] / timeline.makespan_s if timeline.makespan_s else 0.0
 
 

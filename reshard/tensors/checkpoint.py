@@ -27,8 +27,6 @@ class AuxiliaryAt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OriginalFiles:
-    """The weight files of the source, by name."""
-
     location: str
     revision: str | None
     files: Mapping[str, InputFile]

@@ -64,7 +64,6 @@ class _Record:
         self.pieces: list[_Piece] = []
 
     def gaps(self, begin: int, end: int) -> list[Range]:
-        """Return the parts of a range that were not read."""
         gaps = []
         for piece in self.pieces:
             if piece.begin >= end:
@@ -198,12 +197,10 @@ class _RemoteRecordedFile(RecordedFile):
 
 
 def with_records(file: InputFile) -> RecordedFile:
-    """Return a file to which records can be added."""
     return _RemoteRecordedFile(file) if isinstance(file, RemoteFile) else RecordedFile(file)
 
 
 def stored_file(file: InputFile) -> InputFile:
-    """Return the file itself, without its records."""
     return file.stored if isinstance(file, RecordedFile) else file
 
 

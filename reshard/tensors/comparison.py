@@ -204,7 +204,6 @@ class Findings:
         self._findings.setdefault(Finding(where=str(where), problem=problem, code=code, hint=hint, names=tuple(names)))
 
     def add_error(self, error: UserError) -> None:
-        """Add an error that a reader raised."""
         self.add(error.where, error.problem, error.hint, code=error.code)
 
     def extend(self, others: Iterable[Finding]) -> None:

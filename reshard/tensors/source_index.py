@@ -56,7 +56,6 @@ class KeptText:
         return zlib.decompress(self._packed)
 
     def blocks(self) -> Iterator[bytes]:
-        """Yield the text in pieces."""
         unpacker, rest = zlib.decompressobj(), self._packed
         while rest:
             yield unpacker.decompress(rest, _PIECE_NBYTES)
@@ -309,7 +308,6 @@ def record_anew(tensors: Iterable[TensorAt], dropped: tuple[str, ...] = ()) -> S
 
 
 def index_of(shards: Iterable[RecordedShard]) -> KeptText:
-    """Return the index that an export of these files writes."""
     return index_anew(None, {shard.name: shard.header.tensors for shard in shards})
 
 

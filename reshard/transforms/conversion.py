@@ -209,7 +209,6 @@ def _expect(tensor: TensorAt, dtypes: frozenset[str] | set[str]) -> None:
 
 
 def _record(record: SourceRecord, kinds: Mapping[str, TargetTensor]) -> SourceRecord:
-    """Return the record of a source that was never quantized."""
     shards, entries = [], {}
     for shard in record.shards:
         remaining = [entry for entry in shard.header.tensors if entry.name not in record.dropped]

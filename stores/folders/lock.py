@@ -154,7 +154,6 @@ def _acquire(path: Path, claimant: _Owner, where: str, stale_s: float) -> int:
 
 
 def _flock(descriptor: int) -> bool:
-    """Return whether the file could be locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -210,6 +210,5 @@ def _walk(folder: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _parents(path: str) -> list[str]:
-    """Return the parent folders of a path, the nearest first."""
     parts = path.split("/")
     return ["/".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]

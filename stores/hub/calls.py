@@ -175,7 +175,6 @@ def asked_wait_s(headers: Mapping[str, str]) -> float | None:
 
 
 def unreachable(server: str, error: BaseException) -> PassingError:
-    """Return an error about a failed or broken connection."""
     why = without_token(str(error)) or type(error).__name__
     hint = "check the network, HTTPS_PROXY and HF_ENDPOINT"
     if "CERTIFICATE_VERIFY_FAILED" in why:

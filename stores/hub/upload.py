@@ -169,7 +169,6 @@ def showing_bars(is_wanted: bool) -> Iterator[None]:
 
 
 def _open(address: HubAddress, create: Callable[[HfApi], object], retries: Retries) -> HubFolder:
-    """Open a repository at a branch, after creating it if it does not exist."""
     try:
         return open_hub(address, retries)
     except StoreError as error:

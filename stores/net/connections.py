@@ -182,7 +182,6 @@ class Redirects:
 
     @property
     def host(self) -> str:
-        """The host of the current server."""
         return _host_of(self._url)
 
     def follow(self, target: str) -> None:

@@ -259,7 +259,6 @@ class Stream:
         self._asked_s: float | None = clock()
 
     def take(self, nbytes: int) -> None:
-        """Count received bytes."""
         answer_s = 0.0 if self._asked_s is None else self._clock() - self._asked_s
         self._asked_s = None
         self._streams.arrived(nbytes, answer_s)

@@ -115,12 +115,10 @@ class ObstoreClient:
             yield memoryview(chunk)
 
     def load(self, name: str) -> bytes:
-        """Return a small object, in one request."""
         with explained(f"{self.url}/{name}"):
             return bytes(self.quick.get(name).bytes())
 
     def put(self, name: str, data: bytes) -> None:
-        """Write or replace a small object."""
         with explained(f"{self.url}/{name}"):
             self.quick.put(name, data)
 

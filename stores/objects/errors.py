@@ -55,7 +55,6 @@ def cloud_of(scheme: str) -> Cloud:
 
 
 def changed(where: str) -> SourceError:
-    """Return the error about an object that is not the one that was listed."""
     problem, hint = "was changed after it was listed", "start again, so that all is read as it is now"
     return SourceError(where, problem, hint, code=SOURCE_CHANGED)
 

@@ -119,14 +119,12 @@ def check_existing(
 
 
 def new_lock() -> bytes:
-    """Return the content of a new, unique lock object."""
     begun = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     who = f"begun {begun} on {socket.gethostname()} by process {os.getpid()}"
     return f"{who}\nA command is writing here, or was interrupted.\n{uuid.uuid4()}\n".encode()
 
 
 def lines_of(names: Iterable[str]) -> bytes:
-    """Return the lines of a lock object that list names."""
     return "".join(f"{name}\n" for name in sorted(names)).encode()
 
 

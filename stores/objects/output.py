@@ -158,7 +158,6 @@ class ObjectTarget:
 
     @property
     def url(self) -> str:
-        """Return the prefix's address."""
         return self._client.url
 
     def place(self, path: str) -> str:
@@ -184,7 +183,6 @@ class ObjectTarget:
         return b"".join(self._client.read(entry, 0, head_nbytes))
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file."""
         if self._old:
             self._pending[name] = data
         else:

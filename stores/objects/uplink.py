@@ -19,7 +19,6 @@ _EASY_PART_S = 15.0  # a connection that takes longer for a part, with all parts
 
 
 def part_nbytes(nbytes: int) -> int:
-    """Return the part size for an object of `nbytes`."""
     usual = min(_PART_NBYTES, max(_LEAST_PART_NBYTES, _whole_mib(nbytes // _SHORTER_PARTS)))
     return max(usual, _whole_mib(-(-nbytes // MAX_PARTS)))
 

@@ -115,7 +115,6 @@ _SAVE = "save the checkpoint again with the names of one version of torchtitan"
 
 
 def has_torchtitan_names(names: Iterable[str]) -> bool:
-    """Return whether weights have torchtitan's names."""
     return EMBEDDING in names
 
 

@@ -136,7 +136,6 @@ class Step:
         return f"{self.root}/{self.tag}" if self.tag else str(self.root)
 
     def names(self) -> tuple[str, ...]:
-        """Return the step's files."""
         prefix = self.path("")
         return tuple(name.removeprefix(prefix) for name in self.root.names() if name.startswith(prefix))
 

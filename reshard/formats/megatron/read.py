@@ -93,12 +93,10 @@ def read_weights(folder: Folder) -> dict[str, TensorAt]:
 
 
 def list_tensors(folder: Folder) -> Listing:
-    """Return the tensors in a checkpoint's metadata."""
     return replace(list_dcp_tensors(folder), format="megatron", title="Megatron-Core's torch_dist")
 
 
 def _read_weights(folder: Folder, saved: DcpMetadata, common: Mapping[object, object]) -> tuple[ModelConfig, Tensors]:
-    """Return the config and the weights."""
     _check_mark(folder)
     where = str(folder)
     arguments = arguments_in(common, where)

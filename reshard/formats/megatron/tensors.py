@@ -33,7 +33,6 @@ Named = Iterator[tuple[str, Slices]]
 
 
 def has_megatron_names(names: Container[str]) -> bool:
-    """Return whether the tensors of a checkpoint have Megatron-Core's names."""
     return EMBEDDING in names
 
 
