@@ -14,8 +14,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
-from manifests.models.config import MAX_EXPERTS, ConfigReader
+from manifests.models.config import MAX_EXPERTS, MAX_LAYERS, ConfigReader
 from manifests.models.shape import ModelShape, Shape, Work
 
 
@@ -66,13 +68,10 @@ def attention(
     Source: `LlamaAttention`, `Qwen3Attention`; Ainslie et al. 2023, "GQA".
     """
     width, heads = config.count("hidden_size"), config.count("num_attention_heads")
-    kv_heads = config.count("num_key_value_heads", heads)
     if not head:
         problem = f"expected at most hidden_size {width}, found {heads}"
         raise config.error("num_attention_heads", problem, code="config.inconsistent-fields")
-    if heads % kv_heads:
-        problem = f"expected a divisor of num_attention_heads {heads}, found {kv_heads}"
-        raise config.error("num_key_value_heads", problem, code="config.inconsistent-fields")
+    kv_heads = config.divisor("num_key_value_heads", "num_attention_heads", heads, heads)
     queries, keys = heads * head, kv_heads * head
     part = linear(width, queries, bias=bias).below("q_proj")
     part += linear(width, keys, bias=bias).below("k_proj")
@@ -148,6 +147,8 @@ def layer(attention: Component, mlp: Component, width: int) -> Component:
     )
 
 
+Method = Callable[[ModelShape, ConfigReader], ModelShape]  # of quantization
+NO_METHODS: Mapping[str, Method] = MappingProxyType({})
 EMBEDDING, LAYER, NORM, HEAD = "model.embed_tokens", "model.layers.{}", "model.norm", "lm_head"
 # Rotary frequencies: what files of older code have in every layer, and models compute.
 ROTARY_BUFFERS = (".self_attn.rotary_emb.inv_freq",)
@@ -156,17 +157,20 @@ ROTARY_BUFFERS = (".self_attn.rotary_emb.inv_freq",)
 def decoder(
     architecture: str,
     config: ConfigReader,
-    layers: Sequence[Component],
+    layers: Component | Sequence[Component],
     mtp: Sequence[Component] = (),
     *,
     tied_unless_said: bool = False,
+    methods: Mapping[str, Method] = NO_METHODS,
 ) -> ModelShape:
-    """Return the shape of a decoder with these layers and, numbered after them, these MTP layers.
+    """Return the shape of a decoder with these layers, or equal ones, and, numbered after them, these MTP layers.
 
     Shapes: embedding (V, D).
     Source: `LlamaModel`, `LlamaForCausalLM`.
     """
     width, vocab = config.count("hidden_size"), config.count("vocab_size")
+    if isinstance(layers, Component):
+        layers = [layers] * config.count("num_hidden_layers", most=MAX_LAYERS)
     names = [LAYER.format(index) for index in range(len(layers) + len(mtp))]
     parts = {
         EMBEDDING: embedding(vocab, width),
@@ -174,35 +178,50 @@ def decoder(
         NORM: norm(width),
         HEAD: head(width, vocab),
     }
-    shape = assemble(architecture, parts, num_layers=len(layers), hidden_size=width)
-    tied = config.flag("tie_word_embeddings", tied_unless_said)
-    return replace(
-        shape,
-        ties=head_tie(EMBEDDING) if tied else (),
+    return assemble(
+        architecture,
+        config,
+        parts,
+        num_layers=len(layers),
+        width=width,
+        tied=tied_unless_said,
+        methods=methods,
         ignored_suffixes=ROTARY_BUFFERS,
         optional=frozenset(names[len(layers) :]),
     )
 
 
-def assemble(architecture: str, parts: Mapping[str, Component], *, num_layers: int, hidden_size: int) -> ModelShape:
-    """Return the shape of a model of these modules, in the order they run; nothing is tied."""
-    return ModelShape(
+def assemble(
+    architecture: str,
+    config: ConfigReader,
+    parts: Mapping[str, Component],
+    *,
+    num_layers: int,
+    width: int,
+    tied: bool,
+    methods: Mapping[str, Method] = NO_METHODS,
+    **fields: Any,
+) -> ModelShape:
+    """Return the shape of a model of these modules, in the order they run: an embedding first, the head last.
+
+    The two are tied if the config says so, or says nothing and `tied` is set; `fields` are more of the shape's.
+    """
+    shape = ModelShape(
         architecture=architecture,
         num_layers=num_layers,
         modules=tuple(parts),
         tensors={f"{module}.{leaf}": shape for module, part in parts.items() for leaf, shape in part.tensors.items()},
         work={module: part.work for module, part in parts.items()},
-        hidden_size=hidden_size,
+        hidden_size=width,
+        ties=((f"{next(iter(parts))}.weight", f"{HEAD}.weight"),) if config.flag("tie_word_embeddings", tied) else (),
+        **fields,
     )
+    return _as_stored(shape, config, methods)
 
 
 def embedding(rows: int, width: int) -> Component:
     """A table. A row of it is looked up, which costs no product and keeps nothing."""
     return Component(tensors={"weight": (rows, width)})
-
-
-def head_tie(module: str) -> tuple[tuple[str, ...], ...]:
-    return ((f"{module}.weight", f"{HEAD}.weight"),)
 
 
 def head(width: int, vocab: int, *, bias: bool = False) -> Component:
@@ -215,12 +234,10 @@ def head(width: int, vocab: int, *, bias: bool = False) -> Component:
     return linear(width, vocab, bias=bias) + Component(work=Work(saved=vocab, saved_fp32=vocab))
 
 
-Method = Callable[[ModelShape, ConfigReader], ModelShape]
-
 MXFP4_BLOCK = 32  # values that share a scale
 
 
-def as_stored(shape: ModelShape, config: ConfigReader, methods: Mapping[str, Method]) -> ModelShape:
+def _as_stored(shape: ModelShape, config: ConfigReader, methods: Mapping[str, Method]) -> ModelShape:
     """Return the shape of a model whose config may say `quantization_config`.
 
     Raises:

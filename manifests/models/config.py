@@ -64,6 +64,14 @@ class ConfigReader:
             raise self.error(name, f"expected at most {most}, found {str(value)[:80]}", code="config.too-large")
         return value
 
+    def divisor(self, name: str, of: str, whole: int, default: int | None = None) -> int:
+        """Return an integer that divides `whole`, which is the field `of`."""
+        value = self.count(name, default)
+        if whole % value:
+            problem = f"expected a divisor of {of} {whole}, found {value}"
+            raise self.error(name, problem, code="config.inconsistent-fields")
+        return value
+
     def counts(self, name: str) -> tuple[int, ...]:
         """Return a list of integers, 0 or more; null or absent means none."""
         value = self.config.get(name)

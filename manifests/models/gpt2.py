@@ -11,18 +11,14 @@ are Unsupervised Multitask Learners"; Almazrouei et al. 2023, "The Falcon Series
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from manifests.models.components import (
     HEAD,
     ROTARY_BUFFERS,
     Component,
-    as_stored,
     assemble,
     decoder,
     embedding,
     head,
-    head_tie,
     layer,
     layer_norm,
     linear,
@@ -51,17 +47,11 @@ def gpt2_shape(config: ConfigReader) -> ModelShape:
         "transformer.ln_f": layer_norm(width),
         HEAD: head(width, vocab),
     }
-    shape = assemble("GPT2LMHeadModel", parts, num_layers=num_layers, hidden_size=width)
-    return as_stored(
-        replace(
-            shape,
-            ties=head_tie("transformer.wte") if config.flag("tie_word_embeddings", True) else (),
-            ignored_suffixes=(".attn.bias", ".attn.masked_bias"),
-            base="transformer.",
-        ),
-        config,
-        {},
-    )
+    ignored = (".attn.bias", ".attn.masked_bias")
+    return assemble(
+        "GPT2LMHeadModel", config, parts, num_layers=num_layers, width=width, tied=True, ignored_suffixes=ignored,
+        base="transformer.",
+    )  # fmt: skip
 
 
 def _gpt2_block(config: ConfigReader, width: int) -> Component:
@@ -70,10 +60,7 @@ def _gpt2_block(config: ConfigReader, width: int) -> Component:
     Shapes: c_attn (D, 3 D), attn.c_proj (D, D), c_fc (D, F), mlp.c_proj (F, D).
     Kept by attention: queries, keys, values, output, and the softmax's sum for each head.
     """
-    heads, ffn = config.count("n_head"), config.count("n_inner", 4 * width)
-    if width % heads:
-        problem = f"expected a divisor of n_embd {width}, found {heads}"
-        raise config.error("n_head", problem, code="config.inconsistent-fields")
+    heads, ffn = config.divisor("n_head", "n_embd", width), config.count("n_inner", 4 * width)
     attention = (
         _conv1d(width, 3 * width).below("c_attn")
         + _conv1d(width, width).below("c_proj")
@@ -107,10 +94,10 @@ def phi_shape(config: ConfigReader) -> ModelShape:
         "model.final_layernorm": layer_norm(width),
         HEAD: head(width, vocab, bias=True),
     }
-    shape = assemble("PhiForCausalLM", parts, num_layers=num_layers, hidden_size=width)
-    tied = config.flag("tie_word_embeddings", False)
-    ties = head_tie("model.embed_tokens") if tied else ()
-    return as_stored(replace(shape, ties=ties, ignored_suffixes=ROTARY_BUFFERS), config, {})
+    return assemble(
+        "PhiForCausalLM", config, parts, num_layers=num_layers, width=width, tied=False,
+        ignored_suffixes=ROTARY_BUFFERS,
+    )  # fmt: skip
 
 
 def _phi_block(config: ConfigReader, width: int) -> Component:
@@ -137,9 +124,7 @@ def _phi_block(config: ConfigReader, width: int) -> Component:
 def phi3_shape(config: ConfigReader) -> ModelShape:
     """Return the shape of a `Phi3ForCausalLM` (Phi-3, Phi-3.5 and Phi-4, mini and medium)."""
     width = config.count("hidden_size")
-    block = _phi3_block(config, width)
-    shape = decoder("Phi3ForCausalLM", config, [block] * config.count("num_hidden_layers", most=MAX_LAYERS))
-    return as_stored(shape, config, {})
+    return decoder("Phi3ForCausalLM", config, _phi3_block(config, width))
 
 
 def _phi3_block(config: ConfigReader, width: int) -> Component:
@@ -166,14 +151,8 @@ def _phi3_block(config: ConfigReader, width: int) -> Component:
 
 def _heads(config: ConfigReader, width: int) -> tuple[int, int, int]:
     """Return the query heads, the key-value heads and a head's width."""
-    heads = config.count("num_attention_heads")
-    kv_heads = config.count("num_key_value_heads", heads)
-    if width % heads:
-        problem = f"expected a divisor of hidden_size {width}, found {heads}"
-        raise config.error("num_attention_heads", problem, code="config.inconsistent-fields")
-    if heads % kv_heads:
-        problem = f"expected a divisor of num_attention_heads {heads}, found {kv_heads}"
-        raise config.error("num_key_value_heads", problem, code="config.inconsistent-fields")
+    heads = config.divisor("num_attention_heads", "hidden_size", width)
+    kv_heads = config.divisor("num_key_value_heads", "num_attention_heads", heads, heads)
     return heads, kv_heads, width // heads
 
 
@@ -189,10 +168,10 @@ def falcon_shape(config: ConfigReader) -> ModelShape:
         "transformer.ln_f": layer_norm(width),
         HEAD: head(width, vocab),
     }
-    shape = assemble("FalconForCausalLM", parts, num_layers=num_layers, hidden_size=width)
-    tied = config.flag("tie_word_embeddings", True)
-    shape = replace(shape, ties=head_tie("transformer.word_embeddings") if tied else ())
-    return as_stored(replace(shape, ignored_suffixes=(".self_attention.rotary_emb.inv_freq",)), config, {})
+    ignored = (".self_attention.rotary_emb.inv_freq",)
+    return assemble(
+        "FalconForCausalLM", config, parts, num_layers=num_layers, width=width, tied=True, ignored_suffixes=ignored
+    )
 
 
 def _falcon_block(config: ConfigReader, width: int) -> Component:
@@ -212,15 +191,11 @@ def _falcon_attention(config: ConfigReader, width: int, *, bias: bool) -> Compon
     Kept: queries, keys, values, output, and the softmax's sum for each head. The new decoder copies keys and
     values for every head.
     """
-    heads = config.count("num_attention_heads")
-    if width % heads:
-        problem = f"expected a divisor of hidden_size {width}, found {heads}"
-        raise config.error("num_attention_heads", problem, code="config.inconsistent-fields")
+    heads = config.divisor("num_attention_heads", "hidden_size", width)
     is_new = config.flag("new_decoder_architecture", False)
-    kv_heads = config.count("num_kv_heads", heads) if is_new else 1 if config.flag("multi_query", True) else heads
-    if heads % kv_heads:
-        problem = f"expected a divisor of num_attention_heads {heads}, found {kv_heads}"
-        raise config.error("num_kv_heads", problem, code="config.inconsistent-fields")
+    kv_heads = 1 if config.flag("multi_query", True) else heads
+    if is_new:
+        kv_heads = config.divisor("num_kv_heads", "num_attention_heads", heads, heads)
     size = width // heads
     copied = heads if is_new else kv_heads
     return (
@@ -264,9 +239,7 @@ def mpt_shape(config: ConfigReader) -> ModelShape:
         "transformer.norm_f": layer_norm(width, bias=False),
         HEAD: head(width, vocab),
     }
-    shape = assemble("MptForCausalLM", parts, num_layers=num_layers, hidden_size=width)
-    tied = config.flag("tie_word_embeddings", True)
-    return as_stored(replace(shape, ties=head_tie("transformer.wte") if tied else ()), config, {})
+    return assemble("MptForCausalLM", config, parts, num_layers=num_layers, width=width, tied=True)
 
 
 def _mpt_block(config: ConfigReader, width: int) -> Component:
@@ -275,10 +248,7 @@ def _mpt_block(config: ConfigReader, width: int) -> Component:
     Shapes: Wqkv (3 D, D), out_proj (D, D), up_proj (4 D, D), down_proj (D, 4 D).
     Kept by attention: queries, keys, values, output, and the softmax's sum for each head.
     """
-    heads, ffn = config.count("n_heads"), 4 * width
-    if width % heads:
-        problem = f"expected a divisor of d_model {width}, found {heads}"
-        raise config.error("n_heads", problem, code="config.inconsistent-fields")
+    heads, ffn = config.divisor("n_heads", "d_model", width), 4 * width
     attention = (
         linear(width, 3 * width).below("Wqkv")
         + linear(width, width).below("out_proj")
@@ -316,11 +286,7 @@ def opt_shape(config: ConfigReader) -> ModelShape:
         **({"project_out": linear(width, narrow)} if narrow != width else {}),
     }
     modules = {f"model.decoder.{name}": part for name, part in parts.items()} | {HEAD: head(narrow, vocab)}
-    shape = assemble("OPTForCausalLM", modules, num_layers=num_layers, hidden_size=width)
-    tied = config.flag("tie_word_embeddings", True)
-    return as_stored(
-        replace(shape, ties=head_tie("model.decoder.embed_tokens") if tied else (), base="model."), config, {}
-    )
+    return assemble("OPTForCausalLM", config, modules, num_layers=num_layers, width=width, tied=True, base="model.")
 
 
 def _opt_block(config: ConfigReader, width: int, *, affine: bool) -> Component:
@@ -329,10 +295,8 @@ def _opt_block(config: ConfigReader, width: int, *, affine: bool) -> Component:
     Shapes: q_proj, k_proj, v_proj and out_proj (D, D), fc1 (F, D), fc2 (D, F).
     Kept by attention: queries, keys, values, output, and the softmax's sum for each head.
     """
-    heads, ffn, bias = config.count("num_attention_heads"), config.count("ffn_dim"), config.flag("enable_bias", True)
-    if width % heads:
-        problem = f"expected a divisor of hidden_size {width}, found {heads}"
-        raise config.error("num_attention_heads", problem, code="config.inconsistent-fields")
+    heads = config.divisor("num_attention_heads", "hidden_size", width)
+    ffn, bias = config.count("ffn_dim"), config.flag("enable_bias", True)
     block = Component(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads, products=width))
     for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
         block += linear(width, width, bias=bias).below(f"self_attn.{name}")

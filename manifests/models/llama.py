@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from manifests.models.components import (
     Component,
-    as_stored,
     attention,
     decoder,
     expert_work,
@@ -52,8 +51,7 @@ def _llama_shape(architecture: str, config: ConfigReader, attention_bias: bool, 
         gated_mlp(width, config.count("intermediate_size"), bias=mlp_bias),
         width,
     )
-    shape = decoder(architecture, config, [block] * config.count("num_hidden_layers", most=MAX_LAYERS))
-    return as_stored(shape, config, {})
+    return decoder(architecture, config, block)
 
 
 def qwen2_shape(config: ConfigReader) -> ModelShape:
@@ -64,8 +62,7 @@ def qwen2_shape(config: ConfigReader) -> ModelShape:
         gated_mlp(width, config.count("intermediate_size")),
         width,
     )
-    shape = decoder("Qwen2ForCausalLM", config, [block] * config.count("num_hidden_layers", most=MAX_LAYERS))
-    return as_stored(shape, config, {})
+    return decoder("Qwen2ForCausalLM", config, block)
 
 
 QWEN3_HEAD = 128  # Qwen3Config
@@ -78,8 +75,7 @@ def qwen3_shape(config: ConfigReader) -> ModelShape:
         gated_mlp(width, config.count("intermediate_size")),
         width,
     )
-    shape = decoder("Qwen3ForCausalLM", config, [block] * config.count("num_hidden_layers", most=MAX_LAYERS))
-    return as_stored(shape, config, {"fp8": fp8})
+    return decoder("Qwen3ForCausalLM", config, block, methods={"fp8": fp8})
 
 
 def qwen3_moe_shape(config: ConfigReader) -> ModelShape:
@@ -99,7 +95,7 @@ def qwen3_moe_shape(config: ConfigReader) -> ModelShape:
         dense if index in dense_layers or (index + 1) % step else sparse
         for index in range(config.count("num_hidden_layers", most=MAX_LAYERS))
     ]
-    return as_stored(decoder("Qwen3MoeForCausalLM", config, layers), config, {"fp8": fp8})
+    return decoder("Qwen3MoeForCausalLM", config, layers, methods={"fp8": fp8})
 
 
 # What files of transformers 4 and 5 call the matrices of a gated MLP. In memory transformers 5 has all experts of a
@@ -122,8 +118,7 @@ def mixtral_shape(config: ConfigReader) -> ModelShape:
         + norm(width).below("input_layernorm")
         + norm(width).below("post_attention_layernorm")
     )
-    shape = decoder("MixtralForCausalLM", config, [block] * config.count("num_hidden_layers", most=MAX_LAYERS))
-    return as_stored(shape, config, {})
+    return decoder("MixtralForCausalLM", config, block)
 
 
 def _as_filed(routed: Component) -> Component:
@@ -154,9 +149,9 @@ def deepseek_v3_shape(config: ConfigReader) -> ModelShape:
         config,
         [dense] * num_dense + [sparse] * (num_layers - num_dense),
         mtp=[_mtp_layer(sparse, width, config.count("vocab_size"))] * num_mtp,
+        methods={"fp8": fp8},
     )
-    buffers = (".gate.e_score_correction_bias",)
-    return as_stored(replace(shape, untrained_suffixes=buffers), config, {"fp8": fp8})
+    return replace(shape, untrained_suffixes=(".gate.e_score_correction_bias", *shape.untrained_suffixes))
 
 
 def latent_attention(config: ConfigReader) -> Component:
@@ -238,8 +233,7 @@ def _gemma_shape(architecture: str, config: ConfigReader, *, qk_norm: bool) -> M
         + norm(width).below("pre_feedforward_layernorm")
         + norm(width).below("post_feedforward_layernorm")
     )
-    layers = [block] * config.count("num_hidden_layers", most=MAX_LAYERS)
-    return as_stored(decoder(architecture, config, layers, tied_unless_said=True), config, {})
+    return decoder(architecture, config, block, tied_unless_said=True)
 
 
 GPT_OSS_HEAD = 64  # GptOssConfig
@@ -254,8 +248,7 @@ def gpt_oss_shape(config: ConfigReader) -> ModelShape:
     head, bias = config.count("head_dim", GPT_OSS_HEAD), config.flag("attention_bias", True)
     attended = attention(config, head=head, bias=bias) + Component(tensors={"sinks": (heads,)})
     block = layer(attended, _gpt_oss_experts(config), width)
-    shape = decoder("GptOssForCausalLM", config, [block] * config.count("num_hidden_layers", most=MAX_LAYERS))
-    return as_stored(shape, config, {"mxfp4": mxfp4})
+    return decoder("GptOssForCausalLM", config, block, methods={"mxfp4": mxfp4})
 
 
 def _gpt_oss_experts(config: ConfigReader) -> Component:
