@@ -9,7 +9,7 @@ CPython 3.11, Lib/pickletools.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import prod
 from struct import pack
@@ -82,7 +82,7 @@ class SavedFile:
             for block in blocks:
                 crc = crc32(block, crc)
                 yield block
-            entries = [*entries, entry.with_crc(crc)]
+            entries = [*entries, replace(entry, crc=crc)]
             yield _described(entries[-1])
         yield self._rest + _directory(entries, self._end_at)
 
@@ -114,9 +114,6 @@ class _Entry:
     nbytes: int
     crc: int
     flags: int = 0
-
-    def with_crc(self, crc: int) -> _Entry:
-        return _Entry(self.name, self.begin, self.nbytes, crc, self.flags)
 
     @property
     def is_large(self) -> bool:

@@ -307,14 +307,9 @@ _FORMATS: Mapping[int, Literal["B", "H", "I", "Q"]] = {
 }  # of memoryviews, by bytes of an element
 
 
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, in elements."""
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
 def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Return whether a tensor's elements are adjacent and in order; strides of axes of size 1 mean nothing."""
-    pairs = zip(shape, strides, _contiguous_strides(shape), strict=True)
+    pairs = zip(shape, strides, (prod(shape[axis + 1 :]) for axis in range(len(shape))), strict=True)
     return all(size == 1 or step == expected for size, step, expected in pairs)
 
 

@@ -194,7 +194,7 @@ def by_options(groups: Iterable[tuple[ParameterGroup, Iterable[str]]]) -> tuple[
     return (most, *(replace(options, fqns=tuple(sorted(alike[options]))) for options in others))
 
 
-def group_of(options: Mapping[object, object], where: str, fqns: tuple[str, ...] = ()) -> ParameterGroup:
+def group_of(options: Mapping[object, object], where: str) -> ParameterGroup:
     """Return a group of parameters with these options.
 
     Raises:
@@ -206,7 +206,7 @@ def group_of(options: Mapping[object, object], where: str, fqns: tuple[str, ...]
             int() | float() as eps,
             int() | float() as decay,
         ) if max(abs(eps), abs(decay)) <= LARGEST_NUMBER:
-            return ParameterGroup(beta1=beta1, beta2=beta2, eps=float(eps), weight_decay=float(decay), fqns=fqns)
+            return ParameterGroup(beta1=beta1, beta2=beta2, eps=float(eps), weight_decay=float(decay))
     problem = f"expected {', '.join(_OPTIONS)} of AdamW, found {str(dict(options))[:120]}"
     raise bad_optimizer(f"{where}: param_groups", problem)
 

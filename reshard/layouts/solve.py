@@ -118,7 +118,7 @@ class _Search:
         bounds = _existing(even_bounds(self.items, caps, windows.least, windows.most))
         if self.num_virtual == 1:
             return bounds
-        if self._most_memory(bounds) > self.items.memory_limit:
+        if max(self._per_rank(self.items.memory, bounds)) > self.items.memory_limit:
             fitted = _first(bound, total, lambda bound: self._fit(bound, total))
             if fitted is None:
                 return None
@@ -189,9 +189,6 @@ class _Search:
 
     def _slowest_rank(self, bounds: tuple[int, ...]) -> int:
         return max(self._per_rank([self.items.costs] * (len(bounds) - 1), bounds))
-
-    def _most_memory(self, bounds: tuple[int, ...]) -> int:
-        return max(self._per_rank(self.items.memory, bounds))
 
     def _per_rank(self, of_stage: Sequence[Sequence[int]], bounds: tuple[int, ...]) -> list[int]:
         """Sum, over the stages of each rank, what these prefix sums give for each."""

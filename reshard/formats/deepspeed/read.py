@@ -175,7 +175,7 @@ def _read_universal(step: Step, names: Sequence[str]) -> Saved:
                 flat.add(name)
     steps = {name: read_number(value, f"{step.where}/zero/{name}/step.pt") for name, value in values["step"].items()}
     weights = tensors[_FP32]
-    layers = _layers_of(weights) if any(map(_is_numbered, weights)) else None
+    layers = _layers_of(weights) if any(map(_NUMBERED.fullmatch, weights)) else None
     moments: dict[Holds, Mapping[str, TensorAt]] = {holds: tensors[holds] for holds in MOMENTS if tensors[holds]}
     if len(moments) == 1:
         problem = f"has {next(iter(moments))} and no {next(kind for kind in MOMENTS if kind not in moments)}"
@@ -197,10 +197,6 @@ def _layers_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
             layers[name] = (1 << 30, name, name)  # refused: a layer of unknown names
     ordered = sorted(layers.items(), key=lambda item: item[1][0])
     return {name: (layer, inside) for name, (_, layer, inside) in ordered}
-
-
-def _is_numbered(name: str) -> bool:
-    return _NUMBERED.fullmatch(name) is not None
 
 
 def _fqns_of(saved: Saved, shape: ModelShape | None, where: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ checkpoint/universal_checkpoint.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 from manifests.errors import ModelError, Parameter, UsageError
@@ -87,7 +87,8 @@ def _parameter_names(checkpoint: Checkpoint, options: ExportOptions) -> dict[str
     if options.names == "hf":
         return {fqn: fqn for fqn in checkpoint.shape.tensors}
     layers = pipeline_layers(checkpoint.shape)
-    first = f"tied_modules.{options.tied_key}" if is_tied_input(checkpoint.shape, layers) else "0"
+    is_tied = any(group[0] in layers[0] for group in checkpoint.shape.ties)  # used again, by the head
+    first = f"tied_modules.{options.tied_key}" if is_tied else "0"
     prefixes = (first, *map(str, range(1, len(layers))))
     names: dict[str, str] = {}
     for prefix, layer in zip(prefixes, layers, strict=True):
@@ -165,11 +166,6 @@ def pipeline_layers(shape: ModelShape) -> list[Mapping[str, str]]:
     inputs, rest = list(named)[:before], list(named)[before:]
     first = {fqn: _relative(fqn, module, len(inputs)) for module in inputs for fqn in named[module]}
     return [first, *({owners.get(fqn, fqn): _relative(fqn, module, 1) for fqn in named[module]} for module in rest)]
-
-
-def is_tied_input(shape: ModelShape, layers: Sequence[Mapping[str, str]]) -> bool:
-    """Return whether the first layer's weights are used again, by the head."""
-    return any(group[0] in layers[0] for group in shape.ties)
 
 
 def _relative(fqn: str, module: str, num_modules: int) -> str:

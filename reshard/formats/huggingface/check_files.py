@@ -54,11 +54,9 @@ class _Format:
     read: Callable[[InputFile], Sequence[TensorAt]]
 
 
-def _read_safetensors(file: InputFile) -> Sequence[TensorAt]:
-    return tensors_in(file, read_file_header(file))
-
-
-_SAFETENSORS = _Format(INDEX_NAME, SUFFIX, lambda name: name.endswith(SUFFIX), _read_safetensors)
+_SAFETENSORS = _Format(
+    INDEX_NAME, SUFFIX, lambda name: name.endswith(SUFFIX), lambda file: tensors_in(file, read_file_header(file))
+)
 _TORCH = _Format(TORCH_INDEX_NAME, TORCH_SUFFIX, is_torch_shard, read_archive)
 
 

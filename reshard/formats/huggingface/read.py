@@ -317,9 +317,10 @@ def guess_description(config: Mapping[str, object], names: Collection[str]) -> G
     others = _modules_outside(names, layers, lists)
     inputs = [module for module in others if _BEFORE.search(module.lower())]
     outputs = sorted((module for module in others if module not in inputs), key=lambda name: bool(_HEAD.search(name)))
+    also = f"; so has {', '.join(alike[1:])}" if len(alike) > 1 else ""
     lines = [
         _line("inputs", inputs[:_MOST_MODULES]),
-        _line("layers", layers) + f"  # {longest} layers" + _also(alike),
+        _line("layers", layers) + f"  # {longest} layers" + also,
         _line("outputs", outputs[:_MOST_MODULES]),
         _line("count", count or "num_hidden_layers") + ("" if count else "  # the field of config.json that says it"),
         _line("width", next((name for name in _WIDTHS if type(config.get(name)) is int), "hidden_size")),
@@ -356,7 +357,3 @@ def _modules_outside(names: Collection[str], layers: str, lists: Collection[str]
 
 def _line(key: str, value: object) -> str:
     return f"{key} = {json.dumps(value)}"  # strings and lists of them are written in TOML as in JSON
-
-
-def _also(alike: Sequence[str]) -> str:
-    return f"; so has {', '.join(alike[1:])}" if len(alike) > 1 else ""

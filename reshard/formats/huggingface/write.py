@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -50,7 +49,8 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
     shards = plan_export(checkpoint)
     (config,) = (item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
     index = _index_of(checkpoint, shards)
-    identical = _headers_of(shards) == {shard.name: shard.header_text for shard in checkpoint.record.shards}
+    headers = {shard.path: shard.given.header_text for shard in shards if shard.given is not None}
+    identical = headers == {shard.name: shard.header_text for shard in checkpoint.record.shards}
     copied = with_source_files(checkpoint.auxiliary, is_same=identical)
     plan = ExportPlan(
         copied=[item for item in copied if item is not config],
@@ -79,10 +79,6 @@ def _shard(recorded: RecordedShard, checkpoint: Checkpoint) -> OutputShard:
         text = KeptText(new_header_text(entries, recorded_header.metadata))
     given = GivenHeader.of(text, entries)
     return OutputShard(path=recorded.name, origins=origins, header_nbytes=len(given.header), given=given)
-
-
-def _headers_of(shards: Sequence[OutputShard]) -> dict[str, KeptText | None]:
-    return {shard.path: shard.given.header_text for shard in shards if shard.given is not None}
 
 
 def _tensor(checkpoint: Checkpoint, fqn: str) -> TensorAt:

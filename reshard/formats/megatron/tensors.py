@@ -71,7 +71,8 @@ def under_names_of_huggingface(
 class _Model:
     def __init__(self, config: Mapping[str, object], names: Container[str], where: str) -> None:
         self._config, self._names = config, megatron_names(config, where)
-        self._parameters = _inverse({**self._names.parameters, **self._names.mtp})
+        names_of = {**self._names.parameters, **self._names.mtp}
+        self._parameters = {spelling: theirs for theirs, spellings in names_of.items() for spelling in spellings}
         self._num_layers = _count(config, "num_hidden_layers")
         count = _count(config, "num_nextn_predict_layers") if self._names.mtp else 0
         mtp = [at for at in range(count) if f"mtp.layers.{at}.eh_proj.weight" in names]
@@ -125,10 +126,6 @@ def _halves(name: str, half: str | None, slices: Slices) -> Named:
         rows = slices[0].whole_shape[0] // 2
         yield name.format("gate"), rows_of(slices, [(0, rows)])
         yield name.format("up"), rows_of(slices, [(rows, slices[0].whole_shape[0] - rows)])
-
-
-def _inverse(names: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    return {spelling: theirs for theirs, spellings in names.items() for spelling in spellings}
 
 
 def _count(config: Mapping[str, object], field: str) -> int:
