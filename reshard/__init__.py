@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from reshard.layouts.model import StageLayout as StageLayout
     from reshard.packing.hub_sha256 import HubReport as HubReport
     from reshard.packing.options import PackResult as PackResult
+    from reshard.packing.options import Part as Part
     from reshard.packing.pack import pack as pack
     from reshard.packing.parts import commit as commit
     from reshard.packing.plan import PlanResult as PlanResult
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     from reshard.packing.push import PushResult as PushResult
     from reshard.packing.push import push as push
     from reshard.plans.pack_plan import StagePlan as StagePlan
-    from reshard.plans.partition import Part as Part
     from reshard.tensors.comparison import Finding as Finding
     from reshard.transforms.conversion import Conversion as Conversion
 
@@ -109,9 +109,8 @@ _NAMES_BY_MODULE = {
     "reshard.packing.pack": ("pack",),
     "reshard.packing.push": ("PushResult", "push"),
     "reshard.packing.plan": ("PlanResult", "layout", "plan"),
-    "reshard.packing.options": ("PackResult",),
+    "reshard.packing.options": ("PackResult", "Part"),
     "reshard.plans.pack_plan": ("StagePlan",),
-    "reshard.plans.partition": ("Part",),
     "reshard.tensors.comparison": ("Finding",),
     "reshard.transforms.conversion": ("Conversion",),
 }

@@ -17,8 +17,8 @@ from reshard.formats.table import TIED_KEY, export_targets, names_of_targets
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from reshard.packing.options import Part
     from reshard.packing.pack import PreparedPack
-    from reshard.plans.partition import Part
     from reshard.transforms.conversion import ExportDtype
     from stores.open import Address
 
@@ -99,7 +99,7 @@ class Division:
 
     def part_to_pack(self) -> Part | None:
         """Return the part to pack here; None: all of the pack, or none of it."""
-        from reshard.plans.partition import parse_part
+        from reshard.packing.options import parse_part
 
         return None if self.part is None else parse_part(self.part, ("reshard", *command_line()))
 
@@ -113,7 +113,7 @@ class Division:
             InputError: its command is not installed here.
         """
         from reshard.packing.jobs import IndexedJob, SlurmArray
-        from reshard.plans.partition import check_num_parts
+        from reshard.packing.options import check_num_parts
 
         assert self.num_parts is not None
         check_num_parts("--parts", self.num_parts, prepared.shards)

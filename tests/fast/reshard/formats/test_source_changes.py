@@ -16,11 +16,10 @@ from reshard.formats.manifest.read import open_packed
 from reshard.formats.open import open_source
 from reshard.formats.table import ExportOptions
 from reshard.packing.bundles import write_bundles
-from reshard.packing.options import PackOptions
+from reshard.packing.options import PackOptions, parse_part
 from reshard.packing.parts import write_part
 from reshard.packing.plan import LayoutRequest, lay_out
 from reshard.plans.pack_plan import PackPlan
-from reshard.plans.partition import parse_part
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.transforms.conversion import cast_checkpoint
 from stores.bundles import Bundles

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
+from reshard.packing.options import Part, shards_of_part
 from reshard.plans.pack_plan import OutputShard, lay_out_shard
-from reshard.plans.partition import Part, shards_of_part
 from reshard.tensors.lazy import MemoryFile
 from stores.base import PART_NAME
 from stores.bundles import TensorAt
