@@ -1,11 +1,14 @@
-"""Formats counts, numbers and lists of names for sentences, and parses lists of numbers."""
+"""Formats counts, numbers and lists of names for sentences, and tables; and parses lists of numbers."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Set, Sized
-from itertools import groupby, islice
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set, Sized
+from itertools import chain, groupby, islice
+from typing import TypeVar
+
+from manifests.schema import TieGroup
 
 WIDTH = 72  # characters of the spec shown around the caret
 _MOST_NAMED = 5  # names in a sentence
@@ -97,3 +100,54 @@ def find_missing(numbers: Set[int], expected: range) -> tuple[int, tuple[int, ..
 def shorten(text: str) -> str:
     """Shorten a text to fit into a sentence, on one line."""
     return in_one_line(text if len(text) <= WIDTH else text[: WIDTH - 1] + "…")
+
+
+MOST_ROWS = 40  # with more, similar stages share a row
+_ENDS = 12  # rows kept at either end of a table that is still too long
+
+T = TypeVar("T")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left_columns: frozenset[str] = frozenset()) -> str:
+    """Return a table with aligned columns: `left_columns` to the left, others to the right."""
+    return "\n".join(table_lines(head, lambda: rows, left_columns=left_columns))
+
+
+def table_lines(
+    head: Sequence[str], rows: Callable[[], Iterable[Sequence[str]]], *, left_columns: frozenset[str] = frozenset()
+) -> Iterator[str]:
+    """Yield the lines of a `table`. Its rows are made twice, as there may be a million."""
+    widths = list(map(len, head))
+    for row in rows():
+        widths = [max(width, len(cell)) for width, cell in zip(widths, row, strict=True)]
+    for row in chain((head,), rows()):
+        cells = (
+            cell.ljust(width) if name in left_columns else cell.rjust(width)
+            for cell, width, name in zip(row, widths, head, strict=True)
+        )
+        yield "  ".join(cells).rstrip()
+
+
+def group_stages(stages: Sequence[T], keys: Sequence[object]) -> list[Sequence[T]]:
+    """Group stages by row: one stage per row if there are few, else runs of stages with equal keys."""
+    if len(stages) <= MOST_ROWS:
+        return [[stage] for stage in stages]
+    runs = groupby(zip(stages, keys, strict=True), key=lambda pair: pair[1])
+    return [[stage for stage, _ in run] for _, run in runs]
+
+
+def shorten_rows(rows: Sequence[tuple[str, ...]], column: int) -> Sequence[tuple[str, ...]]:
+    """Omit the middle of a table that is too long, with a note in one `column`."""
+    if len(rows) <= MOST_ROWS:
+        return rows
+    cells = [""] * len(rows[0])
+    cells[column] = f"... {len(rows) - 2 * _ENDS} more rows, see --json ..."
+    return [*rows[:_ENDS], tuple(cells), *rows[-_ENDS:]]
+
+
+def tie_lines(ties: Sequence[TieGroup]) -> list[str]:
+    return [
+        f"tied: {tie.owner.fqn} (stage {tie.owner.stage}) = "
+        + ", ".join(f"{replica.fqn} (stage {replica.stage})" for replica in tie.replicas)
+        for tie in ties
+    ]

@@ -170,6 +170,11 @@ def compress_modules(modules: Iterable[str]) -> str:
     return ", ".join(module_ranges(modules))
 
 
+def modules_shown(modules: Sequence[str]) -> str:
+    """Return a short list of modules, in the syntax of layout files: `embed_tokens, layers.0-7`."""
+    return compress_modules(map(short_name, modules)) or "(empty)"
+
+
 def module_ranges(modules: Iterable[str]) -> tuple[str, ...]:
     """Shorten runs of numbered names: `model.layers.0`, ..., `model.layers.7` to `model.layers.0-7`."""
     runs: list[tuple[str, int, int]] = []  # prefix or whole name, first and last number or -1

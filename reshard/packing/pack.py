@@ -17,12 +17,11 @@ from reshard.copy.runs import Progress, counting
 from reshard.estimate.assumptions import Assumptions
 from reshard.formats.auxiliary import with_source_files
 from reshard.formats.open import open_with_model_file
-from reshard.packing.bundles import write_bundles
+from reshard.packing.bundles import choose_stages, write_bundles
 from reshard.packing.options import PackOptions, PackResult, Part, check_num_parts, parse_part, shards_of_part
 from reshard.packing.parts import write_part
 from reshard.packing.plan import LayoutRequest, PlanResult, StagedModel, estimate_step, is_solved, lay_out, model_name
 from reshard.plans.pack_plan import OutputShard, Sharding, Traffic, plan_pack, traffic_of
-from reshard.plans.references import choose_stages
 from reshard.transforms.conversion import Conversion, convert
 from stores.address import HubAddress, hub_output, is_url, place_of
 from stores.bundles import TensorAt

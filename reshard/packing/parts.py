@@ -30,11 +30,10 @@ from manifests.store import read_small_file
 from reshard.copy.destination import check_unchanged, open_target
 from reshard.copy.engine import WriteOptions, WrittenShard
 from reshard.copy.journal import plan_key
-from reshard.packing.bundles import Written, build_manifest, check_stored_ties, copy_auxiliary_files
+from reshard.packing.bundles import Written, build_manifest, check_stored_ties, copy_auxiliary_files, refer_to_others
 from reshard.packing.options import PackOptions, PackResult, Part, shards_of_part
 from reshard.packing.parts_place import OF_PART, BucketParts, FileFacts, FolderParts, Merged, PartsPlace
 from reshard.plans.pack_plan import OutputShard, PackPlan
-from reshard.plans.references import refer_to_others
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.checksums import verify_records
 from stores.address import is_url

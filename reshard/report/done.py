@@ -17,11 +17,10 @@ from manifests.index import INDEX_NAME, has_index
 from manifests.safetensors import nbytes_of
 from manifests.schema import Manifest
 from reshard.formats.table import Listing, export_targets
-from reshard.formatting import count_of, counted, show_numbers
+from reshard.formatting import count_of, counted, show_numbers, table, table_lines, tie_lines
 from reshard.layouts.model import compress_modules
 from reshard.packing.hub_sha256 import HubReport
 from reshard.packing.options import PackResult
-from reshard.report.text import table, table_lines, tie_lines
 from reshard.transforms.conversion import ExportDtype
 from stores.address import is_url
 from stores.bundles import Bundles, TensorAt

@@ -13,12 +13,12 @@ from manifests.schema import TieGroup
 from reshard.estimate.assumptions import Assumptions
 from reshard.estimate.training_estimate import Forecast, imbalance
 from reshard.formats.open import CONFIG_ONLY
-from reshard.formatting import counted, show_count, show_numbers
+from reshard.formatting import counted, group_stages, shorten_rows, show_count, show_numbers, table, tie_lines
 from reshard.layouts import StageLayout
+from reshard.layouts.model import modules_shown
 from reshard.packing.memory_fit import largest_tried, smallest_fit
 from reshard.packing.plan import PlanResult
 from reshard.plans.pack_plan import StagePlan, Traffic, traffic_of
-from reshard.report.text import group_stages, modules_shown, shorten_rows, table, tie_lines
 
 _USUAL = (1, "none", None)  # values that a plan does not show
 _HEAD = ("stage", "rank", "virtual", "modules", "params", "bytes", "fwd FLOP/token", "memory", "share")
