@@ -44,9 +44,11 @@ class Placement:
 
     @property
     def num_virtual(self) -> int:
+        """Stages on each rank."""
         return self.num_stages // self.num_ranks
 
     def rank_of(self, stage: int) -> int:
+        """Return the rank that a stage runs on."""
         if self.style == "v":
             return min(stage, self.num_stages - 1 - stage)
         return stage % self.num_ranks
@@ -56,6 +58,7 @@ class Placement:
         return stage // self.num_ranks
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank, in ascending order."""
         if self.style == "v":
             return rank, self.num_stages - 1 - rank
         return tuple(range(rank, self.num_stages, self.num_ranks))
