@@ -30,7 +30,7 @@ TITAN = "-titan"  # ends the name of a model on torchtitan's modules
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {}),
-    "mixtral": ("MixtralForCausalLM", {}),
+    "mixtral": ("MixtralForCausalLM", {"num_key_value_heads": 4}),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
     "gpt-oss": ("GptOssForCausalLM", {}),
     "glm4-moe": ("Glm4MoeForCausalLM", {}),
@@ -162,7 +162,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
 MORE = (
     Case(model="one-expert", shard=4, expert=4),
     Case(model="mixtral", shard=2, tensor=2, expert=4),
-    Case(model="qwen3-next", tensor=4, expert=2),
+    Case(model="mixtral", tensor=4, expert=2),
     Case(model="llama", context="gather-4"),  # more ranks than heads of keys
     Case(model="gpt-oss", context="ulysses-4", documents=True),
     Case(model="qwen3-moe", context="ulysses-4", expert=4),

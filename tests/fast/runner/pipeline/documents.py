@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,10 @@ from runner.config.schema import BatchOptions
 from runner.data.sequences import Batch, Sample, build_batch
 from runner.models.generic import Generic
 from runner.pipeline.chunk import StageChunk
-from runner.pipeline.schedule import Schedule, build_schedule
+from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.proof.stages import build_filled, difference
-from runner.tensors.dtensor import whole_of
 from tests.fast.manifests.models.catalogued import config_of, quiet
 from tests.fast.runner.tiny import split_evenly
 
@@ -54,18 +53,11 @@ CONFIGS: Mapping[str, tuple[Mapping[str, Any], float]] = {
 }  # fmt: skip
 
 
-Share = Callable[[StageChunk], None]
-
-
 class Alone:
-    """A model, and its loss and gradients over documents by themselves, in float64.
+    """A model, and its loss and gradients over documents by themselves, in float64."""
 
-    Without documents, each row is a single one.
-    """
-
-    def __init__(self, architecture: str, *, has_documents: bool = True, **more: Any) -> None:
+    def __init__(self, architecture: str) -> None:
         changes, self.tolerance = CONFIGS[architecture]
-        changes, self.has_documents = {**changes, **more}, has_documents
         config = getattr(transformers, architecture).config_class(**{**COMMON, **changes})
         entry = entry_of(architecture)
         assert entry is not None
@@ -74,8 +66,7 @@ class Alone:
         torch.manual_seed(0)
         self.whole = self.family.whole().double().train()
         drawn = torch.Generator().manual_seed(1)
-        lengths = LENGTHS if has_documents else [(SEQ_LEN + 1,)] * len(LENGTHS)
-        self.rows = [[torch.randint(3, 64, (length,), generator=drawn) for length in row] for row in lengths]
+        self.rows = [[torch.randint(3, 64, (length,), generator=drawn) for length in row] for row in LENGTHS]
         count = sum(len(document) - 1 for row in self.rows for document in row)
         losses = [self._loss(document) / count for row in self.rows for document in row if len(document) > 1]
         self.loss = torch.stack(losses).sum()
@@ -91,31 +82,22 @@ class Alone:
         for row in self.rows:
             ends = torch.tensor([len(document) for document in row]).cumsum(0).tolist()
             ids = array("i", torch.cat(row).tolist())
-            samples.append(Sample(ids=ids, begins=tuple(ends[:-1]), is_masked=self.has_documents))
+            samples.append(Sample(ids=ids, begins=tuple(ends[:-1]), is_masked=True))
         return build_batch(samples, SEQ_LEN, filler=0)
 
     def differences(self, schedule: str, placement: Placement, rank: int) -> tuple[float, dict[str, float]]:
         """Train on the packed documents; return what differs of the loss, and of each gradient on this rank."""
         self.family.keep_documents()
-        chunks = self.stages(placement, rank)
-        loss = self.schedule(schedule, placement, chunks, CUT).train(self.packed())
-        expected = self.loss.item()
-        return (0.0 if loss is None else abs(loss - expected) / expected), self.gradients(chunks)
-
-    def stages(self, placement: Placement, rank: int, share: Share = lambda chunk: None) -> list[StageChunk]:
-        """Build this rank's stages with the model's weights; `share` shares each with other ranks."""
         stage_modules = split_evenly(self.family.modules, placement.num_stages)
-        everywhere = build_filled(self.family, self.whole, stage_modules, share)
+        everywhere = build_filled(self.family, self.whole, stage_modules)
         for chunk in everywhere if placement.num_ranks == 1 else ():
             chunk.io = None
-        return [everywhere[stage] for stage in placement.stages_on(rank)]
-
-    def schedule(
-        self, name: str, placement: Placement, chunks: Sequence[StageChunk], cut: BatchOptions, group: Any = None
-    ) -> Schedule:
-        stage_modules = split_evenly(self.family.modules, placement.num_stages)
+        chunks = [everywhere[stage] for stage in placement.stages_on(rank)]
         metadata = plan_stage_metadata(self.family, stage_modules, torch.float64)
-        return build_schedule(find_timetable(name, placement, cut.num_microbatches), chunks, metadata, cut, group)
+        timetable = find_timetable(schedule, placement, CUT.num_microbatches)
+        loss = build_schedule(timetable, chunks, metadata, CUT).train(self.packed())
+        expected = self.loss.item()
+        return (0.0 if loss is None else abs(loss - expected) / expected), self.gradients(chunks)
 
     def gradients(self, chunks: Sequence[StageChunk]) -> dict[str, float]:
         expected = dict(self.whole.named_parameters())
@@ -124,7 +106,7 @@ class Alone:
 
 
 def grad_of(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(parameter.shape) if parameter.grad is None else whole_of(parameter.grad)
+    return torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad
 
 
 def generic(architecture: str, **changes: Any) -> Generic:

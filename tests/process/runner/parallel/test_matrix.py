@@ -27,7 +27,8 @@ from tests.process.torchrun import launch
 pytestmark = [pytest.mark.process, pytest.mark.timeout(3600)]
 
 TOLERANCE = 2e-6  # of float32; relative
-FLOOR = 1e-9  # of gradients whose common norm is 0.5: what rounding leaves of a sum that cancels out
+# Of gradients whose common norm is 0.5: what rounding leaves of a sum that cancels out, in transformers as well.
+FLOOR = 5e-9
 # Saved by one of these after the first step, resumed and saved by another, and resumed by a third.
 SAVED = (
     Case(model="qwen3-moe", shard=4, expert=4),
