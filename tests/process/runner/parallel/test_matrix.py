@@ -1,7 +1,4 @@
-"""Combinations of tests/matrix.py train as one process does that runs transformers' whole model, or are refused.
-
-On two idle cores, `make test-all` needs MINUTES minutes for the whole matrix.
-"""
+"""Combinations of tests/matrix.py train as one process does that runs transformers' whole model, or are refused."""
 
 from __future__ import annotations
 
