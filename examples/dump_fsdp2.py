@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 ROWS, SEQ_LEN = 2, 64  # of each rank
@@ -23,7 +22,7 @@ Tensors = dict[str, torch.Tensor]
 
 def whole(gradient: torch.Tensor) -> torch.Tensor:
     """Return all of a gradient, of which ranks have parts; every rank calls this."""
-    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().cpu().contiguous()
+    return getattr(gradient, "full_tensor", lambda: gradient)().detach().cpu().contiguous()
 
 
 def write_dump(out: Path, part: int, gradients: Tensors, rows: Tensors, step: dict[str, object]) -> None:

@@ -1,8 +1,7 @@
 """Dump the first step of torchtitan's own trainer, under any of its parallelism, for `runner prove --against`.
 
 trainer = config.build()    # a Trainer.Config of yours, which starts from the weights of a folder
-dump_first_step(trainer, "./dump")
-trainer.train()
+dump_first_step(trainer, "./dump")    # and then trainer.train()
 """
 
 from pathlib import Path
@@ -44,18 +43,17 @@ def dump_first_step(trainer: Trainer, folder: str) -> None:
         return run(input_dict=input_dict, labels=labels, **more)
 
     def dump(step: int, loss: float, max_loss: float, grad_norm: float, **more: Any) -> None:
-        dims, rank, adapter = trainer.parallel_dims, dist.get_rank(), trainer.config.model_spec.state_dict_adapter
+        dims, rank, spec = trainer.parallel_dims, dist.get_rank(), trainer.config.model_spec
         gradients = {name: tensor for part in trainer.model_parts for name, tensor in gradients_in(part).items()}
-        gradients = adapter(trainer.model_config, None).to_hf(gradients)
+        gradients = spec.state_dict_adapter(trainer.model_config, None).to_hf(gradients)
         numbers = {"loss": loss, "grad_norm": grad_norm, "dtype": training.mixed_precision_param}
         has_loss = not dims.pp_enabled or trainer.pp_has_last_stage
         place = dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0
-        mine = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
         ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (sorted(gradients), place, mine, numbers if has_loss else None))
+        dist.all_gather_object(ranks, (sorted(gradients), place, batches, numbers if has_loss else None))
         if sorted(gradients) not in [names for names, *_ in ranks[:rank]]:  # the first of each pipeline rank
-            parts = [part for _, part in sorted({place: part for _, place, part, _ in ranks}.items())]
-            rows = {name: torch.cat([part[name] for part in parts]) for name in mine}
+            parts = sorted({place: part for _, place, part, _ in ranks}.items())
+            rows = {name: torch.cat([batch[name] for _, part in parts for batch in part]) for name in batches[0]}
             write_dump(Path(folder), rank, gradients, rows, next(numbers for *_, numbers in ranks if numbers))
         trainer.forward_backward_step, trainer.metrics_processor.log, training.max_norm = run, log, max_norm
         log(step, loss, max_loss, grad_norm, **more)
