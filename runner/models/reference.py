@@ -48,7 +48,9 @@ def read_whole(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
         )  # fmt: skip
     except Exception as error:  # whatever it raises of files that are not as it expects
         raise no_reference(
-            str(folder), error, "pack it without --virtual, and export slices to a whole model"
+            str(folder),
+            error,
+            "it must have all weights as safetensors: pack it without --virtual, merge slices with --merge-slices",
         ) from error
     finally:
         transformers.logging.set_verbosity(verbosity)

@@ -107,9 +107,13 @@ def compare_dump(dump: Dump, model: Path, device: torch.device, tolerance: float
         numbers = {"difference": difference, "allowed": allowed, "factor": factor}
         finite = {key: number for key, number in numbers.items() if math.isfinite(number)}
         differences.append(Difference(name=name, problem=problem, **finite))
-    differences += [Difference(name=name, problem="is not of the model") for name in dump.files if name not in names]
+    unexpected = [Difference(name=name, problem="is not of the model") for name in dump.files if name not in names]
     return Compared(
-        loss=exact.loss, grad_norm=exact.norm, num_tensors=len(names), largest=most, differences=tuple(differences)
+        loss=exact.loss,
+        grad_norm=exact.norm,
+        num_tensors=len(names),
+        largest=most,
+        differences=(*unexpected, *differences),
     )
 
 
