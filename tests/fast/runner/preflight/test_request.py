@@ -71,8 +71,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("experts", 3, ("--ep", "3", "--dp-shard", "3"), "--ep", "options.ep-divisor"),
         ("llama", 3, ("--cp", "3", "--cp-method", "ulysses", "--seq-len", "24"), "--cp", "options.cp-divisor"),
         ("llama", 2, ("--cp", "2", "--seq-len", "30"), "--seq-len", "options.cp-divisor"),
-        ("llama", 4, ("--cp", "2", "--tp", "2"), "--cp", "options.cp-combination"),
-        ("experts", 2, ("--cp", "2", "--ep", "2"), "--cp", "options.cp-combination"),
         ("llama", 2, ("--cp", "2", "--compile"), "--cp", "options.cp-combination"),
         ("llama", 2, ("--cp", "2", "--compile", *RESUMED), "--cp", "options.cp-combination"),
         ("llama", 2, ("--tp", "2", "--loss-chunk", "8", *RESUMED), "--loss-chunk", "options.tp-loss-chunk"),
