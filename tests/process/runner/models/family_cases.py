@@ -154,4 +154,6 @@ SLOW = (
 COMPILED = (
     Case(number=201, model="tiny-mixtral", is_compiled=True),
     Case(number=202, model="tiny-qwen3-moe", is_compiled=True),
+    Case(number=203, model="tiny-deepseek-v3", is_compiled=True),
+    Case(number=204, model="tiny-gpt-oss", is_compiled=True),
 )
