@@ -125,6 +125,16 @@ def test_models_that_compute_in_two_dtypes_pass_in_bfloat16(name: str) -> None:
     check(family, len(family.modules) // 2, run=RunOptions(compute=replace(compute, loss_chunk=5)))
 
 
+def test_a_model_that_computes_in_float32_alone_is_refused_in_bfloat16() -> None:
+    family = family_for(
+        {**config_of("xLSTMForCausalLM").to_dict(), "architectures": ["xLSTMForCausalLM"]}, max_seq_len=8
+    )
+    assert isinstance(family, Generic)
+    with pytest.raises(ModelError) as caught:
+        check(family, run=RunOptions(compute=ComputeOptions(dtype="bf16")))
+    assert (caught.value.code, caught.value.where) == ("model.no-self-check", "--dtype bf16")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_compiled_layers_are_compared_with_eager_ones(twin: Callable[[str], Generic]) -> None:

@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 VOCAB_SIZE = 96
+# Whose norms get gradients in float32, which FSDP rounds by microbatch and one rank does not: AdamW makes much of it.
+ROUNDED = ("BeamForCausalLM", "OlmoHybridForCausalLM")
 TWO_DTYPES = (
-    "BailingHybridForCausalLM", "Ernie4_5_MoeForCausalLM", "MambaForCausalLM", "OpenAIGPTLMHeadModel",
-    "XGLMForCausalLM",
+    "BailingHybridForCausalLM", "Ernie4_5_MoeForCausalLM", "FalconMambaForCausalLM", "FlintForCausalLM",
+    "HunYuanMoEV1ForCausalLM", "InklingForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "OpenAIGPTLMHeadModel",
+    "XGLMForCausalLM", *ROUNDED,
 )  # fmt: skip
 _TIED = {"tie_word_embeddings": True}
 # What tensor parallelism cuts must divide: it has models of its own.

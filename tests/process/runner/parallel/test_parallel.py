@@ -26,6 +26,7 @@ from tests.process.runner.parallel.parallel_cases import (
     LAYOUTS,
     MODELS,
     NORMAL,
+    ROUNDED,
     SLOW_4,
     SLOW_MIXED,
     TWO_DTYPES,
@@ -142,7 +143,8 @@ def check_against_one_rank(place: Path, case: Case) -> None:
     for fqn, gradient in expected.items():
         assert is_close(found[fqn], gradient, case.tolerance, FLOOR), fqn
     weights, trained = whole([reference], "weights"), whole(ranks, "weights")
-    assert all(is_close(trained[fqn], weight, max(1e-3, 2 * case.tolerance)) for fqn, weight in weights.items())
+    if case.model not in ROUNDED:
+        assert all(is_close(trained[fqn], weight, max(1e-3, 2 * case.tolerance)) for fqn, weight in weights.items())
     for rank in ranks:
         assert rank["reports"] == ranks[0]["reports"]
         for step, (report, other) in enumerate(zip(rank["reports"], reference["reports"], strict=True)):
