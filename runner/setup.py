@@ -31,16 +31,16 @@ from runner.load.local_cache import CacheReport, check_same_manifest, local_cach
 from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
 from runner.models import family_for
-from runner.parallel.mesh import Mesh, build_mesh, pair_mesh
+from runner.parallel.mesh import Mesh, build_mesh
+from runner.parallel.rows import keep_documents, split_rows
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.pipeline.timetable import Timetable, choose_timetable
-from runner.preflight.combinations import combine, part_of
+from runner.preflight.combinations import combine, part_of, sharing_ranks
 from runner.preflight.preflight import expert_notes, notes
 from runner.profiling.trace import Clock
-from runner.proof.context import split_rows
-from runner.proof.documents import keep_documents, log_documents_check
+from runner.proof.combination import Combination
 from runner.proof.options import RunOptions, self_check
-from runner.proof.shared import check_shared
+from runner.proof.record import prove_once
 from runner.proof.stages import SelfChecked
 from runner.tensors.heap import set_up_heap
 from runner.training.build import Stages, build_engine, build_stages
@@ -179,28 +179,30 @@ def _begin(
             description=launched.manifest.model.description,
         )
         if options.data.document_mask:
-            keeping = keep_documents(family, options.batch.seq_len)
-            if mesh.rank == 0:
-                log_documents_check(keeping, launched.stage_modules)
+            keep_documents(family, options.batch.seq_len)
         if mesh.degrees.context > 1:
-            split_rows(family, mesh, options.batch.seq_len, options.degrees.context_method)
-        if options.self_check and mesh.rank == 0:
+            split_rows(family, mesh, options.degrees.context_method, options.batch.seq_len)
+        if options.self_check and mesh.rank == 0 and (options.dtype != "fp32" or options.compute.is_compiled):
             splitting = timetable.name if timetable.splits_backward else None
             self_check(family, launched.stage_modules, RunOptions(compute=options.compute, splitting=splitting))
     check_same_manifest(origin.where, origin.read.digest)
-    if options.self_check and max(mesh.degrees.tensor, mesh.degrees.expert) > 1 and isinstance(family, SelfChecked):
-        pair = pair_mesh(mesh.degrees, mesh.rank)
-        with raise_on_all_ranks("self-check"):
-            taken_s = check_shared(family, pair) if mesh.rank < pair.degrees.world_size else 0.0
-        if mesh.rank == 0:
-            flags = " ".join(
-                flag for flag, n in (("--tp", pair.degrees.tensor), ("--ep", pair.degrees.expert)) if n > 1
-            )
-            logger.info("self-check: a tiny %s is the same on 2 ranks with %s (%.1f s)",
-                        family.architecture, flags, taken_s)  # fmt: skip
+    stages = stages_of(launched)
+    # Which architectures can keep documents apart or split rows is not listed: that is always checked.
+    if isinstance(family, SelfChecked) and (
+        options.self_check or options.data.document_mask or mesh.degrees.context > 1
+    ):
+        run = Combination(
+            family=family,
+            stages=stages,
+            timetable=timetable,
+            degrees=mesh.degrees,
+            options=options,
+            has_documents=options.data.document_mask,
+        )
+        is_kept = not sharing_ranks(launched.manifest, options).is_own
+        prove_once(run, launched.config, options.log_dir, is_kept=is_kept)
     with raise_on_all_ranks("load"):
         base_nbytes = memory_nbytes(device)
-        stages = stages_of(launched)
         chunks = build_stages(family, stages, options.compute, mesh, device)
         weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk))]
     if cache:

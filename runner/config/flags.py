@@ -88,8 +88,8 @@ class TrainOptions:
     )  # fmt: skip
     self_check: bool = flag(
         "--self-check/--no-self-check", default=True,
-        help="Before the first step, compare a tiny model of the config, whole and in stages with the run's compute "
-        "options, if the architecture is trained by the catalogue.",
+        help="Before the first step, compare a step of a tiny model of the config on these ranks, with these options, "
+        "with that of one process, if the model is built of transformers' modules.",
     )  # fmt: skip
     device: Device = flag(
         "--device", type=click.Choice(get_args(Device)), written_default="auto", help="Where the ranks compute."

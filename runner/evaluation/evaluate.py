@@ -15,7 +15,9 @@ import torch
 from manifests.errors import DataError, ModelError
 from manifests.schedules import default_schedule
 from runner.bundle.packed import Packed, open_packed
-from runner.config.schema import BatchOptions, ComputeOptions
+from runner.config.flags import parse_training
+from runner.config.parallel_dims import ParallelDims
+from runner.config.schema import SYNTHETIC, BatchOptions, ComputeOptions
 from runner.data.bad import Skipped, log_skipped
 from runner.data.sequences import Batch, read_once
 from runner.distributed.fail_together import errors_of_rank, raise_on_all_ranks
@@ -24,16 +26,19 @@ from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.options import EvalOptions, parse_eval
 from runner.load.load import load_tensors
 from runner.models import Family, family_for
+from runner.parallel.rows import keep_documents
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
 from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.preflight.preflight import check_world
-from runner.proof.documents import keep_documents, log_documents_check
+from runner.proof.combination import Combination, prove
 from runner.proof.options import RunOptions, self_check
+from runner.proof.stages import SelfChecked
 from runner.rundir.exit_report import set_rank_label, stages_of
 from runner.tensors.heap import compact_heap
 from runner.tensors.local_shard import FLAG_DTYPES
+from runner.training.build import Stages
 from runner.training.gradient_norm import StepTotals
 from runner.training.ties import check_loaded
 from stores.bundles import Bundles
@@ -146,12 +151,21 @@ def read_model(packed: Packed, options: EvalOptions, world: World, device: torch
             description=manifest.model.description,
         )
         if options.document_mask:
-            keeping = keep_documents(family, options.seq_len)
-            if world.rank == 0:
-                log_documents_check(keeping, packed.stage_modules)
+            keep_documents(family, options.seq_len)
         if options.self_check and world.rank == 0:
             compute = ComputeOptions(dtype=options.dtype, master_dtype=options.dtype)
             self_check(family, packed.stage_modules, RunOptions(compute=compute))
+    placement = manifest.placement
+    whole = BatchOptions(global_batch=2 * placement.num_stages, microbatch=1, seq_len=options.seq_len)
+    timetable = find_timetable(default_schedule(placement), placement, whole.num_microbatches)
+    if options.document_mask and isinstance(family, SelfChecked):
+        training = parse_training(("--data", SYNTHETIC, "--timeout", str(options.timeout_s)))
+        stages = Stages(modules=packed.stage_modules, placement=placement, ties=manifest.ties)
+        degrees = ParallelDims(pipeline=placement.num_ranks)
+        sizes = replace(whole, global_batch=whole.global_batch * options.microbatch, microbatch=options.microbatch)
+        prove(Combination(family=family, stages=stages, timetable=timetable, degrees=degrees,
+                          options=replace(training, batch=sizes), has_documents=True))  # fmt: skip
+    with raise_on_all_ranks("load"):
         chunks = build_chunks(family, packed.stage_modules, manifest.placement.stages_on(world.rank))
         if device.type == "cpu":
             compact_heap(is_sharded=False)  # nothing is planned for an evaluation
@@ -168,9 +182,6 @@ def read_model(packed: Packed, options: EvalOptions, world: World, device: torch
                 "warning: tensors of virtual bundles have no digests: size, mtime and header of their files were "
                 "checked, their bytes were not verified"
             )
-    placement = manifest.placement
-    whole = BatchOptions(global_batch=2 * placement.num_stages, microbatch=1, seq_len=options.seq_len)
-    timetable = find_timetable(default_schedule(placement), placement, whole.num_microbatches)
     return family, build_schedule(timetable, chunks, plan_stage_metadata(family, packed.stage_modules, dtype), whole)
 
 

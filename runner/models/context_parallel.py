@@ -7,7 +7,7 @@ tokens with their positions in the whole row, and the attention function of tran
 heads, and each computes some heads of the whole row. Masks are made by positions, see Note [Document masks].
 
 A layer that is recomputed runs in another microbatch's time: the attention function depends on shapes and ranks alone.
-What mixes tokens outside the interface is found by `runner.proof.context`.
+What mixes tokens outside the interface is found by the proof, see Note [Proof of the combination].
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from runner.tensors.row_parts import RowParts, places_of
@@ -28,7 +27,6 @@ from runner.tensors.row_parts import RowParts, places_of
 _PER_HEAD = "s_aux"  # the sinks of GPT-OSS: the one tensor, besides positions, that attention functions may get
 EAGER = "eager"  # transformers' name of attention that is in the file of a model
 Attention = Callable[..., Any]
-_LOCAL = "tokens_by_themselves"
 
 
 def attention_over(parts: RowParts, base: str) -> Attention:
@@ -158,48 +156,3 @@ class _Replaced:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
-
-
-def let_tokens_alone(model: nn.Module) -> list[str]:
-    """Replace a model's attention by one in which no token sees another; what it is called with is added to the list.
-
-    The list gets an entry for each call, and one for each argument that says something about tokens other than by
-    position, which context parallelism would not know how to split. Attention that gets no mask of transformers' mask
-    interface is one of them: it is causal, or hides tokens, by their places on a rank.
-    """
-    calls: list[str] = []
-    masks: list[torch.Tensor] = []  # those of the interface
-
-    def make_mask(*args: Any, batch_size: int, kv_length: int, **kwargs: Any) -> torch.Tensor:
-        mask = torch.ones(batch_size, 1, kv_length, kv_length, dtype=torch.bool)
-        masks.append(mask)
-        return mask
-
-    def attend(
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        others = [name for name, argument in kwargs.items()
-                  if isinstance(argument, torch.Tensor) and name not in (_PER_HEAD, "position_ids")]  # fmt: skip
-        calls.extend(f"the tensor {name}" for name in others)
-        if attention_mask is None:
-            calls.append("no mask")
-        elif all(attention_mask.untyped_storage().data_ptr() != mask.untyped_storage().data_ptr() for mask in masks):
-            calls.append("a mask of its own")
-        calls.append("")
-        groups = query.shape[1] // value.shape[1]
-        width = min(query.shape[-1], key.shape[-1])
-        scores = (query[..., :width] * key.repeat_interleave(groups, 1)[..., :width]).mean(-1, keepdim=True)
-        mixed = value.repeat_interleave(groups, 1) * (1 + torch.tanh(scores))
-        return mixed.transpose(1, 2).contiguous(), None
-
-    AttentionInterface.register(_LOCAL, attend)
-    AttentionMaskInterface.register(_LOCAL, make_mask)
-    for part in model.modules():
-        if hasattr(part, "config"):
-            part.config._attn_implementation = _LOCAL  # type: ignore[union-attr]
-    return calls

@@ -5,7 +5,7 @@ transformers makes such masks by itself from `position_ids` that restart at 0, i
 the positions on where it makes masks. GPT-OSS, Afmoe and BioGPT do not, and documents would silently see each other. So
 an attention implementation of another name is registered, with a mask function that knows the documents; its attention
 function is the one that the model has anyway. The model gets a mask of ones: it then looks for no documents by itself.
-What mixes tokens without a mask, such as linear attention, is found by `runner.proof.documents`.
+What mixes tokens without a mask, such as linear attention, is found by the proof, see Note [Proof of the combination].
 
 A layer that is recomputed runs when other documents are current, or none. Masks are made before the layers, which take
 them as arguments, so nothing reads the current documents then.

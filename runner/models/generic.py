@@ -25,7 +25,6 @@ from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
 from manifests.models.generic_limits import check_fields, check_modules, check_positions, modules_together
 from manifests.models.trainable import NARROW
-from runner.models.context_parallel import let_tokens_alone
 from runner.models.document_mask import mask_rows
 from runner.models.implementations import without_implementations
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
@@ -118,9 +117,6 @@ class Generic:
 
     def split_rows(self, parts: RowParts) -> None:
         self._parts = parts
-
-    def let_tokens_alone(self, whole: WholeModel) -> list[str]:
-        return let_tokens_alone(whole.model)
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
         """Compute buffers that are in no file, in the dtypes that they have."""

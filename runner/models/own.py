@@ -150,10 +150,11 @@ class WholeOwn(nn.Module):
             for parameter in model.parameters():
                 parameter.normal_(0.0 if parameter.dim() > 1 else 1.0, 0.1)
 
-    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.body(tokens)
         check_output(self.body, tokens, logits)
-        return logits, nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        labels = tokens if labels is None else labels
+        return logits, nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
     def in_files(self) -> Mapping[str, torch.Tensor]:
         return {name: tensor.detach() for name, tensor in self.body.state_dict().items()}

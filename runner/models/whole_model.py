@@ -29,8 +29,8 @@ class WholeModel(nn.Module):
     def body(self) -> nn.Module:
         return self
 
-    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        output = self.model(input_ids=tokens, labels=tokens, use_cache=False)
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        output = self.model(input_ids=tokens, labels=tokens if labels is None else labels, use_cache=False)
         return output.logits, output.loss
 
     def in_files(self) -> Mapping[str, torch.Tensor]:

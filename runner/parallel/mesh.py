@@ -113,21 +113,6 @@ class Mesh:
         return not any(rank for dim, rank in place.items() if dim not in sharded_dims(parameter))
 
 
-def pair_mesh(degrees: ParallelDims, rank: int) -> Mesh:
-    """Create meshes of ranks 0 and 1 on the CPU that share a tiny model as a job's ranks do. Every rank calls this.
-
-    They are tensor-parallel if the job's are, else data-parallel shards, and expert-parallel if the job's are.
-    """
-    tensor, expert = min(degrees.tensor, 2), min(degrees.expert, 2)
-    pair = ParallelDims(pipeline=1, shard=2 // tensor, tensor=tensor, expert=expert)
-    ranks = torch.arange(2)
-    device_mesh = DeviceMesh("cpu", ranks.view(1, 1, pair.fsdp, tensor), mesh_dim_names=_DENSE)
-    sparse_mesh = None
-    if expert > 1:
-        sparse_mesh = DeviceMesh("cpu", ranks.view(1, 1, pair.expert_fsdp, expert), mesh_dim_names=_SPARSE)
-    return Mesh(degrees=pair, rank=rank, device_mesh=device_mesh, sparse_mesh=sparse_mesh)
-
-
 def build_mesh(degrees: ParallelDims, rank: int, device: torch.device, timeout: timedelta) -> Mesh:
     """Create the device meshes and the process group of each stage. Every rank calls this."""
     if degrees.per_stage == 1:

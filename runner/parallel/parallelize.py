@@ -113,7 +113,7 @@ class Parallel:
             partial = [parameter for chunk in self.chunks for parameter in summed_over_heads(chunk)]
             _all_reduce(partial, self.mesh.group(TENSOR), torch.float32)
         if degrees.replicate > 1:
-            parameters = (parameter for chunk in self.chunks for parameter in chunk.body.parameters())
+            parameters = (weight for chunk in self.chunks for weight in chunk.body.parameters() if weight.requires_grad)
             replicated = [parameter for parameter in parameters if REPLICATE not in mesh_dims(parameter)]
             group = self.mesh.group(REPLICATE)
             for is_kept, dtype in ((True, torch.float32), (False, self.reduce_dtype)):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -44,12 +45,15 @@ class WholeModel(Protocol):
     """A whole model in float32 on the CPU, with weights.
 
     Parameters of its `body`, which may be itself, have the names that `Family.build` gives. Called with tokens (B, L),
-    it returns logits (B, L, V) and the loss of predicting each token from those before it.
+    it returns logits (B, L, V) and the loss of predicting each token, or each of `labels` that is not IGNORED, from the
+    tokens before it.
     """
 
     @property
     def body(self) -> nn.Module: ...
-    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def __call__(
+        self, tokens: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
     def in_files(self) -> Mapping[str, torch.Tensor]:
         """Return its tensors as files have them."""
         ...
@@ -164,17 +168,39 @@ def run_tiny(family: SelfChecked, dtype: torch.dtype = torch.float32) -> TinyRun
     Raises:
         ModelError: it cannot be built or run.
     """
-    try:
+    with errors_of_tiny(family):
+        tiny = tiny_of(family)
+        whole = tiny.whole()
+        for parameter in whole.body.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return TinyRun(family=tiny, whole=whole, results=run_whole(whole, tiny.vocab_size), dtype=dtype)
+
+
+def tiny_of(family: SelfChecked) -> SelfChecked:
+    """Return the family of a tiny model of a family's config.
+
+    Raises:
+        ModelError: it cannot be built, or is not tiny.
+    """
+    with errors_of_tiny(family):
         tiny = family.tiny()
         if tiny.modules != family.modules:
             raise ValueError(f"it has {len(tiny.modules)} modules, not {len(family.modules)}")
         if tiny.num_parameters() > _MOST_PARAMETERS:
             raise ValueError(f"it has {tiny.num_parameters():,} parameters")
-        whole = tiny.whole()
-        for parameter in whole.body.parameters():
-            parameter.data = parameter.data.to(dtype)
-        return TinyRun(family=tiny, whole=whole, results=run_whole(whole, tiny.vocab_size), dtype=dtype)
-    except FamilyOutputError:
+        return tiny
+
+
+@contextmanager
+def errors_of_tiny(family: SelfChecked) -> Iterator[None]:
+    """Run a block that builds or runs a tiny model of a family's config as a whole.
+
+    Raises:
+        ModelError: it raises.
+    """
+    try:
+        yield
+    except (FamilyOutputError, ModelError):
         raise
     except Exception as error:  # whatever a model raises of sizes that it was not made for
         raise ModelError(

@@ -20,7 +20,7 @@ STORED_DTYPES: Mapping[str, torch.dtype] = {
     "I64": torch.int64,  # of tables that are not trained, such as DeepSeek-V4's of tokens and experts
     "I32": torch.int32,
 }
-FLAG_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FLAG_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 _LEAST_NBYTES = 4 << 20  # smaller tensors would leave huge pages mostly empty
 
 

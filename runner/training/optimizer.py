@@ -74,7 +74,8 @@ class Optimizer:
             for group in self.adamw.param_groups:
                 group["lr"] = lr
             for _, parameter in self.parameters:
-                master_of(parameter).grad = parameter.grad
+                # One that is not trained, such as a router's bias in some models, does not decay either.
+                master_of(parameter).grad = parameter.grad if parameter.requires_grad else None
             self.adamw.step()
             round_masters(parameter for _, parameter in self.parameters)
         return lr

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from torch import distributed as dist
 from torch import nn
 
 from manifests.errors import UserError
@@ -10,10 +13,11 @@ from manifests.models.catalogue import catalogued
 from manifests.models.trainable import generic_entry
 from manifests.placement import Placement
 from runner import NamedFamily
-from runner.proof.documents import check_documents, keep_documents
+from runner.parallel.rows import keep_documents
+from runner.proof.combination import prove
 from tests.fast.runner.models.test_own_families import request
 from tests.fast.runner.pipeline.documents import CONFIGS, Alone, generic
-from tests.fast.runner.tiny import split_evenly
+from tests.fast.runner.proof.combinations import combination
 
 FAST = (("LlamaForCausalLM", 1), ("MistralForCausalLM", 2), ("GptOssForCausalLM", 2))
 # State over tokens without a mask, masks or positions of the model's own, and sparse attention by its own choice.
@@ -29,6 +33,13 @@ LEAKING = (
     "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "xLSTMForCausalLM",
 )  # fmt: skip
 FEW = ("BioGptForCausalLM", "Lfm2ForCausalLM")  # the first takes no positions where transformers makes masks
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -55,15 +66,14 @@ def test_packed_documents_train_as_each_by_itself(architecture: str, num_stages:
         if generic_entry(name) is not None
     ],
 )
-def test_architectures_keep_documents_apart_or_are_refused(architecture: str) -> None:
-    family = generic(architecture)
-    kept = keep_documents(family, 16)
+def test_architectures_keep_documents_apart_or_are_refused(architecture: str, world: None) -> None:
+    run = combination(architecture, 1, "--document-mask", "--microbatch", "2")
     if architecture not in LEAKING:
-        check_documents(kept, split_evenly(family.modules, 1))
+        assert prove(run)["gradient"] <= 1e-4
         return
     with pytest.raises(UserError) as error:
-        check_documents(kept, split_evenly(family.modules, 1))
-    assert (error.value.where, error.value.code) == ("--document-mask", "model.no-document-mask")
+        prove(run)
+    assert (error.value.where.split(": ")[-1], error.value.code) == ("--document-mask", "model.no-document-mask")
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

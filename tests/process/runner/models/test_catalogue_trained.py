@@ -53,7 +53,7 @@ def test_two_ranks_train_as_one_does_and_resume_on_it(tmp_path: Path) -> None:
             assert losses_of(place / log) == pytest.approx(expected, rel=1e-5)
         assert ("to verify parts" in said(place / "shared-log")) == ("--dp-replicate" not in SHARED[name])
         assert losses_of(place / "resumed-log") == pytest.approx(expected[2:], rel=1e-5)
-        assert ("on 2 ranks with --tp" in said(place / "shared-log")) == ("--tp" in SHARED[name])
+        assert ("--tp 2 as one process" in said(place / "shared-log")) == ("--tp" in SHARED[name])
         assert "self-check" in said(place / "two-log")
         exported = reshard("export", place / "two" / "step-000002", "--to", "hf", "--out", place / "hf", "--quiet")
         assert exported.code == 0, exported.err

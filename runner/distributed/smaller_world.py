@@ -1,0 +1,88 @@
+"""A world of some of a job's ranks, on gloo, while a block runs: what the run builds of all ranks can be tried on few.
+
+# Note [Smaller world]
+Code that builds a pipeline makes process groups, asks for its rank and meets all others. In a smaller world it does the
+same, on the ranks that are in it, numbered from 0. It runs on a thread of its own: torch caches what it knows of device
+meshes, which are equal if their ranks and their thread are. gloo has no abort: a rank that fails destroys the groups of
+its world, and the others, which wait for it, fail at once, as it closes its connections.
+"""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from manifests.errors import RankError, UserError
+from runner.distributed.fail_together import causes, from_all_ranks
+
+T = TypeVar("T")
+_CLOSED = ("Connection closed by peer", "Connection reset by peer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """What a rank raised, without its frames, which would keep process groups alive."""
+
+    error: UserError | None
+    problem: str
+    place: str  # the last line of the traceback
+    is_consequence: bool = False  # of another rank's
+
+    @property
+    def refusal(self) -> UserError | None:
+        """The user's error that it is; None: it is another, or numbers are not finite."""
+        return None if isinstance(self.error, RankError) else self.error
+
+
+def run_in_world_of(ranks: Sequence[int], timeout: timedelta, work: Callable[[int], T]) -> T | Failure | None:
+    """Run `work` of this rank's number in a world of these ranks, which has their order; every rank calls this.
+
+    Returns its result or why it failed; None on ranks that are not in that world, which wait for those that are.
+    """
+    world, before = c10d._get_default_group(), {*c10d._world.pg_map}
+    group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+    outcome: T | Failure | None = None
+    if dist.get_rank() in ranks:
+        c10d._update_default_pg(group)
+        try:
+            with ThreadPoolExecutor(1) as thread:
+                outcome = thread.submit(_try, work, dist.get_rank()).result()
+        finally:
+            c10d._update_default_pg(world)
+    del group
+    if isinstance(outcome, Failure):
+        _destroy_all_but(before)
+    # Groups are named by their number, which must be the same on all ranks.
+    c10d._world.group_count = max(from_all_ranks(c10d._world.group_count))
+    _destroy_all_but(before)
+    return outcome
+
+
+def _try(work: Callable[[int], T], rank: int) -> T | Failure:
+    try:
+        return work(rank)
+    except Exception as error:
+        *_, first = causes(error)  # torch wraps the errors of stages
+        place = traceback.extract_tb(first.__traceback__)[-1]
+        user_error = error if isinstance(error, UserError) else None
+        return Failure(
+            error=user_error.changed() if user_error else None,
+            problem=f"{type(first).__name__}: {' '.join(str(first).split())[:300]}",
+            place=f"{Path(place.filename).name}:{place.lineno}",
+            is_consequence=any(words in str(first) for words in _CLOSED),
+        )
+
+
+def _destroy_all_but(before: set[dist.ProcessGroup]) -> None:
+    for group in [group for group in c10d._world.pg_map if group not in before]:
+        dist.destroy_process_group(group)
+    gc.collect()  # closes connections: device meshes and their groups refer to each other

@@ -1,0 +1,185 @@
+"""What one process trains: a tiny model as a whole, by its own forward and loss, each document by itself."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from manifests.schema import TieGroup
+from runner.config.schema import OptimOptions
+from runner.data.sequences import IGNORED, Batch, Sample, build_batch
+from runner.proof.stages import SelfChecked
+
+LENGTH = 12  # tokens of a row: longer than the windows, chunks and blocks of a tiny config
+# Of the documents of rows, in turn: a row has a label more than tokens, and one has none.
+_DOCUMENTS = ((1, 9, 3), (5, 8), (1,), (3, 7))
+# Where rows are one text. The last token is that of padding, so that rows of one process are the same.
+_ROWS = ((12,), (10,), (1,), (6,))
+_FILLER = 0
+_LR = 1e-2
+_EPS = 0.1  # of the largest gradient: an update does not magnify what rounding leaves of a gradient that is 0
+_LEAST = 1e-3  # of the largest gradient: what is smaller may be nothing but rounding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rows:
+    """Rows of tokens, whose documents may be kept apart."""
+
+    documents: tuple[tuple[torch.Tensor, ...], ...]
+    is_masked: bool
+
+    def batch(self) -> Batch:
+        """Return the rows as the run's data has them."""
+        samples = []
+        for row in self.documents:
+            ends = torch.tensor([len(document) for document in row]).cumsum(0).tolist()
+            ids = array("i", torch.cat(row).tolist())
+            samples.append(Sample(ids=ids, begins=tuple(ends[:-1]), is_masked=self.is_masked))
+        return build_batch(samples, LENGTH, filler=_FILLER)
+
+
+def draw_rows(num_rows: int, vocab_size: int, *, is_masked: bool) -> Rows:
+    drawn = torch.Generator().manual_seed(0)
+    lengths = _DOCUMENTS if is_masked else _ROWS
+    rows = [lengths[number % len(lengths)] for number in range(num_rows)] if num_rows > 1 else lengths[:1]
+    documents = [tuple(torch.randint(vocab_size, (length,), generator=drawn) for length in row) for row in rows]
+    for (text,) in () if is_masked else documents:
+        text[-1] = _FILLER
+    return Rows(documents=tuple(documents), is_masked=is_masked)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Reference:
+    """A step of one process; tensors are as files have them, by Hugging Face FQN."""
+
+    weights: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor]  # clipped
+    stepped: Mapping[str, torch.Tensor]  # weights after the step, of those that the loss depends on
+    loss: float
+    norm: float
+    evaluation: float  # the loss in evaluation mode, after the step
+    optim: OptimOptions
+    is_training: bool  # whether modules were in training mode: not if they draw random numbers there
+
+    def distance(self, gradient: torch.Tensor, fqn: str, region: tuple[slice, ...]) -> float:
+        """Return how much a gradient differs, relative to the largest of its tensor."""
+        expected = self.gradients[fqn]
+        largest = max(_largest(expected), _LEAST * max(map(_largest, self.gradients.values())), 1e-30)
+        return _largest(gradient - expected[region]) / largest
+
+    def weight_distance(self, weight: torch.Tensor, fqn: str, region: tuple[slice, ...]) -> float:
+        """Return how much a weight differs after the step, relative to the learning rate."""
+        return 0.0 if fqn not in self.stepped else _largest(weight - self.stepped[fqn][region]) / _LR
+
+
+def run_reference(
+    tiny: SelfChecked, ties: Iterable[TieGroup], rows: Rows, optim: OptimOptions, dtype: torch.dtype
+) -> Reference:
+    """Take a step with the whole of a tiny model, with these options but for the learning rate and epsilon.
+
+    Gradients are clipped to half of their norm, unless clipping is off.
+    """
+    torch.manual_seed(0)
+    whole = tiny.whole().train()
+    _tie(whole, tiny, ties)
+    for parameter in whole.body.parameters():
+        parameter.data = parameter.data.to(dtype)
+    weights = _in_files(whole, {})
+    state = torch.get_rng_state()
+    loss = _loss(whole, rows)
+    is_training = torch.equal(state, torch.get_rng_state())
+    if not is_training:
+        whole.eval()
+        loss = _loss(whole, rows)
+    torch.autograd.backward(loss)
+    parameters = list(whole.body.parameters())
+    gradients = {parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+                 for parameter in parameters}  # fmt: skip
+    norm = math.sqrt(math.fsum(gradient.double().square().sum().item() for gradient in gradients.values()))
+    optim = _small_step(optim, norm, _EPS * max(map(_largest, gradients.values())))
+    factor = optim.max_norm / (norm + 1e-6) if optim.max_norm else 1.0
+    for parameter in parameters:
+        if parameter.grad is not None:  # otherwise the optimizer leaves it as it is
+            parameter.grad *= factor
+    clipped = _in_files(whole, {parameter: gradient * factor for parameter, gradient in gradients.items()})
+    decays: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    for parameter in parameters:
+        decays[optim.weight_decay_1d or parameter.dim() != 1].append(parameter)
+    groups = [{"params": part, "weight_decay": optim.weight_decay if decay else 0.0}
+              for decay, part in decays.items() if part]  # fmt: skip
+    torch.optim.AdamW(groups, lr=_LR, betas=optim.betas, eps=optim.eps).step()
+    stepped = _in_files(whole, {})
+    with torch.no_grad():
+        evaluation = _loss(whole.eval(), rows).item()
+    # Whether a weight that no loss depends on decays depends on whether ranks reduce gradients of zero.
+    used = [parameter for parameter in parameters if parameter.grad is not None or not parameter.requires_grad]
+    return Reference(
+        weights=weights,
+        gradients={fqn: clipped[fqn] for fqn in _fqns_of(whole, parameters)},
+        stepped={fqn: stepped[fqn] for fqn in _fqns_of(whole, used)},
+        loss=loss.item(),
+        norm=norm,
+        evaluation=evaluation,
+        optim=optim,
+        is_training=is_training,
+    )
+
+
+def _tie(whole: Any, tiny: SelfChecked, ties: Iterable[TieGroup]) -> None:
+    """Make the members of each group one parameter, as they are in a model of transformers that ties them by itself."""
+    names = {tiny.to_hf(name): name for name, _ in whole.body.named_parameters(remove_duplicate=False)}
+    for group in ties:
+        members = [names[member.fqn] for member in group.members if member.fqn in names]
+        for replica in members[1:]:
+            module, _, leaf = replica.rpartition(".")
+            setattr(whole.body.get_submodule(module), leaf, whole.body.get_parameter(members[0]))
+
+
+def _small_step(optim: OptimOptions, norm: float, eps: float) -> OptimOptions:
+    clip = {"max_norm": norm / 2} if optim.max_norm else {}
+    still = {"warmup_steps": 0, "stable_steps": 0, "decay": "constant", "decay_steps": 0, "min_lr": 0.0}
+    return replace(optim, lr=_LR, eps=eps, **clip, **still)  # type: ignore[arg-type]
+
+
+def _loss(whole: Any, rows: Rows) -> torch.Tensor:
+    """Return the mean loss over the tokens of all rows, or of all documents, by the model's own loss of each alone."""
+    if not rows.is_masked:
+        texts = [text for (text,) in rows.documents]
+        tokens, labels = (torch.stack([torch.nn.functional.pad(text, (0, LENGTH - len(text)), value=value)
+                                       for text in texts]) for value in (_FILLER, IGNORED))  # fmt: skip
+        loss: torch.Tensor = whole(tokens, labels)[1]
+        return loss
+    by_length: dict[int, list[torch.Tensor]] = {}
+    for document in (document for row in rows.documents for document in row if len(document) > 1):
+        by_length.setdefault(len(document), []).append(document)
+    counts = {length: len(documents) * (length - 1) for length, documents in by_length.items()}
+    losses = [whole(torch.stack(documents))[1] * counts[length] for length, documents in by_length.items()]
+    return torch.stack(losses).sum() / sum(counts.values())
+
+
+def _fqns_of(whole: Any, parameters: Iterable[torch.nn.Parameter]) -> set[str]:
+    """Return the names in files of these parameters; other tensors of files are buffers, or other parameters."""
+    unknown = {parameter: torch.full_like(parameter, torch.nan) for parameter in parameters}
+    return {fqn for fqn, tensor in _in_files(whole, unknown).items() if tensor.isnan().any()}
+
+
+def _in_files(whole: Any, values: Mapping[torch.nn.Parameter, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of a model's tensors as files have them, with these values in place of its parameters'."""
+    weights = {parameter: parameter.data for parameter in values}
+    try:
+        for parameter, value in values.items():
+            parameter.data = value
+        return {fqn: tensor.clone() for fqn, tensor in whole.in_files().items()}
+    finally:
+        for parameter, weight in weights.items():
+            parameter.data = weight
+
+
+def _largest(difference: torch.Tensor) -> float:
+    """Return the largest magnitude; infinity where there is no number."""
+    return float(difference.abs().nan_to_num(torch.inf).max()) if difference.numel() else 0.0

@@ -1,0 +1,105 @@
+"""Mistakes planted in the code that a run is made of: the proof of a combination that they are wrong in finds each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.process.torchrun import launch
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+
+MOST_CASES = 12  # of a launch: threads of gloo stay
+
+
+def case(
+    plant: str, architecture: str, pp: int, flags: str = "", *, names: bool = False, **more: Any
+) -> dict[str, Any]:
+    described = {"plant": plant, "architecture": architecture, "pp": pp, "flags": flags, "names": names,
+                 "schedule": None, "vpp": 1, "changes": {}}  # fmt: skip
+    return {**described, **more}
+
+
+EXPERTS, TIED = "Qwen3MoeForCausalLM", {"tie_word_embeddings": True}
+# On two ranks: a dozen in a launch.
+TWO = (
+    case("norm_by_the_dense_rule", EXPERTS, 1, "--dp-shard 2 --ep 2"),
+    case("experts_averaged", EXPERTS, 1, "--dp-shard 2 --ep 2"),
+    case("last_microbatch_only", "LlamaForCausalLM", 2),
+    case("position_ids_on_stage_0_only", "LlamaForCausalLM", 2, "--document-mask"),
+    case("mask_name_without_mask_function", "MistralForCausalLM", 1, "--cp 2"),
+    case("dynamic_rope_in_parts", "Olmo3ForCausalLM", 1, "--cp 2"),
+    case("labels_shifted_after_the_cut", "LlamaForCausalLM", 1, "--cp 2"),
+    case("one_ranks_rows_twice", "LlamaForCausalLM", 1),
+    case("tied_weight_summed_twice", "LlamaForCausalLM", 2, changes=TIED),
+    case("mean_of_microbatches", "LlamaForCausalLM", 2),
+    case("heads_norms_not_summed", "Qwen3ForCausalLM", 1, "--tp 2"),
+    case("norm_of_one_stage", "LlamaForCausalLM", 2),
+)
+MORE = (
+    case("gradients_averaged_over_replicas", "LlamaForCausalLM", 1, "--dp-replicate 2"),
+    case("replicas_not_reduced", "LlamaForCausalLM", 1, "--dp-replicate 2"),
+    case("gradients_scaled_by_microbatches", "LlamaForCausalLM", 2),
+    case("documents_see_each_other", "GptOssForCausalLM", 1, "--document-mask"),
+    case("positions_of_the_part", "LlamaForCausalLM", 1, "--cp 2"),
+    case("keys_not_summed_over_parts", "LlamaForCausalLM", 1, "--cp 2"),
+    case("one_ranks_part_twice", "LlamaForCausalLM", 1, "--cp 2"),
+    case("tied_weights_not_summed", "LlamaForCausalLM", 2, changes=TIED),
+    case("tied_weight_counted_twice_in_the_norm", "LlamaForCausalLM", 2, changes=TIED),
+    case("norm_of_one_shard", "LlamaForCausalLM", 1, "--dp-shard 2"),
+    case("no_clipping", "LlamaForCausalLM", 2),
+    case("clipped_twice", "LlamaForCausalLM", 2),
+)
+REST = (
+    case("clipped_by_the_stages_own_norm", "LlamaForCausalLM", 2),
+    case("masters_not_rounded", "LlamaForCausalLM", 2, "--dtype bf16 --master-dtype fp32"),
+    case("decays_nothing", "LlamaForCausalLM", 2),
+    case("first_moment_kept_from_before", "LlamaForCausalLM", 2),
+    case("recomputed_from_another_input", "LlamaForCausalLM", 2, "--ac full"),
+    case("a_chunk_of_the_loss_is_lost", "LlamaForCausalLM", 2, "--loss-chunk 5"),
+    case("stages_swapped", "LlamaForCausalLM", 2, vpp=2),
+    case("gradient_of_the_first_stage_lost", "LlamaForCausalLM", 2),
+    case("attention_without_the_mask_of_the_interface", "Olmo3ForCausalLM", 1, "--cp 2"),
+    case("replicas_of_tied_weights_drift", "LlamaForCausalLM", 1, "--dp-shard 2", changes=TIED),
+)
+# Without a mistake, and what is refused by name.
+RIGHT = (
+    *(case("", name, 1, "--cp 2") for name in ("GptOssForCausalLM", "AfmoeForCausalLM")),
+    case("", EXPERTS, 1, "--dp-shard 2 --ep 2 --ac full"),
+    case("", "LlamaForCausalLM", 2, "--document-mask --loss-chunk 5", changes=TIED),
+    case("", "LlamaForCausalLM", 2, "--dtype bf16 --master-dtype fp32", schedule="ZBVZeroBubble"),
+)
+REFUSED = {
+    name: case("", name, 1, "--cp 2", names=True)
+    for name in ("Lfm2ForCausalLM", "GPTJForCausalLM", "InklingForCausalLM", "Llama4ForCausalLM", "DogeForCausalLM")
+}
+
+
+def prove_all(out: Path, cases: Sequence[dict[str, Any]], num_ranks: int = 2) -> list[dict[str, Any]]:
+    assert len(cases) <= MOST_CASES
+    (out / "cases.json").write_text(json.dumps(cases))
+    launch(num_ranks, "runner/proof/proof_worker.py", out / "cases.json", out / "out.json", timeout_s=300)
+    results: list[dict[str, Any]] = json.loads((out / "out.json").read_text())
+    return results
+
+
+@pytest.mark.parametrize(
+    "cases", [TWO, pytest.param(MORE, marks=pytest.mark.slow), pytest.param(REST, marks=pytest.mark.slow)]
+)
+def test_every_planted_mistake_is_found(cases: Sequence[dict[str, Any]], tmp_path: Path) -> None:
+    results = prove_all(tmp_path, cases)
+    for planted, result in zip(cases, results, strict=True):
+        print(f"{planted['plant']:40}", result["largest"])
+        assert result["problem"], planted
+
+
+def test_right_combinations_pass_and_what_splits_no_rows_is_refused_by_name(tmp_path: Path) -> None:
+    results = prove_all(tmp_path, (*RIGHT, *REFUSED.values()))
+    for right, result in zip(RIGHT, results, strict=False):
+        assert not result["problem"], (right, result)
+    for refused in results[len(RIGHT) :]:
+        assert refused == {"code": "model.no-context-parallelism", "where": "--cp 2"}
