@@ -199,12 +199,38 @@ _TRAINING = (
 )  # fmt: skip
 
 
+_SEARCH = (
+    click.option(
+        "--gpus", type=WholeNumber(min=1), metavar="N",
+        help="Search for the fastest layouts on this many GPUs of --gpu-memory, with the degrees given, if any.",
+    ),
+    click.option(
+        "--global-batch", type=WholeNumber(min=1), metavar="B", show_default="512, or --gpus if that is more",
+        help="Sequences in an optimizer step, for --gpus.",
+    ),
+    click.option("--gpus-per-node", type=WholeNumber(min=1), metavar="N", default=8, help="GPUs of a node."),
+    click.option(
+        "--hardware", metavar="NAME", default="h100",
+        help="GPUs to assume: a100, h100, h200, or TFLOP/s, GB/s on a node and GB/s between nodes: 165,32,12.5.",
+    ),
+    click.option(
+        "--efficiency", type=click.FloatRange(0, 1, min_open=True), metavar="F", default=0.33,
+        help="Fraction of the peak FLOP/s that ranks reach while they compute.",
+    ),
+)  # fmt: skip
+
+
+def search_flags(command: Command) -> Command:
+    """Add the flags of a search for layouts, which the command receives as `search`: None without --gpus."""
+    return as_object_of(command, "search", dict, _SEARCH)
+
+
 def layout_flags(command: Command) -> Command:
     """Add the flags of a layout, which only a manifest as SOURCE does without."""
 
     @functools.wraps(command)
     def checked(*, source: str, layout: str | None, **others: Any) -> Any:
-        if layout is None:
+        if layout is None and not others.get("gpus"):
             from reshard.formats.open import names_manifest
 
             if not names_manifest(source):

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from manifests.command.interpreter import collector_paused
 from reshard.cli import options
 
+if TYPE_CHECKING:
+    from reshard.estimate.assumptions import Assumptions
+    from reshard.search.search import SearchResult
+
 _GROUPS = {
+    "Search": ("gpus", "memory_limit", "global_batch", "gpus_per_node", "hardware", "efficiency"),
     "What and where": ("layout", "pp", "write", "draw", "theme", "force", "drop", "model", "as_json", "quiet"),
     "Training step": (
-        "memory_limit", "schedule", "num_microbatches", "microbatch", "seq_len", "policy", "recompute", "loss_chunk",
+        "schedule", "num_microbatches", "microbatch", "seq_len", "policy", "recompute", "loss_chunk",
         "host_memory", "measured",
     ),
     "Clusters": ("replicate", "shard", "tensor", "expert"),
 }  # fmt: skip
 
 
+_FIXED = {"pp": "pipeline"}  # Candidate's fields of other names
+_SAME = ("schedule", "microbatch", "policy", "replicate", "shard", "tensor", "expert", "recompute")
+
+
 @click.command(cls=options.Verb, groups=_GROUPS)
 @click.argument("source", type=click.Path(), metavar="SOURCE")
 @options.layout_flags
 @options.training_flags
+@options.search_flags
 @options.drop
 @options.model
 @options.write
@@ -41,19 +53,22 @@ _GROUPS = {
 @collector_paused()  # a step has up to half a million actions, which it would visit whenever it resumes
 def plan(
     source: str, write: Path | None, draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,
-    **arguments: Any,
+    search: Mapping[str, Any], **arguments: Any,
 ) -> None:  # fmt: skip
     """Show a layout before a byte moves: its stages, bytes, FLOPs, memory and pipeline bubble.
 
-    SOURCE is a Hugging Face folder or hub repository, a manifest, or just a config.json.
+    SOURCE is a Hugging Face folder or hub repository, a manifest, or just a config.json. With --gpus, the fastest
+    layouts are searched for, and printed with the commands that pack and launch the first.
 
     \b
-    Example:
+    Examples:
+      reshard plan ./Llama-3.2-1B --gpus 8 --gpu-memory 80GB --global-batch 512
       reshard plan ./Llama-3.2-1B --layout balance:time,pp=4 --gpu-memory 80GB --write layout.toml
     """
     from reshard.layouts.files import check_layout_file, write_layout
     from reshard.packing.plan import plan as run
     from reshard.report.plan_summary import plan_json, plan_text
+    from reshard.report.search_table import search_json, search_text
 
     if draw:
         from reshard.draw import check_picture
@@ -61,19 +76,57 @@ def plan(
         check_picture(draw, force)
     if write:
         check_layout_file(write, force=force)
-    planned = run(source, **arguments)
-    options.name_links(planned.links, quiet)
-    click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
-    if write:
-        write_layout(planned.layout, write)
+    if search["gpus"]:
+        result = _search(source, search, **arguments)
+        click.echo(json.dumps(search_json(result)) if as_json else search_text(result))
+        layout = result.best[0].candidate.layout if result.best else None
+    else:
+        planned = run(source, **arguments)
+        options.name_links(planned.links, quiet)
+        click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
+        layout = planned.layout
+    if write and layout:
+        write_layout(layout, write)
         if not quiet:
             click.echo(f"written: {write}", err=True)
     if draw:
-        from reshard.draw import draw_plan
+        from reshard.draw import draw_plan, draw_search
 
-        draw_plan(planned, draw, theme)
+        if search["gpus"]:
+            draw_search(result, draw, theme)
+        else:
+            draw_plan(planned, draw, theme)
         if not quiet:
             click.echo(f"drawn: {draw}", err=True)
+
+
+def _search(
+    source: str, search: Mapping[str, Any], *, assumed: Assumptions, drop: tuple[str, ...], model: Path | None, **_: Any
+) -> SearchResult:
+    """Search for layouts; flags of degrees on the command line are what all of them must have."""
+    from manifests.errors import Parameter, UsageError
+    from manifests.schedules import schedule_named
+    from reshard.search.candidates import SearchRequest
+    from reshard.search.hardware import read_hardware
+    from reshard.search.search import find_layouts
+
+    context = click.get_current_context()
+    given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    for name in given.intersection(("layout", "num_microbatches", "loss_chunk", "host_memory", "measured")):
+        raise UsageError(Parameter(name), "conflicts with --gpus", "remove one of them", code="options.conflict")
+    if assumed.memory_limit is None:
+        problem, hint = "is required with --gpus", "pass the memory of a GPU, such as 80GB"
+        raise UsageError(Parameter("assumed.memory_limit"), problem, hint, code="options.missing-value")
+    fixed = {_FIXED.get(name, name): context.params[name] for name in given.intersection((*_FIXED, *_SAME))}
+    if "schedule" in fixed:
+        fixed["schedule"] = schedule_named(fixed["schedule"])
+    numbers = {name: search[name] for name in ("gpus", "efficiency", "gpus_per_node")}
+    batch, hardware = search["global_batch"] or max(512, search["gpus"]), read_hardware(search["hardware"])
+    request = SearchRequest(
+        **numbers, memory_limit=assumed.memory_limit, global_batch=batch, seq_len=assumed.seq_len, hardware=hardware,
+        fixed=fixed,
+    )  # fmt: skip
+    return find_layouts(source, request, drop=drop, model=model)
 
 
 @click.command(cls=options.Verb)

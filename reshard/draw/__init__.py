@@ -16,8 +16,9 @@ from stores.folders.probe import check_new_file
 
 if TYPE_CHECKING:
     from reshard.packing.plan import PlanResult
+    from reshard.search.search import SearchResult
 
-__all__ = ["check_picture", "draw_plan"]
+__all__ = ["check_picture", "draw_plan", "draw_search"]
 
 SUFFIXES = (".svg", ".png", ".html")
 
@@ -73,6 +74,30 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
             data = draw_sheet(planned, THEMES.get(theme), "svg")
         else:
             data = draw_sheet(planned, THEMES.get(theme, THEMES["light"]), "png")
+    _write(path, data)
+
+
+def draw_search(result: SearchResult, path: Path, theme: str = "auto") -> None:
+    """Write the picture of a search, as SVG (in HTML, too) or PNG; see `draw_plan`.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    from manifests.command.palette import THEMES
+    from reshard.draw.search import search_figure, search_title
+    from reshard.draw.sheet import save_figure
+    from reshard.draw.theme import describe, drawing, follow_reader
+
+    colors, form = THEMES.get(theme, THEMES["light"]), "png" if path.suffix.lower() == ".png" else "svg"
+    with drawing(colors):
+        data = save_figure(search_figure(result, colors), form)
+    if form == "svg":
+        svg = describe(data.decode(), search_title(result), "memory against pipeline bubble")
+        data = (svg if theme in THEMES else follow_reader(svg)).encode()
+    _write(path, data)
+
+
+def _write(path: Path, data: bytes) -> None:
     try:
         write_file(path, data)
     except OSError as error:

@@ -74,7 +74,7 @@ def draw_sheet(planned: PlanResult, theme: Theme | None, form: Literal["svg", "p
     """
     colors = theme or THEMES["light"]
     with drawing(colors):
-        picture = _save(sheet_of(planned, colors, header=header), form)
+        picture = save_figure(sheet_of(planned, colors, header=header), form)
     if form == "png":
         return picture
     description = ". ".join(text for text, *_ in facts(planned, colors)[1:])
@@ -159,7 +159,8 @@ def _write_header(figure: Figure, lines: Sequence[tuple[str, str, float, str]], 
         top -= size / 72 * 1.45
 
 
-def _save(figure: Figure, form: str) -> bytes:
+def save_figure(figure: Figure, form: str) -> bytes:
+    """Return a figure as SVG or PNG."""
     buffer = io.BytesIO()
     # No time and no library version: the same plan gives the same bytes.
     metadata = {"svg": dict.fromkeys(("Creator", "Date", "Format", "Type")), "png": {"Software": None}}

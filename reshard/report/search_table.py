@@ -1,0 +1,110 @@
+"""The output of `reshard plan --gpus`: the fastest layouts, what excludes the others, and the commands of the first."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict
+from typing import Any
+
+from manifests.command.sizes import show_bytes, write_size
+from manifests.schedules import default_schedule
+from reshard.report.text import table
+from reshard.search.candidates import MARGIN
+from reshard.search.search import Choice, SearchResult
+
+_HEAD = ("layout", "schedule", "dp", "tp", "cp", "ep", "microbatch", "ac", "memory", "bubble", "step", "tokens/s")
+_DTYPES = {"mixed": ("bf16", "fp32"), "bf16": ("bf16", "bf16"), "fp32": ("fp32", "fp32")}
+
+
+def search_text(result: SearchResult) -> str:
+    """Return the fastest layouts as text."""
+    request, shape = result.request, result.shape
+    lines = [
+        f"{shape.architecture}, {shape.num_layers} layers, {shape.num_params:,} parameters",
+        f"{request.gpus:,} GPUs of {show_bytes(request.memory_limit)}, of which {MARGIN:.0%} is planned; "
+        f"{request.global_batch:,} sequences of {request.seq_len:,} tokens per step; --dtype-policy {result.policy}",
+        f"assumed: {request.hardware} (--hardware); ranks reach {request.efficiency:.0%} of the peak (--efficiency), "
+        "and wait for what they send",
+    ]
+    if result.best:
+        rows = [_row(result, choice) for choice in result.best]
+        lines += [table(_HEAD, rows, left_columns=frozenset({"layout", "schedule", "ac"})), "dp: replicas x shards"]
+    elif result.choices:
+        least = min(choice.forecast.memory for choice in result.choices)
+        lines.append(f"DOES NOT FIT: the layout that needs the least memory needs {show_bytes(least)}; use more GPUs")
+    over = sum(choice.forecast.memory > result.limit for choice in result.choices)
+    lines.append(f"of {len(result.choices):,} layouts, {over:,} need more memory; the others are slower")
+    lines += [f"left out: {reason}" for reason in result.refusals]
+    if result.best:
+        lines += [pack_command(result, result.best[0]), launch_command(result, result.best[0])]
+    return "\n".join(lines)
+
+
+def search_json(result: SearchResult) -> dict[str, Any]:
+    """Return the object that `--json` prints."""
+    first = result.best[0] if result.best else None
+    return {
+        "version": 1,
+        "layouts": [
+            {
+                **asdict(choice.candidate), "layout": choice.candidate.layout.spec, **asdict(choice.forecast),
+                "tokens_per_s": _tokens_per_s(result, choice),
+            }
+            for choice in result.best
+        ],
+        "num_layouts": len(result.choices),
+        "left_out": list(result.refusals),
+        "assumed": asdict(result.request),
+        "pack": pack_command(result, first) if first else None,
+        "launch": launch_command(result, first) if first else None,
+    }  # fmt: skip
+
+
+def pack_command(result: SearchResult, choice: Choice) -> str:
+    """Return the command that packs a layout."""
+    drop = [word for module in result.drop for word in ("--drop", module)]
+    words = [result.source, "--layout", choice.candidate.layout.spec, "--out", _folder(result, choice), *drop]
+    return shlex.join(["reshard", "pack", *words, *(("--dequantize", "bf16") if result.is_quantized else ())])
+
+
+def launch_command(result: SearchResult, choice: Choice) -> str:
+    """Return the command that trains on it."""
+    request, candidate, per_node = result.request, choice.candidate, result.request.per_node
+    placement, (dtype, master) = candidate.layout.placement, _DTYPES[candidate.policy]
+    schedule = default_schedule(placement) if placement.num_ranks > 1 else candidate.schedule
+    flags = {  # with their defaults
+        "seq-len": (request.seq_len, None), "global-batch": (request.global_batch, None),
+        "microbatch": (candidate.microbatch, 1), "dtype": (dtype, None), "master-dtype": (master, dtype),
+        "ac": (candidate.recompute, "none"), "schedule": (candidate.schedule, schedule),
+        "dp-replicate": (candidate.replicate, 1), "dp-shard": (candidate.shard, 1), "tp": (candidate.tensor, 1),
+        "cp": (candidate.context, 1), "ep": (candidate.expert, 1),
+    }  # fmt: skip
+    words = [
+        _folder(result, choice),
+        "--nproc-per-node",
+        str(per_node),
+        "--gpu-memory",
+        write_size(request.memory_limit),
+    ]
+    words += ["--scheduler", "slurm", "--nnodes", str(request.gpus // per_node)] if request.gpus > per_node else []
+    words += ["--", "--data", "PATH"]
+    words += [word for name, (value, usual) in flags.items() if value != usual for word in (f"--{name}", str(value))]
+    return shlex.join(["runner", "launch", *words])
+
+
+def _tokens_per_s(result: SearchResult, choice: Choice) -> float:
+    return result.request.global_batch * result.request.seq_len / choice.forecast.step_s
+
+
+def _folder(result: SearchResult, choice: Choice) -> str:
+    return f"./{result.name}-pp{choice.candidate.pipeline}"
+
+
+def _row(result: SearchResult, choice: Choice) -> tuple[str, ...]:
+    candidate, forecast = choice.candidate, choice.forecast
+    return (
+        candidate.layout.spec, candidate.schedule, f"{candidate.replicate} x {candidate.shard}", str(candidate.tensor),
+        str(candidate.context), str(candidate.expert), str(candidate.microbatch), str(candidate.recompute),
+        show_bytes(forecast.memory), f"{forecast.bubble:.1%}", f"{forecast.step_s:.3g} s",
+        f"{_tokens_per_s(result, choice):,.0f}",
+    )  # fmt: skip

@@ -1,0 +1,228 @@
+"""The layouts, schedules and degrees that a number of GPUs allows, without those that a launch refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from typing import Any
+
+from manifests.errors import UserError
+from manifests.models import ModelShape
+from manifests.models.combinations import check_combination, check_divides, combination_of
+from manifests.models.generic_limits import check_modules
+from manifests.models.trainable import choose_implementation, find_family, generic_entry
+from manifests.models.training import POLICIES, Recompute, Training
+from manifests.placement import Placement
+from manifests.schedules import ScheduleName, check_schedule
+from reshard.estimate.assumptions import MOST_PASSES, Policy, num_passes
+from reshard.layouts.inventory import Inventory
+from reshard.layouts.model import ModuleCosts, StageLayout
+from reshard.layouts.spelling import parse_layout
+from reshard.search.hardware import Hardware
+
+MARGIN = 0.9  # of the memory is planned: processes need up to 1.09 times their plan, see docs/layouts.md
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # the fastest first
+_VIRTUAL = (1, 2, 3, 4, 5, 6, 8)
+_MOST_SOLVED = 2  # stages a rank for which the solver takes milliseconds
+_MICROBATCHES = (1, 2, 4, 8)
+_MOST_EXPERT, _MOST_CONTEXT = 64, 16
+# Without GPipe and LoopedBFS: they wait as long as 1F1B and Interleaved1F1B, and need more memory.
+_LOOP: tuple[ScheduleName, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
+_V: tuple[ScheduleName, ...] = ("ZBVZeroBubble", "DualPipeV")
+SPLIT = ("InterleavedZeroBubble", *_V)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchRequest:
+    """What to search for. `fixed` has what every layout must have, by the names of Candidate's fields.
+
+    Units: `memory_limit` in bytes of a GPU, `global_batch` in sequences of `seq_len` tokens.
+    """
+
+    gpus: int
+    memory_limit: int
+    global_batch: int
+    seq_len: int
+    hardware: Hardware
+    efficiency: float
+    gpus_per_node: int
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def per_node(self) -> int:
+        """The ranks of a node, the same number on each."""
+        return max(number for number in divisors(self.gpus) if number <= self.gpus_per_node)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A layout, a schedule and degrees, which `runner launch` accepts."""
+
+    layout: StageLayout
+    schedule: ScheduleName
+    replicate: int
+    shard: int
+    context: int
+    tensor: int
+    expert: int
+    microbatch: int
+    num_microbatches: int
+    recompute: Recompute
+    policy: Policy
+
+    @property
+    def pipeline(self) -> int:
+        return self.layout.placement.num_ranks
+
+    @property
+    def per_stage(self) -> int:
+        return self.replicate * self.shard * self.context * self.tensor
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Those of which a search shows the best layout each."""
+        return self.pipeline, self.context, self.tensor, self.expert
+
+    def training(self, seq_len: int) -> Training:
+        return Training(
+            policy=POLICIES[self.policy], microbatch=self.microbatch, seq_len=seq_len // self.context,
+            shard=self.shard * self.context, tensor=self.tensor, expert=self.expert, recompute=self.recompute,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """The model and the request; `refusals` collects why degrees are left out, in the order of the search."""
+
+    shape: ModelShape
+    kinds: ModelShape  # of which each kind of module is in the model once
+    config: Mapping[str, Any]
+    inventory: Inventory
+    costs: Mapping[str, ModuleCosts]
+    request: SearchRequest
+    is_described: bool
+    refusals: dict[str, None] = field(default_factory=dict)
+    _reasons: dict[tuple[object, ...], str] = field(default_factory=dict)
+
+    def candidates(self, policy: Policy) -> Iterator[Candidate]:
+        """Yield every candidate of a dtype policy."""
+        gpus, batch = self.request.gpus, self.request.global_batch
+        choices = self._allowed("microbatch", _MICROBATCHES), self._allowed("recompute", RECOMPUTE)
+        for pipeline in self._allowed("pipeline", divisors(gpus)):
+            layouts = [] if gpus % pipeline else list(self._layouts(pipeline))
+            for degrees in self._degrees(gpus // pipeline) if layouts else ():
+                for (layout, schedule), microbatch, recompute in product(layouts, *choices):
+                    number, rest = divmod(batch, microbatch * degrees["replicate"] * degrees["shard"])
+                    if number and not rest and self._runs(layout.placement, schedule, number):
+                        yield Candidate(
+                            layout=layout, schedule=schedule, microbatch=microbatch, num_microbatches=number,
+                            recompute=recompute, policy=policy, **degrees,
+                        )  # fmt: skip
+
+    def _allowed(self, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.request.fixed[name],) if name in self.request.fixed else values
+
+    def _layouts(self, pipeline: int) -> Iterator[tuple[StageLayout, ScheduleName]]:
+        """Yield the layouts on so many pipeline ranks, each with its schedules."""
+        for virtual in _VIRTUAL if pipeline > 1 else (1,):
+            if pipeline * virtual > self.shape.num_layers:
+                self.refusals.setdefault(f"more than {self.shape.num_layers} stages: a stage has a layer or more")
+                return
+            loop: tuple[ScheduleName, ...] = ("1F1B",) if virtual == 1 else _LOOP
+            for style, schedules in (("", loop), (",style=v", _V if virtual == 2 else ())):
+                allowed = [name for name in self._allowed("schedule", schedules) if name in schedules]
+                if allowed and (layout := self._layout(pipeline, virtual, style)) is not None:
+                    yield from ((layout, name) for name in allowed if not self._refusal(schedule=name))
+
+    def _layout(self, pipeline: int, virtual: int, style: str) -> StageLayout | None:
+        """Return the layout whose slowest rank is the fastest, of an even and a solved one."""
+        degrees = f"pp={pipeline}" + (f",vpp={virtual}" if virtual > 1 else "") + style
+        layouts, entry = [], generic_entry(self.shape.architecture)
+        for spec in (degrees, f"balance:time,{degrees}") if virtual <= _MOST_SOLVED else (degrees,):
+            try:
+                layout = parse_layout(spec, self.inventory, costs=self.costs)
+                if entry is not None and not self.is_described:
+                    check_modules(entry, self.shape.modules, layout.stages, "config.json")
+                layouts.append(layout)
+            except UserError as error:
+                self.refusals.setdefault(f"{spec}: {error.problem}")
+        return min(layouts, key=self._slowest, default=None)
+
+    def _slowest(self, layout: StageLayout) -> float:
+        """Return the time of the slowest rank, in FLOPs."""
+        totals = [0.0] * layout.placement.num_ranks
+        for stage, modules in enumerate(layout.stages):
+            totals[layout.placement.rank_of(stage)] += sum(self.costs["time"][module] for module in modules)
+        return max(totals)
+
+    def _degrees(self, per_stage: int) -> Iterator[dict[str, int]]:
+        node = self.request.per_node
+        for tensor, context in product(self._allowed("tensor", divisors(per_stage)), divisors(per_stage)):
+            data, rest = divmod(per_stage, tensor * context)
+            if rest or tensor > node or context > _MOST_CONTEXT or self._refusal(tensor, context):
+                continue
+            # FSDP over a node, over eight nodes or over all ranks: what it divides is small after that.
+            shards = {1, data, node // tensor // context, 8 * node // tensor // context}
+            for shard in self._allowed("shard", tuple(sorted(shards))):
+                if not shard or data % shard or self._refusal(shards=shard):
+                    continue
+                replicate, replica = data // shard, shard * context * tensor
+                for expert in self._allowed("expert", divisors(replica)):
+                    if expert > _MOST_EXPERT or replica % expert or self._refusal(tensor, context, shard, expert):
+                        continue
+                    if replicate in self._allowed("replicate", (replicate,)):
+                        yield {
+                            "replicate": replicate, "shard": shard, "context": context, "tensor": tensor,
+                            "expert": expert,
+                        }  # fmt: skip
+
+    def _refusal(
+        self, tensor: int = 1, context: int = 1, shards: int = 1, expert: int = 1, schedule: str = "1F1B"
+    ) -> str:
+        """Return why a launch refuses these degrees, or nothing, and note the reason."""
+        key = tensor, context, shards > 1, expert, schedule
+        if key not in self._reasons:
+            architecture, reason = self.shape.architecture, ""
+            implementation = choose_implementation(architecture, "transformers" if max(context, expert) > 1 else None)
+            features = {"num_tensor": tensor, "num_expert": expert, "num_context": context, "num_shards": shards}
+            is_own = self.is_described or find_family(architecture) is not None
+            try:
+                check_combination(
+                    combination_of(
+                        architecture, implementation, is_own=is_own, schedule=schedule,
+                        splits_backward=schedule in SPLIT, **features,
+                    )
+                )  # fmt: skip
+                check_divides(self.kinds, self.config, tensor, expert)
+                if context > 1 and self.request.seq_len % (2 * context):
+                    reason = "--cp: parts of sequences are not even"
+            except UserError as error:
+                reason = f"{error.where}: {error.problem.splitlines()[0]}"
+            self._note(key, reason)
+        return self._reasons[key]
+
+    def _runs(self, placement: Placement, schedule: ScheduleName, num_microbatches: int) -> bool:
+        key = placement, schedule, num_microbatches
+        if key not in self._reasons:
+            reason = ""
+            try:
+                if placement.num_ranks > 1:
+                    check_schedule(schedule, placement, num_microbatches)
+                if num_passes(placement, num_microbatches) > MOST_PASSES:
+                    reason = "steps too long to simulate"
+            except UserError:
+                reason = f"{schedule}: too few microbatches, or uneven rounds"
+            self._note(key, reason)
+        return not self._reasons[key]
+
+    def _note(self, key: tuple[object, ...], reason: str) -> None:
+        self._reasons[key] = reason
+        if reason:
+            self.refusals.setdefault(reason)
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    return tuple(value for value in range(1, number + 1) if number % value == 0)

@@ -1,0 +1,211 @@
+"""The memory, bubble and time of a candidate: in closed form for all, by the simulated schedule for the best few.
+
+# Note [Time of a step]
+Ranks compute at a share of their GPU's peak, and wait for what they send: nothing overlaps. A layer's tensor-parallel
+ranks reduce two results forward and two gradients backward; its experts receive each token's hidden state, and send it
+back, as many times as a token has experts; context-parallel ranks gather keys and values, and reduce their gradients.
+Gradients are reduced, and sharded weights gathered, once per step. Rings move (n - 1) / n of a tensor to gather or to
+scatter it, and twice that to reduce it everywhere. Groups of adjacent ranks that fit on a node use its links.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from manifests.models import ModelShape, is_expert
+from manifests.models.memory import MOST_IN_TRANSIT, Memory, estimate_memory
+from manifests.models.shape import BACKWARD_SHARE
+from manifests.models.training import POLICIES, Recompute, Training
+from manifests.placement import Placement
+from manifests.schedules import Action, StageCosts, Table, schedule_table, simulate
+from reshard.estimate.costs import ModuleTime
+from reshard.search.candidates import SPLIT, Candidate, SearchRequest
+
+_MOST_ACTIONS = 4096  # forwards of a step that is simulated whole
+_ROUNDS = 4  # each of as many microbatches as there are pipeline ranks
+_NUM_REDUCED = 2  # results of a layer that its tensor-parallel ranks sum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CandidateForecast:
+    """What a candidate takes: bytes of the fullest rank, the fraction of time in which ranks wait, seconds."""
+
+    memory: int
+    bubble: float
+    step_s: float
+
+
+class CostModel:
+    """Costs of a model's modules. Layers with the same tensors and the same work are one kind of module."""
+
+    def __init__(self, shape: ModelShape, config: Mapping[str, Any], request: SearchRequest) -> None:
+        self.shape, self.request, first = shape, request, dict[object, str]()
+        owned = shape.by_module()
+        self.kind_of = {
+            module: first.setdefault(
+                (shape.work[module], tuple((fqn[len(module) :], shape.tensors[fqn]) for fqn in fqns)), module
+            )
+            for module, fqns in owned.items()
+        }
+        self.counts = Counter(self.kind_of.values())
+        self.kinds = replace(
+            shape, modules=tuple(self.counts), ties=(), work={kind: shape.work[kind] for kind in self.counts},
+            tensors={fqn: shape.tensors[fqn] for kind in self.counts for fqn in owned[kind]},
+        )  # fmt: skip
+        self.has_experts = {kind: any(map(is_expert, owned[kind])) for kind in self.counts}
+        fields = section if isinstance(section := config.get("text_config"), Mapping) else config
+        self.top_k = fields.get("num_experts_per_tok") or 1
+        heads = fields.get("num_attention_heads") or 1
+        self.kv_width = shape.hidden_size * (fields.get("num_key_value_heads") or heads) // heads
+        self._times, self._kinds_memory = cache(self._make_times), cache(self._make_kinds_memory)
+        self._profiles = cache(self._make_profiles)
+
+    def estimate(self, candidate: Candidate) -> CandidateForecast:
+        """Return what a candidate takes, in closed form; see `_chunks_in_flight` and `_fill`."""
+        training, seconds = candidate.training(self.request.seq_len), self._seconds(candidate)
+        state = self._kinds_memory(replace(training, microbatch=1, recompute="none"))
+        used = self._kinds_memory(replace(training, expert=1, shard=min(2, training.shard)))
+        most, slowest, virtual = 0, 0.0, candidate.layout.placement.num_virtual
+        for rank, counts in self._profiles(candidate.layout.placement, candidate.layout.stages):
+            total = sum(count * state[kind].state for kind, count in counts)
+            activations = sum(count * used[kind].activations for kind, count in counts)
+            total += activations * _chunks_in_flight(candidate, rank) // virtual
+            most = max(most, total + max(used[kind].temporary for kind, _ in counts))
+            slowest = max(slowest, sum(count * seconds[kind].total for kind, count in counts))
+        transfers = 2 * MOST_IN_TRANSIT * (candidate.pipeline > 1) * self._hidden_nbytes(candidate)
+        makespan = slowest * (candidate.num_microbatches + _fill(candidate))
+        ratio = candidate.num_microbatches / candidate.pipeline / makespan
+        busy = sum(count * seconds[kind].total for kind, count in self.counts.items()) * ratio
+        weights, gradients = (
+            sum(count * getattr(state[kind], name) for kind, count in self.counts.items()) / candidate.pipeline
+            for name in ("weights", "gradients")
+        )
+        step_s = makespan + self._reduction_s(candidate, weights, gradients)
+        return CandidateForecast(memory=most + transfers, bubble=max(0.0, 1 - busy), step_s=step_s)
+
+    def simulate(self, candidate: Candidate) -> CandidateForecast:
+        """Return what a candidate takes, by its schedule's own table of actions.
+
+        Of many microbatches, those of `_ROUNDS` rounds are simulated: each later round takes as long as the last of
+        these, and no more memory.
+        """
+        placement, stages = candidate.layout.placement, candidate.layout.stages
+        number, size = candidate.num_microbatches, placement.num_ranks
+        is_long = number * placement.num_stages > _MOST_ACTIONS and number % size == 0
+        simulated = min(number, _ROUNDS * size) if is_long else number
+        table = _table(candidate, simulated)
+        ranks = estimate_memory(self.shape, stages, table, candidate.training(self.request.seq_len)).ranks
+        seconds = self._seconds(candidate)
+        times = [[seconds[self.kind_of[module]] for module in stage] for stage in stages]
+        costs = StageCosts.of(
+            [sum(time.forward for time in stage) for stage in times],
+            [sum(time.backward for time in stage) for stage in times],
+            hop_s=self._hidden_nbytes(candidate) / self._rate(2 * candidate.per_stage),
+        )
+        timeline = simulate(table, costs)
+        step_s = timeline.makespan_s
+        if simulated < number:
+            before_s = simulate(_table(candidate, simulated - size), costs).makespan_s
+            step_s += (number - simulated) / size * (step_s - before_s)
+        bubble = max(0.0, 1 - sum(timeline.busy_s) * number / simulated / (size * step_s))
+        step_s += max(self._reduction_s(candidate, rank.weights, rank.gradients) for rank in ranks)
+        return CandidateForecast(memory=max(rank.total for rank in ranks), bubble=bubble, step_s=step_s)
+
+    def _make_profiles(
+        self, placement: Placement, stages: Sequence[Sequence[str]]
+    ) -> list[tuple[int, tuple[tuple[str, int], ...]]]:
+        """Return the modules of ranks by kind: of ranks with the same ones, the first, which has the most in flight."""
+        first: dict[tuple[tuple[str, int], ...], int] = {}
+        for rank in range(placement.num_ranks):
+            kinds = (self.kind_of[module] for stage in placement.stages_on(rank) for module in stages[stage])
+            first.setdefault(tuple(sorted(Counter(kinds).items())), rank)
+        return [(rank, counts) for counts, rank in first.items()]
+
+    def _make_kinds_memory(self, training: Training) -> Mapping[str, Memory]:
+        """Return the memory of each kind of module, each a stage, with the activations of one microbatch."""
+        kinds = self.kinds.modules
+        actions = [Action(stage=stage, kind="F", microbatch=0) for stage in range(len(kinds))]
+        actions += [Action(stage=stage, kind="B", microbatch=0) for stage in reversed(range(len(kinds)))]
+        placement = Placement(num_stages=len(kinds), num_ranks=1)
+        table = Table(placement=placement, num_microbatches=1, ranks=(tuple(actions),))
+        stages = estimate_memory(self.kinds, [(kind,) for kind in kinds], table, training).stages
+        return dict(zip(kinds, stages, strict=True))
+
+    def _seconds(self, candidate: Candidate) -> Mapping[str, ModuleTime]:
+        degrees = candidate.tensor, candidate.context, candidate.expert
+        nbytes = POLICIES[candidate.policy].compute
+        return self._times(*degrees, candidate.microbatch, candidate.recompute, nbytes)
+
+    def _make_times(
+        self, tensor: int, context: int, expert: int, microbatch: int, recompute: Recompute, nbytes: int
+    ) -> Mapping[str, ModuleTime]:
+        """Return the seconds of each kind of module for one microbatch; see Note [Time of a step]."""
+        request, hidden = self.request, self.shape.hidden_size * nbytes
+        tokens, times = microbatch * request.seq_len // context, {}
+        for kind in self.kinds.modules:
+            flops = self.shape.work[kind].forward_flops(request.seq_len) * tokens
+            compute, sent = flops / (request.hardware.peak * request.efficiency * tensor), 0.0
+            is_layer = kind.rpartition(".")[2].isdecimal()
+            if is_layer:
+                sent += 2 * _NUM_REDUCED * _ring(tensor) * tokens * hidden / self._rate(tensor)
+                sent += 2 * (context - 1) * tokens * self.kv_width * nbytes / self._rate(context * tensor)
+            if self.has_experts[kind]:
+                sent += 2 * _ring(expert) * tokens * self.top_k * hidden / self._rate(expert)
+            again = compute + sent if recompute == "full" and is_layer else 0.0
+            times[kind] = ModuleTime(forward=compute + sent, backward=BACKWARD_SHARE * compute + sent + again)
+        return times
+
+    def _rate(self, num_adjacent: int) -> float:
+        hardware = self.request.hardware
+        return hardware.node if num_adjacent <= self.request.per_node else hardware.network
+
+    def _hidden_nbytes(self, candidate: Candidate) -> int:
+        tokens = candidate.microbatch * self.request.seq_len // candidate.context
+        return tokens * self.shape.hidden_size * POLICIES[candidate.policy].compute
+
+    def _reduction_s(self, candidate: Candidate, weights: float, gradients: float) -> float:
+        """Return the seconds in which a rank's gradients are reduced and its sharded weights gathered."""
+        shards = candidate.shard * candidate.context
+        moved = _ring(shards) * (weights + gradients) + 2 * _ring(candidate.replicate) * gradients / shards
+        return moved / self._rate(candidate.per_stage)
+
+
+def _table(candidate: Candidate, number: int) -> Table:
+    placement = candidate.layout.placement
+    if placement.num_ranks > 1:
+        return schedule_table(candidate.schedule, placement, number)
+    actions = [
+        action for turn in range(number)
+        for action in (Action(stage=0, kind="F", microbatch=turn), Action(stage=0, kind="B", microbatch=turn))
+    ]  # fmt: skip
+    return Table(placement=placement, num_microbatches=number, ranks=(tuple(actions),))
+
+
+def _ring(number: int) -> float:
+    return (number - 1) / number
+
+
+def _chunks_in_flight(candidate: Candidate, rank: int) -> int:
+    """Return how many results of its stages a rank has in flight; see `manifests.schedules.tables`."""
+    num_ranks, virtual, number = candidate.pipeline, candidate.layout.placement.num_virtual, candidate.num_microbatches
+    ranks_after, groups = num_ranks - 1 - rank, (virtual - 1) * (number // max(1, number // num_ranks))
+    chunks = {
+        "1F1B": ranks_after + 1,
+        "Interleaved1F1B": groups + 2 * ranks_after + 1,
+        "InterleavedZeroBubble": groups + num_ranks,  # with the weight gradients that it delays
+        "DualPipeV": 2 * num_ranks + 1,
+    }.get(candidate.schedule, 2 * num_ranks)
+    return min(chunks, virtual * number)
+
+
+def _fill(candidate: Candidate) -> float:
+    """Return how long the pipeline fills and drains, in a microbatch's time on a rank.
+
+    Backwards in two parts, of equal length, fill two thirds of it.
+    """
+    placement = candidate.layout.placement
+    return (placement.num_ranks - 1) / placement.num_virtual / (3 if candidate.schedule in SPLIT else 1)

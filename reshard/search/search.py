@@ -1,0 +1,134 @@
+"""Search for the fastest layouts of a model on a number of GPUs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from manifests.command.interpreter import collector_paused
+from manifests.errors import Parameter, check_count
+from manifests.models import ConfigReader, ModelShape
+from manifests.models.config import CONFIG_NAME
+from manifests.models.generic_limits import check_positions
+from manifests.models.trainable import check_trainable
+from manifests.store import read_config as read_lone_config
+from reshard.estimate.assumptions import Assumptions, Policy
+from reshard.estimate.costs import costs_of
+from reshard.formats.open import find_config
+from reshard.layouts.inventory import inventory_of_modules
+from reshard.packing.plan import model_name, open_model
+from reshard.search.candidates import MARGIN, RECOMPUTE, Candidate, SearchRequest, Space
+from reshard.search.cost_model import CandidateForecast, CostModel
+from stores.base import read_config
+
+NUM_SHOWN = 5
+_LEAST_SIMULATED, _MOST_TENSORS = 16, 1_000_000  # of all simulated candidates together
+_MOST_TRIED = 3  # candidates with the same degrees
+_NEAR = 1.02  # times as slow, by the closed form, as one with the same degrees: not simulated
+_POLICIES: tuple[Policy, ...] = ("mixed", "bf16")  # bf16 optimizer state only where mixed precision does not fit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A candidate and its forecast."""
+
+    candidate: Candidate
+    forecast: CandidateForecast
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """Order by time; of equals, those that recompute less, then those with less memory."""
+        recompute = self.candidate.recompute
+        rank = RECOMPUTE.index(recompute) if recompute in RECOMPUTE else 1
+        return float(f"{self.forecast.step_s:.3g}"), rank, self.forecast.memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchResult:
+    """The fastest layouts, simulated, each with other degrees than those before it, and what excludes the others.
+
+    `choices` has all candidates, with forecasts in closed form; `drop` the modules that cannot be trained.
+    """
+
+    source: str
+    name: str
+    shape: ModelShape
+    request: SearchRequest
+    policy: Policy
+    best: tuple[Choice, ...]
+    choices: tuple[Choice, ...]
+    refusals: tuple[str, ...]
+    drop: tuple[str, ...]
+    is_quantized: bool
+
+    @property
+    def limit(self) -> int:
+        """The memory that a plan may use, in bytes."""
+        return int(MARGIN * self.request.memory_limit)
+
+
+@collector_paused()
+def find_layouts(
+    source: str | Path, request: SearchRequest, *, drop: Collection[str] = (), model: str | Path | None = None
+) -> SearchResult:
+    """Find the layouts, schedules and degrees with which GPUs train a model fastest, within their memory.
+
+    `source`, `drop` and `model` are those of `reshard.plan`.
+
+    Raises:
+        SourceError, ModelError, ShardError, ManifestError, StoreError: see `reshard.plan`.
+        ModelError: the architecture cannot be trained.
+        UsageError: the sequences are longer than the model's positions.
+    """
+    for name in ("gpus", "global_batch", "gpus_per_node"):
+        check_count(Parameter(name), getattr(request, name))
+    checkpoint = open_model(str(source), frozenset(drop), None if model is None else Path(model))
+    alone = find_config(str(source))
+    file = next((item.file for item in checkpoint.auxiliary if item.path == CONFIG_NAME), None)
+    config = read_lone_config(alone) if alone else read_config(file) if file else {}
+    shape, is_described = checkpoint.shape, checkpoint.description is not None
+    check_trainable(shape.architecture, is_described=is_described)
+    check_positions(shape.architecture, ConfigReader(config, CONFIG_NAME), request.seq_len)
+    modules = inventory_of_modules(shape.modules, shape.num_layers)
+    extra = modules.modules[modules.mtp_start : modules.layers_stop]  # multi-token prediction is not trained
+    shape = shape.without(extra)
+    sizes = {fqn: tensor.nbytes for fqn, tensor in checkpoint.tensors.items()}
+    costs = CostModel(shape, config, request)
+    space = Space(
+        shape=shape, kinds=costs.kinds, config=config, request=request, is_described=is_described,
+        inventory=inventory_of_modules(shape.modules, shape.num_layers),
+        # A pack solves for a layout with the sequences that plans assume by default.
+        costs=costs_of(shape, seq_len=Assumptions().seq_len, nbytes=sizes),
+    )  # fmt: skip
+    for policy in (request.fixed["policy"],) if "policy" in request.fixed else _POLICIES:
+        choices = [
+            Choice(candidate=candidate, forecast=costs.estimate(candidate)) for candidate in space.candidates(policy)
+        ]
+        if best := _best(choices, costs, MARGIN * request.memory_limit):
+            break
+    return SearchResult(
+        source=str(source), name=model_name(str(source)), shape=shape, request=request, policy=policy, best=best,
+        choices=tuple(choices), refusals=tuple(space.refusals),
+        drop=(*drop, *extra), is_quantized=bool(config.get("quantization_config")),
+    )  # fmt: skip
+
+
+def _best(choices: Sequence[Choice], costs: CostModel, limit: float) -> tuple[Choice, ...]:
+    """Simulate the best few of those that may fit, and return the fastest one of each combination of degrees."""
+    best, tried = dict[tuple[int, ...], Choice](), Counter[tuple[int, ...]]()
+    most = max(_LEAST_SIMULATED, min(4 * _LEAST_SIMULATED, _MOST_TENSORS // len(costs.shape.tensors)))
+    hopeful = [choice for choice in choices if choice.forecast.memory <= limit]
+    for choice in sorted(hopeful, key=lambda choice: choice.order):
+        degrees = choice.candidate.degrees
+        if tried.total() == most or len(best) > NUM_SHOWN + 1:
+            break
+        former = best.get(degrees)
+        if tried[degrees] == _MOST_TRIED or (former and choice.forecast.step_s > _NEAR * former.forecast.step_s):
+            continue
+        tried[degrees] += 1
+        simulated = Choice(candidate=choice.candidate, forecast=costs.simulate(choice.candidate))
+        if simulated.forecast.memory <= limit and (former is None or simulated.order < former.order):
+            best[degrees] = simulated
+    return tuple(sorted(best.values(), key=lambda choice: choice.order)[:NUM_SHOWN])

@@ -1,0 +1,128 @@
+"""The search for layouts: a pack and a launch accept what it suggests, and plans of it need as much memory."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from bench.sparse import write_sparse
+from reshard.report.search_table import launch_command, pack_command
+from reshard.search.candidates import SearchRequest
+from reshard.search.hardware import HARDWARE, read_hardware
+from reshard.search.search import find_layouts
+from runner.commands import cli
+from tests.builders import reshard, run
+
+CONFIGS = Path(__file__).parents[3] / "data" / "configs"
+
+
+def request(gpus: int, memory: int, batch: int, **fixed: object) -> SearchRequest:
+    return SearchRequest(
+        gpus=gpus, memory_limit=memory << 30, global_batch=batch, seq_len=64, hardware=HARDWARE["h100"],
+        efficiency=0.33, gpus_per_node=4, fixed=fixed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tiny-llama", "tiny-deepseek-v3", "tiny-gpt-oss", "tiny-qwen3-moe", "tiny-mixtral"],
+)
+def test_pack_and_launch_accept_what_is_suggested(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    write_sparse(tmp_path / "model", {**config, "quantization_config": None}, 1)
+    result = find_layouts("model", request(8, 1, 32))
+    assert result.best
+    for choice in (*result.best[:2], *random.Random(0).sample(result.choices, min(5, len(result.choices)))):
+        packed = reshard(*shlex.split(pack_command(result, choice))[1:], "--virtual", "--force")
+        assert packed.code == 0, packed.err
+        words = ["synthetic" if word == "PATH" else word for word in shlex.split(launch_command(result, choice))[1:]]
+        words.insert(words.index("--"), "--dry-run")
+        done = CliRunner().invoke(cli, words)
+        assert done.exception is None, (words, done.exception, done.output)
+
+
+def test_what_is_refused_for_a_model_is_named(tmp_path: Path) -> None:
+    found = find_layouts(CONFIGS / "gpt-oss-120b.json", request(8, 80, 64))
+    assert not found.best
+    assert {choice.candidate.expert for choice in found.choices} == {1, 2, 4, 8}
+    assert any("--cp" in reason for reason in found.refusals)
+    shown = run("plan", CONFIGS / "gpt-oss-120b.json", "--gpus", "8", "--gpu-memory", "80GB").out
+    assert "DOES NOT FIT" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "memory", "batch"),
+    [("llama-3.1-70b", 64, 80, 512), ("llama-3.1-8b", 8, 24, 512)],
+)
+def test_first_layout_needs_what_its_plan_says(name: str, gpus: int, memory: int, batch: int) -> None:
+    config = CONFIGS / f"{name}.json"
+    words = ("--gpus", gpus, "--gpu-memory", f"{memory}GB", "--global-batch", batch, "--json")
+    shown = reshard("plan", config, *map(str, words)).json
+    first = shown["layouts"][0]
+    ranks = first["replicate"] * first["shard"] * first["context"] * first["tensor"]
+    assert first["memory"] <= 0.9 * (memory << 30)
+    assert first["tokens_per_s"] == pytest.approx(batch * 4096 / first["step_s"])
+    steps = [layout["step_s"] for layout in shown["layouts"]]
+    assert steps == sorted(steps, key=lambda step: float(f"{step:.3g}"))
+    layout = first["layout"] + f",schedule={first['schedule']}"
+    plan = reshard(
+        "plan", config, "--layout", layout, "--microbatches", "128", "--microbatch", str(first["microbatch"]),
+        "--dtype-policy", first["policy"], "--dp-shard", str(first["shard"]), "--tp", str(first["tensor"]),
+        "--ep", str(first["expert"]), "--ac", first["recompute"], "--json",
+    ).json  # fmt: skip
+    assert plan["num_ranks"] * ranks == gpus
+    assert max(rank["memory_nbytes"]["total"] for rank in plan["ranks"]) == first["memory"]
+    if first["num_microbatches"] == 128:
+        assert plan["bubble"] == pytest.approx(first["bubble"], abs=0.01)  # there, without transfers
+
+
+def test_flags_are_what_every_layout_has(tmp_path: Path) -> None:
+    words = ("--tp", "2", "--ac", "full", "--schedule", "1f1b", "--microbatch", "2", "--dtype-policy", "bf16")
+    config = CONFIGS / "llama-3.1-8b.json"
+    shown = reshard("plan", config, "--gpus", "8", "--gpu-memory", "80GB", *words, "--json").json
+    assert shown["layouts"]
+    for layout in shown["layouts"]:
+        names = ("tensor", "recompute", "schedule", "microbatch", "policy")
+        assert [layout[name] for name in names] == [2, "full", "1F1B", 2, "bf16"]
+
+
+def test_closed_form_is_near_the_simulated_step() -> None:
+    result = find_layouts(CONFIGS / "llama-3.1-70b.json", request(64, 80, 512))
+    estimates = {choice.candidate: choice.forecast for choice in result.choices}
+    for choice in result.best:
+        assert estimates[choice.candidate].memory == pytest.approx(choice.forecast.memory, rel=0.1)
+        assert estimates[choice.candidate].step_s == pytest.approx(choice.forecast.step_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "where"),
+    [
+        (("--gpu-memory", "80GB", "--layout", "pp=2"), "options.conflict", "--layout"),
+        (("--gpu-memory", "80GB", "--hardware", "fast"), "options.hardware", "--hardware"),
+        ((), "options.missing-value", "--gpu-memory"),
+    ],
+)
+def test_flags_that_a_search_cannot_take_are_refused(flags: tuple[str, ...], code: str, where: str) -> None:
+    ended = reshard("plan", CONFIGS / "llama-3.1-8b.json", "--gpus", "8", *flags, "--json")
+    assert ended.refusal == (2, code, where)
+
+
+def test_rates_of_hardware_are_read() -> None:
+    hardware = read_hardware("165,32,12.5")
+    assert (hardware.peak, hardware.node, hardware.network) == (165e12, 32e9, 12.5e9)
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])
+def test_search_is_drawn_the_same_each_time(suffix: str, tmp_path: Path) -> None:
+    words = ("plan", CONFIGS / "llama-3.1-8b.json", "--gpus", "8", "--gpu-memory", "80GB", "--force", "--draw")
+    for name in ("a", "b"):
+        assert reshard(*words, tmp_path / f"{name}{suffix}").code == 0
+    drawn = (tmp_path / f"a{suffix}").read_bytes()
+    assert drawn == (tmp_path / f"b{suffix}").read_bytes()
+    assert len(drawn) > 10_000
