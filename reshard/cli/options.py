@@ -222,7 +222,7 @@ _SEARCH = (
 
 def search_flags(command: Command) -> Command:
     """Add the flags of a search for layouts, which the command receives as `search`: None without --gpus."""
-    return as_object_of(command, "search", dict, _SEARCH)
+    return as_object_of(command, "search", "builtins.dict", _SEARCH)
 
 
 def layout_flags(command: Command) -> Command:

@@ -8,7 +8,7 @@ from typing import Any
 
 from manifests.command.sizes import show_bytes, write_size
 from manifests.schedules import default_schedule
-from reshard.report.text import table
+from reshard.formatting import table
 from reshard.search.candidates import MARGIN
 from reshard.search.search import Choice, SearchResult
 

@@ -17,8 +17,7 @@ from manifests.models.training import POLICIES, Recompute, Training
 from manifests.placement import Placement
 from manifests.schedules import ScheduleName, check_schedule
 from reshard.estimate.assumptions import MOST_PASSES, Policy, num_passes
-from reshard.layouts.inventory import Inventory
-from reshard.layouts.model import ModuleCosts, StageLayout
+from reshard.layouts.model import Inventory, ModuleCosts, StageLayout
 from reshard.layouts.spelling import parse_layout
 from reshard.search.hardware import Hardware
 
@@ -27,7 +26,7 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # the fastest 
 _VIRTUAL = (1, 2, 3, 4, 5, 6, 8)
 _MOST_SOLVED = 2  # stages a rank for which the solver takes milliseconds
 _MICROBATCHES = (1, 2, 4, 8)
-_MOST_EXPERT, _MOST_CONTEXT = 64, 16
+_MOST_EXPERT, _LEAST_PART = 64, 1024  # tokens of a sequence on each context-parallel rank
 # Without GPipe and LoopedBFS: they wait as long as 1F1B and Interleaved1F1B, and need more memory.
 _LOOP: tuple[ScheduleName, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
 _V: tuple[ScheduleName, ...] = ("ZBVZeroBubble", "DualPipeV")
@@ -137,34 +136,31 @@ class Space:
                     yield from ((layout, name) for name in allowed if not self._refusal(schedule=name))
 
     def _layout(self, pipeline: int, virtual: int, style: str) -> StageLayout | None:
-        """Return the layout whose slowest rank is the fastest, of an even and a solved one."""
-        degrees = f"pp={pipeline}" + (f",vpp={virtual}" if virtual > 1 else "") + style
-        layouts, entry = [], generic_entry(self.shape.architecture)
-        for spec in (degrees, f"balance:time,{degrees}") if virtual <= _MOST_SOLVED else (degrees,):
-            try:
-                layout = parse_layout(spec, self.inventory, costs=self.costs)
-                if entry is not None and not self.is_described:
-                    check_modules(entry, self.shape.modules, layout.stages, "config.json")
-                layouts.append(layout)
-            except UserError as error:
-                self.refusals.setdefault(f"{spec}: {error.problem}")
-        return min(layouts, key=self._slowest, default=None)
-
-    def _slowest(self, layout: StageLayout) -> float:
-        """Return the time of the slowest rank, in FLOPs."""
-        totals = [0.0] * layout.placement.num_ranks
-        for stage, modules in enumerate(layout.stages):
-            totals[layout.placement.rank_of(stage)] += sum(self.costs["time"][module] for module in modules)
-        return max(totals)
+        """Return the layout whose slowest rank is the fastest, or an even one where solving takes long."""
+        spec = f"pp={pipeline}" + (f",vpp={virtual}" if virtual > 1 else "") + style
+        spec = f"balance:time,{spec}" if pipeline > 1 and virtual <= _MOST_SOLVED else spec
+        entry = None if self.is_described else generic_entry(self.shape.architecture)
+        try:
+            layout = parse_layout(spec, self.inventory, costs=self.costs)
+            if entry is not None:
+                check_modules(entry, self.shape.modules, layout.stages, "config.json")
+            return layout
+        except UserError as error:
+            self.refusals.setdefault(f"{spec}: {error.problem}")
+            return None
 
     def _degrees(self, per_stage: int) -> Iterator[dict[str, int]]:
         node = self.request.per_node
         for tensor, context in product(self._allowed("tensor", divisors(per_stage)), divisors(per_stage)):
             data, rest = divmod(per_stage, tensor * context)
-            if rest or tensor > node or context > _MOST_CONTEXT or self._refusal(tensor, context):
+            if (
+                rest
+                or tensor > node
+                or (context > 1 and self.request.seq_len < context * _LEAST_PART)
+                or self._refusal(tensor, context)
+            ):
                 continue
-            # FSDP over a node, over eight nodes or over all ranks: what it divides is small after that.
-            shards = {1, data, node // tensor // context, 8 * node // tensor // context}
+            shards = {1, data, node // tensor // context}  # FSDP over all ranks or over those of a node
             for shard in self._allowed("shard", tuple(sorted(shards))):
                 if not shard or data % shard or self._refusal(shards=shard):
                     continue

@@ -97,7 +97,7 @@ class CostModel:
         number, size = candidate.num_microbatches, placement.num_ranks
         is_long = number * placement.num_stages > _MOST_ACTIONS and number % size == 0
         simulated = min(number, _ROUNDS * size) if is_long else number
-        table = _table(candidate, simulated)
+        table = schedule_table(candidate.schedule, placement, simulated)
         ranks = estimate_memory(self.shape, stages, table, candidate.training(self.request.seq_len)).ranks
         seconds = self._seconds(candidate)
         times = [[seconds[self.kind_of[module]] for module in stage] for stage in stages]
@@ -109,7 +109,7 @@ class CostModel:
         timeline = simulate(table, costs)
         step_s = timeline.makespan_s
         if simulated < number:
-            before_s = simulate(_table(candidate, simulated - size), costs).makespan_s
+            before_s = simulate(schedule_table(candidate.schedule, placement, simulated - size), costs).makespan_s
             step_s += (number - simulated) / size * (step_s - before_s)
         bubble = max(0.0, 1 - sum(timeline.busy_s) * number / simulated / (size * step_s))
         step_s += max(self._reduction_s(candidate, rank.weights, rank.gradients) for rank in ranks)
@@ -172,17 +172,6 @@ class CostModel:
         shards = candidate.shard * candidate.context
         moved = _ring(shards) * (weights + gradients) + 2 * _ring(candidate.replicate) * gradients / shards
         return moved / self._rate(candidate.per_stage)
-
-
-def _table(candidate: Candidate, number: int) -> Table:
-    placement = candidate.layout.placement
-    if placement.num_ranks > 1:
-        return schedule_table(candidate.schedule, placement, number)
-    actions = [
-        action for turn in range(number)
-        for action in (Action(stage=0, kind="F", microbatch=turn), Action(stage=0, kind="B", microbatch=turn))
-    ]  # fmt: skip
-    return Table(placement=placement, num_microbatches=number, ranks=(tuple(actions),))
 
 
 def _ring(number: int) -> float:

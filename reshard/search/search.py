@@ -17,7 +17,7 @@ from manifests.store import read_config as read_lone_config
 from reshard.estimate.assumptions import Assumptions, Policy
 from reshard.estimate.costs import costs_of
 from reshard.formats.open import find_config
-from reshard.layouts.inventory import inventory_of_modules
+from reshard.layouts.model import inventory_of_modules
 from reshard.packing.plan import model_name, open_model
 from reshard.search.candidates import MARGIN, RECOMPUTE, Candidate, SearchRequest, Space
 from reshard.search.cost_model import CandidateForecast, CostModel
