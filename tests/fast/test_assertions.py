@@ -16,16 +16,17 @@ SHARED = 4  # words in a row that show a text to be a message of the product
 
 def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield the string literals of a file but its docstrings, with what f-strings fill in as one character."""
+    nodes = list(ast.walk(tree))
     docstrings = {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
-    within = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    within = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
     skipped = docstrings | within
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:

@@ -62,8 +62,9 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 
 def strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield docstrings and string literals of several words; what an f-string fills in is one character."""
-    within = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(tree))
+    within = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             yield node.lineno, "".join(part.value if isinstance(part, ast.Constant) else "0" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in within:
