@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from manifests.errors import Parameter, UsageError
+from manifests.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,9 +25,10 @@ class Hardware:
         return f"{rates}, {self.network / 1e9:g} GB/s between nodes"
 
 
-# Sources: peaks, the data sheets that torchtitan 0.3.0 quotes in tools/utils.py (`get_peak_flops`); NVLink, 600 and
+# Sources: peaks, the data sheets that torchtitan 0.3.0 quotes in tools/utils.py (`get_peak_flops`); NVLink of the H100,
 # 900 GB/s in both directions together ("Introducing NVIDIA HGX H100", developer.nvidia.com); network, an InfiniBand
-# adapter for each GPU, HDR of 200 Gb/s (A100) and 400 Gb/s (benchmarks/llama3_h100_202412_torchtitan.md of torchtitan).
+# adapter of 400 Gb/s for each GPU (benchmarks/llama3_h100_202412_torchtitan.md of torchtitan). The A100's 600 GB/s and
+# 200 Gb/s were read on pages of third parties.
 HARDWARE: Mapping[str, Hardware] = {
     "a100": Hardware(peak=312e12, node=300e9, network=25e9),
     "h100": Hardware(peak=989e12, node=450e9, network=50e9),
@@ -47,6 +48,6 @@ def read_hardware(text: str) -> Hardware:
     if match is None:
         problem = f"expected {', '.join(HARDWARE)} or three rates, found {text[:80]!r}"
         hint = "name TFLOP/s, GB/s on a node and GB/s between nodes, such as 165,32,12.5"
-        raise UsageError(Parameter("hardware"), problem, hint, code="options.hardware")
+        raise UsageError("--hardware", problem, hint, code="options.hardware")
     peak, node, network = map(float, match.groups())
     return Hardware(peak=peak * 1e12, node=node * 1e9, network=network * 1e9)

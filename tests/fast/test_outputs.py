@@ -26,7 +26,8 @@ INPUTS = {
     "reshard verify --against", "reshard verify --public-key", "reshard verify manifest",
     "runner cancel log_dir", "runner eval --data", "runner eval manifest",
     "runner launch --job", "runner launch manifest", "runner logs log_dir", "runner measure --run",
-    "runner measure manifest", "runner report --compare", "runner report log_dir", "runner status log_dir",
+    "runner measure manifest", "runner prove --against", "runner prove model",
+    "runner report --compare", "runner report log_dir", "runner status log_dir",
     "training --data", "training --eval-data", "training --resume", "training --schedule",
 }  # fmt: skip
 _NAMES_A_PATH = re.compile(r"\b(FILE|DIR|FOLDER|PATH|URL)\b")
