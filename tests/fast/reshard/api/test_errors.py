@@ -166,7 +166,11 @@ def test_code_below_the_commands_names_parameters_of_the_api() -> None:
 
 
 # Rules of training's flags, which `runner launch` refuses by, and the search for layouts keeps.
-OF_TRAINING = ("manifests/models/combinations.py", "manifests/models/generic_limits.py", "manifests/models/trainable.py")
+OF_TRAINING = (
+    "manifests/models/combinations.py",
+    "manifests/models/generic_limits.py",
+    "manifests/models/trainable.py",
+)
 OBJECTS = {"assumed": A, "conversion": C}
 # Of what no function of the API does: --ac and --hardware are text in commands alone, and layouts are drawn and written
 # by commands.
