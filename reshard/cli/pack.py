@@ -259,7 +259,7 @@ def pack(
     options.print_result(quiet, as_json, lambda: pack_json(done), lambda: pack_text(done))
 
 
-_OPTIMIZER_OF_TRAINER = re.compile(r"optimizer\.pt|optimizer\.bin|optimizer_\d+(?=/)")  # with FSDP, the latter two
+_OPTIMIZER_OF_TRAINER = re.compile(r"optimizer\.(?:pt|bin)$|optimizer_\d+(?=/)")  # with FSDP, the latter two
 
 
 def _notes(prepared: PreparedPack) -> Iterator[str]:

@@ -71,9 +71,9 @@ def plan(
     from reshard.report.search_table import search_json, search_text
 
     if draw:
-        from reshard.draw import check_picture
+        from reshard.draw import SUFFIXES, check_picture
 
-        check_picture(draw, force)
+        check_picture(draw, force, (".svg", ".png") if search["gpus"] else SUFFIXES)
     if write:
         check_layout_file(write, force=force)
     if search["gpus"]:
@@ -81,14 +81,15 @@ def plan(
         click.echo(json.dumps(search_json(result)) if as_json else search_text(result))
         layout = result.best[0].candidate.layout if result.best else None
     else:
+        _refuse_without_gpus(search)
         planned = run(source, **arguments)
         options.name_links(planned.links, quiet)
         click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
         layout = planned.layout
     if write and layout:
         write_layout(layout, write)
-        if not quiet:
-            click.echo(f"written: {write}", err=True)
+    if write and not quiet:
+        click.echo(f"written: {write}" if layout else f"not written: {write}, as no layout fits", err=True)
     if draw:
         from reshard.draw import draw_plan, draw_search
 
@@ -98,6 +99,16 @@ def plan(
             draw_plan(planned, draw, theme)
         if not quiet:
             click.echo(f"drawn: {draw}", err=True)
+
+
+def _refuse_without_gpus(search: Mapping[str, Any]) -> None:
+    from manifests.errors import UsageError
+
+    context = click.get_current_context()
+    for name in search:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(flag, "is only for --gpus", "add --gpus N, or remove it", code="options.missing-value")
 
 
 def _search(
@@ -112,7 +123,9 @@ def _search(
 
     context = click.get_current_context()
     given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    for name in given.intersection(("layout", "num_microbatches", "loss_chunk", "host_memory", "measured")):
+    for name in ("layout", "num_microbatches", "loss_chunk", "host_memory", "measured"):
+        if name not in given:
+            continue
         raise UsageError(Parameter(name), "conflicts with --gpus", "remove one of them", code="options.conflict")
     if assumed.memory_limit is None:
         problem, hint = "is required with --gpus", "pass the memory of a GPU, such as 80GB"

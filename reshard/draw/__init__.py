@@ -5,6 +5,7 @@ They are drawn with matplotlib, an extra (`reshard[draw]`) that is imported on u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,22 +19,22 @@ if TYPE_CHECKING:
     from reshard.packing.plan import PlanResult
     from reshard.search.search import SearchResult
 
-__all__ = ["check_picture", "draw_plan", "draw_search"]
+__all__ = ["SUFFIXES", "check_picture", "draw_plan", "draw_search"]
 
 SUFFIXES = (".svg", ".png", ".html")
 
 
-def check_picture(path: Path, force: bool) -> None:
+def check_picture(path: Path, force: bool, suffixes: Sequence[str] = SUFFIXES) -> None:
     """Check early that a picture can be drawn and written.
 
     Raises:
         UsageError: an unsupported file suffix, or matplotlib is not installed.
         OutputError: the file exists and `force` is False, or its folder is not writable.
     """
-    if path.suffix.lower() not in SUFFIXES:
+    if path.suffix.lower() not in suffixes:
         raise UsageError(
             "--draw",
-            f"expected a name that ends in {list_words(SUFFIXES)}, found {path.name!r}",
+            f"expected a name that ends in {list_words(suffixes)}, found {path.name!r}",
             code="options.draw-suffix",
         )
     if find_spec("matplotlib") is None:
@@ -78,7 +79,7 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
 
 
 def draw_search(result: SearchResult, path: Path, theme: str = "auto") -> None:
-    """Write the picture of a search, as SVG (in HTML, too) or PNG; see `draw_plan`.
+    """Write the picture of a search, as SVG or PNG; see `draw_plan`.
 
     Raises:
         OutputError: the file cannot be written.

@@ -8,11 +8,12 @@ from typing import Any
 
 from manifests.command.sizes import show_bytes, write_size
 from manifests.schedules import default_schedule
+from reshard.formats.open import find_config
 from reshard.formatting import table
 from reshard.search.candidates import MARGIN
 from reshard.search.search import Choice, SearchResult
 
-_HEAD = ("layout", "schedule", "dp", "tp", "cp", "ep", "microbatch", "ac", "memory", "bubble", "step", "tokens/s")
+_HEAD = ("step", "tokens/s", "memory", "bubble", "dp", "tp", "ep", "mb", "ac", "schedule", "layout")
 _DTYPES = {"mixed": ("bf16", "fp32"), "bf16": ("bf16", "bf16"), "fp32": ("fp32", "fp32")}
 
 
@@ -28,12 +29,18 @@ def search_text(result: SearchResult) -> str:
     ]
     if result.best:
         rows = [_row(result, choice) for choice in result.best]
-        lines += [table(_HEAD, rows, left_columns=frozenset({"layout", "schedule", "ac"})), "dp: replicas x shards"]
+        lines += [
+            table(_HEAD, rows, left_columns=frozenset({"layout", "schedule", "ac"})),
+            "dp: replicas x shards; mb: --microbatch",
+        ]
     elif result.choices:
         least = min(choice.forecast.memory for choice in result.choices)
         lines.append(f"DOES NOT FIT: the layout that needs the least memory needs {show_bytes(least)}; use more GPUs")
-    over = sum(choice.forecast.memory > result.limit for choice in result.choices)
-    lines.append(f"of {len(result.choices):,} layouts, {over:,} need more memory; the others are slower")
+    else:
+        lines.append("NO LAYOUT: no combination of degrees is possible")
+    if result.choices:
+        over = sum(choice.forecast.memory > result.limit for choice in result.choices)
+        lines.append(f"of {len(result.choices):,} layouts, {over:,} need more memory; the others are slower")
     lines += [f"left out: {reason}" for reason in result.refusals]
     if result.best:
         lines += [pack_command(result, result.best[0]), launch_command(result, result.best[0])]
@@ -63,7 +70,9 @@ def search_json(result: SearchResult) -> dict[str, Any]:
 def pack_command(result: SearchResult, choice: Choice) -> str:
     """Return the command that packs a layout."""
     drop = [word for module in result.drop for word in ("--drop", module)]
-    words = [result.source, "--layout", choice.candidate.layout.spec, "--out", _folder(result, choice), *drop]
+    source = "SOURCE" if find_config(result.source) else result.source  # of a config alone nothing can be packed
+    described = ("--model", str(result.model)) if result.model else ()
+    words = [source, "--layout", choice.candidate.layout.spec, "--out", _folder(result, choice), *drop, *described]
     return shlex.join(["reshard", "pack", *words, *(("--dequantize", "bf16") if result.is_quantized else ())])
 
 
@@ -77,7 +86,7 @@ def launch_command(result: SearchResult, choice: Choice) -> str:
         "microbatch": (candidate.microbatch, 1), "dtype": (dtype, None), "master-dtype": (master, dtype),
         "ac": (candidate.recompute, "none"), "schedule": (candidate.schedule, schedule),
         "dp-replicate": (candidate.replicate, 1), "dp-shard": (candidate.shard, 1), "tp": (candidate.tensor, 1),
-        "cp": (candidate.context, 1), "ep": (candidate.expert, 1),
+        "ep": (candidate.expert, 1),
     }  # fmt: skip
     words = [
         _folder(result, choice),
@@ -103,8 +112,8 @@ def _folder(result: SearchResult, choice: Choice) -> str:
 def _row(result: SearchResult, choice: Choice) -> tuple[str, ...]:
     candidate, forecast = choice.candidate, choice.forecast
     return (
-        candidate.layout.spec, candidate.schedule, f"{candidate.replicate} x {candidate.shard}", str(candidate.tensor),
-        str(candidate.context), str(candidate.expert), str(candidate.microbatch), str(candidate.recompute),
-        show_bytes(forecast.memory), f"{forecast.bubble:.1%}", f"{forecast.step_s:.3g} s",
-        f"{_tokens_per_s(result, choice):,.0f}",
+        f"{forecast.step_s:.3g} s", f"{_tokens_per_s(result, choice):,.0f}", show_bytes(forecast.memory),
+        f"{forecast.bubble:.1%}", f"{candidate.replicate} x {candidate.shard}", str(candidate.tensor),
+        str(candidate.expert), str(candidate.microbatch), str(candidate.recompute), candidate.schedule,
+        candidate.layout.spec,
     )  # fmt: skip

@@ -26,11 +26,11 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # the fastest 
 _VIRTUAL = (1, 2, 3, 4, 5, 6, 8)
 _MOST_SOLVED = 2  # stages a rank for which the solver takes milliseconds
 _MICROBATCHES = (1, 2, 4, 8)
-_MOST_EXPERT, _LEAST_PART = 64, 1024  # tokens of a sequence on each context-parallel rank
+_MOST_EXPERT = 64  # expert-parallel ranks, where --ep does not say how many
 # Without GPipe and LoopedBFS: they wait as long as 1F1B and Interleaved1F1B, and need more memory.
-_LOOP: tuple[ScheduleName, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
-_V: tuple[ScheduleName, ...] = ("ZBVZeroBubble", "DualPipeV")
-SPLIT = ("InterleavedZeroBubble", *_V)
+LOOP: tuple[ScheduleName, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
+V: tuple[ScheduleName, ...] = ("ZBVZeroBubble", "DualPipeV")
+SPLIT = ("InterleavedZeroBubble", *V)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,6 @@ class Candidate:
     schedule: ScheduleName
     replicate: int
     shard: int
-    context: int
     tensor: int
     expert: int
     microbatch: int
@@ -77,17 +76,17 @@ class Candidate:
 
     @property
     def per_stage(self) -> int:
-        return self.replicate * self.shard * self.context * self.tensor
+        return self.replicate * self.shard * self.tensor
 
     @property
     def degrees(self) -> tuple[int, ...]:
         """Those of which a search shows the best layout each."""
-        return self.pipeline, self.context, self.tensor, self.expert
+        return self.pipeline, self.tensor, self.expert
 
     def training(self, seq_len: int) -> Training:
         return Training(
-            policy=POLICIES[self.policy], microbatch=self.microbatch, seq_len=seq_len // self.context,
-            shard=self.shard * self.context, tensor=self.tensor, expert=self.expert, recompute=self.recompute,
+            policy=POLICIES[self.policy], microbatch=self.microbatch, seq_len=seq_len, shard=self.shard,
+            tensor=self.tensor, expert=self.expert, recompute=self.recompute,
         )  # fmt: skip
 
 
@@ -114,11 +113,21 @@ class Space:
             for degrees in self._degrees(gpus // pipeline) if layouts else ():
                 for (layout, schedule), microbatch, recompute in product(layouts, *choices):
                     number, rest = divmod(batch, microbatch * degrees["replicate"] * degrees["shard"])
-                    if number and not rest and self._runs(layout.placement, schedule, number):
+                    if rest or not number:
+                        reason = f"--global-batch {batch}: no multiple of --microbatch x data-parallel ranks"
+                        self.refusals.setdefault(reason)
+                    elif policy == "bf16" and degrees["shard"] > 1 and self._has_float32:
+                        self.refusals.setdefault("--dtype bf16: FSDP cannot shard parameters kept in float32")
+                    elif self._runs(layout.placement, schedule, number):
                         yield Candidate(
                             layout=layout, schedule=schedule, microbatch=microbatch, num_microbatches=number,
                             recompute=recompute, policy=policy, **degrees,
                         )  # fmt: skip
+
+    @property
+    def _has_float32(self) -> bool:
+        suffixes = self.kinds.float32_suffixes
+        return bool(suffixes) and any(fqn.endswith(suffixes) for fqn in self.kinds.tensors)
 
     def _allowed(self, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self.request.fixed[name],) if name in self.request.fixed else values
@@ -129,8 +138,8 @@ class Space:
             if pipeline * virtual > self.shape.num_layers:
                 self.refusals.setdefault(f"more than {self.shape.num_layers} stages: a stage has a layer or more")
                 return
-            loop: tuple[ScheduleName, ...] = ("1F1B",) if virtual == 1 else _LOOP
-            for style, schedules in (("", loop), (",style=v", _V if virtual == 2 else ())):
+            loop: tuple[ScheduleName, ...] = ("1F1B",) if virtual == 1 else LOOP
+            for style, schedules in (("", loop), (",style=v", V if virtual == 2 else ())):
                 allowed = [name for name in self._allowed("schedule", schedules) if name in schedules]
                 if allowed and (layout := self._layout(pipeline, virtual, style)) is not None:
                     yield from ((layout, name) for name in allowed if not self._refusal(schedule=name))
@@ -150,39 +159,32 @@ class Space:
             return None
 
     def _degrees(self, per_stage: int) -> Iterator[dict[str, int]]:
-        node = self.request.per_node
-        for tensor, context in product(self._allowed("tensor", divisors(per_stage)), divisors(per_stage)):
-            data, rest = divmod(per_stage, tensor * context)
-            if (
-                rest
-                or tensor > node
-                or (context > 1 and self.request.seq_len < context * _LEAST_PART)
-                or self._refusal(tensor, context)
-            ):
+        node, has_experts = self.request.per_node, bool(self.kinds.count_experts())
+        for tensor in self._allowed("tensor", divisors(per_stage)):
+            data, rest = divmod(per_stage, tensor)
+            if rest or tensor > node or self._refusal(tensor):
                 continue
-            shards = {1, data, node // tensor // context}  # FSDP over all ranks or over those of a node
+            shards = {1, data, node // tensor}  # FSDP over all ranks or over those of a node
             for shard in self._allowed("shard", tuple(sorted(shards))):
                 if not shard or data % shard or self._refusal(shards=shard):
                     continue
-                replicate, replica = data // shard, shard * context * tensor
-                for expert in self._allowed("expert", divisors(replica)):
-                    if expert > _MOST_EXPERT or replica % expert or self._refusal(tensor, context, shard, expert):
+                replicate, replica = data // shard, shard * tensor
+                experts = (
+                    tuple(number for number in divisors(replica) if number <= _MOST_EXPERT) if has_experts else (1,)
+                )
+                for expert in self._allowed("expert", experts):
+                    if replica % expert or self._refusal(tensor, shard, expert):
                         continue
                     if replicate in self._allowed("replicate", (replicate,)):
-                        yield {
-                            "replicate": replicate, "shard": shard, "context": context, "tensor": tensor,
-                            "expert": expert,
-                        }  # fmt: skip
+                        yield {"replicate": replicate, "shard": shard, "tensor": tensor, "expert": expert}
 
-    def _refusal(
-        self, tensor: int = 1, context: int = 1, shards: int = 1, expert: int = 1, schedule: str = "1F1B"
-    ) -> str:
+    def _refusal(self, tensor: int = 1, shards: int = 1, expert: int = 1, schedule: str = "1F1B") -> str:
         """Return why a launch refuses these degrees, or nothing, and note the reason."""
-        key = tensor, context, shards > 1, expert, schedule
+        key = tensor, shards > 1, expert, schedule
         if key not in self._reasons:
             architecture, reason = self.shape.architecture, ""
-            implementation = choose_implementation(architecture, "transformers" if max(context, expert) > 1 else None)
-            features = {"num_tensor": tensor, "num_expert": expert, "num_context": context, "num_shards": shards}
+            implementation = choose_implementation(architecture, "transformers" if expert > 1 else None)
+            features = {"num_tensor": tensor, "num_expert": expert, "num_shards": shards}
             is_own = self.is_described or find_family(architecture) is not None
             try:
                 check_combination(
@@ -192,8 +194,6 @@ class Space:
                     )
                 )  # fmt: skip
                 check_divides(self.kinds, self.config, tensor, expert)
-                if context > 1 and self.request.seq_len % (2 * context):
-                    reason = "--cp: parts of sequences are not even"
             except UserError as error:
                 reason = f"{error.where}: {error.problem.splitlines()[0]}"
             self._note(key, reason)

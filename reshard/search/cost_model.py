@@ -3,9 +3,9 @@
 # Note [Time of a step]
 Ranks compute at a share of their GPU's peak, and wait for what they send: nothing overlaps. A layer's tensor-parallel
 ranks reduce two results forward and two gradients backward; its experts receive each token's hidden state, and send it
-back, as many times as a token has experts; context-parallel ranks gather keys and values, and reduce their gradients.
-Gradients are reduced, and sharded weights gathered, once per step. Rings move (n - 1) / n of a tensor to gather or to
-scatter it, and twice that to reduce it everywhere. Groups of adjacent ranks that fit on a node use its links.
+back, as many times as a token has experts, each tensor-parallel rank for a part of the tokens. Gradients are reduced,
+and sharded weights gathered, once per step. Rings move (n - 1) / n of a tensor to gather or to scatter it, and twice
+that to reduce it everywhere. Groups of adjacent ranks that fit on a node use its links.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ class CostModel:
         self.has_experts = {kind: any(map(is_expert, owned[kind])) for kind in self.counts}
         fields = section if isinstance(section := config.get("text_config"), Mapping) else config
         self.top_k = fields.get("num_experts_per_tok") or 1
-        heads = fields.get("num_attention_heads") or 1
-        self.kv_width = shape.hidden_size * (fields.get("num_key_value_heads") or heads) // heads
         self._times, self._kinds_memory = cache(self._make_times), cache(self._make_kinds_memory)
         self._profiles = cache(self._make_profiles)
 
@@ -136,42 +134,42 @@ class CostModel:
         return dict(zip(kinds, stages, strict=True))
 
     def _seconds(self, candidate: Candidate) -> Mapping[str, ModuleTime]:
-        degrees = candidate.tensor, candidate.context, candidate.expert
+        degrees = candidate.tensor, candidate.expert
         nbytes = POLICIES[candidate.policy].compute
         return self._times(*degrees, candidate.microbatch, candidate.recompute, nbytes)
 
     def _make_times(
-        self, tensor: int, context: int, expert: int, microbatch: int, recompute: Recompute, nbytes: int
+        self, tensor: int, expert: int, microbatch: int, recompute: Recompute, nbytes: int
     ) -> Mapping[str, ModuleTime]:
         """Return the seconds of each kind of module for one microbatch; see Note [Time of a step]."""
         request, hidden = self.request, self.shape.hidden_size * nbytes
-        tokens, times = microbatch * request.seq_len // context, {}
+        tokens, times = microbatch * request.seq_len, {}
         for kind in self.kinds.modules:
             flops = self.shape.work[kind].forward_flops(request.seq_len) * tokens
             compute, sent = flops / (request.hardware.peak * request.efficiency * tensor), 0.0
             is_layer = kind.rpartition(".")[2].isdecimal()
             if is_layer:
                 sent += 2 * _NUM_REDUCED * _ring(tensor) * tokens * hidden / self._rate(tensor)
-                sent += 2 * (context - 1) * tokens * self.kv_width * nbytes / self._rate(context * tensor)
             if self.has_experts[kind]:
-                sent += 2 * _ring(expert) * tokens * self.top_k * hidden / self._rate(expert)
-            again = compute + sent if recompute == "full" and is_layer else 0.0
+                sent += 2 * _ring(expert) * tokens * self.top_k * hidden / tensor / self._rate(expert)
+            share = 1.0 if recompute == "full" else 1 / recompute if isinstance(recompute, int) else 0.0
+            again = share * (compute + sent) if is_layer else 0.0
             times[kind] = ModuleTime(forward=compute + sent, backward=BACKWARD_SHARE * compute + sent + again)
         return times
 
     def _rate(self, num_adjacent: int) -> float:
         hardware = self.request.hardware
-        return hardware.node if num_adjacent <= self.request.per_node else hardware.network
+        return hardware.node if self.request.per_node % num_adjacent == 0 else hardware.network
 
     def _hidden_nbytes(self, candidate: Candidate) -> int:
-        tokens = candidate.microbatch * self.request.seq_len // candidate.context
+        tokens = candidate.microbatch * self.request.seq_len
         return tokens * self.shape.hidden_size * POLICIES[candidate.policy].compute
 
     def _reduction_s(self, candidate: Candidate, weights: float, gradients: float) -> float:
         """Return the seconds in which a rank's gradients are reduced and its sharded weights gathered."""
-        shards = candidate.shard * candidate.context
-        moved = _ring(shards) * (weights + gradients) + 2 * _ring(candidate.replicate) * gradients / shards
-        return moved / self._rate(candidate.per_stage)
+        shards = candidate.shard
+        sharded_s = _ring(shards) * (weights + gradients) / self._rate(shards * candidate.tensor)
+        return sharded_s + 2 * _ring(candidate.replicate) * gradients / shards / self._rate(candidate.per_stage)
 
 
 def _ring(number: int) -> float:

@@ -8,22 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manifests.command.interpreter import collector_paused
-from manifests.errors import Parameter, check_count
+from manifests.errors import Parameter, UsageError, check_count
 from manifests.models import ConfigReader, ModelShape
 from manifests.models.config import CONFIG_NAME
-from manifests.models.generic_limits import check_positions
-from manifests.models.trainable import check_trainable
+from manifests.models.generic_limits import check_fields, check_positions
+from manifests.models.trainable import check_trainable, choose_implementation, generic_entry
 from manifests.store import read_config as read_lone_config
 from reshard.estimate.assumptions import Assumptions, Policy
 from reshard.estimate.costs import costs_of
 from reshard.formats.open import find_config
 from reshard.layouts.model import inventory_of_modules
 from reshard.packing.plan import model_name, open_model
-from reshard.search.candidates import MARGIN, RECOMPUTE, Candidate, SearchRequest, Space
+from reshard.search.candidates import LOOP, MARGIN, RECOMPUTE, Candidate, SearchRequest, Space, V
 from reshard.search.cost_model import CandidateForecast, CostModel
 from stores.base import read_config
 
 NUM_SHOWN = 5
+_DEGREES = {
+    "pipeline": "--pp", "tensor": "--tp", "expert": "--ep", "replicate": "--dp-replicate", "shard": "--dp-shard",
+}  # fmt: skip
 _LEAST_SIMULATED, _MOST_TENSORS = 16, 1_000_000  # of all simulated candidates together
 _MOST_TRIED = 3  # candidates with the same degrees
 _NEAR = 1.02  # times as slow, by the closed form, as one with the same degrees: not simulated
@@ -62,6 +65,7 @@ class SearchResult:
     refusals: tuple[str, ...]
     drop: tuple[str, ...]
     is_quantized: bool
+    model: Path | None
 
     @property
     def limit(self) -> int:
@@ -80,16 +84,19 @@ def find_layouts(
     Raises:
         SourceError, ModelError, ShardError, ManifestError, StoreError: see `reshard.plan`.
         ModelError: the architecture cannot be trained.
-        UsageError: the sequences are longer than the model's positions.
+        InputError: the config has a field that is not trained.
+        UsageError: the sequences are longer than the model's positions, or the request contradicts itself.
     """
-    for name in ("gpus", "global_batch", "gpus_per_node"):
-        check_count(Parameter(name), getattr(request, name))
+    _check(request)
     checkpoint = open_model(str(source), frozenset(drop), None if model is None else Path(model))
     alone = find_config(str(source))
     file = next((item.file for item in checkpoint.auxiliary if item.path == CONFIG_NAME), None)
     config = read_lone_config(alone) if alone else read_config(file) if file else {}
     shape, is_described = checkpoint.shape, checkpoint.description is not None
     check_trainable(shape.architecture, is_described=is_described)
+    is_own = is_described or choose_implementation(shape.architecture) != "transformers"
+    if not is_own and (entry := generic_entry(shape.architecture)) is not None:
+        check_fields(entry, ConfigReader(config, CONFIG_NAME))
     check_positions(shape.architecture, ConfigReader(config, CONFIG_NAME), request.seq_len)
     modules = inventory_of_modules(shape.modules, shape.num_layers)
     extra = modules.modules[modules.mtp_start : modules.layers_stop]  # multi-token prediction is not trained
@@ -112,7 +119,28 @@ def find_layouts(
         source=str(source), name=model_name(str(source)), shape=shape, request=request, policy=policy, best=best,
         choices=tuple(choices), refusals=tuple(space.refusals),
         drop=(*drop, *extra), is_quantized=bool(config.get("quantization_config")),
+        model=None if model is None else Path(model),
     )  # fmt: skip
+
+
+def _check(request: SearchRequest) -> None:
+    for name in ("gpus", "global_batch", "gpus_per_node"):
+        check_count(Parameter(name), getattr(request, name))
+    if not 0 < request.efficiency <= 1:  # nan, too
+        problem = f"expected a fraction above 0, up to 1, found {request.efficiency}"
+        raise UsageError(Parameter("efficiency"), problem, code="options.invalid-value")
+    for name, flag in _DEGREES.items():
+        if request.gpus % (degree := request.fixed.get(name, 1)):
+            problem = f"expected a divisor of {request.gpus}, the number of GPUs, found {degree}"
+            raise UsageError(flag, problem, code="launch.degrees")
+    refused = {"--schedule": request.fixed.get("schedule", "1F1B") not in ("1F1B", *LOOP, *V),
+               "--dtype-policy": request.fixed.get("policy") == "fp32"}  # fmt: skip
+    for flag, why in (
+        ("--schedule", "is not searched, as it needs more memory than 1F1B and waits as long"),
+        ("--dtype-policy", "is not searched for fp32, as the rates of GPUs are those of bfloat16"),
+    ):
+        if refused[flag]:
+            raise UsageError(flag, why, "pass --layout instead of --gpus", code="options.conflict")
 
 
 def _best(choices: Sequence[Choice], costs: CostModel, limit: float) -> tuple[Choice, ...]:

@@ -64,8 +64,8 @@ def test_first_layout_needs_what_its_plan_says(name: str, gpus: int, memory: int
     config = CONFIGS / f"{name}.json"
     words = ("--gpus", gpus, "--gpu-memory", f"{memory}GB", "--global-batch", batch, "--json")
     shown = reshard("plan", config, *map(str, words)).json
-    first = next(layout for layout in shown["layouts"] if layout["context"] == 1)  # plan has no --cp
-    ranks = first["replicate"] * first["shard"] * first["context"] * first["tensor"]
+    first = shown["layouts"][0]
+    ranks = first["replicate"] * first["shard"] * first["tensor"]
     assert first["memory"] <= 0.9 * (memory << 30)
     assert first["tokens_per_s"] == pytest.approx(batch * 4096 / first["step_s"])
     steps = [layout["step_s"] for layout in shown["layouts"]]
@@ -105,6 +105,11 @@ def test_closed_form_is_near_the_simulated_step() -> None:
     [
         (("--gpu-memory", "80GB", "--layout", "pp=2"), "options.conflict", "--layout"),
         (("--gpu-memory", "80GB", "--hardware", "fast"), "options.hardware", "--hardware"),
+        (("--gpu-memory", "80GB", "--efficiency", "nan"), "options.invalid-value", "--efficiency"),
+        (("--gpu-memory", "80GB", "--tp", "3"), "launch.degrees", "--tp"),
+        (("--gpu-memory", "80GB", "--schedule", "GPipe"), "options.conflict", "--schedule"),
+        (("--gpu-memory", "80GB", "--dtype-policy", "fp32"), "options.conflict", "--dtype-policy"),
+        (("--gpu-memory", "80GB", "--draw", "a.html"), "options.draw-suffix", "--draw"),
         ((), "options.missing-value", "--gpu-memory"),
     ],
 )
@@ -113,12 +118,31 @@ def test_flags_that_a_search_cannot_take_are_refused(flags: tuple[str, ...], cod
     assert ended.refusal == (2, code, where)
 
 
+def test_flags_of_a_search_alone_are_refused() -> None:
+    for flag, value in (
+        ("--global-batch", "7"),
+        ("--hardware", "h100"),
+        ("--efficiency", "0.5"),
+        ("--gpus-per-node", "4"),
+    ):
+        ended = reshard("plan", CONFIGS / "llama-3.1-8b.json", "--layout", "pp=2", flag, value, "--json")
+        assert ended.refusal == (2, "options.missing-value", flag)
+
+
+def test_what_no_launch_trains_is_not_searched(tmp_path: Path) -> None:
+    config = json.loads((CONFIGS / "tiny-mixtral.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "output_router_logits": True}))
+    words = ("--gpus", "8", "--gpu-memory", "80GB", "--seq-len", "64", "--json")
+    ended = reshard("plan", tmp_path / "config.json", *words)
+    assert ended.refusal == (3, "config.unsupported-value", "config.json: output_router_logits")
+
+
 def test_rates_of_hardware_are_read() -> None:
     hardware = read_hardware("165,32,12.5")
     assert (hardware.peak, hardware.node, hardware.network) == (165e12, 32e9, 12.5e9)
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_search_is_drawn_the_same_each_time(suffix: str, tmp_path: Path) -> None:
     words = ("plan", CONFIGS / "llama-3.1-8b.json", "--gpus", "8", "--gpu-memory", "80GB", "--force", "--draw")
     for name in ("a", "b"):
