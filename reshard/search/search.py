@@ -128,7 +128,7 @@ def _check(request: SearchRequest) -> None:
         check_count(Parameter(name), getattr(request, name))
     if not 0 < request.efficiency <= 1:  # nan, too
         problem = f"expected a fraction above 0, up to 1, found {request.efficiency}"
-        raise UsageError(Parameter("efficiency"), problem, code="options.invalid-value")
+        raise UsageError("--efficiency", problem, code="options.invalid-value")
     for name, flag in _DEGREES.items():
         if request.gpus % (degree := request.fixed.get(name, 1)):
             problem = f"expected a divisor of {request.gpus}, the number of GPUs, found {degree}"

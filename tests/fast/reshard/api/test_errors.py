@@ -172,6 +172,6 @@ OF_TRAINING = (
     "manifests/models/trainable.py",
 )
 OBJECTS = {"assumed": A, "conversion": C}
-# Of what no function of the API does: --ac and --hardware are text in commands alone, and layouts are drawn and written
+# Of what no function of the API does: --ac and rates are text in commands alone, and layouts are drawn and written
 # by commands.
-ONLY_FLAGS = {"--ac", "--draw", "--hardware", "--write", "--image", "--mount", "--sbatch-arg"}
+ONLY_FLAGS = {"--ac", "--draw", "--efficiency", "--hardware", "--write", "--image", "--mount", "--sbatch-arg"}
