@@ -38,7 +38,7 @@ from runner.pipeline.timetable import Timetable, choose_timetable
 from runner.preflight.combinations import combine, part_of, sharing_ranks
 from runner.preflight.preflight import expert_notes, notes
 from runner.profiling.trace import Clock
-from runner.proof.combination import Combination
+from runner.proof.combination import OF_COMBINATION, Combination
 from runner.proof.options import RunOptions, self_check
 from runner.proof.record import prove_once
 from runner.proof.stages import SelfChecked
@@ -138,6 +138,8 @@ def begin(
         except UnreachableError:  # an older checkpoint would lose steps: this one may be readable at the next attempt
             raise
         except InputError as error:
+            if error.code in OF_COMBINATION:  # whatever it starts from
+                raise
             first = first or error.changed()  # a copy, which keeps no frames and so none of their tensors alive
             if world.rank == 0 and len(origins) > 1:
                 logger.warning("warning: %s cannot be resumed: %s", origin.folder, error)

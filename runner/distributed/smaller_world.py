@@ -2,14 +2,15 @@
 
 # Note [Smaller world]
 Code that builds a pipeline makes process groups, asks for its rank and meets all others. In a smaller world it does the
-same, on the ranks that are in it, numbered from 0. It runs on a thread of its own: torch caches what it knows of device
-meshes, which are equal if their ranks and their thread are. gloo has no abort: a rank that fails destroys the groups of
-its world, and the others, which wait for it, fail at once, as it closes its connections.
+same, on the ranks that are in it, numbered from 0. It runs on a thread of its own: torch caches there what it knows of
+device meshes. gloo has no abort: a rank that fails destroys the groups of its world, and the others, which wait for it,
+fail at once, as it closes its connections. That needs them to be freed, which torch's caches of meshes would prevent.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from manifests.errors import RankError, UserError
 from runner.distributed.fail_together import causes, from_all_ranks
 
 T = TypeVar("T")
-_CLOSED = ("Connection closed by peer", "Connection reset by peer")
+_CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +44,12 @@ class Failure:
         return None if isinstance(self.error, RankError) else self.error
 
 
-def run_in_world_of(ranks: Sequence[int], timeout: timedelta, work: Callable[[int], T]) -> T | Failure | None:
+def run_in_world_of(
+    ranks: Sequence[int], timeout: timedelta, work: Callable[[int], T], *, usual: timedelta
+) -> T | Failure | None:
     """Run `work` of this rank's number in a world of these ranks, which has their order; every rank calls this.
+
+    `timeout` is that of each wait in it, and `usual` that of the job's own world.
 
     Returns its result or why it failed; None on ranks that are not in that world, which wait for those that are.
     """
@@ -61,8 +66,10 @@ def run_in_world_of(ranks: Sequence[int], timeout: timedelta, work: Callable[[in
     del group
     if isinstance(outcome, Failure):
         _destroy_all_but(before)
+    c10d._set_pg_timeout(2 * timeout, world)  # ranks may wait here for all that the others do
     # Groups are named by their number, which must be the same on all ranks.
     c10d._world.group_count = max(from_all_ranks(c10d._world.group_count))
+    c10d._set_pg_timeout(usual, world)
     _destroy_all_but(before)
     return outcome
 
@@ -85,4 +92,19 @@ def _try(work: Callable[[int], T], rank: int) -> T | Failure:
 def _destroy_all_but(before: set[dist.ProcessGroup]) -> None:
     for group in [group for group in c10d._world.pg_map if group not in before]:
         dist.destroy_process_group(group)
+    if "torch.distributed.tensor" in sys.modules:
+        _forget_meshes()
     gc.collect()  # closes connections: device meshes and their groups refer to each other
+
+
+def _forget_meshes() -> None:
+    """Empty the caches of torch that outlive a thread, and refer to meshes, and so to their groups."""
+    from torch.distributed.tensor import DTensor, _redistribute
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
+
+    _redistribute.clear_redistribute_planner_cache()
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for cached in (
+        _redistribute._gen_transform_infos, MeshTopoInfo.build_from_mesh, propagator._propagate_tensor_meta_cached,
+    ):  # fmt: skip
+        cached.cache_clear()

@@ -159,7 +159,6 @@ class Generic:
             small = {self._entry.section: small}
         given = None if self._entry.section else self._class
         family = Generic(self._entry, small, max_seq_len=1, where=self._where, model_class=given)
-        family._keeps_documents = self._keeps_documents
         family._config._experts_implementation = "eager"  # in any dtype and of any size, unlike grouped products
         return family
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import runner
 from manifests.digest import digest_bytes
 from runner.distributed.fail_together import from_rank_0
 from runner.proof.combination import Combination, prove
@@ -48,7 +49,7 @@ def prove_once(run: Combination, config: Mapping[str, Any], log_dir: Path, *, is
     )  # fmt: skip
     record = read_run_record(log_dir)
     with contextlib.suppress(OSError):  # training does not depend on it
-        if record is not None:
+        if record is not None and is_kept:
             write_run_record(log_dir, {**record, _KEY: {"digest": digest, "ranks": len(run.ranks), **proof}})
 
 
@@ -59,8 +60,14 @@ def _digest(run: Combination, config: Mapping[str, Any]) -> str:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     facts = (run.stages, run.timetable, run.degrees, run.has_documents, run.batch, options.compute, options.optim,
-             options.degrees.context_method, versions)  # fmt: skip
+             options.degrees.context_method, versions, _code())  # fmt: skip
     return digest_bytes(f"{json.dumps(config, sort_keys=True, default=str)} {facts}".encode())
+
+
+def _code() -> str:
+    """Return the digest of the runner's own code, whose version may stay while it changes."""
+    paths = sorted(Path(runner.__file__).parent.rglob("*.py"))
+    return digest_bytes(b"".join(path.read_bytes() for path in paths))
 
 
 def _object(value: object) -> Mapping[str, Any]:

@@ -43,8 +43,8 @@ class Rows:
         return build_batch(samples, LENGTH, filler=_FILLER)
 
 
-def draw_rows(num_rows: int, vocab_size: int, *, is_masked: bool) -> Rows:
-    drawn = torch.Generator().manual_seed(0)
+def draw_rows(seed: int, num_rows: int, vocab_size: int, *, is_masked: bool) -> Rows:
+    drawn = torch.Generator().manual_seed(seed)
     lengths = _DOCUMENTS if is_masked else _ROWS
     rows = [lengths[number % len(lengths)] for number in range(num_rows)] if num_rows > 1 else lengths[:1]
     documents = [tuple(torch.randint(vocab_size, (length,), generator=drawn) for length in row) for row in rows]
@@ -78,13 +78,13 @@ class Reference:
 
 
 def run_reference(
-    tiny: SelfChecked, ties: Iterable[TieGroup], rows: Rows, optim: OptimOptions, dtype: torch.dtype
+    seed: int, tiny: SelfChecked, ties: Iterable[TieGroup], rows: Rows, optim: OptimOptions, dtype: torch.dtype
 ) -> Reference:
     """Take a step with the whole of a tiny model, with these options but for the learning rate and epsilon.
 
     Gradients are clipped to half of their norm, unless clipping is off.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     whole = tiny.whole().train()
     _tie(whole, tiny, ties)
     for parameter in whole.body.parameters():
