@@ -107,6 +107,15 @@ def _gradients_scaled_by_microbatches(patch: Patch) -> None:
     _wrap(patch, step, "clip_gradients", clip)
 
 
+def _backward_fails_on_the_last_stage(patch: Patch) -> None:
+    def backward(before: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.is_last:
+            raise ValueError("planted")
+        return before(self, *args, **kwargs)
+
+    _wrap(patch, runtime.RuntimeStage, "backward_one_chunk", backward)
+
+
 def _position_ids_on_stage_0_only(patch: Patch) -> None:
     from runner.pipeline.chunk import StageChunk
 

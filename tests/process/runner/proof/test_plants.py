@@ -103,3 +103,10 @@ def test_right_combinations_pass_and_what_splits_no_rows_is_refused_by_name(tmp_
         assert not result["problem"], (right, result)
     for refused in results[len(RIGHT) :]:
         assert refused == {"code": "model.no-context-parallelism", "where": "--cp 2"}
+
+
+def test_a_stage_that_fails_ends_the_proof_on_all_ranks_at_once(tmp_path: Path) -> None:
+    """With --tp, whose collectives torch keeps meshes of: stage 0 waits for stage 1, on other ranks."""
+    failing = case("backward_fails_on_the_last_stage", "LlamaForCausalLM", 2, "--tp 2", names=True)
+    (result,) = prove_all(tmp_path, [failing], num_ranks=4)
+    assert result == {"code": "model.self-check-failed", "where": "config.json"}
