@@ -27,7 +27,7 @@ NUM_SHOWN = 5
 _DEGREES = {
     "pipeline": "--pp", "tensor": "--tp", "expert": "--ep", "replicate": "--dp-replicate", "shard": "--dp-shard",
 }  # fmt: skip
-_LEAST_SIMULATED, _MOST_TENSORS = 16, 1_000_000  # of all simulated candidates together
+_LEAST_SIMULATED, _MOST_TENSORS = 11, 1_000_000  # of all simulated candidates together
 _MOST_TRIED = 3  # candidates with the same degrees
 _NEAR = 1.02  # times as slow, by the closed form, as one with the same degrees: not simulated
 _POLICIES: tuple[Policy, ...] = ("mixed", "bf16")  # bf16 optimizer state only where mixed precision does not fit
