@@ -123,10 +123,11 @@ def _search(
 
     context = click.get_current_context()
     given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    for name in ("layout", "num_microbatches", "loss_chunk", "host_memory", "measured"):
-        if name not in given:
-            continue
-        raise UsageError(Parameter(name), "conflicts with --gpus", "remove one of them", code="options.conflict")
+    alone = ("layout", "num_microbatches", "loss_chunk", "host_memory", "measured")
+    if conflicts := [name for name in alone if name in given]:
+        raise UsageError(
+            Parameter(conflicts[0]), "conflicts with --gpus", "remove one of them", code="options.conflict"
+        )
     if assumed.memory_limit is None:
         problem, hint = "is required with --gpus", "pass the memory of a GPU, such as 80GB"
         raise UsageError(Parameter("assumed.memory_limit"), problem, hint, code="options.missing-value")

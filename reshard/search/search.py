@@ -133,14 +133,13 @@ def _check(request: SearchRequest) -> None:
         if request.gpus % (degree := request.fixed.get(name, 1)):
             problem = f"expected a divisor of {request.gpus}, the number of GPUs, found {degree}"
             raise UsageError(flag, problem, code="launch.degrees")
-    refused = {"--schedule": request.fixed.get("schedule", "1F1B") not in ("1F1B", *LOOP, *V),
-               "--dtype-policy": request.fixed.get("policy") == "fp32"}  # fmt: skip
-    for flag, why in (
-        ("--schedule", "is not searched, as it needs more memory than 1F1B and waits as long"),
-        ("--dtype-policy", "is not searched for fp32, as the rates of GPUs are those of bfloat16"),
-    ):
-        if refused[flag]:
-            raise UsageError(flag, why, "pass --layout instead of --gpus", code="options.conflict")
+    if request.fixed.get("schedule", "1F1B") not in ("1F1B", *LOOP, *V):
+        flag, problem = "--schedule", "is not searched, as it needs more memory than 1F1B and waits as long"
+    elif request.fixed.get("policy") == "fp32":
+        flag, problem = "--dtype-policy", "is not searched for fp32, as the rates of GPUs are those of bfloat16"
+    else:
+        return
+    raise UsageError(flag, problem, "pass --layout instead of --gpus", code="options.conflict")
 
 
 def _best(choices: Sequence[Choice], costs: CostModel, limit: float) -> tuple[Choice, ...]:

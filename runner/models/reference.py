@@ -84,7 +84,7 @@ def name_gradients(
     for parameter, names in reversed(members.items()):
         gradient = gradients.get(parameter)
         if gradient is None:
-            gradient = torch.zeros(parameter.shape)
+            gradient = torch.zeros_like(parameter, dtype=torch.float32)
         yield ParameterGradient(gradient=gradient, names=tuple(_tensors(model, names, gradient)))
 
 
