@@ -43,7 +43,8 @@ CHUNK = 5  # tokens
 # What scales or caps its logits after the head, or multiplies them by one.
 CHANGES_LOGITS = (
     "BeamForCausalLM", "Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "CohereCompassForCausalLM", "CohereForCausalLM",
-    "FalconH1ForCausalLM", "GraniteForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM",
+    "FalconH1ForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM", "GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM",
     "GraniteMoeSWAForCausalLM", "GraniteMoeSharedForCausalLM", "GraniteSWAForCausalLM", "HyperCLOVAXForCausalLM",
     "NanoChatForCausalLM", "RecurrentGemmaForCausalLM", "VaultGemmaForCausalLM", "xLSTMForCausalLM",
 )  # fmt: skip
