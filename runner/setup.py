@@ -184,7 +184,7 @@ def _begin(
             keep_documents(family, options.batch.seq_len)
         if mesh.degrees.context > 1:
             split_rows(family, mesh, options.degrees.context_method, options.batch.seq_len)
-        if options.self_check and mesh.rank == 0 and (options.dtype != "fp32" or options.compute.is_compiled):
+        if options.self_check and mesh.rank == 0:
             splitting = timetable.name if timetable.splits_backward else None
             self_check(family, launched.stage_modules, RunOptions(compute=options.compute, splitting=splitting))
     check_same_manifest(origin.where, origin.read.digest)
