@@ -57,8 +57,8 @@ def find_data(
         raise CheckpointError(
             "--data",
             f"does not match the data that the checkpoint consumed ({stored.num_sequences} sequences): the files, "
-            "their sizes, the tokenizer, --seq-len, --text-field, --pack, --document-mask, --shuffle, --data-weight, "
-            "--seed, --add-bos-token or --add-eos-token differ",
+            "their sizes, the tokenizer, --seq-len, --text-field, --completion-field, --tokenized, --pack, "
+            "--document-mask, --shuffle, --data-weight, --seed, --add-bos-token or --add-eos-token differ",
             "repeat the data flags of that run, or start this data from its first sequence with --restart-data",
             code="resume.other-data",
         )
@@ -167,7 +167,7 @@ def _list(data: DataOptions) -> tuple[_Files, ...]:
 
 def _framing(data: DataOptions, folder: Path | None) -> Framing | None:
     """Return the tokens put around each document; None: the data has no documents."""
-    if folder is None or data.sources == (SYNTHETIC,):
+    if folder is None or data.is_tokenized or data.sources == (SYNTHETIC,):
         return None
     return document_framing(folder, load_tokenizer(folder), data.framing)
 
@@ -176,6 +176,10 @@ def _digest(options: TrainOptions, listed: Sequence[_Files], tokenizer: str | No
     """Return a digest of what determines the order of sequences: the files, and how they are split."""
     data = options.data
     how: dict[str, Any] = {"text_field": data.text_field, "pack": data.pack, "seed": data.seed}
+    if data.completion_field is not None:
+        how["completion_field"] = data.completion_field
+    if data.is_tokenized:
+        how["tokenized"] = True
     if data.document_mask:
         how["document_mask"] = True
     if data.shuffle:

@@ -225,8 +225,8 @@ _GROUPS = {
         "resume", "save", "log_dir",
     ),
     "Data": (
-        "text_field", "pack", "document_mask", "add_bos_token", "add_eos_token", "skip_bad_documents", "shuffle",
-        "data_weight", "seed", "eval_data", "restart_data",
+        "text_field", "completion_field", "is_tokenized", "pack", "document_mask", "add_bos_token", "add_eos_token",
+        "skip_bad_documents", "shuffle", "data_weight", "seed", "eval_data", "restart_data",
     ),
     "Optimizer": (
         "beta1", "beta2", "eps", "weight_decay", "weight_decay_1d", "max_norm", "warmup_steps", "stable_steps", "decay",

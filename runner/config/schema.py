@@ -231,6 +231,15 @@ class DataOptions:
         help="Training data: .txt, .jsonl or .parquet files, folders or globs of them; or synthetic. May be repeated.",
     )  # fmt: skip
     text_field: str = flag("--text-field", default="text", help="JSON field or Parquet column of the text.")
+    completion_field: str | None = flag(
+        "--completion-field", default=None, metavar="NAME", show_default="the whole text counts",
+        help="Field or column of a completion, whose tokens alone count in the loss; --text-field is its prompt.",
+    )  # fmt: skip
+    is_tokenized: bool = flag(
+        "--tokenized", "is_tokenized", is_flag=True, default=False,
+        help="The data is rows of token ids, one a sequence: input_ids, and labels or a loss_mask; position_ids or "
+        "document_ids with --document-mask.",
+    )  # fmt: skip
     pack: bool = flag(
         "--pack/--no-pack", default=True,
         help="Pack documents end to end into sequences, or truncate and pad one document per sequence.",
@@ -266,11 +275,16 @@ class DataOptions:
             ("--shuffle", self.shuffle),
             ("--data-weight", bool(self.weights)),
             ("--document-mask", self.document_mask),
+            ("--completion-field", self.completion_field is not None),
+            ("--tokenized", self.is_tokenized),
         ):
             if SYNTHETIC in self.sources and is_set:
                 problem = f"not supported with --data {SYNTHETIC}, which has no documents"
                 raise UsageError(name, problem, code="options.needs-documents")
-        if self.document_mask and not self.pack:
+        if self.is_tokenized and self.completion_field is not None:
+            problem = "conflicts with --tokenized, whose rows have labels or a loss_mask"
+            raise UsageError("--completion-field", problem, "remove one of them", code="options.tokenized")
+        if self.document_mask and not (self.pack or self.is_tokenized):
             raise UsageError(
                 "--document-mask",
                 "conflicts with --no-pack, which has one document in each sequence",

@@ -27,6 +27,7 @@ from runner.data.files import (
     row_document,
 )
 from runner.data.parquet import group_sizes, read_group
+from runner.data.rows import Fields, RowForm, fields_of
 
 _NUM_ROUNDS = 6
 _LEAST_HALF = 4  # bits: in a smaller domain, some permutations would be much more frequent than others
@@ -55,31 +56,34 @@ class DocumentSource(Protocol):
         """
 
 
-def open_sources(data: DataOptions) -> tuple[DocumentSource, ...]:
+def open_sources(data: DataOptions, row: RowForm | None = None) -> tuple[DocumentSource, ...]:
     """Open the sources to draw documents from: each by itself if they have weights, otherwise all as one.
+
+    `row` is the form of their rows, if they are rows of token ids.
 
     Raises:
         DataError: a source has no files, or a file to shuffle cannot be read.
     """
     sources: list[DocumentSource] = []
+    fields = fields_of(data, row)
     for number, names in enumerate(data.groups):
         files, name = find_files(names), ", ".join(names)
         if data.shuffle:
-            sources.append(_Shuffled(name, files, data.text_field, (data.seed, number)))
+            sources.append(_Shuffled(name, files, fields, (data.seed, number)))
         else:
-            sources.append(_InOrder(name, files, data.text_field))
+            sources.append(_InOrder(name, files, fields))
     return tuple(sources)
 
 
 class _InOrder:
     """Documents in the order of their files. An item is a file."""
 
-    def __init__(self, name: str, files: Sequence[Path], text_field: str) -> None:
+    def __init__(self, name: str, files: Sequence[Path], fields: Fields) -> None:
         self.name, self.num_items = name, len(files)
-        self._files, self._text_field = files, text_field
+        self._files, self._fields = files, fields
 
     def read(self, position: SourcePosition) -> Iterator[PlacedDocument]:
-        for document in read_documents(self._files[position.item], self._text_field, position.offset):
+        for document in read_documents(self._files[position.item], self._fields, position.offset):
             begin, after = _at(position, document.begin), _at(position, document.end)
             yield PlacedDocument(document=document, begin=begin, after=after)
 
@@ -91,9 +95,9 @@ class _Shuffled:
     with the item's number appended to the key.
     """
 
-    def __init__(self, name: str, files: Sequence[Path], text_field: str, key: tuple[int, ...]) -> None:
+    def __init__(self, name: str, files: Sequence[Path], fields: Fields, key: tuple[int, ...]) -> None:
         self.name = name
-        self._files, self._text_field, self._key = files, text_field, key
+        self._files, self._fields, self._key = files, fields, key
         self._items = tuple(_items_in(file) for file in files)
         self._ends = list(accumulate(map(len, self._items)))
         self.num_items = self._ends[-1]
@@ -109,10 +113,10 @@ class _Shuffled:
             yield from self._read_group(position, file, index, items[index], (*key, item))
         elif file.suffix == LINES:
             end = items[index + 1] if index + 1 < len(items) else file_nbytes(file)
-            document = line_document(file, self._text_field, items[index], end)
+            document = line_document(file, self._fields, items[index], end)
             yield PlacedDocument(document=document, begin=_at(position, 0), after=after)
         else:
-            for document in read_documents(file, self._text_field, position.offset):
+            for document in read_documents(file, self._fields, position.offset):
                 yield PlacedDocument(document=document, begin=position, after=after)
 
     def _read_group(
@@ -120,8 +124,8 @@ class _Shuffled:
     ) -> Iterator[PlacedDocument]:
         places = range(position.offset, num_rows)
         order = (shuffled(place, num_rows, *key) for place in places)
-        for place, (row, value) in zip(places, read_group(file, self._text_field, group, order), strict=True):
-            document = row_document(file, self._text_field, row, value)
+        for place, (row, value) in zip(places, read_group(file, self._fields, group, order), strict=True):
+            document = row_document(file, self._fields, row, value)
             yield PlacedDocument(document=document, begin=_at(position, place), after=_at(position, place + 1))
 
 

@@ -9,17 +9,18 @@ import codecs
 import glob
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 from manifests.errors import DataError, printable, refused_by_system
 from manifests.jsontext import kind_of
 from runner.data.bad import MOST_NBYTES, BadDocumentError, too_long
 from runner.data.parquet import nbytes_of, read_rows, text_of
+from runner.data.rows import Fields, Prompt, TokenIds, parse_row
 
 TEXT, LINES, ROWS = SUFFIXES = (".txt", ".jsonl", ".parquet")
 _OTHERS = 'convert other formats to .jsonl, with a line {"text": "…"} for each document'
@@ -28,10 +29,12 @@ _PIECE_NBYTES = 64 << 10
 _SCAN_NBYTES = 1 << 20
 _PIECE_LENGTH = 256 << 10  # characters; a tokenizer needs some 300 bytes for each
 
+Piece: TypeAlias = "str | TokenIds"  # of text, or a row of token ids
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """A text, or the rest of one.
+    """A text, or the rest of one, or a row of token ids.
 
     It is the concatenation of its pieces, which come with their offsets and end at line ends where possible. Iterating
     over them raises BadDocumentError where they are not text.
@@ -41,7 +44,7 @@ class Document:
     begin: int  # its offset
     end: int  # the offset of the file's next document, or before it
     nbytes: int  # of its text in the file, at least
-    pieces: Iterator[tuple[int, str]]
+    pieces: Iterator[tuple[int, Piece]]
 
     @property
     def is_rest(self) -> bool:
@@ -64,16 +67,16 @@ def find_files(sources: Iterable[str]) -> tuple[Path, ...]:
     return tuple(file for source in sources for file in _files_of(source))
 
 
-def read_documents(file: Path, text_field: str, begin: int = 0) -> Iterator[Document]:
+def read_documents(file: Path, fields: Fields, begin: int = 0) -> Iterator[Document]:
     """Read documents from an offset on: a `.txt` file, a line of `.jsonl` or a row of `.parquet` is one document.
 
     Raises:
         DataError: the part of the file that was iterated over cannot be read.
     """
-    return _READERS[file.suffix](file, text_field, begin)
+    return _READERS[file.suffix](file, fields, begin)
 
 
-def has_text(file: Path, text_field: str) -> bool:
+def has_text(file: Path, fields: Fields) -> bool:
     """Check the beginning of a file's first document, and return whether there is one.
 
     A line of more than 1 MiB is not parsed, nor read to its end.
@@ -82,20 +85,20 @@ def has_text(file: Path, text_field: str) -> bool:
         DataError: it is not text, or the file cannot be read.
     """
     if file.suffix == LINES:
-        return _has_line(file, text_field)
-    document = next(read_documents(file, text_field), None)
+        return _has_line(file, fields)
+    document = next(read_documents(file, fields), None)
     if document is not None and (file.suffix == TEXT or document.nbytes <= _SCAN_NBYTES):
         next(document.pieces, None)
     return document is not None
 
 
-def _has_line(file: Path, text_field: str) -> bool:
+def _has_line(file: Path, fields: Fields) -> bool:
     begin = 0
     with _open(file) as stream:
         while line := stream.readline(_SCAN_NBYTES):
             if not line.isspace():
                 if line.endswith(b"\n") or len(line) < _SCAN_NBYTES:
-                    _json_text(line, text_field, file, begin)
+                    next(_record_pieces(line, fields, file, begin), None)
                 return True
             begin += len(line)
     return False
@@ -157,7 +160,10 @@ def _files_of(source: str) -> Iterator[Path]:
         yield file
 
 
-def _read_text(file: Path, text_field: str, begin: int) -> Iterator[Document]:
+def _read_text(file: Path, fields: Fields, begin: int) -> Iterator[Document]:
+    if fields.row is not None or fields.completion is not None:
+        problem = "is text, which has no fields for --tokenized or --completion-field"
+        raise DataError(str(file), problem, "use .jsonl or .parquet files", code="data.unknown-format")
     if begin < (size := file_nbytes(file)):
         yield Document(file=file, begin=begin, end=size, nbytes=size - begin, pieces=_text_pieces(file, begin))
 
@@ -194,30 +200,46 @@ def _begun_character(data: bytes) -> bytes:
     return b""
 
 
-def _read_json_lines(file: Path, text_field: str, begin: int) -> Iterator[Document]:
+def _read_json_lines(file: Path, fields: Fields, begin: int) -> Iterator[Document]:
     with _open(file) as stream:
         stream.seek(begin)
         for first, end, line in _lines(stream, begin, MOST_NBYTES):
             if not line.isspace():
-                pieces = _json_pieces(line, text_field, file, first, end - first)
+                pieces = _json_pieces(line, fields, file, first, end - first)
                 yield Document(file=file, begin=first, end=end, nbytes=end - first, pieces=pieces)
 
 
-def line_document(file: Path, text_field: str, begin: int, end: int) -> Document:
+def line_document(file: Path, fields: Fields, begin: int, end: int) -> Document:
     """Return the document of the line at an offset, which is read when its pieces are; the next one is at `end`."""
-    pieces = _line_pieces(file, text_field, begin)
+    pieces = _line_pieces(file, fields, begin)
     return Document(file=file, begin=begin, end=end, nbytes=end - begin, pieces=pieces)
 
 
-def _line_pieces(file: Path, text_field: str, begin: int) -> Iterator[tuple[int, str]]:
-    for document in islice(_read_json_lines(file, text_field, begin), 1):
+def _line_pieces(file: Path, fields: Fields, begin: int) -> Iterator[tuple[int, Piece]]:
+    for document in islice(_read_json_lines(file, fields, begin), 1):
         yield from document.pieces
 
 
-def _json_pieces(line: bytes, text_field: str, file: Path, begin: int, nbytes: int) -> Iterator[tuple[int, str]]:
+def _json_pieces(line: bytes, fields: Fields, file: Path, begin: int, nbytes: int) -> Iterator[tuple[int, Piece]]:
     if nbytes > MOST_NBYTES:
         raise too_long(_line_at(file, begin), nbytes)
-    yield from _bounded(begin, _json_text(line, text_field, file, begin))
+    yield from _record_pieces(line, fields, file, begin)
+
+
+def _record_pieces(line: bytes, fields: Fields, file: Path, begin: int) -> Iterator[tuple[int, Piece]]:
+    record = _json_record(line, file, begin)
+    if fields.row is not None:
+        yield begin, parse_row(record, fields.row, lambda: _line_at(file, begin)).encode()
+        return
+    yield from _text_pieces_of([_json_text(record, name, file, begin) for name in fields.texts], begin)
+
+
+def _text_pieces_of(texts: Sequence[str], offset: int) -> Iterator[tuple[int, str]]:
+    """Yield the pieces of a text, or of a prompt and its completion."""
+    *prompts, text = texts
+    for prompt in prompts:
+        yield from ((place, Prompt(piece)) for place, piece in _bounded(offset, prompt))
+    yield from _bounded(offset, text)
 
 
 def _bounded(offset: int, text: str) -> Iterator[tuple[int, str]]:
@@ -235,7 +257,7 @@ def _bounded(offset: int, text: str) -> Iterator[tuple[int, str]]:
     yield offset, text[begin:]
 
 
-def _json_text(line: bytes, text_field: str, file: Path, begin: int) -> str:
+def _json_record(line: bytes, file: Path, begin: int) -> dict[str, Any]:
     try:
         record = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode())
     except UnicodeDecodeError as error:
@@ -244,18 +266,23 @@ def _json_text(line: bytes, text_field: str, file: Path, begin: int) -> str:
         raise BadDocumentError(
             _line_at(file, begin), f"is not valid JSON: {printable(str(error))}", code="data.not-json"
         ) from error
-    text = record.get(text_field) if isinstance(record, dict) else None
+    if isinstance(record, dict):
+        return record
+    problem = f"expected a JSON object, found {kind_of(record)}"
+    raise BadDocumentError(_line_at(file, begin), problem, _OTHERS, code="data.not-an-object")
+
+
+def _json_text(record: Mapping[str, Any], name: str, file: Path, begin: int) -> str:
+    text = record.get(name)
     if isinstance(text, str):
         _check_characters(text, file, begin)
         return text
-    hint, code = "name the field of the text with --text-field", "data.no-text"
-    if not isinstance(record, dict):
-        problem, hint, code = f"expected a JSON object, found {kind_of(record)}", _OTHERS, "data.not-an-object"
-    elif text_field not in record:
-        problem = f"expected a field {text_field!r}, found {', '.join(map(repr, sorted(record)))}"
+    if name not in record:
+        problem = f"expected a field {name!r}, found {', '.join(map(repr, sorted(record)))}"
     else:
-        problem = f"expected text in field {text_field!r}, found {kind_of(record[text_field])}"
-    raise BadDocumentError(_line_at(file, begin), problem, hint, code=code)
+        problem = f"expected text in field {name!r}, found {kind_of(record[name])}"
+    hint = "name the field of the text with --text-field"
+    raise BadDocumentError(_line_at(file, begin), problem, hint, code="data.no-text")
 
 
 def _check_characters(text: str, file: Path, begin: int) -> None:
@@ -283,22 +310,26 @@ def _line_at(file: Path, offset: int, num_lines: int = 0) -> str:
     return f"{file}:{num_lines + 1}"
 
 
-def _read_parquet(file: Path, text_field: str, begin: int) -> Iterator[Document]:
-    for row, value in enumerate(read_rows(file, text_field, begin), start=begin):
-        yield row_document(file, text_field, row, value)
+def _read_parquet(file: Path, fields: Fields, begin: int) -> Iterator[Document]:
+    for row, values in enumerate(read_rows(file, fields, begin), start=begin):
+        yield row_document(file, fields, row, values)
 
 
-def row_document(file: Path, column: str, row: int, value: Any) -> Document:
-    """Return the document of a row, counted from 0; `value` is its Arrow value."""
-    pieces = _row_pieces(file, column, row, value)
-    return Document(file=file, begin=row, end=row + 1, nbytes=nbytes_of(value), pieces=pieces)
+def row_document(file: Path, fields: Fields, row: int, values: Mapping[str, Any]) -> Document:
+    """Return the document of a row, counted from 0; `values` are its Arrow values by column."""
+    pieces = _row_pieces(file, fields, row, values)
+    return Document(file=file, begin=row, end=row + 1, nbytes=sum(map(nbytes_of, values.values())), pieces=pieces)
 
 
-def _row_pieces(file: Path, column: str, row: int, value: Any) -> Iterator[tuple[int, str]]:
-    yield from _bounded(row, text_of(value, file, column, row))
+def _row_pieces(file: Path, fields: Fields, row: int, values: Mapping[str, Any]) -> Iterator[tuple[int, Piece]]:
+    if fields.row is not None:
+        record = {column: value.as_py() for column, value in values.items()}
+        yield row, parse_row(record, fields.row, lambda: f"{file}: row {row + 1}").encode()
+        return
+    yield from _text_pieces_of([text_of(values[name], file, name, row) for name in fields.texts], row)
 
 
-_READERS: Mapping[str, Callable[[Path, str, int], Iterator[Document]]] = {
+_READERS: Mapping[str, Callable[[Path, Fields, int], Iterator[Document]]] = {
     TEXT: _read_text,
     LINES: _read_json_lines,
     ROWS: _read_parquet,

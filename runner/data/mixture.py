@@ -11,7 +11,8 @@ from manifests.schema import DataCursor, SourcePosition
 from runner.config.schema import DataOptions
 from runner.data.bad import Skipped
 from runner.data.documents import DocumentSource, PlacedDocument, draw
-from runner.data.tokenizer import Pieces, TokenIds, Tokenize, Tokenized, Vocabulary, tokenize_alone
+from runner.data.rows import TokenIds
+from runner.data.tokenizer import Pieces, Tokenize, Tokenized, TokenRows, Vocabulary, tokenize_alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,7 @@ def first_cursor(num_sources: int) -> DataCursor:
 
 
 def draw_documents(
-    data: DataOptions, sources: Sequence[DocumentSource], vocabulary: Vocabulary, cursor: DataCursor, *,
+    data: DataOptions, sources: Sequence[DocumentSource], vocabulary: Vocabulary | TokenRows, cursor: DataCursor, *,
     is_endless: bool, skipped: Skipped | None = None, tokenize: Tokenize = tokenize_alone,
 ) -> Iterator[Drawn]:  # fmt: skip
     """Yield the documents with any token from a cursor on, for one epoch of each source or without end.
@@ -108,7 +109,7 @@ def _read_epochs(
 def _read_text(
     source: DocumentSource,
     position: SourcePosition,
-    vocabulary: Vocabulary,
+    vocabulary: Vocabulary | TokenRows,
     skipped: Skipped | None,
     documents: Tokenized,
 ) -> Iterator[tuple[PlacedDocument, Pieces]]:

@@ -1,8 +1,8 @@
-"""The text column of a Parquet file: all rows from any row on, or those of a row group in any order."""
+"""The columns of a Parquet file that are read: all rows from any row on, or those of a row group in any order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from manifests.errors import DataError, refused_by_system
 from runner.data.bad import MOST_NBYTES, BadDocumentError, too_long
+from runner.data.rows import ROW_FIELDS, Fields
 
 _COLUMN = "name the column of the text with --text-field"
 _ROWS, _ROWS_NBYTES = 64, 64 << 20  # in memory at a time, where they are read in order; at least one row
@@ -25,23 +26,23 @@ def group_sizes(file: Path) -> tuple[int, ...]:
         return tuple(table.metadata.row_group(group).num_rows for group in range(table.num_row_groups))
 
 
-def read_rows(file: Path, column: str, begin: int) -> Iterator[Any]:
-    """Read the values from row `begin` on, counted from 0, for `text_of`. Row groups before it are not read.
+def read_rows(file: Path, fields: Fields, begin: int) -> Iterator[Mapping[str, Any]]:
+    """Read the values by column from row `begin` on, counted from 0. Row groups before it are not read.
 
     Raises:
-        DataError: it cannot be read as Parquet, or has no such text column.
+        DataError: it cannot be read as Parquet, or has no such column.
     """
     sizes = group_sizes(file)
     over = list(takewhile(lambda end: end <= begin, accumulate(sizes)))
     row = over[-1] if over else 0
-    with _open(file, column) as table:
-        groups = list(range(len(over), len(sizes)))
-        for rows in table.iter_batches(batch_size=_batch_size(table, column), row_groups=groups, columns=[column]):
-            yield from rows.column(0)[max(0, begin - row) :]
+    with _open(file, fields) as table:
+        groups, columns = list(range(len(over), len(sizes))), _columns(table, fields)
+        for rows in table.iter_batches(batch_size=_batch_size(table, columns), row_groups=groups, columns=columns):
+            yield from _by_column(rows.slice(max(0, begin - row)), columns)
             row += len(rows)
 
 
-def read_group(file: Path, column: str, group: int, order: Iterable[int]) -> Iterator[tuple[int, Any]]:
+def read_group(file: Path, fields: Fields, group: int, order: Iterable[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Read a row group's values with their row numbers, in an order of their indices within the group.
 
     The whole group is in memory, as Arrow arrays.
@@ -50,16 +51,29 @@ def read_group(file: Path, column: str, group: int, order: Iterable[int]) -> Ite
         DataError: as `read_rows`.
     """
     first = sum(group_sizes(file)[:group])
-    with _open(file, column) as table:
-        values = table.read_row_group(group, columns=[column]).column(0)
-    if len(values) != (num_rows := group_sizes(file)[group]):
-        problem = f"expected {num_rows} rows in row group {group} (footer), found {len(values)}"
+    with _open(file, fields) as table:
+        rows = table.read_row_group(group, columns=(columns := _columns(table, fields)))
+    if len(rows) != (num_rows := group_sizes(file)[group]):
+        problem = f"expected {num_rows} rows in row group {group} (footer), found {len(rows)}"
         raise DataError(str(file), problem, code="data.not-parquet")
+    values = [rows.column(column) for column in columns]
     for place in order:
-        yield first + place, values[place]
+        yield first + place, {column: value[place] for column, value in zip(columns, values, strict=True)}
 
 
-def _batch_size(table: Any, column: str) -> int:
+def _by_column(rows: Any, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    for values in zip(*map(rows.column, columns), strict=True):
+        yield dict(zip(columns, values, strict=True))
+
+
+def _columns(table: Any, fields: Fields) -> list[str]:
+    """Return the columns to read."""
+    if fields.row is None:
+        return [*fields.texts]
+    return [name for name in fields.row.names if name in table.schema_arrow.names]
+
+
+def _batch_size(table: Any, columns: Sequence[str]) -> int:
     """Return how many rows to read at a time: fewer of long texts, by the average of each row group."""
     groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
     sizes: list[int] = [
@@ -67,7 +81,7 @@ def _batch_size(table: Any, column: str) -> int:
         for group in groups
         if group.num_rows
         for chunk in map(group.column, range(group.num_columns))
-        if chunk.path_in_schema == column
+        if chunk.path_in_schema.partition(".")[0] in columns
     ]
     return max(1, min(_ROWS, _ROWS_NBYTES // max(1, *sizes, 1)))
 
@@ -90,13 +104,17 @@ def text_of(value: Any, file: Path, column: str, row: int) -> str:
 
 
 def nbytes_of(value: Any) -> int:
-    """Return the size of a row's text in bytes; 0 for null."""
-    return int(value.as_buffer().size) if value.is_valid else 0
+    """Return the size of a row's text, or about that of its list or number, in bytes; 0 for null."""
+    if not value.is_valid:
+        return 0
+    if hasattr(value, "as_buffer"):
+        return int(value.as_buffer().size)
+    return 8 * len(value) if hasattr(value, "values") else 8
 
 
 @contextmanager
-def _open(file: Path, column: str | None = None) -> Iterator[Any]:
-    """Open a file, and check that `column` is a text column, if one is named."""
+def _open(file: Path, fields: Fields | None = None) -> Iterator[Any]:
+    """Open a file, and check that it has the columns of the fields, if there are any."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -105,8 +123,10 @@ def _open(file: Path, column: str | None = None) -> Iterator[Any]:
         raise DataError(str(file), problem, hint, code="data.needs-pyarrow") from error
     try:
         with parquet.ParquetFile(file) as table:
-            if column is not None:
-                _check_column(table.schema_arrow, column, file)
+            if fields is not None:
+                is_text = fields.row is None
+                for column in fields.texts if is_text else ROW_FIELDS[:1]:
+                    _check_column(table.schema_arrow, column, file, is_text=is_text)
             yield table
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.strerror:
@@ -114,13 +134,13 @@ def _open(file: Path, column: str | None = None) -> Iterator[Any]:
         raise DataError(str(file), f"cannot be read as Parquet: {error}", code="data.not-parquet") from error
 
 
-def _check_column(schema: Any, column: str, file: Path) -> None:
+def _check_column(schema: Any, column: str, file: Path, *, is_text: bool) -> None:
     import pyarrow
 
     if column not in schema.names:
         problem = f"expected a column {column!r}, found {', '.join(map(repr, schema.names))}"
-        raise DataError(str(file), problem, _COLUMN, code="data.no-column")
+        raise DataError(str(file), problem, _COLUMN if is_text else "", code="data.no-column")
     kind = schema.field(column).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    if is_text and not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         problem = f"expected text in column {column!r}, found {kind}"
         raise DataError(str(file), problem, _COLUMN, code="data.no-column")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import chain, count, islice, repeat, takewhile
@@ -17,18 +17,21 @@ from manifests.errors import DataError
 from manifests.schema import DataCursor
 from runner.config.schema import SYNTHETIC, BatchOptions, DataOptions
 from runner.data.bad import Skipped
-from runner.data.documents import open_sources
+from runner.data.documents import DocumentSource, open_sources
 from runner.data.mixture import Cursor, Drawn, draw_documents, first_cursor
-from runner.data.tokenizer import Tokenize, load_vocabulary, tokenize_alone
+from runner.data.rows import IGNORED, RowForm, decode_row
+from runner.data.tokenizer import Tokenize, TokenRows, Vocabulary, load_vocabulary, tokenize_alone
 from runner.tensors.row_parts import places_of
 
-IGNORED = -100  # the label of positions that are ignored in the loss
 _MOST_WAITING = 64  # lengths with incomplete batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
-    """The token ids of one sequence: those that it begins with, and the label of the last one."""
+    """The token ids of one sequence: those that it begins with, and the label of the last one.
+
+    A token that is not a label is the negative number ~id.
+    """
 
     ids: array[int]  # at most the sequence length + 1; none in a sequence that fills up a batch
     cursor: Cursor | None = None  # of the next sequence
@@ -42,12 +45,63 @@ class Sample:
     @property
     def num_tokens(self) -> int:
         """How many labels count in the loss."""
-        return self.num_labels - (len(self.begins) if self.is_masked else 0)
+        if not self.num_labels:
+            return 0
+        num_tokens = int((torch.frombuffer(self.ids, dtype=torch.int32)[1:] >= 0).sum())
+        return num_tokens - sum(self.ids[begin] >= 0 for begin in self.begins) if self.is_masked else num_tokens
 
     @property
     def num_documents(self) -> int:
         """How many documents have a token in the sequence, the label of its last one aside."""
         return 1 + sum(begin < self.num_labels for begin in self.begins) if self.num_labels else 0
+
+    def cut(self, seq_len: int) -> Sample:
+        """Return it with at most so many tokens."""
+        return replace(self, ids=self.ids[: seq_len + 1])
+
+    def fill(self, row: Mapping[str, torch.Tensor]) -> None:
+        """Write it into a row of a batch.
+
+        A document that began in an earlier row begins again, and padding is part of the last one.
+
+        Shapes: tokens, labels and positions (L,).
+        """
+        if self.num_labels:
+            ids = torch.frombuffer(self.ids, dtype=torch.int32)
+            row["tokens"][: self.num_labels] = torch.where(ids < 0, ~ids, ids)[:-1]
+            row["labels"][: self.num_labels] = torch.where(ids < 0, IGNORED, ids)[1:]
+        for begin in self.begins if self.is_masked else ():
+            row["labels"][begin - 1] = IGNORED
+            row["positions"][begin:] = torch.arange(len(row["positions"]) - begin)
+
+
+class RowSample(Sample):
+    """A row of token ids of its own; `ids` is the encoded row, see `runner.data.rows.Row`."""
+
+    __slots__ = ()
+
+    @property
+    def num_labels(self) -> int:
+        return self.ids[2]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ids[0]
+
+    @property
+    def num_documents(self) -> int:
+        return self.ids[1]
+
+    def cut(self, seq_len: int) -> RowSample:
+        return self
+
+    def fill(self, row: Mapping[str, torch.Tensor]) -> None:
+        decoded = decode_row(self.ids)
+        length = len(decoded.ids)
+        row["tokens"][:length], row["labels"][:length] = torch.tensor(decoded.ids), torch.tensor(decoded.labels)
+        if decoded.positions is not None:
+            row["positions"][:length] = torch.tensor(decoded.positions)
+            row["positions"][length:] += decoded.positions[-1] - (length - 1)  # padding is part of the last document
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -117,7 +171,7 @@ def read_batches(
     """
     if data.sources == (SYNTHETIC,):
         return _synthetic(data.seed, vocab_size, batch, start, rows)
-    vocabulary, sources = load_vocabulary(folder, vocab_size, data.framing), open_sources(data)
+    vocabulary, sources = _open(data, batch, folder, vocab_size)
     documents = draw_documents(
         data, sources, vocabulary, cursor or first_cursor(len(sources)),
         is_endless=True, skipped=_counted(data, skipped), tokenize=tokenize,
@@ -148,7 +202,7 @@ def read_once(
         raise DataError(
             SYNTHETIC, "has no end, so evaluation cannot use it", "use files, folders or globs", code="data.synthetic"
         )
-    vocabulary, sources = load_vocabulary(folder, vocab_size, data.framing), open_sources(data)
+    vocabulary, sources = _open(data, batch, folder, vocab_size)
     begin = first_cursor(len(sources))
     documents = draw_documents(data, sources, vocabulary, begin, is_endless=False, skipped=_counted(data, skipped))
     samples, empty = _samples(documents, data, batch.seq_len), Sample(ids=array("i"))
@@ -159,34 +213,21 @@ def read_once(
 
 def build_batch(samples: Sequence[Sample], seq_len: int, filler: int, rows: Rows = WHOLE_BATCH) -> Batch:
     """Build these rows of a batch, padded with `filler` and IGNORED."""
-    rank_samples = samples[rows.within(len(samples))]
-    tokens = torch.full((len(rank_samples), seq_len), filler)
-    labels = torch.full((len(rank_samples), seq_len), IGNORED)
+    rank_samples, is_masked = samples[rows.within(len(samples))], samples[0].is_masked
+    tensors = {
+        "tokens": torch.full((len(rank_samples), seq_len), filler),
+        "labels": torch.full((len(rank_samples), seq_len), IGNORED),
+    }
+    if is_masked:
+        tensors["positions"] = torch.arange(seq_len).repeat(len(rank_samples), 1)
     for row, sample in enumerate(rank_samples):
-        if sample.num_labels:
-            ids = torch.frombuffer(sample.ids, dtype=torch.int32)
-            tokens[row, : sample.num_labels], labels[row, : sample.num_labels] = ids[:-1], ids[1:]
+        sample.fill({name: tensor[row] for name, tensor in tensors.items()})
     return Batch(
-        tokens=tokens,
-        labels=labels,
         num_tokens=max(1, sum(sample.num_tokens for sample in samples)),
         cursor=samples[-1].cursor,
-        positions=_mask_documents(rank_samples, labels) if samples[0].is_masked else None,
         num_documents=sum(sample.num_documents for sample in samples),
+        **tensors,
     )
-
-
-def _mask_documents(samples: Sequence[Sample], labels: torch.Tensor) -> torch.Tensor:
-    """Return positions that begin at 0 in each document, and ignore the labels that are first tokens of another one.
-
-    A document that began in an earlier row begins again, and padding is part of the last one.
-    """
-    positions = torch.arange(labels.shape[1]).repeat(len(samples), 1)
-    for row, sample in enumerate(samples):
-        for begin in sample.begins:
-            labels[row, begin - 1] = IGNORED
-            positions[row, begin:] = torch.arange(labels.shape[1] - begin)
-    return positions
 
 
 def rows_of(batch: Batch, rows: Rows) -> Batch:
@@ -206,11 +247,21 @@ def _of_one_length(
             continue
         seq_len = padded_length(sample.num_labels, batch.seq_len)
         group = waiting.setdefault(seq_len, [])
-        group.append(replace(sample, ids=sample.ids[: seq_len + 1]))
+        group.append(sample.cut(seq_len))
         if len(group) == batch.global_batch or len(waiting) > _MOST_WAITING:
             full = seq_len if len(group) == batch.global_batch else next(iter(waiting))
             yield full, waiting.pop(full)
     yield from waiting.items()
+
+
+def _open(
+    data: DataOptions, batch: BatchOptions, folder: Path, vocab_size: int
+) -> tuple[Vocabulary | TokenRows, tuple[DocumentSource, ...]]:
+    if data.is_tokenized:
+        row = RowForm(seq_len=batch.seq_len, vocab_size=vocab_size, is_masked=data.document_mask)
+        return TokenRows(), open_sources(data, row)
+    has_prompts = data.completion_field is not None
+    return load_vocabulary(folder, vocab_size, data.framing, has_prompts=has_prompts), open_sources(data)
 
 
 def _counted(data: DataOptions, skipped: Skipped | None) -> Skipped | None:
@@ -219,6 +270,8 @@ def _counted(data: DataOptions, skipped: Skipped | None) -> Skipped | None:
 
 
 def _samples(documents: Iterable[Drawn], data: DataOptions, seq_len: int) -> Iterator[Sample]:
+    if data.is_tokenized:
+        return _rows(documents, is_masked=data.document_mask)
     return _packed(documents, seq_len, is_masked=data.document_mask) if data.pack else _padded(documents, seq_len)
 
 
@@ -275,6 +328,12 @@ def _padded(documents: Iterable[Drawn], seq_len: int) -> Iterator[Sample]:
             if len(ids) > seq_len:
                 break
         yield Sample(ids=ids[: seq_len + 1], cursor=document.after)
+
+
+def _rows(documents: Iterable[Drawn], *, is_masked: bool) -> Iterator[Sample]:
+    for document in documents:
+        for _, ids in document.runs:
+            yield RowSample(ids=ids, cursor=document.after, is_masked=is_masked)
 
 
 def _synthetic(seed: int, vocab_size: int, batch: BatchOptions, start: int, rows: Rows) -> Iterator[Batch]:

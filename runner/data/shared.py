@@ -24,8 +24,9 @@ from typing import Protocol, TypeVar
 
 from manifests.errors import DataError, UserError
 from runner.data.documents import PlacedDocument
-from runner.data.files import Document
-from runner.data.tokenizer import Pieces, TokenIds, Tokenized, Vocabulary
+from runner.data.files import Document, Piece
+from runner.data.rows import TokenIds
+from runner.data.tokenizer import Pieces, Tokenized, TokenRows, Vocabulary
 
 _SHORT_NBYTES = 256 << 10  # of a document that is assigned whole: a longer one is assigned by pieces
 _LEAST_NBYTES, _MOST_NBYTES = 4 << 10, 256 << 10  # of text for each rank in a round: it doubles from the first on
@@ -98,7 +99,7 @@ class SharedTokenization:
         self._loads = [(0, rank) for rank in range(exchange.size)]  # a heap
         self._is_stopped = threading.Event()
 
-    def __call__(self, vocabulary: Vocabulary, documents: Iterator[PlacedDocument | None]) -> Tokenized:
+    def __call__(self, vocabulary: Vocabulary | TokenRows, documents: Iterator[PlacedDocument | None]) -> Tokenized:
         source = _Source(documents)
         for number, group in groupby(self._rounds(source, vocabulary), key=lambda tokenized: tokenized[0].number):
             yield _join(group)
@@ -112,7 +113,7 @@ class SharedTokenization:
         """Take part in the last round."""
         self._exchange.gather(None)
 
-    def _rounds(self, source: _Source, vocabulary: Vocabulary) -> Iterator[tuple[_Part, Pieces]]:
+    def _rounds(self, source: _Source, vocabulary: Vocabulary | TokenRows) -> Iterator[tuple[_Part, Pieces]]:
         """Yield all parts of a source with their ids."""
         nbytes, remaining = _LEAST_NBYTES, source.parts()
         while parts := tuple(_next_parts(remaining, nbytes * self._exchange.size)):
@@ -195,7 +196,7 @@ class _Source:
         document = placed.document
         pieces, error = iter(document.pieces), None
         while error is None and number >= self.num_passed:
-            piece: tuple[tuple[int, str], ...] = ()
+            piece: tuple[tuple[int, Piece], ...] = ()
             try:
                 piece = (next(pieces),)
             except StopIteration:

@@ -26,11 +26,11 @@ from runner.config.schema import FramingOptions
 from runner.data.bad import Skipped
 from runner.data.documents import PlacedDocument
 from runner.data.files import Document
+from runner.data.rows import Prompt, TokenIds
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-TokenIds: TypeAlias = "array[int]"
 Pieces: TypeAlias = Iterator[tuple[int, TokenIds]]  # each with the offset of its text
 Tokenized: TypeAlias = Iterator[tuple[PlacedDocument, Pieces] | None]
 _CONFIG = "tokenizer_config.json"
@@ -57,7 +57,10 @@ class Framing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """A tokenizer, the model's vocabulary size, and the ids before and after each document."""
+    """A tokenizer, the model's vocabulary size, and the ids before and after each document.
+
+    A token that is not a label, such as those of prompts, is the negative number ~id.
+    """
 
     tokenizer: Tokenizer
     size: int
@@ -75,6 +78,7 @@ class Vocabulary:
             DataError: an id is beyond the model's vocabulary.
         """
         for offset, piece in document.pieces:
+            assert isinstance(piece, str), "rows of token ids have no tokenizer"
             try:
                 ids = encode(self.tokenizer, piece)
             except DataError as error:
@@ -86,7 +90,7 @@ class Vocabulary:
                     "tokenizer.json and config.json disagree; use both from one revision",
                     code="tokenizer.beyond-vocabulary",
                 )
-            yield offset, array("i", ids)
+            yield offset, array("i", [~token for token in ids] if isinstance(piece, Prompt) else ids)
 
     def framed(self, document: Document, pieces: Pieces, skipped: Skipped | None = None) -> Pieces:
         """Yield the ids of a document's pieces within its frame; an empty document has no ids.
@@ -108,18 +112,36 @@ class Vocabulary:
             yield last, array("i", self.frame.after)
 
 
+class TokenRows:
+    """Rows of token ids in place of text: nothing is left to tokenize, and no frame is put around them."""
+
+    filler = 0
+
+    def tokenize(self, document: Document) -> Pieces:
+        for offset, piece in document.pieces:
+            assert not isinstance(piece, str), "text needs a tokenizer"
+            yield offset, piece
+
+    def framed(self, document: Document, pieces: Pieces, skipped: Skipped | None = None) -> Pieces:
+        return skipped.good(pieces) if skipped is not None else pieces
+
+
 # Tokenizes the documents of a source, with None after each epoch; frames are not added.
-Tokenize: TypeAlias = Callable[[Vocabulary, Iterator[PlacedDocument | None]], Tokenized]
+Tokenize: TypeAlias = Callable[[Vocabulary | TokenRows, Iterator[PlacedDocument | None]], Tokenized]
 
 
-def tokenize_alone(vocabulary: Vocabulary, documents: Iterator[PlacedDocument | None]) -> Tokenized:
+def tokenize_alone(vocabulary: Vocabulary | TokenRows, documents: Iterator[PlacedDocument | None]) -> Tokenized:
     """Tokenize documents in this process, piece by piece as they are needed."""
     for placed in documents:
         yield None if placed is None else (placed, vocabulary.tokenize(placed.document))
 
 
-def load_vocabulary(folder: Path, size: int, options: FramingOptions | None = None) -> Vocabulary:
+def load_vocabulary(
+    folder: Path, size: int, options: FramingOptions | None = None, *, has_prompts: bool = False
+) -> Vocabulary:
     """Read the tokenizer of a checkpoint folder, for a model with a vocabulary of `size` ids.
+
+    With `has_prompts`, what is put before a document is part of its prompt.
 
     Raises:
         DataError: it is missing or invalid, defines no EOS, or has special tokens beyond the vocabulary.
@@ -132,6 +154,8 @@ def load_vocabulary(folder: Path, size: int, options: FramingOptions | None = No
         problem = f"expected special token ids below {size}, found {beyond[0]}"
         hint = "tokenizer.json and config.json disagree; use both from one revision"
         raise DataError(str(folder), problem, hint, code="tokenizer.beyond-vocabulary")
+    if has_prompts:
+        frame = Frame(tuple(~token for token in frame.before), frame.after)
     return Vocabulary(tokenizer=tokenizer, size=size, frame=frame, filler=filler)
 
 

@@ -48,7 +48,8 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
     if not dry_run:
         check_device(options.device)
         check_documents("--data", options.data)
-    check_tokenizer(read.root)
+    if not options.is_tokenized:
+        check_tokenizer(read.root)
     # --dry-run is for the launcher, which prints the command.
     words = [word for word in context.meta[_ARGS] if word != "--dry-run"]
     num_ranks, worker = manifest.layout.num_ranks, "runner.evaluation.evaluate"

@@ -32,6 +32,13 @@ class EvalOptions:
         help="Text: .txt, .jsonl or .parquet files, folders or globs of them. May be repeated.",
     )  # fmt: skip
     text_field: str = flag("--text-field", written_default="text", help="Field or column with the text.")
+    completion_field: str | None = flag(
+        "--completion-field", written_default=None, metavar="NAME", show_default="the whole text counts",
+        help="Field or column of a completion, whose tokens alone count in the loss; --text-field is its prompt.",
+    )  # fmt: skip
+    is_tokenized: bool = flag(
+        "--tokenized", "is_tokenized", is_flag=True, help="The data is rows of token ids, as runner launch reads them."
+    )
     pack: bool = flag(
         "--pack/--no-pack", written_default=True,
         help="Pack documents end to end, or use one padded document per sequence, truncated at --seq-len.",
@@ -79,6 +86,8 @@ class EvalOptions:
         return DataOptions(
             sources=self.sources,
             text_field=self.text_field,
+            completion_field=self.completion_field,
+            is_tokenized=self.is_tokenized,
             pack=self.pack,
             document_mask=self.document_mask,
             skip_bad_documents=self.skip_bad_documents,

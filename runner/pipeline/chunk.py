@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manifests.models import module_of
-from runner.data.sequences import IGNORED
+from runner.data.rows import IGNORED
 from runner.models.family import Family, KeepsFloat32, check_output
 from runner.pipeline.stage_io import StageIO
 from runner.tensors.dtensor import local_of, local_regions

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from runner.config.schema import BatchOptions
-from runner.data.sequences import IGNORED, Batch
+from runner.data.rows import IGNORED
+from runner.data.sequences import Batch
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, num_tokens: int) -> torch.Tensor:

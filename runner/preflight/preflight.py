@@ -23,6 +23,7 @@ from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import SYNTHETIC, BatchOptions, DataOptions
 from runner.config.sharding import check_float32
 from runner.data.files import LINES, SUFFIXES, TEXT, file_nbytes, find_files, has_text
+from runner.data.rows import fields_of
 from runner.models.titan_fields import TITAN_FIELDS
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import (
@@ -207,7 +208,7 @@ def check_texts(launched: Packed, options: TrainOptions) -> None:
     Raises:
         InputError: there is none.
     """
-    if options.data.sources != (SYNTHETIC,) or options.eval_data is not None:
+    if not options.data.is_tokenized and (options.data.sources != (SYNTHETIC,) or options.eval_data is not None):
         check_tokenizer(launched.root, "train on --data synthetic")
 
 
@@ -241,7 +242,7 @@ def check_documents(flag: str, data: DataOptions) -> None:
         files = find_files(names)
         if data.skip_bad_documents or not weight:
             continue
-        texts = [has_text(file, data.text_field) for file in files[:_NUM_FILES]]
+        texts = [has_text(file, fields_of(data)) for file in files[:_NUM_FILES]]
         if not any(texts) and len(texts) == len(files):
             problem, hint = "contains no text", "its files are empty: choose others"
             raise DataError(f"{flag} {', '.join(names)}", problem, hint, code="data.empty")
@@ -287,7 +288,7 @@ def is_less_than_a_step(data: DataOptions, batch: BatchOptions) -> bool:
 
     Without --pack this is not known: documents are padded.
     """
-    if not data.pack:
+    if not data.pack or data.is_tokenized:
         return False
     nbytes = 0
     for file in () if data.sources == (SYNTHETIC,) else find_files(data.sources):

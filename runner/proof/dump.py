@@ -14,7 +14,7 @@ from manifests.errors import SourceError
 from manifests.jsontext import parse_json_object
 from manifests.safetensors import read_header
 from manifests.store import read_small_file
-from runner.data.sequences import IGNORED
+from runner.data.rows import IGNORED
 
 TOKENS, STEP, GRADIENTS = "tokens.safetensors", "step.json", "gradients*.safetensors"
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}

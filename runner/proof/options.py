@@ -23,7 +23,7 @@ import torch
 
 from manifests.errors import ModelError, UserError
 from runner.config.schema import ComputeOptions
-from runner.data.sequences import IGNORED
+from runner.data.rows import IGNORED
 from runner.models.family import Family
 from runner.pipeline.chunk import StageChunk, build_chunks, cast
 from runner.pipeline.heads import loss_of, output_form

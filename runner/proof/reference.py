@@ -12,7 +12,8 @@ import torch
 
 from manifests.schema import TieGroup
 from runner.config.schema import OptimOptions
-from runner.data.sequences import IGNORED, Batch, Sample, build_batch
+from runner.data.rows import IGNORED
+from runner.data.sequences import Batch, Sample, build_batch
 from runner.proof.stages import SelfChecked
 
 LENGTH = 12  # tokens of a row: longer than the windows, chunks and blocks of a tiny config

@@ -19,6 +19,7 @@ from runner.config.schema import BatchOptions, DataOptions
 from runner.data.bad import BadDocumentError, Skipped
 from runner.data.files import has_text
 from runner.data.mixture import Cursor
+from runner.data.rows import Fields
 from runner.data.sequences import IGNORED, Batch, read_batches, read_once
 from tests.fast.runner.data.words import BOS, EOS, FIRST, VOCAB_SIZE, write_tokenizer
 
@@ -163,7 +164,7 @@ def test_sources_of_bad_documents_alone_are_refused(folder: Path, tmp_path: Path
 def test_first_line_that_is_not_blank_is_checked_to_be_text(line: bytes, code: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\n" + b" " * (1 << 20) + b" \n" + line)
     with pytest.raises(BadDocumentError) as error:
-        has_text(tmp_path / "a.jsonl", "text")
+        has_text(tmp_path / "a.jsonl", Fields())
     assert (error.value.code, error.value.where) == (code, f"{tmp_path}/a.jsonl:3")
 
 
@@ -171,7 +172,7 @@ def test_long_line_is_text_that_is_not_read_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"{" * (16 << 20))
     tracemalloc.start()
     try:
-        assert has_text(tmp_path / "a.jsonl", "text")
+        assert has_text(tmp_path / "a.jsonl", Fields())
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()

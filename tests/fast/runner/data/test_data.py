@@ -14,6 +14,7 @@ from pyarrow import parquet
 
 from manifests.errors import InputError
 from runner.data.files import Document, find_files, line_offsets, read_documents
+from runner.data.rows import Fields
 
 
 def text_of(document: Document) -> str:
@@ -21,7 +22,7 @@ def text_of(document: Document) -> str:
 
 
 def texts(*files: Path, field: str = "text") -> list[str]:
-    return [text_of(document) for file in files for document in read_documents(file, field)]
+    return [text_of(document) for file in files for document in read_documents(file, Fields(field))]
 
 
 def refusal(file: Path) -> InputError:
@@ -45,7 +46,7 @@ def test_pieces_of_a_text_file_are_the_text_and_end_at_line_ends(
     text = "\n".join(lines * repeats)
     file = tmp_path_factory.mktemp("text") / "a.txt"
     file.write_bytes(text.encode())
-    documents = list(read_documents(file, "text"))
+    documents = list(read_documents(file, Fields("text")))
     pieces = [piece for document in documents for _, piece in document.pieces]
     assert len(documents) == (1 if text else 0)
     assert "".join(pieces) == text
@@ -60,7 +61,7 @@ def test_pieces_of_a_long_document_are_its_text_and_of_bounded_length(suffix: st
         file.write_text("\n".join(json.dumps({"text": each}) for each in (text, "short")))
     else:
         parquet.write_table(pyarrow.table({"text": [text, "short"]}), file)
-    long, short = read_documents(file, "text")
+    long, short = read_documents(file, Fields("text"))
     pieces = list(long.pieces)
     assert ("".join(piece for _, piece in pieces), text_of(short)) == (text, "short")
     assert {offset for offset, _ in pieces} == {0}
@@ -76,7 +77,7 @@ def test_document_too_long_for_memory_is_refused_and_the_next_one_is_read(suffix
         assert list(line_offsets(file)) == [0, len(long) + 13]
     else:
         parquet.write_table(pyarrow.table({"text": [long, "next"]}), file)
-    first, second = read_documents(file, "text")
+    first, second = read_documents(file, Fields("text"))
     with pytest.raises(InputError) as error:
         text_of(first)
     assert (error.value.code, error.value.where) == (
@@ -91,12 +92,12 @@ def test_line_without_end_is_cut_between_characters_and_read_from_any_cut_on(cha
     text = "x" + character * 200_001
     file = tmp_path / "a.txt"
     file.write_bytes(b"\xef\xbb\xbf" + text.encode())
-    (document,) = read_documents(file, "text")
+    (document,) = read_documents(file, Fields("text"))
     pieces = list(document.pieces)
     assert len(pieces) > 1
     assert "".join(piece for _, piece in pieces) == text
     for number, (offset, _) in enumerate(pieces):
-        (rest,) = read_documents(file, "text", offset)
+        (rest,) = read_documents(file, Fields("text"), offset)
         assert list(rest.pieces) == pieces[number:]
         assert rest.is_rest == (number > 0)
 
@@ -106,16 +107,20 @@ def test_documents_are_read_from_the_end_of_any_other_on(tmp_path: Path) -> None
     texts = ["one", "two", "three"] * 50
     parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "b.parquet", row_group_size=40)
     for file in find_files([str(tmp_path)]):
-        every = [(each.where, each.begin, each.end, text_of(each)) for each in read_documents(file, "text")]
+        every = [(each.where, each.begin, each.end, text_of(each)) for each in read_documents(file, Fields("text"))]
         for number, (_, _, end, _) in enumerate(every):
-            rest = [(each.where, each.begin, each.end, text_of(each)) for each in read_documents(file, "text", end)]
+            rest = [
+                (each.where, each.begin, each.end, text_of(each)) for each in read_documents(file, Fields("text"), end)
+            ]
             assert rest == every[number + 1 :]
 
 
 def test_offsets_of_lines_are_those_of_documents(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("\n" + '{"text": "one"}\r\n \t\n{"text": "two"}\n{"text": "three"}\n\n')
-    assert list(line_offsets(file)) == [document.begin for document in read_documents(file, "text")] == [1, 21, 37]
+    assert (
+        list(line_offsets(file)) == [document.begin for document in read_documents(file, Fields("text"))] == [1, 21, 37]
+    )
     assert line_offsets(file).itemsize == 8
     file.write_text("")
     assert list(line_offsets(file)) == []
@@ -128,7 +133,7 @@ def test_document_ends_where_its_record_ends(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "c.parquet", row_group_size=40)
     files = find_files([str(tmp_path)])
     assert texts(*files) == ["one\r\ntwo\n", "three\nfour", "", *(f"row {number}" for number in range(150))]
-    documents = [document for file in files for document in read_documents(file, "text")]
+    documents = [document for file in files for document in read_documents(file, Fields("text"))]
     assert [document.where for document in documents[:3]] == [
         str(tmp_path / "a.txt"),
         f"{tmp_path / 'b.jsonl'}:1",

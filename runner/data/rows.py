@@ -1,0 +1,161 @@
+"""What a record of data has: text, a prompt and its completion, or a row of token ids. No torch."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from manifests.jsontext import kind_of
+from runner.config.declared import MOST
+from runner.config.schema import DataOptions
+from runner.data.bad import BadDocumentError
+
+TokenIds: TypeAlias = "array[int]"
+IGNORED = -100  # the label of positions that are ignored in the loss
+_IDS, _LABELS, _MASK, _POSITIONS, _DOCUMENTS = ROW_FIELDS = (
+    "input_ids", "labels", "loss_mask", "position_ids", "document_ids",
+)  # fmt: skip
+_HEAD = 3  # numbers before the JSON text of an encoded row
+
+
+class Prompt(str):
+    """A piece of a prompt: its tokens are not labels."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowForm:
+    """What a row of token ids may have, and the fields that the loss reads besides."""
+
+    seq_len: int = MOST
+    vocab_size: int = MOST
+    is_masked: bool = False  # whether its documents are kept apart
+    per_token: tuple[str, ...] = ()
+    per_row: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*ROW_FIELDS, *self.per_token, *self.per_row)
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The fields of a record that are read: those of text, or with `row` those of a row of token ids."""
+
+    text: str = "text"
+    completion: str | None = None
+    row: RowForm | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (self.text,) if self.completion is None else (self.text, self.completion)
+
+
+def fields_of(data: DataOptions, row: RowForm | None = None) -> Fields:
+    """Return the fields that data options read; `row` is the form of rows, where the data has any."""
+    return Fields(data.text_field, data.completion_field, (row or RowForm()) if data.is_tokenized else None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A row of token ids: as many labels, positions and values of fields per token.
+
+    Labels and fields are shifted: those at a place are of the next token.
+    """
+
+    ids: Sequence[int]
+    labels: Sequence[int]
+    positions: Sequence[int] | None
+    fields: Mapping[str, Any]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many labels count in the loss."""
+        return len(self.labels) - sum(label == IGNORED for label in self.labels)
+
+    def encode(self) -> TokenIds:
+        """Return it as numbers, which travel as ids do; the first are what is asked of rows that are not decoded."""
+        text = json.dumps([self.ids, self.labels, self.positions, self.fields]).encode()
+        numbers = array("i", [self.num_tokens, 1 if self.positions is None else self.positions.count(0), len(self.ids)])
+        numbers.frombytes(text + b" " * (-len(text) % numbers.itemsize))
+        return numbers
+
+
+def decode_row(numbers: TokenIds) -> Row:
+    ids, labels, positions, fields = json.loads(numbers[_HEAD:].tobytes())
+    return Row(ids=ids, labels=labels, positions=positions, fields=fields)
+
+
+def parse_row(record: Mapping[str, Any], form: RowForm, where: Callable[[], str]) -> Row:
+    """Read a row of token ids.
+
+    Raises:
+        BadDocumentError: it is not one.
+    """
+    try:
+        return _parse(record, form)
+    except ValueError as error:
+        hint = "docs/training.md describes rows of token ids"
+        raise BadDocumentError(where(), str(error), hint, code="data.bad-row") from error
+
+
+def _parse(record: Mapping[str, Any], form: RowForm) -> Row:
+    ids = _whole_numbers(record, _IDS, None)
+    if not 0 < len(ids) <= form.seq_len:
+        raise ValueError(f"expected 1 to {form.seq_len} input_ids (--seq-len), found {len(ids)}")
+    labels, mask = (_whole_numbers(record, name, len(ids), ids) for name in (_LABELS, _MASK))
+    if record.get(_MASK) is not None:
+        if record.get(_LABELS) is not None or not {0, 1}.issuperset(mask):
+            raise ValueError("expected labels, or a loss_mask of 0 and 1, and not both")
+        labels = [token if counts else IGNORED for token, counts in zip(ids, mask, strict=True)]
+    for name, numbers in ((_IDS, ids), (_LABELS, [label for label in labels if label != IGNORED])):
+        if numbers and not 0 <= min(numbers) <= max(numbers) < form.vocab_size:
+            raise ValueError(f"expected {name} from 0 to below {form.vocab_size}, the model's vocabulary, "
+                             f"found {min(numbers)} to {max(numbers)}")  # fmt: skip
+    positions = _positions(record, len(ids))
+    if form.is_masked:
+        labels = [label if place else IGNORED for label, place in zip(labels, positions, strict=True)]
+    elif positions != list(range(len(ids))):
+        raise ValueError("has several documents, or other positions; add --document-mask")
+    fields: dict[str, Any] = {name: [*_floats(record, name, len(ids))[1:], 0.0] for name in form.per_token}
+    fields |= {name: _floats({name: [record.get(name)]}, name, 1)[0] for name in form.per_row}
+    return Row(
+        ids=ids, labels=[*labels[1:], IGNORED], positions=positions if form.is_masked else None, fields=fields
+    )  # fmt: skip
+
+
+def _positions(record: Mapping[str, Any], length: int) -> list[int]:
+    """Return the places of tokens in their documents, which begin where a place is 0."""
+    documents = _whole_numbers(record, _DOCUMENTS, length, [0] * length)
+    places: list[int] = []
+    for number, document in enumerate(documents):
+        places.append(places[-1] + 1 if number and document == documents[number - 1] else 0)
+    positions = _whole_numbers(record, _POSITIONS, length, places)
+    begins = [[place == 0 for place in those] for those in (places, positions)]
+    if min(positions) < 0 or positions[0] != 0 or (record.get(_DOCUMENTS) is not None and begins[0] != begins[1]):
+        raise ValueError("expected position_ids that are 0 where a document begins, and nowhere else")
+    return positions
+
+
+def _whole_numbers(
+    record: Mapping[str, Any], name: str, length: int | None, default: list[int] | None = None
+) -> list[int]:
+    values = record.get(name)
+    if values is None and default is not None:
+        return default
+    if not isinstance(values, list) or any(type(value) not in (int, bool) for value in values):
+        raise ValueError(f"expected a list of whole numbers in field {name!r}, found {kind_of(values)}")
+    if length is not None and len(values) != length:
+        raise ValueError(f"expected {length} {name}, as many as input_ids, found {len(values)}")
+    return values
+
+
+def _floats(record: Mapping[str, Any], name: str, length: int) -> list[float]:
+    values = record.get(name)
+    if not isinstance(values, list) or any(type(value) not in (int, float, bool) for value in values):
+        raise ValueError(f"expected numbers in field {name!r}, which the loss reads, found {kind_of(values)}")
+    if len(values) != length:
+        raise ValueError(f"expected {length} {name}, as many as input_ids, found {len(values)}")
+    return [float(value) for value in values]

@@ -1,0 +1,149 @@
+"""Rows of token ids, and prompts with completions: which tokens count in the loss, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from manifests.errors import DataError, UsageError
+from runner.config.schema import BatchOptions, DataOptions
+from runner.data.bad import Skipped
+from runner.data.rows import IGNORED
+from runner.data.sequences import Batch, Rows, read_batches, read_once
+from tests.fast.runner.data.words import BOS, EOS, FIRST, VOCAB_SIZE, WORDS, write_tokenizer
+
+BATCH = BatchOptions(global_batch=2, microbatch=1, seq_len=6)
+RECORDS: list[dict[str, Any]] = [
+    {"input_ids": [2, 3, 4, 5], "labels": [IGNORED, IGNORED, 4, 5]},
+    {"input_ids": [6, 7, 8], "loss_mask": [0, 1, 1]},
+    {"input_ids": [9, 8, 7, 6, 5, 4]},
+]
+TOKENS = [[2, 3, 4, 5, 0, 0], [6, 7, 8, 0, 0, 0], [9, 8, 7, 6, 5, 4]]
+LABELS = [[IGNORED, 4, 5, *3 * [IGNORED]], [7, 8, *4 * [IGNORED]], [8, 7, 6, 5, 4, IGNORED]]
+
+
+def write(file: Path, records: list[dict[str, Any]]) -> str:
+    if file.suffix == ".jsonl":
+        file.write_text("\n".join(map(json.dumps, records)))
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(records), file, row_group_size=2)
+    return str(file)
+
+
+def rows_in(source: str, *, count: int = 1, folder: Path | None = None, **options: Any) -> list[Batch]:
+    data = DataOptions(sources=(source,), **options)
+    batches = read_batches(data, BATCH, folder=folder or Path(), vocab_size=VOCAB_SIZE)
+    return list(islice(batches, count))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_are_sequences_whose_labels_or_mask_say_which_tokens_count(tmp_path: Path, suffix: str) -> None:
+    names = {name: None for record in RECORDS for name in record}
+    records = [{**names, **record} for record in RECORDS] if suffix == ".parquet" else RECORDS
+    first, second = rows_in(write(tmp_path / f"rows{suffix}", records), count=2, is_tokenized=True)
+    assert [*first.tokens.tolist(), *second.tokens.tolist()] == [*TOKENS, TOKENS[0]]
+    assert [*first.labels.tolist(), *second.labels.tolist()] == [*LABELS, LABELS[0]]
+    assert (first.num_tokens, second.num_tokens, first.positions) == (4, 7, None)
+
+
+def test_rows_shuffled_or_of_one_rank_are_whole_rows(tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.parquet", [{"input_ids": [number, number]} for number in range(VOCAB_SIZE)])
+    batches = rows_in(source, count=VOCAB_SIZE // 2, is_tokenized=True, shuffle=True)
+    assert sorted(row[0] for batch in batches for row in batch.tokens.tolist()) == list(range(VOCAB_SIZE))
+    data = DataOptions(sources=(source,), is_tokenized=True)
+    second = next(read_batches(data, BATCH, folder=tmp_path, vocab_size=VOCAB_SIZE, rows=Rows(number=1, count=2)))
+    assert (second.tokens[:, 0].tolist(), second.num_tokens) == ([1], 2)
+
+
+def test_rows_of_several_documents_have_their_positions_and_predict_none_of_the_next(tmp_path: Path) -> None:
+    records = [
+        {"input_ids": [2, 3, 4, 5], "document_ids": [7, 7, 9, 9]},
+        {"input_ids": [2, 3, 4, 5, 6], "position_ids": [0, 0, 1, 2, 0]},
+    ]
+    (batch,) = rows_in(write(tmp_path / "rows.jsonl", records), is_tokenized=True, document_mask=True)
+    assert batch.positions is not None
+    assert batch.positions.tolist() == [[0, 1, 0, 1, 2, 3], [0, 0, 1, 2, 0, 1]]
+    assert batch.labels.tolist() == [[3, IGNORED, 5, *3 * [IGNORED]], [IGNORED, 4, 5, *3 * [IGNORED]]]
+    assert (batch.num_tokens, batch.num_documents) == (4, 5)
+
+
+def test_rows_are_evaluated_once_each(tmp_path: Path) -> None:
+    data = DataOptions(sources=(write(tmp_path / "rows.jsonl", RECORDS),), is_tokenized=True)
+    batches = list(read_once(data, BATCH, folder=tmp_path, vocab_size=VOCAB_SIZE))
+    assert sum(batch.num_tokens for batch in batches) == 9
+    assert [row for batch in batches for row in batch.tokens.tolist()] == [*TOKENS, 6 * [0]]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"labels": [1]},
+        {"input_ids": []},
+        {"input_ids": 7 * [1]},
+        {"input_ids": [1, VOCAB_SIZE]},
+        {"input_ids": [1, -1]},
+        {"input_ids": [1, 0.5]},
+        {"input_ids": [1, 2], "labels": [1]},
+        {"input_ids": [1, 2], "labels": [1, -1]},
+        {"input_ids": [1, 2], "loss_mask": [1, 2]},
+        {"input_ids": [1, 2], "loss_mask": [1, 1], "labels": [1, 2]},
+        {"input_ids": [1, 2], "document_ids": [0, 1]},
+        {"input_ids": [1, 2], "position_ids": [1, 2]},
+    ],
+)
+def test_bad_row_is_refused_by_line_or_skipped(tmp_path: Path, record: Mapping[str, Any]) -> None:
+    source = write(tmp_path / "rows.jsonl", [RECORDS[1], dict(record)])
+    with pytest.raises(DataError) as error:
+        rows_in(source, is_tokenized=True)
+    assert (error.value.code, error.value.where) == ("data.bad-row", f"{source}:2")
+    data = DataOptions(sources=(source,), is_tokenized=True, skip_bad_documents=True)
+    skipped = Skipped()
+    batches = list(read_once(data, BATCH, folder=tmp_path, vocab_size=VOCAB_SIZE, skipped=skipped))
+    assert (len(batches), skipped.count) == (1, 1)
+
+
+def test_documents_and_positions_that_disagree_are_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "rows.jsonl", [{"input_ids": [1, 2], "document_ids": [0, 1], "position_ids": [0, 1]}])
+    with pytest.raises(DataError) as error:
+        rows_in(source, is_tokenized=True, document_mask=True)
+    assert error.value.code == "data.bad-row"
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("pack", [True, False])
+def test_prompts_and_what_frames_them_are_no_labels(tmp_path: Path, suffix: str, pack: bool) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    records = [{"q": "w0 w1", "a": "w2"}, {"q": "", "a": "w3 w4"}]
+    source = write(tmp_path / f"pairs{suffix}", records)
+    (batch,) = rows_in(source, folder=folder, text_field="q", completion_field="a", pack=pack)
+    ids = [[BOS, FIRST, FIRST + 1, FIRST + 2, EOS], [BOS, FIRST + 3, FIRST + 4, EOS]]
+    counts = [[0, 0, 0, 1, 1], [0, 1, 1, 1]]
+    rows = list(zip(ids, counts, strict=True))
+    if pack:
+        stream, mask = [*ids[0], *ids[1]] * 2, [*counts[0], *counts[1]] * 2
+        rows = [(stream[begin : begin + 7], mask[begin : begin + 7]) for begin in (0, 6)]
+    for row, (tokens, mask) in enumerate(rows):
+        expected = [token if counted else IGNORED for token, counted in zip(tokens, mask, strict=True)][1:]
+        assert batch.tokens[row, : len(expected)].tolist() == tokens[:-1]
+        assert batch.labels[row].tolist() == expected + (6 - len(expected)) * [IGNORED]
+    assert batch.num_tokens == sum(sum(mask[1:]) for _, mask in rows)
+    assert len(WORDS) == VOCAB_SIZE - FIRST
+
+
+def test_text_files_have_neither_rows_nor_completions(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("w0")
+    write_tokenizer(tmp_path)
+    for options in ({"is_tokenized": True}, {"completion_field": "a"}):
+        with pytest.raises(DataError) as error:
+            rows_in(str(tmp_path / "a.txt"), folder=tmp_path, **options)
+        assert error.value.code == "data.unknown-format"
+    with pytest.raises(UsageError) as conflict:
+        DataOptions(sources=("a.jsonl",), is_tokenized=True, completion_field="a")
+    assert conflict.value.code == "options.tokenized"
