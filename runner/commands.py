@@ -38,18 +38,6 @@ class _Verbs(click.Group):
         command: click.Command = getattr(import_module(module), name)
         return command
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        near: list[str] = []
-        if args and args[0] not in _VERBS:
-            from difflib import get_close_matches
-
-            near = get_close_matches(args[0], _VERBS, n=1)
-        if near and not args[0].startswith("-") and not ctx.resilient_parsing:
-            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
-        return super().resolve_command(ctx, args)
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in _VERBS.items()])

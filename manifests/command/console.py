@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from manifests.command.neighbors import usage_error
 from manifests.command.signals import INTERRUPTED
 from manifests.errors import InputError, UsageError, UserError, error_json, naming_flags, refused_by_system
 
@@ -87,13 +88,12 @@ def run_cli(
             cli()
         except refusal as caught:
             error: Any = caught
+            if type(error).__name__ == "NoArgsIsHelpError" and not is_json:
+                error.show()
+                return UsageError.exit_code
             if (moved := _moved(error)) is not None:
                 raise moved from None
-            if is_json:
-                problem = error.format_message()
-                raise UsageError(_parameter(error), problem, "see --help", code="usage.arguments") from caught
-            error.show()
-            return UsageError.exit_code
+            raise usage_error(error) from caught
         except abort as caught:
             interrupt = caught.__context__
             raise (interrupt if isinstance(interrupt, KeyboardInterrupt) else KeyboardInterrupt()) from None
@@ -105,7 +105,7 @@ def run_cli(
 def _moved(error: Any) -> UsageError | None:
     """Return the refusal of a verb or a flag that was removed, if the error of click is about one."""
     context = getattr(error, "ctx", None)
-    word = getattr(error, "option_name", None) or sys.argv[1]
+    word = getattr(error, "option_name", None) or next(iter(sys.argv[1:]), "")
     typed = f"{context.command_path if context else ''} {word}"
     where = next((removed for removed in (typed, word) if removed in MOVED), None)
     return UsageError(where, "was removed", MOVED[where], code="usage.moved") if where else None
@@ -117,15 +117,6 @@ def _is_working_folder_gone() -> bool:
     except OSError:
         return True
     return False
-
-
-def _parameter(error: Any) -> str:
-    """Return the flag or the argument that a click exception is about, if it is about one."""
-    parameter = getattr(error, "param", None)
-    if parameter is None:
-        return ""
-    name: str = parameter.opts[0] if parameter.param_type_name == "option" else parameter.human_readable_name
-    return name
 
 
 def expand_home(word: str) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from manifests.command.console import GroupedHelp
+from manifests.command.neighbors import DTYPES as _TORCH_DTYPES
 from manifests.errors import UsageError, flag_like, naming_flags
 from stores.address import hub_output, is_url
 
@@ -62,6 +63,13 @@ class WholeNumber(click.IntRange):
         if number > self.most:
             self.fail(f"expected at most {self.most}, found {str(value)[:40]}", param, ctx)
         return number
+
+
+class DtypeName(click.Choice[str]):
+    """A choice of dtypes, which may be called as torch does: `bfloat16` is `bf16`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(_TORCH_DTYPES.get(value, value), param, ctx)
 
 
 # Repeated here, since --help imports nothing that a command needs; a test compares them.
@@ -123,11 +131,11 @@ cost = click.option(
 )  # fmt: skip
 _CONVERSION = (
     click.option(
-        "--dtype", type=click.Choice(DTYPES[1:]), help="Cast weights to this dtype.",
+        "--dtype", type=DtypeName(DTYPES[1:]), help="Cast weights to this dtype.",
         show_default="as they are",
     ),
     click.option(
-        "--dequantize", "--dequantise", type=click.Choice(["bf16", "fp32"]), show_default="as they are",
+        "--dequantize", "--dequantise", type=DtypeName(["bf16", "fp32"]), show_default="as they are",
         help="Turn quantized weights (fp8 in blocks, mxfp4) into plain ones of this dtype.",
     ),
     click.option("--merge-slices", is_flag=True, help="Merge tensors that several ranks stored in slices."),
@@ -160,7 +168,7 @@ _TRAINING = (
     click.option("--microbatch", type=WholeNumber(min=1), default=1, metavar="B", help="Sequences per microbatch."),
     click.option("--seq-len", type=WholeNumber(min=1), default=4096, metavar="L", help="Tokens per sequence."),
     click.option(
-        "--dtype-policy", "policy", type=click.Choice(POLICIES), default="fp32",
+        "--dtype-policy", "policy", type=DtypeName(POLICIES), default="fp32",
         help="Dtypes of the memory estimate; mixed: bf16 weights, fp32 gradients, master weights and optimizer state.",
     ),
     click.option(

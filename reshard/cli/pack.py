@@ -301,7 +301,7 @@ def _notes(prepared: PreparedPack) -> Iterator[str]:
 @options.out
 @click.option(
     "--dtype",
-    type=click.Choice(options.DTYPES),
+    type=options.DtypeName(options.DTYPES),
     default="source",
     help="Dtype of the weights: as in the source, or one for all parameters.",
 )

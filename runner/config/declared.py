@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from manifests.command.neighbors import DTYPES
+
 T = TypeVar("T")
 _SAME: Any = object()
 MOST = (1 << 31) - 1  # of whole numbers: no memory, table or clock needs more
@@ -27,6 +29,13 @@ class WholeNumber(click.IntRange):
         if number > MOST:
             self.fail(f"expected at most {MOST}, found {str(value)[:40]}", param, ctx)
         return number
+
+
+class DtypeName(click.Choice[str]):
+    """A choice of dtypes, which may be called as torch does: `bfloat16` is `bf16`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(DTYPES.get(value, value), param, ctx)
 
 
 @dataclass(frozen=True, slots=True)

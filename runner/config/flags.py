@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from manifests.command.console import GroupedHelp
+from manifests.command.neighbors import usage_error
 from manifests.errors import UsageError
 from manifests.models import ModelShape
 from manifests.models.memory import MemoryEstimate, estimate_memory
@@ -168,10 +169,7 @@ def parse_training(args: Sequence[str]) -> TrainOptions:
     except click.exceptions.Exit as done:  # --help was printed
         sys.exit(done.exit_code)
     except click.UsageError as error:
-        raise UsageError(
-            "training options", error.format_message(), "runner launch MANIFEST -- --help lists them",
-            code="usage.arguments",
-        ) from error  # fmt: skip
+        raise usage_error(error, "training options") from error
 
 
 def recall(options: TrainOptions, remembered: Mapping[str, Any]) -> TrainOptions:

@@ -16,12 +16,12 @@ from manifests.models.trainable import Implementation
 from manifests.models.training import Recompute, parse_recompute
 from manifests.schema import Decay, LearningRate
 from manifests.training_state import LARGEST_RATE
-from runner.config.declared import Number, WholeNumber, flag, group
+from runner.config.declared import DtypeName, Number, WholeNumber, flag, group
 
 Dtype = Literal["fp32", "bf16"]
 SYNTHETIC = "synthetic"  # as a data source: random tokens
 _LEAST_EPS = 1e-30  # of AdamW: well above the smallest float32
-_DTYPES = click.Choice(get_args(Dtype))
+_DTYPES = DtypeName(get_args(Dtype))
 _POSITIVE = Number(min=0)
 _BETA = Number(0, 1, max_open=True)
 

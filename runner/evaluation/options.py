@@ -10,8 +10,9 @@ from typing import Any, get_args
 
 import click
 
+from manifests.command.neighbors import usage_error
 from manifests.errors import UsageError
-from runner.config.declared import WholeNumber, build, flag, parameters_of
+from runner.config.declared import DtypeName, WholeNumber, build, flag, parameters_of
 from runner.config.flags import Device
 from runner.config.schema import SYNTHETIC, DataOptions, Dtype, FramingOptions
 
@@ -56,9 +57,7 @@ class EvalOptions:
     skip_bad_documents: bool = flag(
         "--skip-bad-documents", is_flag=True, help="Skip and count documents that are not text."
     )
-    dtype: Dtype = flag(
-        "--dtype", type=click.Choice(get_args(Dtype)), written_default="fp32", help="Dtype to compute in."
-    )
+    dtype: Dtype = flag("--dtype", type=DtypeName(get_args(Dtype)), written_default="fp32", help="Dtype to compute in.")
     device: Device = flag(
         "--device", type=click.Choice(get_args(Device)), written_default="auto", help="Device to compute on."
     )
@@ -111,9 +110,7 @@ def parse_eval(args: Sequence[str]) -> EvalOptions:
     except click.exceptions.Exit as done:  # --help was shown
         sys.exit(done.exit_code)
     except click.UsageError as error:
-        raise UsageError(
-            name, error.format_message(), f"list the flags with {name} --help", code="usage.arguments"
-        ) from error
+        raise usage_error(error, name) from error
 
 
 def eval_options(values: Mapping[str, Any]) -> EvalOptions:

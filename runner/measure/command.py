@@ -14,7 +14,7 @@ from manifests.models.trainable import Implementation
 from manifests.models.training import parse_recompute
 from manifests.store import write_file
 from runner.bundle.packed import Packed, open_packed
-from runner.config.declared import WholeNumber
+from runner.config.declared import DtypeName, WholeNumber
 from runner.config.flags import Device
 from runner.config.schema import Dtype
 from runner.preflight.preflight import check_device
@@ -35,7 +35,7 @@ from stores.folders.probe import check_new_file, print_result
 )  # fmt: skip
 @click.option("--seq-len", type=WholeNumber(min=1), default=4096, help="Tokens in a sequence, as in training.")
 @click.option("--microbatch", type=WholeNumber(min=1), default=1, help="Sequences per microbatch, as in training.")
-@click.option("--dtype", type=click.Choice(get_args(Dtype)), default="fp32", help="Dtype of weights and activations.")
+@click.option("--dtype", type=DtypeName(get_args(Dtype)), default="fp32", help="Dtype of weights and activations.")
 @click.option("--ac", default="none", metavar="none|full|selective|N", help="Activation checkpointing, as in training.")
 @click.option(
     "--implementation", type=click.Choice(get_args(Implementation)), default=None,

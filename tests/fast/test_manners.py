@@ -5,6 +5,7 @@ from __future__ import annotations
 import colorsys
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import combinations
@@ -17,12 +18,15 @@ from click.testing import CliRunner
 
 from manifests.command import palette
 from manifests.command.console import MOVED
+from manifests.command.neighbors import NEIGHBORS
 from manifests.command.palette import KIND_COLORS, MEMORY_COLORS, THEMES, WORK_COLORS, contrast, ink_on, tint
+from manifests.errors import UsageError
 from reshard.cli import main as reshard_main
 from reshard.cli.command import cli as reshard_cli
+from reshard.cli.options import DTYPES, DtypeName
 from runner.cli import main as runner_main
 from runner.commands import cli as runner_cli
-from runner.config.flags import training_command
+from runner.config.flags import parse_training, training_command
 from tests.builders import llama_config, reshard, write_model
 from tests.fast.reshard.configs import write_config
 
@@ -65,13 +69,78 @@ def test_what_was_removed_is_refused_with_what_to_use_instead(
     assert (ended.value.code, error["code"], error["where"]) == (2, "usage.moved", removed)
 
 
+def misuse(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Return the error of a command that is refused as misused."""
+    monkeypatch.setattr("sys.argv", [*words, "--json"] if "--" not in words else words)
+    with pytest.raises(SystemExit) as ended:
+        (reshard_main if words[0] == "reshard" else runner_main)()
+    assert ended.value.code == 2
+    error: dict[str, str] = json.loads(capsys.readouterr().out)["error"]
+    assert error["code"] == "usage.arguments"
+    return error
+
+
 @pytest.mark.parametrize(
-    ("typed", "meant"), [("lanuch", "launch"), ("statsu", "status"), ("evla", "eval"), ("reprot", "report")]
-)
-def test_verb_with_a_typing_error_is_suggested(typed: str, meant: str) -> None:
-    done = CliRunner().invoke(runner_cli, [typed])
-    assert done.exit_code == 2
-    assert f"'{meant}'" in done.output
+    ("words", "meant"),
+    [
+        ("runner lanuch", "launch"), ("runner statsu", "status"), ("runner evla", "eval"), ("runner reprot", "report"),
+        ("reshard plann", "plan"), ("reshard plan x --layuot pp=2", "--layout"), ("runner eval x --dat y", "--data"),
+    ],
+)  # fmt: skip
+def test_word_with_a_typing_error_is_suggested(
+    words: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"did you mean {meant}" in misuse(words.split(), monkeypatch, capsys)["hint"]
+
+
+@pytest.mark.parametrize("program", NEIGHBORS)
+def test_words_of_other_tools_are_answered_with_ours(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = reshard_cli if program == "reshard" else runner_cli
+    verbs = [group.get_command(click.Context(group), name) for name in group.list_commands(click.Context(group))]
+    flags = {flag for verb in (*verbs, training_command) if verb for param in verb.params for flag in param.opts}
+    for word, answer in NEIGHBORS[program].items():
+        if word.startswith("-"):
+            assert word not in flags or program == "reshard", word
+            assert not {*re.findall(r"(?<= )--[a-z0-9-]+", f" {answer}")} - flags - {"--layout"}, word
+        else:
+            assert misuse([program, word], monkeypatch, capsys)["hint"].startswith(answer)
+            assert answer.split()[0] in ("reshard", "runner"), word
+            other = reshard_cli if answer.startswith("reshard") else runner_cli
+            assert answer.split()[1].strip(",;") in other.list_commands(click.Context(other)), word
+
+
+@pytest.mark.parametrize("word", [word for word in NEIGHBORS["runner"] if word.startswith("-")])
+def test_training_flags_of_other_tools_are_answered_with_ours(word: str) -> None:
+    for spelled in (word, word.replace("-", "_").replace("__", "--", 1)):
+        with pytest.raises(UsageError) as error:
+            parse_training([spelled, "1"])
+        assert error.value.where == spelled
+        assert NEIGHBORS["runner"][word] in error.value.hint
+
+
+def test_flag_of_another_tool_is_not_answered_where_ours_is_none_either(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--layout" not in misuse(["reshard", "verify", "x", "--num-stages"], monkeypatch, capsys)["hint"]
+
+
+def test_dtypes_are_taken_by_their_names_in_torch() -> None:
+    options = parse_training(["--data", "a.txt", "--dtype", "bfloat16", "--master-dtype", "float32"])
+    assert (options.compute.dtype, options.compute.master_dtype) == ("bf16", "fp32")
+    assert DtypeName(DTYPES[1:]).convert("float16", None, None) == "fp16"
+
+
+@pytest.mark.parametrize("program", ["reshard", "runner"])
+def test_command_alone_shows_its_help(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [program])
+    with pytest.raises(SystemExit) as ended:
+        (reshard_main if program == "reshard" else runner_main)()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"Usage: {program}")
 
 
 def test_layout_and_schedule_with_typing_errors_are_usage_errors_alike(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_data_options_that_conflict_are_refused(
     ("args", "where", "code"),
     [
         (("--restart-data",), "--restart-data", "options.needs-resume"),
-        (("--seed", "-1"), "training options", "usage.arguments"),
+        (("--seed", "-1"), "--seed", "usage.arguments"),
         (("--master-dtype", "bf16"), "--master-dtype", "options.master-dtype"),
         (("--ac", "0"), "--ac", "options.invalid-value"),
         (("--ac", "some"), "--ac", "options.invalid-value"),

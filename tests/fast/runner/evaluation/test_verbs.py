@@ -55,7 +55,7 @@ def test_two_dashes_before_the_flags_mean_nothing(
 def test_flag_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UsageError) as error:
         parse_eval(["folder", "--data", "a.txt", "--prompts", "a"])
-    assert (error.value.where, error.value.code) == ("runner eval", "usage.arguments")
+    assert (error.value.where, error.value.code) == ("--prompts", "usage.arguments")
 
 
 def test_text_that_is_not_there_is_said_once_and_before_any_rank_starts(
