@@ -1,11 +1,12 @@
-"""Manifest to JSON and back. The decoder names the path of whatever it refuses."""
+"""Manifest to JSON, in the lowest version that has its fields, and back. Errors name the path of what is refused."""
 
 from __future__ import annotations
 
 import json
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
+from itertools import chain
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from manifests.digest import PREFIX, digest_bytes, is_digest
@@ -13,7 +14,7 @@ from manifests.errors import InputError, ManifestError
 from manifests.invariants import MANIFEST_NAME, check_manifest
 from manifests.jsontext import kind_of, parse_json_object
 from manifests.paths import is_unicode
-from manifests.schema import FORMAT, VERSION, Manifest
+from manifests.schema import FORMAT, VERSIONS, Manifest
 from manifests.training_state import COUNT_LIMIT, LARGEST_NUMBER
 
 T = TypeVar("T")
@@ -29,7 +30,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     Raises:
         ManifestError: a path or a name in it is not valid Unicode.
     """
-    document = {"format": FORMAT, "version": VERSION, "digest": _BLANK, **asdict(manifest)}
+    version = _version_of(manifest)
+    document = {"format": FORMAT, "version": version, "digest": _BLANK, **_as_document(manifest, version)}
     text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
     if not is_unicode(text):
         raise ManifestError(
@@ -44,7 +46,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def manifest_document(manifest: Manifest) -> dict[str, Any]:
     """Return the JSON object of manifest.json, without its digest."""
-    return {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    version = _version_of(manifest)
+    return {"format": FORMAT, "version": version, **_as_document(manifest, version)}
 
 
 def decode_manifest(text: bytes, where: str = "manifest.json") -> Manifest:
@@ -60,10 +63,10 @@ def decode_manifest(text: bytes, where: str = "manifest.json") -> Manifest:
         hint = "this file was not written by reshard"
         raise ManifestError(f"{where}: format", f"expected {FORMAT!r}", hint, code="manifest.not-a-manifest")
     version = document.pop("version", None)
-    if type(version) is not int or version != VERSION:
+    if type(version) is not int or version not in VERSIONS:
         raise ManifestError(
             f"{where}: version",
-            f"expected {VERSION}, found {str(version)[:40]}",
+            f"expected {' or '.join(map(str, VERSIONS))}, found {str(version)[:40]}",
             "pack it again with this version of reshard, or read it with the version that wrote it",
             code="manifest.unsupported-version",
         )
@@ -76,7 +79,7 @@ def decode_manifest(text: bytes, where: str = "manifest.json") -> Manifest:
         )
     try:
         digest = _decode_digest(document.pop("digest"))
-        manifest = _decode_fields(document, Manifest, "")
+        manifest = _decode_fields(document, Manifest, "", version)
     except InputError as error:
         raise error.within(where) from None
     check_manifest(manifest, where)
@@ -91,22 +94,22 @@ def decode_manifest(text: bytes, where: str = "manifest.json") -> Manifest:
 
 
 def _decode_digest(value: Any) -> str:
-    digest: str = _decode(value, str, "digest")
+    digest: str = _decode(value, str, "digest", 1)
     if not is_digest(digest):
         raise _invalid("digest", f"expected {PREFIX} and 64 hex digits, found {digest[:80]!r}")
     return digest
 
 
-def _decode(value: Any, wanted: Any, path: str) -> Any:
+def _decode(value: Any, wanted: Any, path: str, version: int) -> Any:
     if is_dataclass(wanted) and isinstance(wanted, type):
-        return _decode_fields(value, wanted, path)
+        return _decode_fields(value, wanted, path, version)
     origin, args = get_origin(wanted), get_args(wanted)
     if origin is tuple:
         if not isinstance(value, list):
             raise _invalid(path, f"expected a list, found {kind_of(value)}")
-        return tuple(_decode(item, args[0], f"{path}[{index}]") for index, item in enumerate(value))
+        return tuple(_decode(item, args[0], f"{path}[{index}]", version) for index, item in enumerate(value))
     if origin in (types.UnionType, Union):
-        return None if value is None else _decode(value, args[0], path)
+        return None if value is None else _decode(value, args[0], path, version)
     if origin is Literal:
         if value not in args or not isinstance(value, str):
             raise _invalid(path, f"expected one of {', '.join(map(repr, args))}, found {str(value)[:80]!r}")
@@ -128,23 +131,47 @@ def _number(value: Any, path: str) -> float:
     return float(value)
 
 
-def _decode_fields(document: Any, wanted: Callable[..., T], path: str) -> T:
+def _decode_fields(document: Any, wanted: Callable[..., T], path: str, version: int) -> T:
     if not isinstance(document, Mapping):
         raise _invalid(path, f"expected an object, found {kind_of(document)}")
     hints = get_type_hints(wanted)
-    fields_of = {field.name: field for field in fields(wanted)}  # type: ignore[arg-type]
+    fields_of = {field.name: field for field in _fields_of(wanted, version)}
     prefix = f"{path}." if path else ""
     for key in document:
         if key not in fields_of:
-            problem, hint = "unknown field in version 1", "known fields: " + ", ".join(fields_of)
+            problem, hint = f"unknown field in version {version}", "known fields: " + ", ".join(fields_of)
             raise ManifestError(f"{prefix}{key}", problem, hint, code="manifest.unknown-field")
     values = {}
     for name, field in fields_of.items():
         if name in document:
-            values[name] = _decode(document[name], hints[name], prefix + name)
+            values[name] = _decode(document[name], hints[name], prefix + name, version)
         elif field.default is MISSING:
             raise ManifestError(f"{prefix}{name}", "missing required field", code="manifest.missing-field")
     return wanted(**values)
+
+
+def _fields_of(record: Any, version: int) -> list[Field[Any]]:
+    return [field for field in fields(record) if field.metadata.get("since", 1) <= version]
+
+
+def _version_of(value: Any) -> int:
+    """Return the lowest version that can express a value: later fields must have their defaults."""
+    if isinstance(value, tuple):
+        return max(map(_version_of, value), default=1)
+    if not is_dataclass(value):
+        return 1
+    values = [(field, getattr(value, field.name)) for field in fields(value)]
+    added = (field.metadata.get("since", 1) for field, of_field in values if of_field != field.default)
+    return max(chain(added, (_version_of(of_field) for _, of_field in values)), default=1)
+
+
+def _as_document(value: Any, version: int) -> Any:
+    """Return a value as JSON has it in a version."""
+    if isinstance(value, tuple):
+        return [_as_document(item, version) for item in value]
+    if not is_dataclass(value):
+        return value
+    return {field.name: _as_document(getattr(value, field.name), version) for field in _fields_of(value, version)}
 
 
 def _invalid(path: str, problem: str) -> ManifestError:

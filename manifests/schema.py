@@ -1,22 +1,27 @@
-"""The manifest's types, version 1. SPEC.md explains each field; field names are the JSON keys."""
+"""The manifest's types, version 2. SPEC.md explains each field; field names are the JSON keys.
+
+A field with `SINCE_2` was added in version 2. Where all of these have their defaults, version 1 is written.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from manifests.placement import Placement, Style
 
 FORMAT = "reshard-manifest"
-VERSION = 1
+VERSIONS = (1, 2)
+SINCE_2: Mapping[str, int] = {"since": 2}  # of a field
 MODEL_CARD_NAME = "README.md"
 
-Holds = Literal["weights", "exp_avg", "exp_avg_sq"]
+Holds = str  # "weights", or a kind of optimizer state, such as "exp_avg"
 Decay = Literal["constant", "linear", "cosine", "sqrt"]
+StateShape = Literal["parameter", "vector", "matrix", "rows", "columns", "scalar"]
 TrainedDtype = Literal["F64", "F32", "F16", "BF16"]
 WEIGHTS: Holds = "weights"
-MOMENTS: tuple[Holds, ...] = ("exp_avg", "exp_avg_sq")
+MOMENTS: tuple[Holds, ...] = ("exp_avg", "exp_avg_sq")  # of AdamW and Adam
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,23 +157,53 @@ class AuxiliaryFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmOption:
+    """An argument of an optimizer's class that the group has no field for; `value` is JSON."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterGroup:
-    """An optimizer's options and the parameters they apply to; without FQNs: all that no other group lists."""
+    """An optimizer's options and the parameters they apply to; without FQNs: all that no other group lists.
+
+    The betas and `eps` are those of AdamW and Adam, and 0 in groups of other algorithms, whose arguments are `options`.
+    """
 
     beta1: float
     beta2: float
     eps: float
     weight_decay: float
-    fqns: tuple[str, ...] = ()
+    fqns: tuple[str, ...] = ()  # or patterns of them; the first group that matches has the parameter
+    algorithm: str | None = field(default=None, metadata=SINCE_2)  # None: the optimizer's
+    rate_factor: float | None = field(default=None, metadata=SINCE_2)  # of the learning rate; None: 1
+    skips_clipping: bool = field(default=False, metadata=SINCE_2)
+    options: tuple[AlgorithmOption, ...] = field(default=(), metadata=SINCE_2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateKind:
+    """A kind of optimizer state, which shards of this name have: its shape, and the numbers of the groups that have it.
+
+    Its shape is the parameter's; or that alone of parameters with less than two dimensions (`vector`), or with two or
+    more (`matrix`), of which `rows` has a number for each row and `columns` for each column; or one number (`scalar`).
+    """
+
+    name: str
+    shape: StateShape
+    groups: tuple[int, ...] = ()  # none: all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerState:
-    """The optimizer whose state is in the shards. `name` is its class in `torch.optim`."""
+    """The optimizer whose state is in the shards. `name` is its class in `torch.optim`, or a dotted name."""
 
     name: str
     max_norm: float  # of gradient clipping; 0: no clipping
     groups: tuple[ParameterGroup, ...]
+    kinds: tuple[StateKind, ...] | None = field(default=None, metadata=SINCE_2)  # None: those of AdamW
+    ema: float = field(default=0.0, metadata=SINCE_2)  # decay of the average of the weights; 0: there is none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

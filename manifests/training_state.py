@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from manifests.digest import is_digest
+from manifests.optimizer_state import kinds_of
 from manifests.schema import (
     MOMENTS,
     WEIGHTS,
@@ -17,12 +20,15 @@ from manifests.schema import (
     LearningRate,
     Manifest,
     OptimizerState,
+    ParameterGroup,
     RandomState,
     TrainingState,
 )
 
 COUNT_LIMIT = 1 << 63  # of integers in a manifest
 LARGEST_NUMBER = sys.float_info.max
+_KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")  # the name of a folder of a stage
+_RESERVED = (WEIGHTS, "tied", "step")
 LARGEST_RATE = 3.4028234663852886e38  # the largest float32: an optimizer sees a larger one as infinite
 
 
@@ -37,9 +43,15 @@ def training_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
                     yield f"stages[{i}].shards[{j}].holds", "optimizer state requires training.optimizer, found null"
     if training is None:
         return
-    for moment in MOMENTS if training.optimizer is not None else ():
-        if moment not in stored:
-            yield "training.optimizer", f"expected null: no shard has {moment}"
+    declared = [kind.name for kind in kinds_of(training.optimizer)] if training.optimizer is not None else []
+    for kind in declared:
+        if kind not in stored:
+            yield (
+                "training.optimizer",
+                f"expected null: no shard has {kind}" if kind in MOMENTS else f"no shard has {kind}",
+            )
+    for kind in sorted(stored.difference(declared)) if training.optimizer is not None else ():
+        yield "training.optimizer.kinds", f"expected {kind!r} too: a shard has it"
     yield from state_problems(training)
 
 
@@ -112,13 +124,17 @@ def _random_problems(states: tuple[RandomState, ...]) -> Iterator[tuple[str, str
 
 def _group_problems(optimizer: OptimizerState) -> Iterator[tuple[str, str]]:
     where, seen = "training.optimizer.groups", set[str]()
-    if not optimizer.name.isidentifier():
+    if not _is_class_name(optimizer.name):
         yield "training.optimizer.name", f"expected a class name, found {optimizer.name[:80]!r}"
+    if optimizer.ema >= 1:
+        yield "training.optimizer.ema", f"expected a number below 1, found {optimizer.ema}"
+    yield from _kind_problems(optimizer)
     if not optimizer.groups:
         yield where, "expected at least one"
     if sum(not group.fqns for group in optimizer.groups) > 1:
         yield where, "expected at most one group without fqns (for all other parameters)"
     for position, group in enumerate(optimizer.groups):
+        yield from _algorithm_problems(group, f"{where}[{position}]")
         for name in ("beta1", "beta2"):
             if getattr(group, name) >= 1:
                 yield f"{where}[{position}].{name}", f"expected a number below 1, found {getattr(group, name)}"
@@ -126,3 +142,32 @@ def _group_problems(optimizer: OptimizerState) -> Iterator[tuple[str, str]]:
             if fqn in seen:
                 yield f"{where}[{position}].fqns", f"{fqn!r} is already in another group"
             seen.add(fqn)
+
+
+def _algorithm_problems(group: ParameterGroup, where: str) -> Iterator[tuple[str, str]]:
+    if group.algorithm is not None and not _is_class_name(group.algorithm):
+        yield f"{where}.algorithm", f"expected a class name, found {group.algorithm[:80]!r}"
+    names = [option.name for option in group.options]
+    for option in group.options:
+        if not option.name.isidentifier() or names.count(option.name) > 1:
+            yield f"{where}.options", f"expected an argument's name, once, found {option.name[:80]!r}"
+        try:
+            json.loads(option.value)
+        except ValueError:
+            yield f"{where}.options", f"expected JSON as the value of {option.name[:80]!r}, found {option.value[:80]!r}"
+
+
+def _kind_problems(optimizer: OptimizerState) -> Iterator[tuple[str, str]]:
+    seen: set[str] = set()
+    for position, kind in enumerate(optimizer.kinds or ()):
+        where = f"training.optimizer.kinds[{position}]"
+        if not _KIND.fullmatch(kind.name) or kind.name in (*_RESERVED, *seen):
+            yield f"{where}.name", f"expected lowercase letters, digits and _, once, found {kind.name[:80]!r}"
+        seen.add(kind.name)
+        for group in kind.groups:
+            if group >= len(optimizer.groups):
+                yield f"{where}.groups", f"expected a group below {len(optimizer.groups)}, found {group}"
+
+
+def _is_class_name(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))

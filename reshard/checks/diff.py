@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from manifests.models import module_of
-from manifests.schema import MOMENTS, WEIGHTS, Holds
+from manifests.schema import WEIGHTS, Holds
 from manifests.slices import Slice
 from reshard.checks.compare import in_batches, tensors_of
 from reshard.copy.engine import hash_tensors
@@ -97,7 +97,7 @@ def _compare_checkpoints(
 ) -> DiffResult:
     num_equal, num_moved, num_resliced, differences = 0, 0, 0, list[TensorDifference]()
     stages = _stages(a), _stages(b)
-    for holds in (WEIGHTS, *MOMENTS):
+    for holds in _kinds(a, b):
         tensors_a, tensors_b = tensors_of(a, holds) or {}, tensors_of(b, holds) or {}
         tensors_a, tensors_b = _with_tied(tensors_a, a, tensors_b), _with_tied(tensors_b, b, tensors_a)
         if bool(tensors_a) != bool(tensors_b):
@@ -127,6 +127,11 @@ def _compare_checkpoints(
     )
 
 
+def _kinds(a: Checkpoint, b: Checkpoint) -> tuple[Holds, ...]:
+    """Return weights, and each kind of optimizer state that one of them has."""
+    return (WEIGHTS, *dict.fromkeys((*a.moments, *b.moments)))
+
+
 def _with_tied(
     tensors: Mapping[str, TensorAt], checkpoint: Checkpoint, others: Mapping[str, TensorAt]
 ) -> Mapping[str, TensorAt]:
@@ -141,7 +146,7 @@ def _with_tied(
 
 def _nbytes_to_hash(a: Checkpoint, b: Checkpoint, *, reads_bytes: bool) -> int:
     """Return an estimate of the bytes to read for digests."""
-    kinds = (tensors_of(checkpoint, holds) or {} for checkpoint in (a, b) for holds in (WEIGHTS, *MOMENTS))
+    kinds = (tensors_of(checkpoint, holds) or {} for checkpoint in (a, b) for holds in _kinds(a, b))
     return sum(
         tensor.nbytes for tensors in kinds for tensor in tensors.values() if reads_bytes or tensor.blake3 is None
     )

@@ -12,7 +12,8 @@ from manifests.errors import InputError, Parameter, UsageError
 from manifests.headertext import NO_NAMES
 from manifests.invariants import SOURCE_NAME
 from manifests.models import ModelShape, module_of
-from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Stage, TieGroup
+from manifests.optimizer_state import stored_kinds
+from manifests.schema import WEIGHTS, Holds, Manifest, Stage, TieGroup
 from reshard.checks.compare import (
     check_index,
     check_names,
@@ -137,8 +138,9 @@ def verify_manifest(
     bundles = Bundles(manifest, read.folder, described.names if described else NO_NAMES)
     findings, of_index, of_source = Findings(), Findings(), Findings()
     index = read_index(manifest, read.folder, bundles.names, of_index)
-    bundles.read_ahead(stages, (WEIGHTS, *MOMENTS))
-    readers_by_kind = {holds: _intact_readers(bundles, stages, holds, findings) for holds in (WEIGHTS, *MOMENTS)}
+    kinds = stored_kinds(manifest)
+    bundles.read_ahead(stages, kinds)
+    readers_by_kind = {holds: _intact_readers(bundles, stages, holds, findings) for holds in kinds}
     if index is not None and not findings:
         check_index(index, manifest, read.folder, stages, _tensors_of(readers_by_kind[WEIGHTS]), of_index)
     index, bundles.names = None, NO_NAMES

@@ -30,8 +30,9 @@ from manifests.errors import (
     check_choice,
 )
 from manifests.jsontext import parse_json_object
+from manifests.optimizer_state import is_plain, kinds_of
 from manifests.schedules.learning_rate import rate_at
-from manifests.schema import OptimizerState, ParameterGroup, TrainingState
+from manifests.schema import MOMENTS, OptimizerState, ParameterGroup, TrainingState
 from manifests.store import read_small_file, write_file
 from reshard.archives.names import DATA_SUFFIX
 from reshard.copy.bucket import BucketTarget
@@ -226,6 +227,14 @@ def refuse_state(where: str, problem: str, *, code: str) -> CheckpointError:
     return CheckpointError(where, problem, hint, code=code)
 
 
+def check_moments(checkpoint: Checkpoint, optimizer: OptimizerState) -> None:
+    """Refuse other kinds of optimizer state than AdamW's."""
+    kinds = [kind.name for kind in kinds_of(optimizer)]
+    if sorted(kinds) != sorted(MOMENTS):
+        problem = f"expected {' and '.join(MOMENTS)} of AdamW alone, found {', '.join(kinds) or 'no state'}"
+        raise refuse_state(f"{checkpoint.location}: training", problem, code="checkpoint.other-optimizer")
+
+
 def adamw_options(checkpoint: Checkpoint, trained: TrainingState, optimizer: OptimizerState) -> dict[str, object]:
     """Return the options of the parameter group, at the learning rate of the next step.
 
@@ -236,7 +245,8 @@ def adamw_options(checkpoint: Checkpoint, trained: TrainingState, optimizer: Opt
     if rate is None:
         problem = "has no learning rate, which an optimizer of torch must have"
         raise refuse_state(where, problem, code="checkpoint.no-learning-rate")
-    if len(optimizer.groups) > 1 or optimizer.name != "AdamW":
+    check_moments(checkpoint, optimizer)
+    if len(optimizer.groups) > 1 or optimizer.name != "AdamW" or not is_plain(optimizer.groups[0]):
         problem = f"expected AdamW with one parameter group, found {optimizer.name} with {len(optimizer.groups)}"
         raise refuse_state(where, problem, code="checkpoint.other-optimizer")
     group: ParameterGroup = optimizer.groups[0]

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 from manifests.errors import CheckpointError, Parameter, UsageError, check_choice
-from manifests.schema import WEIGHTS, Holds, Layout, Manifest, Stage
+from manifests.optimizer_state import stored_kinds
+from manifests.schema import MOMENTS, WEIGHTS, Holds, Layout, Manifest, Stage
 from reshard.formats.open import find_format
 from reshard.formats.table import Listing
 from reshard.tensors.lazy import read_blocks
@@ -108,8 +109,8 @@ class PackedStage:
     def tensors(self, kind: Holds = WEIGHTS) -> dict[str, TensorInfo]:
         """Return the stage's tensors by Hugging Face FQN, from headers alone.
 
-        `kind` is "weights", or "exp_avg" or "exp_avg_sq" for the optimizer state. A tied weight has each of the names
-        that it has on this stage.
+        `kind` is "weights", or one of optimizer state, such as AdamW's "exp_avg" and "exp_avg_sq". A tied weight has
+        each of the names that it has on this stage.
 
         Raises:
             CheckpointError: there is no optimizer state (`checkpoint.no-optimizer-state`).
@@ -165,8 +166,8 @@ class PackedStage:
 
     def _located(self, kind: Holds) -> dict[str, TensorAt]:
         """Return where each tensor is, by all names that it has on this stage."""
-        check_choice(Parameter("kind"), kind, get_args(Holds))
         manifest = self.model.manifest
+        check_choice(Parameter("kind"), kind, dict.fromkeys((*stored_kinds(manifest), *MOMENTS)))
         if kind != WEIGHTS and (manifest.training is None or manifest.training.optimizer is None):
             hint = "open a training checkpoint; a packed model has none"
             raise CheckpointError(

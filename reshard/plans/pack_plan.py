@@ -318,13 +318,16 @@ def _metadata(tensors: Sequence[TensorAt]) -> Mapping[str, str]:
 def _by_stage(
     tensors: Mapping[str, TensorAt], ties: Sequence[TieGroup], stage_of: Mapping[str, int], num_stages: int
 ) -> list[list[TensorAt]]:
-    """Return each stage's tensors; a replica on a stage of its own that is not stored becomes a copy of its owner."""
+    """Return each stage's tensors; a replica on a stage of its own that is not stored becomes a copy of its owner.
+
+    A kind of optimizer state that the owner does not have, its replicas do not have either.
+    """
     bundles: list[list[TensorAt]] = [[] for _ in range(num_stages)]
     for tensor in tensors.values():
         bundles[_stage_of(tensor.name, stage_of)].append(tensor)
     for tie in ties:
         for member in tie.replicas:
-            if member.fqn not in tensors and member.stage != tie.owner.stage:
+            if member.fqn not in tensors and member.stage != tie.owner.stage and tie.owner.fqn in tensors:
                 bundles[member.stage].append(replace(tensors[tie.owner.fqn], name=member.fqn))
     return bundles
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import ManifestError, ShardError
-from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, Shard
+from manifests.optimizer_state import stored_kinds
+from manifests.schema import WEIGHTS, Holds, Manifest, Shard
 from runner.bundle.cache_folder import CacheFolder, assign_shards, check_cacheable, node_folder, shards_of
 from runner.bundle.packed import Packed, fetch, name_of, open_packed
 from runner.config.flags import TrainOptions
@@ -69,7 +70,7 @@ def local_cache_of(
     check_cacheable(origin.manifest, origin.where)
     path = node_folder(options.stage_to_local, name_of(origin.location), origin.read.digest)
     modules = _modules_on_node(launched.manifest, mesh, world)
-    holds = (WEIGHTS, *MOMENTS) if has_moments else (WEIGHTS,)
+    holds = stored_kinds(origin.manifest) if has_moments else (WEIGHTS,)
     return LocalCache(origin.bundles, CacheFolder(path=path, limit_s=options.timeout_s), modules, holds, world)
 
 

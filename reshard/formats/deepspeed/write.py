@@ -58,8 +58,8 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
         shards = _layers(checkpoint, tag)
     else:
         names = _parameter_names(checkpoint, options)
-        shards = _universal(checkpoint, tag, names)
         small[f"{tag}/zero/optimizer_state.pt"] = saved_value(_optimizer_state(checkpoint))
+        shards = _universal(checkpoint, tag, names)
         for fqn in owned_tensors(checkpoint, checkpoint.moments[MOMENTS[0]]) if checkpoint.moments else ():
             small[f"{tag}/zero/{names[fqn]}/step.pt"] = saved_step(step)
     plan = ExportPlan(

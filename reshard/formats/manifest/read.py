@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from manifests.errors import InputError, ManifestError, Parameter, ShardError
@@ -11,7 +11,8 @@ from manifests.index import INDEX_NAME
 from manifests.invariants import SOURCE_NAME, check_model
 from manifests.models import ModelShape, is_sized_by_files, model_shape, module_of
 from manifests.models.config import CONFIG_NAME
-from manifests.schema import MODEL_CARD_NAME, MOMENTS, WEIGHTS, AuxiliaryFile, Holds, Manifest, Stage
+from manifests.optimizer_state import kinds_of, state_shapes, stored_kinds
+from manifests.schema import MODEL_CARD_NAME, WEIGHTS, AuxiliaryFile, Holds, Manifest, OptimizerState, Stage, StateKind
 from reshard.copy.engine import hash_tensors
 from reshard.formats.auxiliary import has_section, without_section
 from reshard.formats.table import OpenOptions
@@ -72,7 +73,7 @@ def open_packed(read: ReadManifest, like: ModelShape | None = None) -> Checkpoin
     """
     described = describe(read, like)
     bundles = Bundles(read.manifest, read.folder, described.names)
-    bundles.read_ahead(read.manifest.stages, (WEIGHTS, *MOMENTS))
+    bundles.read_ahead(read.manifest.stages, stored_kinds(read.manifest))
     return open_with_bundles(described, bundles)
 
 
@@ -108,14 +109,17 @@ def open_with_bundles(described: Described, bundles: Bundles) -> Checkpoint:
     originals = _open_originals(bundles, record, where)
     stored = _stored_tensors(bundles, WEIGHTS, where)
     shape = without_absent(described.shape, stored)
-    _check_ties(manifest, stored, where)
+    _check_ties(manifest, stored, where, shape.tensors)
     tensors, record = _tensors_of_source(bundles, stored, record, shape)
     _check_strays(manifest, stored, tensors, where)
     del stored
     check_coverage(tensors, shape, where)
-    moments = {}
-    if manifest.training and manifest.training.optimizer:
-        moments = {holds: _moments(bundles, holds, record, shape) for holds in MOMENTS}
+    optimizer = manifest.training.optimizer if manifest.training else None
+    moments = (
+        {kind.name: _moments(bundles, optimizer, kind, record, shape) for kind in kinds_of(optimizer)}
+        if optimizer
+        else {}
+    )
     bundles.names = NO_NAMES
     folder = described.read.folder
     return Checkpoint(
@@ -141,12 +145,15 @@ def _auxiliary_at(folder: Folder, listed: AuxiliaryFile) -> AuxiliaryAt:
     return AuxiliaryAt(path=listed.path, file=file, digest=listed.compared_digest)
 
 
-def _moments(bundles: Bundles, holds: Holds, record: SourceRecord, shape: ModelShape) -> TensorMap:
-    """Return one kind of optimizer state, after checking that it covers the trained parameters."""
-    where = f"{bundles.root}: {holds}"
+def _moments(
+    bundles: Bundles, optimizer: OptimizerState, kind: StateKind, record: SourceRecord, shape: ModelShape
+) -> TensorMap:
+    """Return one kind of optimizer state, after checking that it covers the trained parameters that have it."""
+    where = f"{bundles.root}: {kind.name}"
     trained = trained_part(shape)
-    stored = _stored_tensors(bundles, holds, where)
-    _check_ties(bundles.manifest, stored, where)
+    trained = replace(trained, tensors=state_shapes(kind, optimizer.groups, trained.tensors, shape.ties))
+    stored = _stored_tensors(bundles, kind.name, where)
+    _check_ties(bundles.manifest, stored, where, trained.tensors)
     tensors, _ = _tensors_of_source(bundles, stored, record, trained)
     _check_strays(bundles.manifest, stored, tensors, where)
     check_coverage(tensors, trained, where)
@@ -230,9 +237,11 @@ def _check_counts(stage: Stage, num_tensors: int, nbytes: int, where: str) -> No
             )
 
 
-def _check_ties(manifest: Manifest, stored: Mapping[str, TensorAt], where: str) -> None:
-    """Raise if a tie's owner, or a replica on another stage, is not stored, or if copies differ."""
+def _check_ties(manifest: Manifest, stored: Mapping[str, TensorAt], where: str, expected: Collection[str]) -> None:
+    """Raise if a tie's owner, or a replica on another stage, is expected and not stored, or if copies differ."""
     for position, group in enumerate(manifest.ties):
+        if group.owner.fqn not in expected:
+            continue
         place = f"{where}: ties[{position}]"
         for member in group.members:
             if member.fqn not in stored and (member == group.owner or member.stage != group.owner.stage):

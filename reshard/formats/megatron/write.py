@@ -22,6 +22,7 @@ from reshard.formats.export import (
     ExportPlan,
     adamw_options,
     cast_for_export,
+    check_moments,
     owned_tensors,
     publish_export,
     refuse_state,
@@ -143,6 +144,7 @@ def optimizer_of(checkpoint: Checkpoint, trained: TrainingState, optimizer: Opti
         CheckpointError: there is no learning rate, or another optimizer than AdamW with one weight decay, of all
             parameters or of those that are not 1-D.
     """
+    check_moments(checkpoint, optimizer)
     options = adamw_options(checkpoint, trained, replace(optimizer, groups=_decayed(checkpoint, optimizer)))
     rate, decay = trained.learning_rate, options["weight_decay"]
     assert rate is not None, "adamw_options checked it"

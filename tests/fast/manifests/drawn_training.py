@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from base64 import b64encode
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 from hypothesis import strategies as st
 
+from manifests.optimizer_state import kinds_of
 from manifests.schema import (
     MOMENTS,
+    AlgorithmOption,
     BatchSizes,
     DataCursor,
     DataPosition,
@@ -22,6 +24,8 @@ from manifests.schema import (
     RandomState,
     Shard,
     SourcePosition,
+    StateKind,
+    StateShape,
     TrainedDtype,
     TrainingState,
 )
@@ -46,12 +50,28 @@ CURSORS = st.builds(
 @st.composite
 def optimizers(draw: st.DrawFn) -> OptimizerState:
     names = draw(st.lists(st.lists(TEXTS, min_size=1, max_size=2), max_size=2))
-    options = {"beta1": BETAS, "beta2": BETAS, "eps": NUMBERS, "weight_decay": NUMBERS}
+    options: dict[str, Any] = {"beta1": BETAS, "beta2": BETAS, "eps": NUMBERS, "weight_decay": NUMBERS}
+    later: dict[str, Any] = {}
+    if draw(st.booleans()):  # version 2
+        kinds = draw(st.lists(st.sampled_from(("exp_avg", "momentum_buffer", "ema")), unique=True).map(tuple))
+        shapes = st.sampled_from(get_args(StateShape))
+        declared = (
+            StateKind(name=name, shape=draw(shapes), groups=draw(st.sampled_from(((), (0,))))) for name in kinds
+        )
+        later = {"kinds": tuple(declared), "ema": draw(BETAS)}
+        options |= {
+            "algorithm": st.none() | st.sampled_from(("Muon", "toy.optim.Signs")),
+            "rate_factor": st.none() | NUMBERS,
+            "skips_clipping": st.booleans(),
+            "options": st.sampled_from(((), (AlgorithmOption(name="momentum", value="0.95"),))),
+        }
     groups = [
         draw(st.builds(ParameterGroup, **options, fqns=st.just(tuple(f"{i} {j} {fqn}" for j, fqn in enumerate(fqns)))))
         for i, fqns in enumerate([[], *names])
     ]
-    return OptimizerState(name=draw(st.sampled_from(("AdamW", "Adam"))), max_norm=draw(NUMBERS), groups=tuple(groups))
+    return OptimizerState(
+        name=draw(st.sampled_from(("AdamW", "Adam"))), max_norm=draw(NUMBERS), groups=tuple(groups), **later
+    )
 
 
 @st.composite
@@ -88,7 +108,7 @@ def trained_manifests(draw: st.DrawFn) -> Manifest:
         held = draw(st.integers(0, len(stages) - 1))
         shards = tuple(
             Shard(path=f"{holds}/ of stage", nbytes=draw(COUNTS), digest=draw(DIGESTS), holds=holds)
-            for holds in MOMENTS
+            for holds in (kind.name for kind in kinds_of(optimizer))
         )
         stages[held] = replace(stages[held], shards=stages[held].shards + shards)
     training = TrainingState(
@@ -159,3 +179,47 @@ def training_manifest() -> Manifest:
         random=(RandomState(rank=0, generator="cpu", state="AAEC"), RandomState(rank=1, generator="cpu", state="AwQF")),
     )
     return replace(full, stages=stages, training=training)
+
+
+def grouped_manifest() -> Manifest:
+    """Give a manifest of Muon, Adafactor and an EMA of weights: what manifest-v2-optimizer.json says."""
+    trained = training_manifest()
+    assert trained.training is not None
+    blank = {"beta1": 0.0, "beta2": 0.0, "eps": 0.0}
+    kinds = (
+        StateKind(name="momentum_buffer", shape="parameter", groups=(0,)),
+        StateKind(name="row_var", shape="rows", groups=(1,)),
+        StateKind(name="ema", shape="parameter"),
+    )
+    optimizer = OptimizerState(
+        name="Adafactor",
+        max_norm=1.0,
+        groups=(
+            ParameterGroup(
+                **blank,
+                weight_decay=0.1,
+                fqns=("model.layers.*_proj.weight",),
+                algorithm="Muon",
+                rate_factor=0.5,
+                skips_clipping=True,
+                options=(AlgorithmOption(name="momentum", value="0.95"),),
+            ),
+            ParameterGroup(**blank, weight_decay=0.0),
+        ),
+        kinds=kinds,
+        ema=0.999,
+    )
+    stages = tuple(
+        replace(
+            stage,
+            shards=tuple(shard for shard in stage.shards if shard.holds not in MOMENTS)
+            + tuple(
+                replace(shard, path=f"stage-{stage.index:03d}/{kind.name}/model.safetensors", holds=kind.name)
+                for shard in stage.shards
+                if shard.holds == MOMENTS[0]
+                for kind in kinds
+            ),
+        )
+        for stage in trained.stages
+    )
+    return replace(trained, stages=stages, training=replace(trained.training, optimizer=optimizer))

@@ -20,17 +20,19 @@ from jsonschema import Draft202012Validator
 import manifests
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.errors import InputError
-from manifests.schema import Manifest
+from manifests.optimizer_state import GroupNumbers, compact_patterns
+from manifests.schema import Manifest, ParameterGroup
 from tests.builders import with_digest, without_digest
 from tests.fast.manifests.drawn_manifests import described_manifest, full_manifest, virtual_manifest
 from tests.fast.manifests.drawn_manifests import manifests as packed_manifests
-from tests.fast.manifests.drawn_training import trained_manifests, training_manifest
+from tests.fast.manifests.drawn_training import grouped_manifest, trained_manifests, training_manifest
 from tests.refusals import refusal, refused
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden" / "manifest-v1.json"
 GOLDEN_VIRTUAL = GOLDEN.with_name("manifest-v1-virtual.json")
 GOLDEN_DESCRIBED = GOLDEN.with_name("manifest-v1-described.json")
 GOLDEN_TRAINING = GOLDEN.with_name("manifest-v1-training.json")
+GOLDEN_OPTIMIZER = GOLDEN.with_name("manifest-v2-optimizer.json")
 SCHEMA = Draft202012Validator(json.loads(Path(manifests.__file__).with_name("schema.json").read_text()))
 STRINGS = {"layout.schedule", "source.revision", "virtual.revision"}
 DESCRIBED = {f"model.description.{name}" for name in ("architecture", "mtp")}
@@ -40,6 +42,16 @@ OBJECTS = {"training", "virtual", "model.description", *(f"training.{name}" for 
 NULLABLE = STRINGS | DESCRIBED | DTYPES | OBJECTS
 OPTIONAL = NULLABLE | {"source.left_out", "stages.shards.holds", "stages.spans", "ties", "files", "parents"}
 OPTIONAL |= {f"model.description.{name}" for name in ("ties", "buffers", "ignored", "spare", "kinds")}
+# Since version 2, with the types of their values.
+LATER: dict[str, set[type]] = {
+    "training.optimizer.kinds": {type(None), list},
+    "training.optimizer.groups.algorithm": {type(None), str},
+    "training.optimizer.groups.rate_factor": {type(None), float, int},
+    "training.optimizer.groups.skips_clipping": {bool},
+    "training.optimizer.groups.options": {list},
+    "training.optimizer.ema": {float, int},
+}
+OPTIONAL |= {*LATER, "training.optimizer.kinds.groups"}
 OPTIONAL |= {"training.optimizer.groups.fqns", "training.learning_rate.stable_steps", "training.random"}
 _REMOVED = object()
 OTHERS: tuple[Any, ...] = (None, True, 7, -1.5, "seven", [], {})
@@ -109,7 +121,7 @@ def test_decoder_and_schema_refuse_every_spoiled_field_of_a_golden_file_by_its_p
     # Of lists, whose items are alike, the last one that has the field, and of files the one with the fewest fields.
     found = {
         (_field(one.keys), repr(one.value), one.code): (document, one)
-        for golden in (GOLDEN_TRAINING, GOLDEN_DESCRIBED, GOLDEN_VIRTUAL, GOLDEN)
+        for golden in (GOLDEN_OPTIMIZER, GOLDEN_TRAINING, GOLDEN_DESCRIBED, GOLDEN_VIRTUAL, GOLDEN)
         for document in [json.loads(golden.read_bytes())]
         for one in corruptions(document)
     }
@@ -163,10 +175,11 @@ def test_a_field_with_a_default_may_be_left_out(field: str) -> None:
         (GOLDEN_DESCRIBED, described_manifest()),
         (GOLDEN_VIRTUAL, virtual_manifest()),
         (GOLDEN_TRAINING, training_manifest()),
+        (GOLDEN_OPTIMIZER, grouped_manifest()),
     ],
-    ids=["full", "described", "virtual", "training"],
+    ids=["full", "described", "virtual", "training", "optimizer"],
 )
-def test_golden_file_of_version_1_is_read_and_is_what_is_written_today(golden: Path, manifest: Manifest) -> None:
+def test_golden_file_of_each_version_is_read_and_is_what_is_written_today(golden: Path, manifest: Manifest) -> None:
     assert decode_manifest(golden.read_bytes()) == manifest
     assert encode_manifest(manifest) == golden.read_bytes()
 
@@ -186,7 +199,7 @@ def test_golden_file_of_version_1_is_read_and_is_what_is_written_today(golden: P
         (b"{}", "manifest.not-a-manifest", "m: format"),
         (b'{"format": "reshard-manifest"}', "manifest.unsupported-version", "m: version"),
         (b'{"format": "reshard-manifest", "version": true}', "manifest.unsupported-version", "m: version"),
-        (b'{"format": "reshard-manifest", "version": 2, "shape": 0}', "manifest.unsupported-version", "m: version"),
+        (b'{"format": "reshard-manifest", "version": 3, "shape": 0}', "manifest.unsupported-version", "m: version"),
         (b'{"format": "reshard-manifest", "version": 1, "shape": 0}', "manifest.no-digest", "m: digest"),
     ],
 )
@@ -239,6 +252,8 @@ def _with(document: dict[str, Any], keys: list[Any], value: object) -> dict[str,
 
 
 def _kinds_allowed(keys: list[Any], value: Any) -> set[type]:
+    if _field(keys) in LATER and isinstance(keys[-1], str):
+        return LATER[_field(keys)]
     if _field(keys) not in NULLABLE:
         return {float, int} if type(value) is float else {type(value)}
     return {type(None), dict if _field(keys) in OBJECTS else str}
@@ -308,6 +323,36 @@ def test_a_value_without_a_meaning_is_refused_with_or_without_the_right_digest(p
         with pytest.raises(InputError) as error:
             decode_manifest(spoiled, "m")
         assert error.value.where == f"m: {path}"
+
+
+def test_fields_and_kinds_of_version_2_are_unknown_in_version_1() -> None:
+    later = json.loads(GOLDEN_OPTIMIZER.read_bytes())
+    later["version"] = 1
+    assert refused(lambda: decode_manifest(json.dumps(later).encode())) == (
+        "manifest.unknown-field",
+        "manifest.json: training.optimizer.kinds",
+    )
+    earlier = json.loads(GOLDEN_TRAINING.read_bytes())
+    earlier["stages"][0]["shards"][-1]["holds"] = "momentum_buffer"
+    assert refused(lambda: decode_manifest(json.dumps(earlier).encode()))[0] == "manifest.inconsistent"
+
+
+def test_a_manifest_of_many_groups_is_small() -> None:
+    layers = range(92_000 // 8)
+    matrices = [f"model.layers.{layer}.mlp.{name}.weight" for layer in layers for name in ("up", "down", "gate", "out")]
+    others = [f"model.layers.{layer}.{name}.weight" for layer in layers for name in ("norm1", "norm2", "q", "k")]
+    assert compact_patterns(matrices, others) == tuple(
+        f"model.layers.*.mlp.{name}.weight" for name in ("down", "gate", "out", "up")
+    )
+    odd = [*matrices, "model.layers.3.q.weight"]
+    others.remove("model.layers.3.q.weight")
+    groups = tuple(
+        ParameterGroup(beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0, fqns=fqns)
+        for fqns in (compact_patterns(odd, others), ())
+    )
+    numbers = GroupNumbers(groups)
+    assert {numbers.of(fqn) for fqn in odd} == {0}
+    assert {numbers.of(fqn) for fqn in others} == {1}
 
 
 @pytest.mark.parametrize("created_by", ["reshard 0.1.0", f"reshard 0.1.0, manifest blake3:{64 * '5'}"])

@@ -44,8 +44,11 @@ def tables_of_fields() -> list[dict[str, str]]:
 
 
 def fields_of(type_: Any) -> dict[str, str]:
-    shown = {MISSING: "", None: "null", (): "[]", 0: "0", "weights": '"weights"'}
-    return {field.name: shown[field.default] for field in fields(type_)}
+    shown = {MISSING: "", None: "null", (): "[]"}
+    return {
+        field.name: shown[field.default] if field.default in shown else json.dumps(field.default).removesuffix(".0")
+        for field in fields(type_)
+    }
 
 
 def test_tables_list_the_fields_of_every_type_with_their_defaults() -> None:

@@ -1,0 +1,102 @@
+"""What optimizer state a checkpoint has: its kinds, their shapes, and the group of each parameter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase, translate
+
+from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, OptimizerState, ParameterGroup, StateKind
+
+EMA = "ema"  # the kind of an exponential moving average of the weights
+_MOMENTS = tuple(StateKind(name=name, shape="parameter") for name in MOMENTS)
+_PATTERN = re.compile(r"[*?\[]")
+
+
+def kinds_of(optimizer: OptimizerState) -> tuple[StateKind, ...]:
+    """Return the declared kinds; `exp_avg` and `exp_avg_sq` of every parameter if none are declared."""
+    return _MOMENTS if optimizer.kinds is None else optimizer.kinds
+
+
+def is_plain(group: ParameterGroup) -> bool:
+    """Whether a group has nothing but what version 1 describes: the optimizer's class, AdamW's options, and FQNs."""
+    return (group.algorithm, group.rate_factor, group.skips_clipping, group.options) == (None, None, False, ())
+
+
+def stored_kinds(manifest: Manifest) -> tuple[Holds, ...]:
+    """Return what a manifest's shards contain: weights first."""
+    optimizer = manifest.training.optimizer if manifest.training else None
+    return (WEIGHTS, *(kind.name for kind in (kinds_of(optimizer) if optimizer else ())))
+
+
+def state_shapes(
+    kind: StateKind,
+    groups: Sequence[ParameterGroup],
+    tensors: Mapping[str, tuple[int, ...]],
+    ties: Iterable[Sequence[str]] = (),
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape that a kind of state has of each of these parameters that has it.
+
+    Tied ones, of which `ties` lists the owner first, are one parameter.
+    """
+    numbers = GroupNumbers(groups, ties)
+    shapes = ((fqn, shape_of(kind, shape)) for fqn, shape in tensors.items())
+    return {
+        fqn: shape for fqn, shape in shapes if shape is not None and (not kind.groups or numbers.of(fqn) in kind.groups)
+    }
+
+
+def shape_of(kind: StateKind, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape of a kind of state of a parameter; None if parameters of so many dimensions have none."""
+    match kind.shape:
+        case "scalar":
+            return ()
+        case "parameter":
+            return shape
+        case "vector":
+            return shape if len(shape) < 2 else None
+        case "matrix":
+            return shape if len(shape) >= 2 else None
+        case "rows":
+            return (*shape[:-1], 1) if len(shape) >= 2 else None
+        case "columns":
+            return (*shape[:-2], 1, shape[-1]) if len(shape) >= 2 else None
+
+
+class GroupNumbers:
+    """The number of each FQN's group: of the first with a pattern that matches it, else of the one without patterns.
+
+    If all have patterns, what none matches is in the last. A tied FQN is in the group of its owner.
+    """
+
+    def __init__(self, groups: Sequence[ParameterGroup], ties: Iterable[Sequence[str]] = ()) -> None:
+        self._owners = {fqn: tied[0] for tied in ties for fqn in tied}
+        self._rest = next((number for number, group in enumerate(groups) if not group.fqns), len(groups) - 1)
+        self._exact: dict[str, int] = {}
+        self._patterns: list[tuple[re.Pattern[str], int]] = []
+        for number, group in enumerate(groups):
+            for fqn in group.fqns:
+                if _PATTERN.search(fqn):
+                    self._patterns.append((re.compile(translate(fqn)), number))
+                else:
+                    self._exact.setdefault(fqn, number)
+
+    def of(self, fqn: str) -> int:
+        fqn = self._owners.get(fqn, fqn)
+        matched = next((number for pattern, number in self._patterns if pattern.match(fqn)), None)
+        return min((number for number in (matched, self._exact.get(fqn)) if number is not None), default=self._rest)
+
+
+def compact_patterns(fqns: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
+    """Return patterns that match these FQNs and none of the others: `*` for numbers wherever that tells them apart.
+
+    A manifest stays small: a pattern of layers or experts stands for all of them.
+    """
+    taken = set(map(_numberless, others))
+    patterns = {fqn: _numberless(fqn) for fqn in fqns}
+    safe = {pattern for pattern in set(patterns.values()) if not any(fnmatchcase(other, pattern) for other in taken)}
+    return tuple(sorted({pattern if pattern in safe else fqn for fqn, pattern in patterns.items()}))
+
+
+def _numberless(fqn: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn)
