@@ -43,6 +43,17 @@ if TYPE_CHECKING:
     from reshard.checks.verify import verify as verify
     from reshard.copy.parallelism import Parallelism as Parallelism
     from reshard.copy.runs import Progress as Progress
+    from reshard.delta.apply import ApplyResult as ApplyResult
+    from reshard.delta.apply import apply_delta as apply_delta
+    from reshard.delta.chains import ChainEntry as ChainEntry
+    from reshard.delta.chains import PruneResult as PruneResult
+    from reshard.delta.chains import VerifyChainResult as VerifyChainResult
+    from reshard.delta.chains import delta_log as delta_log
+    from reshard.delta.chains import prune_delta as prune_delta
+    from reshard.delta.chains import verify_delta as verify_delta
+    from reshard.delta.publish import PublishResult as PublishResult
+    from reshard.delta.publish import fold_delta as fold_delta
+    from reshard.delta.publish import publish_delta as publish_delta
     from reshard.estimate.assumptions import Assumptions as Assumptions
     from reshard.estimate.costs import ModuleTime as ModuleTime
     from reshard.estimate.training_estimate import Forecast as Forecast
@@ -97,6 +108,16 @@ _NAMES_BY_MODULE = {
     "reshard.checks.verify": ("VerifyResult", "verify"),
     "reshard.copy.parallelism": ("Parallelism",),
     "reshard.copy.runs": ("Progress",),
+    "reshard.delta.apply": ("ApplyResult", "apply_delta"),
+    "reshard.delta.chains": (
+        "ChainEntry",
+        "PruneResult",
+        "VerifyChainResult",
+        "delta_log",
+        "prune_delta",
+        "verify_delta",
+    ),
+    "reshard.delta.publish": ("PublishResult", "fold_delta", "publish_delta"),
     "reshard.estimate.assumptions": ("Assumptions",),
     "reshard.estimate.costs": ("ModuleTime",),
     "reshard.estimate.training_estimate": ("Forecast", "StepEstimate"),

@@ -88,6 +88,17 @@ RUN: Mapping[str, Run] = {
         },
         files={"# job.toml": ("job.toml", "runner launch --job job.toml --dry-run")},
     ),
+    "docs/weights.md": Run(
+        needs=("tiny_model",),
+        instead={
+            r"\./checkpoints/step-000100": "./Llama-3.2-1B",
+            r"\./checkpoints/step-000200": "./Llama-3.2-1B-pp2",
+            "s3://bucket/chain": "./chain",
+            "--version 7": "--version 2",
+            "chain@7": "chain@2",
+        },
+        trains=False,
+    ),
     "docs/layouts.md": Run(
         needs=("model", "pp2", "configs"),
         instead={"4096": "64"},

@@ -13,6 +13,8 @@ _DEEPSPEED = re.compile(
     r"(?:[^/]+/)?(?:(?:layer|mp_rank|(?:bf16_|fp16_)?zero_pp_rank)_\d+[^/]*_states\.pt|zero/[^/]+/fp32\.pt)"
 )
 
+VERSION_INDEX = re.compile(r"weight_v(\d{6,12})/model\.safetensors\.index\.json")  # of a chain of versions
+
 _OF_TRANSFORMERS = re.compile(r".+\.safetensors|(?:.+/)?pytorch_model[^/]*\.bin")
 
 
@@ -30,3 +32,8 @@ def is_deepspeed(names: Collection[str]) -> bool:
 def is_megatron(names: Collection[str]) -> bool:
     """Return whether a folder with these files is one of Megatron-Core's `torch_dist` format, which is DCP's."""
     return is_dcp(names) and MARK_NAME in names
+
+
+def is_chain(names: Collection[str]) -> bool:
+    """Return whether a folder with these files is a chain of versions, as `reshard delta` writes it."""
+    return any(map(VERSION_INDEX.fullmatch, names))

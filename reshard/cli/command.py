@@ -8,6 +8,7 @@ from functools import partial
 import click
 
 from manifests.command.console import run_cli
+from reshard.cli.delta import delta
 from reshard.cli.options import Verb
 from reshard.cli.pack import commit, export, pack
 from reshard.cli.plan import layout, plan
@@ -46,7 +47,7 @@ def completion(ctx: click.Context, shell: str) -> None:
 
 
 # Each verb's line in the list of verbs; the help of the verb itself says more.
-_VERBS = {
+_VERBS: dict[click.Command, str] = {
     plan: "Show a layout's stages, memory, balance and pipeline bubble.",
     layout: "Show what a layout means, without a model.",
     pack: "Write a checkpoint as one bundle per pipeline stage.",
@@ -58,6 +59,7 @@ _VERBS = {
     push: "Upload a packed model to the Hugging Face hub.",
     inspect: "Show what a checkpoint contains, from headers alone.",
     diff: "List what differs between two checkpoints.",
+    delta: "Publish weights as a chain of deltas, and apply it.",
     completion: "Print the shell completion script of bash, zsh or fish.",
 }
 for verb, short_help in _VERBS.items():

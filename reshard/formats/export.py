@@ -41,8 +41,9 @@ from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import Progress, counting
+from reshard.formats.delta.chain import ChainAt, list_versions, split_version
 from reshard.formats.manifest.read import open_packed
-from reshard.formats.table import TIED_KEY, ExportOptions, ExportResult, export_targets, names_of_targets
+from reshard.formats.table import DELTA, TIED_KEY, ExportOptions, ExportResult, export_targets, names_of_targets
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.checksums import verify_records
@@ -51,10 +52,10 @@ from reshard.tensors.source_index import SUFFIX
 from reshard.transforms.conversion import ExportDtype, cast_checkpoint, casts_in
 from stores.address import is_inside, is_url, place_of, split_url
 from stores.bundles import TensorAt
-from stores.local import LocalFile
+from stores.local import LocalFile, LocalFolder
 from stores.objects.client import ObjectEntry, ObstoreClient, open_writable
 from stores.objects.output import ObjectTarget
-from stores.open import Address, open_manifest
+from stores.open import Address, open_manifest, open_store
 
 
 def export(
@@ -117,7 +118,7 @@ def export(
     if target.is_float32 and dtype not in ("source", "fp32"):
         problem = f"{Parameter('to', to)} has float32 weights, not {dtype}"
         raise UsageError(Parameter("dtype"), problem, "leave it out", code="options.conflict")
-    checkpoint = open_packed(open_manifest(manifest))
+    checkpoint = _open_to_export(str(manifest))
     address = str(out) if is_url(out) else Path(out)
     check_export_to(address, checkpoint, force=force)
     if weights_only or not target.has_state:
@@ -128,6 +129,14 @@ def export(
     write = WriteOptions(io=io, sync=sync, progress=counting(progress, total), parallelism=parallelism or Parallelism())
     options = ExportOptions(to=to, names=names, tied_key=tied_key, dtype=dtype, force=force, write=write)
     return kind.export(checkpoint, address, options)
+
+
+def _open_to_export(source: str) -> Checkpoint:
+    """Open a manifest, or a chain of versions."""
+    address, version = split_version(source)
+    if version is None and not (os.path.isdir(source) and list_versions(LocalFolder(Path(source))).numbers):
+        return open_packed(open_manifest(source))
+    return DELTA.open_checkpoint(ChainAt(open_store(address), version))
 
 
 Casts = Mapping[tuple[str, str], int]

@@ -23,6 +23,7 @@ from manifests.safetensors import nbytes_of
 from manifests.schema import ModelDescription, Source
 from manifests.store import links_out_of, read_config
 from reshard.formats import table
+from reshard.formats.delta.chain import ChainAt, split_version
 from reshard.formats.megatron.names import find_iteration
 from reshard.formats.table import Format, OpenOptions
 from reshard.formatting import list_words, nearest_word
@@ -44,6 +45,9 @@ def find_format(source: str) -> tuple[Format, Folder]:
     """
     if _is_named(source):
         return table.MANIFEST, locate_manifest(source)[0]
+    address, version = split_version(source)
+    if version is not None:
+        return table.DELTA, ChainAt(open_store(address), version)
     folder = find_iteration(source, open_store(source))
     names = folder.names()
     return next((kind for kind in table.FORMATS if kind.is_in(names)), table.HUGGINGFACE), folder
@@ -113,6 +117,8 @@ def names_manifest(source: str) -> bool:
     """Return whether a source is a manifest (its file or folder); asks the server if it is remote."""
     if _is_named(source):
         return True
+    if split_version(source)[1] is not None:
+        return False
     folder = open_store(source)
     return not isinstance(folder, LocalFolder) and MANIFEST_NAME in folder.names()
 

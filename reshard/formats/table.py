@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from manifests.invariants import MANIFEST_NAME
-from reshard.archives.names import is_dcp, is_deepspeed, is_megatron
+from reshard.archives.names import is_chain, is_dcp, is_deepspeed, is_megatron
 
 if TYPE_CHECKING:
     from manifests.models import ModelShape
@@ -197,9 +197,11 @@ MANIFEST = Format(
     is_in=lambda names: MANIFEST_NAME in names,
     read="reshard.formats.manifest.read",
 )
+DELTA = Format(name="delta", is_in=is_chain, read="reshard.formats.delta.read")
 FORMATS: tuple[Format, ...] = (
     HUGGINGFACE,
     MANIFEST,
+    DELTA,
     Format(
         name="dcp",
         is_in=lambda names: is_dcp(names) and not is_megatron(names),

@@ -208,3 +208,33 @@ def _twice_float4() -> Floats:
 _NUMPY: Mapping[str, str] = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _NBYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _E4M3, _FP4_TWICE = _float8(), _twice_float4()
+
+
+def xor_into(state: memoryview, difference: memoryview) -> None:
+    """Change a state to `state ^ difference`."""
+    values = np.frombuffer(state, np.uint8)
+    np.bitwise_xor(values, np.frombuffer(difference, np.uint8), out=values)
+
+
+def difference_of(old: memoryview, new: memoryview) -> tuple[memoryview, int]:
+    """Return `old ^ new`, and how many of its bytes are not zero."""
+    difference = np.bitwise_xor(np.frombuffer(old, np.uint8), np.frombuffer(new, np.uint8))
+    return difference.data, int(np.count_nonzero(difference))
+
+
+class Changes:
+    """Bytes that change, by position in a tensor, in ascending order."""
+
+    def __init__(self, positions: bytearray, values: bytearray) -> None:
+        self._positions, self._values = np.frombuffer(positions, "<u4"), np.frombuffer(values, np.uint8)
+
+    def are_within(self, nbytes: int) -> bool:
+        """Return whether the positions are ascending ones of a tensor of `nbytes`."""
+        positions = self._positions
+        return not len(positions) or (int(positions[-1]) < nbytes and bool(np.all(positions[:-1] < positions[1:])))
+
+    def apply(self, state: memoryview, begin: int) -> None:
+        """Change the bytes of a block that begins at `begin` of the tensor."""
+        first, last = np.searchsorted(self._positions, (begin, begin + len(state)))
+        values = np.frombuffer(state, np.uint8)
+        values[self._positions[first:last] - np.uint32(begin)] = self._values[first:last]

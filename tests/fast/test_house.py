@@ -27,8 +27,9 @@ PARTICIPLES = frozenset(
 MOST_PARTICIPLES = 22
 PLAIN_NAMES = frozenset(
     {
-        "manifests/schedules", "reshard/archives", "reshard/checks", "reshard/cli", "reshard/copy", "reshard/draw",
-        "reshard/estimate", "reshard/formats", "reshard/formatting.py", "reshard/layouts", "reshard/packing",
+        "manifests/schedules", "reshard/archives", "reshard/checks", "reshard/cli", "reshard/copy", "reshard/delta",
+        "reshard/draw", "reshard/estimate", "reshard/formats", "reshard/formatting.py", "reshard/layouts",
+        "reshard/packing",
         "reshard/plans", "reshard/report", "reshard/tensors", "reshard/transforms", "runner/bundle",
         "runner/checkpoint", "runner/config", "runner/data", "runner/distributed", "runner/evaluation",
         "runner/launch", "runner/load", "runner/measure", "runner/models", "runner/parallel", "runner/pipeline",

@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTPUTS = ROOT / "docs/adr/0024-outputs-are-probed.md"
 VERIFIED = ROOT / "docs/adr/0020-parts-are-verified.md"
 INPUTS = {
-    "reshard check --against", "reshard check --model", "reshard check checkpoint", "reshard diff --model",
+    "reshard check --against", "reshard check --model", "reshard check checkpoint",
+    "reshard delta apply chain", "reshard delta fold chain", "reshard delta log chain", "reshard delta prune chain",
+    "reshard delta publish --base", "reshard delta publish source", "reshard delta verify --base",
+    "reshard delta verify chain", "reshard diff --model",
     "reshard diff a", "reshard diff b", "reshard export manifest", "reshard inspect manifest", "reshard layout --cost",
     "reshard layout spec", "reshard pack --layout", "reshard pack --model",
     "reshard pack --mount", "reshard pack source", "reshard plan --cost", "reshard plan --layout",

@@ -119,6 +119,12 @@ def test_doctests_of_the_public_api_run(tmp_path: Path, monkeypatch: pytest.Monk
         "inspect",
         "layout",
         "commit",
+        "publish_delta",
+        "apply_delta",
+        "delta_log",
+        "verify_delta",
+        "prune_delta",
+        "fold_delta",
     )
     finder, runner = doctest.DocTestFinder(recurse=True), doctest.DocTestRunner()
     for name in order:

@@ -1,0 +1,1 @@
+"""Publish weights as a chain of versions, and keep a folder at one of them."""

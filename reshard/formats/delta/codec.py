@@ -1,0 +1,292 @@
+"""Deltas of tensors: the difference of two states, compressed, and the state that a base and its deltas make.
+
+A tensor's delta is zstd of `new ^ old`, byte by byte (`xor`), or of the count, the positions and the values of the
+bytes that changed (`overwrite`: uint32, uint32 each, uint8 each, little-endian). Both are decoded; `xor` is written,
+since its memory does not grow with the number of changes.
+
+Source: slime, `update_weight_from_disk_delta.py` and its decoder `pull_weights`, July 2026.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any, BinaryIO, Protocol
+from zlib import adler32
+
+from manifests.digest import Hasher
+from manifests.errors import SourceError, StoreError
+from reshard.tensors.lazy import STEP_NBYTES, derive, read_blocks
+from stores.base import Reader
+from stores.bundles import TensorAt
+
+XOR, OVERWRITE = "xor", "overwrite"
+ENCODINGS = (XOR, OVERWRITE)
+CHECKSUMS = ("blake3", "xxh3-128", "adler32")
+ZSTD = "zstd"
+LEVEL = 1  # of zstd: higher ones take longer than the disk
+BAD_DELTA = "source.bad-delta"
+_MOST_WINDOW_NBYTES = 128 << 20  # what a frame may ask for while it is decompressed
+_POSITION_NBYTES = 4
+
+
+class Checksum(Protocol):
+    """A hasher of a tensor's bytes."""
+
+    def update(self, data: Any, /) -> Any: ...
+    def hexdigest(self) -> str: ...
+
+
+class _Adler32:
+    def __init__(self) -> None:
+        self._value = 1
+
+    def update(self, data: memoryview) -> None:
+        self._value = adler32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+def new_checksum(name: str) -> Checksum:
+    """Return a hasher of one of the `CHECKSUMS`.
+
+    Raises:
+        StoreError: the package xxhash is not installed.
+    """
+    if name == "adler32":
+        return _Adler32()
+    if name == "blake3":
+        return Hasher()
+    hasher: Checksum = _package("xxhash").xxh3_128()
+    return hasher
+
+
+def check_packages() -> None:
+    """Refuse to begin with deltas where zstd is missing.
+
+    Raises:
+        StoreError: it is.
+    """
+    _package("zstandard")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patch:
+    """A tensor's delta of one version: where it is, and the checksum of the tensor's new state.
+
+    `digest` is the BLAKE3 digest of that state, None if it is not recorded.
+    """
+
+    stored: TensorAt
+    encoding: str
+    checksum_format: str
+    checksum: str
+    digest: bytes | None
+
+    @property
+    def where(self) -> str:
+        return self.stored.place
+
+
+def patched(base: TensorAt, patches: Sequence[Patch], how: str, *, verifies_each: bool = False) -> TensorAt:
+    """Return the tensor that deltas make of a base, which is computed when it is read; its digest is the last one's.
+
+    The base is read once, and no state between is stored. Its digest is verified, and the checksum of the last state
+    if it has no digest, or with `verifies_each` those of all.
+    """
+    if not patches:
+        return base
+    origins = (base, *(patch.stored for patch in patches))
+    tensor = derive(base, base.dtype, how, origins, partial(_patched_blocks, base, tuple(patches), verifies_each))
+    return replace(tensor, blake3=patches[-1].digest)
+
+
+def _patched_blocks(base: TensorAt, patches: Sequence[Patch], verifies_each: bool) -> Iterator[memoryview]:
+    """Yield a tensor's new state, block by block.
+
+    Raises:
+        SourceError: a delta is damaged, or of a tensor of another length; or the state has another checksum.
+        InputError: it cannot be read.
+    """
+    buffer, last = memoryview(bytearray(min(STEP_NBYTES, base.nbytes))), len(patches) - 1
+    hashers = {
+        number: new_checksum(patch.checksum_format)
+        for number, patch in enumerate(patches)
+        if verifies_each or (number == last and patch.digest is None)
+    }
+    with ExitStack() as stack:
+        changes = [_open_patch(patch, base.nbytes, stack) for patch in patches]
+        begin = 0
+        for block in read_blocks(base):
+            state = buffer[: len(block)]
+            state[:] = block
+            for number, change in enumerate(changes):
+                change.apply(state, begin)
+                if number in hashers:
+                    hashers[number].update(state)
+            begin += len(block)
+            yield state
+        for number, hasher in hashers.items():
+            if hasher.hexdigest() != patches[number].checksum:
+                raise _other_state(patches[number], hasher.hexdigest())
+        for change in changes:
+            change.expect_end()
+
+
+class _Change(Protocol):
+    """An open delta of a tensor, whose state is changed block by block, in order."""
+
+    def apply(self, state: memoryview, begin: int) -> None: ...
+    def expect_end(self) -> None: ...
+
+
+def _open_patch(patch: Patch, nbytes: int, stack: ExitStack) -> _Change:
+    stream = stack.enter_context(closing(_Decompressed(patch)))
+    return (_Overwritten if patch.encoding == OVERWRITE else _Xored)(patch, stream, nbytes)
+
+
+class _Xored:
+    def __init__(self, patch: Patch, stream: _Decompressed, nbytes: int) -> None:
+        self._stream, self._difference = stream, memoryview(bytearray(min(STEP_NBYTES, nbytes)))
+        self.expect_end = stream.expect_end
+
+    def apply(self, state: memoryview, begin: int) -> None:
+        from reshard.transforms.arithmetic import xor_into  # numpy
+
+        part = self._difference[: len(state)]
+        self._stream.read_into(part)
+        xor_into(state, part)
+
+
+class _Overwritten:
+    def __init__(self, patch: Patch, stream: _Decompressed, nbytes: int) -> None:
+        from reshard.transforms.arithmetic import Changes  # numpy
+
+        count = int.from_bytes(stream.read(_POSITION_NBYTES), "little")
+        if count > nbytes:
+            raise _bad_delta(patch, f"changes {count} bytes of a tensor of {nbytes}")
+        changes = Changes(stream.read(count * _POSITION_NBYTES), stream.read(count))
+        if not changes.are_within(nbytes):
+            raise _bad_delta(patch, f"expected ascending positions below {nbytes}")
+        self.apply, self.expect_end = changes.apply, stream.expect_end
+
+
+class _Decompressed:
+    """The decompressed bytes of a delta, in order."""
+
+    def __init__(self, patch: Patch) -> None:
+        self._patch, stored = patch, patch.stored
+        self._reader = stored.file.open(((stored.begin, stored.end),))
+        source: Any = _Stored(self._reader, stored.begin, stored.end)
+        decompressor = _package("zstandard").ZstdDecompressor(max_window_size=_MOST_WINDOW_NBYTES)
+        self._stream: BinaryIO = decompressor.stream_reader(source)
+
+    def read(self, nbytes: int) -> bytearray:
+        data = bytearray(nbytes)
+        self.read_into(memoryview(data))
+        return data
+
+    def read_into(self, part: memoryview) -> None:
+        filled = 0
+        while filled < len(part):
+            count = self._read_some(part[filled:])
+            if count == 0:
+                raise _bad_delta(self._patch, "ends early: it is truncated, or of a tensor of another length")
+            filled += count
+
+    def expect_end(self) -> None:
+        if self._read_some(memoryview(bytearray(1))):
+            raise _bad_delta(self._patch, "is longer than the tensor that it changes")
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _read_some(self, part: memoryview) -> int:
+        try:
+            return int(self._stream.readinto(part))  # type: ignore[attr-defined]  # of zstandard's reader
+        except _package("zstandard").ZstdError as error:
+            raise _bad_delta(self._patch, f"is not valid zstd: {error}") from error
+
+
+class _Stored:
+    """A range of a file as zstandard reads it."""
+
+    def __init__(self, reader: Reader, begin: int, end: int) -> None:
+        self._reader, self._at, self._end = reader, begin, end
+
+    def read(self, nbytes: int) -> bytes:
+        data = bytearray(min(nbytes, self._end - self._at))
+        if data:
+            self._reader.read_into(memoryview(data), self._at)
+            self._at += len(data)
+        return bytes(data)
+
+
+class Encoder:
+    """Compresses the difference of a tensor's states; nothing is written while they are equal."""
+
+    def __init__(self, nbytes: int, write: Callable[[bytes], object], checksum_format: str) -> None:
+        self._nbytes, self._write = nbytes, write
+        self._checksum = None if checksum_format == "blake3" else new_checksum(checksum_format)
+        self._hasher, self._num_equal = Hasher(), 0  # bytes before the first that differs
+        self._frame: Any = None
+        self.num_changed = 0  # bytes
+
+    def add(self, old: memoryview, new: memoryview) -> None:
+        """Add the next block of both states."""
+        from reshard.transforms.arithmetic import difference_of  # numpy
+
+        self._hasher.update(new)
+        if self._checksum is not None:
+            self._checksum.update(new)
+        difference, num_changed = difference_of(old, new)
+        self.num_changed += num_changed
+        if self._frame is None and not num_changed:
+            self._num_equal += len(new)
+            return
+        if self._frame is None:
+            self._frame = (
+                _package("zstandard").ZstdCompressor(level=LEVEL, write_checksum=True).compressobj(size=self._nbytes)
+            )
+            zeros = bytes(min(self._num_equal, STEP_NBYTES))
+            for begin in range(0, self._num_equal, STEP_NBYTES):
+                self._write(self._frame.compress(zeros[: min(STEP_NBYTES, self._num_equal - begin)]))
+        self._write(self._frame.compress(difference))
+
+    def finish(self) -> None:
+        if self._frame is not None:
+            self._write(self._frame.flush())
+
+    @property
+    def digest(self) -> bytes:
+        """The BLAKE3 digest of the new state."""
+        return self._hasher.digest()
+
+    @property
+    def checksum(self) -> str:
+        return (self._checksum or self._hasher).hexdigest()
+
+
+def _package(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        problem, hint = f"deltas require the package {name}", "pip install 'reshard[delta]'"
+        raise StoreError(f"package {name}", problem, hint, code="store.missing-package") from error
+
+
+def _bad_delta(patch: Patch, problem: str) -> SourceError:
+    return SourceError(patch.where, problem, "the version is damaged; copy or publish it again", code=BAD_DELTA)
+
+
+def _other_state(patch: Patch, checksum: str) -> SourceError:
+    return SourceError(
+        patch.where,
+        f"expected a state with {patch.checksum_format} {patch.checksum}, found {checksum}",
+        "the base or a delta is damaged, or of another chain; apply a full version",
+        code=BAD_DELTA,
+    )

@@ -1,0 +1,178 @@
+"""A version of a chain as a source: its tensors are computed from the full version before it and the deltas since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from manifests.digest import DigestTable
+from manifests.errors import SourceError
+from manifests.safetensors import DIGESTS_KEY
+from manifests.schema import Source
+from reshard.formats.delta.chain import Chain, ChainAt, Version, list_versions, read_patches, state_digest
+from reshard.formats.delta.codec import BAD_DELTA, Patch, patched
+from reshard.formats.huggingface.read import open_checkpoint as open_folder
+from reshard.formats.table import OpenOptions
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, as_objects
+from reshard.tensors.source_index import record_anew
+from stores.base import Folder, InputFile
+from stores.bundles import TensorAt
+from stores.local import LocalFolder
+
+
+def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
+    """Open a chain at its newest version, or that of `CHAIN@N`.
+
+    Raises:
+        SourceError: there is no such version, its base is not in the chain, or the chain is inconsistent.
+        InputError: see `reshard.formats.huggingface.read.open_checkpoint`, for the full version.
+    """
+    at = folder if isinstance(folder, ChainAt) else ChainAt(folder, None)
+    chain = list_versions(at.folder)
+    number = chain.numbers[-1] if at.number is None and chain.numbers else at.number or 0
+    return open_version(chain, number, options)
+
+
+def open_version(
+    chain: Chain,
+    number: int,
+    options: OpenOptions | None = None,
+    *,
+    base: Checkpoint | None = None,
+    verifies_each: bool = False,
+) -> Checkpoint:
+    """Open a version of a chain, computed from the full version before it, or else from the `base` of the first one.
+
+    With `verifies_each`, reading a tensor compares the checksums of all states between. See `open_checkpoint`.
+    """
+    line = chain.line(number)
+    if not line[0].is_full and base is not None:
+        state = state_digest(base.tensors.values())
+        if None not in (state, line[0].base_state) and state != line[0].base_state:
+            raise other_base(base.location, line[0].base, line[0].base_state, state)
+        return follow(base, chain, line, verifies_each=verifies_each)
+    if not line[0].is_full:
+        problem = f"version {line[0].number} is a delta of version {line[0].base}, which the chain does not have"
+        hint = "apply it to a folder that has the base: reshard delta apply CHAIN --to DIR"
+        raise SourceError(str(chain), problem, hint, code="source.no-full-version")
+    full = open_full(chain, line[0], options)
+    return follow(full, chain, line[1:], verifies_each=verifies_each)
+
+
+def open_full(chain: Chain, version: Version, options: OpenOptions | None = None) -> Checkpoint:
+    """Open a full version, with the digests in its headers if it has them, and compare its state with them."""
+    opened = with_header_digests(open_folder(VersionFolder(chain.folder, version.folder), options or OpenOptions()))
+    check_state(opened.tensors, version, chain)
+    auxiliary = tuple(replace(item, digest=(version.files or {}).get(item.path)) for item in opened.auxiliary)
+    return replace(opened, auxiliary=auxiliary)
+
+
+def follow(base: Checkpoint, chain: Chain, deltas: Sequence[Version], *, verifies_each: bool = False) -> Checkpoint:
+    """Return the state that consecutive deltas of a chain make of a base.
+
+    Raises:
+        SourceError: a delta is of tensors that the base does not have, or the state is not the recorded one.
+    """
+    patches: dict[str, list[Patch]] = {}
+    digests = {name: tensor.blake3 for name, tensor in base.tensors.items()}
+    for version in deltas:
+        for name, patch in read_patches(chain.folder, version).items():
+            fqn = base.shape.fqn_of(name)
+            if fqn not in digests:
+                hint = "the delta is of another model"
+                raise SourceError(patch.where, "the base has no such tensor", hint, code=BAD_DELTA)
+            patches.setdefault(fqn, []).append(patch)
+    how = f"at version {deltas[-1].number}" if deltas else ""
+    tensors: dict[str, TensorAt] = {
+        name: patched(tensor, patches.get(name, ()), how, verifies_each=verifies_each)
+        for name, tensor in as_objects(base.tensors).items()
+    }
+    if deltas:
+        check_state(tensors, deltas[-1], chain)
+    number = deltas[-1].number if deltas else None
+    location = chain.folder.location if number is None else f"{chain.folder.location}@{number}"
+    return replace(
+        base,
+        tensors=tensors,
+        auxiliary=_auxiliary(base, chain, deltas),
+        record=record_anew(tensors.values()),
+        source=Source(kind="delta", location=location),
+    )
+
+
+def other_base(where: str, number: int | None, expected: str | None, state: str | None) -> SourceError:
+    """Return the error for a checkpoint that is not the version that it is taken for."""
+    problem = f"is not version {number} of the chain: expected the state {expected}, found {state or 'other tensors'}"
+    return SourceError(where, problem, "name a copy of that version", code="source.other-base")
+
+
+def check_state(tensors: Mapping[str, TensorAt], version: Version, chain: Chain) -> None:
+    """Compare the digest of a state, if it is recorded and all digests are known.
+
+    Raises:
+        SourceError: it is another one.
+    """
+    state = state_digest(tensors.values())
+    if None not in (state, version.state) and state != version.state:
+        problem = f"version {version.number}: expected the state {version.state}, found {state}"
+        hint = "a header or an index is damaged, or versions of two runs are mixed; copy the chain again"
+        raise SourceError(str(chain), problem, hint, code="source.broken-chain")
+
+
+def with_header_digests(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint of a Hugging Face folder with the digests that its headers have, as we write them."""
+    tensors = dict(as_objects(checkpoint.tensors))
+    for shard in checkpoint.record.shards:
+        header = shard.header
+        table = DigestTable.read(header.metadata.get(DIGESTS_KEY, ""))
+        if table is not None and len(table) == len(header.tensors):
+            for number, name in enumerate(header.tensors.names):
+                fqn = checkpoint.shape.fqn_of(name)
+                if fqn in tensors:
+                    tensors[fqn] = replace(tensors[fqn], blake3=table.raw(number))
+    return replace(checkpoint, tensors=tensors)
+
+
+def _auxiliary(base: Checkpoint, chain: Chain, deltas: Sequence[Version]) -> tuple[AuxiliaryAt, ...]:
+    """Return the auxiliary files of the last delta: those of the base, or of the last version that changed them."""
+    items = {item.path: item for item in base.auxiliary}
+    for version in deltas:
+        if version.files is None:
+            continue
+        items = {path: item for path, item in items.items() if path in version.files}
+        for path, digest in version.files.items():
+            if path not in items or items[path].digest != digest:
+                items[path] = AuxiliaryAt(path=path, file=chain.folder.file(f"{version.folder}/{path}"), digest=digest)
+    return tuple(items.values())
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFolder:
+    """The folder of a version, in the store of its chain."""
+
+    chain: Folder
+    name: str
+
+    def __str__(self) -> str:
+        return self.location
+
+    @property
+    def kind(self) -> str:
+        return "delta"
+
+    @property
+    def location(self) -> str:
+        return f"{self.chain.location.rstrip('/')}/{self.name}"
+
+    @property
+    def revision(self) -> None:
+        return None
+
+    def names(self) -> tuple[str, ...]:
+        if isinstance(self.chain, LocalFolder):
+            return LocalFolder(self.chain.path / self.name).names()
+        prefix = f"{self.name}/"
+        return tuple(name.removeprefix(prefix) for name in self.chain.names() if name.startswith(prefix))
+
+    def file(self, name: str) -> InputFile:
+        return self.chain.file(f"{self.name}/{name}")

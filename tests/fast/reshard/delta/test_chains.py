@@ -1,0 +1,355 @@
+"""Chains: what is published is what receivers get, in any order of versions, and as any command's source."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import reshard
+from manifests.errors import UserError
+from reshard.delta.apply import apply_delta
+from tests.builders import (
+    INDEX,
+    Tensor,
+    files_in,
+    flip,
+    llama_config,
+    random_tensors,
+    refusal,
+    run,
+    tensors_in,
+    write_model,
+)
+from tests.builders import reshard as command
+from tests.fast.reshard.delta import slime_decoder
+from tests.fast.reshard.delta.states import bytes_of, changed, weights_in, write_states
+
+CHECKSUMS = ("blake3", "xxh3-128", "adler32")
+NUM_STATES = 4
+SHARD = "model-00001-of-00001.safetensors"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, bytes]]]:
+    """A folder with `v1` to `v4` and their `chain`: a full version and three deltas."""
+    folder = tmp_path_factory.mktemp("published")
+    states = write_states(folder, NUM_STATES)
+    for number in range(1, NUM_STATES + 1):
+        done = run("delta", "publish", folder / f"v{number}", "--chain", folder / "chain", "--json").json
+        assert (done["number"], done["base"], done["is_new"]) == (number, None if number == 1 else number - 1, True)
+    return folder, states
+
+
+@pytest.fixture
+def chain(published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path) -> Path:
+    """A copy of the chain that a test may change."""
+    return Path(shutil.copytree(published[0] / "chain", tmp_path / "chain"))
+
+
+def served(folder: Path) -> dict[str, bytes]:
+    """Return the weights of the shards that the index of a folder lists, which are all that are there."""
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    assert {path.name for path in folder.glob("*.safetensors")} == set(weight_map.values())
+    weights = weights_in(folder)
+    assert weights.keys() == weight_map.keys()
+    return weights
+
+
+@pytest.mark.parametrize("versions", [(1, 2, 3, 4), (4, 1), (2, 4, 3, 3), (3, 1, 4, 2)])
+def test_folder_gets_any_version_from_any_other(
+    published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path, versions: tuple[int, ...]
+) -> None:
+    folder, states = published
+    before = None
+    for number in versions:
+        done = apply_delta(folder / "chain", tmp_path / "served", version=number)
+        assert (done.number, done.before) == (number, before)
+        assert served(tmp_path / "served") == states[number - 1]
+        assert not [path for path in (tmp_path / "served/.cache").rglob("*") if path.is_file()]
+        before = number
+
+
+def test_versions_are_sources_of_every_command(published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path) -> None:
+    folder, states = published
+    for number in (1, 3):
+        at = f"{folder / 'chain'}@{number}"
+        run("pack", at, "--layout", "pp=2", "--out", tmp_path / f"packed{number}")
+        run("export", at, "--to", "hf", "--out", tmp_path / f"exported{number}")
+        assert weights_in(tmp_path / f"packed{number}") == states[number - 1]
+        assert weights_in(tmp_path / f"exported{number}") == states[number - 1]
+        assert run("check", at, "--against", folder / f"v{number}", "--bytes", "--json").json["ok"]
+        assert run("diff", at, folder / f"v{number}", "--json").json["equal"]
+    assert command("diff", folder / "chain", folder / "v3").code == 4  # without a number, it is the newest
+
+
+@pytest.mark.parametrize("algorithm", CHECKSUMS)
+def test_decoder_of_slime_gets_our_bytes(tmp_path: Path, algorithm: str) -> None:
+    states = write_states(tmp_path, 3)
+    for number in (1, 2, 3):
+        run("delta", "publish", tmp_path / f"v{number}", "--chain", tmp_path / "chain", "--checksum", algorithm)
+    for number in (1, 2, 3):
+        slime_decoder.pull(tmp_path / f"pulled{number}", tmp_path / "nothing", tmp_path / "chain", number)
+        assert weights_in(tmp_path / f"pulled{number}") == states[number - 1]
+
+
+def test_decoder_of_slime_gets_our_deltas_of_a_base_that_it_has(tmp_path: Path) -> None:
+    states = write_states(tmp_path, 3)
+    for number in (2, 3):
+        done = reshard.publish_delta(tmp_path / f"v{number}", tmp_path / "chain", base=tmp_path / f"v{number - 1}")
+        assert (done.number, done.base) == (number - 1, number - 2)
+    slime_decoder.pull(tmp_path / "pulled", tmp_path / "v1", tmp_path / "chain", 2)
+    assert weights_in(tmp_path / "pulled") == states[2]
+    assert apply_delta(tmp_path / "chain", tmp_path / "v1").before == 0
+    assert served(tmp_path / "v1") == states[2]
+    assert reshard.verify_delta(tmp_path / "chain").findings[0].code == "source.no-full-version"
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize("algorithm", CHECKSUMS)
+def test_chain_of_slime_is_read(tmp_path: Path, encoding: str, algorithm: str) -> None:
+    states = write_states(tmp_path, 3)
+    for number in (1, 2):
+        slime_decoder.publish(tmp_path / "chain", number, *states[number - 1 : number + 1], encoding, algorithm)
+    done = apply_delta(tmp_path / "chain", tmp_path / "v1")
+    assert (done.number, done.before) == (2, 0)
+    assert not done.is_recorded
+    assert served(tmp_path / "v1") == states[2]
+    with pytest.raises(UserError) as refused:  # of the full version, there is none
+        apply_delta(tmp_path / "chain", tmp_path / "empty")
+    assert refused.value.code == "source.no-full-version"
+
+
+def test_flipped_bit_in_a_chain_of_slime_is_refused(tmp_path: Path) -> None:
+    states = write_states(tmp_path, 2)
+    slime_decoder.publish(tmp_path / "chain", 1, *states, "xor", "xxh3-128")
+    name = max(states[0], key=lambda name: len(states[0][name]) * (states[0][name] != states[1][name]))
+    path, first, _ = slime_decoder.locate(tmp_path / "v1", name)
+    flip(path, first)  # of the base: a chain of slime's has no digest of it
+    with pytest.raises(UserError) as refused:
+        apply_delta(tmp_path / "chain", tmp_path / "v1")
+    assert refused.value.code == "source.bad-delta"
+    assert repr(name) in refused.value.where
+
+
+SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 8}
+STEPS = st.lists(
+    st.tuples(st.sampled_from(("values", "dtype", "layers", "shape", "tied", "nothing", "back")), st.integers(0, 99)),
+    min_size=1, max_size=5,
+)  # fmt: skip
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(dtypes=st.sampled_from([("BF16",), ("F32", "BF16"), ("F16",)]), steps=STEPS)
+def test_fold_of_any_changes_is_the_last_state(
+    tmp_path_factory: pytest.TempPathFactory, dtypes: tuple[str, ...], steps: list[tuple[str, int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("fold")
+    config = llama_config(**SMALL, num_hidden_layers=1)
+    tensors = random_tensors(config, dtypes=dtypes)
+    states: list[dict[str, Tensor]] = []
+    for kind, seed in (("values", 0), *steps):
+        if kind == "back" and states:
+            tensors = states[seed % len(states)]
+            config["num_hidden_layers"] = sum(".q_proj." in name for name in tensors)
+            config["intermediate_size"] = tensors["model.layers.0.mlp.up_proj.weight"].shape[0]
+            config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+        elif kind == "values":
+            tensors = changed(tensors, seed)
+        elif kind != "nothing":
+            if kind == "layers":
+                config["num_hidden_layers"] = 1 + seed % 2
+            elif kind == "shape":
+                config["intermediate_size"] = 8 * (1 + seed % 2)
+            elif kind == "tied":
+                config["tie_word_embeddings"] = bool(seed % 2)
+            tensors = random_tensors(config, dtypes=dtypes if kind != "dtype" else ("F32",), seed=seed)
+        source = folder / f"source{len(states)}-{seed}-{kind}"
+        shutil.rmtree(source, ignore_errors=True)
+        write_model(source, config, tensors)
+        done = reshard.publish_delta(source, folder / "chain")
+        if done.is_new:
+            states.append(tensors)
+        assert done.number == len(states)
+    for number, state in enumerate(states, 1):
+        folded = reshard.fold_delta(folder / "chain", version=number, out=folder / f"fold{number}")
+        assert folded.number == number
+        assert tensors_in(folder / f"fold{number}" / f"weight_v{number:06d}") == state
+    for number in (len(states), 1):
+        apply_delta(folder / "chain", folder / "served", version=number)
+        assert served(folder / "served") == bytes_of(states[number - 1])
+
+
+def test_roll_back_and_fork(chain: Path, published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path) -> None:
+    folder, states = published
+    apply_delta(chain, tmp_path / "served")
+    assert run("delta", "fold", chain, "--version", "2", "--json").json["number"] == NUM_STATES + 1
+    done = apply_delta(chain, tmp_path / "served")
+    assert (done.before, done.number) == (NUM_STATES, NUM_STATES + 1)
+    assert served(tmp_path / "served") == states[1]
+    fork = tmp_path / "fork"
+    assert run("delta", "fold", chain, "--version", "2", "--out", fork, "--json").json["number"] == 2
+    assert reshard.publish_delta(folder / "v4", fork).base == 2
+    assert apply_delta(fork, tmp_path / "served").before == 2  # its state is one of the fork's
+    assert served(tmp_path / "served") == states[3]
+    found = refusal("delta", "fold", chain, "--out", fork).found
+    assert found == (3, "source.chain-exists", str(fork))
+
+
+def test_prune_keeps_what_the_last_versions_are_computed_from(
+    chain: Path, published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path
+) -> None:
+    assert run("delta", "prune", chain, "--keep", "1", "--json").json["removed"] == []
+    run("delta", "fold", chain)
+    assert reshard.publish_delta(published[0] / "v1", chain).number == 6
+    assert run("delta", "prune", chain, "--keep", "3", "--json").json["removed"] == []
+    assert run("delta", "prune", chain, "--keep", "2", "--json").json["removed"] == [1, 2, 3, 4]
+    assert [entry.number for entry in reshard.delta_log(chain)] == [5, 6]
+    apply_delta(chain, tmp_path / "served")
+    assert served(tmp_path / "served") == published[1][0]
+    assert reshard.verify_delta(chain).ok
+
+
+def test_equal_digests_are_not_read(published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path) -> None:
+    """Between two manifests, only the tensors that differ are read: a bit of any other may be flipped."""
+    folder, states = published
+    for number in (1, 2):
+        run("pack", folder / f"v{number}", "--layout", "pp=1", "--out", tmp_path / f"packed{number}")
+    reshard.publish_delta(tmp_path / "packed1", tmp_path / "chain")
+    same = next(name for name in states[0] if states[0][name] == states[1][name])
+    path, first, _ = slime_decoder.locate(tmp_path / "packed2", same)
+    flip(path, first)
+    done = reshard.publish_delta(tmp_path / "packed2", tmp_path / "chain", base=tmp_path / "packed1")
+    assert done.num_changed == sum(states[0][name] != states[1][name] for name in states[0])
+    assert reshard.verify_delta(tmp_path / "chain").ok
+
+
+def test_auxiliary_files_that_change_are_in_the_delta(tmp_path: Path) -> None:
+    write_states(tmp_path, 2)
+    reshard.publish_delta(tmp_path / "v1", tmp_path / "chain")
+    apply_delta(tmp_path / "chain", tmp_path / "served")
+    (tmp_path / "v2/generation_config.json").write_text('{"bos_token_id": 2}\n')
+    reshard.publish_delta(tmp_path / "v2", tmp_path / "chain")
+    assert sorted(path.name for path in (tmp_path / "chain/weight_v000002").iterdir()) == [
+        "generation_config.json", SHARD, INDEX,
+    ]  # fmt: skip
+    apply_delta(tmp_path / "chain", tmp_path / "served")
+    for name in ("generation_config.json", "config.json", "tokenizer.json"):
+        assert (tmp_path / "served" / name).read_bytes() == (tmp_path / "v2" / name).read_bytes(), name
+
+
+def test_folder_of_one_file_is_switched(tmp_path: Path) -> None:
+    states = write_states(tmp_path, 2, num_shards=1)
+    reshard.publish_delta(tmp_path / "v1", tmp_path / "chain")
+    reshard.publish_delta(tmp_path / "v2", tmp_path / "chain")
+    assert apply_delta(tmp_path / "chain", tmp_path / "v1").before == 1
+    assert served(tmp_path / "v1") == states[1]
+
+
+@pytest.mark.slow
+def test_folder_and_full_version_open_in_transformers(
+    published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder, states = published
+    apply_delta(folder / "chain", tmp_path / "served")
+    for path, state in ((tmp_path / "served", states[-1]), (folder / "chain/weight_v000001", states[0])):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        loaded = {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in model.state_dict().items()}
+        assert loaded == state
+
+
+@pytest.mark.parametrize("where", ["full", "delta", "folder", "unchanged", "header"])
+def test_flipped_bit_is_named_before_it_is_served(
+    chain: Path, published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path, where: str
+) -> None:
+    states, out = published[1], tmp_path / "served"
+    differs = next(name for name in states[0] if states[0][name] != states[1][name])
+    apply_delta(chain, out, version=1)
+    before = files_in(out)
+    if where == "full":
+        path, first, _ = slime_decoder.locate(chain / "weight_v000001", differs)
+        out = tmp_path / "late"
+    elif where == "delta":
+        path, first, _ = slime_decoder.locate(chain / "weight_v000002", differs)
+    elif where == "header":
+        path, first = chain / "weight_v000002" / SHARD, 200
+    else:
+        same = next(name for name in states[0] if states[0][name] == states[1][name])
+        path, first, _ = slime_decoder.locate(out, differs if where == "folder" else same)
+    flip(path, first)
+    damaged = files_in(out) if out.exists() else {}
+    ended = command("delta", "apply", chain, "--to", out, "--version", "2", "--json")
+    assert ended.code == 3
+    assert ended.json["error"]["code"] in ("shard.digest-mismatch", "source.bad-delta", "source.broken-chain",
+                                           "header.not-safetensors", "source.not-json", "header.invalid-field",
+                                           "json.invalid")  # fmt: skip
+    assert path.name in ended.json["error"]["where"] or "version 2" in ended.json["error"]["problem"]
+    left = {name: data for name, data in files_in(out).items() if not name.startswith(".cache")}
+    assert left == ({} if where == "full" else damaged)
+    if where in ("full", "delta", "header"):
+        assert command("delta", "verify", chain).code == 4
+        assert left in ({}, before)
+    assert reshard.verify_delta(published[0] / "chain").ok
+
+
+def test_late_joiner_reads_the_base_and_the_deltas_once(tmp_path: Path) -> None:
+    number = 300
+    config = llama_config(**SMALL, num_hidden_layers=1)
+    tensors = random_tensors(config)
+    write_model(tmp_path / "model", config, tensors)
+    reshard.publish_delta(tmp_path / "model", tmp_path / "chain")
+    states = [bytes_of(tensors)]
+    for version in range(2, number + 1):  # as slime's trainer does, which takes less time
+        tensors = changed(tensors, version, share=0.1)
+        states.append(bytes_of(tensors))
+        slime_decoder.publish(tmp_path / "chain", version, *states[-2:], "xor", "blake3")
+    done = apply_delta(tmp_path / "chain", tmp_path / "served")
+    assert (done.number, done.before) == (number, None)
+    assert served(tmp_path / "served") == states[-1]
+    stored = sum(entry.nbytes for entry in reshard.delta_log(tmp_path / "chain"))
+    assert done.read_nbytes == stored
+    assert done.write_nbytes < 2 * 4096 + sum(map(len, states[-1].values()))
+
+
+def test_folders_that_are_not_ours_are_refused(published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path) -> None:
+    chain = published[0] / "chain"
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/thesis.txt").write_text("mine")
+    assert refusal("delta", "apply", chain, "--to", tmp_path / "notes").found == (
+        3, "output.not-ours", str(tmp_path / "notes")
+    )  # fmt: skip
+    config = llama_config()
+    write_model(tmp_path / "other", config, random_tensors(config, seed=7))
+    assert refusal("delta", "apply", chain, "--to", tmp_path / "other").found[:2] == (3, "source.other-base")
+    assert refusal("delta", "publish", published[0] / "v1", "--chain", chain, "--base", tmp_path / "other").found[
+        :2
+    ] == (3, "shard.digest-mismatch")
+    run("pack", published[0] / "v1", "--layout", "pp=1", "--out", tmp_path / "packed")
+    assert refusal("delta", "apply", chain, "--to", tmp_path / "packed").found[:2] == (3, "output.has-manifest")
+    for verb in (("apply", chain, "--to", tmp_path / "new", "--version", "9"), ("log", tmp_path / "nowhere"),
+                 ("verify", tmp_path / "nowhere"), ("prune", tmp_path / "nowhere", "--keep", "1")):  # fmt: skip
+        assert refusal("delta", *map(str, verb)).found[:2] == (3, "source.no-version")
+    assert not (tmp_path / "new").exists()
+
+
+def test_missing_version_is_named(chain: Path, tmp_path: Path) -> None:
+    shutil.rmtree(chain / "weight_v000003")
+    assert refusal("delta", "apply", chain, "--to", tmp_path / "served").found == (
+        3, "source.broken-chain", str(chain)
+    )  # fmt: skip
+
+
+def test_without_its_package_one_sentence_says_what_to_install(
+    published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    found = refusal("delta", "apply", published[0] / "chain", "--to", tmp_path / "served")
+    assert found.found[:2] == (3, "store.missing-package")
+    assert "pip install 'reshard[delta]'" in found.text
