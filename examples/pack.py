@@ -19,7 +19,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
 
-    planned = reshard.plan(args.model, "pp=2", assumed=reshard.Assumptions(seq_len=2048, policy="mixed"))
+    planned = reshard.plan(
+        args.model, "pp=2", assumed=reshard.Assumptions(seq_len=2048, dtype="bf16", master_dtype="fp32")
+    )
     for stage, memory in zip(planned.stages, planned.forecast.memory.stages, strict=True):
         print(f"stage {stage.index}: {', '.join(stage.modules)}: {memory.total / 2**20:,.1f} MiB in training")
 

@@ -37,6 +37,7 @@ MOVED = {
         "a training step is assumed by reshard plan: plan with --write layout.toml, then pack --layout layout.toml",
     ),
     "reshard plan --memory-limit": "it is --gpu-memory",
+    "reshard plan --dtype-policy": "--dtype and --master-dtype, as in training; mixed was bf16 and fp32",
     "reshard plan --as": "--write FILE writes the layout, as .toml or .json",
     "reshard layout --as": "--write FILE writes the layout, as .toml or .json",
     "runner generate": "a packed folder opens in transformers: AutoModelForCausalLM.from_pretrained(DIR).generate(...)",

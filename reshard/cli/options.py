@@ -75,7 +75,6 @@ class DtypeName(click.Choice[str]):
 # Repeated here, since --help imports nothing that a command needs; a test compares them.
 MAX_LAYERS = 10_000
 DTYPES = ("source", "fp32", "bf16", "fp16")
-POLICIES = ("fp32", "bf16", "mixed")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
@@ -163,13 +162,21 @@ _TRAINING = (
     ),
     click.option(
         "--microbatches", "num_microbatches", type=WholeNumber(min=1), metavar="M", show_default="4 per pipeline rank",
-        help="Microbatches per step to assume.",
+        help="Microbatches per step of a replica, instead of --global-batch.",
+    ),
+    click.option(
+        "--global-batch", type=WholeNumber(min=1), metavar="B", show_default="what --microbatches says",
+        help="Sequences in an optimizer step; with --gpus 512 by default, or --gpus if that is more.",
     ),
     click.option("--microbatch", type=WholeNumber(min=1), default=1, metavar="B", help="Sequences per microbatch."),
     click.option("--seq-len", type=WholeNumber(min=1), default=4096, metavar="L", help="Tokens per sequence."),
     click.option(
-        "--dtype-policy", "policy", type=DtypeName(POLICIES), default="fp32",
-        help="Dtypes of the memory estimate; mixed: bf16 weights, fp32 gradients, master weights and optimizer state.",
+        "--dtype", type=DtypeName(DTYPES[1:3]), default="fp32", show_default="fp32; with --gpus bf16",
+        help="Dtype of weights and activations.",
+    ),
+    click.option(
+        "--master-dtype", type=DtypeName(DTYPES[1:3]), show_default="--dtype; with --gpus fp32, or else bf16",
+        help="Dtype of gradients, master weights and optimizer state.",
     ),
     click.option(
         "--dp-replicate", "replicate", type=WholeNumber(min=1), default=1, metavar="N",
@@ -211,10 +218,6 @@ _SEARCH = (
     click.option(
         "--gpus", type=WholeNumber(min=1), metavar="N",
         help="Search for the fastest layouts on this many GPUs of --gpu-memory, with the degrees given, if any.",
-    ),
-    click.option(
-        "--global-batch", type=WholeNumber(min=1), metavar="B", show_default="512, or --gpus if that is more",
-        help="Sequences in an optimizer step, for --gpus.",
     ),
     click.option("--gpus-per-node", type=WholeNumber(min=1), metavar="N", default=8, help="GPUs of a node."),
     click.option(

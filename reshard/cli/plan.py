@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from reshard.search.search import SearchResult
 
 _GROUPS = {
-    "Search": ("gpus", "memory_limit", "global_batch", "gpus_per_node", "hardware", "efficiency"),
+    "Search": ("gpus", "memory_limit", "gpus_per_node", "hardware", "efficiency"),
     "What and where": ("layout", "pp", "write", "draw", "theme", "force", "drop", "model", "as_json", "quiet"),
     "Training step": (
-        "schedule", "num_microbatches", "microbatch", "seq_len", "policy", "recompute", "loss_chunk",
-        "host_memory", "measured",
+        "global_batch", "num_microbatches", "microbatch", "seq_len", "dtype", "master_dtype", "recompute", "loss_chunk",
+        "schedule", "host_memory", "measured",
     ),
     "Clusters": ("replicate", "shard", "tensor", "expert"),
 }  # fmt: skip
 
 
 _FIXED = {"pp": "pipeline"}  # Candidate's fields of other names
-_SAME = ("schedule", "microbatch", "policy", "replicate", "shard", "tensor", "expert", "recompute")
+_SAME = ("schedule", "microbatch", "replicate", "shard", "tensor", "expert", "recompute")
 
 
 @click.command(cls=options.Verb, groups=_GROUPS)
@@ -132,10 +132,12 @@ def _search(
         problem, hint = "is required with --gpus", "pass the memory of a GPU, such as 80GB"
         raise UsageError(Parameter("assumed.memory_limit"), problem, hint, code="options.missing-value")
     fixed = {_FIXED.get(name, name): context.params[name] for name in given.intersection((*_FIXED, *_SAME))}
+    if given.intersection(("dtype", "master_dtype")):
+        fixed["policy"] = assumed.policy
     if "schedule" in fixed:
         fixed["schedule"] = schedule_named(fixed["schedule"])
     numbers = {name: search[name] for name in ("gpus", "efficiency", "gpus_per_node")}
-    batch, hardware = search["global_batch"] or max(512, search["gpus"]), read_hardware(search["hardware"])
+    batch, hardware = assumed.global_batch or max(512, search["gpus"]), read_hardware(search["hardware"])
     request = SearchRequest(
         **numbers, memory_limit=assumed.memory_limit, global_batch=batch, seq_len=assumed.seq_len, hardware=hardware,
         fixed=fixed,

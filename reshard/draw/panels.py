@@ -309,7 +309,7 @@ def draw_memory(axes: Axes, forecast: Forecast, theme: Theme) -> None:
     axes.set(
         xlim=(0, right),
         xticks=ticks(0, right, 5),
-        xlabel=f"{scale.name}, estimated for {forecast.assumed.policy}",
+        xlabel=f"{scale.name}, estimated for {forecast.assumed.dtypes}",
     )
     axes.set_title(title, color=limit_color)
     number_rows(axes, forecast, theme, labels=False)

@@ -14,6 +14,7 @@ from reshard.estimate.costs import ModuleTime
 from reshard.layouts.model import StageLayout
 
 Policy = Literal["fp32", "bf16", "mixed"]
+TrainingDtype = Literal["fp32", "bf16"]
 _MICROBATCHES_PER_RANK = 4  # the default, which every schedule supports
 MOST_PASSES = 1 << 19  # forward and backward, of the longest step to simulate
 
@@ -23,23 +24,25 @@ class Assumptions:
     """What to assume about a training run; None: the layout's value, or a default that supports its stages.
 
     `schedule` is the name of a pipeline schedule, such as "1F1B". A step has `num_microbatches` on each data-parallel
-    replica (default: 4 per pipeline rank), of `microbatch` sequences of `seq_len` tokens. `policy` is the dtype of
-    weights, gradients and optimizer state: "fp32", "bf16", or "mixed", with weights in bf16 and gradients, master
-    weights and optimizer state in fp32. `replicate` is the number of data-parallel replicas of each stage (DDP, HSDP),
-    `shard` that of the ranks that shard it (FSDP), `tensor` the tensor-parallel degree, and `expert`
-    the number of ranks, of those that share one copy, that have different experts. `recompute` is activation
-    checkpointing: "none", "full", "selective" (all but matrix products), or N for every Nth layer. Logits and loss are
-    computed in chunks of `loss_chunk` tokens; None: of a whole microbatch. `host_memory` is what ranks on CPUs do with
-    freed memory; None: on GPUs. `measured` has the time of each module.
+    replica (default: 4 per pipeline rank), or as many as `global_batch`, the sequences of a step, makes of them; they
+    are `microbatch` sequences of `seq_len` tokens. `dtype` is that of weights, "fp32" or "bf16"; `master_dtype` that of
+    gradients, master weights and optimizer state, by default the same. `replicate` is the number of data-parallel
+    replicas of each stage (DDP, HSDP), `shard` that of the ranks that shard it (FSDP), `tensor` the tensor-parallel
+    degree, and `expert` the number of ranks, of those that share one copy, that have different experts. `recompute` is
+    activation checkpointing: "none", "full", "selective" (all but matrix products), or N for every Nth layer. Logits
+    and loss are computed in chunks of `loss_chunk` tokens; None: of a whole microbatch. `host_memory` is what ranks on
+    CPUs do with freed memory; None: on GPUs. `measured` has the time of each module.
 
     Units: `memory_limit` in bytes per rank, `measured` in seconds per microbatch.
     """
 
     schedule: str | None = None
     num_microbatches: int | None = None
+    global_batch: int | None = None
     microbatch: int = 1
     seq_len: int = 4096
-    policy: Policy = "fp32"
+    dtype: TrainingDtype = "fp32"
+    master_dtype: TrainingDtype | None = None
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
@@ -55,12 +58,24 @@ class Assumptions:
         """The number of ranks that share each stage."""
         return self.replicate * self.shard * self.tensor
 
+    @property
+    def policy(self) -> Policy:
+        """The dtypes' name in estimates; bf16 with masters in fp32 is "mixed"."""
+        return self.dtype if self.master_dtype in (None, self.dtype) else "mixed"
+
+    @property
+    def dtypes(self) -> str:
+        """The dtypes in words."""
+        return "bf16 with masters in fp32" if self.policy == "mixed" else self.dtype
+
     def schedule_for(self, layout: StageLayout) -> str:
         """Return the name of the schedule to assume for a layout."""
         return self.schedule or layout.schedule or default_schedule(layout.placement)
 
     def microbatches_for(self, placement: Placement) -> int:
         """Return the number of microbatches per step to assume."""
+        if self.global_batch is not None:
+            return max(1, self.global_batch // (self.replicate * self.shard * self.microbatch))
         return self.num_microbatches or _MICROBATCHES_PER_RANK * placement.num_ranks
 
 
@@ -68,10 +83,15 @@ def check_assumptions(assumed: Assumptions) -> None:
     """Refuse assumptions that are invalid or conflict, before a source is opened.
 
     Raises:
-        UsageError: an unknown dtype policy or kind of activation checkpointing, a number below 1; or a tensor-parallel
-            degree and chunks of the loss.
+        UsageError: an unknown dtype or kind of activation checkpointing, a number below 1, a global batch that replicas
+            and microbatches do not divide; or values that conflict.
     """
-    check_choice(Parameter("assumed.policy"), assumed.policy, get_args(Policy))
+    check_choice(Parameter("assumed.dtype"), assumed.dtype, get_args(TrainingDtype))
+    if assumed.master_dtype is not None:
+        check_choice(Parameter("assumed.master_dtype"), assumed.master_dtype, get_args(TrainingDtype))
+    if (assumed.dtype, assumed.master_dtype) == ("fp32", "bf16"):
+        name, dtype = Parameter("assumed.master_dtype"), Parameter("assumed.dtype", "fp32")
+        raise UsageError(name, f"bf16 has less precision than {dtype}", code="options.master-dtype")
     kinds, *_ = get_args(Recompute)
     if type(assumed.recompute) is not int:
         check_choice(Parameter("assumed.recompute"), assumed.recompute, get_args(kinds))
@@ -79,6 +99,7 @@ def check_assumptions(assumed: Assumptions) -> None:
         check_choice(Parameter("assumed.host_memory"), assumed.host_memory, get_args(HostMemory))
     counts = {
         "num_microbatches": assumed.num_microbatches,
+        "global_batch": assumed.global_batch,
         "microbatch": assumed.microbatch,
         "seq_len": assumed.seq_len,
         "replicate": assumed.replicate,
@@ -88,9 +109,18 @@ def check_assumptions(assumed: Assumptions) -> None:
         "loss_chunk": assumed.loss_chunk,
         "recompute": assumed.recompute if type(assumed.recompute) is int else None,
     }
-    for name, count in counts.items():
+    for counted, count in counts.items():
         if count is not None:
-            check_count(Parameter(f"assumed.{name}"), count)
+            check_count(Parameter(f"assumed.{counted}"), count)
+    size = assumed.replicate * assumed.shard * assumed.microbatch
+    if (batch := assumed.global_batch) is not None:
+        if assumed.num_microbatches is not None:
+            problem = f"conflicts with {Parameter('assumed.num_microbatches')}"
+            raise UsageError(Parameter("assumed.global_batch"), problem, "remove one of them", code="options.conflict")
+        if batch % size:
+            problem = f"expected a multiple of {size}, a microbatch of all data-parallel ranks, found {batch}"
+            hint = f"pass {max(size, batch - batch % size)}"
+            raise UsageError(Parameter("assumed.global_batch"), problem, hint, code="options.batch-size")
     if (per_replica := assumed.shard * assumed.tensor) % assumed.expert:
         problem = f"expected a divisor of {per_replica}, the ranks that share one copy of a stage's weights, found"
         raise UsageError(Parameter("assumed.expert"), f"{problem} {assumed.expert}", code="launch.degrees")

@@ -77,7 +77,7 @@ class PreparedPack:
         layout, assumed = self.staged.layout, self.staged.assumed
         return (
             f"{layout.spec} is solved for {assumed.schedule_for(layout)}, {assumed.microbatches_for(layout.placement)} "
-            f"microbatches of {assumed.microbatch} x {assumed.seq_len} tokens in {assumed.policy}"
+            f"microbatches of {assumed.microbatch} x {assumed.seq_len} tokens in {assumed.dtypes}"
         )
 
     @property

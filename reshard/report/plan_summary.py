@@ -92,7 +92,8 @@ def plan_json(planned: PlanResult, traffic: Traffic | None = None) -> dict[str, 
             "num_microbatches": forecast.num_microbatches,
             "microbatch": assumed.microbatch,
             "seq_len": assumed.seq_len,
-            "dtype_policy": assumed.policy,
+            "dtype": assumed.dtype,
+            "master_dtype": assumed.master_dtype or assumed.dtype,
             "dp_replicate": assumed.replicate,
             "dp_shard": assumed.shard,
             "tp": assumed.tensor,
@@ -174,7 +175,7 @@ def memory_line(forecast: Forecast) -> str:
 
 
 def _shown(assumed: Assumptions) -> str:
-    """Return the dtype policy and what else the memory depends on, as its flags are called."""
+    """Return the dtypes and what else the memory depends on, as its flags are called."""
     values = {
         "dp-replicate": assumed.replicate,
         "dp-shard": assumed.shard,
@@ -184,7 +185,7 @@ def _shown(assumed: Assumptions) -> str:
         "loss-chunk": assumed.loss_chunk,
         "host-memory": assumed.host_memory,
     }
-    return ", ".join([assumed.policy, *(f"{name}={value}" for name, value in values.items() if value not in _USUAL)])
+    return ", ".join([assumed.dtypes, *(f"{name}={value}" for name, value in values.items() if value not in _USUAL)])
 
 
 def dtypes_assumed(planned: PlanResult) -> str:

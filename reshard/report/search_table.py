@@ -23,7 +23,8 @@ def search_text(result: SearchResult) -> str:
     lines = [
         f"{shape.architecture}, {shape.num_layers} layers, {shape.num_params:,} parameters",
         f"{request.gpus:,} GPUs of {show_bytes(request.memory_limit)}, of which {MARGIN:.0%} is planned; "
-        f"{request.global_batch:,} sequences of {request.seq_len:,} tokens per step; --dtype-policy {result.policy}",
+        f"{request.global_batch:,} sequences of {request.seq_len:,} tokens per step; "
+        f"--dtype {_DTYPES[result.policy][0]} --master-dtype {_DTYPES[result.policy][1]}",
         f"assumed: {request.hardware} (--hardware); ranks reach {request.efficiency:.0%} of the peak (--efficiency), "
         "and wait for what they send",
     ]

@@ -136,7 +136,7 @@ def _check(request: SearchRequest) -> None:
     if request.fixed.get("schedule", "1F1B") not in ("1F1B", *LOOP, *V):
         flag, problem = "--schedule", "is not searched, as it needs more memory than 1F1B and waits as long"
     elif request.fixed.get("policy") == "fp32":
-        flag, problem = "--dtype-policy", "is not searched for fp32, as the rates of GPUs are those of bfloat16"
+        flag, problem = "--dtype", "is not searched for fp32, as the rates of GPUs are those of bfloat16"
     else:
         return
     raise UsageError(flag, problem, "pass --layout instead of --gpus", code="options.conflict")

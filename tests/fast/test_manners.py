@@ -204,7 +204,7 @@ def asked(program: str, *words: str) -> list[str]:
     ("program", "words", "answers"),
     [
         ("reshard", ("ver",), ["plain,verify"]),
-        ("reshard", ("plan", "x", "--dtype-p"), ["plain,--dtype-policy"]),
+        ("reshard", ("plan", "x", "--master-d"), ["plain,--master-dtype"]),
         ("reshard", ("export", "x", "--to", "d"), ["plain,dcp", "plain,deepspeed"]),
         ("reshard", ("pack", "x", "--model", "mod"), ["file,mod"]),
         ("runner", ("launch", "--sched"), ["plain,--scheduler"]),

@@ -87,8 +87,8 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
     ("conversion.dtype", "options.invalid-value"): (
         lambda at: reshard.pack(at / "model", at / "new", "pp=2", conversion=C(dtype="fp8")),
     ),
-    ("assumed.policy", "options.invalid-value"): (
-        lambda at: reshard.plan(at / "model", "pp=2", assumed=A(policy="fp8")),
+    ("assumed.dtype", "options.invalid-value"): (
+        lambda at: reshard.plan(at / "model", "pp=2", assumed=A(dtype="fp8")),
     ),
     ("assumed.recompute", "options.invalid-value"): (
         lambda at: reshard.plan(at / "model", "pp=2", assumed=A(recompute="some")),

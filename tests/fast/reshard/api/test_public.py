@@ -53,7 +53,17 @@ def test_fields_on_the_page_have_types_that_are_public() -> None:
     import manifests.schema
     import reshard
 
-    aliases = {"Address", "ExportDtype", "Holds", "HostMemory", "Plain", "Policy", "Recompute", "Style"}
+    aliases = {
+        "Address",
+        "ExportDtype",
+        "Holds",
+        "HostMemory",
+        "Plain",
+        "Policy",
+        "Recompute",
+        "Style",
+        "TrainingDtype",
+    }
     standard = {"Any", "Iterator", "Mapping", "None"}
     text = api.render().partition("\n## runner\n")[0]
     fields = "".join(re.findall("^Fields: .*$", text, re.MULTILINE))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import files_in, reshard, run, write_model
+from tests.builders import files_in, refusal, reshard, run, write_model
 from tests.fast.reshard.configs import modules_of, write_config, write_times
 from tests.steps import steps_of
 
@@ -173,7 +173,10 @@ TRUE = Path(__file__).parents[4] / "tests" / "data" / "configs"
 
 
 def test_plan_takes_the_degrees_that_training_takes() -> None:
-    flags = ("--dp-replicate", "2", "--dp-shard", "4", "--tp", "2", "--ac", "full", "--dtype-policy", "mixed")
+    flags = (
+        "--dp-replicate", "2", "--dp-shard", "4", "--tp", "2", "--ac", "full",
+        "--dtype", "bf16", "--master-dtype", "fp32",
+    )  # fmt: skip
     alone, shared = (
         reshard("plan", TRUE / "llama-3.1-8b.json", "--layout", "pp=4", *given, "--json").json for given in ((), flags)
     )
@@ -185,7 +188,10 @@ def test_plan_takes_the_degrees_that_training_takes() -> None:
 
 
 def test_plan_of_deepseek_v3_with_expert_parallelism_fits_where_it_does_not_without() -> None:
-    flags = ("--layout", "pp=16", "--dp-shard", "64", "--dtype-policy", "mixed", "--ac", "full", "--json")
+    flags = (
+        "--layout", "pp=16", "--dp-shard", "64", "--dtype", "bf16", "--master-dtype", "fp32",
+        "--ac", "full", "--json",
+    )  # fmt: skip
     alone, distributed = (reshard("plan", TRUE / "deepseek-v3.json", *flags, *ep).json for ep in ((), ("--ep", "64")))
     assert (alone["assumed"]["ep"], distributed["assumed"]["ep"]) == (1, 64)
     most_nbytes = [max(rank["memory_nbytes"]["total"] for rank in plan["ranks"]) for plan in (alone, distributed)]
@@ -214,14 +220,14 @@ def test_loss_chunks_of_tensor_parallel_ranks_are_refused_as_in_training() -> No
 
 
 def test_where_nothing_fits_the_headline_has_the_largest_degrees_that_were_tried() -> None:
-    asked = ("plan", TRUE / "llama-3.1-8b.json", "--dtype-policy", "mixed", "--gpu-memory", "20MB")
+    asked = ("plan", TRUE / "llama-3.1-8b.json", "--dtype", "bf16", "--master-dtype", "fp32", "--gpu-memory", "20MB")
     assert reshard(*asked, "--layout", "pp=4").out.splitlines()[2].endswith("up to pp=32, dp-shard=32, tp=8, ac=full")
     assert reshard(*asked, "--layout", "pp=4", "--json").json["smallest_fit"] is None
 
 
 @pytest.mark.parametrize("given", [(), ("--ac", "full"), ("--tp", "2"), ("--dp-shard", "4", "--ac", "full")])
 def test_smallest_change_that_fits_is_the_headline_and_fits(given: tuple[str, ...]) -> None:
-    asked = ("plan", TRUE / "llama-3.1-8b.json", "--dtype-policy", "mixed", "--gpu-memory", "20GB")
+    asked = ("plan", TRUE / "llama-3.1-8b.json", "--dtype", "bf16", "--master-dtype", "fp32", "--gpu-memory", "20GB")
     whole = reshard(*asked, "--layout", "pp=4", *given)
     headline = whole.out.splitlines()[2]
     assert headline.startswith("DOES NOT FIT: ranks 0")
@@ -236,3 +242,31 @@ def test_smallest_change_that_fits_is_the_headline_and_fits(given: tuple[str, ..
     assert max(rank["memory_nbytes"]["total"] for rank in fitting["ranks"]) <= 20 << 30
     degrees = fitting["assumed"]
     assert found["num_ranks"] == fitting["num_ranks"] * degrees["dp_shard"] * degrees["tp"]
+
+
+def test_flags_of_a_step_are_those_of_training(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "tiny.json")
+    flags = (
+        "--layout", "pp=2", "--global-batch", "48", "--microbatch", "2", "--dp-replicate", "3",
+        "--dtype", "bfloat16",
+    )  # fmt: skip
+    shown = reshard("plan", config, *flags, "--json").json["assumed"]
+    assert (shown["num_microbatches"], shown["dtype"], shown["master_dtype"]) == (8, "bf16", "bf16")
+    mixed = reshard("plan", config, *flags, "--master-dtype", "fp32", "--json").json["assumed"]
+    assert (mixed["dtype"], mixed["master_dtype"]) == ("bf16", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "where"),
+    [
+        (("--global-batch", "8", "--microbatches", "4"), "options.conflict", "--global-batch"),
+        (("--global-batch", "8", "--dp-replicate", "3"), "options.batch-size", "--global-batch"),
+        (("--master-dtype", "bf16"), "options.master-dtype", "--master-dtype"),
+        (("--dtype-policy", "mixed"), "usage.moved", "reshard plan --dtype-policy"),
+    ],
+)
+def test_flags_of_a_step_that_conflict_are_refused(
+    tmp_path: Path, flags: tuple[str, ...], code: str, where: str
+) -> None:
+    config = write_config(tmp_path / "tiny.json")
+    assert refusal("plan", config, "--layout", "pp=2", *flags).found == (2, code, where)

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 
 from manifests.models import model_shape
 from manifests.models.config import MAX_LAYERS
-from manifests.models.training import POLICIES
 from reshard.cli import options
 from tests.builders import EMBEDDING, HEAD, files_in, leftovers, llama_config, pack, refusal, reshard, run, write_model
 from tests.fast.manifests.models.built import DECODERS, build, perturb, read_config
@@ -106,7 +105,8 @@ def test_plan_is_the_same_in_a_table_and_in_json(tmp_path: Path, wording: Callab
             "num_microbatches": 4,
             "microbatch": 1,
             "seq_len": 8,
-            "dtype_policy": "fp32",
+            "dtype": "fp32",
+            "master_dtype": "fp32",
             "dp_replicate": 1,
             "dp_shard": 1,
             "tp": 1,
@@ -246,7 +246,6 @@ def test_choices_on_the_command_line_are_those_of_the_packages() -> None:
     from manifests.schedules import SCHEDULES
 
     assert MAX_LAYERS == options.MAX_LAYERS
-    assert tuple(POLICIES) == options.POLICIES
     assert SCHEDULES == options.SCHEDULES
 
 

@@ -71,10 +71,11 @@ def test_first_layout_needs_what_its_plan_says(name: str, gpus: int, memory: int
     steps = [layout["step_s"] for layout in shown["layouts"]]
     assert steps == sorted(steps, key=lambda step: float(f"{step:.3g}"))
     layout = first["layout"] + f",schedule={first['schedule']}"
+    masters = {"mixed": "fp32", "bf16": "bf16"}
     plan = reshard(
         "plan", config, "--layout", layout, "--microbatches", "128", "--microbatch", str(first["microbatch"]),
-        "--dtype-policy", first["policy"], "--dp-shard", str(first["shard"]), "--tp", str(first["tensor"]),
-        "--ep", str(first["expert"]), "--ac", first["recompute"], "--json",
+        "--dtype", "bf16", "--master-dtype", masters[first["policy"]], "--dp-shard", str(first["shard"]),
+        "--tp", str(first["tensor"]), "--ep", str(first["expert"]), "--ac", first["recompute"], "--json",
     ).json  # fmt: skip
     assert plan["num_ranks"] * ranks == gpus
     assert max(rank["memory_nbytes"]["total"] for rank in plan["ranks"]) == first["memory"]
@@ -83,7 +84,7 @@ def test_first_layout_needs_what_its_plan_says(name: str, gpus: int, memory: int
 
 
 def test_flags_are_what_every_layout_has(tmp_path: Path) -> None:
-    words = ("--tp", "2", "--ac", "full", "--schedule", "1f1b", "--microbatch", "2", "--dtype-policy", "bf16")
+    words = ("--tp", "2", "--ac", "full", "--schedule", "1f1b", "--microbatch", "2", "--dtype", "bf16")
     config = CONFIGS / "llama-3.1-8b.json"
     shown = reshard("plan", config, "--gpus", "8", "--gpu-memory", "80GB", *words, "--json").json
     assert shown["layouts"]
@@ -108,7 +109,7 @@ def test_closed_form_is_near_the_simulated_step() -> None:
         (("--gpu-memory", "80GB", "--efficiency", "nan"), "options.invalid-value", "--efficiency"),
         (("--gpu-memory", "80GB", "--tp", "3"), "launch.degrees", "--tp"),
         (("--gpu-memory", "80GB", "--schedule", "GPipe"), "options.conflict", "--schedule"),
-        (("--gpu-memory", "80GB", "--dtype-policy", "fp32"), "options.conflict", "--dtype-policy"),
+        (("--gpu-memory", "80GB", "--dtype", "fp32"), "options.conflict", "--dtype"),
         (("--gpu-memory", "80GB", "--draw", "a.html"), "options.draw-suffix", "--draw"),
         ((), "options.missing-value", "--gpu-memory"),
     ],
@@ -120,7 +121,6 @@ def test_flags_that_a_search_cannot_take_are_refused(flags: tuple[str, ...], cod
 
 def test_flags_of_a_search_alone_are_refused() -> None:
     for flag, value in (
-        ("--global-batch", "7"),
         ("--hardware", "h100"),
         ("--efficiency", "0.5"),
         ("--gpus-per-node", "4"),
