@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from manifests.brief import brief
 from manifests.placement import Placement, Style
 
 FORMAT = "reshard-manifest"
@@ -59,6 +60,8 @@ class Stage:
     nbytes: int
     shards: tuple[Shard, ...]
     spans: tuple[Span, ...] = ()
+
+    __repr__ = brief
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,6 +319,8 @@ class Manifest:
     parents: tuple[Parent, ...] = ()
     training: TrainingState | None = None
     virtual: Virtual | None = None
+
+    __repr__ = brief
 
     @property
     def placement(self) -> Placement:

@@ -33,6 +33,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from manifests.brief import brief
 from manifests.models import ModelShape, Work, is_expert, module_of
 from manifests.models.training import FP32_NBYTES, POLICIES, Training
 from manifests.placement import Placement
@@ -94,6 +95,8 @@ class MemoryEstimate:
 
     stages: tuple[Memory, ...]
     ranks: tuple[Memory, ...]
+
+    __repr__ = brief
 
 
 def estimate_memory(

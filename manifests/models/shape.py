@@ -8,6 +8,7 @@ from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 
+from manifests.brief import brief
 from manifests.schema import ModelDescription
 
 Shape = tuple[int, ...]
@@ -81,6 +82,8 @@ class ModelShape:
     is_estimated: bool = False  # whether `work` was made of the sizes of tensors, not of the modules' arithmetic
     base: str = ""  # what files of the model without its head leave out in front of every name
     _owned: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    __repr__ = brief
 
     @property
     def num_params(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from manifests.brief import brief
 from manifests.command.interpreter import collector_paused
 from manifests.errors import Parameter
 from manifests.models import ModelShape
@@ -44,6 +45,8 @@ class Forecast:
     flops: tuple[int, ...]  # forward, per token, by stage
     times: tuple[ModuleTime, ...]  # by stage
     step: StepEstimate | None
+
+    __repr__ = brief
 
     @property
     def memory(self) -> MemoryEstimate:

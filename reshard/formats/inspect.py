@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
+from manifests.brief import brief
 from manifests.errors import CheckpointError, Parameter, UsageError, check_choice
 from manifests.optimizer_state import stored_kinds
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Layout, Manifest, Stage
@@ -58,7 +59,9 @@ class PackedModel:
 
     location: str
     manifest: Manifest
-    bundles: Bundles
+    bundles: Bundles = field(repr=False)
+
+    __repr__ = brief
 
     @property
     def layout(self) -> Layout:
@@ -103,8 +106,24 @@ class PackedStage:
         (1, 'lm_head', (40, 16))
     """
 
-    model: PackedModel
+    model: PackedModel = field(repr=False)
     info: Stage
+
+    __repr__ = brief
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of its modules, such as `model.layers.7`."""
+        return self.info.modules
+
+    @property
+    def num_params(self) -> int:
+        return self.info.num_params
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its tensors."""
+        return self.info.nbytes
 
     def tensors(self, kind: Holds = WEIGHTS) -> dict[str, TensorInfo]:
         """Return the stage's tensors by Hugging Face FQN, from headers alone.

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from manifests.brief import brief
 from manifests.errors import LayoutError, UsageError
 from manifests.placement import Placement, Style
 from reshard.formatting import WIDTH, in_one_line, nearest_word, shorten
@@ -43,6 +44,8 @@ class StageLayout:
     stages: tuple[tuple[str, ...], ...]
     placement: Placement
     schedule: str | None = None
+
+    __repr__ = brief
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
+from manifests.brief import brief
 from manifests.errors import OutputError, Parameter, UsageError, check_choice
 from manifests.index import MAX_SHARD_NBYTES
 from manifests.invariants import MANIFEST_NAME
@@ -108,6 +109,8 @@ class PackResult:
     part_nbytes: int = 0
     hub: HubReport = field(default_factory=HubReport)
     used: Used = field(default_factory=Used)  # threads that copied, and requests that ran at a time
+
+    __repr__ = brief
 
     @property
     def manifest(self) -> Manifest:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from manifests.brief import brief
 from manifests.command.interpreter import collector_paused
 from manifests.command.sizes import parse_size, write_size
 from manifests.errors import Parameter, UsageError, check_count
@@ -89,6 +90,8 @@ class PlanResult(StagedModel):
     """A layout of a model, and an estimate of a training step on it (`forecast`)."""
 
     forecast: Forecast
+
+    __repr__ = brief
 
 
 def open_model(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count
 
+from manifests.brief import brief
 from manifests.errors import LayoutError
 from manifests.headertext import TensorEntry
 from manifests.index import MAX_SHARD_NBYTES, is_indexed, replicas_elsewhere, split_by_size
@@ -143,6 +144,8 @@ class StagePlan:
     num_params: int
     nbytes: int
     shards: tuple[OutputShard, ...]
+
+    __repr__ = brief
 
     @property
     def num_tensors(self) -> int:

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
+from manifests.brief import brief
 from manifests.digest import PREFIX
 from manifests.errors import ShardError
 from manifests.models import ModelShape
@@ -52,6 +53,8 @@ class Checkpoint:
     trained: TrainingState | None = None
     merges_slices: bool = False  # whether sliced tensors are packed whole
     description: ModelDescription | None = None  # of a model whose architecture does not say its modules
+
+    __repr__ = brief
 
     @property
     def location(self) -> str:

@@ -170,3 +170,27 @@ def test_packing_imports_what_it_needs_and_reading_as_numpy_no_torch(tmp_path: P
         command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
     )
     assert ended.stdout == "set()\n", ended.stderr
+
+
+def test_results_print_on_a_few_lines_however_large_the_model_is(tmp_path: Path) -> None:
+    import reshard
+
+    write_model(tmp_path / "model", llama_config(num_hidden_layers=60))
+    done = reshard.pack(tmp_path / "model", tmp_path / "packed", layout="pp=2")
+    planned, opened = reshard.plan(tmp_path / "model", "pp=2"), reshard.open(tmp_path / "packed")
+    results = (
+        done,
+        opened,
+        opened.manifest,
+        opened.stage(0),
+        planned,
+        planned.stages[0],
+        planned.layout,
+        planned.forecast,
+    )
+    for result in (*results, planned.checkpoint, planned.checkpoint.shape):
+        assert len(repr(result)) < 800, type(result)
+        assert "layers.30" not in repr(result)
+    stage = opened.stage(0)
+    assert (stage.modules, stage.nbytes) == (planned.stages[0].modules, planned.stages[0].nbytes)
+    assert f"num_params={stage.num_params}" in repr(stage)
