@@ -1,24 +1,12 @@
-"""apply: bring a folder of weights to a version of a chain, whole and verified at any moment.
-
-# Note [Switching to new weights]
-New shards get names of their own, with the version in them, and are written, hashed and compared with their digests in
-`.cache/reshard/new` below the folder. Then a record, `switch.json`, says what moves where and what is removed: from
-there on the switch is carried out, by this process or, if it is killed, by the next `apply`. Shards are moved beside
-the old ones, and a rename of the index lists the new ones in one step. So at any moment readers find the old weights or
-the new ones, never a mixture: not even those that take every shard which the index does not exclude. Where auxiliary
-files changed too, the folder has no index while they are replaced. A lone `model.safetensors`, which readers prefer to
-an index, is removed after the index is there.
-"""
+"""apply: bring a folder of weights to a version of a chain, whole and verified at any moment."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,15 +14,13 @@ from manifests.digest import DigestTable, digest_bytes
 from manifests.errors import OutputError, Parameter, ShardError, SourceError
 from manifests.index import INDEX_NAME, MAX_SHARD_NBYTES, split_by_size
 from manifests.invariants import MANIFEST_NAME
-from manifests.jsontext import parse_json_object
 from manifests.paths import root_shard_path
-from manifests.safetensors import read_header
-from manifests.store import read_small_file, sync_folder, write_file
+from manifests.store import read_small_file
 from reshard.copy.destination import check_unchanged
-from reshard.copy.engine import WriteOptions, hash_tensors, write_shards
-from reshard.copy.journal import Journal, plan_key
+from reshard.copy.engine import WriteOptions, hash_tensors
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import ByteCounter, Progress, counting
+from reshard.delta.switch import Work
 from reshard.formats.delta.chain import Chain, Version, open_versions, state_digest
 from reshard.formats.delta.codec import check_packages
 from reshard.formats.delta.read import follow, open_version, with_header_digests
@@ -45,9 +31,9 @@ from reshard.plans.pack_plan import OutputShard, lay_out_readable, lay_out_shard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, as_objects, check_digest
 from reshard.tensors.comparison import are_of_one_kind
 from reshard.tensors.lazy import stored_nbytes
-from stores.base import Blocks, read_whole
+from stores.base import read_whole
 from stores.bundles import TensorAt
-from stores.folders.lock import locking
+from stores.folders.publish import writing_to
 from stores.local import LocalFolder
 
 _SINGLE_NAME = "model.safetensors"
@@ -108,9 +94,8 @@ def apply_delta(
     opened = open_versions(chain)
     wanted = opened.version(opened.numbers[-1] if version is None else version)
     number = wanted.number
-    folder, work = Path(to), _Work(Path(to))
-    work.create()
-    with locking(work.folder / "lock", str(folder), "reshard delta apply"):
+    folder, work = Path(to), Work(Path(to))
+    with writing_to(str(folder)), work.locked():
         work.switch()
         present, before, hashed = _present(folder)
         target, before = _target(opened, number, present, before)
@@ -160,7 +145,9 @@ def _present(folder: Path) -> tuple[Checkpoint | None, int | None, Collection[st
         metadata = read_shard_index(read_small_file(where), str(where), {}).metadata
         text = str(metadata.get("version")) if isinstance(metadata, dict) else ""
         number = int(text) if re.fullmatch(r"\d{1,12}", text) else None
-    return replace(opened, tensors={**as_objects(opened.tensors), **hashed}), number, hashed.keys()
+    auxiliary = tuple(replace(item, digest=digest_bytes(read_whole(item.file))) for item in opened.auxiliary)
+    present = replace(opened, tensors={**as_objects(opened.tensors), **hashed}, auxiliary=auxiliary)
+    return present, number, hashed.keys()
 
 
 def _target(chain: Chain, number: int, present: Checkpoint | None, before: int | None) -> tuple[Checkpoint, int | None]:
@@ -268,7 +255,7 @@ def _check_space(folder: Path, shards: Sequence[OutputShard]) -> None:
 def _carry_out(
     plan: _Plan,
     target: Checkpoint,
-    work: _Work,
+    work: Work,
     version: Version,
     before: int | None,
     parallelism: Parallelism,
@@ -281,7 +268,8 @@ def _carry_out(
     _verify(plan.to_verify, counter)
     verify_s = time.monotonic() - begin
     changes = plan.shards or plan.auxiliary or before != number
-    digests = work.write(plan, WriteOptions(progress=counter, parallelism=parallelism)) if changes else {}
+    options = WriteOptions(progress=counter, parallelism=parallelism)
+    digests = work.write(plan.shards, plan.auxiliary, options) if changes else {}
     state = state_digest(
         replace(tensor, blake3=digests.get(name, tensor.blake3)) for name, tensor in target.tensors.items()
     )
@@ -289,7 +277,8 @@ def _carry_out(
         metadata = {"total_size": sum(tensor.nbytes for tensor in target.tensors.values()), "version": f"{number:06d}"}
         index = {"metadata": {**metadata, **({"state": state} if state else {})}, "weight_map": dict(plan.weight_map)}
         check_unchanged(plan.shards, plan.auxiliary)
-        work.prepare(index, plan)
+        moved = [shard.path for shard in plan.shards], [item.path for item in plan.auxiliary]
+        work.prepare(index, {"shards": moved[0], "auxiliary": moved[1], "removed": plan.removed})
         work.switch()
     return ApplyResult(
         location=str(work.target),
@@ -317,82 +306,3 @@ def _verify(tensors: Sequence[TensorAt], progress: ByteCounter) -> None:
             check_digest(tensor, digest)
         except ShardError as error:
             raise error.changed(hint="apply to an empty folder, or copy the file again") from None
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What is under construction for a folder; see Note [Switching to new weights]."""
-
-    target: Path
-
-    @property
-    def folder(self) -> Path:
-        return self.target / ".cache/reshard"
-
-    @property
-    def new(self) -> Path:
-        return self.folder / "new"
-
-    @property
-    def record(self) -> Path:
-        return self.folder / "switch.json"
-
-    def create(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    def write(self, plan: _Plan, options: WriteOptions) -> dict[str, bytes]:
-        """Write the new shards, resuming an interrupted run of the same plan; return the digests of their tensors."""
-        journal = Journal(self.new, plan_key(plan.shards), self.folder / "journal")
-        if not journal.is_begun:
-            shutil.rmtree(self.new, ignore_errors=True)
-        self.new.mkdir(exist_ok=True)
-        journal.begin()
-        write_shards(plan.shards, self.new, replace(options, journal=journal))
-        digests: dict[str, bytes] = {}
-        for shard in plan.shards:
-            header = read_header(self.new / shard.path)
-            digests |= zip(header.tensors.names, map(bytes.fromhex, header.digest_table(shard.path)), strict=True)
-        for item in plan.auxiliary:
-            path = self.new / item.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, Blocks(item.file, item.digest))
-        return digests
-
-    def prepare(self, index: Mapping[str, object], plan: _Plan) -> None:
-        """Record the switch, which is carried out from here on."""
-        write_file(self.new / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
-        record = {
-            "shards": [shard.path for shard in plan.shards],
-            "auxiliary": [item.path for item in plan.auxiliary],
-            "removed": list(plan.removed),
-        }
-        sync_folder(self.new)
-        write_file(self.record, json.dumps(record).encode())
-
-    def switch(self) -> None:
-        """Carry out the switch that is recorded, if there is one, from wherever it was interrupted."""
-        if not self.record.is_file():
-            return
-        record = parse_json_object(read_small_file(self.record), str(self.record))
-        self._move(record["shards"])
-        if record["auxiliary"]:
-            if (self.new / INDEX_NAME).exists():
-                self._remove([INDEX_NAME, *record["removed"]])
-            self._move(record["auxiliary"])
-        self._move([INDEX_NAME])
-        self._remove(record["removed"])
-        shutil.rmtree(self.new, ignore_errors=True)
-        (self.folder / "journal").unlink(missing_ok=True)
-        self.record.unlink()
-
-    def _move(self, names: Sequence[str]) -> None:
-        for name in names:
-            (self.target / name).parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # moved before the interrupt
-                os.replace(self.new / name, self.target / name)
-        sync_folder(self.target)
-
-    def _remove(self, names: Sequence[str]) -> None:
-        for name in names:
-            (self.target / name).unlink(missing_ok=True)
-        sync_folder(self.target)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from reshard.tensors.lazy import stored_nbytes
 from stores.address import is_url
 from stores.base import check_whole, read_file_header
 from stores.folders.lock import locking
+from stores.folders.publish import writing_to
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,34 +148,32 @@ def prune_delta(chain: str | Path, *, keep: int) -> PruneResult:
     """
     check_count(Parameter("keep"), keep)
     opened = open_versions(chain)
-    if not is_url(chain):
-        with locking(Path(chain) / LOCK_NAME, str(chain), "reshard delta prune"):
-            return _prune(opened, keep, lambda number: _remove_folder(Path(chain), number))
-    from stores.objects.client import open_writable
+    oldest = opened.numbers[-min(keep, len(opened.numbers))]
+    first = opened.line(oldest)[0].number
+    if is_url(chain):
+        from stores.objects.client import open_writable
 
-    client = open_writable(str(chain))
-
-    def remove(number: int) -> None:
-        prefix = f"{folder_of(number)}/"
-        client.remove([f"{prefix}{INDEX_NAME}"])  # first: without it, there is no version
-        client.remove([name for name in opened.folder.names() if name.startswith(prefix)])
-
-    return _prune(opened, keep, remove)
-
-
-def _prune(chain: Chain, keep: int, remove: Callable[[int], object]) -> PruneResult:
-    oldest = chain.numbers[-min(keep, len(chain.numbers))]
-    first = chain.line(oldest)[0].number
-    removed = tuple(number for number in chain.numbers if number < first)
-    for number in removed:
-        remove(number)
-    return PruneResult(removed=removed, oldest=first)
+        client = open_writable(chain)
+        for number, names in _files_before(opened.folder.names(), first):
+            client.remove([f"{folder_of(number)}/{INDEX_NAME}"])  # without it, there is no version
+            client.remove(names)
+    else:
+        with writing_to(str(chain)), locking(Path(chain) / LOCK_NAME, str(chain), "reshard delta prune"):
+            for number, _ in _files_before((f"{name}/" for name in os.listdir(chain)), first):
+                folder = Path(chain) / folder_of(number)
+                (folder / INDEX_NAME).unlink(missing_ok=True)
+                shutil.rmtree(folder)
+    return PruneResult(removed=tuple(number for number in opened.numbers if number < first), oldest=first)
 
 
-def _remove_folder(chain: Path, number: int) -> None:
-    folder = chain / folder_of(number)
-    (folder / INDEX_NAME).unlink()
-    shutil.rmtree(folder)
+def _files_before(names: Iterable[str], first: int) -> list[tuple[int, list[str]]]:
+    """Return the files of each version before another, the newest first: after a kill, the others have their bases."""
+    files: dict[int, list[str]] = {}
+    for name in names:
+        match = re.fullmatch(r"weight_v(\d{6,12})/.*", name)
+        if match and int(match[1]) < first:
+            files.setdefault(int(match[1]), []).append(name)
+    return sorted(files.items(), reverse=True)
 
 
 def _entry(chain: Chain, version: Version) -> ChainEntry:

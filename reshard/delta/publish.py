@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 from manifests.digest import digest_bytes
-from manifests.errors import Parameter, SourceError, check_choice
+from manifests.errors import InputError, Parameter, SourceError, check_choice
 from manifests.index import INDEX_NAME, MAX_SHARD_NBYTES, split_by_size
 from manifests.invariants import SOURCE_FILES
+from manifests.jsontext import parse_json_object
 from manifests.paths import root_shard_path
+from manifests.store import read_small_file
 from reshard.copy.destination import FolderTarget, Target, check_apart, check_unchanged, copy_files, open_target
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
@@ -29,6 +31,7 @@ from reshard.delta.difference import compare_states, delta_shards
 from reshard.formats.delta.chain import Chain, folder_of, open_chain, open_versions, state_digest
 from reshard.formats.delta.codec import CHECKSUMS, XOR, ZSTD, check_packages
 from reshard.formats.delta.read import open_version, other_base, with_header_digests
+from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.huggingface.write import with_config_for
 from reshard.formats.open import open_source
 from reshard.plans.pack_plan import OutputShard, lay_out_readable
@@ -39,6 +42,7 @@ from stores.address import is_url
 from stores.base import read_file_header, read_whole
 from stores.bundles import TensorAt, tensors_in
 from stores.folders.lock import locking
+from stores.folders.publish import writing_to
 from stores.local import LocalFolder
 from stores.open import Address, open_store
 
@@ -254,12 +258,22 @@ class _Publisher:
             self.place,
             shards,
             force=is_url(self.place),
-            find_owned=lambda folder: None,
+            find_owned=_files_of,
             find_owned_objects=lambda client, listed: None,
             wanted=wanted,
             last=INDEX_NAME,
         ) as target:
             yield target
+
+
+def _files_of(folder: Path) -> Collection[str] | None:
+    """Return the files of a version that lacks only its name, as a kill may leave it; None: it is of others."""
+    try:
+        index = read_shard_index(read_small_file(folder / INDEX_NAME), str(folder), {})
+        files = parse_json_object(str(cast("dict[str, object]", index.metadata)["files"]).encode(), str(folder))
+    except (InputError, KeyError, TypeError):
+        return None
+    return {INDEX_NAME, *index.weight_map.values(), *files}
 
 
 def _commit(
@@ -323,12 +337,13 @@ def _publishing(chain: Address) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="reshard-publish-") as folder:
             yield Path(folder)
         return
-    chain.mkdir(parents=True, exist_ok=True)
-    with locking(chain / LOCK_NAME, str(chain), "reshard delta publish"):
-        spool = chain / _SPOOL_NAME
-        shutil.rmtree(spool, ignore_errors=True)
-        spool.mkdir()
-        try:
-            yield spool
-        finally:
+    with writing_to(str(chain)):
+        chain.mkdir(parents=True, exist_ok=True)
+        with locking(chain / LOCK_NAME, str(chain), "reshard delta publish"):
+            spool = chain / _SPOOL_NAME
             shutil.rmtree(spool, ignore_errors=True)
+            spool.mkdir()
+            try:
+                yield spool
+            finally:
+                shutil.rmtree(spool, ignore_errors=True)

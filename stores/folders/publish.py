@@ -296,6 +296,15 @@ def exchange(partial: Path, out: Path) -> None:
         raise OutputError(str(out), problem, "remove it, then run again", code="output.cannot-replace")
 
 
+@contextmanager
+def writing_to(where: str) -> Iterator[None]:
+    """Raise OutputError for what the system refuses while the block writes there."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(str(error.filename or where), error, "") from error
+
+
 def _unwritable(where: str, error: OSError, hint: str) -> InputError:
     code = "output.disk-full" if error.errno in _FULL else "output.unwritable"
     return refused_by_system(where, error, "cannot be written", hint, code=code)

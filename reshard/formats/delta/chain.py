@@ -133,6 +133,17 @@ class Chain:
         calls = {number: partial(self.version, number) for number in numbers}
         return [read.result() for read in at_once(calls).values()]
 
+    def find_file(self, path: str, number: int) -> InputFile | None:
+        """Return an auxiliary file as a version has it: from the last one that contains it."""
+        names = [f"{folder_of(other)}/{path}" for other in reversed(self.numbers) if other <= number]
+        if isinstance(self.folder, LocalFolder):
+            root = self.folder.path
+            name = next((name for name in names if (root / name).is_file()), None)
+        else:
+            listed = set(self.folder.names())
+            name = next((name for name in names if name in listed), None)
+        return None if name is None else self.folder.file(name)
+
     def line(self, number: int, after: int = 0) -> list[Version]:
         """Return the versions that make up a version, in order: from the newest full one on, or those `after` another.
 

@@ -134,15 +134,16 @@ def with_header_digests(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _auxiliary(base: Checkpoint, chain: Chain, deltas: Sequence[Version]) -> tuple[AuxiliaryAt, ...]:
-    """Return the auxiliary files of the last delta: those of the base, or of the last version that changed them."""
-    items = {item.path: item for item in base.auxiliary}
-    for version in deltas:
-        if version.files is None:
-            continue
-        items = {path: item for path, item in items.items() if path in version.files}
-        for path, digest in version.files.items():
-            if path not in items or items[path].digest != digest:
-                items[path] = AuxiliaryAt(path=path, file=chain.folder.file(f"{version.folder}/{path}"), digest=digest)
+    """Return the auxiliary files of the last delta: those of the base, or of the last version that has other ones."""
+    files = deltas[-1].files if deltas else None
+    if files is None:
+        return base.auxiliary
+    items = {item.path: item for item in base.auxiliary if item.path in files}
+    for path, digest in files.items():
+        if path not in items or items[path].digest != digest:
+            file = chain.find_file(path, deltas[-1].number)
+            if file is not None:  # otherwise, of a base that is not in the chain
+                items[path] = AuxiliaryAt(path=path, file=file, digest=digest)
     return tuple(items.values())
 
 

@@ -1,0 +1,111 @@
+"""New weights under construction in a folder, and the switch to them.
+
+# Note [Switching to new weights]
+New shards get names of their own, with the version in them, and are written, hashed and compared with their digests in
+`.cache/reshard/new` below the folder. Then a record, `switch.json`, says what moves where and what is removed: from
+there on the switch is carried out, by this process or, if it is killed, by the next `apply`. Shards are moved beside
+the old ones, and a rename of the index lists the new ones in one step. So at any moment readers find the old weights or
+the new ones, never a mixture: not even those that take every shard which the index does not exclude. Where auxiliary
+files changed too, the folder has no index while they are replaced. A lone `model.safetensors`, which readers prefer to
+an index, is removed after the index is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from manifests.index import INDEX_NAME
+from manifests.jsontext import parse_json_object
+from manifests.safetensors import read_header
+from manifests.store import read_small_file, sync_folder, write_file
+from reshard.copy.engine import WriteOptions, write_shards
+from reshard.copy.journal import Journal, plan_key
+from reshard.plans.pack_plan import OutputShard
+from reshard.tensors.checkpoint import AuxiliaryAt
+from stores.base import Blocks
+from stores.folders.lock import locking
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is under construction for a folder; see Note [Switching to new weights]."""
+
+    target: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.target / ".cache/reshard"
+
+    @property
+    def new(self) -> Path:
+        return self.folder / "new"
+
+    @property
+    def record(self) -> Path:
+        return self.folder / "switch.json"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with locking(self.folder / "lock", str(self.target), "reshard delta apply"):
+            yield
+
+    def write(
+        self, shards: Sequence[OutputShard], auxiliary: Sequence[AuxiliaryAt], options: WriteOptions
+    ) -> dict[str, bytes]:
+        """Write the new shards, resuming an interrupted run of the same plan; return the digests of their tensors."""
+        journal = Journal(self.new, plan_key(shards), self.folder / "journal")
+        if not journal.is_begun:
+            shutil.rmtree(self.new, ignore_errors=True)
+        self.new.mkdir(exist_ok=True)
+        journal.begin()
+        write_shards(shards, self.new, replace(options, journal=journal))
+        digests: dict[str, bytes] = {}
+        for shard in shards:
+            header = read_header(self.new / shard.path)
+            digests |= zip(header.tensors.names, map(bytes.fromhex, header.digest_table(shard.path)), strict=True)
+        for item in auxiliary:
+            path = self.new / item.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, Blocks(item.file, item.digest))
+        return digests
+
+    def prepare(self, index: Mapping[str, object], record: Mapping[str, Sequence[str]]) -> None:
+        """Record the switch: the `shards` and `auxiliary` files that are moved, and those that are `removed`."""
+        write_file(self.new / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
+        sync_folder(self.new)
+        write_file(self.record, json.dumps(record).encode())
+
+    def switch(self) -> None:
+        """Carry out the switch that is recorded, if there is one, from wherever it was interrupted."""
+        if not self.record.is_file():
+            return
+        record = parse_json_object(read_small_file(self.record), str(self.record))
+        self._move(record["shards"])
+        if record["auxiliary"]:
+            if (self.new / INDEX_NAME).exists():
+                self._remove([INDEX_NAME, *record["removed"]])
+            self._move(record["auxiliary"])
+        self._move([INDEX_NAME])
+        self._remove(record["removed"])
+        shutil.rmtree(self.new, ignore_errors=True)
+        (self.folder / "journal").unlink(missing_ok=True)
+        self.record.unlink()
+
+    def _move(self, names: Sequence[str]) -> None:
+        for name in names:
+            (self.target / name).parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # moved before the interrupt
+                os.replace(self.new / name, self.target / name)
+        sync_folder(self.target)
+
+    def _remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            (self.target / name).unlink(missing_ok=True)
+        sync_folder(self.target)
