@@ -112,10 +112,9 @@ def describe_all(only: Iterable[str] = ()) -> tuple[dict[str, dict[str, Any]], d
             refused[name] = f"no tiny model could be built: {type(error).__name__}"
             print(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
     trained = [make_entry(name, entry) for name, entry in found.items() if "refused" not in entry]
-    trained = [entry for entry in trained if not entry.hands_on_trees]
     for name, why in why_not_tensor_parallel(trained).items():
         found[name] |= {"no_tp": why} if why else {}
-    for name in expert_parallel(trained):
+    for name in expert_parallel([entry for entry in trained if not entry.hands_on_trees]):
         found[name]["distributes_experts"] = True
     return found, refused
 

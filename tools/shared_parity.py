@@ -22,6 +22,7 @@ from manifests.models.catalogue import CatalogueEntry
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import ComputeOptions
 from runner.models.generic import Generic
+from runner.models.tensor_plan import PLANS
 from runner.parallel.mesh import Mesh, build_mesh
 from runner.parallel.parallelize import Parallel, parallelize
 from runner.proof.stages import (
@@ -49,13 +50,14 @@ _NO_PLAN = "transformers has no plan for its layers"
 
 def why_not_tensor_parallel(entries: Collection[CatalogueEntry]) -> dict[str, str]:
     """Return why tensor-parallel ranks do not train each of these architectures, or nothing where they do."""
-    reasons = _compare([entry for entry in entries if _has_plan(entry, "base_model_tp_plan")], "tensor")
+    planned = [entry for entry in entries if _config_class(entry).base_model_tp_plan or _is_planned_here(entry)]
+    reasons = _compare(planned, "tensor")
     return {entry.architecture: reasons.get(entry.architecture, _NO_PLAN) for entry in entries}
 
 
 def expert_parallel(entries: Collection[CatalogueEntry]) -> tuple[str, ...]:
     """Return those of these architectures that ranks train with different experts on each of them."""
-    reasons = _compare([entry for entry in entries if _has_plan(entry, "base_model_ep_plan")], "expert")
+    reasons = _compare([entry for entry in entries if _config_class(entry).base_model_ep_plan], "expert")
     return tuple(architecture for architecture, why in reasons.items() if not why)
 
 
@@ -88,7 +90,8 @@ def compare_all(cases: Iterable[Case], rank: int) -> Iterator[Compared | str]:
                 results.append(compare_shared(Generic(entry, config.to_dict(), max_seq_len=1), meshes[dim], dtype))
                 break
             except UserError as error:
-                results.append(error.problem)
+                is_compared = error.code != "model.no-self-check"
+                results.append(error.problem if is_compared else "no tiny model of it could be compared")
             except Exception as error:  # of modules that do not expect to have a part of their parameters
                 results.append(f"by transformers' plan it fails with {type(error).__name__}")
         yield results[-1]
@@ -143,8 +146,10 @@ def _reason(found: Compared | str) -> str:
     return "" if found.largest <= TOLERANCE else "sharded by transformers' plan it computes something else"
 
 
-def _has_plan(entry: CatalogueEntry, plan: str) -> bool:
+def _config_class(entry: CatalogueEntry) -> Any:
     config = getattr(transformers, entry.architecture).config_class
-    if entry.section:
-        config = type(getattr(config(), entry.section))
-    return bool(getattr(config, plan))
+    return type(getattr(config(), entry.section)) if entry.section else config
+
+
+def _is_planned_here(entry: CatalogueEntry) -> bool:
+    return _config_class(entry).model_type in PLANS

@@ -40,9 +40,7 @@ def why_not_tensor_parallel(architecture: str, implementation: Implementation, *
     if is_own:
         return "a family of another package trains it"
     entry = generic_entry(architecture)
-    if entry is None:
-        return "there is no plan of how to shard it"
-    return "its stages exchange more than the hidden state" if entry.hands_on_trees else entry.no_tp
+    return "there is no plan of how to shard it" if entry is None else entry.no_tp
 
 
 def why_not_expert_parallel(architecture: str, implementation: Implementation, *, is_own: bool = False) -> str:

@@ -30,7 +30,7 @@ from runner.models.implementations import without_implementations
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
 from runner.models.shrink import shrink
 from runner.models.stage_of_any import StageOfAny, is_stand_in, longest_alike
-from runner.models.tensor_plan import check_packed, distribute_experts, shard_by_plan, summed_by_plan
+from runner.models.tensor_plan import check_packed, complete_plan, distribute_experts, shard_by_plan, summed_by_plan
 from runner.models.whole_model import WholeModel
 from runner.tensors.local_shard import Piece
 from runner.tensors.row_parts import RowParts
@@ -106,6 +106,7 @@ class Generic:
         """
         check_modules(self._entry, self.modules, (modules,), self._where)
         model = self._whole("meta")
+        complete_plan(model, self._layers_name)
         if self._keeps_documents or self._parts:
             mask_rows(model, self._parts)
         stage = StageOfAny(model, self._entry, self._layers_name, frozenset(modules), self._outside)
@@ -174,10 +175,9 @@ class Generic:
 
     def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
         assert isinstance(module, StageOfAny)
-        outside = [*self._entry.inputs, *(self._entry.outputs[-1:] if self._is_tied else ())]
-        whole = {module.model.get_submodule(self._outside[name]) for name in outside}
-        whole |= {part for part in module.modules() if is_stand_in(part)}
-        shard_by_plan(module.model, mesh, whole=whole)
+        embedding, *others = (module.model.get_submodule(self._outside[name]) for name in self._entry.inputs)
+        whole = {embedding, *others, *(part for part in module.modules() if is_stand_in(part))}
+        shard_by_plan(module.model, mesh, embedding, whole=whole)
         check_packed(module.model, self._regions)
 
     def distribute_experts(self, module: nn.Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:

@@ -3,7 +3,8 @@
 # Note [Plans of transformers]
 `base_model_tp_plan` of a config class names a style for each module and bare parameter that is sharded. transformers
 places the parameters and wraps the forwards, except that
-- embeddings, and heads that are tied to them, are whole on every rank;
+- what it leaves out is in `PLANS`, such as all of GPT-OSS, whose experts' last biases are added once (`SharedBias`);
+- the embedding is sharded by the vocabulary, as its head is, tied or not; a table of positions is whole on every rank;
 - gradients of parameters that every rank has, and that cover its own heads only, are summed once per step
   (Note [One reduction a step]): transformers would sum what was accumulated after each microbatch.
 """
@@ -11,12 +12,16 @@ places the parameters and wraps the forwards, except that
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import apply_expert_parallelism
+from transformers.distributed.tensor_parallel import MoeExpertsParallel
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
 from manifests.errors import UsageError
@@ -25,25 +30,87 @@ from runner.tensors.dtensor import packed_dim
 
 _SUMMED = "replicated_with_grad_allreduce"
 _LATENT = "mla_kv_a_proj"
+_EXPERTS = "experts_with_biases"
+# By model type, of the names in a layer. A rank has whole gates with their units, which lie side by side.
+PLANS: Mapping[str, Mapping[str, str]] = {
+    "apertus": {"mlp.act_fn": _SUMMED},  # has parameters, each rank for its hidden units
+    "gpt_oss": {
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.sinks"), "colwise"),
+        "self_attn.o_proj": "rowwise",
+        "self_attn": "local_params",
+        "mlp.experts.gate_up_proj": "rowwise",
+        "mlp.experts.gate_up_proj_bias": "rowwise",
+        "mlp.experts.down_proj": "colwise",
+        "mlp.experts": _EXPERTS,
+    },
+}
 
 
-def shard_by_plan(model: PreTrainedModel, mesh: DeviceMesh, *, whole: Collection[nn.Module]) -> None:
+def complete_plan(model: PreTrainedModel, layers: str) -> None:
+    """Add what transformers' plan of a model lacks; `layers` is the name of its list of layers."""
+    plan = PLANS.get(model.config.get_text_config().model_type, {})
+    model._tp_plan = {**model.tp_plan, **{f"{layers}.*.{name}": style for name, style in plan.items()}}
+
+
+def shard_by_plan(
+    model: PreTrainedModel, mesh: DeviceMesh, embedding: nn.Module, *, whole: Collection[nn.Module]
+) -> None:
     """Shard a model, which is on the meta device, over the ranks of a mesh, except for the modules in `whole`.
+
+    `embedding` is that of tokens, or a module in its place.
 
     Raises:
         UsageError: the number of ranks does not divide a dimension that the plan shards.
     """
+    if isinstance(embedding, nn.Embedding):
+        _shard_vocabulary(embedding, mesh)
     for path, module in list(model.named_modules()):
         if module in whole:
             continue
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if (style := _style_of(model, f"{path}.{leaf}", path)) is not None:
-                ALL_PARALLEL_STYLES[style].shard_param(module, leaf, mesh)
+                _style(style).shard_param(module, leaf, mesh)
                 _check_even(f"{path}.{leaf}", parameter, module.get_parameter(leaf))
         if (style := _style_of(model, path)) is not None:
             if style == _LATENT:
                 module.config = model.config.get_text_config()  # which that style reads
-            ALL_PARALLEL_STYLES[style].install_forward(module, mesh)
+            _style(style).install_forward(module, mesh)
+
+
+class SharedBias(MoeExpertsParallel):
+    """Experts that add a bias which each rank has to what ranks sum: each adds its share, with the whole gradient."""
+
+    @contextmanager
+    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
+        parameters: dict[str, Any] = module._parameters
+        bias, share = parameters["down_proj_bias"], 1 / mesh.size()
+        with super().context_around_forward(module, mesh):  # type: ignore[no-untyped-call]
+            parameters["down_proj_bias"] = bias * share + (bias - bias.detach()) * (1 - share)
+            try:
+                yield
+            finally:
+                parameters["down_proj_bias"] = bias
+
+
+def _shard_vocabulary(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
+    """Let a rank have the rows of some tokens, whatever the embedding's class does with what it looks up."""
+    whole, rank, look_up = embedding.weight, mesh.get_local_rank(), embedding.forward
+    rows = embedding.num_embeddings // mesh.size()
+    embedding.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+    _check_even("the embedding", whole, embedding.weight)
+    if embedding.padding_idx is not None:  # that row gets no gradient
+        place = embedding.padding_idx - rank * rows
+        embedding.padding_idx = place if 0 <= place < rows else None
+
+    def embed(tokens: torch.Tensor) -> Any:
+        places = tokens - rank * rows
+        elsewhere = (places < 0) | (places >= rows)
+        with ALL_PARALLEL_STYLES["local_params"].context_around_forward(embedding, mesh):
+            embedded = look_up(places.masked_fill(elsewhere, 0))
+        partial = embedded.masked_fill(elsewhere[..., None], 0)
+        return ALL_PARALLEL_STYLES["all_reduce"].transform_output_post_forward(embedding, partial, mesh)
+
+    embedding.forward = embed  # type: ignore[method-assign, assignment]
 
 
 def check_packed(model: PreTrainedModel, regions: Mapping[str, tuple[Region, ...]]) -> None:
@@ -91,12 +158,16 @@ def _style_of(model: PreTrainedModel, *names: str) -> str | None:
     return None if style_name == _SUMMED else style_name
 
 
+def _style(name: str) -> Any:
+    return SharedBias() if name == _EXPERTS else ALL_PARALLEL_STYLES[name]
+
+
 def _pattern(name: str) -> str:
     pattern: str = replace_layer_number_by_wildcard(name)
     return pattern
 
 
-def _check_even(name: str, before: nn.Parameter, after: nn.Parameter) -> None:
+def _check_even(name: str, before: torch.Tensor, after: nn.Parameter) -> None:
     if not isinstance(after, DTensor):
         return
     (where,), num_ranks = after.placements, after.device_mesh.size()

@@ -139,8 +139,7 @@ def parallelize(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
     if mesh.degrees.expert > 1:
         assert isinstance(chunk.family, ExpertParallel), "refused before"
         chunk.family.distribute_experts(chunk.body, mesh.part(EXPERT), mesh.part(TENSOR))
-    if mesh.degrees.tensor > 1:
-        shard_matrices(chunk, mesh.part(TENSOR))
+    share_matrices(chunk, mesh)
     if is_sharded(mesh.degrees, compute) and any(True for _ in chunk.body.parameters()):
         _shard(chunk, mesh, compute)
 
@@ -263,6 +262,12 @@ class ExpertParallel(Family, Protocol):
         The ranks of `tensor_mesh` have the same tokens. No plan of tensor parallelism applies to these experts.
         """
         ...
+
+
+def share_matrices(chunk: StageChunk, mesh: Mesh) -> None:
+    """Shard the matrices of a chunk, which is on the meta device, if this run has tensor-parallel ranks."""
+    if mesh.degrees.tensor > 1:
+        shard_matrices(chunk, mesh.part(TENSOR))
 
 
 def shard_matrices(chunk: StageChunk, mesh: DeviceMesh) -> None:

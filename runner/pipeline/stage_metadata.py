@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -58,6 +58,7 @@ class TracedMetadata:
     family: Family
     stage_modules: tuple[tuple[str, ...], ...]
     dtype: torch.dtype
+    share: Callable[[StageChunk], None] = lambda chunk: None  # shards the matrices of a stage, as ranks have it
     _chunks: tuple[StageChunk, ...] = ()
     _forms: dict[tuple[int, int], tuple[Form, ...]] = field(default_factory=dict)  # of the most recent shapes
 
@@ -74,6 +75,7 @@ class TracedMetadata:
             self._chunks = build_chunks(self.family, self.stage_modules, range(len(self.stage_modules)))
             for chunk in self._chunks:
                 cast(chunk, self.dtype)
+                self.share(chunk)
                 self.family.init_buffers(chunk.body, chunk.device)
         # transformers looks at the values of masks, unless a tensor is fake
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
@@ -88,8 +90,15 @@ class TracedMetadata:
 _MOST_SHAPES = 16
 
 
-def plan_stage_metadata(family: Family, stage_modules: Sequence[tuple[str, ...]], dtype: torch.dtype) -> StageMetadata:
+def plan_stage_metadata(
+    family: Family,
+    stage_modules: Sequence[tuple[str, ...]],
+    dtype: torch.dtype,
+    share: Callable[[StageChunk], None] = lambda chunk: None,
+) -> StageMetadata:
     """Return the metadata of a pipeline with these modules on its stages, computing in `dtype`.
+
+    `share` shards the matrices of a stage where ranks have some of its heads, which may be what it outputs.
 
     Stages of a family with a true attribute `hands_on_trees` may output anything that `runner.pipeline.stage_io` can
     flatten; its first module takes tokens, its last returns logits. Stages of all others output one tensor. Families
@@ -113,7 +122,7 @@ def plan_stage_metadata(family: Family, stage_modules: Sequence[tuple[str, ...]]
             code="manifest.wrong-modules",
         )
     if getattr(family, "hands_on_trees", False):
-        return TracedMetadata(family=family, stage_modules=tuple(stage_modules), dtype=dtype)
+        return TracedMetadata(family=family, stage_modules=tuple(stage_modules), dtype=dtype, share=share)
     first, last = family.modules[0], family.modules[-1]
     contents: list[Content] = ["tokens"]
     for modules in stage_modules:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from runner.config.sharding import is_sharded
 from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks
 from runner.models.family import Family
 from runner.parallel.mesh import Mesh
-from runner.parallel.parallelize import Parallel, parallelize
+from runner.parallel.parallelize import Parallel, parallelize, share_matrices
 from runner.pipeline.chunk import StageChunk, build_chunks, cast, materialize
 from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
@@ -68,7 +69,8 @@ def build_engine(
     """Tie, schedule and optimize the loaded stages; this creates process groups. `batch` is one pipeline's share."""
     chunks, placement, compute = tuple(chunks), stages.placement, options.compute
     timetable = from_rank_0(timetable)  # a schedule file of that name may differ on another machine
-    metadata = plan_stage_metadata(chunks[0].family, stages.modules, FLAG_DTYPES[compute.dtype])
+    share = partial(share_matrices, mesh=mesh)
+    metadata = plan_stage_metadata(chunks[0].family, stages.modules, FLAG_DTYPES[compute.dtype], share)
     ties = build_ties(stages.ties, chunks, placement, timedelta(seconds=options.timeout_s), mesh.pipelines)
     parameters = lead_parameters(chunks, ties)
     with raise_on_all_ranks("compute"):

@@ -150,6 +150,18 @@ def test_gradients_of_parameters_kept_in_float32_are_summed_in_float32_over_repl
 
 
 @pytest.mark.slow
+def test_keys_of_a_rank_s_heads_are_handed_on_to_the_next_stage(tmp_path: Path) -> None:
+    names = {name: TRAINED.get(name, {}) for name in ("Gemma4ForCausalLM", "GlmMoeDsaForCausalLM")}
+    for name, changes in names.items():
+        pack(tmp_path / name, name, "pp=1", "pp=2", **changes)
+    run_all(tmp_path, 4, dict.fromkeys(names, ("pp=2", "tensor-log", "--tp", 2)))
+    run_all(tmp_path, 1, dict.fromkeys(names, ("pp=1", "one-log")))
+    for name in names:
+        assert losses_of(tmp_path / name / "tensor-log") == pytest.approx(losses_of(tmp_path / name / "one-log"), 2e-5)
+        assert "--tp 2 as one process" in said(tmp_path / name / "tensor-log")
+
+
+@pytest.mark.slow
 def test_four_ranks_train_as_one_does(tmp_path: Path) -> None:
     for name in FOUR:
         pack(tmp_path / name, name, "pp=1", "pp=2", "pp=4")
