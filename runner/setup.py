@@ -13,15 +13,20 @@ import torch
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UnreachableError
+from manifests.models.adapters import is_adapter
 from manifests.models.combinations import check_combination, check_divides, check_heads
 from manifests.models.training import HostMemory
 from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
 from runner.bundle.packed import Packed, open_packed
+from runner.checkpoint.adapter_record import check_adapters, has_adapters
+from runner.checkpoint.peft_folder import load_adapters
 from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
 from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
-from runner.config.flags import TrainOptions, planned_memory, recall
+from runner.config.flags import TrainOptions, recall
+from runner.config.memory import planned_memory
 from runner.config.sharding import is_sharded
+from runner.config.trained import trained_by
 from runner.data.sequences import Batch, Rows, rows_of
 from runner.distributed.fail_together import raise_on_all_ranks
 from runner.distributed.world import World
@@ -31,6 +36,7 @@ from runner.load.local_cache import CacheReport, check_same_manifest, local_cach
 from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
 from runner.models import family_for
+from runner.models.family import Adaptable
 from runner.parallel.mesh import Mesh, build_mesh
 from runner.parallel.rows import keep_documents, split_rows
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
@@ -157,11 +163,14 @@ def _begin(
         options, origin, training = start.options, start.origin, start.training
         named = None if options.resume.source in (None, "auto") else origin.root
         save_context = SaveContext.of(launched, origin, writer=mesh.writer, num_writers=mesh.num_writers, named=named)
-        cache = local_cache_of(launched, origin, options, mesh, world, has_moments=training is not None)
+        check_adapters(origin, options, training)
+        base = launched if has_adapters(origin) else origin  # from which weights are read that have no adapters
+        has_moments = training is not None and base is origin
+        cache = local_cache_of(launched, base, options, mesh, world, has_moments=has_moments)
         hashes = options.digests == "foreground"
         deferred = DeferredVerification(cache, is_needed=not hashes)
         stored = StageLoader(
-            origin=origin,
+            origin=base,
             cache=cache,
             group=mesh.stage,
             is_broadcast=options.degrees.load == "broadcast",
@@ -180,6 +189,9 @@ def _begin(
             shape=launched.shape,
             description=launched.manifest.model.description,
         )
+        if options.lora is not None:
+            assert isinstance(family, Adaptable), "refused before"
+            family.add_adapters(options.lora)
         if options.data.document_mask:
             keep_documents(family, options.batch.seq_len)
         if mesh.degrees.context > 1:
@@ -205,11 +217,16 @@ def _begin(
         prove_once(run, launched.config, options.log_dir, is_kept=is_kept)
     with raise_on_all_ranks("load"):
         base_nbytes = memory_nbytes(device)
-        chunks = build_stages(family, stages, options.compute, mesh, device)
-        weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk))]
+        trains = trained_by(options, launched.shape.ties)
+        chunks = build_stages(family, stages, options.compute, mesh, device, trains)
+        pieces = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk))]
     if cache:
         cache.ensure()  # the loader verifies what it reads
-    loaded = stored.load(weights, WEIGHTS)
+    loaded = stored.load([piece for piece in pieces if not is_adapter(piece.fqn)], WEIGHTS)
+    if options.lora is not None:
+        adapters = [piece for piece in pieces if is_adapter(piece.fqn)]
+        stored, record = load_adapters(adapters, family, options, stored, origin)
+        save_context = replace(save_context, adapters=record)
     with deferred.comes_first(), raise_on_all_ranks("load"):
         round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
         check_loaded(launched.manifest.ties, chunks)
@@ -282,11 +299,12 @@ def _resume_optimizer(
     device: torch.device,
 ) -> _Start:
     """Load the optimizer state and the RNG state; return `start` with a note where there is no RNG state."""
+    ties = [tie for tie in engine.ties if engine.optimizer.steps(tie.leader)]
     for holds in MOMENTS:
         moment = partial(_moment, engine.optimizer, holds=holds)
         stored.load([piece for chunk in chunks for piece in hf_pieces(chunk, moment)], holds)
         with stored.deferred.comes_first():
-            check_equal(engine.ties, of=partial(engine.optimizer.moment, moment=holds))
+            check_equal(ties, of=partial(engine.optimizer.moment, moment=holds))
     engine.optimizer.resume(training.step)
     num_ranks = mesh.degrees.world_size
     with raise_on_all_ranks("load"):

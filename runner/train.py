@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch
 
 from manifests.errors import UserError
+from manifests.models.adapters import PEFT_WEIGHTS
 from manifests.models.combinations import check_combination
 from manifests.schema import TrainingState
 from runner.bundle.packed import Packed, open_packed
@@ -22,6 +23,7 @@ from runner.checkpoint.async_save import Saver
 from runner.checkpoint.data_position import check_same_files, digests_of
 from runner.checkpoint.history import claim_history, claim_output, find_misnamed
 from runner.checkpoint.outputs import check_apart, check_outputs, check_space, replaced_note
+from runner.checkpoint.peft_folder import save_peft
 from runner.checkpoint.resume import Origin, find_origins
 from runner.checkpoint.save import save
 from runner.checkpoint.state import nbytes_of
@@ -39,6 +41,7 @@ from runner.metrics.gauges import least_step_s, peak_memory_nbytes
 from runner.metrics.metrics import Metrics, RankLoad
 from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import open_sinks
+from runner.models.family import Adaptable
 from runner.preflight.combinations import check_sinks, part_of, sharing_ranks
 from runner.preflight.preflight import check_evaluable, check_texts
 from runner.rundir.exit_report import set_rank_label, stages_of
@@ -142,7 +145,7 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
         failure = _finish_saving(saver, metrics)
         if options.save is not None:
             _save_weights(ready, trained, options.save, saving)
-            metrics.saved(options.save)
+            metrics.saved(options.save, *(() if options.lora is None else (PEFT_WEIGHTS, "adapters")))
         if options.eval_data is not None:
             metrics.evaluation(trained.step, *evaluate(ready))
         if failure is not None:
@@ -241,9 +244,13 @@ def _finish_saving(saver: Saver | None, metrics: Metrics) -> UserError | None:
 
 
 def _save_weights(ready: Ready, trained: TrainingState, out: Path, timer: StallTimer) -> None:
-    """Write the trained weights, without optimizer state."""
+    """Write the trained weights, without optimizer state; adapters as a PEFT folder."""
     weights_only = TrainingState(step=trained.step, num_tokens=trained.num_tokens, dtype=trained.dtype)
     weights, context = ready.whole_weights()
+    family = ready.chunks[0].family
+    if isinstance(family, Adaptable) and family.adapters is not None:
+        save_peft(weights, family.adapters, context.adapters, out, force=ready.options.force)
+        return
     save(weights, context, out, weights_only, force=ready.options.force, timer=timer)
 
 

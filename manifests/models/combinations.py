@@ -48,6 +48,8 @@ class Combination:
     num_context: int = 1  # context-parallel ranks
     is_own: bool = False  # trained by a family of another package
     is_narrow: bool = False  # hidden states of some stages are narrower
+    has_adapters: bool = False  # --lora-rank or --lora-from
+    has_expert_adapters: bool = False  # --lora-experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +168,34 @@ REFUSED = (
         applies=lambda run: run.num_context > 1 and run.is_compiled,
         problem="is not verified together with --compile",
         hint="remove one of them",
+    ),
+    Refusal(
+        where="--lora-rank",
+        code="options.lora-architecture",
+        applies=lambda run: run.has_adapters and (run.implementation == "torchtitan" or run.is_own),
+        problem="adapters are supported on transformers' modules alone",
+        hint="leave --implementation out",
+    ),
+    Refusal(
+        where="--tp",
+        code="options.lora-combination",
+        applies=lambda run: run.has_adapters and run.num_tensor > 1,
+        problem="is not supported with adapters, whose matrices it does not shard",
+        hint="leave --tp out: frozen weights need no gradients and no optimizer state, and --dp-shard shards them",
+    ),
+    Refusal(
+        where="--lora-experts",
+        code="options.lora-combination",
+        applies=lambda run: run.has_expert_adapters and run.num_expert > 1,
+        problem="is not supported with --ep, which distributes experts and not their adapters",
+        hint="remove one of them",
+    ),
+    Refusal(
+        where="--compile",
+        code="options.lora-combination",
+        applies=lambda run: run.has_adapters and run.is_compiled,
+        problem="is not verified together with adapters",
+        hint="remove --compile",
     ),
     Refusal(
         where="manifest",

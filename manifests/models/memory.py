@@ -12,6 +12,8 @@ module comes on top of the activations of those before it.
 A backward in two parts frees nothing in the first, I: until the second, W, there are also the activations that I has
 recomputed, and the gradients of what every weight gives. Only the loss is done. Of the first stage, W does it all.
 
+A frozen parameter has its weight alone, in the dtype of computation. Its activations are counted as if it were trained.
+
 A tensor that another rank sends is in memory from its receive until the backward of its microbatch: a stage's input,
 which is then not counted among the activations as well, and the gradient of its output. What a stage sends is in
 memory until it has arrived: one result, and the one computed meanwhile; see Note [Waiting for sends] in
@@ -132,7 +134,11 @@ def estimate_memory(
     by_stage = []
     for stage, modules in enumerate(stages):
         led = {
-            module: [(n, _shards_of(fqn, training)) for fqn, n in sizes[module].items() if fqn not in followers]
+            module: [
+                (n, _shards_of(fqn, training))
+                for fqn, n in sizes[module].items()
+                if fqn not in followers and training.trains(fqn)
+            ]
             for module in modules
         }
         tensors = {fqn: n for module in modules for fqn, n in sizes[module].items()}
@@ -205,7 +211,7 @@ class _Cost:
 def _costs_of(shape: ModelShape, training: Training, sizes: Mapping[str, Mapping[str, int]]) -> dict[str, _Cost]:
     costs = {}
     for module, work in shape.work.items():
-        largest = max(sizes[module].values(), default=0)
+        largest = max((count for fqn, count in sizes[module].items() if training.trains(fqn)), default=0)
         if _is_layer(module):
             number = int(module.rpartition(".")[2])
             costs[module] = _layer_cost(work, shape.hidden_size, training, number, largest)
@@ -328,7 +334,11 @@ def _state_nbytes(
         for fqn in fqns - followers:
             by_shards[_shards_of(fqn, training)] += tensors[fqn]
         weights += by_shards.total() * policy.compute
-        num_params = sum(tensors[fqn] for fqn in fqns)
+        for fqn in [fqn for fqn in fqns - followers if not training.trains(fqn)]:
+            shards = _shards_of(fqn, training)
+            by_shards[shards] -= tensors[fqn]
+            optimizer += tensors[fqn] * policy.compute // shards if training.is_sharded else 0  # gathered from
+        num_params = sum(tensors[fqn] for fqn in fqns if training.trains(fqn))
         if training.is_sharded:  # see Note [Memory of a rank]
             gradients += num_params * policy.reduce
             optimizer += sum(count * 3 * policy.master // shards for shards, count in by_shards.items())
@@ -348,7 +358,12 @@ def _sizes_of(shape: ModelShape, training: Training) -> dict[str, dict[str, int]
         is_whole = training.tensor == 1 or len(shape.tensors[fqn]) < 2 or fqn.endswith(_WHOLE)
         return count if is_whole else count // training.tensor
 
-    return {module: {fqn: on_rank(fqn) for fqn in fqns} for module, fqns in shape.by_module().items()}
+    sizes = {module: {fqn: on_rank(fqn) for fqn in fqns} for module, fqns in shape.by_module().items()}
+    for fqn, count in training.adapters.items():
+        module = module_of(fqn, sizes)
+        assert module is not None, fqn
+        sizes[module][fqn] = count
+    return sizes
 
 
 def _is_distributed(fqn: str, training: Training) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from manifests.errors import Parameter, UsageError
@@ -85,6 +85,8 @@ class Training:
     recompute: Recompute = "none"  # --ac
     loss_chunk: int | None = None  # --loss-chunk, in tokens
     host_memory: HostMemory | None = None  # None: on GPUs
+    trains: Callable[[str], bool] = lambda fqn: True  # what is frozen has no gradient and no optimizer state
+    adapters: Mapping[str, int] = field(default_factory=dict)  # parameters of each adapter
 
     @property
     def num_tokens(self) -> int:

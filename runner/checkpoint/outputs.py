@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from manifests.errors import InputError, UsageError, refused_by_system
+from runner.checkpoint.adapter_record import files_of_peft
 from runner.checkpoint.history import find_checkpoints, step_of
 from runner.config.flags import TrainOptions
 from runner.config.schema import SYNTHETIC
@@ -30,8 +31,9 @@ def check_outputs(options: TrainOptions) -> None:
     if options.save is not None:
         if options.force:
             check_not_a_step(options.save)
-        check_target(options.save, options.force, files_of_manifest)
-        check_partial(options.save, files_of_manifest)
+        find_owned = files_of_manifest if options.lora is None else files_of_peft
+        check_target(options.save, options.force, find_owned)
+        check_partial(options.save, find_owned)
         is_replaced = options.save.is_dir() and any(options.save.iterdir())
         where = f"--save {options.save}"
         check_writable(folder_of(options.save), where, _HINT, exchange=exchange if is_replaced else None)

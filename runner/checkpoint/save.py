@@ -20,10 +20,11 @@ from manifests.errors import CheckpointError, InputError, refused_by_system
 from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES, index_blocks, is_indexed
 from manifests.invariants import MANIFEST_NAME, SOURCE_FILES
 from manifests.safetensors import header_template, layout_tensors
-from manifests.schema import WEIGHTS, Holds, Manifest, Parent, RandomState, Shard, Stage, TrainingState
+from manifests.schema import WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, RandomState, Shard, Stage, TrainingState
 from manifests.slices import slice_metadata
 from manifests.store import sync_folder, write_file, write_manifest
 from runner.bundle.packed import Packed
+from runner.checkpoint.adapter_record import ADAPTER_NAME, AdapterRecord
 from runner.checkpoint.data_position import SKIPPED_NAME, encode_skipped, with_skipped
 from runner.checkpoint.state import Held, ShardToWrite, nbytes_of, slices_in_stage_folders, whole_in_root
 from runner.distributed.rounds import in_rounds, run_at_low_priority
@@ -60,6 +61,7 @@ class SaveContext:
     named: Path | None = None  # the checkpoint of --resume, unless that is auto
     writer: int = 0
     num_writers: int = 1
+    adapters: AdapterRecord | None = None  # of a run that trains adapters; see Note [Checkpoints of adapters]
 
     @classmethod
     def of(
@@ -113,6 +115,7 @@ def save(
             with timer.working():
                 names = {path for of_rank in planned for path in of_rank}
                 names |= {*(file.path for file in context.manifest.files), SKIPPED_NAME, INDEX_NAME, MANIFEST_NAME}
+                names |= {ADAPTER_NAME} if context.adapters else set()
                 target = publishing(out, force=force, find_owned=files_of_manifest, wanted=names)
                 return [str(stack.enter_context(target))]
 
@@ -194,7 +197,7 @@ def write_shard(
 
 
 def _shards_of(state: Held, context: SaveContext, group: dist.ProcessGroup | None) -> dict[int, list[ShardToWrite]]:
-    if context.num_writers > 1:
+    if context.num_writers > 1 or context.adapters is not None:  # no reader takes a folder of these for a model
         return slices_in_stage_folders(state, context.writer, context.num_writers)
     return whole_in_root(state, context.manifest.ties, group)
 
@@ -291,6 +294,10 @@ def _commit(
             write_file(target, encode_skipped(num_skipped))
         else:
             write_file(target, Blocks(LocalFile(context.root / auxiliary.path), auxiliary.compared_digest))
+    if context.adapters is not None:
+        data = context.adapters.encode()
+        write_file(folder / ADAPTER_NAME, data)
+        files = (*files, AuxiliaryFile(path=ADAPTER_NAME, nbytes=len(data), digest=digest_bytes(data)))
     weights = {path: listed for of_rank in planned for path, listed in of_rank.items() if listed is not None}
     if weights:
         names = {path: weights[path][0] for path in sorted(weights)}

@@ -35,16 +35,12 @@ def held_weights(
 
     `is_written_here` chooses one of the ranks that have the same part of a parameter.
     """
-    left_out = _left_out(groups)
-    return {
-        chunk.stage: {
-            WEIGHTS: (
-                *_pieces(chunk, left_out, lambda weight: master_of(weight) if is_written_here(weight) else None),
-                *(piece for piece in hf_constants(chunk) if is_written_here(piece.memory)),
-            )
-        }
-        for chunk in chunks
-    }
+    return _weights(
+        chunks,
+        groups,
+        lambda weight: master_of(weight) if is_written_here(weight) else None,
+        constants=is_written_here,
+    )
 
 
 def whole_weights(chunks: Sequence[StageChunk], groups: Iterable[TieGroup], *, is_writer: bool) -> Held:
@@ -52,18 +48,12 @@ def whole_weights(chunks: Sequence[StageChunk], groups: Iterable[TieGroup], *, i
 
     Every one of these ranks calls this; those that are not the stage's writer get none. As `held_weights` otherwise.
     """
-    left_out = _left_out(groups)
 
     def gather(weight: nn.Parameter) -> torch.Tensor | None:
         whole = whole_of(master_of(weight))
         return whole.cpu() if is_writer else None
 
-    return {
-        chunk.stage: {
-            WEIGHTS: (*_pieces(chunk, left_out, gather), *(hf_constants(chunk) if is_writer else ())),
-        }
-        for chunk in chunks
-    }
+    return _weights(chunks, groups, gather, constants=lambda _: is_writer)
 
 
 def held_state(
@@ -78,7 +68,8 @@ def held_state(
     left_out = _left_out(groups)
 
     def moment_of(weight: nn.Parameter, moment: Holds) -> torch.Tensor | None:
-        return optimizer.moment(leaders.get(id(weight), weight), moment) if is_written_here(weight) else None
+        leader = leaders.get(id(weight), weight)
+        return optimizer.moment(leader, moment) if is_written_here(weight) and optimizer.steps(leader) else None
 
     weights = held_weights(chunks, groups, is_written_here)
     return {
@@ -180,6 +171,23 @@ def _left_out(groups: Iterable[TieGroup]) -> frozenset[str]:
     return frozenset(
         replica.fqn for group in groups for replica in group.replicas if replica.stage == group.owner.stage
     )
+
+
+def _weights(
+    chunks: Sequence[StageChunk],
+    groups: Iterable[TieGroup],
+    of: Callable[[nn.Parameter], torch.Tensor | None],
+    *,
+    constants: _Chosen,
+) -> Held:
+    """Return the weights that `of` returns, and chosen constants; of a run that trains adapters, these alone."""
+    left_out, held = _left_out(groups), dict[int, dict[Holds, tuple[Piece, ...]]]()
+    for chunk in chunks:
+        base = chunk.frozen_ids() if chunk.has_adapters else set[int]()
+        pieces = _pieces(chunk, left_out, lambda weight, base=base: None if id(weight) in base else of(weight))  # type: ignore[misc]
+        besides = () if chunk.has_adapters else (piece for piece in hf_constants(chunk) if constants(piece.memory))
+        held[chunk.stage] = {WEIGHTS: (*pieces, *besides)}
+    return held
 
 
 def _pieces(

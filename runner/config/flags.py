@@ -15,12 +15,11 @@ from click.core import ParameterSource
 from manifests.command.console import GroupedHelp
 from manifests.command.neighbors import usage_error
 from manifests.errors import UsageError
-from manifests.models import ModelShape
-from manifests.models.memory import MemoryEstimate, estimate_memory
-from manifests.models.training import DtypePolicy, HostMemory, Training
-from manifests.schedules import SCHEDULES, Table
+from manifests.models.training import HostMemory
+from manifests.schedules import SCHEDULES
 from runner.config.declared import WholeNumber, build, flag, group, parameters_of
-from runner.config.parallel_dims import DegreeOptions, ParallelDims
+from runner.config.lora import LoraOptions, read_lora
+from runner.config.parallel_dims import DegreeOptions
 from runner.config.schema import (
     BatchOptions,
     CheckpointOptions,
@@ -34,7 +33,6 @@ from runner.config.schema import (
 Device = Literal["auto", "cpu", "cuda"]
 Digests = Literal["foreground", "background"]
 _ON_COMMAND_LINE = ParameterSource.COMMANDLINE
-_NBYTES = {"fp32": 4, "bf16": 2}
 
 
 def _parse_trace(text: str | None) -> range:
@@ -49,6 +47,16 @@ def _parse_trace(text: str | None) -> range:
             code="options.invalid-value",
         )
     return range(first, last + 1)
+
+
+def _parse_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problem = f"expected a regular expression: {error}"
+            raise UsageError(f"--train-only {pattern}", problem, code="options.invalid-value") from error
+    return patterns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +81,16 @@ class TrainOptions:
     optim: OptimOptions = group(OptimOptions)
     compute: ComputeOptions = group(ComputeOptions)
     degrees: DegreeOptions = group(DegreeOptions)
+    lora: LoraOptions | None = group(LoraOptions, unless_none="lora_rank")
+    adapter: Path | None = flag(
+        "--lora-from", "adapter", type=click.Path(path_type=Path), metavar="DIR",
+        help="Start with the adapters of this PEFT folder, whose rank, scale and modules are those of the run.",
+    )  # fmt: skip
+    train_only: tuple[str, ...] = flag(
+        "--train-only", multiple=True, metavar="REGEX", read=_parse_patterns,
+        help="Train only parameters in whose names this regular expression is found, such as lm_head or "
+        r"'layers\.3\.'; freeze the others. May be repeated.",
+    )  # fmt: skip
     digests: Digests = flag(
         "--digests", type=click.Choice(get_args(Digests)), default="foreground",
         help="Verify digests of what is loaded before the first step, or in the background during the first steps, and "
@@ -233,6 +251,10 @@ _GROUPS = {
     "Precision and memory": (
         "master_dtype", "reduce_dtype", "ac", "loss_chunk", "is_compiled", "implementation", "device", "host_memory",
     ),
+    "Adapters and freezing": (
+        "lora_rank", "lora_alpha", "lora_target", "lora_experts", "lora_dropout", "is_rank_scaled", "adapter",
+        "train_only",
+    ),
     "Parallelism": (
         "schedule", "dp_replicate", "dp_shard", "tp", "cp", "cp_method", "ep", "load", "stage_to_local", "timeout",
         "step_timeout",
@@ -254,39 +276,10 @@ training_command = _GroupedCommand(
 )
 
 
-def planned_memory(
-    shape: ModelShape,
-    stages: Sequence[Sequence[str]],
-    table: Table,
-    options: TrainOptions,
-    degrees: ParallelDims,
-    *,
-    host_memory: HostMemory | None = None,
-) -> MemoryEstimate:
-    """Estimate the memory of a run on each stage and pipeline rank; `host_memory` is None on GPUs."""
-    compute, batch = options.compute, options.batch
-    training = Training(
-        policy=DtypePolicy(
-            name=compute.dtype,
-            compute=_NBYTES[compute.dtype],
-            master=_NBYTES[compute.master_dtype],
-            reduce=_NBYTES[compute.reduce_dtype],
-        ),
-        microbatch=batch.microbatch,
-        seq_len=batch.seq_len // degrees.context,
-        shard=degrees.fsdp,
-        tensor=degrees.tensor,
-        expert=degrees.expert,
-        recompute=compute.recompute,
-        loss_chunk=compute.loss_chunk,
-        host_memory=host_memory,
-    )
-    return estimate_memory(shape, stages, table, training)
-
-
 def _options(values: Mapping[str, Any]) -> TrainOptions:
     _check_together(values)
-    return replace(build(TrainOptions, _with_defaults(values)), values=dict(values))
+    options = replace(build(TrainOptions, _with_defaults(values)), values=dict(values))
+    return options if options.adapter is None else replace(options, lora=read_lora(options.adapter))
 
 
 def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -294,8 +287,11 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     filled = dict(values)
     filled["master_dtype"] = filled["master_dtype"] or filled["dtype"]
     filled["reduce_dtype"] = filled["reduce_dtype"] or filled["master_dtype"]
-    # torchtitan's attention is causal, over whole rows, and its experts are on every rank.
-    if filled["document_mask"] or filled["cp"] > 1 or filled["ep"] > 1:
+    if filled["lora_alpha"] is None:
+        filled["lora_alpha"] = filled["lora_rank"]
+    # torchtitan's attention is causal, over whole rows, its experts are on every rank, and its names are its own.
+    has_adapters = filled["lora_rank"] is not None or filled["adapter"] is not None
+    if filled["document_mask"] or filled["cp"] > 1 or filled["ep"] > 1 or has_adapters:
         filled["implementation"] = filled["implementation"] or "transformers"
     filled["step_timeout"] = filled["step_timeout"] or 2 * filled["timeout"]
     if filled["decay_steps"] is None:
@@ -321,6 +317,13 @@ def _check_together(values: Mapping[str, Any]) -> None:
             "environment variables of the node are expanded, such as '$TMPDIR/bundles'",
             code="options.relative-cache",
         )
+    adapter = "--lora-rank" if values["lora_rank"] is not None else "--lora-from" if values["adapter"] else None
+    if adapter and values["train_only"]:
+        problem, hint = f"conflicts with {adapter}, which trains adapters alone", "remove one of them"
+        raise UsageError("--train-only", problem, hint, code="options.conflict")
+    if values["lora_rank"] is not None and values["adapter"]:
+        problem, hint = "conflicts with --lora-from, whose folder says the rank", "remove one of them"
+        raise UsageError("--lora-rank", problem, hint, code="options.conflict")
     if resume == "auto" and values["resume_weights_only"]:
         raise UsageError(
             "--resume-weights-only",

@@ -29,10 +29,10 @@ from runner.config.flags import (
     flag_of,
     is_training_flag,
     parse_training,
-    planned_memory,
     training_command,
     unwritten,
 )
+from runner.config.memory import planned_memory
 from runner.config.parallel_dims import ParallelDims
 from runner.launch.here import LocalJob, launch_here
 from runner.launch.job import FlagKind, Job, read_environment, read_job_file, shown_address

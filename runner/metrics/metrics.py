@@ -158,8 +158,8 @@ class Metrics:
         for rank, nbytes in enumerate(peaks_nbytes):
             self._write(rank=rank, peak_nbytes=nbytes)
 
-    def saved(self, out: Path) -> None:
-        self._say(f"saved the trained weights: {out / 'manifest.json'}")
+    def saved(self, out: Path, name: str = "manifest.json", what: str = "weights") -> None:
+        self._say(f"saved the trained {what}: {out / name}")
 
     def _write(self, **fields: Any) -> None:
         record = {**fields, "time": time.time()}

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from runner.config.lora import LoraOptions
+    from runner.models.adapters import Adapters
     from runner.tensors.local_shard import Piece
 
 
@@ -64,6 +66,21 @@ class Family(Protocol):
         """Return how many tokens, at most `most`, a row of `length` can be padded to on the right without a change.
 
         See Note [Padding under RoPE that depends on length] in stage_of_any.py.
+        """
+        ...
+
+
+@runtime_checkable
+class Adaptable(Family, Protocol):
+    """A family whose modules can have LoRA adapters."""
+
+    @property
+    def adapters(self) -> Adapters | None: ...
+    def add_adapters(self, lora: LoraOptions) -> None:
+        """Build modules with adapters from now on.
+
+        Raises:
+            UsageError: no module of the model gets one.
         """
         ...
 

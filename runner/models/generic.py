@@ -15,7 +15,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
 from transformers.initialization import no_init_weights
 
@@ -25,8 +25,10 @@ from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
 from manifests.models.generic_limits import check_fields, check_modules, check_positions, modules_together
 from manifests.models.trainable import NARROW
+from runner.config.lora import LoraOptions
+from runner.models.adapters import Adapters
 from runner.models.document_mask import mask_rows
-from runner.models.implementations import without_implementations
+from runner.models.implementations import class_and_fields, without_implementations
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
 from runner.models.shrink import shrink
 from runner.models.stage_of_any import StageOfAny, is_stand_in, longest_alike
@@ -72,9 +74,10 @@ class Generic:
         self._entry = entry = entry if shape is None else _with_modules(entry, shape)
         self._keeps_documents = False
         self._parts: RowParts | None = None  # with context parallelism
+        self.adapters: Adapters | None = None
         self.hands_on_trees = entry.hands_on_trees or NARROW in entry.inputs
         with _refusals(self._where):
-            self._class, self._given = (model_class, fields) if model_class else _class_and_fields(entry, fields)
+            self._class, self._given = (model_class, fields) if model_class else class_and_fields(entry, fields)
             config_class: Any = self._class.config_class
             read = config_class.from_dict(copy.deepcopy(dict(self._given)))
             self._is_tied = bool(entry.ties and read.tie_word_embeddings)
@@ -105,7 +108,7 @@ class Generic:
             ModelError: one of them is for multi-token prediction, or what runs before the layers is on several stages.
         """
         check_modules(self._entry, self.modules, (modules,), self._where)
-        model = self._whole("meta")
+        model = self._with_adapters()
         complete_plan(model, self._layers_name)
         if self._keeps_documents or self._parts:
             mask_rows(model, self._parts)
@@ -115,6 +118,18 @@ class Generic:
 
     def keep_documents(self) -> None:
         self._keeps_documents = True
+
+    def add_adapters(self, lora: LoraOptions) -> None:
+        """Build modules with adapters from now on; see Note [Adapters] in adapters.py."""
+        head = self._outside[self._entry.outputs[-1]]
+        self.adapters = Adapters.find(self._whole("meta"), lora, head, self._regions, self._in_files)
+        self._regions |= {name: (region,) for name, region in self.adapters.tensors.items()}
+
+    def _with_adapters(self) -> PreTrainedModel:
+        model = self._whole("meta")
+        if self.adapters:
+            self.adapters.add_to(model)
+        return model
 
     def split_rows(self, parts: RowParts) -> None:
         self._parts = parts
@@ -161,6 +176,8 @@ class Generic:
         given = None if self._entry.section else self._class
         family = Generic(self._entry, small, max_seq_len=1, where=self._where, model_class=given)
         family._config._experts_implementation = "eager"  # in any dtype and of any size, unlike grouped products
+        if self.adapters:
+            family.add_adapters(replace(self.adapters.lora, rank=min(self.adapters.lora.rank, 4)))
         return family
 
     def num_parameters(self) -> int:
@@ -171,7 +188,10 @@ class Generic:
         with _refusals(self._where):
             config = type(self._config).from_dict(copy.deepcopy({**self._given, "use_cache": False}))
             config._experts_implementation = self._config._experts_implementation
-            return WholeModel(self._class(config), self._in_files)
+            model = self._class(config)
+        if self.adapters:
+            self.adapters.add_to(model)
+        return WholeModel(model, self._in_files)
 
     def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
         assert isinstance(module, StageOfAny)
@@ -351,19 +371,6 @@ def _with_modules(entry: CatalogueEntry, shape: ModelShape) -> CatalogueEntry:
     modules = [module for module in shape.modules if module not in shape.optional]
     layers = [position for position, module in enumerate(modules) if module.startswith(f"{entry.layers}.")]
     return replace(entry, inputs=tuple(modules[: layers[0]]), outputs=tuple(modules[layers[-1] + 1 :]))
-
-
-def _class_and_fields(
-    entry: CatalogueEntry, config: Mapping[str, object]
-) -> tuple[type[PreTrainedModel], Mapping[str, object]]:
-    """Return the model to run and its config: of a class that takes images as well, the decoder by itself."""
-    model_class: type[PreTrainedModel] = getattr(transformers, entry.architecture)
-    if not entry.section:
-        return model_class, config
-    config_class: Any = model_class.config_class
-    decoder = getattr(config_class.from_dict(copy.deepcopy(dict(config))), entry.section)
-    by_config: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    return by_config[type(decoder)], decoder.to_dict()
 
 
 def check_length(config: Any, seq_len: int) -> None:

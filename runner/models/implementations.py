@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from manifests.errors import ModelError
+from manifests.models.catalogue import CatalogueEntry
 
 # Note [No code from a config]
 # `attn_implementation` may name a repository of the hub: with the package `kernels` installed, transformers downloads
@@ -56,3 +59,16 @@ def check_model_type(config: Mapping[str, Any], architecture: str, where: str) -
         problem = f"{model_type!r} is the type of {' and '.join(names)}, and architectures names {architecture}"
         hint = "correct the one that is wrong: transformers reads model_type"
         raise ModelError(f"{where}: model_type", problem, hint, code="config.contradictory-fields")
+
+
+def class_and_fields(
+    entry: CatalogueEntry, config: Mapping[str, object]
+) -> tuple[type[PreTrainedModel], Mapping[str, object]]:
+    """Return the model to run and its config: of a class that takes images as well, the decoder by itself."""
+    model_class: type[PreTrainedModel] = getattr(transformers, entry.architecture)
+    if not entry.section:
+        return model_class, config
+    config_class: Any = model_class.config_class
+    decoder = getattr(config_class.from_dict(copy.deepcopy(dict(config))), entry.section)
+    by_config: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    return by_config[type(decoder)], decoder.to_dict()

@@ -11,6 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from manifests.models.adapters import is_adapter
+
 
 class WholeModel(nn.Module):
     """A model of transformers as it is; see `runner.proof.stages.WholeModel`."""
@@ -34,7 +36,9 @@ class WholeModel(nn.Module):
         return output.logits, output.loss
 
     def in_files(self) -> Mapping[str, torch.Tensor]:
-        return {self._in_files(name): tensor for name, tensor in self._in_decoder_files().items()}
+        adapters = {name: weight.detach() for name, weight in self.model.named_parameters() if is_adapter(name)}
+        files = {**self._in_decoder_files(), **adapters}
+        return {self._in_files(name): tensor for name, tensor in files.items()}
 
     def cast(self, dtype: torch.dtype) -> None:
         """Cast the tensors to the dtypes that they have when `from_pretrained` reads the model in this one."""
@@ -45,8 +49,8 @@ class WholeModel(nn.Module):
             transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
         dtypes = {name: tensor.dtype for name, tensor in (*read.named_parameters(), *read.named_buffers())}
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            tensor.grad, tensor.data = None, tensor.data.to(dtypes[name])
+            tensor.grad, tensor.data = None, tensor.data.to(dtypes.get(name, dtype))  # adapters are not in it
 
     def _in_decoder_files(self) -> dict[str, torch.Tensor]:
-        state = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+        state = {name: tensor.detach() for name, tensor in self.model.state_dict().items() if not is_adapter(name)}
         return dict(revert_weight_conversion(self.model, state))

@@ -110,7 +110,8 @@ class Parallel:
             _reduce_sharded(root)
         degrees = self.mesh.degrees
         if degrees.tensor > 1:
-            partial = [parameter for chunk in self.chunks for parameter in summed_over_heads(chunk)]
+            of_heads = (parameter for chunk in self.chunks for parameter in summed_over_heads(chunk))
+            partial = [parameter for parameter in of_heads if parameter.requires_grad]
             _all_reduce(partial, self.mesh.group(TENSOR), torch.float32)
         if degrees.replicate > 1:
             parameters = (weight for chunk in self.chunks for weight in chunk.body.parameters() if weight.requires_grad)

@@ -32,6 +32,7 @@ class StageChunk(nn.Module):
         self.family, self.stage, self.module_names = family, stage, modules
         self.body = family.build(modules)
         self.device = torch.device("meta")
+        self.frozen: frozenset[str] = frozenset()  # names in the body of parameters that the run does not train
         self.io: StageIO | None = None
         self.head: ChunkedHead | None = None  # if logits are computed in chunks of tokens
 
@@ -41,6 +42,23 @@ class StageChunk(nn.Module):
             (given,) = arrived
             return self._run(given, context)
         return self.io.outputs.pack(self._run(self.io.inputs.unpack(arrived), context), arrived)
+
+    def freeze(self, trains: Callable[[str], bool]) -> None:
+        """Train only the parameters of which it is true for one of the tensors that files have."""
+        for name, parameter in self.body.named_parameters():
+            pieces = self.family.pieces(name, parameter, (0,) * parameter.dim())
+            if not any(trains(piece.fqn) for piece in pieces):
+                self.frozen |= {name}
+                parameter.requires_grad_(False)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the run trains adapters, and checkpoints refer to the rest."""
+        return getattr(self.family, "adapters", None) is not None
+
+    def frozen_ids(self) -> set[int]:
+        """Return the ids of the parameters that the run does not train."""
+        return {id(parameter) for name, parameter in self.body.named_parameters() if name in self.frozen}
 
     def _run(self, given: Any, context: dict[str, torch.Tensor]) -> Any:
         if not self.module_names:
@@ -114,7 +132,10 @@ def cast(chunk: StageChunk, dtype: torch.dtype, compute_dtype: torch.dtype | Non
     """Cast a chunk's parameters, and its buffers to the dtype of computation, except for what stays in float32."""
     compute_dtype = compute_dtype or dtype
     exact = float32_names(chunk, compute_dtype)
-    dtypes = {id(tensor): torch.float32 if name in exact else dtype for name, tensor in chunk.body.named_parameters()}
+    dtypes = {
+        id(tensor): torch.float32 if name in exact else compute_dtype if name in chunk.frozen else dtype
+        for name, tensor in chunk.body.named_parameters()
+    }
     for name, buffer in chunk.body.named_buffers():
         dtypes[id(buffer)] = torch.float32 if name in exact else compute_dtype
 

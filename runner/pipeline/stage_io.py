@@ -77,6 +77,9 @@ class Form:
             if isinstance(expected, TensorForm):
                 if id(leaf) in taken or leaf._is_view() or not leaf.is_contiguous():
                     leaf = leaf.clone(memory_format=torch.contiguous_format)
+                has_gradient = leaf.is_floating_point() and (expected.requires_grad or len(self.leaves) == 1)
+                if torch.is_grad_enabled() and has_gradient and not leaf.requires_grad:
+                    leaf.requires_grad_()  # of first stages of which nothing is trained: schedules run their backward
                 taken.add(id(leaf))
                 packed.append(leaf)
         return packed[0] if len(packed) == 1 else tuple(packed)

@@ -67,6 +67,8 @@ def sharing_ranks(manifest: Manifest, options: TrainOptions) -> Combination:
         num_context=options.degrees.context,
         is_compiled=options.compute.is_compiled,
         has_loss_chunks=options.compute.loss_chunk is not None,
+        has_adapters=options.lora is not None,
+        has_expert_adapters=options.lora is not None and options.lora.experts,
         is_narrow=any(NARROW in stage.modules for stage in manifest.stages),
     )
 

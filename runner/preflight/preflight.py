@@ -15,6 +15,7 @@ from manifests.models.generic_limits import check_fields, check_modules, check_p
 from manifests.models.trainable import TORCHTITAN, Implementation, choose_implementation, generic_entry
 from manifests.schema import Manifest, TrainingState
 from runner.bundle.packed import Packed, check_tokenizer, open_packed
+from runner.checkpoint.adapter_record import check_adapters
 from runner.checkpoint.data_position import find_data
 from runner.checkpoint.outputs import check_apart, check_outputs
 from runner.checkpoint.resume import Origin, check_fits, find_origins, remembered, resumed_state
@@ -22,6 +23,7 @@ from runner.config.flags import Device, TrainOptions, flag_of, recall
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import SYNTHETIC, BatchOptions, DataOptions
 from runner.config.sharding import check_float32
+from runner.config.trained import check_trained
 from runner.data.files import LINES, SUFFIXES, TEXT, file_nbytes, find_files, has_text
 from runner.data.rows import fields_of
 from runner.models.titan_fields import TITAN_FIELDS
@@ -98,6 +100,7 @@ def check_request(launched: Packed, options: TrainOptions, world_size: int) -> P
     check_combination(sharing_ranks(launched.manifest, options))
     check_divides(launched.shape, launched.config, options.degrees.tensor, options.degrees.expert)
     check_heads(launched.config, options.degrees.context, options.degrees.context_method, options.degrees.tensor)
+    check_trained(options, launched.shape)
     degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
     if options.resume.source is None:  # a checkpoint may recall other batch sizes
         _check_step(launched, options, degrees)
@@ -121,6 +124,7 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
         origin = launched if start.folder == launched.root else open_packed(start.read or start.folder)
         check_fits(origin, launched)
         training = resumed_state(origin, options.resume, is_launched=origin is launched)
+        check_adapters(origin, options, training)
         if training is not None:
             options = recall(options, remembered(training))
         _check_step(launched, options, degrees)
@@ -265,7 +269,12 @@ def notes(
     architecture, implementation = origin.model.architecture, given_options.compute.implementation
     if architecture in TORCHTITAN and not implementation and choose_implementation(architecture) == "transformers":
         lines.append(f"{architecture} is built of transformers' modules: torchtitan is not installed")
-    needed_by = "--document-mask" if options.data.document_mask else "--ep" if options.degrees.expert > 1 else ""
+    needs = {
+        "--document-mask": options.data.document_mask,
+        "--ep": options.degrees.expert > 1,
+        "--lora-rank": options.lora is not None,
+    }
+    needed_by = next((flag for flag, is_given in needs.items() if is_given), "")
     if needed_by and architecture in TORCHTITAN and "implementation" not in given_options.given:
         lines.append(f"{architecture} is built of transformers' modules, which {needed_by} needs")
     if options.traced and first <= last and not (options.traced.start <= last and options.traced.stop > first):

@@ -33,6 +33,7 @@ from manifests.errors import ModelError, UserError
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions, ComputeOptions
+from runner.config.trained import trained_by
 from runner.data.sequences import Rows as RankRows
 from runner.data.sequences import rows_of
 from runner.distributed.fail_together import from_all_ranks, from_rank_0, raise_on_all_ranks
@@ -218,10 +219,12 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
             keep_documents(family, 1)
         rows = draw_rows(seed, batch.global_batch * degrees.data, family.vocab_size, is_masked=run.has_documents)
         master = FLAG_DTYPES[run.compute(dtype).master_dtype]
+        ties = [tuple(member.fqn for member in group.members) for group in run.stages.ties]
+        trains = trained_by(options, ties)
         reference: Reference | None = None
         if rank == 0:
             with errors_of_tiny(family):
-                reference = run_reference(seed, family, run.stages.ties, rows, options.optim, master)
+                reference = run_reference(seed, family, run.stages.ties, rows, options.optim, master, trains)
         reference = from_rank_0(reference)
         assert reference is not None
         if degrees.tensor > 1 and not reference.is_training:
@@ -235,7 +238,7 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
         if degrees.context > 1:
             split_rows(family, mesh, options.degrees.context_method)
         options = replace(options, compute=run.compute(dtype), optim=reference.optim)
-        chunks = build_stages(family, run.stages, options.compute, mesh, _CPU)
+        chunks = build_stages(family, run.stages, options.compute, mesh, _CPU, trains)
         for chunk in chunks:
             _fill(chunk, reference)
         batch = replace(batch, seq_len=LENGTH // degrees.context)

@@ -12,6 +12,7 @@ import torch
 
 from manifests.schema import TieGroup
 from runner.config.schema import OptimOptions
+from runner.config.trained import Trains
 from runner.data.rows import IGNORED
 from runner.data.sequences import Batch, Sample, build_batch
 from runner.proof.stages import SelfChecked
@@ -79,7 +80,13 @@ class Reference:
 
 
 def run_reference(
-    seed: int, tiny: SelfChecked, ties: Iterable[TieGroup], rows: Rows, optim: OptimOptions, dtype: torch.dtype
+    seed: int,
+    tiny: SelfChecked,
+    ties: Iterable[TieGroup],
+    rows: Rows,
+    optim: OptimOptions,
+    dtype: torch.dtype,
+    trains: Trains | None = None,
 ) -> Reference:
     """Take a step with the whole of a tiny model, with these options but for the learning rate and epsilon.
 
@@ -90,6 +97,8 @@ def run_reference(
     _tie(whole, tiny, ties)
     for parameter in whole.body.parameters():
         parameter.data = parameter.data.to(dtype)
+    if trains is not None:
+        _freeze(whole, tiny, trains)
     weights = _in_files(whole, {})
     state = torch.get_rng_state()
     loss = _loss(whole, rows)
@@ -139,6 +148,12 @@ def _tie(whole: Any, tiny: SelfChecked, ties: Iterable[TieGroup]) -> None:
         for replica in members[1:]:
             module, _, leaf = replica.rpartition(".")
             setattr(whole.body.get_submodule(module), leaf, whole.body.get_parameter(members[0]))
+
+
+def _freeze(whole: Any, tiny: SelfChecked, trains: Trains) -> None:
+    for name, parameter in whole.body.named_parameters():
+        pieces = tiny.pieces(name, parameter, (0,) * parameter.dim())
+        parameter.requires_grad_(any(trains(piece.fqn) for piece in pieces))
 
 
 def _small_step(optim: OptimOptions, norm: float, eps: float) -> OptimOptions:

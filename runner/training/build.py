@@ -14,6 +14,7 @@ from manifests.schema import TieGroup
 from runner.config.flags import TrainOptions
 from runner.config.schema import BatchOptions, ComputeOptions
 from runner.config.sharding import is_sharded
+from runner.config.trained import Trains
 from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks
 from runner.models.family import Family
 from runner.parallel.mesh import Mesh
@@ -42,19 +43,27 @@ class Stages:
 
 
 def build_stages(
-    family: Family, stages: Stages, compute: ComputeOptions, mesh: Mesh, device: torch.device
+    family: Family,
+    stages: Stages,
+    compute: ComputeOptions,
+    mesh: Mesh,
+    device: torch.device,
+    trains: Trains | None = None,
 ) -> tuple[StageChunk, ...]:
-    """Build this rank's stages, and no others, and allocate their memory."""
+    """Build this rank's stages, and no others, and allocate their memory. What is trained is decided here."""
     chunks = build_chunks(family, stages.modules, stages.placement.stages_on(mesh.pipeline_rank))
     is_fsdp = is_sharded(mesh.degrees, compute)
     compute_dtype = FLAG_DTYPES[compute.dtype]
     dtype = FLAG_DTYPES[compute.master_dtype] if is_fsdp else compute_dtype
     for chunk in chunks:
+        if trains is not None:
+            chunk.freeze(trains)
         cast(chunk, dtype, compute_dtype)
         parallelize(chunk, mesh, compute)
         materialize(chunk, device=device, dtype=dtype, compute_dtype=compute_dtype)
     if compute.has_masters and not is_fsdp:
-        keep_masters(chunks, FLAG_DTYPES[compute.master_dtype])
+        frozen = set[int]().union(*(chunk.frozen_ids() for chunk in chunks))
+        keep_masters(chunks, FLAG_DTYPES[compute.master_dtype], frozen)
     return chunks
 
 

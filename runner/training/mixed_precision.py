@@ -12,7 +12,7 @@ sharded that policy does all of this, and a parameter is its own master.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -22,10 +22,13 @@ from runner.tensors.local_shard import empty_like
 _MASTER = "_master"  # an attribute of a parameter
 
 
-def keep_masters(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Allocate a master of this dtype for every parameter that has another dtype, not yet filled."""
+def keep_masters(modules: Iterable[nn.Module], dtype: torch.dtype, frozen: Container[int] = ()) -> None:
+    """Allocate a master of this dtype for every parameter that has another dtype, not yet filled.
+
+    `frozen` has the ids of parameters that get none.
+    """
     for parameter in _parameters(modules):
-        if parameter.dtype == dtype:  # kept in float32
+        if parameter.dtype == dtype or id(parameter) in frozen:  # kept in float32, or not trained
             continue
         like = torch.empty(parameter.shape, dtype=dtype, device="meta")
         setattr(parameter, _MASTER, empty_like(like, parameter.device))

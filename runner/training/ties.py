@@ -110,8 +110,9 @@ def follow_leaders(ties: Iterable[Tie]) -> None:
 
 
 def lead_parameters(chunks: Sequence[StageChunk], ties: Sequence[Tie]) -> tuple[NamedParameter, ...]:
-    """Return the parameters that this rank's optimizer steps, with their FQNs: each storage once."""
+    """Return the parameters that this rank's optimizer steps, with their FQNs: each storage once, and no frozen one."""
     led = {id(member) for tie in ties for member in tie.members[1:]}
+    led = led.union(*(chunk.frozen_ids() for chunk in chunks))
     return tuple(
         (fqn, parameter)
         for chunk in chunks
@@ -128,6 +129,8 @@ def sync_gradients(ties: Sequence[Tie]) -> None:
     """
     for tie in ties:
         leader = tie.leader
+        if not leader.requires_grad:
+            continue
         if leader.grad is None:
             leader.grad = torch.zeros_like(leader)
         total = local_of(leader.grad)

@@ -20,7 +20,8 @@ from torch import distributed as dist
 
 from runner.bundle.packed import open_packed
 from runner.checkpoint.resume import Origin
-from runner.config.flags import parse_training, planned_memory
+from runner.config.flags import parse_training
+from runner.config.memory import planned_memory
 from runner.distributed.world import World, join_world
 from runner.metrics.gauges import peak_memory_nbytes
 from runner.pipeline.chunk import hf_pieces

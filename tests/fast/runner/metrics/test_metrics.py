@@ -16,7 +16,8 @@ from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
 from manifests.schedules import schedule_table
 from runner.checkpoint.async_save import SaveReport
-from runner.config.flags import parse_training, planned_memory
+from runner.config.flags import parse_training
+from runner.config.memory import planned_memory
 from runner.config.parallel_dims import ParallelDims
 from runner.load.load import LoadReport
 from runner.load.local_cache import CacheReport

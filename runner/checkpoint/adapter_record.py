@@ -1,0 +1,117 @@
+"""What a checkpoint records of adapters and of their base. No torch.
+
+# Note [Checkpoints of adapters]
+A checkpoint of a run that trains adapters has their tensors and optimizer state alone, in folders of their stages, and
+`adapter.json`, which says how they were made and which base they belong to: the manifest that was launched, and a
+digest of the adapted tensors' digests, which another layout of the same weights has, too. A resumed run reads the base
+from the manifest that it launches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from manifests.errors import CheckpointError
+from manifests.jsontext import parse_json_object
+from manifests.models.adapters import PEFT_CONFIG, PEFT_WEIGHTS, digest_of_base
+from manifests.schema import WEIGHTS, TrainingState
+from manifests.store import read_small_file
+from runner.bundle.packed import Packed
+from runner.config.flags import TrainOptions
+from runner.config.lora import LoraOptions
+
+ADAPTER_NAME = "adapter.json"
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterRecord:
+    """What a checkpoint says of its adapters, and of the base that it refers to."""
+
+    lora: LoraOptions
+    location: str  # of the base's manifest
+    digest: str  # of that manifest
+    base_digest: str | None  # see `digest_of_base`
+
+    def encode(self) -> bytes:
+        base = {"location": self.location, "digest": self.digest, "tensors": self.base_digest}
+        return (json.dumps({"version": _VERSION, "base": base, "lora": asdict(self.lora)}, indent=1) + "\n").encode()
+
+
+def has_adapters(packed: Packed) -> bool:
+    """Return whether a manifest is a checkpoint of adapters."""
+    return any(file.path == ADAPTER_NAME for file in packed.manifest.files)
+
+
+def adapters_of(packed: Packed, shapes: Mapping[str, tuple[int, ...]]) -> Packed:
+    """Return a checkpoint of adapters as one of which these are the tensors."""
+    return replace(packed, shape=replace(packed.shape, tensors=shapes))
+
+
+def record_of(lora: LoraOptions, adapted: Collection[str], base: Packed) -> AdapterRecord:
+    """Return what the checkpoints of a run say; this reads the headers of the whole base."""
+    adapted, digests = frozenset(adapted), dict[str, str | None]()
+    for stage in base.manifest.stages:
+        for tensor in base.bundles.tensors_on(stage, WEIGHTS):
+            if tensor.name in adapted:
+                digests[tensor.name] = None if tensor.part is not None else tensor.digest
+    found = digest_of_base(digests.items()) if digests.keys() == adapted else None
+    return AdapterRecord(lora=lora, location=base.location, digest=base.read.digest, base_digest=found)
+
+
+def check_adapters(origin: Packed, options: TrainOptions, training: TrainingState | None) -> None:
+    """Check that a run trains the adapters that a checkpoint has, if it has any.
+
+    Raises:
+        CheckpointError: it has others, or none of which the training state could be resumed.
+    """
+    if not has_adapters(origin):
+        if options.lora is not None and training is not None:
+            problem = "has no adapters: its optimizer state is of the whole model"
+            hint = "--resume-weights-only starts a new run with its weights as the base"
+            raise CheckpointError(origin.where, problem, hint, code="resume.other-adapters")
+        return
+    stored = _decode(origin)["lora"]
+    lora = None if options.lora is None else json.loads(json.dumps(asdict(options.lora)))
+    if lora != stored:
+        mine = {} if lora is None else lora
+        odd = next(name for name in stored if stored[name] != mine.get(name))
+        problem = f"has adapters with {odd} {stored[odd]!r}, and this run trains "
+        problem += f"{odd} {mine[odd]!r}" if odd in mine else "none"
+        raise CheckpointError(origin.where, problem, "repeat its --lora flags", code="resume.other-adapters")
+
+
+def check_base(origin: Packed, record: AdapterRecord) -> None:
+    """Check that a checkpoint's adapters belong to the launched base, as far as digests say.
+
+    Raises:
+        CheckpointError: they belong to other weights.
+    """
+    stored = _decode(origin)["base"]
+    digests = stored.get("tensors"), record.base_digest
+    if None not in digests and digests[0] != digests[1]:
+        raise CheckpointError(
+            origin.where,
+            f"has adapters of {stored.get('location')}, and the weights of {record.location} differ",
+            "launch the manifest that the adapters were trained on, or another layout of it",
+            code="resume.other-base",
+        )
+
+
+def files_of_peft(out: Path) -> Collection[str] | None:
+    """Return the files of a PEFT folder, which --force may replace."""
+    names = {PEFT_CONFIG, PEFT_WEIGHTS}
+    return names if all((out / name).is_file() for name in names) else None
+
+
+def _decode(origin: Packed) -> Mapping[str, Any]:
+    path = origin.root / ADAPTER_NAME
+    digest = next(file.digest for file in origin.manifest.files if file.path == ADAPTER_NAME)
+    record = parse_json_object(read_small_file(path, digest), str(path))
+    if record.get("version") != _VERSION or not all(isinstance(record.get(name), dict) for name in ("base", "lora")):
+        raise CheckpointError(str(path), f"expected version {_VERSION}", code="checkpoint.bad-adapter-record")
+    return record

@@ -1,0 +1,150 @@
+"""The PEFT folder of adapters that --save writes and --lora-from reads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+
+from manifests.errors import SourceError
+from manifests.models.adapters import BASE_DIGEST, LORA_A, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
+from manifests.safetensors import encode_header, layout_tensors
+from manifests.schema import WEIGHTS
+from manifests.store import write_file
+from runner.bundle.packed import Packed
+from runner.checkpoint.adapter_record import AdapterRecord, adapters_of, check_base, files_of_peft, record_of
+from runner.checkpoint.state import Held
+from runner.config.flags import TrainOptions
+from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks
+from runner.load.fill import bytes_of
+from runner.load.stored import StageLoader
+from runner.models.adapters import Adapters
+from runner.models.family import Adaptable, Family
+from runner.tensors.local_shard import STORED_DTYPES, Piece
+from stores.folders.publish import publishing
+
+_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
+
+
+def load_adapters(
+    pieces: Sequence[Piece], family: Family, options: TrainOptions, stored: StageLoader, origin: Packed
+) -> tuple[StageLoader, AdapterRecord]:
+    """Fill a run's adapters from a checkpoint of adapters, a PEFT folder, or the seed; every rank calls this.
+
+    `stored` loads the base. Returns the loader of the optimizer state, and what checkpoints say of the adapters.
+
+    Raises:
+        UserError: on all ranks alike.
+    """
+    assert isinstance(family, Adaptable)
+    adapters, base = family.adapters, stored.origin
+    assert adapters is not None
+    record: AdapterRecord | None = None
+    with raise_on_all_ranks("load"):
+        if dist.get_rank() == 0:
+            record = record_of(adapters.lora, adapters.base, base)
+            if base is not origin:
+                check_base(origin, record)
+        if base is origin and options.adapter is not None:
+            _read_peft(options.adapter, adapters, pieces)
+        elif base is origin:
+            _init_adapters(pieces, options.data.seed)
+    record = from_rank_0(record)
+    assert record is not None
+    if base is not origin:
+        stored = replace(stored, origin=adapters_of(origin, adapters.shapes), cache=None)
+        stored.load(pieces, WEIGHTS)
+    return stored, record
+
+
+def save_peft(weights: Held, adapters: Adapters, record: AdapterRecord | None, out: Path, *, force: bool) -> None:
+    """Write adapters as a PEFT folder, on rank 0; every rank calls this with what it has of them.
+
+    Raises:
+        UserError: on all ranks alike.
+    """
+    mine = {piece.fqn: piece.memory for kinds in weights.values() for piece in kinds[WEIGHTS]}
+    is_rank_0 = dist.get_rank() == 0
+    gathered: list[dict[str, torch.Tensor]] | None = [{}] * dist.get_world_size() if is_rank_0 else None
+    dist.gather_object(mine, gathered, dst=0)
+    with raise_on_all_ranks("save"):
+        if gathered is None:
+            return
+        assert record is not None
+        tensors = {f"{PEFT_PREFIX}{fqn}": tensor for part in gathered for fqn, tensor in part.items()}
+        names = {PEFT_CONFIG, PEFT_WEIGHTS}
+        with publishing(out, force=force, find_owned=files_of_peft, wanted=names) as folder:
+            write_file(folder / PEFT_WEIGHTS, _shard(dict(sorted(tensors.items())), record.base_digest))
+            write_file(folder / PEFT_CONFIG, _config(adapters, record))
+
+
+def _read_peft(folder: Path, adapters: Adapters, pieces: Iterable[Piece]) -> None:
+    """Fill this rank's pieces from a PEFT folder.
+
+    Raises:
+        SourceError: it has other adapters than the run.
+        UserError: it cannot be read.
+    """
+    path = folder / PEFT_WEIGHTS
+    try:
+        with safe_open(path, "pt") as file:
+            names = file.keys()
+            shapes = {name.removeprefix(PEFT_PREFIX): tuple(file.get_slice(name).get_shape()) for name in names}
+            if shapes != adapters.shapes:
+                odd = next(
+                    name for name in {**adapters.shapes, **shapes} if shapes.get(name) != adapters.shapes.get(name)
+                )
+                problem = f"expected {odd} of shape {adapters.shapes.get(odd)}, found {shapes.get(odd)}"
+                hint = "its adapters are of another model, or of modules that its config does not name"
+                raise SourceError(str(path), problem, hint, code="source.other-adapter")
+            for piece in pieces:
+                where = tuple(
+                    slice(low, low + size) for low, size in zip(piece.offset, piece.memory.shape, strict=True)
+                )
+                piece.memory.copy_(file.get_slice(f"{PEFT_PREFIX}{piece.fqn}")[where])
+    except (OSError, SafetensorError) as error:
+        raise SourceError(str(path), f"cannot be read: {error}", code="source.bad-adapter") from error
+
+
+def _init_adapters(pieces: Iterable[Piece], seed: int) -> None:
+    """Fill adapters as peft does: A as `nn.Linear`, uniformly, and B with zeros.
+
+    Values depend on the seed and the name alone, whatever ranks there are.
+    """
+    for piece in pieces:
+        if not piece.fqn.endswith(LORA_A):
+            piece.memory.zero_()
+            continue
+        mixed = blake2b(f"{seed} {piece.fqn}".encode(), digest_size=8).digest()
+        drawn = torch.Generator().manual_seed(int.from_bytes(mixed, "little") >> 1)
+        whole = torch.empty(piece.shape).uniform_(-1, 1, generator=drawn) / math.sqrt(piece.shape[1])
+        where = tuple(slice(low, low + size) for low, size in zip(piece.offset, piece.memory.shape, strict=True))
+        piece.memory.copy_(whole[where])
+
+
+def _config(adapters: Adapters, record: AdapterRecord) -> bytes:
+    lora = adapters.lora
+    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": record.location,
+        "r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout, "use_rslora": lora.is_rank_scaled,
+        "target_modules": list(adapters.target), "target_parameters": list(adapters.parameters) or None,
+        "fan_in_fan_out": adapters.is_transposed, "bias": "none", "inference_mode": True,
+        "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {}, "init_lora_weights": True,
+    }  # fmt: skip
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _shard(tensors: Mapping[str, torch.Tensor], base_digest: str | None) -> bytes:
+    entries = layout_tensors((name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items())
+    metadata = {"format": "pt", **({BASE_DIGEST: base_digest} if base_digest else {})}
+    return b"".join(
+        (encode_header(entries, metadata), *(bytes(bytes_of(tensor.contiguous())) for tensor in tensors.values()))
+    )

@@ -1,0 +1,56 @@
+"""Which parameters a run trains: all, those of --train-only, or adapters. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable
+
+from manifests.errors import UsageError
+from manifests.models import ModelShape
+from manifests.models.adapters import ALL_LINEAR, Target, adapter_sizes, is_adapter
+from runner.config.flags import TrainOptions
+
+Trains = Callable[[str], bool]  # of a parameter, by its FQN
+
+
+def trained_by(options: TrainOptions, ties: Iterable[Collection[str]]) -> Trains | None:
+    """Return whether a run trains a parameter; None: it trains all. Tied parameters are trained if any of them is."""
+    if options.lora is not None:
+        return is_adapter
+    if not options.train_only:
+        return None
+    patterns = [re.compile(pattern) for pattern in options.train_only]
+    tied = {fqn: group for group in ties for fqn in group}
+    return lambda fqn: any(pattern.search(name) for pattern in patterns for name in tied.get(fqn, (fqn,)))
+
+
+def check_trained(options: TrainOptions, shape: ModelShape) -> None:
+    """Check that a run of a model of this shape trains something.
+
+    Raises:
+        UsageError: no parameter matches.
+    """
+    if options.lora is not None:
+        lora = options.lora
+        sizes = adapter_sizes(shape, lora.target, lora.rank, has_experts=lora.experts)
+        if next(sizes, None) is None:
+            raise no_adapters(lora.target, shape.architecture)
+    elif (trains := trained_by(options, shape.ties)) and not any(
+        shape.count_params(fqn) and trains(fqn) for fqn in shape.tensors
+    ):
+        raise UsageError(
+            f"--train-only {options.train_only[0]}",
+            f"matches no parameter of this {shape.architecture}",
+            "it is a regular expression that is searched in names such as model.layers.0.mlp.up_proj.weight",
+            code="options.trains-nothing",
+        )
+
+
+def no_adapters(target: Target, architecture: str) -> UsageError:
+    return UsageError(
+        f"--lora-target {target if isinstance(target, str) else ','.join(target)}",
+        f"matches no linear module of this {architecture}",
+        f"name the ends of modules, such as q_proj,v_proj, or use {ALL_LINEAR}; experts in one tensor need "
+        "--lora-experts, and the head cannot have an adapter",
+        code="options.trains-nothing",
+    )
