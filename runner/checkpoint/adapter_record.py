@@ -59,8 +59,8 @@ def record_of(lora: LoraOptions, adapted: Collection[str], base: Packed) -> Adap
         for tensor in base.bundles.tensors_on(stage, WEIGHTS):
             if tensor.name in adapted:
                 digests[tensor.name] = None if tensor.part is not None else tensor.digest
-    found = digest_of_base(digests.items()) if digests.keys() == adapted else None
-    return AdapterRecord(lora=lora, location=base.location, digest=base.read.digest, base_digest=found)
+    base_digest = digest_of_base(digests.items()) if digests.keys() == adapted else None
+    return AdapterRecord(lora=lora, location=base.location, digest=base.read.digest, base_digest=base_digest)
 
 
 def check_adapters(origin: Packed, options: TrainOptions, training: TrainingState | None) -> None:

@@ -181,13 +181,13 @@ def _weights(
     constants: _Chosen,
 ) -> Held:
     """Return the weights that `of` returns, and chosen constants; of a run that trains adapters, these alone."""
-    left_out, held = _left_out(groups), dict[int, dict[Holds, tuple[Piece, ...]]]()
+    left_out, weights = _left_out(groups), dict[int, dict[Holds, tuple[Piece, ...]]]()
     for chunk in chunks:
         base = chunk.frozen_ids() if chunk.has_adapters else set[int]()
         pieces = _pieces(chunk, left_out, lambda weight, base=base: None if id(weight) in base else of(weight))  # type: ignore[misc]
         besides = () if chunk.has_adapters else (piece for piece in hf_constants(chunk) if constants(piece.memory))
-        held[chunk.stage] = {WEIGHTS: (*pieces, *besides)}
-    return held
+        weights[chunk.stage] = {WEIGHTS: (*pieces, *besides)}
+    return weights
 
 
 def _pieces(

@@ -31,7 +31,7 @@ INPUTS = {
     "runner launch --job", "runner launch manifest", "runner logs log_dir", "runner measure --run",
     "runner measure manifest", "runner prove --against", "runner prove model",
     "runner report --compare", "runner report log_dir", "runner status log_dir",
-    "training --data", "training --eval-data", "training --resume", "training --schedule",
+    "training --data", "training --eval-data", "training --lora-from", "training --resume", "training --schedule",
 }  # fmt: skip
 _NAMES_A_PATH = re.compile(r"\b(FILE|DIR|FOLDER|PATH|URL)\b")
 

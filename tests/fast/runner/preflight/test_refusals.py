@@ -31,6 +31,7 @@ from tests.fast.manifests.models.built import read_config
 ZERO_BUBBLE: dict[str, Any] = {"schedule": "ZBVZeroBubble", "splits_backward": True}
 GENERIC: dict[str, Any] = {"is_generic": True, "architecture": "Olmo3ForCausalLM"}
 OWN: dict[str, Any] = {"is_unverified": True, "architecture": "MineForCausalLM"}
+LORA: dict[str, Any] = {"has_adapters": True, "implementation": "transformers"}
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({**ZERO_BUBBLE, "is_compiled": True}, "--compile", "schedule.compiled-layers"),
     (
@@ -64,6 +65,10 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "options.cp-architecture",
     ),
     ({"num_context": 2, "implementation": "transformers", "is_compiled": True}, "--cp", "options.cp-combination"),
+    ({"has_adapters": True}, "--lora-rank", "options.lora-architecture"),
+    ({**LORA, "num_tensor": 2}, "--tp", "options.lora-combination"),
+    ({**LORA, "has_expert_adapters": True, "num_expert": 2}, "--lora-experts", "options.lora-combination"),
+    ({**LORA, "is_compiled": True}, "--compile", "options.lora-combination"),
     ({"num_mtp_layers": 1}, "manifest", "manifest.mtp-layers"),
 ]
 

@@ -1,0 +1,128 @@
+"""What a run trains: patterns, ties, targets of adapters, and what of a PEFT folder is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import UserError
+from manifests.models import model_shape
+from manifests.models.adapters import adapter_sizes, digest_of_base, matches_target, parse_target
+from manifests.models.memory import estimate_memory
+from manifests.models.peft import parse_peft_config
+from manifests.models.training import POLICIES, Training
+from manifests.placement import Placement
+from manifests.schedules import schedule_table
+from runner.config.flags import parse_training
+from runner.config.trained import check_trained, trained_by
+from tests.fast.manifests.models.built import read_config
+
+SHAPE = model_shape(read_config("tiny-llama"))
+BASE = ["--data", "synthetic"]
+PEFT = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "matches"),
+    [
+        ("q_proj,v_proj", "model.layers.0.self_attn.v_proj", True),
+        ("q_proj", "model.layers.0.self_attn.rq_proj", False),
+        ("all-linear", "model.layers.0.mlp.up_proj", True),
+        (r".*\.3\..*_proj", "model.layers.3.mlp.up_proj", True),
+        (r"\d", "model.layers.3.mlp.up_proj", False),  # of the whole name
+    ],
+)
+def test_target_matches_modules_as_peft_matches_them(target: str, module: str, matches: bool) -> None:
+    assert matches_target(parse_target(target), module) is matches
+
+
+def test_tied_parameters_are_trained_if_one_of_them_is() -> None:
+    ties = [("model.embed_tokens.weight", "lm_head.weight")]
+    trains = trained_by(parse_training([*BASE, "--train-only", "lm_head", "--train-only", r"layers\.1\."]), ties)
+    assert trains is not None
+    assert [trains(fqn) for fqn in ("model.embed_tokens.weight", "model.norm.weight")] == [True, False]
+    assert trains("model.layers.1.mlp.up_proj.weight")
+    assert trained_by(parse_training(BASE), ties) is None
+
+
+def test_run_with_adapters_trains_them_alone() -> None:
+    options = parse_training([*BASE, "--lora-rank", "4"])
+    trains = trained_by(options, ())
+    assert trains is not None
+    assert trains("model.layers.0.mlp.up_proj.lora_A.weight")
+    assert not trains("model.layers.0.mlp.up_proj.weight")
+    assert options.lora is not None
+    assert (options.lora.scale, options.compute.implementation) == (1.0, "transformers")
+
+
+@pytest.mark.parametrize(
+    ("flags", "where", "code"),
+    [
+        (["--lora-rank", "4", "--train-only", "x"], "--train-only", "options.conflict"),
+        (["--lora-rank", "4", "--lora-experts", "--lora-dropout", "0.1"], "--lora-dropout", "options.conflict"),
+        (["--lora-rank", "4", "--lora-target", "*"], "--lora-target *", "options.invalid-value"),
+        (["--train-only", "("], "--train-only (", "options.invalid-value"),
+        (["--train-only", "nothing"], "--train-only nothing", "options.trains-nothing"),
+        (["--lora-rank", "4", "--lora-target", "nothing"], "--lora-target nothing", "options.trains-nothing"),
+        (["--lora-rank", "4", "--lora-target", "lm_head"], "--lora-target lm_head", "options.trains-nothing"),
+    ],
+)
+def test_what_trains_nothing_or_conflicts_is_refused(flags: list[str], where: str, code: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_trained(parse_training([*BASE, *flags]), SHAPE)
+    assert (error.value.where, error.value.code) == (where, code)
+
+
+@pytest.mark.parametrize(
+    ("fields", "place", "code"),
+    [
+        ({"peft_type": "IA3"}, "peft_type", "source.adapter-kind"),
+        ({"use_dora": True}, "use_dora", "source.adapter-kind"),
+        ({"bias": "all"}, "bias", "source.adapter-kind"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights", "source.adapter-kind"),
+        ({"r": 0}, "r", "source.bad-adapter"),
+        ({"rank_pattern": {"(": 3}}, "rank_pattern", "source.bad-adapter"),
+        ({"target_modules": [1]}, "target_modules", "source.bad-adapter"),
+    ],
+)
+def test_config_of_another_adapter_is_refused(fields: dict[str, Any], place: str, code: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_peft_config(json.dumps({**PEFT, **fields}).encode(), "here")
+    assert (error.value.where, error.value.code) == (f"here: {place}", code)
+
+
+def test_ranks_and_scales_follow_patterns() -> None:
+    fields = {**PEFT, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"layers.1.q_proj": 6}}
+    config = parse_peft_config(json.dumps(fields).encode(), "here")
+    assert [config.rank_of(name) for name in ("model.layers.0.q_proj", "model.layers.0.k_proj")] == [2, 4]
+    assert [config.scale_of(name, 2) for name in ("model.layers.0.q_proj", "model.layers.1.q_proj")] == [4.0, 3.0]
+    assert replace(config, is_rank_scaled=True).scale_of("k_proj", 4) == 4.0
+
+
+@pytest.mark.parametrize(("field", "value"), [("rank_pattern", {"q_proj": 2}), ("modules_to_save", ["lm_head"])])
+def test_training_starts_with_no_folder_that_has_more(tmp_path: Path, field: str, value: Any) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**PEFT, field: value}))
+    with pytest.raises(UserError) as error:
+        parse_training([*BASE, "--lora-from", str(tmp_path)])
+    assert error.value.code == "source.adapter-kind"
+
+
+def test_frozen_weights_need_no_gradients_and_no_optimizer_state() -> None:
+    table = schedule_table("1F1B", Placement(num_stages=1, num_ranks=1, style="loop"), 1)
+    sizes = dict(adapter_sizes(SHAPE, "all-linear", 4, has_experts=False))
+    run = Training(policy=POLICIES["mixed"], microbatch=1, seq_len=16, adapters=sizes, trains=lambda fqn: fqn in sizes)
+    (memory,) = estimate_memory(SHAPE, [SHAPE.modules], table, run).ranks
+    num_frozen, num_trained = SHAPE.num_params, sum(sizes.values())
+    assert memory.weights == 2 * (num_frozen + num_trained)
+    assert (memory.gradients, memory.optimizer) == (4 * num_trained, 12 * num_trained)
+
+
+def test_digest_of_a_base_is_that_of_its_tensors_in_any_order() -> None:
+    digests = [("a", "1"), ("b", "2")]
+    assert digest_of_base(digests) == digest_of_base(digests[::-1]) is not None
+    assert digest_of_base([("a", "1"), ("b", "3")]) != digest_of_base(digests)
+    assert digest_of_base([*digests, ("c", None)]) is None
