@@ -66,7 +66,7 @@ def digest_of_base(digests: Iterable[tuple[str, str | None]]) -> str | None:
 
     It is the same however the base is packed.
     """
-    known = sorted(digests)
-    if not known or any(digest is None for _, digest in known):
+    items = sorted(digests)
+    if not items or any(digest is None for _, digest in items):
         return None
-    return digest_pieces(f"{fqn} {digest}\n".encode() for fqn, digest in known)
+    return digest_pieces(f"{fqn} {digest}\n".encode() for fqn, digest in items)
