@@ -133,10 +133,8 @@ def begin(
     with raise_on_all_ranks("ranks"):
         degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world.size)
     mesh = build_mesh(degrees, world.rank, device, timedelta(seconds=options.timeout_s))
-    if world.rank == 0 and degrees.per_stage > 1:
-        logger.info("%d ranks: %s", world.size, degrees)
-        if options.checkpoint is not None and mesh.num_writers > 1:
-            logger.info("note: checkpoints are in slices, and not Hugging Face folders; --save merges them")
+    if world.rank == 0 and options.checkpoint is not None and mesh.num_writers > 1:
+        logger.info("note: checkpoints are in slices, and not Hugging Face folders; --save merges them")
     first: InputError | None = None
     for origin in origins:
         try:

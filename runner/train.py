@@ -17,6 +17,7 @@ import torch
 from manifests.errors import UserError
 from manifests.models.adapters import PEFT_WEIGHTS
 from manifests.models.combinations import check_combination
+from manifests.schedules import default_schedule
 from manifests.schema import TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import Saver
@@ -41,6 +42,7 @@ from runner.metrics.gauges import least_step_s, peak_memory_nbytes
 from runner.metrics.metrics import Metrics, RankLoad
 from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import open_sinks
+from runner.metrics.summary import opening
 from runner.models.family import Adaptable
 from runner.preflight.combinations import check_sinks, part_of, sharing_ranks
 from runner.preflight.preflight import check_evaluable, check_texts
@@ -150,7 +152,8 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
             metrics.evaluation(trained.step, *evaluate(ready))
         if failure is not None:
             raise failure
-        metrics.ended(from_all_ranks(peak_memory_nbytes(device)))
+        exportable = options.save if options.lora is None else None
+        metrics.ended(from_all_ranks(peak_memory_nbytes(device)), options.log_dir, exportable)
         if world.rank == 0:
             _note_end(options.log_dir, RunState(step=trained.step, ended="done"))
 
@@ -202,6 +205,11 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
         copied=ready.copied,
     )
     metrics.loaded(from_all_ranks(rank_load))
+    if world.rank == 0 and ready.num_steps < options.steps:
+        manifest = ready.launched.manifest
+        schedule = options.schedule or manifest.layout.schedule or default_schedule(manifest.placement)
+        shape, degrees = ready.launched.shape, ready.mesh.degrees
+        metrics.begin(opening(shape, options, degrees, schedule, device.type, ready.num_steps + 1))
     return metrics
 
 

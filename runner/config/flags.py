@@ -129,7 +129,7 @@ class TrainOptions:
     )  # fmt: skip
     log_every: int = flag(
         "--log-every", type=WholeNumber(min=1), written_default=1, metavar="N",
-        help="Print every Nth step; metrics.jsonl has every step, and a terminal shows a progress bar.",
+        help="Print every Nth step; metrics.jsonl has every step, and a terminal shows a progress bar below.",
     )  # fmt: skip
     quiet: bool = flag("--quiet", is_flag=True, help="Print only errors; steps and notes are in LOG_DIR.")
     tensorboard: bool = flag(

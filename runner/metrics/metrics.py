@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from runner.load.load import LoadReport
 from runner.load.local_cache import CacheReport
 from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import Sink
+from runner.metrics.summary import closing
 from runner.profiling.step_times import RankTimes
 from runner.training.step import StepReport
 
@@ -63,7 +64,7 @@ class Metrics:
         least_step_s: float | None = None,
         run: str = "",
     ) -> None:
-        self._run = run
+        self._run, self._num_steps, self._num_tokens, self._train_s = run, 0, 0, 0.0
         self._sinks, self._progress, self._least_step_s = list(sinks), progress, least_step_s
 
     def __enter__(self) -> Metrics:
@@ -102,6 +103,8 @@ class Metrics:
         self, step: int, report: StepReport, times: StepTimes, *, peak_nbytes: int, num_skipped: int | None = None
     ) -> None:
         rate = report.num_tokens / times.step_s
+        self._num_steps, self._num_tokens = self._num_steps + 1, self._num_tokens + report.num_tokens
+        self._train_s += times.step_s
         parts = {
             "compute_s": tuple(rank.compute_s for rank in times.ranks),
             "communication_s": tuple(rank.communication_s for rank in times.ranks),
@@ -153,10 +156,21 @@ class Metrics:
             f" training paused for {report.stall_s:.3f} s"
         )
 
-    def ended(self, peaks_nbytes: Iterable[int]) -> None:
-        """Write the peak memory of every rank, by rank; these are the last records."""
+    def begin(self, lines: Iterable[str]) -> None:
+        """Print what the run trains, on how many ranks, and for how long."""
+        for line in lines:
+            self._say(line)
+
+    def ended(self, peaks_nbytes: Sequence[int], log_dir: Path, saved: Path | None) -> None:
+        """Write the peak memory of every rank, by rank; these are the last records. Print what was trained."""
         for rank, nbytes in enumerate(peaks_nbytes):
             self._write(rank=rank, peak_nbytes=nbytes)
+        if self._num_steps:
+            for line in closing(
+                num_steps=self._num_steps, num_tokens=self._num_tokens, seconds=self._train_s,
+                peaks_nbytes=peaks_nbytes, log_dir=log_dir, saved=saved,
+            ):  # fmt: skip
+                self._say(line)
 
     def saved(self, out: Path, name: str = "manifest.json", what: str = "weights") -> None:
         self._say(f"saved the trained {what}: {out / name}")

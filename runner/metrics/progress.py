@@ -1,4 +1,4 @@
-"""Show the progress of a run: a bar on a terminal, lines elsewhere."""
+"""Show the progress of a run: lines, and below them a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _noted = logging.getLogger("runner")
 
 
 class StepProgress:
-    """Shows the steps after `first_step`; without a terminal, every `every`-th of them and the last.
+    """Shows the steps after `first_step`: every `every`-th of them and the last, and on a terminal a bar below.
 
     With `quiet` nothing is shown; the log of rank 0 has it nevertheless.
     """
@@ -22,18 +22,18 @@ class StepProgress:
     def __init__(self, num_steps: int, *, first_step: int = 0, every: int = 1, quiet: bool = False) -> None:
         self.num_steps, self._every, self._quiet = num_steps, every, quiet
         self._bar: tqdm[NoReturn] | None = None
-        if sys.stdout.isatty() and sys.stderr.isatty() and not quiet:
+        if sys.stdout.isatty() and _has_columns() and not quiet:
             self._bar = tqdm(
                 total=num_steps, initial=first_step, unit="step", file=sys.stderr, dynamic_ncols=True, smoothing=0.1
             )
 
     def step(self, step: int, brief: str, line: str) -> None:
-        """Show that a step was taken: `brief` beside the bar, or `line`."""
+        """Show that a step was taken: `brief` beside the bar, and `line`."""
         logger.debug("%s", line)
         if self._bar is not None:
             self._bar.set_postfix_str(brief, refresh=False)
             self._bar.update(step - self._bar.n)
-        elif step % self._every == 0 or step == self.num_steps:
+        if step % self._every == 0 or step == self.num_steps:
             self._print(line)
 
     def say(self, line: str) -> None:
@@ -57,3 +57,8 @@ class StepProgress:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _has_columns() -> bool:
+    """Whether standard error is a terminal with a width; some say 0, where a bar has no room."""
+    return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0

@@ -59,7 +59,7 @@ def tell_all(metrics: Metrics) -> None:
     metrics.evaluation(4, 2.25, 1000, 1)
     metrics.checkpoint(saved())
     metrics.checkpoint(saved(RankError("rank 1", "the disk is full", code="output.disk-full")))
-    metrics.ended([10, 20])
+    metrics.ended([10, 20], Path("runner-log"), None)
 
 
 def write_all(path: Path, least_step_s: float | None) -> list[dict[str, object]]:

@@ -90,7 +90,9 @@ def test_trained_weights_export_to_a_folder_that_transformers_loads_with_the_sam
     check_ranks(lines, packed)
     steps = [line for line in lines if "step" in line]
     assert [step["step"] for step in steps] == [1, 2, 3, 3]
-    assert len(done.stdout.splitlines()) == 5
+    lines = done.stdout.splitlines()
+    assert lines[0] == "LlamaForCausalLM, 390,208 parameters in fp32"
+    assert lines[-1] == f"next: reshard export {trained} --to hf --out {trained}-hf"
     assert reshard("export", trained, "--to", "hf", "--out", exported).code == 0
     for folder in (exported, trained):  # what was saved is a Hugging Face folder too
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

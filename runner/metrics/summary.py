@@ -1,0 +1,46 @@
+"""What a run prints before its first step and after its last."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from manifests.command.sizes import show_bytes
+from manifests.models import ModelShape
+from runner.config.flags import TrainOptions
+from runner.config.parallel_dims import ParallelDims
+
+
+def opening(
+    shape: ModelShape, options: TrainOptions, degrees: ParallelDims, schedule: str, device: str, first_step: int
+) -> Sequence[str]:
+    """Return lines on the model, on its ranks, and on the tokens of a step and of the run.
+
+    `first_step` is the first step of this run, counted from 1.
+    """
+    compute, batch = options.compute, options.batch
+    masters = "" if compute.master_dtype == compute.dtype else f" with masters in {compute.master_dtype}"
+    size = batch.global_batch // degrees.data // batch.microbatch
+    replicas = " on each data-parallel rank" if degrees.data > 1 else ""
+    tokens, steps = batch.global_batch * batch.seq_len, options.steps - first_step + 1
+    return (
+        f"{shape.architecture}, {shape.num_params:,} parameters in {compute.dtype}{masters}",
+        f"{degrees.world_size} {device} ranks: {degrees}; {schedule}, {size} microbatches of {batch.microbatch} x "
+        f"{batch.seq_len} tokens{replicas}",
+        f"steps {first_step} to {options.steps}, of {tokens:,} tokens each, {steps * tokens:,} in all: "
+        + shlex.join(options.data.sources),
+    )  # fmt: skip
+
+
+def closing(
+    *, num_steps: int, num_tokens: int, seconds: float, peaks_nbytes: Sequence[int], log_dir: Path, saved: Path | None
+) -> Sequence[str]:
+    """Return lines on what was trained, and the next command. `peaks_nbytes` are of every rank."""
+    most = max(range(len(peaks_nbytes)), key=peaks_nbytes.__getitem__)
+    after = ("reshard", "export", str(saved), "--to", "hf", "--out", f"{saved}-hf") if saved is not None else None
+    return (
+        f"trained {num_steps:,} steps, {num_tokens:,} tokens, in {seconds:.1f} s: {num_tokens / seconds:,.0f} tokens/s;"
+        f" peak memory {show_bytes(peaks_nbytes[most])}, on rank {most}",
+        f"next: {shlex.join(after or ('runner', 'report', str(log_dir)))}",
+    )
