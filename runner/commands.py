@@ -20,7 +20,7 @@ _VERBS = {
     "measure": ("runner.measure.command:measure", "Measure the seconds of each module, for reshard's --cost."),
     "report": ("runner.launch.verbs:report", "Write a run as one HTML page."),
     "eval": ("runner.evaluation.command:eval_command", "Print a packed model's loss over a text."),
-    "prove": ("runner.proof.command:prove", "Compare a training step of any trainer with one process."),
+    "prove": ("runner.proof.command:prove", "Prove that a run trains as one process does."),
     "completion": ("runner.commands:completion", "Print the shell completion script of bash, zsh or fish."),
 }
 

@@ -44,10 +44,11 @@ from runner.pipeline.timetable import Timetable, choose_timetable
 from runner.preflight.combinations import combine, part_of, sharing_ranks
 from runner.preflight.preflight import expert_notes, notes
 from runner.profiling.trace import Clock
-from runner.proof.combination import OF_COMBINATION, Combination
+from runner.proof.combination import Combination
 from runner.proof.options import RunOptions, self_check
+from runner.proof.proving import OF_COMBINATION
 from runner.proof.record import prove_once
-from runner.proof.stages import SelfChecked
+from runner.proof.stages import Proven
 from runner.tensors.heap import set_up_heap
 from runner.training.build import Stages, build_engine, build_stages
 from runner.training.mixed_precision import master_of, round_masters
@@ -200,9 +201,7 @@ def _begin(
     check_same_manifest(origin.where, origin.read.digest)
     stages = stages_of(launched)
     # Which architectures can keep documents apart or split rows is not listed: that is always checked.
-    if isinstance(family, SelfChecked) and (
-        options.self_check or options.data.document_mask or mesh.degrees.context > 1
-    ):
+    if isinstance(family, Proven) and (options.self_check or options.data.document_mask or mesh.degrees.context > 1):
         run = Combination(
             family=family,
             stages=stages,
@@ -213,6 +212,8 @@ def _begin(
         )
         is_kept = not sharing_ranks(launched.manifest, options).is_own
         prove_once(run, launched.config, options.log_dir, is_kept=is_kept)
+    elif options.self_check and mesh.rank == 0:
+        logger.info("note: %s is not self-checked: its family has no tiny model to compare", family.architecture)
     with raise_on_all_ranks("load"):
         base_nbytes = memory_nbytes(device)
         trains = trained_by(options, launched.shape.ties)

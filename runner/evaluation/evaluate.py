@@ -32,8 +32,9 @@ from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.preflight.preflight import check_world
-from runner.proof.combination import Combination, prove
+from runner.proof.combination import Combination
 from runner.proof.options import RunOptions, self_check
+from runner.proof.proving import prove
 from runner.proof.stages import SelfChecked
 from runner.rundir.exit_report import set_rank_label, stages_of
 from runner.tensors.heap import compact_heap

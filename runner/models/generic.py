@@ -65,6 +65,7 @@ class Generic:
     ) -> None:
         self.architecture, self._where = entry.architecture, where
         self._float32_names: dict[torch.dtype, frozenset[str]] = {}
+        self._max_seq_len = max_seq_len
         fields: Mapping[str, object] = without_implementations(config)
         reader = ConfigReader(fields, where)
         check_fields(entry, reader)
@@ -170,7 +171,7 @@ class Generic:
     def tiny(self) -> Generic:
         """Return the family of a model of the same config, with all layers and small widths."""
         read = type(self._config).from_dict(copy.deepcopy(dict(self._given))).to_dict()
-        small: Mapping[str, object] = shrink(read)
+        small: Mapping[str, object] = shrink(read, self._max_seq_len)
         if self._entry.section:
             small = {self._entry.section: small}
         given = None if self._entry.section else self._class
@@ -192,6 +193,8 @@ class Generic:
         if self.adapters:
             self.adapters.add_to(model)
         return WholeModel(model, self._in_files)
+
+    reference = whole
 
     def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
         assert isinstance(module, StageOfAny)

@@ -139,6 +139,8 @@ class NamedFamily:
         self.init_buffers(model, torch.device("cpu"))
         return WholeOwn(model)
 
+    reference = whole
+
 
 class WholeOwn(nn.Module):
     """A whole model of a `NamedFamily`; see `runner.proof.stages.WholeModel`."""

@@ -26,7 +26,6 @@ SIZES: Mapping[str, int] = {
     **dict.fromkeys(
         ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length", "rel_extent"), 128
     ),
-    "original_max_position_embeddings": 64,
     **dict.fromkeys(
         ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num"), 8
     ),
@@ -58,6 +57,8 @@ SIZES: Mapping[str, int] = {
     "floor_scale": 4,
     "index_topk_blocks": 1,
 }  # fmt: skip
+_CONTEXT = "original_max_position_embeddings"
+_SHORT, _LONG = 8, 64  # of which a few tokens are more, and fewer
 _NESTED = ("attn_config", "ffn_config", "text_config")  # the other configs inside one are not of the decoder
 _IDS = ("pad_token_id", "bos_token_id", "eos_token_id")  # in the tiny vocabulary: 0, 1, 2
 _GROUPS = (("num_attention_heads", "num_key_value_heads"), ("swa_num_attention_heads", "swa_num_key_value_heads"))
@@ -66,15 +67,18 @@ _HALVES = ("short_factor", "long_factor")  # one for each pair of rotated dimens
 _SECTIONS = "mrope_section"  # which add up to these pairs
 
 
-def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tiny config of what transformers reads in a real one.
+def shrink(config: Mapping[str, Any], seq_len: int = 0) -> dict[str, Any]:
+    """Return a tiny config of what transformers reads in a real one, for rows that are as long as the run's.
 
-    Sizes that are None, 0 or smaller anyway stay, and so does what decides which code runs: whether heads share keys,
-    which part of a head rotates, how widths are made up of heads.
+    If those are longer than the context of the model before it was stretched, a few tokens are, too. Sizes that are
+    None, 0 or smaller anyway stay, and so does what decides which code runs: whether heads share keys, which part of a
+    head rotates, how widths are made up of heads.
     """
     tiny = {name: _small(str(name), value) for name, value in config.items()}
     for keep in (_keep_groups, _keep_head_width, _keep_latent, _keep_state_heads, _keep_rotation):
         keep(tiny, config)
+    for before, after in ((config, tiny), *zip(_ropes(config), _ropes(tiny), strict=True)):
+        _keep_context(after, before, config, tiny, seq_len)
     return tiny
 
 
@@ -153,6 +157,18 @@ def _keep_rotation(tiny: dict[str, Any], config: Mapping[str, Any]) -> None:
             rope[_SECTIONS] = [few[0] + sum(sections) * after // before - sum(few), *few[1:]]
 
 
+def _keep_context(
+    rope: dict[str, Any], before: Mapping[str, Any], config: Mapping[str, Any], tiny: dict[str, Any], seq_len: int
+) -> None:
+    """Keep whether rows are longer than the context before it was stretched, and by how much that was."""
+    context, most = before.get(_CONTEXT), config.get("max_position_embeddings")
+    if not isinstance(context, int) or not context:
+        return
+    rope[_CONTEXT] = few = min(context, _SHORT if seq_len > context else _LONG)
+    if isinstance(most, int) and isinstance(tiny.get("max_position_embeddings"), int):
+        tiny["max_position_embeddings"] = max(few * most // context, 2 * _SHORT)
+
+
 def _rotating_width(config: Mapping[str, Any]) -> int:
     """Return the width of a head, or of what latent attention rotates of it; 0: unknown."""
     for name in ("qk_rope_head_dim", "head_dim"):
@@ -163,7 +179,7 @@ def _rotating_width(config: Mapping[str, Any]) -> int:
     return width // heads if heads else 0
 
 
-def _ropes(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _ropes(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the parameters of each RoPE: one of the model, or one of each type of layers."""
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(parameters := config.get(name), dict):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import nn
 
+from manifests.models.trainable import generic_entry
 from runner.models.attention import CausalAttention, RotaryEmbedding, rotary_config
+from runner.models.shrink import shrink
 from runner.models.titan_fields import TitanFields
 from runner.models.titan_modules import (
     Decoder,
@@ -44,6 +47,7 @@ MLP = {
 }
 _TOP = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
 _LAYERS = "model.layers."
+_TINY_LENGTH = 64  # tokens of rows that a tiny model takes, more than a proof has
 
 
 class TitanFamily(TitanFields):
@@ -112,6 +116,27 @@ class TitanFamily(TitanFields):
 
     def padded_length(self, length: int, most: int) -> int:
         return most  # no RoPE of these modules depends on it
+
+    def tiny(self) -> Self:
+        """Return the family of a model of the same config, with all layers and small widths."""
+        from runner.models.whole_model import with_defaults
+
+        config = shrink(with_defaults(self.architecture, self.read.config), self.max_seq_len)
+        small = {**config, "architectures": [self.architecture]}
+        return type(self)(small, max_seq_len=_TINY_LENGTH, where=self.read.where)
+
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def reference(self) -> nn.Module:
+        """Return transformers' model of the config with random weights, on the CPU."""
+        from runner.models.generic import Generic
+
+        entry = generic_entry(self.architecture)
+        assert entry is not None, self.architecture
+        family = Generic(entry, self.read.config, max_seq_len=1, where=self.read.where)
+        family._config._experts_implementation = "eager"
+        return family.whole()
 
     def attention(self, *, window: int | None = None, qk_norm: bool = False) -> GQAttention.Config:
         """Return the config of grouped-query attention without biases."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import transformers
@@ -12,6 +13,13 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from manifests.models.adapters import is_adapter
+
+
+def with_defaults(architecture: str, config: Mapping[str, object]) -> dict[str, object]:
+    """Return a config with all fields that transformers reads."""
+    config_class: Any = getattr(transformers, architecture).config_class
+    fields: dict[str, object] = config_class.from_dict(copy.deepcopy(dict(config))).to_dict()
+    return fields
 
 
 class WholeModel(nn.Module):

@@ -15,7 +15,8 @@ import torch.distributed as dist
 import runner
 from manifests.digest import digest_bytes
 from runner.distributed.fail_together import from_rank_0
-from runner.proof.combination import Combination, prove
+from runner.proof.combination import Combination
+from runner.proof.proving import prove
 from runner.rundir.records import read_run_record, write_run_record
 
 logger = logging.getLogger("runner")

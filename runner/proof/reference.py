@@ -15,7 +15,7 @@ from runner.config.schema import OptimOptions
 from runner.config.trained import Trains
 from runner.data.rows import IGNORED
 from runner.data.sequences import Batch, Sample, build_batch
-from runner.proof.stages import SelfChecked
+from runner.proof.stages import Proven
 
 LENGTH = 12  # tokens of a row: longer than the windows, chunks and blocks of a tiny config
 # Of the documents of rows, in turn: a row has a label more than tokens, and one has none.
@@ -63,6 +63,8 @@ class Reference:
     gradients: Mapping[str, torch.Tensor]  # clipped
     stepped: Mapping[str, torch.Tensor]  # weights after the step, of those that the loss depends on
     loss: float
+    scales: Mapping[str, float]  # the largest of each, or what is more than rounding may leave of one that is 0
+    rounding: Mapping[str, float]  # by how much a gradient computed in the stages' dtype differs
     norm: float
     evaluation: float  # the loss in evaluation mode, after the step
     optim: OptimOptions
@@ -70,9 +72,7 @@ class Reference:
 
     def distance(self, gradient: torch.Tensor, fqn: str, region: tuple[slice, ...]) -> float:
         """Return how much a gradient differs, relative to the largest of its tensor."""
-        expected = self.gradients[fqn]
-        largest = max(_largest(expected), _LEAST * max(map(_largest, self.gradients.values())), 1e-30)
-        return _largest(gradient - expected[region]) / largest
+        return _largest(gradient - self.gradients[fqn][region]) / self.scales[fqn]
 
     def weight_distance(self, weight: torch.Tensor, fqn: str, region: tuple[slice, ...]) -> float:
         """Return how much a weight differs after the step, relative to the learning rate."""
@@ -81,24 +81,26 @@ class Reference:
 
 def run_reference(
     seed: int,
-    tiny: SelfChecked,
+    tiny: Proven,
     ties: Iterable[TieGroup],
     rows: Rows,
     optim: OptimOptions,
+    compute_dtype: torch.dtype,
     dtype: torch.dtype,
     trains: Trains | None = None,
 ) -> Reference:
     """Take a step with the whole of a tiny model, with these options but for the learning rate and epsilon.
 
-    Gradients are clipped to half of their norm, unless clipping is off.
+    It is in `dtype`, and stages compute in `compute_dtype`. Gradients are clipped to half of their norm, unless
+    clipping is off.
     """
     torch.manual_seed(seed)
-    whole = tiny.whole().train()
-    _tie(whole, tiny, ties)
+    whole = tiny.reference().train()
+    _tie(whole, ties)
     for parameter in whole.body.parameters():
         parameter.data = parameter.data.to(dtype)
     if trains is not None:
-        _freeze(whole, tiny, trains)
+        _freeze(whole, trains)
     weights = _in_files(whole, {})
     state = torch.get_rng_state()
     loss = _loss(whole, rows)
@@ -110,13 +112,17 @@ def run_reference(
     parameters = list(whole.body.parameters())
     gradients = {parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
                  for parameter in parameters}  # fmt: skip
+    rounded = gradients if compute_dtype == dtype else _rounded_gradients(whole, rows, compute_dtype)
     norm = math.sqrt(math.fsum(gradient.double().square().sum().item() for gradient in gradients.values()))
     optim = _small_step(optim, norm, _EPS * max(map(_largest, gradients.values())))
     factor = optim.max_norm / (norm + 1e-6) if optim.max_norm else 1.0
     for parameter in parameters:
         if parameter.grad is not None:  # otherwise the optimizer leaves it as it is
             parameter.grad *= factor
-    clipped = _in_files(whole, {parameter: gradient * factor for parameter, gradient in gradients.items()})
+    clipped, rounded_clipped = (
+        _in_files(whole, {parameter: gradient * factor for parameter, gradient in values.items()})
+        for values in (gradients, rounded)
+    )
     decays: dict[bool, list[torch.Tensor]] = {True: [], False: []}
     for parameter in parameters:
         decays[optim.weight_decay_1d or parameter.dim() != 1].append(parameter)
@@ -128,9 +134,14 @@ def run_reference(
         evaluation = _loss(whole.eval(), rows).item()
     # Whether a weight that no loss depends on decays depends on whether ranks reduce gradients of zero.
     used = [parameter for parameter in parameters if parameter.grad is not None or not parameter.requires_grad]
+    expected = {fqn: clipped[fqn] for fqn in _fqns_of(whole, parameters)}
+    least = max(1e-30, _LEAST * max(map(_largest, expected.values())))
+    scales = {fqn: max(least, _largest(gradient)) for fqn, gradient in expected.items()}
     return Reference(
         weights=weights,
-        gradients={fqn: clipped[fqn] for fqn in _fqns_of(whole, parameters)},
+        gradients=expected,
+        scales=scales,
+        rounding={fqn: _largest(rounded_clipped[fqn] - expected[fqn]) / scale for fqn, scale in scales.items()},
         stepped={fqn: stepped[fqn] for fqn in _fqns_of(whole, used)},
         loss=loss.item(),
         norm=norm,
@@ -140,9 +151,27 @@ def run_reference(
     )
 
 
-def _tie(whole: Any, tiny: SelfChecked, ties: Iterable[TieGroup]) -> None:
+def _rounded_gradients(whole: Any, rows: Rows, dtype: torch.dtype) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Return the gradients of a whole model in another dtype, as those of its own."""
+    weights = {parameter: (parameter.data, parameter.grad) for parameter in whole.body.parameters()}
+    try:
+        for parameter in weights:
+            parameter.grad, parameter.data = None, parameter.data.to(dtype)
+        torch.autograd.backward(_loss(whole, rows))
+        return {
+            parameter: torch.zeros_like(data) if parameter.grad is None else parameter.grad.to(data.dtype)
+            for parameter, (data, _) in weights.items()
+        }
+    finally:
+        for parameter, (data, gradient) in weights.items():
+            parameter.grad, parameter.data = None, data
+            parameter.grad = gradient
+
+
+def _tie(whole: Any, ties: Iterable[TieGroup]) -> None:
     """Make the members of each group one parameter, as they are in a model of transformers that ties them by itself."""
-    names = {tiny.to_hf(name): name for name, _ in whole.body.named_parameters(remove_duplicate=False)}
+    fqns = {tensor.data_ptr(): fqn for fqn, tensor in whole.in_files().items()}
+    names = {fqns.get(parameter.data_ptr(), name): name for name, parameter in whole.body.named_parameters()}
     for group in ties:
         members = [names[member.fqn] for member in group.members if member.fqn in names]
         for replica in members[1:]:
@@ -150,10 +179,9 @@ def _tie(whole: Any, tiny: SelfChecked, ties: Iterable[TieGroup]) -> None:
             setattr(whole.body.get_submodule(module), leaf, whole.body.get_parameter(members[0]))
 
 
-def _freeze(whole: Any, tiny: SelfChecked, trains: Trains) -> None:
-    for name, parameter in whole.body.named_parameters():
-        pieces = tiny.pieces(name, parameter, (0,) * parameter.dim())
-        parameter.requires_grad_(any(trains(piece.fqn) for piece in pieces))
+def _freeze(whole: Any, trains: Trains) -> None:
+    for parameter in whole.body.parameters():
+        parameter.requires_grad_(any(map(trains, _fqns_of(whole, [parameter]))))
 
 
 def _small_step(optim: OptimOptions, norm: float, eps: float) -> OptimOptions:

@@ -19,7 +19,7 @@ from tests.fast.runner.tiny import save_model
 from tests.process.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "8", "--timeout", "8")
+SMALL = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "8", "--timeout", "8", "--no-self-check")
 
 
 def pack_tiny(folder: Path, num_stages: int) -> Path:

@@ -45,3 +45,16 @@ def test_sizes_are_small_and_what_decides_on_code_stays(config: dict[str, Any], 
     found = shrink(config)
     assert {name: found[name] for name in expected} == expected
     assert found.keys() == config.keys()
+
+
+@pytest.mark.parametrize(("seq_len", "context"), [(4096, 64), (8192, 8)])
+def test_a_few_tokens_are_longer_than_the_context_before_it_was_stretched_if_those_of_the_run_are(
+    seq_len: int, context: int
+) -> None:
+    at_the_top = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    in_rope = {"max_position_embeddings": 131072, "rope_scaling": {"factor": 32.0, **at_the_top}}
+    for config, place in ((at_the_top, ()), (in_rope, ("rope_scaling",))):
+        tiny = shrink(config, seq_len)
+        rope = tiny[place[0]] if place else tiny
+        assert rope["original_max_position_embeddings"] == context
+        assert tiny["max_position_embeddings"] == 32 * context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -12,13 +13,15 @@ from manifests.schedules import default_schedule
 from manifests.schema import TieGroup, TieMember
 from runner.config.flags import parse_training
 from runner.config.parallel_dims import ParallelDims
+from runner.models import family_for
+from runner.models.family import Family
 from runner.models.generic import Generic
 from runner.parallel.rows import keep_documents
 from runner.pipeline.timetable import find_timetable
 from runner.proof.combination import Combination
 from runner.training.build import Stages
 from tests.fast.manifests.models.catalogued import config_of, quiet
-from tests.fast.runner.tiny import split_evenly
+from tests.fast.runner.tiny import head_tie, split_evenly
 
 
 def combination(
@@ -30,6 +33,27 @@ def combination(
     with quiet():
         config = {**config_of(architecture).to_dict(), **changes}
         family = Generic(entry, {**config, "architectures": [architecture]}, max_seq_len=1)
+    return combine(family, ties_of, pp, *flags, schedule=schedule, vpp=vpp)
+
+
+def titan_combination(config: Mapping[str, Any], pp: int = 1, *flags: str, seq_len: int = 512) -> Combination:
+    """Return a combination of a config on torchtitan's modules."""
+    family = family_for(config, max_seq_len=seq_len, implementation="torchtitan")
+
+    def ties(_: Family, modules: tuple[tuple[str, ...], ...]) -> tuple[TieGroup, ...]:
+        return (head_tie(modules),) if config.get("tie_word_embeddings") else ()
+
+    return combine(family, ties, pp, *flags)
+
+
+def combine(
+    family: Any,
+    find_ties: Callable[[Any, tuple[tuple[str, ...], ...]], tuple[TieGroup, ...]],
+    pp: int,
+    *flags: str,
+    schedule: str | None = None,
+    vpp: int = 1,
+) -> Combination:
     words = ["--data", "synthetic", "--global-batch", "16", "--timeout", "120"]
     options = parse_training([*words, *(flag for flag in flags if flag != "--document-mask")])
     degrees: ParallelDims = options.degrees.resolve(pp, dist.get_world_size())
@@ -42,7 +66,7 @@ def combination(
     modules = split_evenly(family.modules, placement.num_stages)
     return Combination(
         family=family,
-        stages=Stages(modules=modules, placement=placement, ties=ties_of(family, modules)),
+        stages=Stages(modules=modules, placement=placement, ties=find_ties(family, modules)),
         timetable=find_timetable(schedule or default_schedule(placement), placement, count),
         degrees=degrees,
         options=options,

@@ -16,7 +16,7 @@ from runner.models import family_for, generic
 from runner.models.generic import Generic
 from runner.proof import stages as self_check
 from runner.proof.options import RunOptions, check_stages
-from runner.proof.stages import SelfChecked
+from runner.proof.stages import Proven, SelfChecked
 from tests.fast.manifests.models.built import DECODERS, read_config
 from tests.fast.manifests.models.catalogued import config_of, quiet
 from tests.fast.runner.models.twins import NAME, TwinForCausalLM, entry_of_twin, twin_config
@@ -176,9 +176,11 @@ def test_random_numbers_of_the_run_are_untouched(twin: Callable[[str], Generic])
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_families_on_torchtitan_are_not_checked() -> None:
+def test_families_on_torchtitan_are_proven_and_their_stages_are_not_compared_bitwise() -> None:
     llama = read_config("tiny-llama")
-    assert not isinstance(family_for(llama, max_seq_len=8, implementation="torchtitan"), SelfChecked)
+    titan = family_for(llama, max_seq_len=8, implementation="torchtitan")
+    assert isinstance(titan, Proven)
+    assert not isinstance(titan, SelfChecked)
     assert isinstance(family_for(llama, max_seq_len=8, implementation="transformers"), SelfChecked)
 
 

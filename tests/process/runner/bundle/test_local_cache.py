@@ -23,7 +23,8 @@ from tests.servers.s3 import MotoServer
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
-TRAINING = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "8", "--steps", "2", "--device", "cpu")
+TRAINING = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "8", "--steps", "2", "--device", "cpu",
+            "--no-self-check")  # fmt: skip
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 

@@ -15,7 +15,8 @@ from tests.process.torchrun import started
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
-RUN = ("packed/manifest.json", "--data", "synthetic", "--seq-len", "16", "--steps", "1", "--log-dir", "log")
+RUN = ("packed/manifest.json", "--data", "synthetic", "--seq-len", "16", "--steps", "1", "--log-dir", "log",
+       "--no-self-check")  # fmt: skip
 
 
 @pytest.fixture

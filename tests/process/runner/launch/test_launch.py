@@ -29,7 +29,8 @@ from tests.process.torchrun import started
 
 pytestmark = pytest.mark.process
 
-SMALL = ("--seq-len", "16", "--global-batch", "8", "--microbatch", "2", "--steps", "3", "--lr", "1e-3")
+SMALL = ("--seq-len", "16", "--global-batch", "8", "--microbatch", "2", "--steps", "3", "--lr", "1e-3",
+         "--no-self-check")  # fmt: skip
 SECOND = f"rank 1, stage 1, node {socket.gethostname()}"
 WORDS = [f"w{number}" for number in range(300)]
 

@@ -25,7 +25,8 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[4]
-TRAINING = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "48", "--microbatch", "1", "--timeout", "60")
+TRAINING = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "48", "--microbatch", "1", "--timeout", "60",
+            "--no-self-check")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,7 @@ def run_case(case: dict[str, Any], out: Path, world: World) -> dict[str, Any]:
     origin = out / f"{case['origin']}-saved" if case["origin"] else launched.root
     flags = ("--resume", str(origin)) if case["origin"] else ()
     data = () if "--data" in case["args"] else ("--data", "synthetic")
-    options = parse_training([*data, *case["args"], *flags])
+    options = parse_training([*data, *case["args"], *flags, "--no-self-check"])
     ready = begin(launched, (Origin(folder=origin),), options, world, CPU)
     found: dict[str, Any] = {"loaded": ready.loaded.nbytes, "num_parts": ready.loaded.num_parts, "read": read_of(ready)}
     found["verified"] = ready.loaded.verified_nbytes

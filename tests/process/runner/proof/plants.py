@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from manifests.slices import Slice
+from runner.checkpoint import save, state
 from runner.data.sequences import Batch
 from runner.parallel import mesh, parallelize
 from runner.pipeline import microbatches, runtime, schedule
@@ -342,6 +344,21 @@ def _replicas_of_tied_weights_drift(patch: Patch) -> None:
 def _attention_without_the_mask_of_the_interface(patch: Patch) -> None:
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
         patch.setattr(f"transformers.models.olmo3.modeling_olmo3.{name}", lambda *args, **kwargs: None)
+
+
+def _copies_saved_instead_of_masters(patch: Patch) -> None:
+    patch.setattr(state, "master_of", lambda weight: weight)
+
+
+def _slices_swapped_in_a_checkpoint(patch: Patch) -> None:
+    def metadata(before: Any, slices: Mapping[str, Slice]) -> Any:
+        def mirrored(part: Slice) -> Slice:
+            sizes = zip(part.whole_shape, part.offset, part.shape, strict=True)
+            return replace(part, offset=tuple(whole - low - size for whole, low, size in sizes))
+
+        return before({fqn: mirrored(part) for fqn, part in slices.items()})
+
+    _wrap(patch, save, "slice_metadata", metadata)
 
 
 PLANTS: Mapping[str, Callable[[Patch], None]] = {

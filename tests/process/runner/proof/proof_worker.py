@@ -20,7 +20,7 @@ from torch import distributed as dist
 
 from manifests.errors import UserError
 from runner.distributed.world import World, join_world
-from runner.proof.combination import compare, prove
+from runner.proof.proving import compare, prove
 from tests.fast.runner.proof.combinations import combination
 from tests.process.runner.proof.plants import plant
 

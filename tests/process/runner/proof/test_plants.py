@@ -65,6 +65,8 @@ REST = (
     case("gradient_of_the_first_stage_lost", "LlamaForCausalLM", 2),
     case("attention_without_the_mask_of_the_interface", "Olmo3ForCausalLM", 1, "--cp 2"),
     case("replicas_of_tied_weights_drift", "LlamaForCausalLM", 1, "--dp-shard 2", changes=TIED),
+    case("copies_saved_instead_of_masters", "LlamaForCausalLM", 2, "--dtype bf16 --master-dtype fp32"),
+    case("slices_swapped_in_a_checkpoint", "LlamaForCausalLM", 1, "--dp-shard 2"),
 )
 # Without a mistake, and what is refused by name.
 RIGHT = (
@@ -106,7 +108,9 @@ def test_right_combinations_pass_and_what_splits_no_rows_is_refused_by_name(tmp_
 
 
 def test_a_stage_that_fails_ends_the_proof_on_all_ranks_at_once(tmp_path: Path) -> None:
-    """With --tp, whose collectives torch keeps meshes of: stage 0 waits for stage 1, on other ranks."""
-    failing = case("backward_fails_on_the_last_stage", "LlamaForCausalLM", 2, "--tp 2", names=True)
-    (result,) = prove_all(tmp_path, [failing], num_ranks=4)
-    assert result == {"code": "model.self-check-failed", "where": "config.json"}
+    """With --tp, whose collectives torch keeps meshes of, and with FSDP: stage 0 waits for stage 1, on other ranks."""
+    plant = "backward_fails_on_the_last_stage"
+    failing = [case(plant, "LlamaForCausalLM", 2, "--tp 2", names=True),
+               case(plant, EXPERTS, 2, "--dp-shard 2 --ep 2", names=True)]  # fmt: skip
+    for result in prove_all(tmp_path, failing, num_ranks=4):
+        assert result == {"code": "model.self-check-failed", "where": "config.json"}

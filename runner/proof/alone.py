@@ -1,0 +1,176 @@
+"""The proof of a run's combination on this machine alone, without its weights, data and ranks, as `runner prove` does.
+
+# Note [Ranks of a proof]
+Sixteen processes that each import torch take minutes on a laptop. So one process imports what ranks need and is forked:
+multiprocessing's fork server, which starts no thread before. Ranks meet over a file, on gloo.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from multiprocessing.process import BaseProcess
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from manifests.errors import RankError, UserError
+from runner.bundle.packed import Packed
+from runner.config.flags import TrainOptions
+from runner.config.parallel_dims import ParallelDims
+from runner.models import family_for
+from runner.parallel.rows import keep_documents
+from runner.pipeline.timetable import choose_timetable
+from runner.preflight.combinations import part_of
+from runner.proof.combination import Combination
+from runner.proof.proving import compare
+from runner.proof.stages import Proven
+from runner.proof.subsets import subsets_of
+from runner.proof.tiny_step import Distances
+from runner.training.build import Stages
+
+_PRELOADED = ("runner.proof.alone", "runner.models.generic", "runner.models.titan_families")
+_Outcome = tuple[Distances | None, str | None, float]  # what a rank found: what differs, and seconds
+_PATIENCE_S = 5.0  # for the others, once a rank has ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A run to check: its packed model, options and degrees."""
+
+    launched: Packed
+    options: TrainOptions
+    degrees: ParallelDims
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tried:
+    """What was tried of a combination, and how far it was from one process; None: a rank failed."""
+
+    run: Combination
+    distances: Distances | None
+    problem: str | None
+    seconds: float
+
+
+def combination_of(request: Request) -> Combination:
+    """Return the combination of a run.
+
+    Raises:
+        UserError: the family does not support its config or its options.
+    """
+    launched, options, degrees = request.launched, request.options, request.degrees
+    manifest, batch = launched.manifest, part_of(options.batch, degrees)
+    family = family_for(
+        launched.config,
+        max_seq_len=options.batch.seq_len,
+        implementation=options.compute.implementation,
+        shape=launched.shape,
+        description=manifest.model.description,
+    )
+    if options.data.document_mask:
+        keep_documents(family, options.batch.seq_len)
+    assert isinstance(family, Proven), family.architecture
+    return Combination(
+        family=family,
+        stages=Stages(modules=launched.stage_modules, placement=manifest.placement, ties=manifest.ties),
+        timetable=choose_timetable(options.schedule, manifest, batch.num_microbatches),
+        degrees=degrees,
+        options=options,
+        has_documents=options.data.document_mask,
+    )
+
+
+def try_here(request: Request) -> list[Tried]:
+    """Try a combination on ranks of this machine.
+
+    Raises:
+        UserError: the tiny model, or what the run asks of it, is refused.
+        RankError: a process ended, as by the system for want of memory.
+    """
+    subsets = subsets_of(combination_of(request))
+    num_ranks = max(subset.degrees.world_size for subset in subsets)
+    context: Any = get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    receiver, sender = context.Pipe(duplex=False)
+    with TemporaryDirectory(prefix="runner-") as folder:
+        ranks = [
+            context.Process(target=_run_rank, args=(request, rank, num_ranks, folder, sender), daemon=True)
+            for rank in range(num_ranks)
+        ]
+        try:
+            for rank in ranks:
+                rank.start()
+            sender.close()
+            outcome = _receive(receiver, ranks)
+        finally:
+            for rank in ranks:
+                with suppress(ValueError):
+                    rank.kill()
+                    rank.join()
+    if isinstance(outcome, UserError):
+        raise outcome
+    return [
+        Tried(run=run, distances=distances, problem=problem, seconds=seconds)
+        for run, (distances, problem, seconds) in zip(subsets, outcome, strict=True)
+    ]
+
+
+def _receive(receiver: Any, ranks: Sequence[BaseProcess]) -> Any:
+    """Return what rank 0 sends, or raise what ended a rank."""
+    running = list(ranks)
+    while running:
+        ready = connection.wait([receiver, *(rank.sentinel for rank in running)])
+        if receiver in ready:
+            with suppress(EOFError):
+                return receiver.recv()
+        failed = [rank for rank in running if rank.exitcode]
+        if failed:
+            if receiver.poll(_PATIENCE_S):
+                with suppress(EOFError):
+                    return receiver.recv()
+            break
+        running = [rank for rank in running if rank.exitcode is None]
+    number, code = next(((number, rank.exitcode) for number, rank in enumerate(ranks) if rank.exitcode), (0, 0))
+    ended = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"exited with code {code}"
+    hint = "each rank needs about 300 MiB: use a machine with more memory" if code == -signal.SIGKILL else ""
+    raise RankError(f"rank {number}", f"{ended} while the combination was tried", hint, code="rank.lost")
+
+
+def _run_rank(request: Request, rank: int, num_ranks: int, folder: str, sender: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends its ranks
+    warnings.simplefilter("ignore")
+    os.dup2(2, 1)  # gloo prints that it is connected
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=request.options.timeout_s)
+    meeting = f"file://{folder}/ranks"
+    outcome: list[_Outcome] | UserError
+    try:
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_ranks, timeout=timeout)
+        outcome = [_try(subset) for subset in subsets_of(combination_of(request))]
+    except UserError as error:
+        outcome = error.changed()
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)
+    if rank == 0:
+        sender.send(outcome)
+    os._exit(0)  # connections of others may be closed already
+
+
+def _try(run: Combination) -> _Outcome:
+    started_s = time.perf_counter()
+    distances, problem = compare(run)
+    if problem and distances is not None:
+        distances, problem = compare(run, seed=1)  # as `prove`
+    return distances, problem, time.perf_counter() - started_s

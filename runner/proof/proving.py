@@ -1,0 +1,121 @@
+"""The proof of a run's own combination: a tiny model takes a step on the job's ranks, and one process takes it, too.
+
+# Note [Proof of the combination]
+Parallelisms that are right by themselves may be wrong together, and most of what is wrong leaves the loss as it is. So
+before step 1 a model of the run's own config, with all of its layers and small widths, takes an optimizer step on the
+job's own ranks by what the run itself is built of: the same stages, schedule, meshes, activation checkpointing, loss,
+data, norm, clipping and optimizer, on CPUs over gloo. Every degree but that of the pipeline is at most 2; other ranks
+wait. One process takes the same step with the model's own class, forward and loss, each document by itself. The loss,
+the norm, every gradient and every weight must be equal.
+
+Dtypes are one up: bf16 with fp32 masters is fp32 with fp64 masters here, and anything else is fp64, so that what
+differs is wrong and not rounded. What transformers computes in float32 anyway differs by up to 4e-5. Rank 0 alone
+compares stages in the run's own dtypes, dropout and compiled code, see Note [Self-check of options].
+
+What differs is tried by itself, so that the message can name a flag.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+
+from manifests.errors import ModelError
+from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
+from runner.distributed.smaller_world import Failure, run_in_world_of
+from runner.proof.combination import Combination, Dtype
+from runner.proof.stages import ANYWAY
+from runner.proof.tiny_step import Distances, farthest, timeout_of, train_tiny
+
+OF_COMBINATION = (
+    "model.self-check-failed", "model.no-self-check", "model.no-context-parallelism", "model.no-document-mask",
+)  # fmt: skip
+_MEMORY = "more stages, --dp-shard and --ac save memory, too"
+_HINTS: Mapping[str, str] = {
+    "config.json": f"change the field, or try --layout pp=1; {ANYWAY}, and wrongly",
+    "--cp": f"leave --cp out; {_MEMORY}",
+    "--document-mask": "leave it out, or use --no-pack, which has one document in each sequence",
+    "--tp": f"remove --tp; {_MEMORY}",
+    "--ep": f"remove --ep; {_MEMORY}",
+}
+
+
+def compare(run: Combination, seed: int = 0) -> tuple[Distances | None, str | None]:
+    """Compare a step on the job's ranks, which all call this, with that of one process; return what is wrong as well.
+
+    Raises:
+        UserError: on all ranks alike, where the tiny model or what the run asks of it is refused.
+    """
+    problem: str | None = None
+    dtypes: tuple[Dtype, ...] = ("fp32",) if run.options.compute.has_masters else ("fp64", "fp32")
+    for dtype in dtypes:
+        usual = timedelta(seconds=run.options.timeout_s)
+        outcome = run_in_world_of(run.ranks, timeout_of(run), partial(train_tiny, run, dtype, seed), usual=usual)
+        with raise_on_all_ranks("self-check"):
+            refusal = outcome.refusal if isinstance(outcome, Failure) else None
+            # A whole model that computes in float32 anyway may not run in fp64.
+            if refusal is not None and (refusal.code != "model.no-self-check" or dtype == dtypes[-1]):
+                raise refusal
+        outcomes = from_all_ranks(outcome)
+        failures = [(rank, result) for rank, result in enumerate(outcomes) if isinstance(result, Failure)]
+        if not failures:
+            distances = _join([result for result in outcomes if isinstance(result, Distances)])
+            return distances, distances.problem
+        rank, failure = min(failures, key=lambda item: item[1].is_consequence)
+        problem = problem or f"rank {rank} fails with {failure.problem} ({failure.place})"
+    return None, problem
+
+
+def _join(ranks: Sequence[Distances]) -> Distances:
+    return Distances(
+        dtype=ranks[0].dtype,
+        loss=max(rank.loss for rank in ranks),
+        norm=max(rank.norm for rank in ranks),
+        evaluation=max(rank.evaluation for rank in ranks),
+        gradients=farthest(item for rank in ranks for item in rank.gradients.items()),
+        weights=farthest(item for rank in ranks for item in rank.weights.items()),
+        allowed=ranks[0].allowed,
+        reloaded=ranks[0].reloaded,
+        missing=ranks[0].missing,
+    )
+
+
+def prove(run: Combination) -> dict[str, float]:
+    """Check a run's combination; every rank calls this. Returns what differs most, and the seconds that it took.
+
+    Raises:
+        ModelError: on all ranks alike, if it trains something else than one process does.
+    """
+    started_s = time.perf_counter()
+    distances, problem = compare(run)
+    if problem and distances is not None:
+        distances, problem = compare(run, seed=1)  # a token between two experts is not between them again
+    if problem:
+        where = ""
+        for flag, alone in reversed(tuple(run.features())):
+            if by_itself := compare(alone)[1]:
+                where, problem = flag or "config.json", by_itself
+                break
+        with raise_on_all_ranks("self-check"):
+            if dist.get_rank() == 0:
+                raise _failed(run, where or str(run) or "config.json", problem)
+    assert distances is not None
+    return {**distances.largest, "seconds": time.perf_counter() - started_s}
+
+
+def _failed(run: Combination, where: str, problem: str) -> ModelError:
+    flag = where.split()[0]
+    hint = _HINTS.get(flag, f"remove {flag}" if flag.startswith("--") else _HINTS["config.json"])
+    problem = (
+        f"a tiny {run.family.architecture} with these fields does not train on {len(run.ranks)} ranks with "
+        f"{run.timetable.name} as one process trains it: {problem}"
+    )
+    if flag == "--cp":
+        return ModelError(where, problem, hint, code="model.no-context-parallelism")
+    if flag == "--document-mask":
+        return ModelError(where, problem, hint, code="model.no-document-mask")
+    return ModelError(where, problem, hint, code="model.self-check-failed")

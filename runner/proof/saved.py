@@ -1,0 +1,166 @@
+"""A checkpoint of the tiny model after its step: the ranks save it as the run does, and one process loads it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+
+from manifests.digest import digest_bytes
+from manifests.errors import UserError
+from manifests.models import ModelShape
+from manifests.schema import (
+    MOMENTS,
+    WEIGHTS,
+    Holds,
+    Layout,
+    Manifest,
+    Model,
+    OptimizerState,
+    ParameterGroup,
+    Source,
+    Stage,
+    TrainingState,
+)
+from runner.checkpoint.save import SaveContext, save
+from runner.checkpoint.state import held_state
+from runner.distributed.fail_together import from_all_ranks, from_rank_0
+from runner.load.fill import bytes_of
+from runner.load.load import load_tensors
+from runner.parallel.mesh import Mesh
+from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
+from runner.proof.combination import Combination
+from runner.proof.reference import Reference
+from runner.tensors.local_shard import Piece, whole_pieces
+from runner.training.mixed_precision import master_of
+from runner.training.step import Engine
+from stores.bundles import Bundles
+from stores.open import open_manifest
+
+logger = logging.getLogger("runner")
+
+_UNSAVED = ("output.unwritable", "checkpoint.not-shared")  # the disk's fault
+# What a rank has of a tensor: its kind, FQN, offset and shape, with the dtype and the digest of the bytes.
+_Part = tuple[Holds, str, tuple[int, ...], tuple[int, ...]]
+_Digests = Mapping[_Part, tuple[torch.dtype, str]]
+
+
+def reload_problem(
+    run: Combination, chunks: Sequence[StageChunk], engine: Engine, mesh: Mesh, reference: Reference
+) -> str | None:
+    """Save the state of all ranks, load it in one process, and return what is not bitwise what a rank has.
+
+    Every rank calls this. Ranks on several nodes save in the run's log folder, which they may share.
+    """
+    digests = from_all_ranks(dict(_digests(run, chunks, engine)))
+    is_elsewhere = len({*from_all_ranks(socket.gethostname())}) > 1
+    place = run.options.log_dir if is_elsewhere else None
+    is_rank_0 = dist.get_rank() == 0
+    with TemporaryDirectory(prefix=".self-check-", dir=place) if is_rank_0 else nullcontext() as made:
+        folder = Path(from_rank_0(made) or "") / "step-1"
+        context = SaveContext(
+            manifest=_manifest(run), root=folder, parents=(), writer=mesh.writer, num_writers=mesh.num_writers
+        )
+        state = held_state(chunks, run.stages.ties, engine.ties, engine.optimizer, mesh.owns)
+        try:
+            save(state, context, folder, _training(run))
+        except UserError as error:
+            if error.code not in _UNSAVED:
+                return f"its checkpoint cannot be saved: {error.problem}"
+            if is_rank_0:
+                logger.info("self-check: no checkpoint could be tried: %s", error)
+            return None
+        return from_rank_0(_compare(folder, digests, reference) if is_rank_0 else None)
+
+
+def _digests(
+    run: Combination, chunks: Sequence[StageChunk], engine: Engine
+) -> Iterator[tuple[_Part, tuple[torch.dtype, str]]]:
+    leaders = {id(member): tie.leader for tie in engine.ties for member in tie.members}
+
+    def moment_of(weight: torch.nn.Parameter, moment: Holds) -> torch.Tensor:
+        return engine.optimizer.moment(leaders.get(id(weight), weight), moment)
+
+    for chunk in chunks:
+        pieces = {WEIGHTS: (*hf_pieces(chunk, master_of), *hf_constants(chunk))}
+        pieces |= {moment: (*hf_pieces(chunk, partial(moment_of, moment=moment)),) for moment in MOMENTS}
+        for holds, parts in pieces.items():
+            for piece in parts:
+                memory = piece.memory
+                yield (holds, piece.fqn, piece.offset, tuple(memory.shape)), (memory.dtype, _digest(memory))
+
+
+def _compare(folder: Path, digests: Sequence[_Digests], reference: Reference) -> str | None:
+    """Load whole tensors, and return the first that another rank has other bytes of."""
+    shapes = {fqn: tuple(tensor.shape) for fqn, tensor in reference.weights.items()}
+    shape = ModelShape(architecture="", num_layers=0, modules=(), tensors=shapes)
+    try:
+        bundles = Bundles(open_manifest(folder).manifest, folder)
+        loaded = {
+            holds: {piece.fqn: piece for piece in _load(bundles, shape, holds, digests, reference)}
+            for holds in (WEIGHTS, *MOMENTS)
+        }
+    except UserError as error:
+        return f"its checkpoint cannot be loaded in one process: {error.problem} ({error.where})"
+    for rank, of_rank in enumerate(digests):
+        for (holds, fqn, offset, sizes), (dtype, digest) in of_rank.items():
+            region = tuple(slice(low, low + size) for low, size in zip(offset, sizes, strict=True))
+            if _digest(loaded[holds][fqn].memory[region].to(dtype)) != digest:
+                what = "" if holds == WEIGHTS else f" {holds} of"
+                return f"its checkpoint, loaded in one process, has other bytes of{what} {fqn} than rank {rank}"
+    return None
+
+
+def _load(
+    bundles: Bundles, shape: ModelShape, holds: Holds, digests: Sequence[_Digests], reference: Reference
+) -> tuple[Piece, ...]:
+    fqns = dict.fromkeys(fqn for of_rank in digests for kind, fqn, *_ in of_rank if kind == holds)
+    dtype = next(tensor.dtype for fqn, tensor in reference.gradients.items())
+    empty = {
+        fqn: torch.empty_like(weight) if not (weight := reference.weights[fqn]).is_floating_point()
+        else torch.empty(weight.shape, dtype=dtype)
+        for fqn in fqns
+    }  # fmt: skip
+    pieces = whole_pieces(empty)
+    load_tensors(pieces, bundles, shape, holds)
+    return pieces
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return digest_bytes(bytes_of(tensor.detach().contiguous()))
+
+
+def _manifest(run: Combination) -> Manifest:
+    placement = run.stages.placement
+    stages = (
+        Stage(
+            index=index, rank=placement.rank_of(index), virtual=placement.virtual_of(index), modules=modules,
+            num_tensors=0, num_params=0, nbytes=0, shards=(),
+        )
+        for index, modules in enumerate(run.stages.modules)
+    )  # fmt: skip
+    return Manifest(
+        created_by="",
+        model=Model(architecture=run.family.architecture, num_layers=0, num_params=0),
+        source=Source(kind="", location=""),
+        layout=Layout(
+            spec="", style=placement.style, num_stages=placement.num_stages, num_ranks=placement.num_ranks,
+            num_virtual=placement.num_virtual,
+        ),
+        stages=tuple(stages),
+        ties=run.stages.ties,
+    )  # fmt: skip
+
+
+def _training(run: Combination) -> TrainingState:
+    optim = run.options.optim
+    group = ParameterGroup(beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps, weight_decay=optim.weight_decay)
+    optimizer = OptimizerState(name="AdamW", max_norm=optim.max_norm, groups=(group,))
+    return TrainingState(step=1, num_tokens=1, optimizer=optimizer)

@@ -1,0 +1,211 @@
+"""A step of a tiny model on the ranks of a world, by what the run is built of, and how far it is from one process.
+
+# Note [Limits of a proof]
+In fp64 nothing rounds but sums in another order, see Note [Float32 as float64]: 1e-10 for all. With fp32 copies of fp64
+masters each gradient may differ by 4 times what rounding the whole model to fp32 changes it by, at least 1e-5 and at
+most 1e-3 (a token between two experts may choose another one, which changes all of it). The loss may differ by 1e-5,
+the norm by 2e-5. A weight after the step may differ by 1e-3 of the learning rate: epsilon is a tenth of the largest
+gradient.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+
+from manifests.errors import ModelError
+from runner.config.trained import trained_by
+from runner.data.sequences import Rows as RankRows
+from runner.data.sequences import rows_of
+from runner.distributed.fail_together import from_all_ranks, from_rank_0
+from runner.parallel.mesh import build_mesh
+from runner.parallel.rows import keep_documents, split_rows
+from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
+from runner.proof.combination import Combination, Dtype
+from runner.proof.float64 import float32_as_float64
+from runner.proof.reference import LENGTH, Reference, draw_rows, run_reference
+from runner.proof.saved import reload_problem
+from runner.proof.stages import errors_of_tiny, tiny_of
+from runner.tensors.local_shard import FLAG_DTYPES, Piece
+from runner.training.build import build_engine, build_stages
+from runner.training.mixed_precision import master_of, round_masters
+from runner.training.step import Engine, eval_step, train_step
+
+_CPU = torch.device("cpu")
+_LEAST_TIMEOUT = timedelta(minutes=30)  # others wait while one process takes its step
+# What may differ, by the dtype of computation; see Note [Limits of a proof].
+LIMITS: Mapping[Dtype, Mapping[str, float]] = {
+    "fp64": dict.fromkeys(("loss", "norm", "gradient", "weight", "evaluation loss"), 1e-10),
+    "fp32": {"loss": 1e-5, "norm": 2e-5, "gradient": 1e-3, "weight": 1e-3, "evaluation loss": 1e-4},
+}
+_LEAST_ALLOWED = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distances:
+    """By how much a rank's step differs from that of one process; gradients and weights by Hugging Face FQN."""
+
+    dtype: Dtype
+    loss: float
+    norm: float
+    evaluation: float
+    gradients: Mapping[str, float]
+    weights: Mapping[str, float]
+    allowed: Mapping[str, float]  # of gradients
+    reloaded: str | None = None  # what is wrong with a checkpoint of it
+    missing: tuple[str, ...] = ()  # weights that no rank has
+
+    @property
+    def largest(self) -> dict[str, float]:
+        gradient, weight = (max(distances.values(), default=0.0) for distances in (self.gradients, self.weights))
+        return {
+            "loss": self.loss,
+            "norm": self.norm,
+            "gradient": gradient,
+            "weight": weight,
+            "evaluation loss": self.evaluation,
+        }
+
+    @property
+    def worst(self) -> str:
+        """The name of the gradient that differs most, by its limit."""
+        return max(self.gradients, key=lambda fqn: self.gradients[fqn] / self.allowed[fqn], default="")
+
+    @property
+    def limits(self) -> dict[str, float]:
+        return {**LIMITS[self.dtype], "gradient": self.allowed.get(self.worst, LIMITS[self.dtype]["gradient"])}
+
+    @property
+    def problem(self) -> str | None:
+        """What differs by more than it may: first of all gradients, those that differ most."""
+        limits, wrong = self.limits, list[str]()
+        far = [fqn for fqn, distance in self.gradients.items() if not distance <= self.allowed[fqn]]
+        if far:
+            far.sort(key=lambda fqn: -self.gradients[fqn])
+            shown = ", ".join(f"of {fqn} by {self.gradients[fqn]:.1e}" for fqn in far[:3])
+            wrong.append(f"{len(far)} of {len(self.gradients)} gradients differ by more than {limits['gradient']:.0e} "
+                         f"of the largest in a tensor: {shown}")  # fmt: skip
+        wrong += [f"the {name} differs by {distance:.1e}" for name, distance in self.largest.items()
+                  if name != "gradient" and not distance <= limits[name]]  # fmt: skip
+        wrong += [f"no rank has {', '.join(self.missing[:3])}"] if self.missing else []
+        wrong += [self.reloaded] if self.reloaded else []
+        return "; ".join(wrong) or None
+
+
+def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distances:
+    """Take a step of a tiny model on the ranks of this world, which all call this, and compare it with one process."""
+    wide = float32_as_float64() if dtype == "fp64" else nullcontext()
+    with torch.random.fork_rng(devices=()), _without_schedules(), wide:
+        degrees, timeout = run.tiny_degrees, timeout_of(run)
+        options = replace(run.options, timeout_s=int(timeout.total_seconds()))
+        mesh = build_mesh(degrees, rank, _CPU, timeout)
+        family = tiny_of(run.family)
+        batch = run.batch
+        if run.has_documents:
+            keep_documents(family, 1)
+        rows = draw_rows(seed, batch.global_batch * degrees.data, family.vocab_size, is_masked=run.has_documents)
+        trains = trained_by(options, [tuple(member.fqn for member in group.members) for group in run.stages.ties])
+        reference: Reference | None = None
+        if rank == 0:
+            with errors_of_tiny(family):
+                dtypes = (FLAG_DTYPES[dtype], FLAG_DTYPES[run.compute(dtype).master_dtype])
+                reference = run_reference(seed, family, run.stages.ties, rows, options.optim, *dtypes, trains)
+        reference = from_rank_0(reference)
+        assert reference is not None
+        if degrees.tensor > 1 and not reference.is_training:
+            raise ModelError(
+                "--tp",
+                f"{run.family.architecture} with these fields draws random numbers in training, such as those of "
+                "dropout, and each tensor-parallel rank would draw its own",
+                "remove --tp",
+                code="model.self-check-failed",
+            )
+        if degrees.context > 1:
+            split_rows(family, mesh, options.degrees.context_method)
+        options = replace(options, compute=run.compute(dtype), optim=reference.optim)
+        chunks = build_stages(family, run.stages, options.compute, mesh, _CPU, trains)
+        for chunk in chunks:
+            _fill(chunk, reference)
+        batch = replace(batch, seq_len=LENGTH // degrees.context)
+        engine = build_engine(run.stages, chunks, options, run.timetable, mesh, batch)
+        for chunk in chunks:
+            chunk.train(reference.is_training)
+        rank_rows = rows_of(rows.batch(), RankRows(number=mesh.data_rank, count=degrees.data))
+        rank_rows = rank_rows.part(mesh.context_rank, degrees.context)
+        report = train_step(engine, rank_rows, 0)
+        weights = _weight_distances(chunks, reference)
+        gradients = _gradient_distances(engine, chunks, reference)
+        evaluation = eval_step(engine, rank_rows)
+        present = {fqn for names in from_all_ranks((*weights,)) for fqn in names}
+        distances = Distances(
+            dtype=dtype,
+            loss=abs(report.loss - reference.loss) / abs(reference.loss),
+            norm=abs(report.grad_norm - reference.norm) / reference.norm,
+            evaluation=abs(evaluation - reference.evaluation) / abs(reference.evaluation),
+            gradients=gradients,
+            weights=weights,
+            allowed={fqn: _allowed(dtype, rounding) for fqn, rounding in reference.rounding.items()},
+            missing=tuple(sorted(reference.gradients.keys() - present)),
+        )
+    return replace(distances, reloaded=reload_problem(run, chunks, engine, mesh, reference))
+
+
+def _allowed(dtype: Dtype, rounding: float) -> float:
+    """Return by how much a gradient may differ, see Note [Limits of a proof]."""
+    most = LIMITS[dtype]["gradient"]
+    return most if dtype == "fp64" else min(max(_LEAST_ALLOWED, 4 * rounding), most)
+
+
+@contextmanager
+def _without_schedules() -> Iterator[None]:
+    """Let torch not print the whole table of a schedule where a stage fails."""
+    log = logging.getLogger("torch.distributed.pipelining.schedules")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _fill(chunk: StageChunk, reference: Reference) -> None:
+    with torch.no_grad():
+        for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk)):
+            piece.memory.copy_(reference.weights[piece.fqn][_region(piece)])
+        round_masters(chunk.parameters())
+
+
+def _gradient_distances(engine: Engine, chunks: Sequence[StageChunk], reference: Reference) -> dict[str, float]:
+    def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        if not engine.optimizer.steps(parameter):
+            return None
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    pieces = [piece for chunk in chunks for piece in hf_pieces(chunk, gradient_of)]
+    return farthest((piece.fqn, reference.distance(piece.memory, piece.fqn, _region(piece))) for piece in pieces)
+
+
+def _weight_distances(chunks: Sequence[StageChunk], reference: Reference) -> dict[str, float]:
+    """Return by how much masters, and what stages compute with, differ after the step."""
+    pieces = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_pieces(chunk))]
+    return farthest((piece.fqn, reference.weight_distance(piece.memory, piece.fqn, _region(piece))) for piece in pieces)
+
+
+def farthest(distances: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the largest distance of each name."""
+    by_name: dict[str, float] = {}
+    for fqn, distance in distances:
+        by_name[fqn] = max(distance, by_name.get(fqn, 0.0))
+    return by_name
+
+
+def _region(piece: Piece) -> tuple[slice, ...]:
+    return tuple(slice(low, low + size) for low, size in zip(piece.offset, piece.memory.shape, strict=True))
+
+
+def timeout_of(run: Combination) -> timedelta:
+    return max(timedelta(seconds=run.options.timeout_s), _LEAST_TIMEOUT)
