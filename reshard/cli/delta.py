@@ -54,11 +54,12 @@ def publish(as_json: bool, quiet: bool, **arguments: Any) -> None:
       reshard delta publish ./checkpoints/step-000100 --chain ./chain --dtype bf16
     """
     from reshard.delta.publish import publish_delta
-    from reshard.report.delta import publish_json, publish_text
+    from reshard.report.delta import as_json as to_json
+    from reshard.report.delta import publish_text
 
     with options.progress("publish", quiet) as progress:
         done = publish_delta(**arguments, progress=progress)
-    options.print_result(quiet, as_json, lambda: publish_json(done), lambda: publish_text(done))
+    options.print_result(quiet, as_json, lambda: to_json(done), lambda: publish_text(done))
 
 
 @delta.command(cls=options.Verb)
@@ -81,11 +82,12 @@ def apply(as_json: bool, quiet: bool, **arguments: Any) -> None:
       reshard delta apply s3://bucket/chain --to ./served
     """
     from reshard.delta.apply import apply_delta
-    from reshard.report.delta import apply_json, apply_text
+    from reshard.report.delta import apply_text
+    from reshard.report.delta import as_json as to_json
 
     with options.progress("apply", quiet) as progress:
         done = apply_delta(**arguments, progress=progress)
-    options.print_result(quiet, as_json, lambda: apply_json(done), lambda: apply_text(done))
+    options.print_result(quiet, as_json, lambda: to_json(done), lambda: apply_text(done))
 
 
 @delta.command(cls=options.Verb)
@@ -122,11 +124,12 @@ def fold(as_json: bool, quiet: bool, **arguments: Any) -> None:
       reshard delta fold ./chain --version 7 --out ./fork     another chain, from version 7 on
     """
     from reshard.delta.publish import fold_delta
-    from reshard.report.delta import publish_json, publish_text
+    from reshard.report.delta import as_json as to_json
+    from reshard.report.delta import publish_text
 
     with options.progress("fold", quiet) as progress:
         done = fold_delta(**arguments, progress=progress)
-    options.print_result(quiet, as_json, lambda: publish_json(done), lambda: publish_text(done))
+    options.print_result(quiet, as_json, lambda: to_json(done), lambda: publish_text(done))
 
 
 @delta.command(cls=options.Verb)
@@ -142,10 +145,11 @@ def prune(chain: str, keep: int, as_json: bool, quiet: bool) -> None:
       reshard delta prune ./chain --keep 50
     """
     from reshard.delta.chains import prune_delta
-    from reshard.report.delta import prune_json, prune_text
+    from reshard.report.delta import as_json as to_json
+    from reshard.report.delta import prune_text
 
     done = prune_delta(chain, keep=keep)
-    options.print_result(quiet, as_json, lambda: prune_json(done), lambda: prune_text(done))
+    options.print_result(quiet, as_json, lambda: to_json(done), lambda: prune_text(done))
 
 
 @delta.command(cls=options.Verb)
@@ -162,11 +166,12 @@ def verify(as_json: bool, quiet: bool, **arguments: Any) -> None:
       reshard delta verify ./chain
     """
     from reshard.delta.chains import verify_delta
-    from reshard.report.delta import verify_json, verify_text
+    from reshard.report.delta import as_json as to_json
+    from reshard.report.delta import verify_text
 
     with options.progress("verify", quiet, is_report=True) as progress:
         done = verify_delta(**arguments, progress=progress)
-    options.print_report(done.ok, quiet, as_json, lambda: verify_json(done), lambda: verify_text(done))
+    options.print_report(done.ok, quiet, as_json, lambda: to_json(done), lambda: verify_text(done))
 
 
 # Each verb's line in the list of verbs.

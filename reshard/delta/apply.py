@@ -102,7 +102,7 @@ def apply_delta(
         plan = _plan(folder, target, present, number)
         if not quick:
             plan = replace(plan, to_verify=[tensor for tensor in plan.unchanged if tensor.name not in hashed])
-        _check_space(folder, plan.shards)
+        _check_space(folder, plan.shards, work.nbytes)
         return _carry_out(plan, target, work, wanted, before, parallelism or Parallelism(), progress)
 
 
@@ -245,8 +245,8 @@ def _differs(path: Path, item: AuxiliaryAt) -> bool:
     return digest_bytes(read_small_file(path)) != (item.digest or digest_bytes(read_whole(item.file)))
 
 
-def _check_space(folder: Path, shards: Sequence[OutputShard]) -> None:
-    needed, free = sum(shard.nbytes for shard in shards), shutil.disk_usage(folder).free
+def _check_space(folder: Path, shards: Sequence[OutputShard], reused_nbytes: int) -> None:
+    needed, free = sum(shard.nbytes for shard in shards), shutil.disk_usage(folder).free + reused_nbytes
     if needed > free:
         problem = f"the disk has {free} bytes free, expected at least {needed}, for the shards that change"
         raise OutputError(str(folder), problem, f"choose another disk for {Parameter('to')}", code="output.disk-full")

@@ -50,6 +50,11 @@ class Work:
     def record(self) -> Path:
         return self.folder / "switch.json"
 
+    @property
+    def nbytes(self) -> int:
+        """What an interrupted run has written, on disk."""
+        return sum(path.stat().st_blocks * 512 for path in self.new.rglob("*"))
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         self.folder.mkdir(parents=True, exist_ok=True)

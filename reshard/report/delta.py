@@ -15,8 +15,12 @@ from reshard.formatting import counted, table
 _SHOWN_DIGITS = len("blake3:") + 12
 
 
-def publish_json(done: PublishResult) -> dict[str, Any]:
+def as_json(done: PublishResult | ApplyResult | PruneResult | VerifyChainResult) -> dict[str, Any]:
     return {"version": 1, **asdict(done)}
+
+
+def log_json(entries: Sequence[ChainEntry]) -> dict[str, Any]:
+    return {"version": 1, "versions": [asdict(entry) for entry in entries]}
 
 
 def publish_text(done: PublishResult) -> str:
@@ -30,10 +34,6 @@ def publish_text(done: PublishResult) -> str:
     return f"published version {done.number}, {changed}; the delta has {show_bytes(done.nbytes)}: {done.location}"
 
 
-def apply_json(done: ApplyResult) -> dict[str, Any]:
-    return {"version": 1, **asdict(done)}
-
-
 def apply_text(done: ApplyResult) -> str:
     unknown = "" if done.is_recorded else "; the chain has checksums of changed tensors, and no digest of the rest"
     if done.before == done.number and not done.num_changed:
@@ -42,10 +42,6 @@ def apply_text(done: ApplyResult) -> str:
     changed = f"{done.num_changed} of {counted(done.num_tensors, 'tensor')} changed"
     written = f"{show_bytes(done.write_nbytes)} written, {show_bytes(done.read_nbytes)} read"
     return f"version {done.number}{since}: {changed}, {written}{unknown}: {done.location}"
-
-
-def log_json(entries: Sequence[ChainEntry]) -> dict[str, Any]:
-    return {"version": 1, "versions": [asdict(entry) for entry in entries]}
 
 
 def log_text(entries: Sequence[ChainEntry]) -> str:
@@ -64,28 +60,9 @@ def log_text(entries: Sequence[ChainEntry]) -> str:
     return table(("version", "kind", "tensors", "size", "state"), rows)
 
 
-def prune_json(done: PruneResult) -> dict[str, Any]:
-    return {"version": 1, **asdict(done)}
-
-
 def prune_text(done: PruneResult) -> str:
     removed = counted(len(done.removed), "version")
     return f"removed {removed}; the oldest is {done.oldest}"
-
-
-def verify_json(done: VerifyChainResult) -> dict[str, Any]:
-    findings = [
-        {"where": finding.where, "problem": finding.problem, **({"code": finding.code} if finding.code else {})}
-        for finding in done.findings
-    ]
-    return {
-        "version": 1,
-        "ok": done.ok,
-        "num_versions": done.num_versions,
-        "num_tensors": done.num_tensors,
-        "nbytes": done.nbytes,
-        "findings": findings,
-    }
 
 
 def verify_text(done: VerifyChainResult) -> str:

@@ -9,6 +9,7 @@ from manifests.digest import DigestTable
 from manifests.errors import SourceError
 from manifests.safetensors import DIGESTS_KEY
 from manifests.schema import Source
+from reshard.copy.journal import is_working_name
 from reshard.formats.delta.chain import Chain, ChainAt, Version, list_versions, read_patches, state_digest
 from reshard.formats.delta.codec import BAD_DELTA, Patch, patched
 from reshard.formats.huggingface.read import open_checkpoint as open_folder
@@ -173,7 +174,8 @@ class VersionFolder:
         if isinstance(self.chain, LocalFolder):
             return LocalFolder(self.chain.path / self.name).names()
         prefix = f"{self.name}/"
-        return tuple(name.removeprefix(prefix) for name in self.chain.names() if name.startswith(prefix))
+        names = (name.removeprefix(prefix) for name in self.chain.names() if name.startswith(prefix))
+        return tuple(name for name in names if not is_working_name(name))  # of a publisher that was killed at the end
 
     def file(self, name: str) -> InputFile:
         return self.chain.file(f"{self.name}/{name}")
