@@ -43,9 +43,9 @@ def main() -> None:
         measure.train(
             root / "flops", root / "log", options.steps, "--trace", f"{measure.WARM_STEPS + 1}-{options.steps}"
         )
-        for name, source in {"alone": ("--seq-len", measure.SEQ_LEN), "traced": ("--run", root / "log")}.items():
-            times = root / f"{name}.json"
-            measure.run_runner("measure", root / "flops", *source, "--out", times, "--quiet")
+        alone = root / "alone.json"
+        measure.run_runner("measure", root / "flops", "--seq-len", measure.SEQ_LEN, "--out", alone, "--quiet")
+        for name, times in {"alone": alone, "traced": root / "log" / "times.json"}.items():
             pack(root / "model", root / name, "balance:time,pp=2", "--cost", str(times))
         names = ("flops", "alone", "traced")
         turns = measure.take_turns(

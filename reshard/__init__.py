@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from manifests.errors import UserError as UserError
     from manifests.models.memory import Memory as Memory
     from manifests.models.memory import MemoryEstimate as MemoryEstimate
+    from manifests.module_times import ModuleTime as ModuleTime
     from manifests.placement import Placement as Placement
     from manifests.schema import Layout as Layout
     from manifests.schema import Manifest as Manifest
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from reshard.delta.publish import fold_delta as fold_delta
     from reshard.delta.publish import publish_delta as publish_delta
     from reshard.estimate.assumptions import Assumptions as Assumptions
-    from reshard.estimate.costs import ModuleTime as ModuleTime
     from reshard.estimate.training_estimate import Forecast as Forecast
     from reshard.estimate.training_estimate import StepEstimate as StepEstimate
     from reshard.formats.export import export as export
@@ -119,7 +119,7 @@ _NAMES_BY_MODULE = {
     ),
     "reshard.delta.publish": ("PublishResult", "fold_delta", "publish_delta"),
     "reshard.estimate.assumptions": ("Assumptions",),
-    "reshard.estimate.costs": ("ModuleTime",),
+    "manifests.module_times": ("ModuleTime",),
     "reshard.estimate.training_estimate": ("Forecast", "StepEstimate"),
     "reshard.formats.export": ("export",),
     "reshard.formats.inspect": ("PackedModel", "PackedStage", "TensorInfo", "inspect", "open"),

@@ -38,6 +38,7 @@ from runner.distributed.watchdog import StallTimer, StoppedError, Watchdog, enab
 from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.evaluate import cut_as, mean_loss
 from runner.load.local_cache import check_same_manifest, fetch_to_cache
+from runner.measure.of_run import write_run_times
 from runner.metrics.gauges import least_step_s, peak_memory_nbytes
 from runner.metrics.metrics import Metrics, RankLoad
 from runner.metrics.progress import StepProgress
@@ -155,6 +156,8 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
         exportable = options.save if options.lora is None else None
         metrics.ended(from_all_ranks(peak_memory_nbytes(device)), options.log_dir, exportable)
         if world.rank == 0:
+            if options.traced:
+                write_run_times(ready.launched, options.log_dir)
             _note_end(options.log_dir, RunState(step=trained.step, ended="done"))
 
 

@@ -38,6 +38,7 @@ MOVED = {
     ),
     "reshard plan --memory-limit": "it is --gpu-memory",
     "reshard plan --dtype-policy": "--dtype and --master-dtype, as in training; mixed was bf16 and fp32",
+    "runner measure --run": "a run with --trace writes times.json into its log folder, for reshard plan --from-run",
     "reshard plan --as": "--write FILE writes the layout, as .toml or .json",
     "reshard layout --as": "--write FILE writes the layout, as .toml or .json",
     "runner generate": "a packed folder opens in transformers: AutoModelForCausalLM.from_pretrained(DIR).generate(...)",

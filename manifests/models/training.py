@@ -86,7 +86,7 @@ class Training:
     loss_chunk: int | None = None  # --loss-chunk, in tokens
     host_memory: HostMemory | None = None  # None: on GPUs
     trains: Callable[[str], bool] = lambda fqn: True  # what is frozen has no gradient and no optimizer state
-    adapters: Mapping[str, int] = field(default_factory=dict)  # parameters of each adapter
+    adapters: Mapping[str, int] = field(default_factory=dict, hash=False)  # parameters of each adapter
 
     @property
     def num_tokens(self) -> int:

@@ -22,8 +22,8 @@ from stores.address import hub_output, is_url
 
 if TYPE_CHECKING:
     from manifests.models.training import Recompute
+    from manifests.module_times import ModuleTime
     from reshard.copy.runs import Progress
-    from reshard.estimate.costs import ModuleTime
     from stores.open import Address
 
 Command = Callable[..., Any]
@@ -352,10 +352,10 @@ def upload_bars(out: Address, quiet: bool) -> AbstractContextManager[None]:
     return showing_bars(not quiet)
 
 
-def _times(path: Path) -> dict[str, ModuleTime]:
-    from reshard.estimate.costs import read_times
+def _times(path: Path) -> Mapping[str, ModuleTime]:
+    from manifests.module_times import read_times
 
-    return read_times(path)
+    return read_times(path).modules
 
 
 def _size(flag: str, text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from manifests.command.interpreter import collector_paused
 from reshard.cli import options
 
 if TYPE_CHECKING:
+    from manifests.module_times import MeasuredTimes
     from reshard.estimate.assumptions import Assumptions
     from reshard.search.search import SearchResult
 
@@ -22,7 +24,7 @@ _GROUPS = {
     "What and where": ("layout", "pp", "write", "draw", "theme", "force", "drop", "model", "as_json", "quiet"),
     "Training step": (
         "global_batch", "num_microbatches", "microbatch", "seq_len", "dtype", "master_dtype", "recompute", "loss_chunk",
-        "schedule", "host_memory", "measured",
+        "schedule", "host_memory", "measured", "from_run",
     ),
     "Clusters": ("replicate", "shard", "tensor", "expert"),
 }  # fmt: skip
@@ -37,6 +39,11 @@ _SAME = ("schedule", "microbatch", "replicate", "shard", "tensor", "expert", "re
 @options.layout_flags
 @options.training_flags
 @options.search_flags
+@click.option(
+    "--from-run", type=click.Path(path_type=Path), metavar="LOG_DIR",
+    help="Take the seconds of modules from a run that traced steps, and its --seq-len, --microbatch, --dtype, "
+    "--master-dtype and --ac where they are not given.",
+)  # fmt: skip
 @options.drop
 @options.model
 @options.write
@@ -52,8 +59,8 @@ _SAME = ("schedule", "microbatch", "replicate", "shard", "tensor", "expert", "re
 @options.quiet
 @collector_paused()  # a step has up to half a million actions, which it would visit whenever it resumes
 def plan(
-    source: str, write: Path | None, draw: Path | None, theme: str, force: bool, as_json: bool, quiet: bool,
-    search: Mapping[str, Any], **arguments: Any,
+    source: str, from_run: Path | None, write: Path | None, draw: Path | None, theme: str, force: bool, as_json: bool,
+    quiet: bool, search: Mapping[str, Any], **arguments: Any,
 ) -> None:  # fmt: skip
     """Show a layout before a byte moves: its stages, bytes, FLOPs, memory and pipeline bubble.
 
@@ -76,8 +83,11 @@ def plan(
         check_picture(draw, force, (".svg", ".png") if search["gpus"] else SUFFIXES)
     if write:
         check_layout_file(write, force=force)
+    times = None if from_run is None else _times_of_run(from_run)
+    if times is not None:
+        arguments["assumed"] = _as_in_run(arguments["assumed"], times)
     if search["gpus"]:
-        result = _search(source, search, **arguments)
+        result = _search(source, search, times, **arguments)
         click.echo(json.dumps(search_json(result)) if as_json else search_text(result))
         layout = result.best[0].candidate.layout if result.best else None
     else:
@@ -101,6 +111,54 @@ def plan(
             click.echo(f"drawn: {draw}", err=True)
 
 
+# What times depend on, as the file and as Assumptions call it.
+_OF_RUN = {
+    "seq_len": "seq_len", "microbatch": "microbatch", "dtype": "dtype", "master_dtype": "master_dtype",
+    "ac": "recompute",
+}  # fmt: skip
+
+
+def _times_of_run(log_dir: Path) -> MeasuredTimes:
+    """Read the times that a run wrote, with the options that they depend on.
+
+    Raises:
+        InputError: it wrote none, or they are damaged.
+    """
+    from manifests.errors import InputError
+    from manifests.module_times import TIMES_NAME, read_times
+
+    path = log_dir / TIMES_NAME
+    if not path.is_file():
+        hint = "give a run that traced some steps: runner launch … -- --trace 10-20"
+        raise InputError(str(path), "no such file", hint, code="options.no-times")
+    times = read_times(path)
+    for name in ("seq_len", "microbatch"):
+        if type(number := times.how.get(name)) is not int or number < 1:
+            problem = f"expected a number from 1 up, found {number!r}"
+            raise InputError(f"{path}: measured.{name}", problem, code="options.cost-file")
+    return times
+
+
+def _as_in_run(assumed: Assumptions, times: MeasuredTimes) -> Assumptions:
+    """Assume a run's options where they are not on the command line, and its times, for as many tokens as assumed."""
+    from manifests.models.training import parse_recompute
+    from manifests.module_times import ModuleTime
+
+    context = click.get_current_context()
+    changes: dict[str, Any] = {
+        field: parse_recompute(str(times.how[name])) if name == "ac" else times.how[name]
+        for name, field in _OF_RUN.items()
+        if name in times.how and context.get_parameter_source(field) is not ParameterSource.COMMANDLINE
+    }
+    assumed = replace(assumed, **changes)
+    scale = assumed.microbatch * assumed.seq_len / (times.how["microbatch"] * times.how["seq_len"])
+    measured = {
+        module: ModuleTime(forward=scale * time.forward, backward=scale * time.backward)
+        for module, time in times.modules.items()
+    }
+    return replace(assumed, measured=measured)
+
+
 def _refuse_without_gpus(search: Mapping[str, Any]) -> None:
     from manifests.errors import UsageError
 
@@ -112,7 +170,14 @@ def _refuse_without_gpus(search: Mapping[str, Any]) -> None:
 
 
 def _search(
-    source: str, search: Mapping[str, Any], *, assumed: Assumptions, drop: tuple[str, ...], model: Path | None, **_: Any
+    source: str,
+    search: Mapping[str, Any],
+    times: MeasuredTimes | None,
+    *,
+    assumed: Assumptions,
+    drop: tuple[str, ...],
+    model: Path | None,
+    **_: Any,
 ) -> SearchResult:
     """Search for layouts; flags of degrees on the command line are what all of them must have."""
     from manifests.errors import Parameter, UsageError
@@ -132,7 +197,7 @@ def _search(
         problem, hint = "is required with --gpus", "pass the memory of a GPU, such as 80GB"
         raise UsageError(Parameter("assumed.memory_limit"), problem, hint, code="options.missing-value")
     fixed = {_FIXED.get(name, name): context.params[name] for name in given.intersection((*_FIXED, *_SAME))}
-    if given.intersection(("dtype", "master_dtype")):
+    if times is not None or given.intersection(("dtype", "master_dtype")):
         fixed["policy"] = assumed.policy
     if "schedule" in fixed:
         fixed["schedule"] = schedule_named(fixed["schedule"])
@@ -140,7 +205,7 @@ def _search(
     batch, hardware = assumed.global_batch or max(512, search["gpus"]), read_hardware(search["hardware"])
     request = SearchRequest(
         **numbers, memory_limit=assumed.memory_limit, global_batch=batch, seq_len=assumed.seq_len, hardware=hardware,
-        fixed=fixed,
+        fixed=fixed, measured=times,
     )  # fmt: skip
     return find_layouts(source, request, drop=drop, model=model)
 

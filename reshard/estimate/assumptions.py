@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 from manifests.errors import Parameter, UsageError, check_choice, check_count
 from manifests.models.training import HostMemory, Recompute
+from manifests.module_times import ModuleTime
 from manifests.placement import Placement
 from manifests.schedules import default_schedule
-from reshard.estimate.costs import ModuleTime
 from reshard.layouts.model import StageLayout
 
 Policy = Literal["fp32", "bf16", "mixed"]

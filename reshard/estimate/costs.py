@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 
 from manifests.errors import InputError, Parameter
-from manifests.jsontext import kind_of, parse_json_object
 from manifests.models import ModelShape
 from manifests.models.shape import BACKWARD_SHARE
-from manifests.store import read_small_file
+from manifests.module_times import ModuleTime
 from reshard.formatting import some
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleTime:
-    """Time of one microbatch in a module: in seconds if measured, else in FLOPs."""
-
-    forward: float
-    backward: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
 
 
 def costs_of(
@@ -100,45 +84,3 @@ def times_of(
             code="options.cost-modules",
         )
     return {module: measured[module] for module in shape.modules}
-
-
-def read_times(path: Path) -> dict[str, ModuleTime]:
-    """Read measured times from a file; see `parse_times`."""
-    return parse_times(read_small_file(path), str(path))
-
-
-def parse_times(text: bytes, where: str) -> dict[str, ModuleTime]:
-    """Read `{"version": 1, "modules": {"model.layers.0": {"forward_s": 0.01, "backward_s": 0.02}}}`.
-
-    Units: seconds for one microbatch.
-    Raises:
-        InputError: invalid JSON, another version, or an invalid time.
-    """
-    document = parse_json_object(text, where)
-    if document.get("version") != 1 or isinstance(document["version"], bool):
-        raise InputError(
-            f"{where}: version", f"expected 1, found {document.get('version')!r}", code="options.cost-file"
-        )
-    modules = _object(document.get("modules"), f"{where}: modules")
-    return {
-        module: ModuleTime(
-            forward=_seconds(times, "forward_s", f"{where}: modules[{module!r}]"),
-            backward=_seconds(times, "backward_s", f"{where}: modules[{module!r}]"),
-        )
-        for module, times in modules.items()
-    }
-
-
-def _seconds(entry: object, name: str, where: str) -> float:
-    seconds = _object(entry, where).get(name)
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds <= sys.float_info.max:
-        raise InputError(
-            f"{where}.{name}", f"expected seconds, 0 or more, found {str(seconds)[:80]}", code="options.cost-file"
-        )
-    return float(seconds)
-
-
-def _object(value: object, where: str) -> Mapping[str, object]:
-    if not isinstance(value, dict):
-        raise InputError(where, f"expected an object, found {kind_of(value)}", code="options.cost-file")
-    return value

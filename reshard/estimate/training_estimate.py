@@ -11,10 +11,11 @@ from manifests.errors import Parameter
 from manifests.models import ModelShape
 from manifests.models.memory import MemoryEstimate, estimate_memory
 from manifests.models.training import POLICIES, Training, check_expert_degree
+from manifests.module_times import ModuleTime
 from manifests.placement import Placement
 from manifests.schedules import StageCosts, Timeline, check_schedule, schedule_table, simulate
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
-from reshard.estimate.costs import ModuleTime, flops_of, times_of
+from reshard.estimate.costs import flops_of, times_of
 from reshard.layouts.model import StageLayout
 
 _EVEN = 0.0005  # relative; closer times count as equal

@@ -15,11 +15,12 @@ from manifests.errors import Parameter, UsageError, check_count
 from manifests.invariants import MANIFEST_NAME
 from manifests.models import ModelShape
 from manifests.models.config import CONFIG_NAME, MAX_LAYERS
+from manifests.module_times import ModuleTime
 from manifests.placement import Placement
 from manifests.schedules import check_schedule, in_flight, schedule_table
 from manifests.schema import Manifest, TieGroup
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, check_assumptions, num_passes
-from reshard.estimate.costs import ModuleTime, costs_of
+from reshard.estimate.costs import costs_of
 from reshard.formats.open import find_config, links_of, open_config, open_with_model_file
 from reshard.formatting import shorten
 from reshard.layouts import StageLayout, parse_layout

@@ -10,7 +10,7 @@ from manifests.command.sizes import show_bytes, write_size
 from manifests.schedules import default_schedule
 from reshard.formats.open import find_config
 from reshard.formatting import table
-from reshard.search.candidates import MARGIN
+from reshard.search.candidates import MARGIN, SearchRequest
 from reshard.search.search import Choice, SearchResult
 
 _HEAD = ("step", "tokens/s", "memory", "bubble", "dp", "tp", "ep", "mb", "ac", "schedule", "layout")
@@ -25,8 +25,7 @@ def search_text(result: SearchResult) -> str:
         f"{request.gpus:,} GPUs of {show_bytes(request.memory_limit)}, of which {MARGIN:.0%} is planned; "
         f"{request.global_batch:,} sequences of {request.seq_len:,} tokens per step; "
         f"--dtype {_DTYPES[result.policy][0]} --master-dtype {_DTYPES[result.policy][1]}",
-        f"assumed: {request.hardware} (--hardware); ranks reach {request.efficiency:.0%} of the peak (--efficiency), "
-        "and wait for what they send",
+        f"assumed: {request.hardware} (--hardware); {_computing(request)}, and wait for what they send",
     ]
     if result.best:
         rows = [_row(result, choice) for choice in result.best]
@@ -46,6 +45,12 @@ def search_text(result: SearchResult) -> str:
     if result.best:
         lines += [pack_command(result, result.best[0]), launch_command(result, result.best[0])]
     return "\n".join(lines)
+
+
+def _computing(request: SearchRequest) -> str:
+    if request.measured is not None:
+        return "modules take the seconds of the run (--from-run)"
+    return f"ranks reach {request.efficiency:.0%} of the peak (--efficiency)"
 
 
 def search_json(result: SearchResult) -> dict[str, Any]:

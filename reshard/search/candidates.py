@@ -14,6 +14,7 @@ from manifests.models.combinations import check_combination, check_divides, comb
 from manifests.models.generic_limits import check_modules
 from manifests.models.trainable import choose_implementation, find_family, generic_entry
 from manifests.models.training import POLICIES, Recompute, Training
+from manifests.module_times import MeasuredTimes
 from manifests.placement import Placement
 from manifests.schedules import ScheduleName, check_schedule
 from reshard.estimate.assumptions import MOST_PASSES, Policy, num_passes
@@ -37,6 +38,8 @@ SPLIT = ("InterleavedZeroBubble", *V)
 class SearchRequest:
     """What to search for. `fixed` has what every layout must have, by the names of Candidate's fields.
 
+    Times of modules are `measured` in a run, or follow from the hardware's peak and the efficiency.
+
     Units: `memory_limit` in bytes of a GPU, `global_batch` in sequences of `seq_len` tokens.
     """
 
@@ -47,6 +50,7 @@ class SearchRequest:
     hardware: Hardware
     efficiency: float
     gpus_per_node: int
+    measured: MeasuredTimes | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property

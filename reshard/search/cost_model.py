@@ -10,19 +10,21 @@ that to reduce it everywhere. Groups of adjacent ranks that fit on a node use it
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import fmean
 from typing import Any
 
 from manifests.models import ModelShape, is_expert
 from manifests.models.memory import MOST_IN_TRANSIT, Memory, estimate_memory
 from manifests.models.shape import BACKWARD_SHARE
-from manifests.models.training import POLICIES, Recompute, Training
+from manifests.models.training import POLICIES, Recompute, Training, parse_recompute
+from manifests.module_times import ModuleTime
 from manifests.placement import Placement
 from manifests.schedules import Action, StageCosts, Table, schedule_table, simulate
-from reshard.estimate.costs import ModuleTime
+from reshard.estimate.costs import times_of
 from reshard.search.candidates import SPLIT, Candidate, SearchRequest
 
 _MOST_ACTIONS = 4096  # forwards of a step that is simulated whole
@@ -59,6 +61,16 @@ class CostModel:
         self.has_experts = {kind: any(map(is_expert, owned[kind])) for kind in self.counts}
         fields = section if isinstance(section := config.get("text_config"), Mapping) else config
         self.top_k = fields.get("num_experts_per_tok") or 1
+        self._measured: Mapping[str, tuple[float, float]] = {}
+        if request.measured is not None:
+            times = times_of(shape, request.seq_len, request.measured.modules)
+            by_kind: dict[str, list[ModuleTime]] = defaultdict(list)
+            for module, time in times.items():
+                by_kind[self.kind_of[module]].append(time)
+            self._measured = {
+                kind: (fmean(time.forward for time in several), fmean(time.backward for time in several))
+                for kind, several in by_kind.items()
+            }
         self._times, self._kinds_memory = cache(self._make_times), cache(self._make_kinds_memory)
         self._profiles = cache(self._make_profiles)
 
@@ -145,17 +157,29 @@ class CostModel:
         request, hidden = self.request, self.shape.hidden_size * nbytes
         tokens, times = microbatch * request.seq_len, {}
         for kind in self.kinds.modules:
-            flops = self.shape.work[kind].forward_flops(request.seq_len) * tokens
-            compute, sent = flops / (request.hardware.peak * request.efficiency * tensor), 0.0
-            is_layer = kind.rpartition(".")[2].isdecimal()
+            forward, backward = self._compute(kind, tokens, tensor)
+            sent, is_layer = 0.0, _is_layer(kind)
             if is_layer:
                 sent += 2 * _NUM_REDUCED * _ring(tensor) * tokens * hidden / self._rate(tensor)
             if self.has_experts[kind]:
                 sent += 2 * _ring(expert) * tokens * self.top_k * hidden / tensor / self._rate(expert)
-            share = 1.0 if recompute == "full" else 1 / recompute if isinstance(recompute, int) else 0.0
-            again = share * (compute + sent) if is_layer else 0.0
-            times[kind] = ModuleTime(forward=compute + sent, backward=BACKWARD_SHARE * compute + sent + again)
+            again = _recomputed(recompute) * (forward + sent) if is_layer else 0.0
+            times[kind] = ModuleTime(forward=forward + sent, backward=backward + sent + again)
         return times
+
+    def _compute(self, kind: str, tokens: int, tensor: int) -> tuple[float, float]:
+        """Return the seconds in which a kind of module computes forward and backward, without recomputation."""
+        request = self.request
+        if request.measured is None:
+            flops = self.shape.work[kind].forward_flops(request.seq_len) * tokens
+            forward = flops / (request.hardware.peak * request.efficiency * tensor)
+            return forward, BACKWARD_SHARE * forward
+        how = request.measured.how
+        scale = tokens / (how["microbatch"] * how["seq_len"]) * how.get("tp", 1) / tensor
+        forward, backward = self._measured[kind]
+        if _is_layer(kind):
+            backward -= _recomputed(parse_recompute(str(how.get("ac", "none")))) * forward
+        return scale * forward, scale * max(0.0, backward)
 
     def _rate(self, num_adjacent: int) -> float:
         hardware = self.request.hardware
@@ -170,6 +194,15 @@ class CostModel:
         shards = candidate.shard
         sharded_s = _ring(shards) * (weights + gradients) / self._rate(shards * candidate.tensor)
         return sharded_s + 2 * _ring(candidate.replicate) * gradients / shards / self._rate(candidate.per_stage)
+
+
+def _is_layer(kind: str) -> bool:
+    return kind.rpartition(".")[2].isdecimal()
+
+
+def _recomputed(recompute: Recompute) -> float:
+    """Return the share of layers of which --ac repeats the forward."""
+    return 1.0 if recompute == "full" else 1 / recompute if isinstance(recompute, int) else 0.0
 
 
 def _ring(number: int) -> float:

@@ -135,7 +135,7 @@ def _check(request: SearchRequest) -> None:
             raise UsageError(flag, problem, code="launch.degrees")
     if request.fixed.get("schedule", "1F1B") not in ("1F1B", *LOOP, *V):
         flag, problem = "--schedule", "is not searched, as it needs more memory than 1F1B and waits as long"
-    elif request.fixed.get("policy") == "fp32":
+    elif request.fixed.get("policy") == "fp32" and request.measured is None:
         flag, problem = "--dtype", "is not searched for fp32, as the rates of GPUs are those of bfloat16"
     else:
         return

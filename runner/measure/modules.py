@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from manifests.models.trainable import Implementation
 from manifests.models.training import Recompute
+from manifests.module_times import MeasuredTimes, ModuleTime
 from runner.bundle.packed import Packed
 from runner.config.flags import Device
 from runner.config.schema import Dtype
@@ -27,7 +28,6 @@ from runner.distributed.world import World, device_of
 from runner.models import Family, family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, materialize
 from runner.pipeline.microbatches import token_loss
-from runner.profiling.step_times import ModuleSeconds
 from runner.profiling.trace import Recorder
 from runner.tensors.heap import compact_heap, return_holes
 from runner.tensors.local_shard import FLAG_DTYPES, persistent_buffers
@@ -51,9 +51,9 @@ class Setting:
 
 
 def measure_modules(
-    packed: Packed, setting: Setting, *, note: Callable[[str, ModuleSeconds], None] | None = None
-) -> tuple[dict[str, ModuleSeconds], dict[str, Any]]:
-    """Return the median seconds of each module, and how they were measured. `note` is called with each.
+    packed: Packed, setting: Setting, *, note: Callable[[str, ModuleTime], None] | None = None
+) -> MeasuredTimes:
+    """Return the median seconds of each module. `note` is called with each.
 
     Of modules that only one stage can have together, the first has the time of all.
 
@@ -67,7 +67,7 @@ def measure_modules(
         packed.config, max_seq_len=setting.seq_len, implementation=setting.implementation, shape=packed.shape,
         description=packed.manifest.model.description,
     )  # fmt: skip
-    module_seconds = dict[str, ModuleSeconds]()
+    module_seconds = dict[str, ModuleTime]()
     torch.manual_seed(_SEED)
     rows = (setting.microbatch, setting.seq_len)
     crossing: Any = torch.randint(family.vocab_size, rows, device=device)
@@ -85,13 +85,12 @@ def measure_modules(
             if (refusal := exhausted(error)) is not None:
                 raise refusal.within(modules[0]) from error
             raise
-        module_seconds |= {module: ModuleSeconds(forward_s=0.0, backward_s=0.0) for module in modules} | {
-            modules[0]: seconds
-        }
+        module_seconds |= {module: ModuleTime(forward=0.0, backward=0.0) for module in modules} | {modules[0]: seconds}
         if note is not None:
             note(" and ".join(modules), seconds)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread"
-    return module_seconds, {**asdict(setting), "device": name, "torch": torch.__version__}
+    how = {**asdict(setting), "device": name, "torch": torch.__version__}
+    return MeasuredTimes(modules=module_seconds, how=how)
 
 
 def _together(family: Family) -> Iterator[tuple[str, ...]]:
@@ -116,7 +115,7 @@ def _fill(chunk: StageChunk) -> None:
         buffer.zero_()
 
 
-def _time(chunk: nn.Module, crossing: Any, labels: torch.Tensor | None, num_repeats: int) -> tuple[ModuleSeconds, Any]:
+def _time(chunk: nn.Module, crossing: Any, labels: torch.Tensor | None, num_repeats: int) -> tuple[ModuleTime, Any]:
     """Return the median seconds of a chunk for a microbatch, and what leaves it."""
     device = next(iter(pytree.tree_leaves(crossing))).device
     recorder = Recorder(device)
@@ -140,7 +139,7 @@ def _time(chunk: nn.Module, crossing: Any, labels: torch.Tensor | None, num_repe
     recorder.stop()
     ran = [action for action in recorder.take() if action.microbatch >= _WARMUP]
     seconds = [median(action.end_s - action.begin_s for action in ran if action.kind == kind) for kind in "FB"]
-    return ModuleSeconds(forward_s=seconds[0], backward_s=seconds[1]), pytree.tree_map(_leaving, outputs)
+    return ModuleTime(forward=seconds[0], backward=seconds[1]), pytree.tree_map(_leaving, outputs)
 
 
 def _entering(leaf: Any) -> Any:

@@ -21,18 +21,6 @@ KINDS = ("F", "B", "I", "W", "L")  # see `runner.profiling.trace.RanKind`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModuleSeconds:
-    """What one microbatch takes in a module, in seconds."""
-
-    forward_s: float
-    backward_s: float
-
-    @property
-    def total(self) -> float:
-        return self.forward_s + self.backward_s
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RankTimes:
     """Seconds of one pipeline rank, in four parts, from the start of a step until its gradient norm is known."""
 

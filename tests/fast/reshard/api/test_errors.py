@@ -11,7 +11,7 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 
 import reshard
-from reshard.estimate.costs import ModuleTime
+from manifests.module_times import ModuleTime
 from tests.builders import llama_config, write_model
 
 Call = Callable[[Path], object]

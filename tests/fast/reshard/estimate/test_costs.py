@@ -12,7 +12,8 @@ from safetensors import safe_open
 
 from manifests.errors import InputError
 from manifests.models import ModelShape, model_shape
-from reshard.estimate.costs import ModuleTime, costs_of, parse_times, read_times, times_of
+from manifests.module_times import ModuleTime, parse_times, read_times
+from reshard.estimate.costs import costs_of, times_of
 from reshard.layouts import parse_layout
 from reshard.layouts.model import inventory_of_modules
 from tests.builders import run
@@ -70,7 +71,7 @@ def times_document(shape: ModelShape, **changes: Any) -> dict[str, Any]:
 def test_measured_times_are_read_from_their_file(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     path.write_text(json.dumps(times_document(LLAMA)))
-    assert read_times(path) == {module: ModuleTime(forward=0.25, backward=1.0) for module in LLAMA.modules}
+    assert read_times(path).modules == {module: ModuleTime(forward=0.25, backward=1.0) for module in LLAMA.modules}
     with pytest.raises(InputError, match=r"cannot be read: No such file"):
         read_times(tmp_path / "none.json")
 

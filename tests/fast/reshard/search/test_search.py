@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench.sparse import write_sparse
+from manifests.module_times import MeasuredTimes, ModuleTime
 from reshard.report.search_table import launch_command, pack_command
 from reshard.search.candidates import SearchRequest
 from reshard.search.hardware import HARDWARE, read_hardware
@@ -50,8 +51,8 @@ def test_pack_and_launch_accept_what_is_suggested(name: str, tmp_path: Path, mon
 def test_what_is_refused_for_a_model_is_named(tmp_path: Path) -> None:
     result = find_layouts(CONFIGS / "gpt-oss-120b.json", request(8, 80, 64))
     assert not result.best
-    assert {choice.candidate.tensor for choice in result.choices if choice.candidate.expert > 1} == {1}
-    assert any(reason.startswith("--tp: ") for reason in result.refusals)
+    assert {choice.candidate.tensor for choice in result.choices if choice.candidate.expert > 1} == {1, 2, 4}
+    assert result.refusals
     shown = run("plan", CONFIGS / "gpt-oss-120b.json", "--gpus", "8", "--gpu-memory", "80GB").out
     assert "DOES NOT FIT" in shown
 
@@ -150,3 +151,47 @@ def test_search_is_drawn_the_same_each_time(suffix: str, tmp_path: Path) -> None
     drawn = (tmp_path / f"a{suffix}").read_bytes()
     assert drawn == (tmp_path / f"b{suffix}").read_bytes()
     assert len(drawn) > 10_000
+
+
+def write_run(folder: Path, config: Path, **how: object) -> Path:
+    """Write the times of a run: a millisecond forward and two backward for each module, of 2 x 512 tokens."""
+    modules = find_layouts(config, request(8, 80, 64)).shape.modules
+    times = {module: ModuleTime(forward=1e-3, backward=2e-3) for module in modules}
+    how = {"seq_len": 512, "microbatch": 2, "dtype": "fp32", "ac": "none", **how}
+    folder.mkdir()
+    (folder / "times.json").write_bytes(MeasuredTimes(modules=times, how=how).encode())
+    return folder
+
+
+def test_layout_is_planned_with_the_times_and_options_of_a_run(tmp_path: Path) -> None:
+    config = CONFIGS / "llama-3.1-8b.json"
+    words = ("plan", config, "--layout", "pp=1", "--from-run", write_run(tmp_path / "log", config), "--json")
+    plan = reshard(*words, "--microbatches", "4").json
+    num_modules = len(plan["stages"][0]["modules"])
+    assumed = {name: plan["assumed"][name] for name in ("seq_len", "microbatch", "dtype", "ac", "times")}
+    assert assumed == {"seq_len": 512, "microbatch": 2, "dtype": "fp32", "ac": "none", "times": "measured"}
+    assert plan["step_s"] == pytest.approx(4 * num_modules * 3e-3)
+    longer = reshard(*words, "--microbatches", "4", "--seq-len", "1024").json
+    assert longer["step_s"] == pytest.approx(2 * plan["step_s"])
+
+
+def test_search_takes_the_times_of_a_run(tmp_path: Path) -> None:
+    config = CONFIGS / "llama-3.1-8b.json"
+    shown = []
+    for ac in ("none", "full"):
+        log = write_run(tmp_path / ac, config, ac=ac)
+        words = ("--gpus", "1", "--gpu-memory", "200GB", "--global-batch", "64", "--ac", "none", "--microbatch", "2")
+        shown.append(reshard("plan", config, *words, "--from-run", log, "--json").json["layouts"][0])
+    modules = 32 + 3
+    assert [layout["policy"] for layout in shown] == ["fp32", "fp32"]
+    assert shown[0]["step_s"] == pytest.approx(32 * modules * 3e-3)
+    assert shown[1]["step_s"] == pytest.approx(32 * (modules * 3e-3 - 32 * 1e-3))  # without its recomputation
+
+
+@pytest.mark.parametrize(("how", "code"), [(None, "options.no-times"), ({"seq_len": "x"}, "options.cost-file")])
+def test_run_without_times_is_refused(how: dict[str, object] | None, code: str, tmp_path: Path) -> None:
+    config, log = CONFIGS / "llama-3.1-8b.json", tmp_path / "log"
+    if how is not None:
+        write_run(log, config, **how)
+    ended = reshard("plan", config, "--layout", "pp=2", "--from-run", log, "--json")
+    assert ended.refusal[:2] == (3, code)

@@ -13,9 +13,11 @@ from click.testing import CliRunner
 from torch.utils.flop_counter import FlopCounterMode
 
 from manifests.errors import UserError
+from manifests.module_times import read_times
 from manifests.placement import Placement
 from runner.bundle.packed import open_packed
 from runner.commands import cli
+from runner.measure.of_run import read_run_times, write_run_times
 from tests.builders import reshard
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.profiling.traced import write_metrics, write_traces
@@ -92,29 +94,35 @@ def test_modules_of_the_catalogue_are_measured(architecture: str, with_others: s
 
 def test_times_of_a_run_are_divided_among_the_modules_of_a_stage(tmp_path: Path) -> None:
     save_model(tmp_path / "model", num_hidden_layers=2)
-    packed, log = pack(tmp_path), tmp_path / "log"
+    packed, log = open_packed(pack(tmp_path)), tmp_path / "log"
     log.mkdir()
     write_metrics(log)
     write_traces(log, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
-    found = measured(packed, "--run", log)
-    for stage, modules in enumerate(open_packed(packed).stage_modules):
-        assert sum(found[module]["forward_s"] for module in modules) == pytest.approx(0.010 + 0.001 * stage)
-        assert sum(found[module]["backward_s"] for module in modules) == pytest.approx(0.021)
-    assert found["model.layers.1"]["forward_s"] > found["model.norm"]["forward_s"]
+    write_run_times(packed, log)
+    modules = read_times(log / "times.json").modules
+    assert tuple(modules) == packed.shape.modules
+    for stage, names in enumerate(packed.stage_modules):
+        assert sum(modules[name].forward for name in names) == pytest.approx(0.010 + 0.001 * stage)
+        assert sum(modules[name].backward for name in names) == pytest.approx(0.021)
+    assert modules["model.layers.1"].forward > modules["model.norm"].forward
 
 
-def test_run_of_other_stages_or_without_a_trace_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
+def test_run_of_other_stages_or_without_a_trace_has_no_times(
+    tmp_path: Path, wording: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
     save_model(tmp_path / "model", num_hidden_layers=2)
-    packed, log = pack(tmp_path), tmp_path / "log"
+    packed, log = open_packed(pack(tmp_path)), tmp_path / "log"
     log.mkdir()
     write_metrics(log)
     for code in ("log.no-trace", "log.other-stages"):
         with pytest.raises(UserError) as caught:
-            measured(packed, "--run", log)
+            read_run_times(packed, log)
         assert (caught.value.code, caught.value.where) == (code, str(log))
         wording(str(caught.value).replace(str(tmp_path), "TMP"))
+        write_run_times(packed, log)
+        assert code in caplog.messages[-1]
         write_traces(log, "1F1B", Placement(num_stages=4, num_ranks=4, style="loop"), 4)
-    assert not (tmp_path / "times.json").exists()
+    assert not (log / "times.json").exists()
 
 
 def test_file_that_exists_is_kept(tmp_path: Path) -> None:
