@@ -16,6 +16,7 @@ from manifests.models.config import CONFIG_NAME
 from manifests.paths import problem_with_path
 from manifests.schema import Source
 from manifests.store import newest_below
+from reshard.archives.names import VERSION_INDEX
 from reshard.formats.auxiliary import auxiliary_files, describes_files, names_weights
 from reshard.formats.huggingface.weight_map import (
     TORCH_INDEX_NAME,
@@ -71,6 +72,8 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     if CONFIG_NAME not in files:
         newest = newest_below(Path(str(folder)))
         hint = f"did you mean {newest}?" if newest else "SOURCE must be a Hugging Face model folder"
+        if version := VERSION_INDEX.fullmatch(f"{Path(str(folder)).name}/{INDEX_NAME}"):
+            hint = f"it is a delta; name its chain with the version: CHAIN@{int(version[1])}"
         raise SourceError(f"{folder}/{CONFIG_NAME}", "no such file", hint, code="source.no-config")
     small = [name for name in (CONFIG_NAME, INDEX_NAME, TORCH_INDEX_NAME) if name in files]
     folder = FolderInPart(folder, small, [name for name in files if name.endswith(SUFFIX) and not is_beside(name)])

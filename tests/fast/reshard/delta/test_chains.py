@@ -85,6 +85,9 @@ def test_versions_are_sources_of_every_command(published: tuple[Path, list[dict[
         assert run("check", at, "--against", folder / f"v{number}", "--bytes", "--json").json["ok"]
         assert run("diff", at, folder / f"v{number}", "--json").json["equal"]
     assert command("diff", folder / "chain", folder / "v3").code == 4  # without a number, it is the newest
+    delta = refusal("pack", folder / "chain/weight_v000003", "--layout", "pp=2", "--out", tmp_path / "delta")
+    assert delta.found[:2] == (3, "source.no-config")
+    assert "CHAIN@3" in delta.text
 
 
 @pytest.mark.parametrize("algorithm", CHECKSUMS)
