@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from reshard.formats.table import Listing as Listing
     from reshard.layouts.model import StageLayout as StageLayout
     from reshard.packing.hub_sha256 import HubReport as HubReport
+    from reshard.packing.merge import MergeResult as MergeResult
+    from reshard.packing.merge import merge as merge
     from reshard.packing.options import PackResult as PackResult
     from reshard.packing.options import Part as Part
     from reshard.packing.pack import pack as pack
@@ -127,6 +129,7 @@ _NAMES_BY_MODULE = {
     "reshard.layouts.model": ("StageLayout",),
     "reshard.packing.hub_sha256": ("HubReport",),
     "reshard.packing.parts": ("commit",),
+    "reshard.packing.merge": ("MergeResult", "merge"),
     "reshard.packing.pack": ("pack",),
     "reshard.packing.push": ("PushResult", "push"),
     "reshard.packing.plan": ("PlanResult", "layout", "plan"),

@@ -18,7 +18,7 @@ from reshard.formats.open import open_both
 from reshard.tensors.checkpoint import Checkpoint, check_digest
 from reshard.tensors.comparison import are_of_one_kind
 from reshard.tensors.slices import slices_of
-from reshard.transforms.conversion import FLOATS
+from reshard.transforms.casts import FLOATS
 from stores.bundles import TensorAt
 
 

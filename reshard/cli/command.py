@@ -9,6 +9,7 @@ import click
 
 from manifests.command.console import run_cli
 from reshard.cli.delta import delta
+from reshard.cli.merge import merge
 from reshard.cli.options import Verb
 from reshard.cli.pack import commit, export, pack
 from reshard.cli.plan import layout, plan
@@ -53,6 +54,7 @@ _VERBS: dict[click.Command, str] = {
     pack: "Write a checkpoint as one bundle per pipeline stage.",
     commit: "Merge the parts that reshard pack --part has written.",
     export: "Write a Hugging Face folder, or another trainer's format.",
+    merge: "Add LoRA adapters to a model's weights.",
     verify: "Compare every byte with the manifest's digests.",
     check: "Check that any checkpoint is complete and consistent.",
     sign: "Sign a manifest with a private key.",

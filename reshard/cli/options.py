@@ -137,6 +137,10 @@ _CONVERSION = (
         "--dequantize", "--dequantise", type=DtypeName(["bf16", "fp32"]), show_default="as they are",
         help="Turn quantized weights (fp8 in blocks, mxfp4) into plain ones of this dtype.",
     ),
+    click.option(
+        "--adapter", "adapters", type=click.Path(), multiple=True, metavar="DIR",
+        help="Add the LoRA adapter of this PEFT folder to the weights; may be repeated.",
+    ),
     click.option("--merge-slices", is_flag=True, help="Merge tensors that several ranks stored in slices."),
 )  # fmt: skip
 _PARALLELISM = (

@@ -164,7 +164,7 @@ _GROUPS = {
         "layout", "out", "pp", "force", "dry_run", "stages", "virtual", "drop", "model", "verify_source", "as_json",
         "quiet",
     ),
-    "Bytes": ("dtype", "dequantize", "merge_slices", "max_shard_nbytes", "io", "sync", "num_threads"),
+    "Bytes": ("dtype", "dequantize", "adapters", "merge_slices", "max_shard_nbytes", "io", "sync", "num_threads"),
     "Remote": ("num_streams", "memory_nbytes"),
     "Clusters": (
         "part", "num_parts", "scheduler", "image", "mounts", "partition", "account", "time", "sbatch_arg",

@@ -16,7 +16,8 @@ from reshard.formats.open import find_format
 from reshard.formats.table import Listing
 from reshard.tensors.lazy import read_blocks
 from reshard.tensors.slices import merge_slices
-from reshard.transforms.conversion import FLOATS, STORED, cast_tensor
+from reshard.transforms.casts import FLOATS, cast_tensor
+from reshard.transforms.conversion import STORED
 from stores.base import read_config
 from stores.bundles import Bundles, TensorAt, join_slices
 from stores.open import open_manifest

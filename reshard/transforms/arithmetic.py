@@ -6,13 +6,15 @@ Bit patterns and rounding (to nearest, ties to even) are those of torch, except 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manifests.errors import SourceError
 from reshard.tensors.lazy import STEP_NBYTES, WOULD_OVERFLOW, Buffer, read_blocks
+from reshard.transforms.terms import Term
 from stores.bundles import TensorAt
 
 Floats = NDArray[np.float32]
@@ -110,6 +112,53 @@ def mxfp4_blocks(packed: TensorAt, scales: TensorAt, dtype: str) -> Iterator[Buf
             yield _encoded(np.ascontiguousarray(values.reshape(outputs, -1).T), dtype)
 
 
+def merged_blocks(base: TensorAt, terms: Sequence[Term]) -> Iterator[Buffer]:
+    """Yield a weight with what adapters add to it, each value rounded once.
+
+    Memory: the matrices of each adapter, and some blocks of rows.
+
+    Raises:
+        SourceError: a finite value would become infinite.
+    """
+    *_, rows, columns = base.shape
+    height = max(1, min(rows, _STEP // 2 // columns))
+    while rows % height and len(base.shape) > 2:  # blocks of one expert each
+        height -= 1
+    number = 0
+    for block in read_blocks(base, height * columns * _NBYTES[base.dtype]):
+        values = _wide(block, base.dtype).reshape(-1, columns)
+        num_infinite = np.count_nonzero(np.isinf(values))
+        expert, first = divmod(number, rows)
+        for term in terms:
+            values = values + _rows(term, expert, first, len(values))
+        number += len(values)
+        encoded, num_encoded = _encoded_once(values.reshape(-1), base.dtype)
+        if num_encoded > num_infinite:
+            problem, hint = f"a value is too large for {base.dtype} and would become infinite", "cast it to fp32 first"
+            raise SourceError(base.place, problem, hint, code=WOULD_OVERFLOW)
+        yield encoded
+
+
+def _rows(term: Term, expert: int, first: int, count: int) -> NDArray[np.float64]:
+    """Return the rows of what an adapter adds to a matrix."""
+    a, b = _matrix(term.a), _matrix(term.b)
+    if term.num_experts > 1:
+        expert = expert if term.expert is None else term.expert
+        a, b = a[expert * term.rank : (expert + 1) * term.rank], b[:, expert :: term.num_experts]
+    first += term.first
+    if term.is_transposed:
+        a, b = b.T, a.T
+    product: NDArray[np.float64] = b[first : first + count].astype(np.float64) @ a.astype(np.float64)
+    return product * term.scale
+
+
+@lru_cache(maxsize=8)  # of the weights that are merged at the moment; an adapter of experts is of many weights
+def _matrix(tensor: TensorAt) -> NDArray[np.float32 | np.float64]:
+    values = np.concatenate([_wide(block, tensor.dtype) for block in map(bytes, read_blocks(tensor))])
+    is_narrow = tensor.dtype != "F64"
+    return (values.astype(np.float32) if is_narrow else values).reshape(tensor.shape)
+
+
 def norms_of(a: TensorAt, b: TensorAt) -> tuple[float, float]:
     """Return the norms of B - A and of A, of floating-point tensors of the same shape, in float64."""
     apart, base = [], []
@@ -135,12 +184,30 @@ def count_not_finite(tensor: TensorAt, progress: Callable[[int], object]) -> tup
 def _values(tensor: TensorAt) -> Iterator[NDArray[np.float64]]:
     """Yield a tensor's values, the same number at a time for every dtype."""
     for block in read_blocks(tensor, _STEP * _NBYTES[tensor.dtype]):
-        if tensor.dtype == "F64":
-            yield np.frombuffer(block, "<f8")
-            continue
-        with np.errstate(invalid="ignore"):  # a signaling NaN
-            values = _decoded(block, tensor.dtype).astype(np.float64)
-        yield values
+        yield _wide(block, tensor.dtype)
+
+
+def _wide(block: Buffer, dtype: str) -> NDArray[np.float64]:
+    if dtype == "F64":
+        return np.frombuffer(block, "<f8")
+    with np.errstate(invalid="ignore"):  # a signaling NaN
+        return _decoded(block, dtype).astype(np.float64)
+
+
+def _encoded_once(values: NDArray[np.float64], dtype: str) -> tuple[Buffer, int]:
+    """Return values rounded once, and how many of them are infinite."""
+    if dtype != "BF16":
+        with np.errstate(over="ignore", invalid="ignore"):
+            rounded = values.astype(_NUMPY[dtype])
+        return rounded.view(np.uint8).data, int(np.count_nonzero(np.isinf(rounded)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = values.astype(np.float32)
+    # Rounded to odd, a value is rounded once more as if it had been exact.
+    bits, exact = narrow.view(np.uint32), narrow.astype(np.float64)
+    bits -= np.abs(exact) > np.abs(values)
+    bits |= (exact != values) & ~np.isnan(values)
+    block = _encoded(narrow, dtype)
+    return block, _num_infinite(block, dtype)
 
 
 def _decoded(block: Buffer, dtype: str) -> Floats:

@@ -23,6 +23,8 @@ from reshard.tensors.source_index import (
     lay_out_anew,
     new_header_text,
 )
+from reshard.transforms.adapters import merge_adapters
+from reshard.transforms.casts import FLOATS, cast_tensor
 from stores.base import read_config
 from stores.bundles import TensorAt
 
@@ -37,12 +39,13 @@ _OTHER_TOOLS = "dequantize the model with transformers: its quantization configs
 class Conversion:
     """How `pack` converts tensors: `dtype` casts weights, `dequantize` dequantizes them.
 
-    `merge_slices` merges tensors that several ranks stored in slices.
+    `merge_slices` merges tensors that several ranks stored in slices, `adapters` adds LoRA adapters of PEFT folders.
     """
 
     dtype: ExportDtype | None = None
     dequantize: Plain | None = None
     merge_slices: bool = False
+    adapters: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raise UsageError for a dtype that does not exist."""
@@ -53,7 +56,7 @@ class Conversion:
 
     @property
     def changes_bytes(self) -> bool:
-        return self.dtype is not None or self.dequantize is not None
+        return self.dtype is not None or self.dequantize is not None or bool(self.adapters)
 
 
 def convert(checkpoint: Checkpoint, conversion: Conversion) -> Checkpoint:
@@ -65,6 +68,8 @@ def convert(checkpoint: Checkpoint, conversion: Conversion) -> Checkpoint:
     """
     if conversion.dequantize is not None:
         checkpoint = dequantize(checkpoint, STORED[conversion.dequantize])
+    if conversion.adapters:
+        checkpoint = merge_adapters(checkpoint, [(adapter, 1.0) for adapter in conversion.adapters])
     if conversion.dtype is not None:
         if checkpoint.moments:
             problem = "cannot cast the weights of a training checkpoint, which has optimizer state"
@@ -224,7 +229,6 @@ CONFIG_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first,
 
 ExportDtype = Literal["source", "fp32", "bf16", "fp16"]
 
-FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 STORED: Mapping[ExportDtype, str] = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
@@ -251,15 +255,6 @@ def cast_checkpoint(checkpoint: Checkpoint, wanted: ExportDtype, parameter: Para
             raise SourceError(f"{tensor.file}: {fqn!r}", problem, hint, code="source.cannot-cast")
         tensors[fqn] = cast_tensor(tensor, dtype)
     return replace(checkpoint, tensors=tensors)
-
-
-def cast_tensor(tensor: TensorAt, dtype: str) -> TensorAt:
-    """Return a tensor whose values are cast when they are read; the tensor itself if it has that dtype."""
-    if tensor.dtype == dtype:
-        return tensor
-    from reshard.transforms.arithmetic import cast_blocks  # numpy
-
-    return derive(tensor, dtype, f"as {dtype}", (tensor,), partial(cast_blocks, tensor, dtype))
 
 
 def casts_in(checkpoint: Checkpoint) -> Mapping[tuple[str, str], int]:

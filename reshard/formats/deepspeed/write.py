@@ -20,7 +20,7 @@ from reshard.formats.table import ExportOptions, ExportResult
 from reshard.plans.pack_plan import OutputShard, without_header
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import DerivedFile, MemoryFile, read_blocks
-from reshard.transforms.conversion import FLOATS, cast_tensor
+from reshard.transforms.casts import FLOATS, cast_tensor
 from stores.bundles import TensorAt
 from stores.open import Address
 

@@ -35,7 +35,7 @@ from reshard.formats.saved_state import SavedState
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import MemoryFile
-from reshard.transforms.conversion import cast_tensor
+from reshard.transforms.casts import cast_tensor
 from stores.base import read_config
 from stores.open import Address
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.builders import llama_config, write_model
+from tests.fast.reshard.transforms.adapters import write_adapter
 from tools import api
 
 ROOT = Path(__file__).parents[4]
@@ -116,6 +117,7 @@ def test_doctests_of_the_public_api_run(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.chdir(tmp_path)
     write_model(tmp_path / "model", llama_config())
+    write_adapter(tmp_path / "adapter")
     order = (
         "check",
         "plan",
@@ -126,6 +128,7 @@ def test_doctests_of_the_public_api_run(tmp_path: Path, monkeypatch: pytest.Monk
         "verify",
         "diff",
         "export",
+        "merge",
         "inspect",
         "layout",
         "commit",

@@ -1,0 +1,75 @@
+"""merge: adapters added to a model's weights, written as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from manifests.errors import Parameter, UsageError
+from reshard.copy.direct_io import Io
+from reshard.copy.engine import WriteOptions
+from reshard.copy.parallelism import Parallelism
+from reshard.copy.runs import Progress, counting
+from reshard.formats.auxiliary import with_source_files
+from reshard.formats.export import check_export_to
+from reshard.formats.open import open_source
+from reshard.formats.table import HUGGINGFACE, ExportOptions
+from reshard.transforms.adapters import merge_adapters
+from stores.address import is_url
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeResult:
+    """The result of a merge. Units: bytes."""
+
+    num_files: int
+    nbytes: int
+    num_merged: int  # tensors that an adapter changed
+
+
+def merge(
+    base: str | Path,
+    adapters: Sequence[str | Path],
+    out: str | Path,
+    *,
+    weights: Sequence[float] = (),
+    force: bool = False,
+    io: Io = "direct",
+    sync: bool = True,
+    parallelism: Parallelism | None = None,
+    progress: Progress | None = None,
+) -> MergeResult:
+    """Add LoRA adapters to a model's weights, and write the result as a Hugging Face folder.
+
+    `base` is any source of `pack`, `adapters` are PEFT folders, each with one of the `weights`, by default 1. A merged
+    value is computed in float64 and rounded once to the weight's dtype; other tensors keep their bytes. Tensors are
+    merged in blocks. `pack` with `Conversion(adapters=...)` writes bundles instead.
+    `out`, `force`, `io`, `sync` and `parallelism` are those of `pack`.
+
+    Units: `nbytes` in bytes; progress is called with bytes done and bytes in total.
+    Raises:
+        SourceError: an adapter is of another model, or of a kind that is not supported.
+        InputError: the base is incomplete, damaged or unsupported; see `pack`.
+        OutputError: `out` exists (`output.exists`) or cannot be written.
+        UsageError: `out` is inside what is read, or arguments conflict.
+
+    Example:
+        >>> done = reshard.merge("model", ["adapter"], "model-merged")
+        >>> done.num_merged
+        8
+    """
+    if weights and len(weights) != len(adapters):
+        problem = f"expected one for each of {len(adapters)} adapters, found {len(weights)}"
+        raise UsageError(Parameter("weights"), problem, "leave it out to add them as they are", code="options.conflict")
+    checkpoint = open_source(str(base))
+    address = str(out) if is_url(out) else Path(out)
+    check_export_to(address, checkpoint, force=force)
+    pairs = list(zip(map(str, adapters), weights or [1.0] * len(adapters), strict=True))
+    merged = merge_adapters(checkpoint, pairs)
+    merged = replace(merged, auxiliary=tuple(with_source_files(merged.auxiliary, is_same=False)))
+    num_merged = sum(tensor.file is not checkpoint.tensors[fqn].file for fqn, tensor in merged.tensors.items())
+    total = sum(tensor.nbytes for tensor in merged.tensors.values())
+    write = WriteOptions(io=io, sync=sync, progress=counting(progress, total), parallelism=parallelism or Parallelism())
+    done = HUGGINGFACE.export(merged, address, ExportOptions(to="hf", force=force, write=write))
+    return MergeResult(num_files=done.num_files, nbytes=done.nbytes, num_merged=num_merged)

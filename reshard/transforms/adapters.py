@@ -1,0 +1,228 @@
+"""Adding adapters to a checkpoint's weights when these are read: a plan entry for each weight that has one.
+
+# Note [Merged weights]
+A merged weight is W + sum of weight x scale x B A, each value computed in float64 and rounded once to the dtype of W.
+peft rounds the product to that dtype, and then the sum, so in 16 bits its last bit may differ. Tensors that no adapter
+touches keep their bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from manifests.errors import SourceError, UsageError
+from manifests.models.adapters import (
+    BASE_DIGEST,
+    LORA_A,
+    LORA_B,
+    PEFT_CONFIG,
+    PEFT_PREFIX,
+    PEFT_WEIGHTS,
+    digest_of_base,
+)
+from manifests.models.peft import PeftConfig, parse_peft_config
+from reshard.tensors.checkpoint import Checkpoint, as_objects
+from reshard.tensors.lazy import derive
+from reshard.transforms.casts import FLOATS, cast_tensor
+from reshard.transforms.terms import Term
+from stores.base import read_file_header, read_whole
+from stores.bundles import TensorAt, tensors_in
+from stores.open import open_store
+
+# Experts in one tensor, in the order in which peft wraps their module, and the matrices of an expert in files.
+_FUSED: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+_TRANSPOSED = ("GptOssForCausalLM", "OpenAIPrivacyFilterForTokenClassification", "AriaForConditionalGeneration")
+_EXPERTS_IN_FILES = (("", ""), (".mlp.experts", ".block_sparse_moe.experts"))
+_INSIDE = ".base_layer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """The LoRA adapter of a PEFT folder: its tensors by the name of the module, as B's and A's."""
+
+    location: str
+    config: PeftConfig
+    pairs: Mapping[str, tuple[TensorAt, TensorAt]]
+    saved: Mapping[str, TensorAt]  # of modules that are replaced as a whole
+    base_digest: str | None  # of the base that our own training used
+
+
+def open_adapter(location: str) -> Adapter:
+    """Read the config and the header of a PEFT folder.
+
+    Raises:
+        SourceError: it is none, or of a kind that is not supported.
+        InputError: it cannot be read.
+    """
+    folder = open_store(location)
+    names = folder.names()
+    if lacking := [name for name in (PEFT_CONFIG, PEFT_WEIGHTS) if name not in names]:
+        problem, hint = f"has no {lacking[0]}", "ADAPTER is a PEFT folder, such as runner launch --save writes"
+        raise SourceError(location, problem, hint, code="source.bad-adapter")
+    config = parse_peft_config(read_whole(folder.file(PEFT_CONFIG)), str(folder.file(PEFT_CONFIG)))
+    file = folder.file(PEFT_WEIGHTS)
+    header = read_file_header(file)
+    halves: tuple[dict[str, TensorAt], dict[str, TensorAt]] = ({}, {})
+    saved = {}
+    for tensor in tensors_in(file, header):
+        name = tensor.name.removeprefix(PEFT_PREFIX)
+        half = next((half for half, suffix in enumerate((LORA_A, LORA_B)) if name.endswith(suffix)), None)
+        if half is not None and tensor.dtype in FLOATS and len(tensor.shape) == 2:
+            halves[half][name.removesuffix((LORA_A, LORA_B)[half])] = tensor
+        elif ".lora_" in name or half is not None:
+            problem = f"{name} is not a matrix of an adapter of linear modules or experts"
+            raise SourceError(str(file), problem, code="source.adapter-kind")
+        else:
+            saved[name.replace(".modules_to_save", "")] = tensor
+    a, b = halves
+    if odd := sorted(a.keys() ^ b.keys()):
+        raise SourceError(str(file), f"has one of the two matrices of {odd[0]}", code="source.bad-adapter")
+    return Adapter(
+        location=location,
+        config=config,
+        pairs={module: (a[module], b[module]) for module in sorted(a)},
+        saved=saved,
+        base_digest=header.metadata.get(BASE_DIGEST),
+    )
+
+
+def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]) -> Checkpoint:
+    """Return a checkpoint with adapters added to its weights when they are read, each with a weight of its own.
+
+    Raises:
+        SourceError: an adapter is of another kind, or of another model.
+        UsageError: the checkpoint has optimizer state; or two adapters replace a tensor.
+    """
+    if checkpoint.moments:
+        problem = "has optimizer state, which would not be that of the merged weights"
+        hint = "export its weights first: reshard export --to hf"
+        raise UsageError(checkpoint.location, problem, hint, code="options.merge-training-state")
+    tensors = dict(as_objects(checkpoint.tensors))
+    terms: dict[str, list[Term]] = {}
+    replaced: dict[str, TensorAt] = {}
+    for location, weight in adapters:
+        adapter, touched = open_adapter(location), set[str]()
+        for module in adapter.pairs:
+            for fqn, term in _terms(adapter, module, tensors, checkpoint.shape.architecture):
+                terms.setdefault(fqn, []).append(replace(term, scale=term.scale * weight))
+                touched.add(fqn)
+        for fqn, tensor in adapter.saved.items():
+            if fqn in replaced or weight != 1:
+                problem = f"{fqn} is replaced as a whole, and so can be of one adapter alone, whose weight is 1"
+                raise UsageError(location, problem, "merge it alone", code="options.conflict")
+            replaced[fqn] = _replacement(adapter, tensor, tensors.get(fqn))
+        _check_base(adapter, touched, tensors)
+    for fqn, several in terms.items():
+        if fqn in replaced:
+            problem = f"{fqn} has an adapter and is replaced as a whole"
+            raise UsageError(adapters[0][0], problem, "merge one adapter after the other", code="options.conflict")
+        tensors[fqn] = _merged(tensors[fqn], several)
+    return replace(checkpoint, tensors={**tensors, **replaced}, originals=None)
+
+
+def _terms(
+    adapter: Adapter, module: str, tensors: Mapping[str, TensorAt], architecture: str
+) -> Iterator[tuple[str, Term]]:
+    """Yield what a module's adapter adds to each tensor.
+
+    Raises:
+        SourceError: the model has no such tensor, or one of another shape.
+    """
+    a, b = adapter.pairs[module]
+    if (weight := tensors.get(f"{module}.weight")) is not None:
+        is_transposed = adapter.config.is_transposed
+        term = Term(a=a, b=b, rank=adapter.config.rank_of(module), is_transposed=is_transposed)
+        yield weight.name, _fitted(adapter, module, term, weight)
+        return
+    experts = module.replace(_INSIDE, "")
+    ends = {target.rpartition(".")[2] for target in adapter.config.parameters}
+    names, depth = [name for name in _FUSED if name in ends], module.count(_INSIDE)
+    if depth >= len(names):
+        raise _other(adapter, f"adapts {module}, and the model has no {module}.weight")
+    name = names[-1 - depth]
+    rank = adapter.config.rank_of(f"{experts}.{name}")
+    if a.shape[0] % rank:
+        raise _other(adapter, f"expected rank {rank} of {experts}.{name} ({PEFT_CONFIG}), found {a.shape[0]} rows")
+    term = Term(a=a, b=b, rank=rank, num_experts=a.shape[0] // rank, is_transposed=architecture in _TRANSPOSED)
+    for here, there in _EXPERTS_IN_FILES:
+        renamed = experts.replace(here, there) if here else experts
+        if (whole := tensors.get(f"{renamed}.{name}")) is not None:
+            yield whole.name, _fitted(adapter, f"{experts}.{name}", term, whole)
+            return
+        parts = next((some for some in _FUSED[name] if f"{renamed}.0.{some[0]}.weight" in tensors), None)
+        if parts is not None:
+            for fqn, of_expert in _of_experts(term, renamed, parts):
+                if fqn not in tensors:
+                    raise _other(adapter, f"adapts {experts}.{name}, and the model has no {fqn}")
+                yield fqn, _fitted(adapter, f"{experts}.{name}", of_expert, tensors[fqn], num_parts=len(parts))
+            return
+    raise _other(adapter, f"adapts {experts}.{name}, and the model has no experts of that name")
+
+
+def _of_experts(term: Term, experts: str, parts: Sequence[str]) -> Iterator[tuple[str, Term]]:
+    """Yield the names of the matrices of each expert, and what is added to them."""
+    rows = term.b.shape[0] // len(parts)
+    for expert in range(term.num_experts):
+        for number, part in enumerate(parts):
+            yield (
+                f"{experts}.{expert}.{part}.weight",
+                replace(term, expert=expert, first=number * rows, is_transposed=False),
+            )
+
+
+def _fitted(adapter: Adapter, target: str, term: Term, base: TensorAt, num_parts: int = 1) -> Term:
+    """Return a term with its scale.
+
+    Raises:
+        SourceError: it does not have the sizes of what it adapts, or the rank of its config.
+    """
+    if base.dtype not in FLOATS:
+        problem = f"is {base.dtype}, and adapters are merged into {', '.join(sorted(FLOATS))} alone"
+        hint = "dequantize it: reshard pack BASE --dequantize bf16 --adapter ADAPTER"
+        raise SourceError(base.place, problem, hint, code="source.cannot-cast")
+    sizes = (term.b.shape[0] // num_parts, term.a.shape[1])
+    sizes = sizes[::-1] if term.is_transposed else sizes
+    stack = (term.num_experts,) if len(base.shape) == 3 else ()
+    if base.shape != (*stack, *sizes):
+        shown = f"{list(term.b.shape)} x {list(term.a.shape)}"
+        raise _other(adapter, f"adapts {target}, of which {base.name} is {list(base.shape)}, by matrices of {shown}")
+    if not term.a.shape[0] == term.b.shape[1] == term.rank * term.num_experts:
+        shown = f"{term.a.shape[0]} and {term.b.shape[1]}"
+        raise _other(adapter, f"expected rank {term.rank} of {target} ({PEFT_CONFIG}), found {shown}")
+    return replace(term, scale=adapter.config.scale_of(target, term.rank))
+
+
+def _replacement(adapter: Adapter, tensor: TensorAt, base: TensorAt | None) -> TensorAt:
+    name = tensor.name.removeprefix(PEFT_PREFIX).replace(".modules_to_save", "")
+    if not any(re.search(rf"(^|\.){re.escape(module)}(\.|$)", name) for module in adapter.config.saved):
+        raise _other(adapter, f"has {name}, which modules_to_save of {PEFT_CONFIG} does not name")
+    if base is None or base.shape != tensor.shape or not {base.dtype, tensor.dtype} <= FLOATS:
+        shown = "no such tensor" if base is None else f"it as {base.dtype} {list(base.shape)}"
+        raise _other(adapter, f"replaces {name} by {tensor.dtype} {list(tensor.shape)}, and the model has {shown}")
+    return cast_tensor(replace(tensor, name=name), base.dtype)
+
+
+def _check_base(adapter: Adapter, touched: set[str], tensors: Mapping[str, TensorAt]) -> None:
+    """Refuse an adapter of our own training that belongs to other weights, as far as both have digests."""
+    actual = digest_of_base((fqn, tensors[fqn].digest) for fqn in touched)
+    if None not in (adapter.base_digest, actual) and adapter.base_digest != actual:
+        raise _other(adapter, "was trained on other weights: the digests of the tensors that it adapts differ")
+
+
+def _merged(base: TensorAt, terms: Sequence[Term]) -> TensorAt:
+    from reshard.transforms.arithmetic import merged_blocks  # numpy
+
+    origins = (base, *(tensor for term in terms for tensor in (term.a, term.b)))
+    how = f"with {len(terms)} adapters added: {[(term.scale, term.expert, term.first) for term in terms]}"
+    return derive(base, base.dtype, how, origins, partial(merged_blocks, base, tuple(terms)))
+
+
+def _other(adapter: Adapter, problem: str) -> SourceError:
+    hint = "merge it into the model that it was trained on"
+    return SourceError(adapter.location, problem, hint, code="source.other-adapter")

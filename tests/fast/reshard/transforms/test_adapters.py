@@ -1,0 +1,169 @@
+"""Merging adapters: values rounded once, untouched bytes, several adapters, and refusals that write nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manifests.models.adapters import digest_of_base
+from tests.builders import Tensor, pack, read_safetensors, refusal, run, write_model
+from tests.fast.reshard.transforms.adapters import MODULES, PREFIX, adapter_tensors, float32, write_adapter
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A model of small values in bfloat16 and float32."""
+    from tests.builders import llama_config, llama_shapes
+
+    tensors = {}
+    for number, (fqn, shape) in enumerate(llama_shapes(llama_config()).items()):
+        tensor = float32(shape, 1000 + number)
+        if "q_proj" in fqn:
+            bits = np.frombuffer(tensor.data, "<u4") >> 16
+            tensor = Tensor(dtype="BF16", shape=shape, data=bits.astype("<u2").tobytes())
+        tensors[fqn] = tensor
+    write_model(tmp_path / "base", tensors=tensors, num_shards=2)
+    return tmp_path / "base"
+
+
+def values_of(tensor: Tensor) -> Any:
+    if tensor.dtype == "BF16":
+        return (np.frombuffer(tensor.data, "<u2").astype("<u4") << 16).view("<f4").astype(float).reshape(tensor.shape)
+    return np.frombuffer(tensor.data, "<f4").astype(float).reshape(tensor.shape)
+
+
+def product_of(tensors: dict[str, Tensor], module: str) -> Any:
+    a, b = (values_of(tensors[f"{PREFIX}{module}.lora_{half}.weight"]) for half in "AB")
+    return b @ a
+
+
+def test_merged_values_are_rounded_once_and_other_tensors_keep_their_bytes(base: Path, tmp_path: Path) -> None:
+    tensors = adapter_tensors()
+    write_adapter(tmp_path / "adapter", tensors)
+    ended = run("merge", base, tmp_path / "adapter", "--out", tmp_path / "out", "--json")
+    assert json.loads(ended.out)["num_merged"] == len(MODULES)
+    before, after = (all_tensors(folder) for folder in (base, tmp_path / "out"))
+    assert [fqn for fqn in before if before[fqn] != after[fqn]] == [
+        fqn for fqn in before if fqn.removesuffix(".weight") in MODULES
+    ]
+    for module in MODULES:
+        old, new = before[f"{module}.weight"], after[f"{module}.weight"]
+        exact = values_of(old) + 2 * product_of(tensors, module)
+        assert (old.dtype, old.shape) == (new.dtype, new.shape)
+        if new.dtype == "F32":
+            assert np.array_equal(values_of(new), exact.astype("<f4").astype(float))
+        else:
+            bits = np.frombuffer(new.data, "<u2").astype("<u4")
+            for neighbor in (bits + 1, bits - 1):  # of which none is nearer
+                other = (neighbor << 16).view("<f4").astype(float).reshape(new.shape)
+                assert (np.abs(values_of(new) - exact) <= np.abs(other - exact)).all()
+
+
+def test_several_adapters_are_added_with_their_weights(base: Path, tmp_path: Path) -> None:
+    some = [adapter_tensors(seed=seed) for seed in (0, 100)]
+    folders = [write_adapter(tmp_path / str(number), tensors) for number, tensors in enumerate(some)]
+    run("merge", base, *folders, "--weight", "0.5", "--weight", "-1.5", "--out", tmp_path / "out")
+    v = "model.layers.3.self_attn.v_proj"
+    exact = values_of(all_tensors(base)[f"{v}.weight"]) + product_of(some[0], v) - 3 * product_of(some[1], v)
+    assert np.array_equal(values_of(all_tensors(tmp_path / "out")[f"{v}.weight"]), exact.astype("<f4").astype(float))
+
+
+def test_pack_merges_as_merge_does_and_keeps_digests_of_the_rest(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter")
+    run("merge", base, adapter, "--out", tmp_path / "merged")
+    packed = pack(base, tmp_path / "packed", "pp=2")
+    merged = pack(packed, tmp_path / "packed-merged", "pp=4", "--adapter", adapter)
+    run("export", merged, "--to", "hf", "--out", tmp_path / "exported")
+    assert all_tensors(tmp_path / "exported") == all_tensors(tmp_path / "merged")
+    kept = {fqn for fqn in all_tensors(base) if fqn.removesuffix(".weight") not in MODULES}
+    digests = [digests_in(folder) for folder in (packed, merged)]
+    assert {fqn for fqn in digests[0] if digests[0][fqn] == digests[1][fqn]} == kept
+
+
+def test_modules_that_were_saved_as_a_whole_replace_those_of_the_model(base: Path, tmp_path: Path) -> None:
+    head = float32((40, 16), 7)
+    write_adapter(
+        tmp_path / "adapter", {**adapter_tensors(), f"{PREFIX}lm_head.weight": head}, modules_to_save=["lm_head"]
+    )
+    run("merge", base, tmp_path / "adapter", "--out", tmp_path / "out")
+    assert all_tensors(tmp_path / "out")["lm_head.weight"] == head
+
+
+def test_ranks_alphas_and_rslora_scale_each_module(base: Path, tmp_path: Path) -> None:
+    tensors = {**adapter_tensors((Q,), rank=4), **adapter_tensors(MODULES[1:])}
+    write_adapter(tmp_path / "adapter", tensors, rank_pattern={"layers.0.self_attn.q_proj": 4}, use_rslora=True,
+                  alpha_pattern={"layers.3.self_attn.v_proj": 8})  # fmt: skip
+    run("merge", base, tmp_path / "adapter", "--out", tmp_path / "out")
+    v = "model.layers.3.self_attn.v_proj"
+    exact = values_of(all_tensors(base)[f"{v}.weight"]) + 8 / 2**0.5 * product_of(tensors, v)
+    assert np.array_equal(values_of(all_tensors(tmp_path / "out")[f"{v}.weight"]), exact.astype("<f4").astype(float))
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"use_dora": True}, "source.adapter-kind"),
+        ({"peft_type": "LOHA"}, "source.adapter-kind"),
+        ({"r": 3}, "source.other-adapter"),
+        ({"drop": f"{PREFIX}{Q}.lora_A.weight"}, "source.bad-adapter"),
+        ({"add": (f"{PREFIX}{Q}.lora_magnitude_vector", (16,))}, "source.adapter-kind"),
+        ({"add": (f"{PREFIX}lm_head.weight", (40, 16))}, "source.other-adapter"),
+        ({"add": (f"{PREFIX}lm_head.weight", (41, 16)), "modules_to_save": ["lm_head"]}, "source.other-adapter"),
+        ({"add": (f"{PREFIX}{Q}.lora_A.weight", (2, 8))}, "source.other-adapter"),
+        ({"rename": ("layers.0.", "layers.9.")}, "source.other-adapter"),
+        ({"missing": "adapter_config.json"}, "source.bad-adapter"),
+    ],
+)
+def test_adapter_of_another_kind_or_model_is_refused(
+    change: dict[str, Any], code: str, base: Path, tmp_path: Path
+) -> None:
+    tensors = adapter_tensors()
+    tensors.pop(change.pop("drop", None), None)
+    if added := change.pop("add", None):
+        tensors[added[0]] = float32(added[1], 1)
+    if renamed := change.pop("rename", None):
+        tensors = {name.replace(*renamed): tensor for name, tensor in tensors.items()}
+    missing = change.pop("missing", None)
+    adapter = write_adapter(tmp_path / "adapter", tensors, **change)
+    if missing:
+        (adapter / missing).unlink()
+    refused = refusal("merge", base, adapter, "--out", tmp_path / "out")
+    assert refused.found[:2] == (3, code)
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_adapter_of_other_weights_of_the_same_shape_is_refused(base: Path, tmp_path: Path) -> None:
+    packed = pack(base, tmp_path / "packed")
+    digests = digests_in(packed)
+    right, wrong = (digest_of_base((f"{module}.weight", digests[f"{module}.weight"] + end) for module in MODULES)
+                    for end in ("", "0"))  # fmt: skip
+    assert right is not None
+    assert wrong is not None
+    write_adapter(tmp_path / "right", metadata={"base_digest": right})
+    write_adapter(tmp_path / "wrong", metadata={"base_digest": wrong})
+    run("merge", packed, tmp_path / "right", "--out", tmp_path / "out")
+    refused = refusal("merge", packed, tmp_path / "wrong", "--out", tmp_path / "no")
+    assert refused.found[:2] == (3, "source.other-adapter")
+
+
+def test_weights_and_adapters_must_be_as_many(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter")
+    refused = refusal("merge", base, adapter, "--weight", "1", "--weight", "2", "--out", tmp_path / "out")
+    assert refused.found == (2, "options.conflict", "--weight")
+
+
+def all_tensors(folder: Path) -> dict[str, Tensor]:
+    return {fqn: tensor for path in sorted(folder.glob("*.safetensors"))
+            for fqn, tensor in read_safetensors(path.read_bytes()).items()}  # fmt: skip
+
+
+def digests_in(packed: Path) -> dict[str, str]:
+    from reshard.formats.open import open_source
+
+    return {fqn: tensor.digest or "" for fqn, tensor in open_source(str(packed)).tensors.items()}
