@@ -98,12 +98,14 @@ def apply_delta(
     with writing_to(str(folder)), work.locked():
         work.switch()
         present, before, hashed = _present(folder)
-        target, before = _target(opened, number, present, before)
+        target, before = _target(opened, number, present, before, work.deltas)
         plan = _plan(folder, target, present, number)
         if not quick:
             plan = replace(plan, to_verify=[tensor for tensor in plan.unchanged if tensor.name not in hashed])
         _check_space(folder, plan.shards, work.nbytes)
-        return _carry_out(plan, target, work, wanted, before, parallelism or Parallelism(), progress)
+        done = _carry_out(plan, target, work, wanted, before, parallelism or Parallelism(), progress)
+        shutil.rmtree(work.deltas, ignore_errors=True)
+        return done
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,14 +152,16 @@ def _present(folder: Path) -> tuple[Checkpoint | None, int | None, Collection[st
     return present, number, hashed.keys()
 
 
-def _target(chain: Chain, number: int, present: Checkpoint | None, before: int | None) -> tuple[Checkpoint, int | None]:
+def _target(
+    chain: Chain, number: int, present: Checkpoint | None, before: int | None, scratch: Path
+) -> tuple[Checkpoint, int | None]:
     """Return a version as it is computed from the folder's, if that is possible, or else from the chain's full one.
 
     Raises:
         SourceError: the folder has none of the chain's states.
     """
     if present is None:
-        return open_version(chain, number), None
+        return open_version(chain, number, scratch=scratch), None
     state = state_digest(present.tensors.values())
     before = _number_of(chain, state, before)
     if before is None:
@@ -169,8 +173,8 @@ def _target(chain: Chain, number: int, present: Checkpoint | None, before: int |
         return present, before
     line = chain.line(number, after=before) if before < number else []
     if line and line[0].base == before:
-        return follow(present, chain, line), before
-    return open_version(chain, number), before
+        return follow(present, chain, line, scratch=scratch), before
+    return open_version(chain, number, scratch=scratch), before
 
 
 def _number_of(chain: Chain, state: str | None, number: int | None) -> int | None:

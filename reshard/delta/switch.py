@@ -47,6 +47,11 @@ class Work:
         return self.folder / "new"
 
     @property
+    def deltas(self) -> Path:
+        """Where the deltas of a chain that is elsewhere are copied to."""
+        return self.folder / "deltas"
+
+    @property
     def record(self) -> Path:
         return self.folder / "switch.json"
 

@@ -22,22 +22,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
-from manifests.digest import PREFIX, DigestTable, Hasher, is_digest
+from manifests.digest import PREFIX, DigestTable, Hasher, digest_bytes, is_digest
 from manifests.errors import SourceError
 from manifests.index import ADAPTER_NAMES, INDEX_NAME
 from manifests.jsontext import parse_json_object
 from manifests.paths import problem_with_path
 from manifests.safetensors import DIGESTS_KEY
+from manifests.store import write_file
 from reshard.archives.names import VERSION_INDEX
 from reshard.formats.auxiliary import names_weights
 from reshard.formats.delta.codec import BAD_DELTA, CHECKSUMS, ENCODINGS, ZSTD, Patch
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formatting import list_words
 from stores.address import SCHEME, is_url
-from stores.base import Folder, InputFile, read_file_header, read_whole
+from stores.base import Blocks, Folder, InputFile, read_file_header, read_whole
 from stores.bundles import TensorAt, tensors_in
-from stores.local import LocalFolder
+from stores.local import LocalFile, LocalFolder
 from stores.open import Address, open_store
 from stores.workers import at_once
 
@@ -206,8 +208,10 @@ def list_versions(folder: Folder) -> Chain:
     return Chain(folder, tuple(sorted(number for name in names if (number := _number_of(name)) is not None)))
 
 
-def read_patches(folder: Folder, version: Version) -> dict[str, Patch]:
-    """Read the headers of a delta.
+def read_patches(folder: Folder, version: Version, scratch: Path | None = None) -> dict[str, Patch]:
+    """Read the headers of a delta; files that are elsewhere are copied to `scratch` as a whole, if there is one.
+
+    Otherwise each tensor would be a request, for each version.
 
     Raises:
         SourceError: its files are not those of its index, or lack a checksum.
@@ -216,6 +220,9 @@ def read_patches(folder: Folder, version: Version) -> dict[str, Patch]:
     patches: dict[str, Patch] = {}
     paths = dict.fromkeys(version.weight_map.values())
     files = {path: folder.file(f"{version.folder}/{path}") for path in paths}
+    if scratch is not None and not isinstance(folder, LocalFolder):
+        copies = at_once({path: partial(_copied, file, scratch) for path, file in files.items()})
+        files = {path: copy.result() for path, copy in copies.items()}
     headers = at_once({path: partial(read_file_header, file) for path, file in files.items()})
     for path, file in files.items():
         header = headers[path].result()
@@ -241,6 +248,15 @@ def read_patches(folder: Folder, version: Version) -> dict[str, Patch]:
         where = f"{folder.file(f'{version.folder}/{INDEX_NAME}')}: weight_map[{min(missing)[:80]!r}]"
         raise SourceError(where, "is in no shard of this version", _AGAIN, code=BAD_DELTA)
     return patches
+
+
+def _copied(file: InputFile, scratch: Path) -> InputFile:
+    """Return a copy of a file; that of an interrupted run is used again, if the file is the same."""
+    copy = scratch / digest_bytes(f"{file} {file.fingerprint}".encode()).removeprefix(PREFIX)
+    if not copy.is_file():
+        scratch.mkdir(parents=True, exist_ok=True)
+        write_file(copy, Blocks(file))
+    return LocalFile(copy)
 
 
 def state_digest(tensors: Iterable[TensorAt]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from manifests.digest import DigestTable
 from manifests.errors import SourceError
@@ -41,10 +42,12 @@ def open_version(
     *,
     base: Checkpoint | None = None,
     verifies_each: bool = False,
+    scratch: Path | None = None,
 ) -> Checkpoint:
     """Open a version of a chain, computed from the full version before it, or else from the `base` of the first one.
 
-    With `verifies_each`, reading a tensor compares the checksums of all states between. See `open_checkpoint`.
+    With `verifies_each`, reading a tensor compares the checksums of all states between. `scratch` is that of
+    `read_patches`. See `open_checkpoint`.
     """
     line = chain.line(number)
     if not line[0].is_full and base is not None:
@@ -57,7 +60,7 @@ def open_version(
         hint = "apply it to a folder that has the base: reshard delta apply CHAIN --to DIR"
         raise SourceError(str(chain), problem, hint, code="source.no-full-version")
     full = open_full(chain, line[0], options)
-    return follow(full, chain, line[1:], verifies_each=verifies_each)
+    return follow(full, chain, line[1:], verifies_each=verifies_each, scratch=scratch)
 
 
 def open_full(chain: Chain, version: Version, options: OpenOptions | None = None) -> Checkpoint:
@@ -68,7 +71,14 @@ def open_full(chain: Chain, version: Version, options: OpenOptions | None = None
     return replace(opened, auxiliary=auxiliary)
 
 
-def follow(base: Checkpoint, chain: Chain, deltas: Sequence[Version], *, verifies_each: bool = False) -> Checkpoint:
+def follow(
+    base: Checkpoint,
+    chain: Chain,
+    deltas: Sequence[Version],
+    *,
+    verifies_each: bool = False,
+    scratch: Path | None = None,
+) -> Checkpoint:
     """Return the state that consecutive deltas of a chain make of a base.
 
     Raises:
@@ -77,7 +87,7 @@ def follow(base: Checkpoint, chain: Chain, deltas: Sequence[Version], *, verifie
     patches: dict[str, list[Patch]] = {}
     digests = {name: tensor.blake3 for name, tensor in base.tensors.items()}
     for version in deltas:
-        for name, patch in read_patches(chain.folder, version).items():
+        for name, patch in read_patches(chain.folder, version, scratch).items():
             fqn = base.shape.fqn_of(name)
             if fqn not in digests:
                 hint = "the delta is of another model"

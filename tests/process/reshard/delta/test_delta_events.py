@@ -238,3 +238,16 @@ def test_struck_chain_in_a_bucket_goes_on(
         for key in moto.objects(BUCKET, f"chain-{seed}/"):
             moto.client().delete_object(Bucket=BUCKET, Key=key)
     assert failed == []
+
+
+def test_late_joiner_fetches_each_delta_of_a_bucket_once(
+    place: Place, bucket_worker: Worker, moto: MotoServer, tmp_path: Path
+) -> None:
+    for path, data in files_in(place.folder / "chain").items():
+        moto.client().put_object(Bucket=BUCKET, Key=f"late/{path}", Body=data)
+    assert bucket_worker.run("delta", "apply", url_of("late"), "--to", tmp_path / "served")[0] == 0
+    assert readable(tmp_path / "served") == place.states[-1]
+    for number in range(2, NUM_STATES + 1):
+        path = f"/{BUCKET}/late/weight_v{number:06d}/model-00001-of-00001.safetensors"
+        assert len(moto.requests("GET", path)) == 1, number
+    assert not files_in(tmp_path / "served/.cache")
