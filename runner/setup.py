@@ -16,7 +16,8 @@ from manifests.errors import InputError, UnreachableError
 from manifests.models.adapters import is_adapter
 from manifests.models.combinations import check_combination, check_divides, check_heads
 from manifests.models.training import HostMemory
-from manifests.schema import MOMENTS, WEIGHTS, Holds, TrainingState
+from manifests.optimizer_state import EMA, kinds_of
+from manifests.schema import WEIGHTS, TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.adapter_record import check_adapters, has_adapters
 from runner.checkpoint.peft_folder import load_adapters
@@ -50,9 +51,9 @@ from runner.proof.proving import OF_COMBINATION
 from runner.proof.record import prove_once
 from runner.proof.stages import Proven
 from runner.tensors.heap import set_up_heap
+from runner.training.algorithms import plan_groups
 from runner.training.build import Stages, build_engine, build_stages
 from runner.training.mixed_precision import master_of, round_masters
-from runner.training.optimizer import Optimizer
 from runner.training.rng import restore_rng, seed_rng
 from runner.training.step import Engine
 from runner.training.ties import check_equal, check_loaded
@@ -283,6 +284,8 @@ def _read_start(launched: Packed, found: Origin, options: TrainOptions) -> _Star
         lines += override_notes(options, training)
         options = recall(options, remembered(training))
         lines += schedule_notes(options, training)
+    options, groups = plan_groups(options, launched.shape, training.optimizer if training else None, origin.where)
+    lines += groups
     lines += (*notes(given_options, options, origin.manifest, training), *expert_notes(launched.shape.tensors))
     lines += _beyond_positions(launched, options)
     return _Start(origin=origin, training=training, options=options, notes=lines)
@@ -299,12 +302,15 @@ def _resume_optimizer(
 ) -> _Start:
     """Load the optimizer state and the RNG state; return `start` with a note where there is no RNG state."""
     ties = [tie for tie in engine.ties if engine.optimizer.steps(tie.leader)]
-    for holds in MOMENTS:
-        moment = partial(_moment, engine.optimizer, holds=holds)
-        stored.load([piece for chunk in chunks for piece in hf_pieces(chunk, moment)], holds)
+    assert training.optimizer is not None
+    optimizer, present = engine.optimizer, [kind.name for kind in kinds_of(training.optimizer)]
+    for kind in kinds_of(optimizer.plan):
+        if kind.name == EMA and EMA not in present:
+            continue  # it starts with the weights
+        stored.load([piece for chunk in chunks for piece in optimizer.state_pieces(chunk, kind)], kind.name)
         with stored.deferred.comes_first():
-            check_equal(ties, of=partial(engine.optimizer.moment, moment=holds))
-    engine.optimizer.resume(training.step)
+            check_equal(ties, of=partial(optimizer.tied_state, kind=kind))
+    optimizer.resume(training.step)
     num_ranks = mesh.degrees.world_size
     with raise_on_all_ranks("load"):
         is_restored = restore_rng(training.random, mesh.rank, num_ranks, device)
@@ -344,10 +350,6 @@ def _plan_memory(
     if mesh.rank == 0:
         logger.info("%s", line)
     return planned_nbytes
-
-
-def _moment(optimizer: Optimizer, parameter: torch.nn.Parameter, *, holds: Holds) -> torch.Tensor | None:
-    return optimizer.moment(parameter, holds) if optimizer.steps(parameter) else None
 
 
 def _log_loaded(report: LoadReport, chunks: Sequence[StageChunk], mesh: Mesh) -> None:

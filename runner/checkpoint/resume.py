@@ -16,8 +16,6 @@ from manifests.schema import (
     BatchSizes,
     DataCursor,
     DataPosition,
-    OptimizerState,
-    ParameterGroup,
     TrainedDtype,
     TrainingState,
 )
@@ -25,10 +23,10 @@ from manifests.store import read_small_file
 from runner.bundle.packed import Packed
 from runner.checkpoint.history import checkpoint_path, find_checkpoints, find_misnamed, step_of
 from runner.config.flags import TrainOptions, flag_of
+from runner.config.optimizers import is_flagged, optimizer_of
 from runner.config.schema import Dtype, ResumeOptions
 from stores.open import ReadManifest, open_manifest
 
-_OPTIMIZER = "AdamW"
 _DTYPES: Mapping[TrainedDtype, Dtype] = {"F32": "fp32", "BF16": "bf16"}
 _STORED = {flag: dtype for dtype, flag in _DTYPES.items()}
 _OTHER = "resume a checkpoint of the launched model, or launch the manifest of this checkpoint"
@@ -105,7 +103,7 @@ def resumed_state(origin: Packed, resume: ResumeOptions, *, is_launched: bool) -
         return None
     if resume.weights_only or (resume.source == "auto" and is_launched and not has_moments):
         return None
-    _check_state(training, origin.shape, origin.where)
+    _check_state(training, origin.where)
     return training
 
 
@@ -155,9 +153,10 @@ def remembered(training: TrainingState) -> dict[str, Any]:
             values["reduce_dtype"] = _DTYPES[training.reduce_dtype]
     if training.optimizer is not None:
         group, *bare = training.optimizer.groups
-        values |= {name: getattr(group, name) for name in ("beta1", "beta2", "eps", "weight_decay")}
-        values["weight_decay_1d"] = not bare
-        values["max_norm"] = training.optimizer.max_norm
+        if is_flagged(training.optimizer):
+            values |= {name: getattr(group, name) for name in ("beta1", "beta2", "eps", "weight_decay")}
+            values["weight_decay_1d"] = not bare
+        values |= {"max_norm": training.optimizer.max_norm, "ema": training.optimizer.ema}
     if (rate := training.learning_rate) is not None:
         values |= {"lr": rate.peak, "min_lr": rate.minimum}
         values |= {name: getattr(rate, name) for name in ("warmup_steps", "stable_steps", "decay")}
@@ -202,15 +201,13 @@ def remember(
 ) -> TrainingState:
     """Return the training state that a checkpoint of a model stores; RNG states are added by each rank."""
     optim, compute = options.optim, options.compute
-    group = ParameterGroup(beta1=optim.betas[0], beta2=optim.betas[1], eps=optim.eps, weight_decay=optim.weight_decay)
-    bare = () if optim.weight_decay_1d else (_without_decay(group, shape),)
     return TrainingState(
         step=step,
         num_tokens=num_tokens,
         dtype=_STORED[compute.master_dtype],
         compute_dtype=_STORED[compute.dtype] if compute.has_masters else None,
         reduce_dtype=_STORED[compute.reduce_dtype] if compute.reduce_dtype != compute.master_dtype else None,
-        optimizer=OptimizerState(name=_OPTIMIZER, max_norm=optim.max_norm, groups=(group, *bare)),
+        optimizer=optim.plan or optimizer_of(optim, shape),
         learning_rate=optim.schedule,
         batch=BatchSizes(**asdict(options.batch)),
         data=data,
@@ -255,25 +252,11 @@ def _descends_from(newest: Path, origin: ReadManifest) -> bool:
     return digest in {origin.digest, *(parent.digest for parent in origin.manifest.parents)}
 
 
-def _without_decay(group: ParameterGroup, shape: ModelShape) -> ParameterGroup:
-    """Return the group of the 1-D parameters, if they have no weight decay."""
-    lines = (fqn for fqn, dims in shape.tensors.items() if len(dims) == 1 and shape.count_params(fqn))
-    return replace(group, weight_decay=0.0, fqns=tuple(sorted(lines)))
-
-
-def _check_state(training: TrainingState | None, shape: ModelShape, where: str) -> None:
-    """Refuse optimizer state that the runner's AdamW cannot resume."""
+def _check_state(training: TrainingState | None, where: str) -> None:
+    """Refuse training state that the runner cannot resume."""
     if training is None or training.optimizer is None:
         raise CheckpointError(
             where, "has no optimizer state to resume", _WEIGHTS_ONLY, code="resume.no-optimizer-state"
-        )
-    optimizer = training.optimizer
-    if optimizer.name != _OPTIMIZER:
-        raise CheckpointError(
-            where,
-            f"was trained with {optimizer.name}; only {_OPTIMIZER} is supported",
-            _WEIGHTS_ONLY,
-            code="resume.other-optimizer",
         )
     for dtype in (training.dtype, training.compute_dtype, training.reduce_dtype):
         if dtype not in (None, *_DTYPES):
@@ -283,7 +266,3 @@ def _check_state(training: TrainingState | None, shape: ModelShape, where: str) 
                 _WEIGHTS_ONLY,
                 code="resume.other-optimizer",
             )
-    group, *bare = optimizer.groups
-    if group.fqns or bare not in ([], [_without_decay(group, shape)]):
-        problem = "has parameter groups other than one, and one of all 1-D parameters without weight decay"
-        raise CheckpointError(where, problem, _WEIGHTS_ONLY, code="resume.other-optimizer")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 
 import torch
@@ -12,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from manifests.index import MAX_SHARD_NBYTES, is_indexed, replicas_elsewhere, split_by_size
+from manifests.optimizer_state import kinds_of
 from manifests.paths import replicas_path, root_shard_path, shard_path
-from manifests.schema import MOMENTS, WEIGHTS, Holds, TieGroup
+from manifests.schema import WEIGHTS, Holds, StateKind, TieGroup
 from runner.distributed.fail_together import from_all_ranks
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.tensors.dtensor import whole_of
@@ -67,17 +67,13 @@ def held_state(
     leaders = {id(member): tie.leader for tie in ties for member in tie.members}
     left_out = _left_out(groups)
 
-    def moment_of(weight: nn.Parameter, moment: Holds) -> torch.Tensor | None:
-        leader = leaders.get(id(weight), weight)
-        return optimizer.moment(leader, moment) if is_written_here(weight) and optimizer.steps(leader) else None
+    def pieces(chunk: StageChunk, kind: StateKind) -> tuple[Piece, ...]:
+        state = optimizer.state_pieces(chunk, kind, leaders, is_written_here)
+        return join_pieces(piece for piece in state if piece.fqn not in left_out)
 
-    weights = held_weights(chunks, groups, is_written_here)
+    weights, kinds = held_weights(chunks, groups, is_written_here), kinds_of(optimizer.plan)
     return {
-        chunk.stage: {
-            **weights[chunk.stage],
-            **{moment: _pieces(chunk, left_out, partial(moment_of, moment=moment)) for moment in MOMENTS},
-        }
-        for chunk in chunks
+        chunk.stage: {**weights[chunk.stage], **{kind.name: pieces(chunk, kind) for kind in kinds}} for chunk in chunks
     }
 
 

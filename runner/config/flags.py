@@ -245,8 +245,8 @@ _GROUPS = {
         "skip_bad_documents", "shuffle", "data_weight", "seed", "eval_data", "restart_data",
     ),
     "Optimizer": (
-        "beta1", "beta2", "eps", "weight_decay", "weight_decay_1d", "max_norm", "warmup_steps", "stable_steps", "decay",
-        "decay_steps", "min_lr",
+        "optimizer", "beta1", "beta2", "eps", "weight_decay", "weight_decay_1d", "momentum", "ema", "max_norm",
+        "warmup_steps", "stable_steps", "decay", "decay_steps", "min_lr",
     ),
     "Precision and memory": (
         "master_dtype", "reduce_dtype", "ac", "loss_chunk", "is_compiled", "implementation", "device", "host_memory",

@@ -14,7 +14,7 @@ import click
 from manifests.errors import UsageError
 from manifests.models.trainable import Implementation
 from manifests.models.training import Recompute, parse_recompute
-from manifests.schema import Decay, LearningRate
+from manifests.schema import Decay, LearningRate, OptimizerState
 from manifests.training_state import LARGEST_RATE
 from runner.config.declared import DtypeName, Number, WholeNumber, flag, group
 
@@ -100,6 +100,23 @@ class OptimOptions:
         help="Step at which the learning rate reaches --min-lr.",
     )  # fmt: skip
     min_lr: float = flag("--min-lr", type=_POSITIVE, default=0.0, help="Learning rate at the end of the decay.")
+    optimizer: str | None = flag(
+        "--optimizer", metavar="NAME|FILE.toml|CLASS", default=None, show_default="the checkpoint's, or adamw",
+        help="adamw, adam, sgd, adafactor; muon: Muon for matrices of layers and AdamW for the rest; a TOML file of "
+        "parameter groups; or a torch.optim.Optimizer of an installed package by its dotted name.",
+    )  # fmt: skip
+    momentum: float | None = flag(
+        "--momentum",
+        type=_BETA,
+        default=None,
+        show_default="0.95 of muon, 0.9 of sgd",
+        help="Momentum of muon and sgd.",
+    )
+    ema: float = flag(
+        "--ema", type=_BETA, default=0.0, metavar="DECAY", show_default="none",
+        help="Also keep an exponential moving average of the weights with this decay, such as 0.999.",
+    )  # fmt: skip
+    plan: OptimizerState | None = None  # the groups that these options lead to, for a model; None: plain AdamW
 
     def __post_init__(self) -> None:
         for name, value in (

@@ -40,6 +40,7 @@ class Mesh:
     sparse_mesh: DeviceMesh | None = None  # with expert parallelism
     context_mesh: DeviceMesh | None = None  # the dense one with `fsdp` in its parts, with context parallelism
     stage: dist.ProcessGroup | None = None  # the ranks that share this one's stages
+    replica: dist.ProcessGroup | None = None  # those of them in one replica
 
     @property
     def pipeline_rank(self) -> int:
@@ -129,11 +130,10 @@ def build_mesh(degrees: ParallelDims, rank: int, device: torch.device, timeout: 
         for name in mesh.mesh_dim_names or ():
             # A new group does not inherit the world's timeout.
             _set_pg_timeout(timeout, mesh.get_group(name))
-    stage: dist.ProcessGroup | None = None
-    for first in range(0, degrees.world_size, degrees.per_stage):
-        ranks = range(first, first + degrees.per_stage)
-        group = dist.new_group(list(ranks), timeout=timeout)
-        stage = group if rank in ranks else stage
+    stage = _group_of(rank, degrees.per_stage, degrees.world_size, timeout)
+    replica = stage
+    if degrees.replicate > 1:
+        replica = _group_of(rank, degrees.per_replica, degrees.world_size, timeout) if degrees.per_replica > 1 else None
     return Mesh(
         degrees=degrees,
         rank=rank,
@@ -141,4 +141,14 @@ def build_mesh(degrees: ParallelDims, rank: int, device: torch.device, timeout: 
         sparse_mesh=sparse_mesh,
         context_mesh=context_mesh,
         stage=stage,
+        replica=replica,
     )
+
+
+def _group_of(rank: int, size: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Create a group of each `size` consecutive ranks, and return this rank's."""
+    own_group: dist.ProcessGroup | None = None
+    for first in range(0, world_size, size):
+        group = dist.new_group(list(range(first, first + size)), timeout=timeout)
+        own_group = group if first <= rank < first + size else own_group
+    return own_group

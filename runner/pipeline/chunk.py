@@ -167,9 +167,15 @@ def hf_pieces(
     """Yield this rank's part of a chunk's parameters, or of what `of` returns for each, by Hugging Face FQN."""
     for name, parameter in chunk.body.named_parameters():
         tensor = of(parameter)
-        if tensor is not None and local_of(tensor).numel():
-            for memory, offset in local_regions(tensor):
-                yield from chunk.family.pieces(name, memory.detach(), offset)
+        if tensor is not None:
+            yield from pieces_of(chunk, name, tensor)
+
+
+def pieces_of(chunk: StageChunk, name: str, tensor: torch.Tensor) -> Iterator[Piece]:
+    """Yield this rank's part of a tensor that is placed as the parameter `name` of a chunk's body is."""
+    if local_of(tensor).numel():
+        for memory, offset in local_regions(tensor):
+            yield from chunk.family.pieces(name, memory.detach(), offset)
 
 
 def hf_constants(chunk: StageChunk) -> Iterator[Piece]:

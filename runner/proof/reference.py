@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from manifests.optimizer_state import GroupNumbers
 from manifests.schema import TieGroup
 from runner.config.schema import OptimOptions
 from runner.config.trained import Trains
 from runner.data.rows import IGNORED
 from runner.data.sequences import Batch, Sample, build_batch
 from runner.proof.stages import Proven
+from runner.training.algorithms import algorithms_of
+from runner.training.optimizer import plain_adamw
 
 LENGTH = 12  # tokens of a row: longer than the windows, chunks and blocks of a tiny config
 # Of the documents of rows, in turn: a row has a label more than tokens, and one has none.
@@ -25,6 +28,7 @@ _ROWS = ((12,), (10,), (1,), (6,))
 _FILLER = 0
 _LR = 1e-2
 _EPS = 0.1  # of the largest gradient: an update does not magnify what rounding leaves of a gradient that is 0
+_COARSE = 1e-3  # by which Newton-Schulz iterations in bfloat16 magnify what differs in a gradient
 _LEAST = 1e-3  # of the largest gradient: what is smaller may be nothing but rounding
 
 
@@ -68,6 +72,7 @@ class Reference:
     norm: float
     evaluation: float  # the loss in evaluation mode, after the step
     optim: OptimOptions
+    coarse: frozenset[str]  # weights whose step is computed in bfloat16
     is_training: bool  # whether modules were in training mode: not if they draw random numbers there
 
     def distance(self, gradient: torch.Tensor, fqn: str, region: tuple[slice, ...]) -> float:
@@ -76,7 +81,8 @@ class Reference:
 
     def weight_distance(self, weight: torch.Tensor, fqn: str, region: tuple[slice, ...]) -> float:
         """Return how much a weight differs after the step, relative to the learning rate."""
-        return 0.0 if fqn not in self.stepped else _largest(weight - self.stepped[fqn][region]) / _LR
+        distance = 0.0 if fqn not in self.stepped else _largest(weight - self.stepped[fqn][region]) / _LR
+        return distance * _COARSE if fqn in self.coarse else distance
 
 
 def run_reference(
@@ -113,22 +119,22 @@ def run_reference(
     gradients = {parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
                  for parameter in parameters}  # fmt: skip
     rounded = gradients if compute_dtype == dtype else _rounded_gradients(whole, rows, compute_dtype)
-    norm = math.sqrt(math.fsum(gradient.double().square().sum().item() for gradient in gradients.values()))
+    in_files = _in_files(whole, gradients)
+    fqns = _fqns_of(whole, parameters)
+    plan = optim.plan or plain_adamw(((fqn, in_files[fqn]) for fqn in fqns), optim)
+    optim = replace(optim, plan=plan)
+    numbers = GroupNumbers(plan.groups, [[member.fqn for member in group.members] for group in ties])
+    is_clipped = {fqn: not plan.groups[numbers.of(fqn)].skips_clipping for fqn in fqns}
+    norm = math.sqrt(math.fsum(_squares(gradients.values() if all(is_clipped.values()) else (
+        in_files[fqn] for fqn in fqns if is_clipped[fqn]))))  # fmt: skip
     optim = _small_step(optim, norm, _EPS * max(map(_largest, gradients.values())))
     factor = optim.max_norm / (norm + 1e-6) if optim.max_norm else 1.0
-    for parameter in parameters:
-        if parameter.grad is not None:  # otherwise the optimizer leaves it as it is
-            parameter.grad *= factor
     clipped, rounded_clipped = (
-        _in_files(whole, {parameter: gradient * factor for parameter, gradient in values.items()})
-        for values in (gradients, rounded)
+        {fqn: gradient * (factor if is_clipped.get(fqn) else 1.0) for fqn, gradient in values.items()}
+        for values in (in_files, _in_files(whole, rounded))
     )
-    decays: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-    for parameter in parameters:
-        decays[optim.weight_decay_1d or parameter.dim() != 1].append(parameter)
-    groups = [{"params": part, "weight_decay": optim.weight_decay if decay else 0.0}
-              for decay, part in decays.items() if part]  # fmt: skip
-    torch.optim.AdamW(groups, lr=_LR, betas=optim.betas, eps=optim.eps).step()
+    used = [parameter for parameter in parameters if parameter.grad is not None]  # the optimizer leaves others alone
+    coarse = _take_step(whole, {fqn: clipped[fqn] for fqn in _fqns_of(whole, used)}, optim, numbers)
     stepped = _in_files(whole, {})
     with torch.no_grad():
         evaluation = _loss(whole.eval(), rows).item()
@@ -147,8 +153,48 @@ def run_reference(
         norm=norm,
         evaluation=evaluation,
         optim=optim,
+        coarse=coarse,
         is_training=is_training,
     )
+
+
+def _take_step(
+    whole: Any, gradients: Mapping[str, torch.Tensor], optim: OptimOptions, numbers: GroupNumbers
+) -> frozenset[str]:
+    """Step the tensors of files, one by one, with torch's own classes; return those stepped in bfloat16.
+
+    A parameter of the model may consist of several: what each element of them is, numbers in their place tell.
+    """
+    assert optim.plan is not None
+    parameters, algorithms = list(whole.body.parameters()), algorithms_of(optim.plan)
+    sizes = [parameter.numel() for parameter in parameters]
+    places = torch.split(torch.arange(sum(sizes), dtype=torch.float64), sizes)
+    numbered = dict(zip(parameters, places, strict=True))
+    places_in_files = _in_files(
+        whole, {parameter: place.view(parameter.shape) for parameter, place in numbered.items()}
+    )
+    before = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+    flat = before.clone()  # a tied weight is stepped under each of its names, each time from what it was
+    coarse: set[str] = set()
+    for fqn, gradient in gradients.items():
+        algorithm, place = algorithms[numbers.of(fqn)], places_in_files[fqn].long()
+        weight = before[place]
+        matrices = [torch.nn.Parameter(part.clone()) for part in algorithm.matrices(weight)]
+        for matrix, of_matrix in zip(matrices, algorithm.matrices(gradient), strict=True):
+            matrix.grad = of_matrix.to(weight.dtype)
+        optimizer = algorithm.make(matrices)
+        for group in optimizer.param_groups:
+            group["lr"] = _LR * (1.0 if algorithm.group.rate_factor is None else algorithm.group.rate_factor)
+        optimizer.step()
+        flat[place] = torch.stack([matrix.detach() for matrix in matrices]).view(weight.shape)
+        coarse |= {fqn} if algorithm.num_dims == {2} else set()
+    for parameter, values in zip(parameters, torch.split(flat, sizes), strict=True):
+        parameter.data = values.view(parameter.shape)
+    return frozenset(coarse)
+
+
+def _squares(tensors: Iterable[torch.Tensor]) -> Iterator[float]:
+    return (tensor.double().square().sum().item() for tensor in tensors)
 
 
 def _rounded_gradients(whole: Any, rows: Rows, dtype: torch.dtype) -> dict[torch.nn.Parameter, torch.Tensor]:
@@ -187,7 +233,10 @@ def _freeze(whole: Any, trains: Trains) -> None:
 def _small_step(optim: OptimOptions, norm: float, eps: float) -> OptimOptions:
     clip = {"max_norm": norm / 2} if optim.max_norm else {}
     still = {"warmup_steps": 0, "stable_steps": 0, "decay": "constant", "decay_steps": 0, "min_lr": 0.0}
-    return replace(optim, lr=_LR, eps=eps, **clip, **still)  # type: ignore[arg-type]
+    assert optim.plan is not None
+    groups = tuple(replace(group, eps=eps) if group.eps else group for group in optim.plan.groups)
+    plan = replace(optim.plan, groups=groups)
+    return replace(optim, lr=_LR, eps=eps, plan=plan, **clip, **still)  # type: ignore[arg-type]
 
 
 def _loss(whole: Any, rows: Rows) -> torch.Tensor:

@@ -6,7 +6,6 @@ import logging
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,17 +15,17 @@ import torch.distributed as dist
 from manifests.digest import digest_bytes
 from manifests.errors import UserError
 from manifests.models import ModelShape
+from manifests.models.adapters import is_adapter
+from manifests.optimizer_state import kinds_of, shape_of
 from manifests.schema import (
-    MOMENTS,
     WEIGHTS,
     Holds,
     Layout,
     Manifest,
     Model,
-    OptimizerState,
-    ParameterGroup,
     Source,
     Stage,
+    StateKind,
     TrainingState,
 )
 from runner.checkpoint.save import SaveContext, save
@@ -47,6 +46,7 @@ from stores.open import open_manifest
 logger = logging.getLogger("runner")
 
 _UNSAVED = ("output.unwritable", "checkpoint.not-shared")  # the disk's fault
+_OF_WEIGHTS = StateKind(name=WEIGHTS, shape="parameter")
 # What a rank has of a tensor: its kind, FQN, offset and shape, with the dtype and the digest of the bytes.
 _Part = tuple[Holds, str, tuple[int, ...], tuple[int, ...]]
 _Digests = Mapping[_Part, tuple[torch.dtype, str]]
@@ -70,14 +70,16 @@ def reload_problem(
         )
         state = held_state(chunks, run.stages.ties, engine.ties, engine.optimizer, mesh.owns)
         try:
-            save(state, context, folder, _training(run))
+            training = TrainingState(step=1, num_tokens=1, optimizer=engine.optimizer.plan)
+            save(state, context, folder, training)
         except UserError as error:
             if error.code not in _UNSAVED:
                 return f"its checkpoint cannot be saved: {error.problem}"
             if is_rank_0:
                 logger.info("self-check: no checkpoint could be tried: %s", error)
             return None
-        return from_rank_0(_compare(folder, digests, reference) if is_rank_0 else None)
+        kinds = kinds_of(engine.optimizer.plan)
+        return from_rank_0(_compare(folder, digests, reference, kinds) if is_rank_0 else None)
 
 
 def _digests(
@@ -85,27 +87,28 @@ def _digests(
 ) -> Iterator[tuple[_Part, tuple[torch.dtype, str]]]:
     leaders = {id(member): tie.leader for tie in engine.ties for member in tie.members}
 
-    def moment_of(weight: torch.nn.Parameter, moment: Holds) -> torch.Tensor:
-        return engine.optimizer.moment(leaders.get(id(weight), weight), moment)
-
     for chunk in chunks:
-        pieces = {WEIGHTS: (*hf_pieces(chunk, master_of), *hf_constants(chunk))}
-        pieces |= {moment: (*hf_pieces(chunk, partial(moment_of, moment=moment)),) for moment in MOMENTS}
+        weights = (*hf_pieces(chunk, master_of), *hf_constants(chunk))
+        pieces = {WEIGHTS: tuple(p for p in weights if is_adapter(p.fqn)) if chunk.has_adapters else weights}
+        pieces |= {
+            kind.name: (*engine.optimizer.state_pieces(chunk, kind, leaders),)
+            for kind in kinds_of(engine.optimizer.plan)
+        }
         for holds, parts in pieces.items():
             for piece in parts:
                 memory = piece.memory
                 yield (holds, piece.fqn, piece.offset, tuple(memory.shape)), (memory.dtype, _digest(memory))
 
 
-def _compare(folder: Path, digests: Sequence[_Digests], reference: Reference) -> str | None:
+def _compare(folder: Path, digests: Sequence[_Digests], reference: Reference, kinds: Sequence[StateKind]) -> str | None:
     """Load whole tensors, and return the first that another rank has other bytes of."""
     shapes = {fqn: tuple(tensor.shape) for fqn, tensor in reference.weights.items()}
     shape = ModelShape(architecture="", num_layers=0, modules=(), tensors=shapes)
     try:
         bundles = Bundles(open_manifest(folder).manifest, folder)
         loaded = {
-            holds: {piece.fqn: piece for piece in _load(bundles, shape, holds, digests, reference)}
-            for holds in (WEIGHTS, *MOMENTS)
+            kind.name: {piece.fqn: piece for piece in _load(bundles, shape, kind, digests, reference)}
+            for kind in (_OF_WEIGHTS, *kinds)
         }
     except UserError as error:
         return f"its checkpoint cannot be loaded in one process: {error.problem} ({error.where})"
@@ -119,17 +122,17 @@ def _compare(folder: Path, digests: Sequence[_Digests], reference: Reference) ->
 
 
 def _load(
-    bundles: Bundles, shape: ModelShape, holds: Holds, digests: Sequence[_Digests], reference: Reference
+    bundles: Bundles, shape: ModelShape, kind: StateKind, digests: Sequence[_Digests], reference: Reference
 ) -> tuple[Piece, ...]:
-    fqns = dict.fromkeys(fqn for of_rank in digests for kind, fqn, *_ in of_rank if kind == holds)
+    fqns = dict.fromkeys(fqn for of_rank in digests for holds, fqn, *_ in of_rank if holds == kind.name)
     dtype = next(tensor.dtype for fqn, tensor in reference.gradients.items())
     empty = {
         fqn: torch.empty_like(weight) if not (weight := reference.weights[fqn]).is_floating_point()
-        else torch.empty(weight.shape, dtype=dtype)
+        else torch.empty(shape_of(kind, tuple(weight.shape)) or (), dtype=dtype)
         for fqn in fqns
     }  # fmt: skip
     pieces = whole_pieces(empty)
-    load_tensors(pieces, bundles, shape, holds)
+    load_tensors(pieces, bundles, shape, kind.name)
     return pieces
 
 
@@ -157,10 +160,3 @@ def _manifest(run: Combination) -> Manifest:
         stages=tuple(stages),
         ties=run.stages.ties,
     )  # fmt: skip
-
-
-def _training(run: Combination) -> TrainingState:
-    optim = run.options.optim
-    group = ParameterGroup(beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps, weight_decay=optim.weight_decay)
-    optimizer = OptimizerState(name="AdamW", max_norm=optim.max_norm, groups=(group,))
-    return TrainingState(step=1, num_tokens=1, optimizer=optimizer)

@@ -87,12 +87,19 @@ def build_engine(
     reduce_dtype, dtype = FLAG_DTYPES[compute.reduce_dtype], FLAG_DTYPES[compute.master_dtype]
     parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=reduce_dtype, dtype=dtype)
     parallel.reshard()
+    optimizer = Optimizer(parameters, options.optim, chunks, mesh, [_names(group) for group in stages.ties])
     clock = Clock(timetable.planned(batch.num_microbatches), mesh.pipeline_rank, options.traced)
     return Engine(
         schedule=build_schedule(timetable, chunks, metadata, batch, mesh.pipeline),
         ties=ties,
-        totals=StepTotals(parameters, ties, device=chunks[0].device, mesh=mesh, num_times=clock.num_times),
-        optimizer=Optimizer(parameters, options.optim),
+        totals=StepTotals(
+            parameters, ties, device=chunks[0].device, mesh=mesh, num_times=clock.num_times, counts=optimizer.is_clipped
+        ),
+        optimizer=optimizer,
         parallel=parallel if mesh.degrees.per_stage > 1 else None,
         clock=clock,
     )
+
+
+def _names(group: TieGroup) -> tuple[str, ...]:
+    return tuple(member.fqn for member in group.members)

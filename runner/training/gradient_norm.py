@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from typing import NoReturn
 
 import torch
@@ -41,7 +41,8 @@ class StepTotals:
 
     Squares are summed in float64, parameter by parameter and over the ranks that share its stage, each
     element once, and then exactly (`math.fsum`): the norm does not depend on the layout of stages or the
-    assignment to ranks. Each rank may report `num_times` times of its own with them.
+    assignment to ranks. It leaves out parameters that `counts` refuses. Each rank may report `num_times` times of its
+    own with them.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class StepTotals:
         device: torch.device,
         mesh: Mesh | None = None,
         num_times: int = 0,
+        counts: Callable[[nn.Parameter], bool] = lambda parameter: True,
     ) -> None:
         self._num_times = num_times
         elsewhere = {id(tie.leader) for tie in ties if not tie.is_counted_here}
@@ -59,11 +61,12 @@ class StepTotals:
         self._counted = [parameter for _, parameter in counted]
         self._device, self._mesh = device, mesh
         pipeline = mesh.pipeline if mesh else None
-        names = [fqn for fqn, _ in counted]
-        self._names = [names]  # by rank
+        rows = [[(fqn, counts(parameter)) for fqn, parameter in counted]]  # by rank
         if dist.is_initialized():
-            self._names = [[] for _ in range(dist.get_world_size(pipeline))]
-            dist.all_gather_object(self._names, names, group=pipeline)
+            row, rows = rows[0], [[] for _ in range(dist.get_world_size(pipeline))]
+            dist.all_gather_object(rows, row, group=pipeline)
+        self._names = [[fqn for fqn, _ in row] for row in rows]
+        self._is_in_norm = [[is_counted for _, is_counted in row] for row in rows]
 
     def reduce(
         self,
@@ -92,9 +95,10 @@ class StepTotals:
         assert len(times) == self._num_times, "all ranks report the same number of times"
         rows = self._gather([*head, float(is_last), float(is_damaged), *times, *squares])
         first = _HEAD + self._num_times
-        square = math.fsum(chain.from_iterable(row[first:] for row in rows))
-        if not math.isfinite(square):
-            self._raise_not_finite([row[first:] for row in rows])
+        squared = [row[first:] for row in rows]
+        if not math.isfinite(math.fsum(chain.from_iterable(squared))):
+            self._raise_not_finite(squared)
+        square = math.fsum(chain.from_iterable(map(compress, squared, self._is_in_norm)))
         loss = math.fsum(row[0] for row in rows)
         if not math.isfinite(loss):
             raise RankError("", f"the loss is {loss}", _CURE, code="rank.not-finite")

@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward, tied gradients, gradient clipping, AdamW."""
+"""One optimizer step: forward and backward, tied gradients, gradient clipping, the optimizer."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def train_step(
         raise error.within(f"step {step + 1}") from error
     if clock is not None:
         clock.note_exchange(totals.times_s)
-    stepped = (parameter for _, parameter in optimizer.parameters)
+    stepped = (parameter for _, parameter in optimizer.parameters if optimizer.is_clipped(parameter))
     clip_gradients(stepped, totals.norm, optimizer.options.max_norm)
     lr = optimizer.step(step)
     follow_leaders(engine.ties)

@@ -145,7 +145,7 @@ def sync_gradients(ties: Sequence[Tie]) -> None:
 def check_equal(
     ties: Sequence[Tie],
     *,
-    of: Callable[[nn.Parameter], torch.Tensor] = master_of,
+    of: Callable[[nn.Parameter], torch.Tensor | None] = master_of,
 ) -> None:
     """Check that all copies of each tied weight (the master, or what `of` returns for it) have the same bytes.
 
@@ -157,7 +157,7 @@ def check_equal(
     if not dist.is_initialized():
         return
     tied = [(tie.fqn, of(tie.leader)) for tie in ties if tie.group is not None]
-    mine = {(fqn, local_offset(tensor)): _digest(local_of(tensor)) for fqn, tensor in tied}
+    mine = {(fqn, local_offset(tensor)): _digest(local_of(tensor)) for fqn, tensor in tied if tensor is not None}
     everyone: list[dict[tuple[str, tuple[int, ...]], str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
     for key in sorted({key for digests in everyone for key in digests}):

@@ -28,7 +28,7 @@ INPUTS = {
     "reshard plan --from-run", "reshard plan --layout", "reshard plan --model",
     "reshard plan source", "reshard push folder", "reshard sign --key", "reshard sign manifest",
     "reshard verify --against", "reshard verify --public-key", "reshard verify manifest",
-    "runner cancel log_dir", "runner eval --data", "runner eval manifest",
+    "runner cancel log_dir", "runner eval --data", "training --optimizer", "runner eval manifest",
     "runner launch --job", "runner launch manifest", "runner logs log_dir",
     "runner measure manifest", "runner prove --against", "runner prove model",
     "runner report --compare", "runner report log_dir", "runner status log_dir",

@@ -55,8 +55,7 @@ def run_job(job: Mapping[str, Any], world: World, device: torch.device) -> dict[
 def memory_of(ready: Ready, device: torch.device) -> dict[str, Any]:
     """Return the bytes that this rank has, had at most and should have, and whether its AdamW is fused."""
     parameters = [parameter for chunk in ready.chunks for parameter in chunk.parameters()]
-    adamw = ready.engine.optimizer.adamw
-    assert adamw is not None
+    (adamw,) = ready.engine.optimizer.torch_optimizers
     masters = [master_of(parameter) for parameter in parameters if master_of(parameter) is not parameter]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     moments = [tensor for state in adamw.state.values() for tensor in state.values() if tensor.dim()]

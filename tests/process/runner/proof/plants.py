@@ -255,17 +255,21 @@ def _masters_not_rounded(patch: Patch) -> None:
 
 
 def _decays_nothing(patch: Patch) -> None:
-    def init(before: Any, self: Any, parameters: Any, options: Any) -> None:
-        before(self, parameters, replace(options, weight_decay=0.0))
+    def init(before: Any, self: Any, parameters: Any, options: Any, *others: Any) -> None:
+        plan = options.plan and replace(
+            options.plan, groups=tuple(replace(group, weight_decay=0.0) for group in options.plan.groups)
+        )
+        before(self, parameters, replace(options, weight_decay=0.0, plan=plan), *others)
 
     _wrap(patch, optimizer.Optimizer, "__init__", init)
 
 
 def _first_moment_kept_from_before(patch: Patch) -> None:
-    def init(before: Any, self: Any, parameters: Any, options: Any) -> None:
-        before(self, parameters, options)
-        for _, parameter in self.parameters:
-            self.moment(parameter, "exp_avg").fill_(1e-3)
+    def init(before: Any, self: Any, parameters: Any, options: Any, *others: Any) -> None:
+        before(self, parameters, options, *others)
+        for each in self.torch_optimizers:
+            for of_weight in each.state.values():
+                of_weight["exp_avg"].fill_(1e-3)
 
     _wrap(patch, optimizer.Optimizer, "__init__", init)
 

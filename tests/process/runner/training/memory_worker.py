@@ -62,8 +62,8 @@ def run_case(case: dict[str, Any], world: World) -> dict[str, Any]:
 def state_nbytes(ready: Ready) -> dict[str, int]:
     """Give the bytes of weights, gradients and optimizer state after a step, as this rank has them."""
     parameters = [parameter for chunk in ready.chunks for parameter in chunk.parameters()]
-    adamw = ready.engine.optimizer.adamw
-    states = [tensor for state in (adamw.state.values() if adamw else ()) for tensor in state.values()]
+    optimizers = ready.engine.optimizer.torch_optimizers
+    states = [tensor for each in optimizers for state in each.state.values() for tensor in state.values()]
     masters = [master_of(parameter) for parameter in parameters if master_of(parameter) is not parameter]
     return {
         "weights": nbytes_of(parameters),

@@ -1,0 +1,293 @@
+"""Optimizer classes: looked up, constructed, and tested on tiny tensors before they are accepted."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from manifests.errors import UsageError
+from manifests.models import ModelShape
+from manifests.optimizer_state import EMA, GroupNumbers, kinds_of, shape_of
+from manifests.schema import Holds, OptimizerState, ParameterGroup, StateKind, StateShape
+from runner.config.flags import TrainOptions
+from runner.config.optimizers import (
+    ADAMS,
+    ELEMENTWISE,
+    algorithm_of,
+    check_flags,
+    check_state_fits,
+    describe_groups,
+    is_elementwise,
+    optimizer_of,
+    options_of,
+    trained_tensors,
+)
+from runner.config.trained import trained_by
+
+_TINY: tuple[tuple[int, ...], ...] = ((6,), (6, 4), (2, 6, 4))
+_SHAPES: tuple[StateShape, ...] = ("parameter", "vector", "matrix", "rows", "columns", "scalar")
+_LIMIT = 1e-6
+_NUM_STEPS = 3
+_STEP = "step"  # of each parameter: the number of steps, which a checkpoint has once
+_CODE = "options.optimizer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Algorithm:
+    """A group's class and arguments. `kinds` is the state that it keeps; `num_dims` what parameters may have."""
+
+    name: str
+    group: ParameterGroup
+    make: Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
+    is_elementwise: bool
+    kinds: tuple[StateKind, ...] = ()
+    num_dims: frozenset[int] = frozenset()
+    first_step: object = None  # the step count before step 1: a tensor or a number; None: it has none
+
+    def matrices(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what one call of the class takes of a tensor: of a stack that it does not take, each matrix."""
+        return (whole,) if whole.dim() in self.num_dims else tuple(whole.flatten(0, -3).unbind())
+
+    def check_takes(self, fqn: str, shape: tuple[int, ...]) -> None:
+        """Raise UsageError if the class takes no parameter of this shape, nor the matrices that it consists of."""
+        if len(shape) not in self.num_dims and not (len(shape) > 2 and 2 in self.num_dims):
+            problem = f"expected a matrix: {self.name} trains nothing else; found {list(shape)}"
+            hint = "put it in another group with --optimizer FILE"
+            raise UsageError(f"--optimizer: {fqn}", problem, hint, code="options.optimizer-pattern")
+
+
+def algorithms_of(optimizer: OptimizerState) -> tuple[Algorithm, ...]:
+    """Return the algorithm of each group, tested.
+
+    Raises:
+        UsageError: there is no such class, it refuses its arguments, it needs whole tensors although it is declared
+            elementwise, or its state is none that a checkpoint can have.
+    """
+    return tuple(map(_tested, (_algorithm(group, optimizer.name) for group in optimizer.groups)))
+
+
+def plan_groups(
+    options: TrainOptions, shape: ModelShape, stored: OptimizerState | None, where: str
+) -> tuple[TrainOptions, tuple[str, ...]]:
+    """Return a run's options with its parameter groups, and a line for each unless they are plain AdamW's.
+
+    `stored` is what a checkpoint says that is resumed, from `where`.
+
+    Raises:
+        UserError: see `optimizer_of`, `algorithms_of`, `check_flags` and `check_state_fits`.
+    """
+    if stored is not None and options.optim.optimizer is None:
+        check_flags(stored, options.given)
+    trains = None if options.lora else trained_by(options, shape.ties)
+    plan = declare_kinds(optimizer_of(options.optim, shape, stored), shape, trains)
+    if options.lora is not None and plan.kinds is not None:
+        problem = "adapters are trained by AdamW or Adam, without an average"
+        raise UsageError("--lora", problem, "leave --optimizer and --ema out", code="options.lora-combination")
+    if stored is not None:
+        check_state_fits(plan, stored, shape, where)
+    options = replace(options, optim=replace(options.optim, plan=plan))
+    return options, () if plan.kinds is None else tuple(describe_groups(plan, shape, trains))
+
+
+def declare_kinds(
+    plan: OptimizerState, shape: ModelShape, trains: Callable[[str], bool] | None = None
+) -> OptimizerState:
+    """Return a plan with the kinds of state that it leads to for a model: None if they are those of plain AdamW."""
+    numbers, algorithms = GroupNumbers(plan.groups, shape.ties), algorithms_of(plan)
+    tensors = {fqn: dims for fqn, dims in trained_tensors(shape).items() if trains is None or trains(fqn)}
+    for fqn, dims in tensors.items():
+        algorithms[numbers.of(fqn)].check_takes(fqn, dims)
+    kinds = state_kinds(algorithms, ((numbers.of(fqn), dims) for fqn, dims in tensors.items()))
+    if plan.ema:
+        kinds = (*kinds, StateKind(name=EMA, shape="parameter"))
+    return replace(plan, kinds=None if kinds == kinds_of(replace(plan, kinds=None)) else kinds)
+
+
+def state_kinds(
+    algorithms: Sequence[Algorithm], shapes: Iterable[tuple[int, tuple[int, ...]]]
+) -> tuple[StateKind, ...]:
+    """Return the kinds of a run's state; `shapes` are those of its parameters, each with the number of its group.
+
+    Raises:
+        UsageError: two algorithms have state of one name and another shape.
+    """
+    present, kinds = set(shapes), dict[Holds, StateKind]()
+    for number, algorithm in enumerate(algorithms):
+        for kind in algorithm.kinds:
+            if not any(shape_of(kind, shape) is not None for of, shape in present if of == number):
+                continue
+            other = kinds.setdefault(kind.name, replace(kind, groups=()))
+            if other.shape != kind.shape:
+                problem = f"{kind.name} of {algorithm.name} is a {kind.shape}, and a {other.shape} in another group"
+                raise UsageError("--optimizer", problem, "use one of the two algorithms", code=_CODE)
+            kinds[kind.name] = replace(other, groups=(*other.groups, number))
+    used = {of for of, _ in present}
+    return tuple(replace(kind, groups=() if used == {*kind.groups} else kind.groups) for kind in kinds.values())
+
+
+def _algorithm(group: ParameterGroup, optimizer_name: str) -> Algorithm:
+    name = algorithm_of(group, optimizer_name)
+    cls = _class_of(name)
+    options = {key: value for key, value in options_of(group).items() if key != ELEMENTWISE}
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    if name in ADAMS:
+        options |= {"betas": (group.beta1, group.beta2), "eps": group.eps}
+    if group.weight_decay or "weight_decay" in inspect.signature(cls).parameters:
+        options["weight_decay"] = group.weight_decay
+
+    def make(weights: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        # On the CPU torch chooses: one weight at a time.
+        fused = {"fused": True} if name in ADAMS and all(weight.is_cuda for weight in weights) else {}
+        try:
+            optimizer = cls(list(weights), lr=1.0, **options, **fused)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"--optimizer: {name}", f"its class refused: {error}", code=_CODE) from error
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        return optimizer
+
+    return Algorithm(name=name, group=group, make=make, is_elementwise=is_elementwise(group, optimizer_name))
+
+
+def _class_of(name: str) -> Any:
+    """Return a class of torch.optim, or of an installed package by its dotted name, which only --optimizer may have."""
+    module, _, leaf = name.rpartition(".")
+    try:
+        cls = getattr(_import_installed(module or "torch.optim"), leaf)
+    except (ImportError, AttributeError) as error:
+        hint = "install the package that has it, or check the name for typos"
+        raise UsageError(f"--optimizer: {name}", f"there is no such class: {error}", hint, code=_CODE) from error
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise UsageError(f"--optimizer: {name}", "expected a torch.optim.Optimizer", code=_CODE)
+    return cls
+
+
+def prepare_state(algorithm: Algorithm, optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> None:
+    """Allocate a weight's state, as zeros, so that a checkpoint can be loaded into it."""
+    state = optimizer.state[weight]
+    for kind in algorithm.kinds:
+        if kind.name not in state and (shape := shape_of(kind, tuple(weight.shape))) is not None:
+            # In the order of memory of the weight, as torch allocates it.
+            state[kind.name] = torch.zeros_like(weight) if shape == weight.shape else weight.new_zeros(shape)
+    set_num_steps(algorithm, optimizer, weight, 0)
+
+
+def set_num_steps(algorithm: Algorithm, optimizer: torch.optim.Optimizer, weight: torch.Tensor, num_steps: int) -> None:
+    """Set how many steps a weight has taken, if the class counts them."""
+    count = algorithm.first_step
+    if isinstance(count, torch.Tensor):
+        device = weight.device if optimizer.defaults.get("fused") else count.device
+        optimizer.state[weight][_STEP] = torch.full_like(count, num_steps, device=device)
+    elif count is not None:
+        optimizer.state[weight][_STEP] = num_steps
+
+
+def _import_installed(module: str) -> ModuleType:
+    """Import a module, but not from the working directory, where `python -m` looks first."""
+    first = sys.path[0] if sys.path else None
+    if first not in ("", os.getcwd()):
+        return import_module(module)
+    del sys.path[0]
+    try:
+        return import_module(module)
+    finally:
+        sys.path.insert(0, first)
+
+
+def _tested(algorithm: Algorithm) -> Algorithm:
+    """Return the algorithm with what steps of tiny tensors show of it: its state, and which parameters it takes.
+
+    Raises:
+        UsageError: see `algorithms_of`.
+    """
+    states, refusal = dict[tuple[int, ...], dict[str, object]](), None
+    for shape in _TINY:
+        try:
+            states[shape] = _train(algorithm, [_weights(shape)], [_gradients(shape)])[1][0]
+        except UsageError as error:
+            refusal = error
+    if not states:
+        assert refusal is not None
+        raise refusal
+    counts = [value for state in states.values() for key, value in state.items() if key == _STEP]
+    tested = replace(
+        algorithm,
+        kinds=tuple(_kinds_in(algorithm.name, states)),
+        num_dims=frozenset(map(len, states)),
+        first_step=next((torch.zeros_like(it) if isinstance(it, torch.Tensor) else 0 for it in counts), None),
+    )
+    for shape, state in states.items():
+        _compare_with_whole(tested, shape, state)
+    return tested
+
+
+def _compare_with_whole(algorithm: Algorithm, shape: tuple[int, ...], state: Mapping[str, object]) -> None:
+    """Check that steps from state of zeros, and those of slices if that is declared, are those of the whole."""
+    where = f"--optimizer: {algorithm.name}"
+    whole, gradients = _weights(shape), _gradients(shape)
+    expected, _ = _train(algorithm, [whole], [gradients])
+    again, (resumed,) = _train(algorithm, [whole], [gradients], starts_at_zero=True)
+    if not torch.equal(again[0], expected[0]) or int(_number_of(resumed, _STEP)) != int(_number_of(state, _STEP)):
+        problem = "its state does not begin at zero, so that a run could not start or resume with it"
+        raise UsageError(where, problem, code=_CODE)
+    if not algorithm.is_elementwise:
+        return
+    halves, _ = _train(algorithm, list(whole.chunk(2)), list(zip(*(part.chunk(2) for part in gradients), strict=True)))
+    difference = float((torch.cat(halves) - expected[0]).abs().max())
+    if not difference <= _LIMIT:
+        problem = f"is declared elementwise, and slices of a tensor train otherwise than the whole: by {difference:.1e}"
+        raise UsageError(where, problem, f"remove {ELEMENTWISE} from its group", code=_CODE)
+
+
+def _train(
+    algorithm: Algorithm, wholes: Sequence[torch.Tensor], gradients: Sequence[Any], *, starts_at_zero: bool = False
+) -> tuple[list[torch.Tensor], list[dict[str, object]]]:
+    """Return weights after some steps of a new optimizer, and its state of each of them."""
+    weights = [nn.Parameter(whole.clone()) for whole in wholes]
+    optimizer = algorithm.make(weights)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    for weight in weights if starts_at_zero else ():
+        prepare_state(algorithm, optimizer, weight)
+    for of_step in zip(*gradients, strict=True):
+        for weight, gradient in zip(weights, of_step, strict=True):
+            weight.grad = gradient.clone()
+        optimizer.step()
+    return [weight.detach() for weight in weights], [dict(optimizer.state[weight]) for weight in weights]
+
+
+def _kinds_in(name: str, states: Mapping[tuple[int, ...], Mapping[str, object]]) -> Iterator[StateKind]:
+    """Yield the kinds of state by what an optimizer keeps of parameters of some shapes."""
+    for key in sorted({key for state in states.values() for key in state} - {_STEP}):
+        values = {whole: state.get(key) for whole, state in states.items()}
+        shapes = {w: tuple(value.shape) if isinstance(value, torch.Tensor) else value for w, value in values.items()}
+        rules = (StateKind(name=key, shape=rule) for rule in _SHAPES)
+        kind = next((rule for rule in rules if all(shape_of(rule, whole) == shapes[whole] for whole in shapes)), None)
+        if kind is not None:
+            yield kind
+        elif any(value is not None for value in shapes.values()):
+            shown = next(f"{value} of a parameter {list(w)}" for w, value in shapes.items() if value is not None)
+            problem = f"its state {key!r} ({shown}) is none that a checkpoint can have"
+            raise UsageError(f"--optimizer: {name}", problem, code=_CODE)
+
+
+def _number_of(state: Mapping[str, object], key: str) -> float:
+    value = state.get(key, 0)
+    return float(value) if isinstance(value, (int, float, torch.Tensor)) else -1.0
+
+
+def _weights(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def _gradients(shape: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(shape, generator=generator) for _ in range(_NUM_STEPS)]

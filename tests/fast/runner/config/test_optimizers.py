@@ -1,0 +1,149 @@
+"""Parameter groups: what flags and files ask for, which parameters each has, and what a checkpoint's state refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manifests.errors import UserError
+from manifests.models import ModelShape, model_shape
+from manifests.optimizer_state import kinds_of
+from manifests.schema import OptimizerState
+from runner.config.flags import parse_training
+from runner.config.optimizers import check_flags, check_state_fits, describe_groups, numbers_of, optimizer_of
+from runner.training.algorithms import algorithms_of, declare_kinds
+from tests.builders import EMBEDDING, HEAD, llama_config
+
+MATRIX, NORM = "model.layers.0.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"
+
+
+def shape_of(**changes: Any) -> ModelShape:
+    return model_shape(llama_config(**changes), "config.json")
+
+
+def plan_of(*flags: str, stored: OptimizerState | None = None, **changes: Any) -> OptimizerState:
+    shape = shape_of(**changes)
+    optim = parse_training(["--data", "synthetic", *flags]).optim
+    return declare_kinds(optimizer_of(optim, shape, stored), shape)
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "groups.toml").write_text(text)
+    return str(folder / "groups.toml")
+
+
+def refused_with(code: str, *flags: str, stored: OptimizerState | None = None) -> UserError:
+    with pytest.raises(UserError) as error:
+        plan_of(*flags, stored=stored)
+    assert error.value.code == code
+    return error.value
+
+
+def test_muon_trains_matrices_of_layers_and_adamw_the_rest() -> None:
+    plan, shape = plan_of("--optimizer", "muon", "--momentum", "0.9"), shape_of()
+    numbers = numbers_of(plan, shape)
+    of_muon = {fqn for fqn in shape.tensors if numbers.of(fqn) == 0}
+    assert of_muon == {fqn for fqn, dims in shape.tensors.items() if "layers" in fqn and len(dims) == 2}
+    assert [group.algorithm for group in plan.groups] == ["Muon", None]
+    assert {kind.name: kind.groups for kind in kinds_of(plan)} == {
+        "momentum_buffer": (0,), "exp_avg": (1,), "exp_avg_sq": (1,)
+    }  # fmt: skip
+    assert [line.split(":")[1].split(",")[0].strip() for line in describe_groups(plan, shape)] == ["Muon", "AdamW"]
+
+
+def test_adamw_is_what_version_1_describes() -> None:
+    for flags in ((), ("--optimizer", "adamw"), ("--no-weight-decay-1d",)):
+        plan = plan_of(*flags)
+        assert (plan.name, plan.kinds, plan.ema) == ("AdamW", None, 0.0)
+    assert len(plan.groups) == 2
+    kinds = plan_of("--ema", "0.99").kinds
+    assert kinds is not None
+    assert [kind.name for kind in kinds] == ["exp_avg", "exp_avg_sq", "ema"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_file_has_groups_whose_first_match_wins_and_the_last_has_the_rest(tmp_path: Path, tied: bool) -> None:
+    text = """
+        [[group]]
+        algorithm = "sgd"
+        patterns = ["*norm.weight"]
+        clip = false
+        rate_factor = 0.5
+        [[group]]
+        algorithm = "adamw"
+        patterns = ["model.embed_tokens.*", "lm_head.weight"]
+        betas = [0.8, 0.9]
+        weight_decay = 0
+        [[group]]
+        algorithm = "torch.optim.Adagrad"
+        elementwise = true
+    """
+    if tied:
+        text = text.replace(', "lm_head.weight"', "")
+    plan = plan_of("--optimizer", write(tmp_path, text), tie_word_embeddings=tied)
+    numbers = numbers_of(plan, shape_of(tie_word_embeddings=tied))
+    assert [numbers.of(fqn) for fqn in (NORM, EMBEDDING, HEAD, MATRIX)] == [0, 1, 1, 2]
+    assert (plan.groups[0].skips_clipping, plan.groups[0].rate_factor) == (True, 0.5)
+    assert (plan.groups[1].beta1, plan.groups[1].weight_decay) == (0.8, 0.0)
+    assert {kind.name for kind in kinds_of(plan)} == {"momentum_buffer", "exp_avg", "exp_avg_sq", "sum"}
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ('[[group]]\nalgorithm = "adamw"\npatterns = ["model.layer.*"]', "options.optimizer-pattern"),
+        ('[[group]]\nalgorithm = "sgd"\npatterns = ["*"]\n[[group]]\nalgorithm = "adamw"\npatterns = ["*norm*"]',
+         "options.optimizer-pattern"),
+        ('[[group]]\nalgorithm = "muon"', "options.optimizer-pattern"),
+        ('[[group]]\nalgorithm = "lion"', "options.optimizer-file"),
+        ('[[group]]\nalgorithm = "adamw"\nbetas = [0.9, 1.0]', "options.optimizer-file"),
+        ('[[group]]\nalgorithm = "adamw"\nweight_decay = "much"', "options.optimizer-file"),
+        ('[[groups]]\nalgorithm = "adamw"', "options.optimizer-file"),
+        ("[[group]", "options.optimizer-file"),
+        ('[[group]]\nalgorithm = "sgd"\nmomenta = 0.9', "options.optimizer"),
+        ('[[group]]\nalgorithm = "torch.optim.Lion"', "options.optimizer"),
+        ('[[group]]\nalgorithm = "no.such.package"', "options.optimizer"),
+        ('[[group]]\nalgorithm = "torch.optim.Adafactor"\nelementwise = true', "options.optimizer"),
+        ('[[group]]\nalgorithm = "torch.optim.NAdam"', "options.optimizer"),
+        ('[[group]]\nalgorithm = "torch.nn.Linear"', "options.optimizer"),
+        ('[[group]]\nalgorithm = "tests.toy_optimizers.Normed"\nelementwise = true', "options.optimizer"),
+    ],
+)  # fmt: skip
+def test_file_with_a_mistake_is_refused_in_one_sentence(tmp_path: Path, text: str, code: str) -> None:
+    error = refused_with(code, "--optimizer", write(tmp_path, text))
+    assert "\n" not in error.problem
+
+
+def test_class_of_another_package_needs_whole_tensors_unless_it_says_otherwise(tmp_path: Path) -> None:
+    for text, elementwise in (("", False), ("elementwise = true", True)):
+        file = write(tmp_path, f'[[group]]\nalgorithm = "tests.toy_optimizers.Signs"\n{text}')
+        plan = plan_of("--optimizer", file)
+        assert [algorithm.is_elementwise for algorithm in algorithms_of(plan)] == [elementwise]
+        assert [kind.name for kind in kinds_of(plan)] == ["velocity"]
+
+
+def test_parameter_that_another_algorithm_trained_is_named() -> None:
+    shape, muon, adamw = shape_of(), plan_of("--optimizer", "muon"), plan_of()
+    for plan, stored in ((adamw, muon), (muon, adamw), (plan_of("--optimizer", "adam"), adamw)):
+        with pytest.raises(UserError) as error:
+            check_state_fits(plan, stored, shape, "step-1")
+        assert error.value.code == "resume.other-optimizer"
+    check_state_fits(muon, muon, shape, "step-1")
+    check_state_fits(plan_of("--ema", "0.9"), adamw, shape, "step-1")
+    still = plan_of("--optimizer", "sgd", "--momentum", "0")
+    with pytest.raises(UserError, match="momentum_buffer of "):
+        check_state_fits(plan_of("--optimizer", "sgd"), still, shape, "step-1")
+
+
+def test_groups_of_a_checkpoint_are_resumed_but_no_class_is_loaded_because_it_names_one() -> None:
+    muon = plan_of("--optimizer", "muon", "--ema", "0.9")
+    assert plan_of("--max-norm", "0.5", "--ema", "0.9", stored=muon) == replace(muon, max_norm=0.5)
+    with pytest.raises(UserError) as error:
+        check_flags(muon, {"beta1"})
+    assert error.value.code == "options.optimizer"
+    foreign = plan_of("--optimizer", "torch.optim.Adagrad")
+    refused_with("resume.other-optimizer", stored=foreign)
+    assert plan_of("--optimizer", "torch.optim.Adagrad", stored=foreign) == foreign

@@ -1,0 +1,195 @@
+"""Every algorithm on one rank takes the steps of torch bit by bit, whatever the stages and what modules fuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from manifests.models import model_shape
+from manifests.optimizer_state import kinds_of
+from manifests.placement import Placement
+from runner.checkpoint.state import held_state
+from runner.config.flags import parse_training
+from runner.config.optimizers import optimizer_of
+from runner.config.schema import OptimOptions
+from runner.models import family_for
+from runner.pipeline.chunk import StageChunk, build_chunks, hf_pieces, materialize
+from runner.training.algorithms import declare_kinds
+from runner.training.optimizer import Optimizer
+from runner.training.ties import build_ties, lead_parameters
+from runner.training.whole_matrix import assign_owners, cost_of
+from tests.fast.runner.tiny import CPU, EMBEDDING, HEAD, head_tie, split_evenly
+
+Named = Mapping[str, torch.Tensor]
+LR = 0.01
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+MODELS: Mapping[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**TINY, intermediate_size=48, architectures=["LlamaForCausalLM"]),
+    "tied": lambda: transformers.LlamaConfig(
+        **TINY, intermediate_size=48, tie_word_embeddings=True, architectures=["LlamaForCausalLM"]
+    ),
+    "moe": lambda: transformers.Qwen3MoeConfig(
+        **TINY, intermediate_size=48, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8,
+        architectures=["Qwen3MoeForCausalLM"],
+    ),
+    "fused": lambda: transformers.Phi3Config(
+        **TINY, intermediate_size=48, pad_token_id=0, architectures=["Phi3ForCausalLM"]
+    ),
+}  # fmt: skip
+SETS: Mapping[str, tuple[str, ...]] = {
+    "muon": ("--optimizer", "muon"),
+    "adafactor": ("--optimizer", "adafactor"),
+    "sgd": ("--optimizer", "sgd", "--weight-decay", "0.01"),
+    "adam": ("--optimizer", "adam"),
+}
+
+
+@cache
+def config_of(model: str) -> dict[str, Any]:
+    config: dict[str, Any] = MODELS[model]().to_dict()
+    return config
+
+
+def optim_of(model: str, *flags: str) -> OptimOptions:
+    shape = model_shape(config_of(model), "config.json")
+    optim = parse_training(["--data", "synthetic", "--lr", str(LR), *flags]).optim
+    return replace(optim, plan=declare_kinds(optimizer_of(optim, shape), shape))
+
+
+def chunks_of(model: str, num_stages: int) -> tuple[StageChunk, ...]:
+    family = family_for(config_of(model), max_seq_len=8)
+    chunks = build_chunks(family, split_evenly(family.modules, num_stages), range(num_stages))
+    for chunk in chunks:
+        materialize(chunk, device=CPU, dtype=torch.float32)
+    for piece in (piece for chunk in chunks for piece in hf_pieces(chunk)):
+        piece.memory.copy_(drawn(piece.fqn, piece.shape, 0))
+    return chunks
+
+
+def drawn(fqn: str, shape: Sequence[int], step: int) -> torch.Tensor:
+    name = EMBEDDING if fqn == HEAD else fqn
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * step + sum(map(ord, name))))
+
+
+def gradients(chunks: Iterable[StageChunk], step: int) -> None:
+    for chunk in chunks:
+        for parameter in chunk.body.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        for piece in hf_pieces(chunk, lambda parameter: parameter.grad):
+            piece.memory.copy_(drawn(piece.fqn, piece.shape, step))
+
+
+def expected_of(names: Mapping[str, Sequence[int]], flags: str) -> dict[str, torch.Tensor]:
+    """Train tensors as files have them, each expert and projection by itself, with torch's own classes."""
+    weights = {fqn: torch.nn.Parameter(drawn(fqn, shape, 0)) for fqn, shape in names.items()}
+    hidden = [weight for fqn, weight in weights.items() if "layers" in fqn and weight.dim() == 2]
+    others = [weight for fqn, weight in weights.items() if "layers" not in fqn or weight.dim() == 1]
+    adamw = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    every: list[torch.nn.Parameter] = [*weights.values()]
+    optimizers = {
+        "muon": lambda: [
+            torch.optim.Muon(hidden, lr=LR, weight_decay=0.1, momentum=0.95), torch.optim.AdamW(others, **adamw)
+        ],
+        "adafactor": lambda: [torch.optim.Adafactor(every, lr=LR, weight_decay=0.1)],
+        "sgd": lambda: [torch.optim.SGD(every, lr=LR, weight_decay=0.01, momentum=0.9)],
+        "adam": lambda: [torch.optim.Adam(every, **adamw)],
+    }[flags]()  # fmt: skip
+    for step in range(1, 4):
+        for fqn, weight in weights.items():
+            weight.grad = drawn(fqn, weight.shape, step)
+        for optimizer in optimizers:
+            optimizer.step()
+    return {fqn: weight.detach() for fqn, weight in weights.items()}
+
+
+@pytest.mark.parametrize("flags", SETS)
+@pytest.mark.parametrize(("model", "num_stages"), [("llama", 1), ("llama", 4), ("moe", 2), ("fused", 1)])
+def test_steps_are_bitwise_those_of_torch(model: str, num_stages: int, flags: str) -> None:
+    chunks = chunks_of(model, num_stages)
+    optimizer = Optimizer(lead_parameters(chunks, ()), optim_of(model, *SETS[flags]), chunks)
+    for step in range(1, 4):
+        gradients(chunks, step)
+        assert optimizer.step(step) == LR
+    pieces = [piece for chunk in chunks for piece in hf_pieces(chunk)]
+    expected = expected_of({piece.fqn: piece.shape for piece in pieces}, flags)
+    assert {piece.fqn for piece in pieces} == expected.keys()
+    assert [piece.fqn for piece in pieces if not torch.equal(piece.memory, expected[piece.fqn])] == []
+
+
+@pytest.mark.parametrize("flags", [*SETS, "muon and ema"])
+def test_state_is_held_by_name_and_fills_another_set_of_stages(flags: str) -> None:
+    words = ("--optimizer", "muon", "--ema", "0.9") if flags == "muon and ema" else SETS[flags]
+    first, second = chunks_of("moe", 1), chunks_of("moe", 2)
+    one, other = (Optimizer(lead_parameters(chunks, ()), optim_of("moe", *words), chunks) for chunks in (first, second))
+    for step in (1, 2):
+        gradients(first, step)
+        one.step(step)
+    held = held_state(first, (), (), one)[0]
+    assert list(held) == ["weights", *(kind.name for kind in kinds_of(one.plan))]
+    by_name = {kind: {piece.fqn: piece.memory for piece in pieces} for kind, pieces in held.items()}
+    for piece in (piece for chunk in second for piece in hf_pieces(chunk)):
+        piece.memory.copy_(by_name["weights"][piece.fqn])
+    for kind in kinds_of(other.plan):
+        pieces = [piece for chunk in second for piece in other.state_pieces(chunk, kind)]
+        assert {piece.fqn for piece in pieces} == by_name[kind.name].keys()
+        for piece in pieces:
+            piece.memory.copy_(by_name[kind.name][piece.fqn])
+    other.resume(2)
+    for chunks, optimizer in ((first, one), (second, other)):
+        gradients(chunks, 3)
+        optimizer.step(3)
+    weights = {piece.fqn: piece.memory for chunk in first for piece in hf_pieces(chunk)}
+    for piece in (piece for chunk in second for piece in hf_pieces(chunk)):
+        assert torch.equal(piece.memory, weights[piece.fqn]), piece.fqn
+
+
+def test_tied_weights_are_one_parameter_with_one_state() -> None:
+    chunks = chunks_of("tied", 2)
+    groups = [head_tie([chunk.module_names for chunk in chunks])]
+    ties = build_ties(groups, chunks, Placement(num_stages=2, num_ranks=1), timedelta(seconds=1))
+    names = [[member.fqn for member in group.members] for group in groups]
+    optimizer = Optimizer(lead_parameters(chunks, ties), optim_of("tied", *SETS["adafactor"]), chunks, ties=names)
+    gradients(chunks, 1)
+    optimizer.step(1)
+    held = held_state(chunks, groups, ties, optimizer)
+    rows = [{piece.fqn: piece.memory for piece in held[stage]["row_var"]} for stage in (0, 1)]
+    assert torch.equal(rows[0][EMBEDDING], rows[1][HEAD])
+    assert bool((rows[0][EMBEDDING] != 0).all())
+
+
+def test_average_follows_the_weights_and_a_group_may_be_left_out_of_clipping(tmp_path: Path) -> None:
+    file = tmp_path / "groups.toml"
+    file.write_text(
+        '[[group]]\nalgorithm = "sgd"\npatterns = ["*norm*"]\nclip = false\nrate_factor = 2\n'
+        '[[group]]\nalgorithm = "sgd"'
+    )
+    optim = optim_of("llama", "--optimizer", str(file), "--ema", "0.75", "--weight-decay", "0")
+    chunks = chunks_of("llama", 1)
+    optimizer = Optimizer(lead_parameters(chunks, ()), optim, chunks)
+    gradients(chunks, 1)
+    optimizer.step(0)
+    (ema,) = (kind for kind in kinds_of(optimizer.plan) if kind.name == "ema")
+    averages = {piece.fqn: piece.memory for piece in optimizer.state_pieces(chunks[0], ema)}
+    for piece in hf_pieces(chunks[0]):
+        start, factor = drawn(piece.fqn, piece.shape, 0), 2 if "norm" in piece.fqn else 1
+        assert torch.allclose(piece.memory, start - factor * LR * drawn(piece.fqn, piece.shape, 1))
+        assert torch.allclose(averages[piece.fqn], 0.75 * start + 0.25 * piece.memory)
+    clipped = {fqn for fqn, parameter in optimizer.parameters if optimizer.is_clipped(parameter)}
+    assert clipped == {fqn for fqn, _ in optimizer.parameters if "norm" not in fqn}
+
+
+def test_owners_are_balanced_by_cost() -> None:
+    shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 8
+    costs = {(layer, str(layer)): cost_of(shape, is_muon=True) for layer, shape in enumerate(shapes)}
+    owners = assign_owners(costs, 4)
+    loads = [sum(cost for key, cost in costs.items() if owners[key] == rank) for rank in range(4)]
+    assert max(loads) <= 1.05 * sum(loads) / 4
+    assert set(owners) == set(costs)

@@ -1,0 +1,33 @@
+"""Optimizers of another package: one works on any slice, and one says so and does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Signs(torch.optim.Optimizer):
+    """Step against the sign of a momentum that begins at zero."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    def direction(self, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum.sign()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    momentum = self.state[weight].setdefault("velocity", torch.zeros_like(weight))
+                    momentum.lerp_(weight.grad, 1 - group["momentum"])
+                    weight.add_(self.direction(momentum), alpha=-group["lr"])
+
+
+class Normed(Signs):
+    """Step along a momentum that is divided by its norm, which no slice knows."""
+
+    def direction(self, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum / (momentum.norm() + 1e-8)
