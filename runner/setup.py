@@ -13,13 +13,13 @@ import torch
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UnreachableError
-from manifests.models.adapters import is_adapter
+from manifests.models.adapters import has_adapters, is_adapter
 from manifests.models.combinations import check_combination, check_divides, check_heads
 from manifests.models.training import HostMemory
 from manifests.optimizer_state import EMA, kinds_of
 from manifests.schema import WEIGHTS, TrainingState
 from runner.bundle.packed import Packed, open_packed
-from runner.checkpoint.adapter_record import check_adapters, has_adapters
+from runner.checkpoint.adapter_record import check_adapters, check_launched
 from runner.checkpoint.peft_folder import load_adapters
 from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
 from runner.checkpoint.save import SaveContext
@@ -163,8 +163,11 @@ def _begin(
         options, origin, training = start.options, start.origin, start.training
         named = None if options.resume.source in (None, "auto") else origin.root
         save_context = SaveContext.of(launched, origin, writer=mesh.writer, num_writers=mesh.num_writers, named=named)
+        check_launched(launched)
         check_adapters(origin, options, training)
-        base = launched if has_adapters(origin) else origin  # from which weights are read that have no adapters
+        base = (
+            launched if has_adapters(origin.manifest) else origin
+        )  # from which weights are read that have no adapters
         has_moments = training is not None and base is origin
         cache = local_cache_of(launched, base, options, mesh, world, has_moments=has_moments)
         hashes = options.digests == "foreground"

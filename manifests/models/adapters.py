@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator
 
 from manifests.digest import digest_pieces
 from manifests.models.shape import ModelShape, is_expert
+from manifests.schema import Manifest
 
 ALL_LINEAR = "all-linear"
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 PEFT_PREFIX = "base_model.model."  # of names in a PEFT folder
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+RECORD_NAME = "adapter.json"  # of a checkpoint that has adapters alone, and refers to their base
 BASE_DIGEST = "base_digest"  # of the metadata of our own PEFT folders, see `digest_of_base`
 Target = str | tuple[str, ...]  # a regular expression, or the ends of names
 _NAMES = re.compile(r"[\w.]+(,[\w.]+)*")
@@ -35,6 +37,11 @@ def matches_target(target: Target, module: str) -> bool:
     if isinstance(target, str):
         return target == ALL_LINEAR or re.fullmatch(target, module) is not None
     return any(module == name or module.endswith(f".{name}") for name in target)
+
+
+def has_adapters(manifest: Manifest) -> bool:
+    """Return whether a manifest is a checkpoint of adapters, whose base is another manifest."""
+    return any(file.path == RECORD_NAME for file in manifest.files)
 
 
 def is_adapter(fqn: str) -> bool:

@@ -12,6 +12,7 @@ from manifests.errors import InputError, Parameter, UsageError
 from manifests.headertext import NO_NAMES
 from manifests.invariants import SOURCE_NAME
 from manifests.models import ModelShape, module_of
+from manifests.models.adapters import has_adapters
 from manifests.optimizer_state import stored_kinds
 from manifests.schema import WEIGHTS, Holds, Manifest, Stage, TieGroup
 from reshard.checks.compare import (
@@ -159,7 +160,7 @@ def verify_manifest(
     if options.against is not None:
         findings.extend(of_source)
         _compare_files(options.against, manifest, read.folder, findings)
-    if not findings and options.stages is None:
+    if not findings and options.stages is None and not has_adapters(manifest):
         try:
             open_with_bundles(described or describe(read), bundles)
         except InputError as error:  # an incomplete model, its files intact

@@ -17,14 +17,13 @@ from typing import Any
 
 from manifests.errors import CheckpointError
 from manifests.jsontext import parse_json_object
-from manifests.models.adapters import PEFT_CONFIG, PEFT_WEIGHTS, digest_of_base
+from manifests.models.adapters import PEFT_CONFIG, PEFT_WEIGHTS, RECORD_NAME, digest_of_base, has_adapters
 from manifests.schema import WEIGHTS, TrainingState
 from manifests.store import read_small_file
 from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions
 from runner.config.lora import LoraOptions
 
-ADAPTER_NAME = "adapter.json"
 _VERSION = 1
 
 
@@ -40,11 +39,6 @@ class AdapterRecord:
     def encode(self) -> bytes:
         base = {"location": self.location, "digest": self.digest, "tensors": self.base_digest}
         return (json.dumps({"version": _VERSION, "base": base, "lora": asdict(self.lora)}, indent=1) + "\n").encode()
-
-
-def has_adapters(packed: Packed) -> bool:
-    """Return whether a manifest is a checkpoint of adapters."""
-    return any(file.path == ADAPTER_NAME for file in packed.manifest.files)
 
 
 def adapters_of(packed: Packed, shapes: Mapping[str, tuple[int, ...]]) -> Packed:
@@ -69,7 +63,7 @@ def check_adapters(origin: Packed, options: TrainOptions, training: TrainingStat
     Raises:
         CheckpointError: it has others, or none of which the training state could be resumed.
     """
-    if not has_adapters(origin):
+    if not has_adapters(origin.manifest):
         if options.lora is not None and training is not None:
             problem = "has no adapters: its optimizer state is of the whole model"
             hint = "--resume-weights-only starts a new run with its weights as the base"
@@ -83,6 +77,18 @@ def check_adapters(origin: Packed, options: TrainOptions, training: TrainingStat
         problem = f"has adapters with {odd} {stored[odd]!r}, and this run trains "
         problem += f"{odd} {mine[odd]!r}" if odd in mine else "none"
         raise CheckpointError(origin.where, problem, "repeat its --lora flags", code="resume.other-adapters")
+
+
+def check_launched(launched: Packed) -> None:
+    """Check that what is launched has the weights of a model.
+
+    Raises:
+        CheckpointError: it is a checkpoint of adapters.
+    """
+    if has_adapters(launched.manifest):
+        problem = "has adapters alone, of the base that is launched"
+        hint = f"launch {_decode(launched)['base'].get('location')}, and resume with --resume {launched.root}"
+        raise CheckpointError(launched.where, problem, hint, code="checkpoint.adapters-alone")
 
 
 def check_base(origin: Packed, record: AdapterRecord) -> None:
@@ -109,8 +115,8 @@ def files_of_peft(out: Path) -> Collection[str] | None:
 
 
 def _decode(origin: Packed) -> Mapping[str, Any]:
-    path = origin.root / ADAPTER_NAME
-    digest = next(file.digest for file in origin.manifest.files if file.path == ADAPTER_NAME)
+    path = origin.root / RECORD_NAME
+    digest = next(file.digest for file in origin.manifest.files if file.path == RECORD_NAME)
     record = parse_json_object(read_small_file(path, digest), str(path))
     if record.get("version") != _VERSION or not all(isinstance(record.get(name), dict) for name in ("base", "lora")):
         raise CheckpointError(str(path), f"expected version {_VERSION}", code="checkpoint.bad-adapter-record")

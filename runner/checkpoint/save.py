@@ -19,12 +19,13 @@ from manifests.digest import Hasher, digest_bytes
 from manifests.errors import CheckpointError, InputError, refused_by_system
 from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES, index_blocks, is_indexed
 from manifests.invariants import MANIFEST_NAME, SOURCE_FILES
+from manifests.models.adapters import RECORD_NAME
 from manifests.safetensors import header_template, layout_tensors
 from manifests.schema import WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, RandomState, Shard, Stage, TrainingState
 from manifests.slices import slice_metadata
 from manifests.store import sync_folder, write_file, write_manifest
 from runner.bundle.packed import Packed
-from runner.checkpoint.adapter_record import ADAPTER_NAME, AdapterRecord
+from runner.checkpoint.adapter_record import AdapterRecord
 from runner.checkpoint.data_position import SKIPPED_NAME, encode_skipped, with_skipped
 from runner.checkpoint.state import Held, ShardToWrite, nbytes_of, slices_in_stage_folders, whole_in_root
 from runner.distributed.rounds import in_rounds, run_at_low_priority
@@ -115,7 +116,7 @@ def save(
             with timer.working():
                 names = {path for of_rank in planned for path in of_rank}
                 names |= {*(file.path for file in context.manifest.files), SKIPPED_NAME, INDEX_NAME, MANIFEST_NAME}
-                names |= {ADAPTER_NAME} if context.adapters else set()
+                names |= {RECORD_NAME} if context.adapters else set()
                 target = publishing(out, force=force, find_owned=files_of_manifest, wanted=names)
                 return [str(stack.enter_context(target))]
 
@@ -296,8 +297,8 @@ def _commit(
             write_file(target, Blocks(LocalFile(context.root / auxiliary.path), auxiliary.compared_digest))
     if context.adapters is not None:
         data = context.adapters.encode()
-        write_file(folder / ADAPTER_NAME, data)
-        files = (*files, AuxiliaryFile(path=ADAPTER_NAME, nbytes=len(data), digest=digest_bytes(data)))
+        write_file(folder / RECORD_NAME, data)
+        files = (*files, AuxiliaryFile(path=RECORD_NAME, nbytes=len(data), digest=digest_bytes(data)))
     weights = {path: listed for of_rank in planned for path, listed in of_rank.items() if listed is not None}
     if weights:
         names = {path: weights[path][0] for path in sorted(weights)}

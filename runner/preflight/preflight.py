@@ -15,7 +15,7 @@ from manifests.models.generic_limits import check_fields, check_modules, check_p
 from manifests.models.trainable import TORCHTITAN, Implementation, choose_implementation, generic_entry
 from manifests.schema import Manifest, TrainingState
 from runner.bundle.packed import Packed, check_tokenizer, open_packed
-from runner.checkpoint.adapter_record import check_adapters
+from runner.checkpoint.adapter_record import check_adapters, check_launched
 from runner.checkpoint.data_position import find_data
 from runner.checkpoint.outputs import check_apart, check_outputs
 from runner.checkpoint.resume import Origin, check_fits, find_origins, remembered, resumed_state
@@ -100,6 +100,7 @@ def check_request(launched: Packed, options: TrainOptions, world_size: int) -> P
     check_combination(sharing_ranks(launched.manifest, options))
     check_divides(launched.shape, launched.config, options.degrees.tensor, options.degrees.expert)
     check_heads(launched.config, options.degrees.context, options.degrees.context_method, options.degrees.tensor)
+    check_launched(launched)
     check_trained(options, launched.shape)
     degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
     if options.resume.source is None:  # a checkpoint may recall other batch sizes

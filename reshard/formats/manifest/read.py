@@ -10,6 +10,7 @@ from manifests.headertext import NO_NAMES
 from manifests.index import INDEX_NAME
 from manifests.invariants import SOURCE_NAME, check_model
 from manifests.models import ModelShape, is_sized_by_files, model_shape, module_of
+from manifests.models.adapters import has_adapters
 from manifests.models.config import CONFIG_NAME
 from manifests.optimizer_state import kinds_of, state_shapes, stored_kinds
 from manifests.schema import MODEL_CARD_NAME, WEIGHTS, AuxiliaryFile, Holds, Manifest, OptimizerState, Stage, StateKind
@@ -105,6 +106,11 @@ def describe(read: ReadManifest, like: ModelShape | None = None) -> Described:
 def open_with_bundles(described: Described, bundles: Bundles) -> Checkpoint:
     """Read the headers of a described manifest that its `bundles` have not read yet; see `open_packed`."""
     where, manifest, record = str(described.read), described.read.manifest, described.record
+    if has_adapters(manifest):
+        hint = "merge the PEFT folder of runner launch --save into the base: reshard merge BASE ADAPTER"
+        raise ManifestError(
+            where, "has adapters alone, of a base that it refers to", hint, code="manifest.adapters-alone"
+        )
     bundles.names = bundles.names or described.names
     originals = _open_originals(bundles, record, where)
     stored = _stored_tensors(bundles, WEIGHTS, where)
