@@ -3,13 +3,18 @@
 # Note [Smaller world]
 Code that builds a pipeline makes process groups, asks for its rank and meets all others. In a smaller world it does the
 same, on the ranks that are in it, numbered from 0. It runs on a thread of its own: torch caches there what it knows of
-device meshes. gloo has no abort: a rank that fails destroys the groups of its world, and the others, which wait for it,
-fail at once, as it closes its connections. That needs them to be freed, which torch's caches of meshes would prevent.
+device meshes. gloo's `abort` closes no connection, and groups whose stage failed in its backward may never be freed:
+FSDP refers to them from the graph. So a rank that fails shuts down the sockets that were opened for its world, and the
+others, which wait for it, fail at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import socket
+import stat
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -53,7 +58,7 @@ def run_in_world_of(
 
     Returns its result or why it failed; None on ranks that are not in that world, which wait for those that are.
     """
-    world, before = c10d._get_default_group(), {*c10d._world.pg_map}
+    world, before, sockets = c10d._get_default_group(), {*c10d._world.pg_map}, _open_sockets()
     group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
     outcome: T | Failure | None = None
     if dist.get_rank() in ranks:
@@ -65,6 +70,10 @@ def run_in_world_of(
             c10d._update_default_pg(world)
     del group
     if isinstance(outcome, Failure):
+        for descriptor, _ in _open_sockets() - sockets:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.getpeername()  # not one that listens
+                connection.shutdown(socket.SHUT_RDWR)
         _destroy_all_but(before)
     c10d._set_pg_timeout(2 * timeout, world)  # ranks may wait here for all that the others do
     # Groups are named by their number, which must be the same on all ranks.
@@ -72,6 +81,17 @@ def run_in_world_of(
     c10d._set_pg_timeout(usual, world)
     _destroy_all_but(before)
     return outcome
+
+
+def _open_sockets() -> set[tuple[int, int]]:
+    """Return the sockets of this process: descriptors, which are used again, with their inodes."""
+    sockets = set()
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # of the listing itself
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                sockets.add((int(name), status.st_ino))
+    return sockets
 
 
 def _try(work: Callable[[int], T], rank: int) -> T | Failure:
