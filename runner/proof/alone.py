@@ -29,6 +29,7 @@ from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims
 from runner.models import family_for
+from runner.models.family import Adaptable
 from runner.parallel.rows import keep_documents
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import part_of
@@ -78,6 +79,9 @@ def combination_of(request: Request) -> Combination:
         shape=launched.shape,
         description=manifest.model.description,
     )
+    if options.lora is not None:
+        assert isinstance(family, Adaptable), "refused before"
+        family.add_adapters(options.lora)
     if options.data.document_mask:
         keep_documents(family, options.batch.seq_len)
     assert isinstance(family, Proven), family.architecture

@@ -51,6 +51,10 @@ def test_every_gradient_of_a_family_on_torchtitan_is_that_of_transformers(varian
     assert max(distances.largest.values()) <= 1e-10
 
 
+def test_parameters_that_are_not_trained_have_no_optimizer_state_to_reload() -> None:
+    assert compare(combination_of(TITANS[0], "--train-only", "mlp"))[1] is None
+
+
 def _without_scaling(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention, "_stretch", lambda inv_freq, config: inv_freq)
 
