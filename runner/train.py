@@ -43,7 +43,7 @@ from runner.metrics.gauges import least_step_s, peak_memory_nbytes
 from runner.metrics.metrics import Metrics, RankLoad
 from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import open_sinks
-from runner.metrics.summary import opening
+from runner.metrics.summary import next_command, opening
 from runner.models.family import Adaptable
 from runner.preflight.combinations import check_sinks, part_of, sharing_ranks
 from runner.preflight.preflight import check_evaluable, check_texts
@@ -153,8 +153,7 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
             metrics.evaluation(trained.step, *evaluate(ready))
         if failure is not None:
             raise failure
-        exportable = options.save if options.lora is None else None
-        metrics.ended(from_all_ranks(peak_memory_nbytes(device)), options.log_dir, exportable)
+        metrics.ended(from_all_ranks(peak_memory_nbytes(device)), next_command(options, ready.launched.location))
         if world.rank == 0:
             if options.traced:
                 write_run_times(ready.launched, options.log_dir)

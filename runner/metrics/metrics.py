@@ -161,14 +161,14 @@ class Metrics:
         for line in lines:
             self._say(line)
 
-    def ended(self, peaks_nbytes: Sequence[int], log_dir: Path, saved: Path | None) -> None:
+    def ended(self, peaks_nbytes: Sequence[int], following: Sequence[str]) -> None:
         """Write the peak memory of every rank, by rank; these are the last records. Print what was trained."""
         for rank, nbytes in enumerate(peaks_nbytes):
             self._write(rank=rank, peak_nbytes=nbytes)
         if self._num_steps:
             for line in closing(
                 num_steps=self._num_steps, num_tokens=self._num_tokens, seconds=self._train_s,
-                peaks_nbytes=peaks_nbytes, log_dir=log_dir, saved=saved,
+                peaks_nbytes=peaks_nbytes, following=following,
             ):  # fmt: skip
                 self._say(line)
 

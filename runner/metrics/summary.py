@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 from manifests.command.sizes import show_bytes
 from manifests.models import ModelShape
@@ -33,14 +32,22 @@ def opening(
     )  # fmt: skip
 
 
+def next_command(options: TrainOptions, base: str) -> Sequence[str]:
+    """Return the command that people need after a run of the model `base`."""
+    if (saved := options.save) is None:
+        return ("runner", "report", str(options.log_dir))
+    if options.lora is not None:
+        return ("reshard", "merge", base, str(saved), "--out", f"{saved}-merged")
+    return ("reshard", "export", str(saved), "--to", "hf", "--out", f"{saved}-hf")
+
+
 def closing(
-    *, num_steps: int, num_tokens: int, seconds: float, peaks_nbytes: Sequence[int], log_dir: Path, saved: Path | None
+    *, num_steps: int, num_tokens: int, seconds: float, peaks_nbytes: Sequence[int], following: Sequence[str]
 ) -> Sequence[str]:
-    """Return lines on what was trained, and the next command. `peaks_nbytes` are of every rank."""
+    """Return lines on what was trained, and the command that follows. `peaks_nbytes` are of every rank."""
     most = max(range(len(peaks_nbytes)), key=peaks_nbytes.__getitem__)
-    after = ("reshard", "export", str(saved), "--to", "hf", "--out", f"{saved}-hf") if saved is not None else None
     return (
         f"trained {num_steps:,} steps, {num_tokens:,} tokens, in {seconds:.1f} s: {num_tokens / seconds:,.0f} tokens/s;"
         f" peak memory {show_bytes(peaks_nbytes[most])}, on rank {most}",
-        f"next: {shlex.join(after or ('runner', 'report', str(log_dir)))}",
+        f"next: {shlex.join(following)}",
     )

@@ -25,6 +25,7 @@ from runner.metrics.gauges import least_step_s, memory_nbytes, peak_flops, peak_
 from runner.metrics.metrics import Metrics, RankLoad, StepTimes
 from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import JsonLines
+from runner.metrics.summary import next_command
 from runner.profiling.step_times import RankTimes
 from runner.training.step import StepReport
 from tests.fast.manifests.models.built import read_config
@@ -59,7 +60,7 @@ def tell_all(metrics: Metrics) -> None:
     metrics.evaluation(4, 2.25, 1000, 1)
     metrics.checkpoint(saved())
     metrics.checkpoint(saved(RankError("rank 1", "the disk is full", code="output.disk-full")))
-    metrics.ended([10, 20], Path("runner-log"), None)
+    metrics.ended([10, 20], ["runner", "report"])
 
 
 def write_all(path: Path, least_step_s: float | None) -> list[dict[str, object]]:
@@ -171,3 +172,16 @@ def test_memory_of_a_run_is_what_reshard_plan_says_of_it(flags: tuple[str, ...],
         loss_chunk=options.compute.loss_chunk,
     )
     assert planned_memory(shape, stages, table, options, degrees) == estimate_memory(shape, stages, table, training)
+
+
+@pytest.mark.parametrize(
+    ("flags", "command"),
+    [
+        ((), ["runner", "report", "logs"]),
+        (("--save", "out"), ["reshard", "export", "out", "--to", "hf", "--out", "out-hf"]),
+        (("--save", "out", "--lora-rank", "4"), ["reshard", "merge", "./base", "out", "--out", "out-merged"]),
+    ],
+)
+def test_run_ends_with_the_command_that_follows(flags: tuple[str, ...], command: list[str]) -> None:
+    options = parse_training(["--data", "synthetic", "--log-dir", "logs", *flags])
+    assert next_command(options, "./base") == tuple(command)
