@@ -29,7 +29,7 @@ from runner.config.memory import planned_memory
 from runner.config.sharding import is_sharded
 from runner.config.trained import trained_by
 from runner.data.sequences import Batch, Rows, rows_of
-from runner.distributed.fail_together import raise_on_all_ranks
+from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 from runner.distributed.world import World
 from runner.load.deferred import DeferredVerification
 from runner.load.load import LoadReport, Reading
@@ -230,6 +230,9 @@ def _begin(
         adapters = [piece for piece in pieces if is_adapter(piece.fqn)]
         stored, record = load_adapters(adapters, family, options, stored, origin)
         save_context = replace(save_context, adapters=record)
+    elif trains is not None:
+        names = from_all_ranks([fqn for chunk in chunks for fqn in chunk.trained_fqns()])
+        save_context = replace(save_context, trained=tuple({fqn for of_rank in names for fqn in of_rank}))
     with deferred.comes_first(), raise_on_all_ranks("load"):
         round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
         check_loaded(launched.manifest.ties, chunks)

@@ -34,6 +34,7 @@ from manifests.optimizer_state import is_plain, kinds_of
 from manifests.schedules.learning_rate import rate_at
 from manifests.schema import MOMENTS, OptimizerState, ParameterGroup, TrainingState
 from manifests.store import read_small_file, write_file
+from manifests.trained import TRAINED_NAME
 from reshard.archives.names import DATA_SUFFIX
 from reshard.copy.bucket import BucketTarget
 from reshard.copy.destination import FolderTarget, check_apart, check_unchanged, copy_files, open_target
@@ -121,6 +122,14 @@ def export(
     checkpoint = _open_to_export(str(manifest))
     address = str(out) if is_url(out) else Path(out)
     check_export_to(address, checkpoint, force=force)
+    if (
+        checkpoint.moments
+        and target.has_state
+        and not weights_only
+        and any(item.path == TRAINED_NAME for item in checkpoint.auxiliary)
+    ):
+        problem = "has optimizer state of the parameters that were not frozen alone"
+        raise refuse_state(f"{checkpoint.location}: training", problem, code="checkpoint.other-optimizer")
     if weights_only or not target.has_state:
         trained = None if checkpoint.trained is None else replace(checkpoint.trained, optimizer=None)
         checkpoint = replace(checkpoint, moments={}, trained=trained)

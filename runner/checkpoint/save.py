@@ -24,6 +24,7 @@ from manifests.safetensors import header_template, layout_tensors
 from manifests.schema import WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, RandomState, Shard, Stage, TrainingState
 from manifests.slices import slice_metadata
 from manifests.store import sync_folder, write_file, write_manifest
+from manifests.trained import TRAINED_NAME, encode_trained
 from runner.bundle.packed import Packed
 from runner.checkpoint.adapter_record import AdapterRecord
 from runner.checkpoint.data_position import SKIPPED_NAME, encode_skipped, with_skipped
@@ -63,13 +64,21 @@ class SaveContext:
     writer: int = 0
     num_writers: int = 1
     adapters: AdapterRecord | None = None  # of a run that trains adapters; see Note [Checkpoints of adapters]
+    trained: tuple[str, ...] | None = None  # of a run that freezes other parameters
+
+    @property
+    def records(self) -> dict[str, bytes]:
+        """The small files that say what is trained, by name."""
+        records = {} if self.adapters is None else {RECORD_NAME: self.adapters.encode()}
+        return records if self.trained is None else {TRAINED_NAME: encode_trained(self.trained)}
 
     @classmethod
     def of(
         cls, launched: Packed, origin: Packed, *, writer: int, num_writers: int, named: Path | None = None
     ) -> SaveContext:
         """Return the context of a run that trains `launched`, and started from the weights of `origin`."""
-        files = tuple(file for file in launched.manifest.files if not file.path.startswith(SOURCE_FILES))
+        made_anew = (SOURCE_FILES, TRAINED_NAME)
+        files = tuple(file for file in launched.manifest.files if not file.path.startswith(made_anew))
         return cls(
             manifest=replace(launched.manifest, files=files),
             root=launched.root,
@@ -116,7 +125,7 @@ def save(
             with timer.working():
                 names = {path for of_rank in planned for path in of_rank}
                 names |= {*(file.path for file in context.manifest.files), SKIPPED_NAME, INDEX_NAME, MANIFEST_NAME}
-                names |= {RECORD_NAME} if context.adapters else set()
+                names |= context.records.keys()
                 target = publishing(out, force=force, find_owned=files_of_manifest, wanted=names)
                 return [str(stack.enter_context(target))]
 
@@ -295,10 +304,9 @@ def _commit(
             write_file(target, encode_skipped(num_skipped))
         else:
             write_file(target, Blocks(LocalFile(context.root / auxiliary.path), auxiliary.compared_digest))
-    if context.adapters is not None:
-        data = context.adapters.encode()
-        write_file(folder / RECORD_NAME, data)
-        files = (*files, AuxiliaryFile(path=RECORD_NAME, nbytes=len(data), digest=digest_bytes(data)))
+    for name, data in context.records.items() if training.optimizer or context.adapters else ():
+        write_file(folder / name, data)
+        files = (*files, AuxiliaryFile(path=name, nbytes=len(data), digest=digest_bytes(data)))
     weights = {path: listed for of_rank in planned for path, listed in of_rank.items() if listed is not None}
     if weights:
         names = {path: weights[path][0] for path in sorted(weights)}

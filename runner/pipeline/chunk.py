@@ -51,6 +51,11 @@ class StageChunk(nn.Module):
                 self.frozen |= {name}
                 parameter.requires_grad_(False)
 
+    def trained_fqns(self) -> list[str]:
+        """Return what files have of the parameters that the run trains and this rank has a part of."""
+        frozen = self.frozen_ids()
+        return [piece.fqn for piece in hf_pieces(self, lambda weight: None if id(weight) in frozen else weight)]
+
     @property
     def has_adapters(self) -> bool:
         """Whether the run trains adapters, and checkpoints refer to the rest."""

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from manifests.errors import ManifestError
 from manifests.index import INDEX_NAME
 from manifests.models.config import CONFIG_NAME
+from manifests.trained import TRAINED_NAME
 from reshard.formats.auxiliary import with_source_files
 from reshard.formats.export import ExportPlan, publish_export
 from reshard.formats.table import ExportOptions, ExportResult
@@ -53,7 +54,7 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
     identical = headers == {shard.name: shard.header_text for shard in checkpoint.record.shards}
     copied = with_source_files(checkpoint.auxiliary, is_same=identical)
     plan = ExportPlan(
-        copied=[item for item in copied if item is not config],
+        copied=[item for item in copied if item is not config and item.path != TRAINED_NAME],
         shards=shards,
         made=[MadeFile(INDEX_NAME, sum(map(len, index.blocks())), index.blocks)] if index is not None else [],
         last=CONFIG_NAME,  # a folder without it is not a model

@@ -14,6 +14,7 @@ from manifests.models.adapters import has_adapters
 from manifests.models.config import CONFIG_NAME
 from manifests.optimizer_state import kinds_of, state_shapes, stored_kinds
 from manifests.schema import MODEL_CARD_NAME, WEIGHTS, AuxiliaryFile, Holds, Manifest, OptimizerState, Stage, StateKind
+from manifests.trained import TRAINED_NAME, decode_trained
 from reshard.copy.engine import hash_tensors
 from reshard.formats.auxiliary import has_section, without_section
 from reshard.formats.table import OpenOptions
@@ -156,7 +157,7 @@ def _moments(
 ) -> TensorMap:
     """Return one kind of optimizer state, after checking that it covers the trained parameters that have it."""
     where = f"{bundles.root}: {kind.name}"
-    trained = trained_part(shape)
+    trained = _not_frozen(bundles, trained_part(shape))
     trained = replace(trained, tensors=state_shapes(kind, optimizer.groups, trained.tensors, shape.ties))
     stored = _stored_tensors(bundles, kind.name, where)
     _check_ties(bundles.manifest, stored, where, trained.tensors)
@@ -164,6 +165,16 @@ def _moments(
     _check_strays(bundles.manifest, stored, tensors, where)
     check_coverage(tensors, trained, where)
     return tensors
+
+
+def _not_frozen(bundles: Bundles, shape: ModelShape) -> ModelShape:
+    """Leave out the parameters that the run froze, if it froze some: they have no optimizer state."""
+    recorded = next((file for file in bundles.manifest.files if file.path == TRAINED_NAME), None)
+    if recorded is None:
+        return shape
+    file = bundles.root.file(TRAINED_NAME)
+    fqns = decode_trained(read_whole(file, recorded.digest), str(file))
+    return replace(shape, tensors={fqn: dims for fqn, dims in shape.tensors.items() if fqn in fqns})
 
 
 def _check_files(files: Iterable[AuxiliaryFile], record: SourceRecord, where: str) -> None:
