@@ -80,7 +80,8 @@ def attention(
     if qk_norm:  # of each head: one weight for all, a statistic for each
         tensors: dict[str, Shape] = {"q_norm.weight": (head,), "k_norm.weight": (head,)}
         part += Component(tensors=tensors, work=Work(saved=queries + keys, saved_fp32=heads + kv_heads))
-    work = Work(flops_per_key=4 * queries, saved=2 * queries + 2 * keys, saved_fp32=heads, products=queries)
+    saved = 2 * queries + 2 * keys
+    work = Work(flops_per_key=4 * queries, saved=saved, saved_fp32=heads, products=queries, keys=2 * keys)
     return part + Component(work=work)
 
 

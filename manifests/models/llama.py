@@ -182,7 +182,9 @@ def latent_attention(config: ConfigReader) -> Component:
     part += linear(heads * value, width, bias=bias).below("o_proj")
     saved = rotary + 2 * queries + heads * (plain + value) + heads * value
     per_key = 2 * queries + 2 * heads * value
-    return part + Component(work=Work(flops_per_key=per_key, saved=saved, saved_fp32=heads, products=heads * value))
+    keys = queries + heads * (plain + value)
+    work = Work(flops_per_key=per_key, saved=saved, saved_fp32=heads, products=heads * value, keys=keys)
+    return part + Component(work=work)
 
 
 def _deepseek_experts(config: ConfigReader) -> Component:

@@ -42,6 +42,7 @@ class Work:
     saved_fp32: int = 0  # elements, in float32 whatever the compute dtype
     normed: int = 0  # of the elements saved, what norms over the model's width give; they take as many
     products: int = 0  # elements that matrix products and attention give: what `--ac selective` keeps
+    keys: int = 0  # of the elements saved, keys and values that heads share
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -51,6 +52,7 @@ class Work:
             saved_fp32=self.saved_fp32 + other.saved_fp32,
             normed=self.normed + other.normed,
             products=self.products + other.products,
+            keys=self.keys + other.keys,
         )
 
     def forward_flops(self, seq_len: int) -> int:

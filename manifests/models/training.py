@@ -74,14 +74,20 @@ POLICIES: Mapping[str, DtypePolicy] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """Assumptions about a training run. `microbatch` is in sequences of `seq_len` tokens."""
+    """Assumptions about a training run. `microbatch` is in sequences of `seq_len` tokens.
+
+    A context-parallel rank has the same part of each; `shard` counts these ranks, too.
+    """
 
     policy: DtypePolicy
     microbatch: int
     seq_len: int
-    shard: int = 1  # --dp-shard
+    shard: int = 1  # --dp-shard x --cp
     tensor: int = 1  # --tp
     expert: int = 1  # --ep, a divisor of shard * tensor
+    context: int = 1  # --cp, a divisor of shard
+    exchanges_heads: bool = False  # --cp-method ulysses
+    keeps_documents: bool = False  # --document-mask
     recompute: Recompute = "none"  # --ac
     loss_chunk: int | None = None  # --loss-chunk, in tokens
     host_memory: HostMemory | None = None  # None: on GPUs
@@ -90,7 +96,17 @@ class Training:
 
     @property
     def num_tokens(self) -> int:
-        return self.microbatch * self.seq_len
+        return self.microbatch * self.seq_len // self.context
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether attention gets a mask, instead of being causal by itself."""
+        return self.context > 1 or self.keeps_documents
+
+    @property
+    def keys_per_query(self) -> int:
+        """The elements of a mask for each of a rank's tokens: of ulysses, it has those of the whole row."""
+        return self.seq_len * (self.context if self.exchanges_heads else 1)
 
     @property
     def expert_shard(self) -> int:

@@ -192,6 +192,14 @@ _TRAINING = (
     ),
     click.option("--tp", "tensor", type=WholeNumber(min=1), default=1, metavar="N", help="Tensor-parallel degree."),
     click.option(
+        "--cp", "context", type=WholeNumber(min=1), default=1, metavar="N",
+        help="Context-parallel degree: ranks that each have a part of every sequence.",
+    ),
+    click.option(
+        "--cp-method", "context_method", type=click.Choice(["gather", "ulysses"]), default="gather",
+        help="How attention sees the whole sequence.",
+    ),
+    click.option(
         "--ep", "expert", type=WholeNumber(min=1), default=1, metavar="N",
         help="Expert-parallel degree: ranks of a replica that have different experts.",
     ),

@@ -26,7 +26,7 @@ _GROUPS = {
         "global_batch", "num_microbatches", "microbatch", "seq_len", "dtype", "master_dtype", "recompute", "loss_chunk",
         "schedule", "host_memory", "measured", "from_run",
     ),
-    "Clusters": ("replicate", "shard", "tensor", "expert"),
+    "Clusters": ("replicate", "shard", "tensor", "context", "context_method", "expert"),
 }  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def _search(
 
     context = click.get_current_context()
     given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    alone = ("layout", "num_microbatches", "loss_chunk", "host_memory", "measured")
+    alone = ("layout", "num_microbatches", "loss_chunk", "host_memory", "measured", "context", "context_method")
     if conflicts := [name for name in alone if name in given]:
         raise UsageError(
             Parameter(conflicts[0]), "conflicts with --gpus", "remove one of them", code="options.conflict"

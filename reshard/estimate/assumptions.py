@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from manifests.errors import Parameter, UsageError, check_choice, check_count
+from manifests.models.combinations import ContextMethod
 from manifests.models.training import HostMemory, Recompute
 from manifests.module_times import ModuleTime
 from manifests.placement import Placement
@@ -46,6 +47,8 @@ class Assumptions:
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
+    context: int = 1
+    context_method: ContextMethod = "gather"
     expert: int = 1
     recompute: Recompute = "none"
     loss_chunk: int | None = None
@@ -56,7 +59,7 @@ class Assumptions:
     @property
     def num_per_stage(self) -> int:
         """The number of ranks that share each stage."""
-        return self.replicate * self.shard * self.tensor
+        return self.replicate * self.shard * self.context * self.tensor
 
     @property
     def policy(self) -> Policy:
@@ -105,6 +108,7 @@ def check_assumptions(assumed: Assumptions) -> None:
         "replicate": assumed.replicate,
         "shard": assumed.shard,
         "tensor": assumed.tensor,
+        "context": assumed.context,
         "expert": assumed.expert,
         "loss_chunk": assumed.loss_chunk,
         "recompute": assumed.recompute if type(assumed.recompute) is int else None,
@@ -121,7 +125,11 @@ def check_assumptions(assumed: Assumptions) -> None:
             problem = f"expected a multiple of {size}, a microbatch of all data-parallel ranks, found {batch}"
             hint = f"pass {max(size, batch - batch % size)}"
             raise UsageError(Parameter("assumed.global_batch"), problem, hint, code="options.batch-size")
-    if (per_replica := assumed.shard * assumed.tensor) % assumed.expert:
+    check_choice(Parameter("assumed.context_method"), assumed.context_method, get_args(ContextMethod))
+    if assumed.seq_len % (chunks := 2 * assumed.context) and assumed.context > 1:
+        degree, problem = Parameter("assumed.context"), f"expected a multiple of {chunks}, twice"
+        raise UsageError(Parameter("assumed.seq_len"), f"{problem} {degree}", code="options.cp-divisor")
+    if (per_replica := assumed.shard * assumed.context * assumed.tensor) % assumed.expert:
         problem = f"expected a divisor of {per_replica}, the ranks that share one copy of a stage's weights, found"
         raise UsageError(Parameter("assumed.expert"), f"{problem} {assumed.expert}", code="launch.degrees")
     if assumed.tensor > 1 and assumed.loss_chunk is not None:

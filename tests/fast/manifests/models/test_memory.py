@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from manifests.models import ModelShape, is_expert, model_shape
 from manifests.models.memory import Memory, MemoryEstimate, estimate_memory, memory_of
 from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
 from manifests.schedules import Action, Table, schedule_table
+from runner.models.context_parallel import attention_of, attention_over
+from runner.tensors.row_parts import RowParts
 from tests.fast.manifests.models.built import build, read_config
 from tests.fast.manifests.models.catalogued import quiet, save_tiny, stored_by
 
@@ -88,6 +93,69 @@ def test_kept_activations_are_those_of_autograd(
     # On the CPU a norm is several operations, which keep the divided input too.
     ours = 2 * 32 * 4 * (work.saved + work.saved_fp32) + 4 * normed
     assert ours == pytest.approx(kept, rel=tolerance)
+
+
+def kept_by_attention(config: dict[str, Any], training: Training, *, is_masked: bool) -> int:
+    """Give the bytes that autograd keeps of attention, and of its output, on a rank with a part of each row."""
+    batch, length = training.microbatch, training.num_tokens // training.microbatch
+    parts = RowParts(rank=0, size=training.context, gathers=not training.exchanges_heads)
+    attention = attention_over(parts, "sdpa") if is_masked and parts.size > 1 else attention_of("sdpa")
+    layer = build(config).model.layers[0].self_attn
+    heads = (config["num_attention_heads"], config["num_key_value_heads"], config["num_key_value_heads"])
+    inputs = [
+        torch.randn(batch, length, number, layer.head_dim, requires_grad=True).transpose(1, 2) for number in heads
+    ]
+    num_queries = training.seq_len if training.exchanges_heads else length
+    mask = torch.ones(batch, 1, num_queries, training.seq_len, dtype=torch.bool) if is_masked else None
+    kept, held = {}, []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        held.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = attention(layer, *inputs, mask, dropout=0.0, scaling=layer.scaling)[0]
+        torch.nn.functional.linear(output.reshape(batch, length, -1), layer.o_proj.weight)
+    return sum(kept.values())
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """Ranks whose collectives return at once, with anything."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"keeps_documents": True},
+        {"context": 2, "shard": 2},
+        {"context": 2, "shard": 2, "exchanges_heads": True},
+    ],
+    ids=["documents", "gather", "ulysses"],
+)
+def test_masks_and_the_keys_of_whole_rows_are_kept(changes: dict[str, Any]) -> None:
+    config = read_config("tiny-llama", **WIDE_HEADS, num_attention_heads=8, num_key_value_heads=4)
+    shape, plain = model_shape(config), replace(FP32, seq_len=32, shard=changes.get("shard", 1))
+    masked = replace(plain, **changes)
+    by_masks, without = (kept_by_attention(config, masked, is_masked=is_masked) for is_masked in (True, False))
+    part = replace(plain, seq_len=32 // masked.context)  # as long as the rank's part
+    planned, of_part = (memory_of(shape, training, 1)["model.layers.0"] for training in (masked, part))
+    assert planned - of_part == by_masks - without
+
+
+def test_recomputed_layers_keep_the_mask_of_their_stage() -> None:
+    shape, full = model_shape(read_config("tiny-llama")), replace(FP32, recompute="full")
+    one = Placement(num_stages=1, num_ranks=1)
+    (plain,), (masked,) = (
+        estimate(shape, "GPipe", one, 1, training).ranks for training in (full, replace(full, keeps_documents=True))
+    )
+    assert masked.activations - plain.activations == 2 * 8 * 8
 
 
 def test_head_keeps_its_logits_and_their_log_probabilities() -> None:
