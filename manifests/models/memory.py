@@ -22,13 +22,6 @@ runner/pipeline/torch_runtime.py.
 On the CPU, oneDNN computes a bfloat16 matrix product in a float32 buffer of its result's size, and then rounds it (2.99
 times the result, measured with torch 2.13). The largest of a module's is the gradient of a weight.
 
-# Note [Masks]
-With --cp or --document-mask, attention gets a mask of a byte for each query and key, which every layer keeps in the
-compute dtype until its backward. transformers then repeats keys and values for all heads of queries. With --cp, they
-are those of whole rows, of all heads, or of a part of the heads, whose output is kept twice, by heads and by parts of
-rows (ulysses). Recomputed layers need the mask of their stage. Counted is one kind of mask: models with windows have
-two. Source: `sdpa_attention_forward` of transformers 5.23; `convert_boolean_attn_mask` of torch 2.13.
-
 # Note [Holes]
 On CPUs, malloc keeps freed memory. The optimizer's state is allocated when the activations of the first step are freed,
 and takes their place; the next step needs other memory for its own. With FSDP, the same is true of the weights and
@@ -44,6 +37,7 @@ from dataclasses import dataclass, replace
 
 from manifests.brief import brief
 from manifests.models import ModelShape, Work, is_expert, module_of
+from manifests.models.masks import masked_elements
 from manifests.models.training import FP32_NBYTES, POLICIES, Training
 from manifests.placement import Placement
 from manifests.schedules import (
@@ -238,7 +232,7 @@ def _layer_cost(work: Work, width: int, training: Training, number: int, largest
     tokens, nbytes, every = training.num_tokens, training.policy.compute, training.recompute
     norms, statistics = 2 * work.normed, FP32_NBYTES * work.saved_fp32 // training.tensor
     saved = nbytes * _divided(work.saved, norms, training.tensor) + statistics
-    saved += _unfused_nbytes(work, training) + nbytes * _masked(work, training)
+    saved += _unfused_nbytes(work, training) + nbytes * masked_elements(work, training)
     gradients = nbytes * _divided(work.saved, norms, training.tensor) // 4  # of what an MLP's second matrix takes
     temporary = tokens * gradients + _weight_gradient(work, largest, training)
     given = work.products - work.flops_per_key // 4 + work.normed  # attention has no weights
@@ -255,15 +249,6 @@ def _layer_cost(work: Work, width: int, training: Training, number: int, largest
         gradients=tokens * nbytes * _divided(given, norms, training.tensor),
         saves_input=activations < saved or training.norms_save_input,
     )
-
-
-def _masked(work: Work, training: Training) -> int:
-    """Return the elements for each token that attention keeps besides with a mask; see Note [Masks]."""
-    if not training.has_masks or not work.flops_per_key:
-        return 0
-    repeated = work.flops_per_key // 2  # the keys and values of a token, for all heads
-    repeated = repeated * 3 // 2 if training.exchanges_heads else repeated * training.context
-    return (repeated - work.keys) // training.tensor + training.keys_per_query
 
 
 def _outer_cost(work: Work, training: Training, largest: int) -> _Cost:

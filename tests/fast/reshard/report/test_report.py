@@ -110,6 +110,8 @@ def test_plan_is_the_same_in_a_table_and_in_json(tmp_path: Path, wording: Callab
             "dp_replicate": 1,
             "dp_shard": 1,
             "tp": 1,
+            "cp": 1,
+            "cp_method": "gather",
             "ep": 1,
             "ac": "none",
             "host_memory": None,
