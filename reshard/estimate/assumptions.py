@@ -48,7 +48,7 @@ class Assumptions:
     shard: int = 1
     tensor: int = 1
     context: int = 1
-    context_method: ContextMethod = "gather"
+    context_method: Literal["gather", "ulysses"] = "gather"
     expert: int = 1
     recompute: Recompute = "none"
     loss_chunk: int | None = None
