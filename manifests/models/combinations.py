@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from manifests.errors import UsageError
 from manifests.models import ARCHITECTURES, ModelShape
@@ -15,9 +15,8 @@ from manifests.models.trainable import (
     why_not_expert_parallel,
     why_not_tensor_parallel,
 )
-from manifests.models.training import check_expert_degree
+from manifests.models.training import ContextMethod, check_expert_degree
 
-ContextMethod = Literal["gather", "ulysses"]
 _CUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
 _HEADS = (  # how configs name the number of heads, or that of each layer
     "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads", "swa_num_attention_heads",

@@ -10,6 +10,7 @@ from manifests.errors import Parameter, UsageError
 
 FP32_NBYTES = 4
 Recompute = Literal["none", "full", "selective"] | int  # a number N: every Nth layer
+ContextMethod = Literal["gather", "ulysses"]
 HostMemory = Literal["fast", "compact"]  # what ranks on CPUs do with freed memory, see Note [Holes] in memory.py
 
 

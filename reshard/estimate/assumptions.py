@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from manifests.errors import Parameter, UsageError, check_choice, check_count
-from manifests.models.combinations import ContextMethod
-from manifests.models.training import HostMemory, Recompute
+from manifests.models.training import ContextMethod, HostMemory, Recompute
 from manifests.module_times import ModuleTime
 from manifests.placement import Placement
 from manifests.schedules import default_schedule
@@ -48,7 +47,7 @@ class Assumptions:
     shard: int = 1
     tensor: int = 1
     context: int = 1
-    context_method: Literal["gather", "ulysses"] = "gather"
+    context_method: ContextMethod = "gather"
     expert: int = 1
     recompute: Recompute = "none"
     loss_chunk: int | None = None

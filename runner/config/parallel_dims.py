@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import click
 
 from manifests.errors import LaunchError, UsageError
-from manifests.models.combinations import ContextMethod
+from manifests.models.training import ContextMethod
 from runner.config.declared import WholeNumber, flag
 
 # Names of the device mesh dimensions, as in torchtitan.

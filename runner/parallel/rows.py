@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from manifests.errors import UsageError
-from manifests.models.combinations import ContextMethod
+from manifests.models.training import ContextMethod
 from runner.config.parallel_dims import CONTEXT
 from runner.models.family import Family
 from runner.parallel.mesh import Mesh

@@ -56,6 +56,7 @@ def test_fields_on_the_page_have_types_that_are_public() -> None:
 
     aliases = {
         "Address",
+        "ContextMethod",
         "ExportDtype",
         "Holds",
         "HostMemory",
