@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase, translate
+from math import prod
 
-from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, OptimizerState, ParameterGroup, StateKind
+from manifests.models.shape import ModelShape
+from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, OptimizerState, ParameterGroup, StateKind, StateShape
 
+PRESETS = ("adamw", "adam", "sgd", "adafactor", "muon")
 EMA = "ema"  # the kind of an exponential moving average of the weights
 _MOMENTS = tuple(StateKind(name=name, shape="parameter") for name in MOMENTS)
 _PATTERN = re.compile(r"[*?\[]")
@@ -61,6 +65,47 @@ def shape_of(kind: StateKind, shape: tuple[int, ...]) -> tuple[int, ...] | None:
             return (*shape[:-1], 1) if len(shape) >= 2 else None
         case "columns":
             return (*shape[:-2], 1, shape[-1]) if len(shape) >= 2 else None
+
+
+def count_state(
+    optimizer: OptimizerState, tensors: Mapping[str, tuple[int, ...]], ties: Iterable[Sequence[str]] = ()
+) -> dict[str, float]:
+    """Return how many numbers of state there are for each of a tensor's parameters, by FQN."""
+    counts = dict.fromkeys(tensors, 0.0)
+    for kind in kinds_of(optimizer):
+        for fqn, shape in state_shapes(kind, optimizer.groups, tensors, ties).items():
+            counts[fqn] += prod(shape) / max(1, prod(tensors[fqn]))
+    return counts
+
+
+def hidden_matrices(modules: Mapping[str, Iterable[str]], tensors: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Return the matrices of layers, and stacks of them: not those of embeddings and heads, nor convolutions."""
+    layers = (fqns for module, fqns in modules.items() if module.rpartition(".")[2].isdecimal())
+    return {fqn for fqns in layers for fqn in fqns if len(dims := tensors[fqn]) >= 2 and min(dims[-2:]) > 1}
+
+
+def preset_for(name: str, shape: ModelShape) -> OptimizerState:
+    """Return the groups and kinds of a name of --optimizer for a model, without options: what its memory depends on."""
+    matrices = hidden_matrices(shape.by_module(), shape.tensors) if name == "muon" else set[str]()
+    plain = ParameterGroup(beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)
+    if name == "muon":
+        groups = (
+            replace(plain, algorithm="Muon", fqns=compact_patterns(matrices, shape.tensors.keys() - matrices)),
+            plain,
+        )
+        kinds = (StateKind(name="momentum_buffer", shape="parameter", groups=(0,)),)
+        return OptimizerState(
+            name="AdamW",
+            max_norm=0.0,
+            groups=groups,
+            kinds=(*kinds, *(replace(kind, groups=(1,)) for kind in _MOMENTS)),
+        )
+    shapes: Mapping[str, tuple[tuple[str, StateShape], ...]] = {
+        "sgd": (("momentum_buffer", "parameter"),),
+        "adafactor": (("col_var", "columns"), ("row_var", "rows"), ("variance", "vector")),
+    }
+    declared = tuple(StateKind(name=kind, shape=shape) for kind, shape in shapes.get(name, ())) or None
+    return OptimizerState(name=name, max_norm=0.0, groups=(plain,), kinds=declared)
 
 
 class GroupNumbers:

@@ -342,12 +342,16 @@ def _state_nbytes(
             by_shards[shards] -= tensors[fqn]
             optimizer += tensors[fqn] * policy.compute // shards if training.is_sharded else 0  # gathered from
         num_params = sum(tensors[fqn] for fqn in fqns if training.trains(fqn))
+        state = Counter[int]()
+        for fqn in fqns - followers:
+            if training.trains(fqn):
+                state[_shards_of(fqn, training)] += round(tensors[fqn] * training.state_of(fqn))
         if training.is_sharded:  # see Note [Memory of a rank]
             gradients += num_params * policy.reduce
-            optimizer += sum(count * 3 * policy.master // shards for shards, count in by_shards.items())
+            optimizer += sum((count + state[shards]) * policy.master // shards for shards, count in by_shards.items())
         else:
             gradients += num_params * policy.master
-            optimizer += by_shards.total() * (2 + policy.has_masters) * policy.master
+            optimizer += (state.total() + by_shards.total() * policy.has_masters) * policy.master
     return weights, gradients, optimizer
 
 

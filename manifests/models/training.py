@@ -93,6 +93,7 @@ class Training:
     loss_chunk: int | None = None  # --loss-chunk, in tokens
     host_memory: HostMemory | None = None  # None: on GPUs
     trains: Callable[[str], bool] = lambda fqn: True  # what is frozen has no gradient and no optimizer state
+    state_of: Callable[[str], float] = lambda fqn: 2.0  # numbers of optimizer state for each of a tensor's parameters
     adapters: Mapping[str, int] = field(default_factory=dict, hash=False)  # parameters of each adapter
 
     @property

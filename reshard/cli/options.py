@@ -18,6 +18,7 @@ import click
 from manifests.command.console import GroupedHelp
 from manifests.command.neighbors import DTYPES as _TORCH_DTYPES
 from manifests.errors import UsageError, flag_like, naming_flags
+from manifests.optimizer_state import PRESETS
 from stores.address import hub_output, is_url
 
 if TYPE_CHECKING:
@@ -181,6 +182,9 @@ _TRAINING = (
     click.option(
         "--master-dtype", type=DtypeName(DTYPES[1:3]), show_default="--dtype; with --gpus fp32, or else bf16",
         help="Dtype of gradients, master weights and optimizer state.",
+    ),
+    click.option(
+        "--optimizer", type=click.Choice(PRESETS), default="adamw", help="Optimizer, whose state takes memory.",
     ),
     click.option(
         "--dp-replicate", "replicate", type=WholeNumber(min=1), default=1, metavar="N",

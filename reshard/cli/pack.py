@@ -172,7 +172,7 @@ _GROUPS = {
 }  # fmt: skip
 _EXPORT_GROUPS = {
     "What and where": (
-        "to", "out", "names", "dtype", "weights_only", "tied_key", "force", "as_json", "quiet",
+        "to", "out", "names", "dtype", "weights_only", "weights", "tied_key", "force", "as_json", "quiet",
     ),
     "Bytes": ("io", "sync", "num_threads"),
     "Remote": ("num_streams", "memory_nbytes"),
@@ -298,6 +298,12 @@ def _notes(prepared: PreparedPack) -> Iterator[str]:
     help="With --for pipeline: the key of the TiedLayerSpec of a tied embedding.",
 )
 @click.option("--weights-only", is_flag=True, help="With --to dcp, universal, megatron: leave out optimizer state.")
+@click.option(
+    "--weights",
+    type=click.Choice(["trained", "ema"]),
+    default="trained",
+    help="The weights as they were trained, or their exponential moving average.",
+)
 @options.out
 @click.option(
     "--dtype",

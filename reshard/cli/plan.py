@@ -23,7 +23,8 @@ _GROUPS = {
     "Search": ("gpus", "memory_limit", "gpus_per_node", "hardware", "efficiency"),
     "What and where": ("layout", "pp", "write", "draw", "theme", "force", "drop", "model", "as_json", "quiet"),
     "Training step": (
-        "global_batch", "num_microbatches", "microbatch", "seq_len", "dtype", "master_dtype", "recompute", "loss_chunk",
+        "global_batch", "num_microbatches", "microbatch", "seq_len", "dtype", "master_dtype", "optimizer", "recompute",
+        "loss_chunk",
         "schedule", "host_memory", "measured", "from_run",
     ),
     "Clusters": ("replicate", "shard", "tensor", "context", "context_method", "expert"),

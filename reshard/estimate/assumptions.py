@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from manifests.errors import Parameter, UsageError, check_choice, check_count
 from manifests.models.training import ContextMethod, HostMemory, Recompute
 from manifests.module_times import ModuleTime
+from manifests.optimizer_state import PRESETS
 from manifests.placement import Placement
 from manifests.schedules import default_schedule
 from reshard.layouts.model import StageLayout
@@ -26,7 +27,8 @@ class Assumptions:
     `schedule` is the name of a pipeline schedule, such as "1F1B". A step has `num_microbatches` on each data-parallel
     replica (default: 4 per pipeline rank), or as many as `global_batch`, the sequences of a step, makes of them; they
     are `microbatch` sequences of `seq_len` tokens. `dtype` is that of weights, "fp32" or "bf16"; `master_dtype` that of
-    gradients, master weights and optimizer state, by default the same. `replicate` is the number of data-parallel
+    gradients, master weights and optimizer state, by default the same; `optimizer` is that of `runner launch`, a name
+    other than a class or a file. `replicate` is the number of data-parallel
     replicas of each stage (DDP, HSDP), `shard` that of the ranks that shard it (FSDP), `tensor` the tensor-parallel
     degree, and `expert` the number of ranks, of those that share one copy, that have different experts. `recompute` is
     activation checkpointing: "none", "full", "selective" (all but matrix products), or N for every Nth layer. Logits
@@ -49,6 +51,7 @@ class Assumptions:
     context: int = 1
     context_method: ContextMethod = "gather"
     expert: int = 1
+    optimizer: str = "adamw"
     recompute: Recompute = "none"
     loss_chunk: int | None = None
     host_memory: HostMemory | None = None
@@ -99,6 +102,7 @@ def check_assumptions(assumed: Assumptions) -> None:
         check_choice(Parameter("assumed.recompute"), assumed.recompute, get_args(kinds))
     if assumed.host_memory is not None:
         check_choice(Parameter("assumed.host_memory"), assumed.host_memory, get_args(HostMemory))
+    check_choice(Parameter("assumed.optimizer"), assumed.optimizer, PRESETS)
     counts = {
         "num_microbatches": assumed.num_microbatches,
         "global_batch": assumed.global_batch,

@@ -12,6 +12,7 @@ from manifests.models import ModelShape
 from manifests.models.memory import MemoryEstimate, estimate_memory
 from manifests.models.training import POLICIES, Training, check_expert_degree
 from manifests.module_times import ModuleTime
+from manifests.optimizer_state import count_state, preset_for
 from manifests.placement import Placement
 from manifests.schedules import StageCosts, Timeline, check_schedule, schedule_table, simulate
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
@@ -107,7 +108,7 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
         costs = StageCosts.of([time.forward for time in times], [time.backward for time in times])
         with collector_paused():
             table = schedule_table(schedule, placement, num_microbatches)
-            memory = estimate_memory(shape, layout.stages, table, training_of(assumed))
+            memory = estimate_memory(shape, layout.stages, table, training_of(assumed, shape))
             step = StepEstimate(memory=memory, timeline=simulate(table, costs))
     return Forecast(
         assumed=assumed,
@@ -120,8 +121,11 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
     )
 
 
-def training_of(assumed: Assumptions) -> Training:
+def training_of(assumed: Assumptions, shape: ModelShape) -> Training:
     """Return the assumptions that a model's memory depends on."""
+    state: dict[str, float] = {}
+    if assumed.optimizer not in ("adamw", "adam"):
+        state = count_state(preset_for(assumed.optimizer, shape), shape.tensors, shape.ties)
     return Training(
         policy=POLICIES[assumed.policy],
         microbatch=assumed.microbatch,
@@ -134,6 +138,7 @@ def training_of(assumed: Assumptions) -> Training:
         recompute=assumed.recompute,
         loss_chunk=assumed.loss_chunk,
         host_memory=assumed.host_memory,
+        state_of=lambda fqn: state.get(fqn, 2.0),
     )
 
 

@@ -30,7 +30,7 @@ from manifests.errors import (
     check_choice,
 )
 from manifests.jsontext import parse_json_object
-from manifests.optimizer_state import is_plain, kinds_of
+from manifests.optimizer_state import EMA, is_plain, kinds_of
 from manifests.schedules.learning_rate import rate_at
 from manifests.schema import MOMENTS, OptimizerState, ParameterGroup, TrainingState
 from manifests.store import read_small_file, write_file
@@ -46,7 +46,7 @@ from reshard.formats.delta.chain import ChainAt, list_versions, split_version
 from reshard.formats.manifest.read import open_packed
 from reshard.formats.table import DELTA, TIED_KEY, ExportOptions, ExportResult, export_targets, names_of_targets
 from reshard.plans.pack_plan import OutputShard
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, ExportedWeights, with_average
 from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MadeFile, MemoryFile
 from reshard.tensors.source_index import SUFFIX
@@ -67,6 +67,7 @@ def export(
     names: str = "hf",
     tied_key: str = TIED_KEY,
     weights_only: bool = False,
+    weights: ExportedWeights = "trained",
     dtype: ExportDtype = "source",
     force: bool = False,
     io: Io = "direct",
@@ -82,6 +83,7 @@ def export(
     `to="deepspeed"` writes the layers of a PipelineModule, weights alone; `to="universal"` DeepSpeed's Universal
     Checkpoint, in float32, with optimizer state, and with `names` of Hugging Face's model or of a PipelineModule,
     the `TiedLayerSpec` of whose tied embedding has the key `tied_key`.
+    `weights="ema"` writes the average of a run with --ema in place of the weights, and no optimizer state.
     `to="megatron"` writes what Megatron-LM loads, with optimizer state for its distributed optimizer.
     `out`, `force`, `io`, `sync` and `parallelism` are those of `pack`.
 
@@ -101,6 +103,7 @@ def export(
     check_choice(Parameter("names"), names, names_of_targets())
     check_choice(Parameter("dtype"), dtype, get_args(ExportDtype))
     check_choice(Parameter("io"), io, get_args(Io))
+    check_choice(Parameter("weights"), weights, get_args(ExportedWeights))
     kind, target = targets[to]
     if names != "hf" and names not in target.names:
         problem = f"{names} is not for {Parameter('to', to)}"
@@ -122,15 +125,13 @@ def export(
     checkpoint = _open_to_export(str(manifest))
     address = str(out) if is_url(out) else Path(out)
     check_export_to(address, checkpoint, force=force)
-    if (
-        checkpoint.moments
-        and target.has_state
-        and not weights_only
-        and any(item.path == TRAINED_NAME for item in checkpoint.auxiliary)
-    ):
+    has_state = checkpoint.moments and target.has_state and not weights_only and weights != EMA
+    if has_state and any(item.path == TRAINED_NAME for item in checkpoint.auxiliary):
         problem = "has optimizer state of the parameters that were not frozen alone"
         raise refuse_state(f"{checkpoint.location}: training", problem, code="checkpoint.other-optimizer")
-    if weights_only or not target.has_state:
+    if weights == EMA:
+        checkpoint = with_average(checkpoint)
+    if weights_only or weights == EMA or not target.has_state:
         trained = None if checkpoint.trained is None else replace(checkpoint.trained, optimizer=None)
         checkpoint = replace(checkpoint, moments={}, trained=trained)
     planned = cast_checkpoint(checkpoint, dtype) if to == "hf" else checkpoint

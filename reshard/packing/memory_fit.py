@@ -131,5 +131,5 @@ def _table(staged: StagedModel, num_pipeline: int) -> _Table | None:
 
 def _fits(staged: StagedModel, layout: StageLayout, table: Table, assumed: Assumptions) -> bool:
     limit = staged.assumed.memory_limit
-    ranks = estimate_memory(staged.shape, layout.stages, table, training_of(assumed)).ranks
+    ranks = estimate_memory(staged.shape, layout.stages, table, training_of(assumed, staged.shape)).ranks
     return limit is not None and all(memory.total <= limit for memory in ranks)

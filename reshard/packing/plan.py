@@ -329,7 +329,7 @@ def memory_costs(shape: ModelShape, placed: StageLayout, assumed: Assumptions) -
     from manifests.models.memory import estimate_memory, memory_of  # which a pack without a memory limit does without
     from reshard.estimate.training_estimate import training_of
 
-    placement, training = placed.placement, training_of(assumed)
+    placement, training = placed.placement, training_of(assumed, shape)
     num_microbatches = assumed.microbatches_for(placement)
     _check_length(placement, num_microbatches)
     table = schedule_table(assumed.schedule_for(placed), placement, num_microbatches)

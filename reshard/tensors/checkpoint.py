@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from manifests.brief import brief
 from manifests.digest import PREFIX
-from manifests.errors import ShardError
+from manifests.errors import CheckpointError, ShardError
 from manifests.models import ModelShape
+from manifests.optimizer_state import EMA
 from manifests.schema import Holds, Manifest, ModelDescription, Parent, Source, TrainingState
 from manifests.slices import Slice
 from reshard.tensors.source_index import SourceRecord
 from stores.base import InputFile
 from stores.bundles import TensorAt
+
+ExportedWeights = Literal["trained", "ema"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +64,15 @@ class Checkpoint:
     def location(self) -> str:
         """Its location; `source` says where its weights came from originally."""
         return self.parents[-1].location if self.manifest else self.source.location
+
+
+def with_average(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the average of its weights in their place; what is not trained is as it is."""
+    averages = checkpoint.moments.get(EMA)
+    if averages is None:
+        problem, hint = "has no average of the weights", "runner launch MANIFEST -- --ema DECAY keeps one"
+        raise CheckpointError(checkpoint.location, problem, hint, code="checkpoint.no-optimizer-state")
+    return replace(checkpoint, tensors={fqn: averages.get(fqn, at) for fqn, at in checkpoint.tensors.items()})
 
 
 def check_digest(tensor: TensorAt, digest: str, expected: str | None = None) -> None:

@@ -8,6 +8,7 @@ from manifests.models import ModelShape
 from manifests.models.adapters import adapter_sizes
 from manifests.models.memory import MemoryEstimate, estimate_memory
 from manifests.models.training import DtypePolicy, HostMemory, Training
+from manifests.optimizer_state import PRESETS, count_state, preset_for
 from manifests.schedules import Table
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims
@@ -28,6 +29,10 @@ def planned_memory(
     """Estimate the memory of a run on each stage and pipeline rank; `host_memory` is None on GPUs."""
     compute, batch, lora = options.compute, options.batch, options.lora
     sizes = () if lora is None else adapter_sizes(shape, lora.target, lora.rank, has_experts=lora.experts)
+    plan = options.optim.plan  # the launcher has none
+    if plan is None and options.optim.optimizer in PRESETS:
+        plan = preset_for(options.optim.optimizer, shape)
+    state = {} if plan is None else count_state(plan, shape.tensors, shape.ties)
     training = Training(
         policy=DtypePolicy(
             name=compute.dtype,
@@ -48,5 +53,6 @@ def planned_memory(
         host_memory=host_memory,
         trains=trained_by(options, shape.ties) or (lambda fqn: True),
         adapters=dict(sizes),
+        state_of=lambda fqn: state.get(fqn, 2.0),  # adapters are trained by AdamW
     )
     return estimate_memory(shape, stages, table, training)

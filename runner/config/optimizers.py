@@ -15,7 +15,15 @@ from typing import Any
 
 from manifests.errors import CheckpointError, UsageError
 from manifests.models import ModelShape
-from manifests.optimizer_state import EMA, GroupNumbers, compact_patterns, is_plain, kinds_of, state_shapes
+from manifests.optimizer_state import (
+    EMA,
+    GroupNumbers,
+    compact_patterns,
+    hidden_matrices,
+    is_plain,
+    kinds_of,
+    state_shapes,
+)
 from manifests.schema import AlgorithmOption, OptimizerState, ParameterGroup
 from manifests.store import read_small_file
 from runner.config.schema import OptimOptions
@@ -63,7 +71,7 @@ def optimizer_of(optim: OptimOptions, shape: ModelShape, stored: OptimizerState 
     if optim.optimizer == "adam":
         return OptimizerState(name="Adam", groups=_adams(optim, shape), **ema)  # type: ignore[arg-type]
     if optim.optimizer == "muon":
-        hidden = set(_hidden_matrices(shape))
+        hidden = hidden_matrices(shape.by_module(), shape.tensors)
         patterns = compact_patterns(hidden, shape.tensors.keys() - hidden)
         muon = _group(optim, {"algorithm": "Muon", "patterns": patterns}, "--optimizer muon")
         rest, *bare = _adams(optim, shape)
@@ -166,13 +174,6 @@ def without_decay(group: ParameterGroup, shape: ModelShape) -> ParameterGroup:
     """Return the group of the 1-D parameters, if they have no weight decay."""
     lines = (fqn for fqn, dims in shape.tensors.items() if len(dims) == 1 and shape.count_params(fqn))
     return replace(group, weight_decay=0.0, fqns=tuple(sorted(lines)))
-
-
-def _hidden_matrices(shape: ModelShape) -> Iterator[str]:
-    """Yield the matrices of layers, and stacks of them: not those of embeddings and heads, nor convolutions."""
-    for module, fqns in shape.by_module().items():
-        if module.rpartition(".")[2].isdecimal():
-            yield from (fqn for fqn in fqns if len(dims := shape.tensors[fqn]) >= 2 and min(dims[-2:]) > 1)
 
 
 def _groups_in(file: Path, optim: OptimOptions) -> Iterator[ParameterGroup]:

@@ -20,6 +20,7 @@ from tests.builders import (
     random_tensors,
     refusal,
     reshard,
+    tensors_in,
     write_model,
 )
 from tests.fast.reshard.forged import change_manifest, read_stage
@@ -90,6 +91,15 @@ def test_every_kind_is_resharded_with_its_weights(tmp_path: Path, tied: bool) ->
     before, after = files_in(pack(trained, tmp_path / "first", "pp=2")), files_in(again)
     assert {name for name in after if after[name] != before.get(name)} == {"manifest.json"}
     assert json.loads(after["manifest.json"])["version"] == 2
+
+
+def test_average_is_exported_in_place_of_the_weights(tmp_path: Path) -> None:
+    trained, expected = write_state(tmp_path, "pp=2", tied=False)
+    assert reshard("export", trained, "--to", "hf", "--weights", "ema", "--out", tmp_path / "out").code == 0
+    assert tensors_in(tmp_path / "out") == expected["ema"]
+    packed = pack(tmp_path / "source", tmp_path / "packed", "pp=1")
+    refused = refusal("export", packed, "--to", "hf", "--weights", "ema", "--out", tmp_path / "other")
+    assert refused.found[1] == "checkpoint.no-optimizer-state"
 
 
 def test_state_that_its_kind_does_not_have_is_refused_by_name(tmp_path: Path) -> None:

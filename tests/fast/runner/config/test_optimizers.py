@@ -10,7 +10,7 @@ import pytest
 
 from manifests.errors import UserError
 from manifests.models import ModelShape, model_shape
-from manifests.optimizer_state import kinds_of
+from manifests.optimizer_state import PRESETS, count_state, kinds_of, preset_for
 from manifests.schema import OptimizerState
 from runner.config.flags import parse_training
 from runner.config.optimizers import check_flags, check_state_fits, describe_groups, numbers_of, optimizer_of
@@ -52,6 +52,18 @@ def test_muon_trains_matrices_of_layers_and_adamw_the_rest() -> None:
         "momentum_buffer": (0,), "exp_avg": (1,), "exp_avg_sq": (1,)
     }  # fmt: skip
     assert [line.split(":")[1].split(",")[0].strip() for line in describe_groups(plan, shape)] == ["Muon", "AdamW"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_memory_of_state_is_planned_as_torch_has_it(name: str) -> None:
+    shape, planned = shape_of(), count_state(preset_for(name, shape_of()), shape_of().tensors)
+    assert planned == count_state(plan_of("--optimizer", name), shape.tensors)
+    expected = {"adamw": (2, 2), "adam": (2, 2), "sgd": (1, 1), "muon": (1, 2)}.get(name)
+    if expected is not None:
+        assert (planned[MATRIX], planned[EMBEDDING]) == expected
+    else:
+        rows, columns = shape.tensors[MATRIX]
+        assert (planned[MATRIX], planned[NORM]) == (pytest.approx((rows + columns) / (rows * columns)), 1)
 
 
 def test_adamw_is_what_version_1_describes() -> None:
