@@ -33,15 +33,19 @@ from manifests.errors import (
 
 if TYPE_CHECKING:
     from runner.checkpoint.own_module import save_stages
+    from runner.data.own import DataRequest, Dataset
     from runner.load.own_module import LoadResult, StateDictAdapter, load_stages
     from runner.models.family import Family
     from runner.models.own import FamilyRequest, NamedFamily, generic_family
+    from runner.pipeline.losses import LossFunction, PerRow, PerToken
     from runner.tensors.local_shard import Piece
 
 
 __all__ = [
     "CheckpointError",
     "DataError",
+    "DataRequest",
+    "Dataset",
     "Family",
     "FamilyRequest",
     "InputError",
@@ -49,10 +53,13 @@ __all__ = [
     "LayoutError",
     "LoadResult",
     "LogError",
+    "LossFunction",
     "ManifestError",
     "ModelError",
     "NamedFamily",
     "OutputError",
+    "PerRow",
+    "PerToken",
     "Piece",
     "RankError",
     "ScheduleError",
@@ -74,8 +81,10 @@ __getattr__, __dir__ = lazy_attributes(
     {
         "runner.checkpoint.own_module": ("save_stages",),
         "runner.load.own_module": ("LoadResult", "StateDictAdapter", "load_stages"),
+        "runner.data.own": ("DataRequest", "Dataset"),
         "runner.models.family": ("Family",),
         "runner.models.own": ("FamilyRequest", "NamedFamily", "generic_family"),
+        "runner.pipeline.losses": ("LossFunction", "PerRow", "PerToken"),
         "runner.tensors.local_shard": ("Piece",),
     },
 )

@@ -28,6 +28,7 @@ from runner.config.flags import TrainOptions, recall
 from runner.config.memory import planned_memory
 from runner.config.sharding import is_sharded
 from runner.config.trained import trained_by
+from runner.data.rows import RowForm
 from runner.data.sequences import Batch, Rows, rows_of
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 from runner.distributed.world import World
@@ -41,6 +42,7 @@ from runner.models.family import Adaptable
 from runner.parallel.mesh import Mesh, build_mesh
 from runner.parallel.rows import keep_documents, split_rows
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
+from runner.pipeline.losses import loss_of_run
 from runner.pipeline.timetable import Timetable, choose_timetable
 from runner.preflight.combinations import combine, part_of, sharing_ranks
 from runner.preflight.preflight import expert_notes, notes
@@ -89,6 +91,11 @@ class Ready:
     def clock(self) -> Clock:
         assert self.engine.clock is not None, "training times its steps"
         return self.engine.clock
+
+    @property
+    def form(self) -> RowForm | None:
+        """The fields of rows that the loss reads."""
+        return self.engine.loss.form if self.engine.loss is not None else None
 
     def rows_of(self, batch: Batch) -> Batch:
         """Return the rows of a batch that this rank's pipeline trains on."""
@@ -195,6 +202,7 @@ def _begin(
         if options.lora is not None:
             assert isinstance(family, Adaptable), "refused before"
             family.add_adapters(options.lora)
+        loss = loss_of_run(options.loss, reads_rows=options.data.has_rows, is_split=mesh.degrees.context > 1)
         if options.data.document_mask:
             keep_documents(family, options.batch.seq_len)
         if mesh.degrees.context > 1:
@@ -213,8 +221,9 @@ def _begin(
             degrees=mesh.degrees,
             options=options,
             has_documents=options.data.document_mask,
+            loss=loss,
         )
-        is_kept = not sharing_ranks(launched.manifest, options).is_own
+        is_kept = not sharing_ranks(launched.manifest, options).is_own and options.loss.entry_point is None
         prove_once(run, launched.config, options.log_dir, is_kept=is_kept)
     elif options.self_check and mesh.rank == 0:
         logger.info("note: %s is not self-checked: its family has no tiny model to compare", family.architecture)
@@ -238,7 +247,7 @@ def _begin(
         check_loaded(launched.manifest.ties, chunks)
     _log_loaded(loaded, chunks, mesh)
     batch = part_of(options.batch, mesh.degrees)
-    engine = build_engine(stages, chunks, options, timetable, mesh, batch)
+    engine = build_engine(stages, chunks, options, timetable, mesh, batch, loss)
     with deferred.comes_first():
         check_equal(engine.ties)
     seed_rng(options.data.seed, mesh.rank // mesh.degrees.tensor)

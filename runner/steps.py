@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -14,10 +15,11 @@ import torch.distributed as dist
 from manifests.schedules import default_schedule
 from manifests.schema import TrainingState
 from runner.checkpoint.async_save import Saver
-from runner.checkpoint.data_position import FoundData, check_alike, find_data, read_skipped
+from runner.checkpoint.data_position import FoundData, check_alike, encode_files, find_data, read_skipped, read_state
 from runner.checkpoint.resume import advance, remember
 from runner.config.flags import TrainOptions
 from runner.data.bad import Skipped, log_skipped
+from runner.data.own import SharedCounts, read_dataset
 from runner.data.read_ahead import GroupExchange, ReadAhead
 from runner.data.sequences import Batch, read_batches
 from runner.data.shared import SharedTokenization
@@ -64,13 +66,14 @@ def train_steps(ready: Ready, metrics: Metrics, saver: Saver | None, watchdog: W
 
 @dataclass(kw_only=True, slots=True)
 class _Feed:
-    """The batches from where the run resumes, and the number of documents skipped so far.
+    """The batches from where the run resumes, the number of documents skipped so far, and the state of a dataset.
 
     Ranks with neither the first nor the last stage have no reader.
     """
 
     reader: ReadAhead | None = None
     num_skipped: int = 0
+    state: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +98,7 @@ class _Steps:
         self.ready.clock.note_data(waited_s)
         if batch.cursor is not None:
             self.feed.num_skipped = batch.cursor.num_skipped
+        self.feed.state = batch.state
         return batch
 
     def train(self, batch: Batch | None, step: int) -> StepReport:
@@ -145,7 +149,7 @@ class _Steps:
             watchdog.beat(trained.step, "save")  # a save is not timed as a step
             ready.deferred.finish()
             state = replace(trained, random=(rng_state(ready.mesh.rank, ready.chunks[0].device),))
-            self.saver.save(ready.held_state(), state, self.feed.num_skipped)
+            self.saver.save(ready.held_state(), state, encode_files(self.feed.num_skipped, self.feed.state))
             watchdog.beat(trained.step)
         for ended in self.saver.reports():
             self.metrics.checkpoint(ended)
@@ -204,6 +208,8 @@ def _readers(ready: Ready) -> list[int]:
 
 def _read(ready: Ready, found: FoundData, group: dist.ProcessGroup | None) -> _Feed:
     """Read this rank's rows of all remaining batches ahead, with the ranks of the group."""
+    if ready.options.data.dataset is not None:
+        return _read_dataset(ready, group, is_resumed=found.position.num_sequences > 0)
     position, shared = found.position, None if group is None else SharedTokenization(GroupExchange(group))
     num_skipped = read_skipped(ready.origin) if position.cursor is not None else 0
     batches = read_batches(
@@ -216,9 +222,25 @@ def _read(ready: Ready, found: FoundData, group: dist.ProcessGroup | None) -> _F
         skipped=Skipped(count=num_skipped, on_skip=log_skipped if ready.mesh.rank == 0 else None),
         rows=ready.rows,
         tokenize=shared or tokenize_alone,
+        form=ready.form,
     )
+    return _Feed(reader=_ahead(ready, batches, shared), num_skipped=num_skipped)
+
+
+def _read_dataset(ready: Ready, group: dist.ProcessGroup | None, *, is_resumed: bool) -> _Feed:
+    """Read this rank's rows of a package's own dataset ahead."""
+    state = read_state(ready.origin) if is_resumed else None
+    counts = SharedCounts(None if group is None else GroupExchange(group))
+    batches = read_dataset(
+        ready.options.data, ready.options.batch, ready.form, ready.rows, state, counts,
+        folder=ready.launched.root, vocab_size=ready.chunks[0].family.vocab_size,
+    )  # fmt: skip
+    return _Feed(reader=_ahead(ready, batches, counts), state=state)
+
+
+def _ahead(ready: Ready, batches: Iterator[Batch], shared: SharedTokenization | SharedCounts | None) -> ReadAhead:
     remaining = (batch.part(*ready.parts) for batch in islice(batches, max(0, ready.options.steps - ready.num_steps)))
-    return _Feed(reader=ReadAhead(remaining, ready.chunks[0].device, shared), num_skipped=num_skipped)
+    return ReadAhead(remaining, ready.chunks[0].device, shared)
 
 
 def _tracer(ready: Ready) -> Tracer | None:

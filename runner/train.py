@@ -45,6 +45,7 @@ from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import open_sinks
 from runner.metrics.summary import next_command, opening
 from runner.models.family import Adaptable
+from runner.pipeline.heads import of_evaluation
 from runner.preflight.combinations import check_sinks, part_of, sharing_ranks
 from runner.preflight.preflight import check_evaluable, check_texts
 from runner.rundir.exit_report import set_rank_label, stages_of
@@ -52,7 +53,7 @@ from runner.rundir.heartbeat import clear_beats
 from runner.rundir.records import STATE_NAME, RunState, clear_state, note_resolved, run_id, write_state
 from runner.setup import Ready, begin
 from runner.steps import train_steps
-from runner.training.step import eval_step
+from runner.training.step import eval_counted
 from runner.training.ties import check_equal
 from stores.address import is_url
 from stores.open import open_manifest
@@ -230,9 +231,10 @@ def evaluate(ready: Ready) -> tuple[float, int, int | None]:
             vocab_size=family.vocab_size,
             padded_length=family.padded_length,
             skipped=skipped,
+            form=ready.form if of_evaluation(ready.engine.loss) else None,
         )
     loss, num_tokens = mean_loss(
-        lambda batch: eval_step(ready.engine, rows := ready.rows_of(batch), cut_as(batch_share, rows)),
+        lambda batch: eval_counted(ready.engine, rows := ready.rows_of(batch), cut_as(batch_share, rows)),
         batches,
         "--eval-data",
     )

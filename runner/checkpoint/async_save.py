@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -79,13 +80,13 @@ class Saver:
         all_know = error is None or (isinstance(error, UserError) and not isinstance(error, OneRankError))
         self._pool.shutdown(wait=all_know)
 
-    def save(self, state: Held, training: TrainingState, num_skipped: int = 0) -> None:
+    def save(self, state: Held, training: TrainingState, data_files: Mapping[str, bytes] | None = None) -> None:
         """Save a checkpoint after a step; `training` has this rank's RNG state."""
         started_s = time.perf_counter()
         self._wait()
         if self._copy is not None:
             state = self._copy.result().fill(state)
-        self._running = self._pool.submit(self._save, state, training, num_skipped, started_s, time.perf_counter())
+        self._running = self._pool.submit(self._save, state, training, data_files, started_s, time.perf_counter())
         if self._copy is None:
             self._wait()
 
@@ -103,7 +104,12 @@ class Saver:
             self.failure = ended.failure
 
     def _save(
-        self, state: Held, training: TrainingState, num_skipped: int, started_s: float, copied_s: float
+        self,
+        state: Held,
+        training: TrainingState,
+        data_files: Mapping[str, bytes] | None,
+        started_s: float,
+        copied_s: float,
     ) -> SaveReport:
         path, nbytes, failure = checkpoint_path(self._options.history, training.step), 0, None
         try:
@@ -113,7 +119,7 @@ class Saver:
                     set_aside(path)
             nbytes = save(
                 state, self._context, path, training,
-                num_skipped=num_skipped, force=True, group=self._group, timer=self._timer,
+                data_files=data_files, force=True, group=self._group, timer=self._timer,
                 is_beside=self._copy is not None,
             )  # fmt: skip
         except UserError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from runner.data.files import find_files
 from runner.data.tokenizer import Framing, document_framing, load_tokenizer
 
 _Files = Sequence[tuple[str, int]]  # by name and size
-# The number of skipped documents is in a small file of a checkpoint, absent for 0. It is an auxiliary file, such as
-# config.json: a checkpoint that is resharded keeps it, and readers that do not know it can read the rest.
-SKIPPED_NAME = "skipped-documents.json"
-_FIELD = "num_skipped"
+# The number of skipped documents is in a small file of a checkpoint, absent for 0, and so is the state of a dataset of
+# a package's own. They are auxiliary files, such as config.json: a checkpoint that is resharded keeps them, and readers
+# that do not know them can read the rest.
+SKIPPED_NAME, STATE_NAME = FILES = "skipped-documents.json", "dataset-state.json"
+_FIELD, _STATE = "num_skipped", "state"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,17 +111,21 @@ def check_same_files(flag: str, data: DataOptions, digests: Sequence[str], on_ra
             )
 
 
-def encode_skipped(num_skipped: int) -> bytes:
-    return (json.dumps({"version": 1, _FIELD: num_skipped}) + "\n").encode()
+def encode_files(num_skipped: int, state: str | None) -> dict[str, bytes]:
+    """Return the small files of a checkpoint about its data, by name; `state` is that of a dataset, as JSON."""
+    texts = {}
+    if num_skipped:
+        texts[SKIPPED_NAME] = json.dumps({"version": 1, _FIELD: num_skipped})
+    if state is not None:
+        texts[STATE_NAME] = json.dumps({"version": 1, _STATE: state})
+    return {name: f"{text}\n".encode() for name, text in texts.items()}
 
 
-def with_skipped(files: tuple[AuxiliaryFile, ...], num_skipped: int) -> tuple[AuxiliaryFile, ...]:
-    """Return a checkpoint's auxiliary files with this count in place of an earlier one."""
-    others = tuple(file for file in files if file.path != SKIPPED_NAME)
-    if not num_skipped:
-        return others
-    data = encode_skipped(num_skipped)
-    return (*others, AuxiliaryFile(path=SKIPPED_NAME, nbytes=len(data), digest=digest_bytes(data)))
+def with_files(files: tuple[AuxiliaryFile, ...], encoded: Mapping[str, bytes]) -> tuple[AuxiliaryFile, ...]:
+    """Return a checkpoint's auxiliary files with these in place of earlier ones."""
+    others = (file for file in files if file.path not in FILES)
+    return (*others, *(AuxiliaryFile(path=path, nbytes=len(data), digest=digest_bytes(data))
+                       for path, data in encoded.items()))  # fmt: skip
 
 
 def read_skipped(packed: Packed) -> int:
@@ -129,16 +134,31 @@ def read_skipped(packed: Packed) -> int:
     Raises:
         InputError: its file is damaged.
     """
-    auxiliary = next((file for file in packed.manifest.files if file.path == SKIPPED_NAME), None)
-    if auxiliary is None:
+    count = _read_value(packed, SKIPPED_NAME, _FIELD)
+    if count is None:
         return 0
-    path = packed.root / SKIPPED_NAME
-    count = parse_json_object(read_small_file(path, auxiliary.digest), str(path)).get(_FIELD)
     if type(count) is not int or count < 0:
-        raise CheckpointError(
-            f"{path}: {_FIELD}", f"expected a count, found {str(count)[:80]}", code="resume.bad-count"
-        )
+        where = f"{packed.root / SKIPPED_NAME}: {_FIELD}"
+        raise CheckpointError(where, f"expected a count, found {str(count)[:80]}", code="resume.bad-count")
     return count
+
+
+def read_state(packed: Packed) -> str | None:
+    """Return the state, as JSON, in which a checkpoint's run left a dataset; None: it has none.
+
+    Raises:
+        InputError: its file is damaged.
+    """
+    state = _read_value(packed, STATE_NAME, _STATE)
+    return None if state is None else str(state)
+
+
+def _read_value(packed: Packed, name: str, field: str) -> object:
+    auxiliary = next((file for file in packed.manifest.files if file.path == name), None)
+    if auxiliary is None:
+        return None
+    path = packed.root / name
+    return parse_json_object(read_small_file(path, auxiliary.digest), str(path)).get(field, "nothing")
 
 
 def _each_digest(listed: Sequence[_Files]) -> tuple[str, ...]:
@@ -160,14 +180,12 @@ def _restart(stored: DataPosition, digest: str) -> tuple[DataPosition | None, st
 
 def _list(data: DataOptions) -> tuple[_Files, ...]:
     """Return the files of each source."""
-    if data.sources == (SYNTHETIC,):
-        return ()
-    return tuple([(file.name, file.stat().st_size) for file in find_files((source,))] for source in data.sources)
+    return tuple([(file.name, file.stat().st_size) for file in find_files((source,))] for source in data.files)
 
 
 def _framing(data: DataOptions, folder: Path | None) -> Framing | None:
     """Return the tokens put around each document; None: the data has no documents."""
-    if folder is None or data.is_tokenized or data.sources == (SYNTHETIC,):
+    if folder is None or data.has_rows or data.sources == (SYNTHETIC,):
         return None
     return document_framing(folder, load_tokenizer(folder), data.framing)
 
@@ -180,6 +198,8 @@ def _digest(options: TrainOptions, listed: Sequence[_Files], tokenizer: str | No
         how["completion_field"] = data.completion_field
     if data.is_tokenized:
         how["tokenized"] = True
+    if data.dataset is not None:
+        how["dataset"] = [data.dataset, *data.sources]
     if data.document_mask:
         how["document_mask"] = True
     if data.shuffle:

@@ -11,7 +11,6 @@ from manifests.errors import InputError, UsageError, refused_by_system
 from runner.checkpoint.adapter_record import files_of_peft
 from runner.checkpoint.history import find_checkpoints, step_of
 from runner.config.flags import TrainOptions
-from runner.config.schema import SYNTHETIC
 from stores.folders.owned import files_of_manifest
 from stores.folders.probe import check_room, check_writable, folder_of
 from stores.folders.publish import check_not_a_step, check_partial, check_target, exchange, partial_of
@@ -143,10 +142,9 @@ def _used(options: TrainOptions, launched: Path) -> Iterator[tuple[str, Path]]:
     if options.resume.source not in (None, "auto"):
         yield f"--resume {options.resume.source}", Path(options.resume.source)
     for flag, data in (("--data", options.data), ("--eval-data", options.eval_data)):
-        for source in data.sources if data is not None else ():
-            if source != SYNTHETIC:
-                for path in (source, *glob.iglob(source, recursive=True)):
-                    yield f"{flag} {source}", Path(path)
+        for source in data.files if data is not None else ():
+            for path in (source, *glob.iglob(source, recursive=True)):
+                yield f"{flag} {source}", Path(path)
 
 
 def _names_of(path: Path) -> frozenset[Path]:

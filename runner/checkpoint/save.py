@@ -27,7 +27,7 @@ from manifests.store import sync_folder, write_file, write_manifest
 from manifests.trained import TRAINED_NAME, encode_trained
 from runner.bundle.packed import Packed
 from runner.checkpoint.adapter_record import AdapterRecord
-from runner.checkpoint.data_position import SKIPPED_NAME, encode_skipped, with_skipped
+from runner.checkpoint.data_position import FILES, with_files
 from runner.checkpoint.state import Held, ShardToWrite, nbytes_of, slices_in_stage_folders, whole_in_root
 from runner.distributed.rounds import in_rounds, run_at_low_priority
 from runner.distributed.watchdog import StallTimer
@@ -95,7 +95,7 @@ def save(
     out: Path,
     training: TrainingState,
     *,
-    num_skipped: int = 0,
+    data_files: Mapping[str, bytes] | None = None,
     force: bool = False,
     group: dist.ProcessGroup | None = None,
     timer: StallTimer | None = None,
@@ -104,8 +104,8 @@ def save(
     """Write the state of all ranks as a checkpoint at `out`, and return the bytes of all its shards.
 
     Every rank of the group calls this, with the same `training` but for `random`, the RNG state of each rank, and the
-    data cursor and `num_skipped`, which are rank 0's. `timer` beats while this rank writes. `is_beside`: training
-    continues meanwhile, and comes first. Nothing is visible at `out` before every bundle is on disk.
+    data cursor and `data_files`, small files about the data, which are rank 0's. `timer` beats while this rank writes.
+    `is_beside`: training continues meanwhile, and comes first. Nothing is at `out` before every bundle is on disk.
 
     # Note [A disk that hangs]
     What rank 0 does alone, creating and committing the folder, is done in rounds as well: the others do not time out
@@ -124,7 +124,7 @@ def save(
                 return []
             with timer.working():
                 names = {path for of_rank in planned for path in of_rank}
-                names |= {*(file.path for file in context.manifest.files), SKIPPED_NAME, INDEX_NAME, MANIFEST_NAME}
+                names |= {*(file.path for file in context.manifest.files), *FILES, INDEX_NAME, MANIFEST_NAME}
                 names |= context.records.keys()
                 target = publishing(out, force=force, find_owned=files_of_manifest, wanted=names)
                 return [str(stack.enter_context(target))]
@@ -143,7 +143,7 @@ def save(
             stages = _join_stages(stage for part, _ in gathered for stage in part)
             random = tuple(state for _, states in gathered for state in states)
             with timer.working():
-                _commit(context, stages, target, replace(training, random=random), num_skipped, planned, timer)
+                _commit(context, stages, target, replace(training, random=random), data_files or {}, planned, timer)
                 stack.close()
 
         in_rounds("save", finish, group)
@@ -290,18 +290,18 @@ def _commit(
     stages: Mapping[int, Stage],
     folder: Path,
     training: TrainingState,
-    num_skipped: int,
+    data_files: Mapping[str, bytes],
     planned: Sequence[_Planned],
     timer: StallTimer,
 ) -> None:
     check_shards(folder, [shard for stage in stages.values() for shard in stage.shards])
-    files = with_skipped(context.manifest.files, num_skipped)
+    files = with_files(context.manifest.files, data_files)
     for auxiliary in files:
         timer.beat()
         target = folder / auxiliary.path
         target.parent.mkdir(parents=True, exist_ok=True)
-        if auxiliary.path == SKIPPED_NAME:
-            write_file(target, encode_skipped(num_skipped))
+        if auxiliary.path in data_files:
+            write_file(target, data_files[auxiliary.path])
         else:
             write_file(target, Blocks(LocalFile(context.root / auxiliary.path), auxiliary.compared_digest))
     for name, data in context.records.items() if training.optimizer or context.adapters else ():

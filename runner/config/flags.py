@@ -19,6 +19,7 @@ from manifests.models.training import HostMemory
 from manifests.schedules import SCHEDULES
 from runner.config.declared import WholeNumber, build, flag, group, parameters_of
 from runner.config.lora import LoraOptions, read_lora
+from runner.config.loss import LossOptions
 from runner.config.parallel_dims import DegreeOptions
 from runner.config.schema import (
     BatchOptions,
@@ -79,6 +80,7 @@ class TrainOptions:
         help="Evaluation data: its loss is reported after the last step.",
     )  # fmt: skip
     optim: OptimOptions = group(OptimOptions)
+    loss: LossOptions = group(LossOptions, default=LossOptions())
     compute: ComputeOptions = group(ComputeOptions)
     degrees: DegreeOptions = group(DegreeOptions)
     lora: LoraOptions | None = group(LoraOptions, unless_none="lora_rank")
@@ -154,10 +156,13 @@ class TrainOptions:
 
     @property
     def eval_data(self) -> DataOptions | None:
-        """The evaluation data: read like the training data, but each document once and in order."""
+        """The evaluation data: read like the training data, or its rows, but each document once and in order."""
         if not self.eval_sources:
             return None
-        return replace(self.data, sources=self.eval_sources, shuffle=False, weights=())
+        is_tokenized = self.data.is_tokenized or self.data.dataset is not None
+        return replace(
+            self.data, sources=self.eval_sources, shuffle=False, weights=(), dataset=None, is_tokenized=is_tokenized
+        )
 
     def checks_ties_after(self, step: int) -> bool:
         """Whether replicas of tied weights are compared after this step; always before a checkpoint."""
@@ -241,13 +246,14 @@ _GROUPS = {
         "resume", "save", "log_dir",
     ),
     "Data": (
-        "text_field", "completion_field", "is_tokenized", "pack", "document_mask", "add_bos_token", "add_eos_token",
-        "skip_bad_documents", "shuffle", "data_weight", "seed", "eval_data", "restart_data",
+        "dataset", "text_field", "completion_field", "is_tokenized", "pack", "document_mask", "add_bos_token",
+        "add_eos_token", "skip_bad_documents", "shuffle", "data_weight", "seed", "eval_data", "restart_data",
     ),
     "Optimizer": (
         "optimizer", "beta1", "beta2", "eps", "weight_decay", "weight_decay_1d", "momentum", "ema", "max_norm",
         "warmup_steps", "stable_steps", "decay", "decay_steps", "min_lr",
     ),
+    "Loss": ("own_loss", "label_smoothing", "z_loss", "token_weights"),
     "Precision and memory": (
         "master_dtype", "reduce_dtype", "ac", "loss_chunk", "is_compiled", "implementation", "device", "host_memory",
     ),
@@ -300,6 +306,9 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_together(values: Mapping[str, Any]) -> None:
+    if values["loss_chunk"] is not None and any(values[name] for name in _GROUPS["Loss"]):
+        problem = "computes plain cross-entropy, and no other loss"
+        raise UsageError("--loss-chunk", problem, "remove it", code="options.loss-chunk")
     checkpoint, resume, local = values["checkpoint"], values["resume"], values["stage_to_local"]
     for name in ("checkpoint_every", "keep"):
         if checkpoint is None and values[name]:

@@ -20,6 +20,7 @@ from runner.config.declared import DtypeName, Number, WholeNumber, flag, group
 
 Dtype = Literal["fp32", "bf16"]
 SYNTHETIC = "synthetic"  # as a data source: random tokens
+DATASETS = "runner.data"  # the entry points of datasets
 _LEAST_EPS = 1e-30  # of AdamW: well above the smallest float32
 _DTYPES = DtypeName(get_args(Dtype))
 _POSITIVE = Number(min=0)
@@ -247,6 +248,10 @@ class DataOptions:
         "--data", type=click.Path(), multiple=True, required=True, metavar="PATH",
         help="Training data: .txt, .jsonl or .parquet files, folders or globs of them; or synthetic. May be repeated.",
     )  # fmt: skip
+    dataset: str | None = flag(
+        "--data-class", "dataset", default=None, metavar="NAME",
+        help=f"Dataset of an installed package (entry points of {DATASETS}), which is given what --data says.",
+    )  # fmt: skip
     text_field: str = flag("--text-field", default="text", help="JSON field or Parquet column of the text.")
     completion_field: str | None = flag(
         "--completion-field", default=None, metavar="NAME", show_default="the whole text counts",
@@ -298,10 +303,19 @@ class DataOptions:
             if SYNTHETIC in self.sources and is_set:
                 problem = f"not supported with --data {SYNTHETIC}, which has no documents"
                 raise UsageError(name, problem, code="options.needs-documents")
+        for name, is_set in (
+            ("--shuffle", self.shuffle),
+            ("--data-weight", bool(self.weights)),
+            ("--completion-field", self.completion_field is not None),
+            ("--skip-bad-documents", self.skip_bad_documents),
+        ):
+            if self.dataset is not None and is_set:
+                problem = "conflicts with --data-class, which yields rows of token ids in an order of its own"
+                raise UsageError(name, problem, "remove one of them", code="options.tokenized")
         if self.is_tokenized and self.completion_field is not None:
             problem = "conflicts with --tokenized, whose rows have labels or a loss_mask"
             raise UsageError("--completion-field", problem, "remove one of them", code="options.tokenized")
-        if self.document_mask and not (self.pack or self.is_tokenized):
+        if self.document_mask and not (self.pack or self.has_rows):
             raise UsageError(
                 "--document-mask",
                 "conflicts with --no-pack, which has one document in each sequence",
@@ -320,6 +334,16 @@ class DataOptions:
             raise UsageError(
                 "--data-weight", f"expected a finite sum > 0, found {sum(self.weights)}", code="options.data-weights"
             )
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The sources that are files, folders and globs of files."""
+        return () if self.dataset is not None or self.sources == (SYNTHETIC,) else self.sources
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its sequences are rows of token ids, which no tokenizer makes."""
+        return self.is_tokenized or self.dataset is not None
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:

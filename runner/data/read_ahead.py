@@ -7,14 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from manifests.errors import RankError
+from runner.data.own import SharedCounts
 from runner.data.sequences import Batch
 from runner.data.shared import SharedTokenization, StoppedReading
 from runner.distributed.fail_together import from_all_ranks
@@ -44,7 +44,7 @@ class ReadAhead:
     """
 
     def __init__(
-        self, batches: Iterator[Batch], device: torch.device, shared: SharedTokenization | None = None
+        self, batches: Iterator[Batch], device: torch.device, shared: SharedTokenization | SharedCounts | None = None
     ) -> None:
         self._batches, self._device, self._shared = batches, device, shared
         self._copies: torch.cuda.Stream | None = None
@@ -94,7 +94,7 @@ class ReadAhead:
         if self._copies is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(self._copied.popleft())
-            for tensor in batch.tensors.values():
+            for tensor in batch.tensors:
                 tensor.record_stream(stream)
         return batch, waited_s
 
@@ -132,8 +132,6 @@ class ReadAhead:
 
     def _copy(self, batch: Batch, stream: torch.cuda.Stream) -> Batch:
         with torch.cuda.stream(stream):
-            copies: dict[str, Any] = {
-                name: tensor.pin_memory().to(self._device, non_blocking=True) for name, tensor in batch.tensors.items()
-            }
+            copy = batch.map(lambda tensor: tensor.pin_memory().to(self._device, non_blocking=True))
             self._copied.append(stream.record_event())
-        return replace(batch, **copies)
+        return copy

@@ -5,11 +5,10 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import chain, count, islice, repeat, takewhile
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -99,6 +98,8 @@ class RowSample(Sample):
         decoded = decode_row(self.ids)
         length = len(decoded.ids)
         row["tokens"][:length], row["labels"][:length] = torch.tensor(decoded.ids), torch.tensor(decoded.labels)
+        for name, values in decoded.fields.items():
+            (row[name][:length] if row[name].dim() else row[name]).copy_(torch.tensor(values))
         if decoded.positions is not None:
             row["positions"][:length] = torch.tensor(decoded.positions)
             row["positions"][length:] += decoded.positions[-1] - (length - 1)  # padding is part of the last document
@@ -117,19 +118,36 @@ class Batch:
     cursor: Cursor | None = None  # that of the last sequence; None for synthetic data, which is found by number
     positions: torch.Tensor | None = None  # of tokens in their document, 0 where one begins; None: rows are one text
     num_documents: int | None = None  # in the rows of the whole batch; None: the data has no documents
+    state: str | None = None  # of a package's own dataset after it, as JSON
+    fields: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what the loss reads: (B, L) or (B,), float32
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Its tensors, by the names of its fields: each has a row for each sequence."""
-        tensors = {"tokens": self.tokens, "labels": self.labels, "positions": self.positions}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Its tensors: each has a row for each sequence."""
+        positions = () if self.positions is None else (self.positions,)
+        return (self.tokens, self.labels, *positions, *self.fields.values())
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """Return the batch with each of its tensors changed."""
+        return replace(
+            self,
+            tokens=change(self.tokens),
+            labels=change(self.labels),
+            positions=None if self.positions is None else change(self.positions),
+            fields={name: change(tensor) for name, tensor in self.fields.items()},
+        )
+
+    def rows(self, begin: int, count: int) -> Batch:
+        """Return some rows of it; `num_tokens` is still the whole batch's."""
+        return self.map(lambda tensor: tensor[begin : begin + count])
 
     def part(self, number: int, count: int) -> Batch:
         """Return a context-parallel rank's tokens and labels of each row; positions are still those of whole rows."""
         if count == 1:
             return self
         places = places_of(number, count, self.tokens.shape[1])
-        return replace(self, tokens=self.tokens[:, places], labels=self.labels[:, places])
+        fields = {name: tensor[:, places] if tensor.dim() > 1 else tensor for name, tensor in self.fields.items()}
+        return replace(self, tokens=self.tokens[:, places], labels=self.labels[:, places], fields=fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,12 +176,14 @@ def read_batches(
     skipped: Skipped | None = None,
     rows: Rows = WHOLE_BATCH,
     tokenize: Tokenize = tokenize_alone,
+    form: RowForm | None = None,
 ) -> Iterator[Batch]:
     """Yield these rows of batches without end; the first begins with sequence number `start`, which is at the cursor.
 
     The same options always yield the same sequences. Each batch has the cursor of the next one; without a cursor,
     everything before `start` is read. The tokenizer is in `folder`; `synthetic` needs neither. `skipped` counts invalid
-    documents, starting from those before the cursor; a batch's cursor has the count up to it.
+    documents, starting from those before the cursor; a batch's cursor has the count up to it. `form` has the fields of
+    rows that the loss reads.
 
     Raises:
         DataError: see `runner.data.files`, `runner.data.mixture` and `runner.data.tokenizer`; some only while
@@ -171,14 +191,14 @@ def read_batches(
     """
     if data.sources == (SYNTHETIC,):
         return _synthetic(data.seed, vocab_size, batch, start, rows)
-    vocabulary, sources = _open(data, batch, folder, vocab_size)
+    vocabulary, sources = _open(data, batch, folder, vocab_size, form)
     documents = draw_documents(
         data, sources, vocabulary, cursor or first_cursor(len(sources)),
         is_endless=True, skipped=_counted(data, skipped), tokenize=tokenize,
     )  # fmt: skip
     samples = islice(_samples(documents, data, batch.seq_len), 0 if cursor else start, None)
     groups = iter(lambda: tuple(islice(samples, batch.global_batch)), ())
-    return (build_batch(group, batch.seq_len, vocabulary.filler, rows) for group in groups)
+    return (build_batch(group, batch.seq_len, vocabulary.filler, rows, form) for group in groups)
 
 
 def read_once(
@@ -189,6 +209,7 @@ def read_once(
     vocab_size: int,
     padded_length: Callable[[int, int], int] = max,
     skipped: Skipped | None = None,
+    form: RowForm | None = None,
 ) -> Iterator[Batch]:
     """Yield the batches of one epoch, with every token once; the last batches are padded with ignored labels.
 
@@ -202,16 +223,18 @@ def read_once(
         raise DataError(
             SYNTHETIC, "has no end, so evaluation cannot use it", "use files, folders or globs", code="data.synthetic"
         )
-    vocabulary, sources = _open(data, batch, folder, vocab_size)
+    vocabulary, sources = _open(data, batch, folder, vocab_size, form)
     begin = first_cursor(len(sources))
     documents = draw_documents(data, sources, vocabulary, begin, is_endless=False, skipped=_counted(data, skipped))
     samples, empty = _samples(documents, data, batch.seq_len), Sample(ids=array("i"))
     for seq_len, group in _of_one_length(samples, batch, padded_length):
         filled = tuple(islice(chain(group, repeat(empty)), batch.global_batch))
-        yield build_batch(filled, seq_len, vocabulary.filler)
+        yield build_batch(filled, seq_len, vocabulary.filler, form=form)
 
 
-def build_batch(samples: Sequence[Sample], seq_len: int, filler: int, rows: Rows = WHOLE_BATCH) -> Batch:
+def build_batch(
+    samples: Sequence[Sample], seq_len: int, filler: int, rows: Rows = WHOLE_BATCH, form: RowForm | None = None
+) -> Batch:
     """Build these rows of a batch, padded with `filler` and IGNORED."""
     rank_samples, is_masked = samples[rows.within(len(samples))], samples[0].is_masked
     tensors = {
@@ -220,21 +243,25 @@ def build_batch(samples: Sequence[Sample], seq_len: int, filler: int, rows: Rows
     }
     if is_masked:
         tensors["positions"] = torch.arange(seq_len).repeat(len(rank_samples), 1)
+    fields = {name: torch.zeros((len(rank_samples), seq_len)) for name in (form.per_token if form else ())}
+    fields |= {name: torch.zeros(len(rank_samples)) for name in (form.per_row if form else ())}
     for row, sample in enumerate(rank_samples):
-        sample.fill({name: tensor[row] for name, tensor in tensors.items()})
+        sample.fill({name: tensor[row] for name, tensor in (tensors | fields).items()})
     return Batch(
         num_tokens=max(1, sum(sample.num_tokens for sample in samples)),
         cursor=samples[-1].cursor,
         num_documents=sum(sample.num_documents for sample in samples),
-        **tensors,
+        fields=fields,
+        positions=tensors.get("positions"),
+        tokens=tensors["tokens"],
+        labels=tensors["labels"],
     )
 
 
 def rows_of(batch: Batch, rows: Rows) -> Batch:
     """Return these rows of a whole batch; `num_tokens` is still the whole batch's."""
     part = rows.within(len(batch.tokens))
-    parts: dict[str, Any] = {name: tensor[part] for name, tensor in batch.tensors.items()}
-    return replace(batch, **parts)
+    return batch.rows(part.start, part.stop - part.start)
 
 
 def _of_one_length(
@@ -255,10 +282,11 @@ def _of_one_length(
 
 
 def _open(
-    data: DataOptions, batch: BatchOptions, folder: Path, vocab_size: int
+    data: DataOptions, batch: BatchOptions, folder: Path, vocab_size: int, form: RowForm | None
 ) -> tuple[Vocabulary | TokenRows, tuple[DocumentSource, ...]]:
     if data.is_tokenized:
-        row = RowForm(seq_len=batch.seq_len, vocab_size=vocab_size, is_masked=data.document_mask)
+        row = form or RowForm()
+        row = replace(row, seq_len=batch.seq_len, vocab_size=vocab_size, is_masked=data.document_mask)
         return TokenRows(), open_sources(data, row)
     has_prompts = data.completion_field is not None
     return load_vocabulary(folder, vocab_size, data.framing, has_prompts=has_prompts), open_sources(data)

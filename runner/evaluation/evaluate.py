@@ -99,22 +99,32 @@ def loss_over(
             padded_length=family.padded_length,
             skipped=skipped,
         )
-    return mean_loss(lambda batch: totals.reduce_loss(schedule.evaluate(batch, cut_as(sizes, batch))), batches)
+
+    def loss_of(batch: Batch) -> tuple[float, None]:
+        return totals.reduce_loss(schedule.evaluate(batch, cut_as(sizes, batch)))[0], None
+
+    return mean_loss(loss_of, batches)
 
 
-def mean_loss(loss_of: Callable[[Batch], float], batches: Iterable[Batch], where: str = "--data") -> tuple[float, int]:
+def mean_loss(
+    loss_of: Callable[[Batch], tuple[float, float | None]], batches: Iterable[Batch], where: str = "--data"
+) -> tuple[float, int]:
     """Return the mean loss over the valid tokens of all batches, and their number.
+
+    `loss_of` returns the mean over the tokens of a batch, and what the loss counts in their place, if anything.
 
     Raises:
         DataError: there are none; on all ranks alike.
     """
-    losses, num_tokens = [], 0
+    losses, counts, num_tokens = list[float](), list[float](), 0
     for batch in batches:
-        losses.append(loss_of(batch) * batch.num_tokens)
+        loss, count = loss_of(batch)
+        losses.append(loss * batch.num_tokens)
+        counts.append(batch.num_tokens if count is None else count)
         num_tokens += batch.num_tokens
     if not num_tokens:
         raise DataError(where, "expected text, found no token to predict", code="data.no-tokens")
-    return math.fsum(losses) / num_tokens, num_tokens
+    return math.fsum(losses) / (math.fsum(counts) or 1), num_tokens
 
 
 def cut_as(cut: BatchOptions, batch: Batch) -> BatchOptions:

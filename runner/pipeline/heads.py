@@ -10,8 +10,10 @@ from torch.func import functional_call
 
 from manifests.errors import UsageError
 from runner.config.parallel_dims import TENSOR
+from runner.data.sequences import Batch
 from runner.models.family import Family
 from runner.pipeline.chunk import ChunkedHead, StageChunk, build_chunks, part_of, width_of
+from runner.pipeline.losses import Loss
 from runner.pipeline.microbatches import token_loss
 from runner.pipeline.stage_io import Form, form_of
 from runner.tensors.dtensor import mesh_dims
@@ -52,9 +54,17 @@ def chunk_head(chunks: Sequence[StageChunk], num_stages: int, num_tokens: int) -
         chunk.head = ChunkedHead(module, num_tokens)
 
 
-def loss_of(chunks: Iterable[StageChunk]) -> Callable[..., torch.Tensor]:
-    """Return the function from the last stage's output and labels to a microbatch's contribution to the loss."""
-    return next((chunk.head.loss for chunk in chunks if chunk.head is not None), token_loss)
+def loss_of(chunks: Iterable[StageChunk], loss: Loss | None = None) -> Callable[[torch.Tensor, Batch], torch.Tensor]:
+    """Return the function from the last stage's output to a microbatch's contribution to the loss."""
+    if loss is not None:
+        return lambda output, batch: loss(output, batch.labels, num_tokens=batch.num_tokens, **batch.fields)
+    plain = next((chunk.head.loss for chunk in chunks if chunk.head is not None), token_loss)
+    return lambda output, batch: plain(output, batch.labels, num_tokens=batch.num_tokens)
+
+
+def of_evaluation(loss: Loss | None) -> Loss | None:
+    """Return the loss that evaluates what is trained with another."""
+    return loss if loss is not None and loss.is_own else None
 
 
 def output_form(chunk: StageChunk, form: Form) -> Form:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,8 @@ from torch import distributed as dist
 from runner.config.schema import BatchOptions
 from runner.data.sequences import Batch
 from runner.pipeline.chunk import StageChunk
-from runner.pipeline.heads import loss_of, output_form, whole_heads
+from runner.pipeline.heads import loss_of, of_evaluation, output_form, whole_heads
+from runner.pipeline.losses import Loss
 from runner.pipeline.microbatches import check_shape, context_of, evaluating, total
 from runner.pipeline.stage_io import StageIO
 from runner.pipeline.stage_metadata import StageMetadata
@@ -51,7 +52,9 @@ class Pipeline:
         metadata: StageMetadata,
         options: BatchOptions,
         group: dist.ProcessGroup | None = None,
+        loss: Loss | None = None,
     ) -> None:
+        self._loss = loss
         self._timetable, self._chunks, self._metadata = timetable, tuple(chunks), metadata
         self._options, self._group = options, group
         self._device = chunks[0].device
@@ -112,9 +115,9 @@ class Pipeline:
             )
             for chunk in self._chunks
         )
-        loss = None if purpose == "logits" else loss_of(self._chunks)
+        loss = None if purpose == "logits" else _of_rows(loss_of(self._chunks, of_evaluation(self._loss)))
         if purpose == "train":
-            loss = self.recorder.loss(num_stages - 1, loss_of(self._chunks))
+            loss = self.recorder.loss(num_stages - 1, _of_rows(loss_of(self._chunks, self._loss)))
             for stage in stages:
                 stage.recorder = self.recorder
         return Lane(
@@ -157,7 +160,16 @@ class Pipeline:
             return args, context
         return args, {
             **context,
-            "target": batch.labels.to(self._device),
+            "target": torch.arange(len(batch.tokens)),  # split as the rows are
             "losses": losses,
-            "loss_kwargs": {"num_tokens": batch.num_tokens},
+            "loss_kwargs": {"batch": replace(batch, positions=None).map(lambda tensor: tensor.to(self._device))},
         }
+
+
+def _of_rows(loss: Callable[[torch.Tensor, Batch], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a loss of the last stage's output and the numbers of its rows in the batch."""
+
+    def of_rows(output: torch.Tensor, rows: torch.Tensor, *, batch: Batch) -> torch.Tensor:
+        return loss(output, batch.rows(int(rows[0]), len(rows)))
+
+    return of_rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +11,8 @@ from torch import distributed as dist
 from runner.config.schema import BatchOptions
 from runner.data.sequences import Batch
 from runner.pipeline.chunk import StageChunk
-from runner.pipeline.heads import loss_of, whole_heads
+from runner.pipeline.heads import loss_of, of_evaluation, whole_heads
+from runner.pipeline.losses import Loss
 from runner.pipeline.microbatches import check_shape, context_of, evaluating, total
 from runner.pipeline.runtime import Pipeline
 from runner.pipeline.stage_metadata import StageMetadata
@@ -69,15 +69,16 @@ def build_schedule(
     metadata: StageMetadata,
     options: BatchOptions,
     group: dist.ProcessGroup | None = None,
+    loss: Loss | None = None,
 ) -> Schedule:
     """Build the schedule that runs this rank's chunks, which are allocated; `options` has the run's batch shape.
 
-    `group` is the ranks of one pipeline, in order; None means all. A single rank needs no pipeline: it runs each
-    microbatch through its chunks in turn, with the same arithmetic.
+    `group` is the ranks of one pipeline, in order; None means all. `loss` is cross-entropy if None. A single rank needs
+    no pipeline: it runs each microbatch through its chunks in turn, with the same arithmetic.
     """
     if timetable.placement.num_ranks == 1:
-        return _Plain(chunks, options)
-    return Pipeline(timetable, chunks, metadata, options, group)
+        return _Plain(chunks, options, loss)
+    return Pipeline(timetable, chunks, metadata, options, group, loss)
 
 
 class _Plain:
@@ -85,13 +86,13 @@ class _Plain:
 
     has_first = has_last = True
 
-    def __init__(self, chunks: Sequence[StageChunk], options: BatchOptions) -> None:
-        self._chunks, self._options = tuple(chunks), options
+    def __init__(self, chunks: Sequence[StageChunk], options: BatchOptions, loss: Loss | None) -> None:
+        self._chunks, self._options, self._loss = tuple(chunks), options, loss
         self._device = chunks[0].device
         self.recorder = Recorder(self._device)
 
     def train(self, batch: Batch | None, cut: BatchOptions | None = None) -> float:
-        losses, loss_fn, recorder = [], loss_of(self._chunks), self.recorder
+        losses, loss_fn, recorder = [], loss_of(self._chunks, self._loss), self.recorder
         last = self._chunks[-1].stage
         for number, microbatch in enumerate(self._microbatches(batch, cut)):
             crossing: Any = microbatch.tokens
@@ -100,7 +101,7 @@ class _Plain:
                     crossing = chunk(crossing, **context_of(microbatch, self._device))
                 return_holes(self._device)
             with recorder.action("L", last, number):
-                loss = loss_fn(crossing, microbatch.labels, num_tokens=microbatch.num_tokens)
+                loss = loss_fn(crossing, microbatch)
             with recorder.action("B", last, number):  # of all stages at once
                 torch.autograd.backward(loss)
             return_holes(self._device)
@@ -108,15 +109,11 @@ class _Plain:
         return total(losses)
 
     def evaluate(self, batch: Batch | None, cut: BatchOptions | None = None) -> float:
-        loss_fn = loss_of(self._chunks)
+        loss_fn = loss_of(self._chunks, of_evaluation(self._loss))
         with evaluating(self._chunks):
             return total(
                 [
-                    loss_fn(
-                        self._forward(microbatch.tokens, context_of(microbatch, self._device)),
-                        microbatch.labels,
-                        num_tokens=microbatch.num_tokens,
-                    )
+                    loss_fn(self._forward(microbatch.tokens, context_of(microbatch, self._device)), microbatch)
                     for microbatch in self._microbatches(batch, cut)
                 ]
             )
@@ -138,7 +135,6 @@ class _Plain:
         assert batch is not None, "the only rank reads the data"
         cut = cut or self._options
         check_shape(batch.tokens, cut)
-        tensors = {name: tensor.to(self._device) for name, tensor in batch.tensors.items()}
+        on_device = batch.map(lambda tensor: tensor.to(self._device))
         for begin in range(0, cut.global_batch, cut.microbatch):
-            parts: dict[str, Any] = {name: tensor[begin : begin + cut.microbatch] for name, tensor in tensors.items()}
-            yield replace(batch, **parts)
+            yield on_device.rows(begin, cut.microbatch)

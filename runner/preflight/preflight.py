@@ -19,9 +19,11 @@ from runner.checkpoint.adapter_record import check_adapters, check_launched
 from runner.checkpoint.data_position import find_data
 from runner.checkpoint.outputs import check_apart, check_outputs
 from runner.checkpoint.resume import Origin, check_fits, find_origins, remembered, resumed_state
+from runner.config.entry_points import find_entry_point
 from runner.config.flags import Device, TrainOptions, flag_of, recall
+from runner.config.loss import LOSSES
 from runner.config.parallel_dims import ParallelDims
-from runner.config.schema import SYNTHETIC, BatchOptions, DataOptions
+from runner.config.schema import DATASETS, SYNTHETIC, BatchOptions, DataOptions
 from runner.config.sharding import check_float32
 from runner.config.trained import check_trained
 from runner.data.files import LINES, SUFFIXES, TEXT, file_nbytes, find_files, has_text
@@ -130,6 +132,12 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
             options = recall(options, remembered(training))
         _check_step(launched, options, degrees)
         check_length(launched, options)
+    for group, flag, name in (
+        (LOSSES, "--loss", options.loss.entry_point),
+        (DATASETS, "--data-class", options.data.dataset),
+    ):
+        if name is not None:
+            find_entry_point(group, name, flag)
     check_documents("--data", options.data)
     if options.eval_data is not None:
         check_evaluable(options.eval_data)
@@ -213,7 +221,7 @@ def check_texts(launched: Packed, options: TrainOptions) -> None:
     Raises:
         InputError: there is none.
     """
-    if not options.data.is_tokenized and (options.data.sources != (SYNTHETIC,) or options.eval_data is not None):
+    if not options.data.has_rows and (options.data.sources != (SYNTHETIC,) or options.eval_data is not None):
         check_tokenizer(launched.root, "train on --data synthetic")
 
 
@@ -242,7 +250,7 @@ def check_documents(flag: str, data: DataOptions) -> None:
     Raises:
         DataError: a source that matches no file, or has no text; or a document that is not text.
     """
-    groups = () if data.sources == (SYNTHETIC,) else data.groups
+    groups = data.groups if data.files else ()
     for names, weight in zip(groups, data.weights or (1.0,), strict=False):
         files = find_files(names)
         if data.skip_bad_documents or not weight:
@@ -298,14 +306,14 @@ def is_less_than_a_step(data: DataOptions, batch: BatchOptions) -> bool:
 
     Without --pack this is not known: documents are padded.
     """
-    if not data.pack or data.is_tokenized:
+    if not data.pack or data.has_rows or not data.files:
         return False
     nbytes = 0
-    for file in () if data.sources == (SYNTHETIC,) else find_files(data.sources):
+    for file in find_files(data.files):
         nbytes += file_nbytes(file)
         if file.suffix not in (TEXT, LINES) or nbytes >= batch.global_batch * batch.seq_len:
             return False
-    return data.sources != (SYNTHETIC,)
+    return True
 
 
 def expert_notes(tensors: Iterable[str]) -> tuple[str, ...]:

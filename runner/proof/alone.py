@@ -31,6 +31,7 @@ from runner.config.parallel_dims import ParallelDims
 from runner.models import family_for
 from runner.models.family import Adaptable
 from runner.parallel.rows import keep_documents
+from runner.pipeline.losses import loss_of_run
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import part_of
 from runner.proof.combination import Combination
@@ -92,6 +93,7 @@ def combination_of(request: Request) -> Combination:
         degrees=degrees,
         options=options,
         has_documents=options.data.document_mask,
+        loss=loss_of_run(options.loss, reads_rows=options.data.has_rows, is_split=degrees.context > 1),
     )
 
 

@@ -10,6 +10,7 @@ from manifests.errors import UserError
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions, ComputeOptions
+from runner.pipeline.losses import Loss
 from runner.pipeline.timetable import Timetable
 from runner.proof.reference import LENGTH
 from runner.proof.stages import Proven
@@ -30,6 +31,7 @@ class Combination:
     degrees: ParallelDims
     options: TrainOptions
     has_documents: bool = False
+    loss: Loss | None = None  # None: cross-entropy
 
     @property
     def tiny_degrees(self) -> ParallelDims:
@@ -60,7 +62,8 @@ class Combination:
         if self.timetable.file is not None:
             counts = (self.timetable.file.num_microbatches,)
         count = next(count for count in counts if self._supports(count))
-        microbatch = min(run.microbatch, 2 if count <= _MOST_LARGE else 1)  # one process takes all rows at once
+        is_large = count <= _MOST_LARGE or self.loss is not None  # a loss may be of pairs of rows
+        microbatch = min(run.microbatch, 2 if is_large else 1)  # one process takes all rows at once
         return BatchOptions(global_batch=count * microbatch, microbatch=microbatch, seq_len=LENGTH)
 
     def _supports(self, num_microbatches: int) -> bool:
@@ -89,6 +92,7 @@ class Combination:
             self,
             degrees=ParallelDims(pipeline=degrees.pipeline),
             has_documents=False,
+            loss=None,
             options=replace(self.options, compute=replace(run, recompute="none", loss_chunk=None)),
         )
         if self.has_documents:
@@ -113,4 +117,6 @@ class Combination:
         if run.loss_chunk is not None:
             alone = replace(plain.options.compute, loss_chunk=run.loss_chunk)
             yield f"--loss-chunk {run.loss_chunk}", replace(plain, options=replace(plain.options, compute=alone))
+        if self.loss is not None:
+            yield "--loss", replace(plain, loss=self.loss)
         yield "", plain

@@ -24,6 +24,7 @@ import torch
 from manifests.errors import ModelError, UserError
 from runner.config.schema import ComputeOptions
 from runner.data.rows import IGNORED
+from runner.data.sequences import Batch
 from runner.models.family import Family
 from runner.pipeline.chunk import StageChunk, build_chunks, cast
 from runner.pipeline.heads import loss_of, output_form
@@ -237,7 +238,9 @@ def _stage_outcome(tiny: TinyRun, stage_modules: Sequence[tuple[str, ...]], run:
     for result in tiny.results:
         crossings = forward(chunks, result.tokens)
         labels = torch.nn.functional.pad(result.tokens[:, 1:], (0, 1), value=IGNORED)
-        losses.append(loss_fn(*crossings[-1][1], labels, num_tokens=labels.shape[1] - 1))
+        batch = Batch(tokens=result.tokens, labels=labels, num_tokens=labels.shape[1] - 1)
+        (output,) = crossings[-1][1]
+        losses.append(loss_fn(output, batch))
         crossed.append(crossings)
     logits = [] if chunks[-1].head else [crossings[-1][1][0].detach() for crossings in crossed]
     is_split = run.splitting is not None

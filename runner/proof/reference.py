@@ -14,8 +14,10 @@ from manifests.optimizer_state import GroupNumbers
 from manifests.schema import TieGroup
 from runner.config.schema import OptimOptions
 from runner.config.trained import Trains
-from runner.data.rows import IGNORED
+from runner.data.rows import IGNORED, RowForm
 from runner.data.sequences import Batch, Sample, build_batch
+from runner.pipeline.heads import of_evaluation
+from runner.pipeline.losses import Loss
 from runner.proof.stages import Proven
 from runner.training.algorithms import algorithms_of
 from runner.training.optimizer import plain_adamw
@@ -38,6 +40,7 @@ class Rows:
 
     documents: tuple[tuple[torch.Tensor, ...], ...]
     is_masked: bool
+    fields: Mapping[str, torch.Tensor]  # that the loss reads
 
     def batch(self) -> Batch:
         """Return the rows as the run's data has them."""
@@ -46,17 +49,19 @@ class Rows:
             ends = torch.tensor([len(document) for document in row]).cumsum(0).tolist()
             ids = array("i", torch.cat(row).tolist())
             samples.append(Sample(ids=ids, begins=tuple(ends[:-1]), is_masked=self.is_masked))
-        return build_batch(samples, LENGTH, filler=_FILLER)
+        return replace(build_batch(samples, LENGTH, filler=_FILLER), fields=self.fields)
 
 
-def draw_rows(seed: int, num_rows: int, vocab_size: int, *, is_masked: bool) -> Rows:
+def draw_rows(seed: int, num_rows: int, vocab_size: int, *, is_masked: bool, form: RowForm | None = None) -> Rows:
     drawn = torch.Generator().manual_seed(seed)
     lengths = _DOCUMENTS if is_masked else _ROWS
     rows = [lengths[number % len(lengths)] for number in range(num_rows)] if num_rows > 1 else lengths[:1]
     documents = [tuple(torch.randint(vocab_size, (length,), generator=drawn) for length in row) for row in rows]
     for (text,) in () if is_masked else documents:
         text[-1] = _FILLER
-    return Rows(documents=tuple(documents), is_masked=is_masked)
+    fields = {name: torch.rand(num_rows, LENGTH, generator=drawn) + 0.5 for name in (form.per_token if form else ())}
+    fields |= {name: torch.rand(num_rows, generator=drawn) + 0.5 for name in (form.per_row if form else ())}
+    return Rows(documents=tuple(documents), is_masked=is_masked, fields=fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -94,6 +99,7 @@ def run_reference(
     compute_dtype: torch.dtype,
     dtype: torch.dtype,
     trains: Trains | None = None,
+    loss_function: Loss | None = None,
 ) -> Reference:
     """Take a step with the whole of a tiny model, with these options but for the learning rate and epsilon.
 
@@ -109,16 +115,16 @@ def run_reference(
         _freeze(whole, trains)
     weights = _in_files(whole, {})
     state = torch.get_rng_state()
-    loss = _loss(whole, rows)
+    loss = _loss(whole, rows, loss_function)
     is_training = torch.equal(state, torch.get_rng_state())
     if not is_training:
         whole.eval()
-        loss = _loss(whole, rows)
+        loss = _loss(whole, rows, loss_function)
     torch.autograd.backward(loss)
     parameters = list(whole.body.parameters())
     gradients = {parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
                  for parameter in parameters}  # fmt: skip
-    rounded = gradients if compute_dtype == dtype else _rounded_gradients(whole, rows, compute_dtype)
+    rounded = gradients if compute_dtype == dtype else _rounded_gradients(whole, rows, compute_dtype, loss_function)
     in_files = _in_files(whole, gradients)
     fqns = _fqns_of(whole, parameters)
     plan = optim.plan or plain_adamw(((fqn, in_files[fqn]) for fqn in fqns), optim)
@@ -137,7 +143,7 @@ def run_reference(
     coarse = _take_step(whole, {fqn: clipped[fqn] for fqn in _fqns_of(whole, used)}, optim, numbers)
     stepped = _in_files(whole, {})
     with torch.no_grad():
-        evaluation = _loss(whole.eval(), rows).item()
+        evaluation = _loss(whole.eval(), rows, of_evaluation(loss_function)).item()
     # Whether a weight that no loss depends on decays depends on whether ranks reduce gradients of zero.
     used = [parameter for parameter in parameters if parameter.grad is not None or not parameter.requires_grad]
     expected = {fqn: clipped[fqn] for fqn in _fqns_of(whole, parameters)}
@@ -197,13 +203,15 @@ def _squares(tensors: Iterable[torch.Tensor]) -> Iterator[float]:
     return (tensor.double().square().sum().item() for tensor in tensors)
 
 
-def _rounded_gradients(whole: Any, rows: Rows, dtype: torch.dtype) -> dict[torch.nn.Parameter, torch.Tensor]:
+def _rounded_gradients(
+    whole: Any, rows: Rows, dtype: torch.dtype, loss_function: Loss | None
+) -> dict[torch.nn.Parameter, torch.Tensor]:
     """Return the gradients of a whole model in another dtype, as those of its own."""
     weights = {parameter: (parameter.data, parameter.grad) for parameter in whole.body.parameters()}
     try:
         for parameter in weights:
             parameter.grad, parameter.data = None, parameter.data.to(dtype)
-        torch.autograd.backward(_loss(whole, rows))
+        torch.autograd.backward(_loss(whole, rows, loss_function))
         return {
             parameter: torch.zeros_like(data) if parameter.grad is None else parameter.grad.to(data.dtype)
             for parameter, (data, _) in weights.items()
@@ -239,8 +247,15 @@ def _small_step(optim: OptimOptions, norm: float, eps: float) -> OptimOptions:
     return replace(optim, lr=_LR, eps=eps, plan=plan, **clip, **still)  # type: ignore[arg-type]
 
 
-def _loss(whole: Any, rows: Rows) -> torch.Tensor:
-    """Return the mean loss over the tokens of all rows, or of all documents, by the model's own loss of each alone."""
+def _loss(whole: Any, rows: Rows, loss_function: Loss | None = None) -> torch.Tensor:
+    """Return the mean loss over the tokens of all rows, or of all documents, by the model's own loss of each alone.
+
+    A loss of the run's own is that of the logits of all rows at once.
+    """
+    if loss_function is not None:
+        batch = rows.batch()
+        summed = loss_function(_logits(whole, rows), batch.labels, num_tokens=1, **batch.fields)
+        return summed / loss_function.take_count()
     if not rows.is_masked:
         texts = [text for (text,) in rows.documents]
         tokens, labels = (torch.stack([torch.nn.functional.pad(text, (0, LENGTH - len(text)), value=value)
@@ -253,6 +268,16 @@ def _loss(whole: Any, rows: Rows) -> torch.Tensor:
     counts = {length: len(documents) * (length - 1) for length, documents in by_length.items()}
     losses = [whole(torch.stack(documents))[1] * counts[length] for length, documents in by_length.items()]
     return torch.stack(losses).sum() / sum(counts.values())
+
+
+def _logits(whole: Any, rows: Rows) -> torch.Tensor:
+    """Return the logits of all rows, those of each document by itself."""
+    padded = []
+    for row in rows.documents:
+        texts = row if rows.is_masked else (torch.nn.functional.pad(row[0], (0, LENGTH - len(row[0])), value=_FILLER),)
+        logits = torch.cat([whole(text[None])[0][0] for text in texts])[:LENGTH]
+        padded.append(torch.nn.functional.pad(logits, (0, 0, 0, LENGTH - len(logits))))
+    return torch.stack(padded)
 
 
 def _fqns_of(whole: Any, parameters: Iterable[torch.nn.Parameter]) -> set[str]:

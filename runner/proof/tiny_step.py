@@ -34,7 +34,7 @@ from runner.proof.stages import errors_of_tiny, tiny_of
 from runner.tensors.local_shard import FLAG_DTYPES, Piece
 from runner.training.build import build_engine, build_stages
 from runner.training.mixed_precision import master_of, round_masters
-from runner.training.step import Engine, eval_step, train_step
+from runner.training.step import Engine, eval_counted, train_step
 
 _CPU = torch.device("cpu")
 _LEAST_TIMEOUT = timedelta(minutes=30)  # others wait while one process takes its step
@@ -108,13 +108,15 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
         batch = run.batch
         if run.has_documents:
             keep_documents(family, 1)
-        rows = draw_rows(seed, batch.global_batch * degrees.data, family.vocab_size, is_masked=run.has_documents)
+        form = None if run.loss is None else run.loss.form
+        num_rows = batch.global_batch * degrees.data
+        rows = draw_rows(seed, num_rows, family.vocab_size, is_masked=run.has_documents, form=form)
         trains = trained_by(options, [tuple(member.fqn for member in group.members) for group in run.stages.ties])
         reference: Reference | None = None
         if rank == 0:
             with errors_of_tiny(family):
                 dtypes = (FLAG_DTYPES[dtype], FLAG_DTYPES[run.compute(dtype).master_dtype])
-                reference = run_reference(seed, family, run.stages.ties, rows, options.optim, *dtypes, trains)
+                reference = run_reference(seed, family, run.stages.ties, rows, options.optim, *dtypes, trains, run.loss)
         reference = from_rank_0(reference)
         assert reference is not None
         if degrees.tensor > 1 and not reference.is_training:
@@ -132,7 +134,7 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
         for chunk in chunks:
             _fill(chunk, reference)
         batch = replace(batch, seq_len=LENGTH // degrees.context)
-        engine = build_engine(run.stages, chunks, options, run.timetable, mesh, batch)
+        engine = build_engine(run.stages, chunks, options, run.timetable, mesh, batch, run.loss)
         for chunk in chunks:
             chunk.train(reference.is_training)
         rank_rows = rows_of(rows.batch(), RankRows(number=mesh.data_rank, count=degrees.data))
@@ -140,7 +142,8 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
         report = train_step(engine, rank_rows, 0)
         weights = _weight_distances(chunks, reference)
         gradients = _gradient_distances(engine, chunks, reference)
-        evaluation = eval_step(engine, rank_rows)
+        evaluation, count = eval_counted(engine, rank_rows)
+        evaluation *= rank_rows.num_tokens / count if count else 1.0
         present = {fqn for names in from_all_ranks((*weights,)) for fqn in names}
         distances = Distances(
             dtype=dtype,

@@ -20,6 +20,7 @@ from runner.models.family import Family
 from runner.parallel.mesh import Mesh
 from runner.parallel.parallelize import Parallel, parallelize, share_matrices
 from runner.pipeline.chunk import StageChunk, build_chunks, cast, materialize
+from runner.pipeline.losses import Loss
 from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import Timetable
@@ -74,6 +75,7 @@ def build_engine(
     timetable: Timetable,
     mesh: Mesh,
     batch: BatchOptions,
+    loss: Loss | None = None,
 ) -> Engine:
     """Tie, schedule and optimize the loaded stages; this creates process groups. `batch` is one pipeline's share."""
     chunks, placement, compute = tuple(chunks), stages.placement, options.compute
@@ -90,7 +92,8 @@ def build_engine(
     optimizer = Optimizer(parameters, options.optim, chunks, mesh, [_names(group) for group in stages.ties])
     clock = Clock(timetable.planned(batch.num_microbatches), mesh.pipeline_rank, options.traced)
     return Engine(
-        schedule=build_schedule(timetable, chunks, metadata, batch, mesh.pipeline),
+        schedule=build_schedule(timetable, chunks, metadata, batch, mesh.pipeline, loss),
+        loss=loss,
         ties=ties,
         totals=StepTotals(
             parameters, ties, device=chunks[0].device, mesh=mesh, num_times=clock.num_times, counts=optimizer.is_clipped

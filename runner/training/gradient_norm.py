@@ -19,7 +19,7 @@ from runner.pipeline.chunk import NamedParameter
 from runner.tensors.dtensor import local_of
 from runner.training.ties import Tie
 
-_HEAD = 4  # a row's numbers before the times and the squares
+_HEAD = 5  # a row's numbers before the times and the squares
 _CURE = "try a lower --lr, a longer --warmup-steps or --dtype fp32"
 _CPU_PART = 1 << 16  # elements squared at a time
 
@@ -30,7 +30,8 @@ class Totals:
 
     loss: float  # mean over the valid tokens
     num_tokens: int  # valid ones
-    norm: float  # L2, of all gradients taken as one vector
+    norm: float  # L2, of all gradients taken as one vector, times `scale`
+    scale: float  # of gradients, see Note [Counts of a loss]
     is_last: bool  # a rank was asked to stop
     is_damaged: bool  # a rank has found that what it loaded is damaged
     times_s: tuple[tuple[float, ...], ...]  # the times that each pipeline rank reported
@@ -72,12 +73,15 @@ class StepTotals:
         self,
         loss: float | None,
         num_tokens: int,
+        count: float | None = None,
         *,
         is_last: bool = False,
         is_damaged: bool = False,
         times_s: Callable[[], Sequence[float]] = tuple,
     ) -> Totals:
         """Return the totals of this step; `loss` is None on all ranks but those of the last stage.
+
+        `count` is what the loss of this rank is divided by in place of tokens; None, on all ranks: tokens.
 
         All ranks learn whether one of them was asked to stop after this step or has loaded damaged tensors, and the
         times of each; `times_s` is called when this rank's gradients are done. The times of ranks that share
@@ -88,7 +92,9 @@ class StepTotals:
         Raises:
             RankError: on all ranks alike, if a gradient or the loss is infinite or not a number.
         """
-        head = [0.0, 0.0] if loss is None or not self._counts_loss else [loss, num_tokens / self._num_losses]
+        num_here, head = num_tokens / self._num_losses, [0.0, 0.0, 0.0]
+        if loss is not None and self._counts_loss:
+            head = [loss, num_here, num_here if count is None else count]
         shared = self._mesh.degrees.per_stage if self._mesh else 1
         squares = _squared_norms(self._counted, self._mesh)
         times = [seconds / shared for seconds in times_s()]
@@ -99,21 +105,25 @@ class StepTotals:
         if not math.isfinite(math.fsum(chain.from_iterable(squared))):
             self._raise_not_finite(squared)
         square = math.fsum(chain.from_iterable(map(compress, squared, self._is_in_norm)))
-        loss = math.fsum(row[0] for row in rows)
+        loss, tokens, counts = (math.fsum(row[place] for row in rows) for place in range(3))
+        scale = 1.0 if counts == tokens or counts <= 0 else round(tokens) / counts
+        loss *= scale
         if not math.isfinite(loss):
             raise RankError("", f"the loss is {loss}", _CURE, code="rank.not-finite")
         return Totals(
             loss=loss,
-            num_tokens=round(sum(row[1] for row in rows)),
-            is_last=any(row[2] for row in rows),
-            is_damaged=any(row[3] for row in rows),
+            num_tokens=round(tokens),
+            is_last=any(row[3] for row in rows),
+            is_damaged=any(row[4] for row in rows),
             times_s=tuple(tuple(row[_HEAD:first]) for row in rows),
-            norm=math.sqrt(square),
+            norm=math.sqrt(square) * scale,
+            scale=scale,
         )
 
-    def reduce_loss(self, loss: float | None) -> float:
-        """Return the loss on every rank; only ranks with the last stage know their parts of it."""
-        return math.fsum(row[0] for row in self._gather([loss or 0.0 if self._counts_loss else 0.0]))
+    def reduce_loss(self, loss: float | None, count: float | None = None) -> tuple[float, float]:
+        """Return the loss and its count on every rank; only ranks with the last stage know their parts of them."""
+        rows = self._gather([loss or 0.0, count or 0.0] if self._counts_loss else [0.0, 0.0])
+        return math.fsum(row[0] for row in rows), math.fsum(row[1] for row in rows)
 
     def _raise_not_finite(self, rows: Sequence[Sequence[float]]) -> NoReturn:
         name, rank = next(

@@ -9,6 +9,8 @@ from manifests.errors import RankError
 from runner.config.schema import BatchOptions
 from runner.data.sequences import Batch
 from runner.parallel.parallelize import Parallel
+from runner.pipeline.heads import of_evaluation
+from runner.pipeline.losses import Loss
 from runner.pipeline.schedule import Schedule
 from runner.profiling.trace import Clock
 from runner.training.gradient_norm import StepTotals, clip_gradients
@@ -26,6 +28,7 @@ class Engine:
     optimizer: Optimizer
     parallel: Parallel | None = None  # None: no other rank shares the stages of this one
     clock: Clock | None = None  # None: steps are not timed
+    loss: Loss | None = None  # of the schedule; None: cross-entropy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +75,16 @@ def train_step(
     times_s = partial(clock.read, recorder) if clock else tuple
     try:
         num_tokens = batch.num_tokens if batch else 0
-        totals = engine.totals.reduce(loss, num_tokens, is_last=is_last, is_damaged=is_damaged, times_s=times_s)
+        totals = engine.totals.reduce(
+            loss, num_tokens, _count(engine), is_last=is_last, is_damaged=is_damaged, times_s=times_s
+        )
     except RankError as error:
         raise error.within(f"step {step + 1}") from error
     if clock is not None:
         clock.note_exchange(totals.times_s)
+    for _, parameter in optimizer.parameters if totals.scale != 1 else ():
+        if parameter.grad is not None:
+            parameter.grad *= totals.scale
     stepped = (parameter for _, parameter in optimizer.parameters if optimizer.is_clipped(parameter))
     clip_gradients(stepped, totals.norm, optimizer.options.max_norm)
     lr = optimizer.step(step)
@@ -92,8 +100,20 @@ def train_step(
 
 
 def eval_step(engine: Engine, batch: Batch | None, cut: BatchOptions | None = None) -> float:
-    """Return the loss of a batch, on every rank; nothing is trained."""
+    """Return the loss of a batch, the mean over its labels, on every rank; nothing is trained."""
+    return eval_counted(engine, batch, cut)[0]
+
+
+def eval_counted(
+    engine: Engine, batch: Batch | None, cut: BatchOptions | None = None
+) -> tuple[float, float | None]:  # fmt: skip
+    """Return the loss of a batch, the mean over its labels, and what it counts in their place; None: nothing else."""
     loss = engine.schedule.evaluate(batch, cut)
     if engine.parallel is not None:
         engine.parallel.reshard()
-    return engine.totals.reduce_loss(loss)
+    mean, count = engine.totals.reduce_loss(loss, _count(engine))
+    return mean, count if of_evaluation(engine.loss) else None
+
+
+def _count(engine: Engine) -> float | None:
+    return None if engine.loss is None else engine.loss.take_count()

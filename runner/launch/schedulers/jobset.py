@@ -19,7 +19,6 @@ import yaml
 
 from manifests.command.schedulers import ABSENT, MOUNT, MOUNT_FORM, literal, run_kubectl, said_by_kubectl, volumes_of
 from manifests.errors import InputError, LaunchError, UsageError, UserError
-from runner.config.schema import SYNTHETIC
 from runner.launch.decide import FINAL
 from runner.launch.job import Job, check_mounts, is_shown
 from runner.launch.schedulers import (
@@ -286,7 +285,7 @@ def _read(job: Job) -> Iterator[tuple[str, str]]:
     if options.schedule is not None and options.schedule.endswith(".csv"):
         yield "--schedule", options.schedule
     for flag, data in (("--data", options.data), ("--eval-data", options.eval_data)):
-        yield from ((flag, path) for path in (data.sources if data else ()) if path != SYNTHETIC)
+        yield from ((flag, path) for path in (data.files if data else ()))
 
 
 def _inside(record: JobRecord) -> tuple[str, ...]:

@@ -42,7 +42,8 @@ def write_rows(file: Path, *, count: int = 3 * BATCH) -> list[dict[str, Any]]:
         ids = [drawn.randrange(SIZES["vocab_size"]) for _ in range(length)]
         mask = [int(place >= length // 3) for place in range(length)]
         score = drawn.random()
-        rows.append({"input_ids": ids, "loss_mask": mask, "weight": [drawn.random() for _ in ids], "score": score})
+        weights = [drawn.random() for _ in ids]
+        rows.append({"input_ids": ids, "loss_mask": mask, "weight": weights, "reference": score - 3 * length})
     file.write_text("\n".join(map(json.dumps, rows)))
     return rows
 
@@ -103,6 +104,8 @@ def run_all(place: Path, names: Sequence[str], flags: Sequence[object], path: Pa
             for name in names
             if LAYOUTS[name][0] == num_ranks
         ]
+        for described in jobs if "--self-check" in flags else ():
+            described["args"] = [arg for arg in described["args"] if arg != "--no-self-check"]
         run_jobs(num_ranks, jobs)
 
 

@@ -1,0 +1,115 @@
+"""Data of a package's own: a class that yields rows of token ids from a state on."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from manifests.errors import DataError
+from runner.config.entry_points import load_entry_point
+from runner.config.schema import DATASETS, BatchOptions, DataOptions
+from runner.data.bad import BadDocumentError
+from runner.data.rows import RowForm, parse_row
+from runner.data.sequences import Batch, Rows, RowSample, build_batch
+from runner.data.shared import Exchange, StoppedReading
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataRequest:
+    """What a dataset is made with: an entry point of `runner.data` takes one."""
+
+    sources: tuple[str, ...]  # what --data says
+    seed: int
+    folder: Path  # of the tokenizer and config.json
+    vocab_size: int
+    seq_len: int
+    rank: int  # among the ranks with rows of their own, which other ranks may share with it
+    num_ranks: int
+    num_rows: int  # of each batch, on this rank
+
+
+class Dataset(Protocol):
+    """Rows of token ids as `--tokenized` reads them: mappings with `input_ids`, and `labels` or a `loss_mask`."""
+
+    def read(self, state: Any) -> Iterator[tuple[Sequence[Mapping[str, Any]], Any]]:
+        """Yield `request.num_rows` rows for each step, and the state after it, from a state on; None: the beginning.
+
+        A state is JSON, and the same on all ranks.
+        """
+        ...
+
+
+class SharedCounts:
+    """What the ranks that read a dataset tell each other of each batch; see Note [Shared tokenization] for the end."""
+
+    def __init__(self, exchange: Exchange | None) -> None:
+        self._exchange, self._is_stopped = exchange, threading.Event()
+
+    def gather(self, rank: int, num_tokens: int, state: str) -> int:
+        """Return the labels of all ranks; those with the same rows count once.
+
+        Raises:
+            StoppedReading: a rank has stopped.
+            DataError: states differ.
+        """
+        if self._exchange is None:
+            return num_tokens
+        shares = self._exchange.gather(None if self._is_stopped.is_set() else (rank, num_tokens, state))
+        counted = [share for share in shares if share is not None]
+        if len(counted) < len(shares):
+            raise StoppedReading
+        by_rank = {rank: num_here for rank, num_here, _ in counted}
+        if len({state for _, _, state in counted}) > 1 or len({share[:2] for share in counted}) > len(by_rank):
+            problem = "ranks have other states, or other rows where they share them, after the same batch"
+            hint = "a state depends on no rank, and ranks with one request.rank read the same rows"
+            raise DataError("--data-class", problem, hint, code="data.differs-between-ranks")
+        return sum(by_rank.values())
+
+    def stop(self) -> None:
+        """Ask to stop reading, from any thread: the next batch is the last."""
+        self._is_stopped.set()
+
+    def leave(self) -> None:
+        """Take part in the last exchange."""
+        if self._exchange is not None:
+            self._exchange.gather(None)
+
+
+def read_dataset(
+    data: DataOptions, batch: BatchOptions, form: RowForm | None, rows: Rows, state: str | None, counts: SharedCounts,
+    *, folder: Path, vocab_size: int,
+) -> Iterator[Batch]:  # fmt: skip
+    """Yield this rank's rows of each batch from a state on, as JSON; every batch has the state after it.
+
+    Raises:
+        DataError: what the dataset yields are not as many rows, or a state is not JSON.
+    """
+    assert data.dataset is not None
+    request = DataRequest(
+        sources=data.sources, seed=data.seed, folder=folder, vocab_size=vocab_size, seq_len=batch.seq_len,
+        rank=rows.number, num_ranks=rows.count, num_rows=batch.global_batch // rows.count,
+    )  # fmt: skip
+    where = f"--data-class {data.dataset}"
+    dataset: Dataset = load_entry_point(DATASETS, data.dataset, "--data-class")(request)
+    row = replace(form or RowForm(), seq_len=batch.seq_len, vocab_size=vocab_size, is_masked=data.document_mask)
+    for records, after in dataset.read(None if state is None else json.loads(state)):
+        try:
+            text = json.dumps(after)
+        except (TypeError, ValueError) as error:
+            raise DataError(where, f"its state is not JSON: {error}", code="data.dataset") from error
+        if len(records) != request.num_rows:
+            problem = f"expected {request.num_rows} rows in a batch, found {len(records)}"
+            raise DataError(where, problem, "yield request.num_rows of them", code="data.dataset")
+        try:
+            parsed = [parse_row(record, row, lambda: where) for record in records]
+        except BadDocumentError as error:
+            raise DataError(error.where, error.problem, error.hint, code=error.code) from error
+        samples = [RowSample(ids=parsed_row.encode(), is_masked=row.is_masked) for parsed_row in parsed]
+        local = build_batch(samples, batch.seq_len, 0, form=row)
+        num_tokens = counts.gather(rows.number, sum(sample.num_tokens for sample in samples), text)
+        yield replace(local, num_tokens=max(1, num_tokens), state=text)
+    raise DataError(where, "has ended before --steps", "start over in it, or lower --steps", code="data.dataset")

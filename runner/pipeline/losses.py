@@ -1,0 +1,114 @@
+"""The loss of a microbatch as a sum and a count: what is built in beside cross-entropy, or a package's own.
+
+# Note [Counts of a loss]
+A schedule runs the first backwards before the last forwards, so the count of the whole batch is not known then. Sums
+are divided by the number of the batch's labels, which every rank knows from the data. The counts that the loss returns
+are summed over all microbatches and ranks together with the loss, and gradients are multiplied by labels / counts
+before they are clipped: by exactly 1 where each label counts once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, TypeAlias, get_type_hints
+
+import torch
+from torch import nn
+
+from manifests.errors import UsageError
+from runner.config.entry_points import load_entry_point
+from runner.config.loss import LOSSES, LossOptions
+from runner.data.rows import IGNORED, RowForm
+
+# Fields of rows that a loss takes as keyword-only arguments: (B, L), shifted as labels are, and (B,); float32.
+PerToken: TypeAlias = Annotated[torch.Tensor, "per token"]
+PerRow: TypeAlias = Annotated[torch.Tensor, "per row"]
+# Of logits (B, L, V), labels (B, L) and fields: the sum of the loss, and what it is divided by.
+LossFunction: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor | float]]
+
+
+class Loss:
+    """A loss other than plain cross-entropy, and the counts of the microbatches that it was called for.
+
+    Evaluations use it if `is_own`, and otherwise cross-entropy. `needs_rows`: it cannot be computed for parts of rows.
+    """
+
+    def __init__(self, function: LossFunction, form: RowForm, *, is_own: bool = False) -> None:
+        self.form, self.is_own = form, is_own
+        self.needs_rows = bool(form.per_row) or getattr(function, "needs_rows", False)
+        self._function, self._counts = function, list[torch.Tensor]()
+
+    def __call__(
+        self, logits: torch.Tensor, labels: torch.Tensor, *, num_tokens: int, **fields: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a microbatch's contribution to the loss; see Note [Counts of a loss]."""
+        summed, count = self._function(logits, labels, **fields)
+        self._counts.append(torch.as_tensor(count, dtype=torch.float64, device=summed.device).detach())
+        return summed / num_tokens
+
+    def take_count(self) -> float:
+        """Return the sum of the counts since the last call."""
+        count = float(torch.stack(self._counts).sum()) if self._counts else 0.0
+        self._counts.clear()
+        return count
+
+
+def loss_of_run(options: LossOptions, *, reads_rows: bool, is_split: bool) -> Loss | None:
+    """Return the loss of a run; None: cross-entropy. `reads_rows`: its data has fields; `is_split`: rows are split.
+
+    Raises:
+        UsageError: no package has the loss, or it needs what the run does not have.
+    """
+    loss = _load(options.entry_point) if options.entry_point is not None else _built_in(options)
+    where = f"--loss {options.entry_point}" if options.entry_point is not None else "--token-weights"
+    if loss is None:
+        return None
+    if (names := (*loss.form.per_token, *loss.form.per_row)) and not reads_rows:
+        problem = f"reads {', '.join(names)} of each row, and the data is text"
+        raise UsageError(where, problem, "use --tokenized or --data-class", code="options.loss")
+    if loss.needs_rows and is_split:
+        problem = "needs whole rows, which --cp splits"
+        raise UsageError(where, problem, "remove --cp", code="options.loss")
+    return loss
+
+
+def _load(name: str) -> Loss:
+    function = load_entry_point(LOSSES, name, "--loss")
+    if not callable(function):
+        problem = f"expected a function of logits and labels, found {type(function).__name__}"
+        raise UsageError(f"--loss {name}", problem, "docs/own-data.md shows one", code="options.loss")
+    code = function if inspect.isfunction(function) else type(function).__call__
+    hints = get_type_hints(code, include_extras=True)
+    fields: dict[Any, list[str]] = {PerToken: [], PerRow: []}
+    for parameter in inspect.signature(code).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            if (hint := hints.get(parameter.name)) not in fields:
+                problem = f"expected {parameter.name} to be a runner.PerToken or runner.PerRow, found {hint}"
+                raise UsageError(f"--loss {name}", problem, "docs/own-data.md shows one", code="options.loss")
+            fields[hint].append(parameter.name)
+    return Loss(function, RowForm(per_token=tuple(fields[PerToken]), per_row=tuple(fields[PerRow])), is_own=True)
+
+
+def _built_in(options: LossOptions) -> Loss | None:
+    """Return cross-entropy with smoothed labels, a z-loss and weights of tokens; None: with none of them."""
+    smoothing, z_loss, field = options.label_smoothing, options.z_loss, options.token_weights
+    if not smoothing and not z_loss and field is None:
+        return None
+
+    def tokens(
+        logits: torch.Tensor, labels: torch.Tensor, **fields: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | float]:
+        logits, labels = logits.flatten(0, 1), labels.flatten()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = nn.functional.cross_entropy(
+            logits, labels, reduction="none", ignore_index=IGNORED, label_smoothing=smoothing
+        )
+        counts = (labels != IGNORED).to(losses.dtype)
+        if field is not None:
+            counts = counts * fields[field].flatten()
+        if z_loss:
+            losses = losses + z_loss * logits.logsumexp(-1).square()
+        return (losses * counts).sum(), counts.sum(dtype=torch.float64)
+
+    return Loss(tokens, RowForm(per_token=() if field is None else (field,)))
