@@ -21,27 +21,29 @@ from runner.config.flags import TrainOptions
 from runner.data.bad import Skipped, log_skipped
 from runner.data.own import SharedCounts, read_dataset
 from runner.data.read_ahead import GroupExchange, ReadAhead
-from runner.data.sequences import Batch, read_batches
+from runner.data.sequences import Batch, read_batches, read_once
 from runner.data.shared import SharedTokenization
 from runner.data.tokenizer import tokenize_alone
 from runner.distributed.fail_together import errors_of_rank, from_rank_0, raise_on_all_ranks
 from runner.distributed.watchdog import Watchdog
+from runner.evaluation.evaluate import cut_as, mean_loss
 from runner.metrics.gauges import peak_memory_nbytes
 from runner.metrics.metrics import Metrics, StepTimes
-from runner.preflight.combinations import share_of
+from runner.pipeline.heads import of_evaluation
+from runner.preflight.combinations import part_of, share_of
 from runner.preflight.preflight import is_less_than_a_step
 from runner.profiling.trace import RunShape, Tracer
 from runner.rundir.records import run_id
 from runner.setup import Ready
 from runner.training.rng import rng_state
-from runner.training.step import StepReport, train_step
+from runner.training.step import StepReport, eval_counted, train_step
 from runner.training.ties import check_equal
 
 logger = logging.getLogger("runner")
 
 
 def train_steps(ready: Ready, metrics: Metrics, saver: Saver | None, watchdog: Watchdog) -> tuple[TrainingState, bool]:
-    """Take all steps that are left, saving checkpoints in between.
+    """Take all steps that are left, saving checkpoints and evaluating in between.
 
     Returns the state after the last one, and whether a signal stopped the run before all were taken.
     """
@@ -60,8 +62,37 @@ def train_steps(ready: Ready, metrics: Metrics, saver: Saver | None, watchdog: W
             trained = steps.advance(trained, report, batch)
             steps.check_ties(trained, is_last=report.is_last)
             steps.save(trained, is_last=report.is_last)
+            if ready.options.evaluates_after(trained.step) and not report.is_last:
+                watchdog.beat(trained.step, "evaluation")  # which is not timed as a step
+                metrics.evaluation(trained.step, *evaluate(ready))
+                watchdog.beat(trained.step)
             is_last = report.is_last
     return trained, trained.step < ready.options.steps
+
+
+def evaluate(ready: Ready) -> tuple[float, int, int | None]:
+    """Return the mean loss over the valid tokens of the evaluation data, their number, and documents skipped."""
+    options, family = ready.options, ready.chunks[0].family
+    assert options.eval_data is not None
+    batch_share = part_of(options.batch, ready.mesh.degrees)
+    with raise_on_all_ranks("evaluation data"):
+        # Every rank reads all of it, and so knows where it ends.
+        skipped = Skipped(on_skip=log_skipped if ready.mesh.rank == 0 else None)
+        batches = read_once(
+            options.eval_data,
+            options.batch,
+            folder=ready.launched.root,
+            vocab_size=family.vocab_size,
+            padded_length=family.padded_length,
+            skipped=skipped,
+            form=ready.form if of_evaluation(ready.engine.loss) else None,
+        )
+    loss, num_tokens = mean_loss(
+        lambda batch: eval_counted(ready.engine, rows := ready.rows_of(batch), cut_as(batch_share, rows)),
+        batches,
+        "--eval-data",
+    )
+    return loss, num_tokens, skipped.count if options.eval_data.skip_bad_documents else None
 
 
 @dataclass(kw_only=True, slots=True)

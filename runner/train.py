@@ -29,14 +29,11 @@ from runner.checkpoint.resume import Origin, find_origins
 from runner.checkpoint.save import save
 from runner.checkpoint.state import nbytes_of
 from runner.config.flags import TrainOptions, parse_training
-from runner.data.bad import Skipped, log_skipped
-from runner.data.sequences import read_once
 from runner.distributed.fail_together import errors_of_rank, from_all_ranks, from_rank_0, raise_on_all_ranks
 from runner.distributed.rank_process import run_rank
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer, StoppedError, Watchdog, enable_flight_recorder, log_to_file
 from runner.distributed.world import World, device_of, join_world
-from runner.evaluation.evaluate import cut_as, mean_loss
 from runner.load.local_cache import check_same_manifest, fetch_to_cache
 from runner.measure.of_run import write_run_times
 from runner.metrics.gauges import least_step_s, peak_memory_nbytes
@@ -45,15 +42,13 @@ from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import open_sinks
 from runner.metrics.summary import next_command, opening
 from runner.models.family import Adaptable
-from runner.pipeline.heads import of_evaluation
-from runner.preflight.combinations import check_sinks, part_of, sharing_ranks
+from runner.preflight.combinations import check_sinks, sharing_ranks
 from runner.preflight.preflight import check_evaluable, check_texts
 from runner.rundir.exit_report import set_rank_label, stages_of
 from runner.rundir.heartbeat import clear_beats
 from runner.rundir.records import STATE_NAME, RunState, clear_state, note_resolved, run_id, write_state
 from runner.setup import Ready, begin
-from runner.steps import train_steps
-from runner.training.step import eval_counted
+from runner.steps import evaluate, train_steps
 from runner.training.ties import check_equal
 from stores.address import is_url
 from stores.open import open_manifest
@@ -214,31 +209,6 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
         shape, degrees = ready.launched.shape, ready.mesh.degrees
         metrics.begin(opening(shape, options, degrees, schedule, device.type, ready.num_steps + 1))
     return metrics
-
-
-def evaluate(ready: Ready) -> tuple[float, int, int | None]:
-    """Return the mean loss over the valid tokens of the evaluation data, their number, and documents skipped."""
-    options, family = ready.options, ready.chunks[0].family
-    assert options.eval_data is not None
-    batch_share = part_of(options.batch, ready.mesh.degrees)
-    with raise_on_all_ranks("evaluation data"):
-        # Every rank reads all of it, and so knows where it ends.
-        skipped = Skipped(on_skip=log_skipped if ready.mesh.rank == 0 else None)
-        batches = read_once(
-            options.eval_data,
-            options.batch,
-            folder=ready.launched.root,
-            vocab_size=family.vocab_size,
-            padded_length=family.padded_length,
-            skipped=skipped,
-            form=ready.form if of_evaluation(ready.engine.loss) else None,
-        )
-    loss, num_tokens = mean_loss(
-        lambda batch: eval_counted(ready.engine, rows := ready.rows_of(batch), cut_as(batch_share, rows)),
-        batches,
-        "--eval-data",
-    )
-    return loss, num_tokens, skipped.count if options.eval_data.skip_bad_documents else None
 
 
 def main() -> None:

@@ -79,6 +79,9 @@ class TrainOptions:
         "--eval-data", type=click.Path(), multiple=True, metavar="PATH",
         help="Evaluation data: its loss is reported after the last step.",
     )  # fmt: skip
+    eval_every: int | None = flag(
+        "--eval-every", type=WholeNumber(min=1), metavar="N", default=None, help="Also evaluate every N steps."
+    )
     optim: OptimOptions = group(OptimOptions)
     loss: LossOptions = group(LossOptions, default=LossOptions())
     compute: ComputeOptions = group(ComputeOptions)
@@ -172,6 +175,10 @@ class TrainOptions:
     def dtype(self) -> Dtype:
         return self.compute.dtype
 
+    def evaluates_after(self, step: int) -> bool:
+        """Whether an evaluation is due after this step; after the last one it always is."""
+        return self.eval_every is not None and step % self.eval_every == 0 and step < self.steps
+
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
         if self.checkpoint is None:
@@ -247,7 +254,8 @@ _GROUPS = {
     ),
     "Data": (
         "dataset", "text_field", "completion_field", "is_tokenized", "pack", "document_mask", "add_bos_token",
-        "add_eos_token", "skip_bad_documents", "shuffle", "data_weight", "seed", "eval_data", "restart_data",
+        "add_eos_token", "skip_bad_documents", "shuffle", "data_weight", "seed", "eval_data", "eval_every",
+        "restart_data",
     ),
     "Optimizer": (
         "optimizer", "beta1", "beta2", "eps", "weight_decay", "weight_decay_1d", "momentum", "ema", "max_norm",
@@ -306,6 +314,8 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_together(values: Mapping[str, Any]) -> None:
+    if values["eval_every"] is not None and not values["eval_data"]:
+        raise UsageError("--eval-every", "needs --eval-data", "add --eval-data PATH", code="options.missing-value")
     if values["loss_chunk"] is not None and any(values[name] for name in _GROUPS["Loss"]):
         problem = "computes plain cross-entropy, and no other loss"
         raise UsageError("--loss-chunk", problem, "remove it", code="options.loss-chunk")
