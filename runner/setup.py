@@ -28,7 +28,6 @@ from runner.config.flags import TrainOptions, recall
 from runner.config.memory import planned_memory
 from runner.config.sharding import is_sharded
 from runner.config.trained import trained_by
-from runner.data.rows import RowForm
 from runner.data.sequences import Batch, Rows, rows_of
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 from runner.distributed.world import World
@@ -91,11 +90,6 @@ class Ready:
     def clock(self) -> Clock:
         assert self.engine.clock is not None, "training times its steps"
         return self.engine.clock
-
-    @property
-    def form(self) -> RowForm | None:
-        """The fields of rows that the loss reads."""
-        return self.engine.loss.form if self.engine.loss is not None else None
 
     def rows_of(self, batch: Batch) -> Batch:
         """Return the rows of a batch that this rank's pipeline trains on."""

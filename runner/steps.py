@@ -85,7 +85,7 @@ def evaluate(ready: Ready) -> tuple[float, int, int | None]:
             vocab_size=family.vocab_size,
             padded_length=family.padded_length,
             skipped=skipped,
-            form=ready.form if of_evaluation(ready.engine.loss) else None,
+            form=ready.engine.form if of_evaluation(ready.engine.loss) else None,
         )
     loss, num_tokens = mean_loss(
         lambda batch: eval_counted(ready.engine, rows := ready.rows_of(batch), cut_as(batch_share, rows)),
@@ -253,7 +253,7 @@ def _read(ready: Ready, found: FoundData, group: dist.ProcessGroup | None) -> _F
         skipped=Skipped(count=num_skipped, on_skip=log_skipped if ready.mesh.rank == 0 else None),
         rows=ready.rows,
         tokenize=shared or tokenize_alone,
-        form=ready.form,
+        form=ready.engine.form,
     )
     return _Feed(reader=_ahead(ready, batches, shared), num_skipped=num_skipped)
 
@@ -263,7 +263,7 @@ def _read_dataset(ready: Ready, group: dist.ProcessGroup | None, *, is_resumed: 
     state = read_state(ready.origin) if is_resumed else None
     counts = SharedCounts(None if group is None else GroupExchange(group))
     batches = read_dataset(
-        ready.options.data, ready.options.batch, ready.form, ready.rows, state, counts,
+        ready.options.data, ready.options.batch, ready.engine.form, ready.rows, state, counts,
         folder=ready.launched.root, vocab_size=ready.chunks[0].family.vocab_size,
     )  # fmt: skip
     return _Feed(reader=_ahead(ready, batches, counts), state=state)

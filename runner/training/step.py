@@ -7,6 +7,7 @@ from functools import partial
 
 from manifests.errors import RankError
 from runner.config.schema import BatchOptions
+from runner.data.rows import RowForm
 from runner.data.sequences import Batch
 from runner.parallel.parallelize import Parallel
 from runner.pipeline.heads import of_evaluation
@@ -29,6 +30,11 @@ class Engine:
     parallel: Parallel | None = None  # None: no other rank shares the stages of this one
     clock: Clock | None = None  # None: steps are not timed
     loss: Loss | None = None  # of the schedule; None: cross-entropy
+
+    @property
+    def form(self) -> RowForm | None:
+        """The fields of rows that the loss reads."""
+        return None if self.loss is None else self.loss.form
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
