@@ -57,12 +57,15 @@ Runnable scripts:
 - [examples/load_stage.py](../examples/load_stage.py): load a stage into your own module;
 - [examples/train.py](../examples/train.py): train with torch's pipeline schedule on two ranks, and save the stages;
 - [examples/dump_fsdp2.py](../examples/dump_fsdp2.py): dump a step of plain FSDP2 for `runner prove --against`;
+- [examples/chat_rows.py](../examples/chat_rows.py): render conversations into rows of token ids;
 - [examples/inspect_and_plot.py](../examples/inspect_and_plot.py): inspect bundles and plot them.
 
 Modules that others import:
 
 - [examples/own_model.py](../examples/own_model.py): a decoder of your own; the entry point of a package names it, and
   `runner launch` trains it;
+- [examples/preference_loss.py](../examples/preference_loss.py) and
+  [examples/streaming_dataset.py](../examples/streaming_dataset.py): a loss and a dataset of your own, likewise;
 - [examples/titan_start.py](../examples/titan_start.py): let torchtitan's trainer start from a packed folder; its
   config imports it;
 - [examples/dump_torchtitan.py](../examples/dump_torchtitan.py): dump the first step of torchtitan's trainer.

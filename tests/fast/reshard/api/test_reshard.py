@@ -278,7 +278,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_every_example_is_run_by_a_test_and_told_in_the_page() -> None:
     scripts = {path.name for path in (ROOT / "examples").glob("*.py")}
-    started = ("save_stages_worker.py", "models/test_own_models.py", "models/titan_worker.py", "proof/test_dumps.py")
+    started = (
+        "data/test_own_losses.py",
+        "save_stages_worker.py",
+        "models/test_own_models.py",
+        "models/titan_worker.py",
+        "proof/test_dumps.py",
+    )
     tests = Path(__file__).read_text() + "".join(
         (ROOT / "tests" / "process" / "runner" / name).read_text() for name in started
     )

@@ -62,8 +62,8 @@ def packages(tmp_path: Path) -> Path:
     info.mkdir(parents=True)
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: examples\nVersion: 1.0\n")
-    for name in ("preference_loss", "streaming_dataset"):
-        (folder / f"{name}.py").write_text((EXAMPLES / f"{name}.py").read_text())
+    for name in ("preference_loss.py", "streaming_dataset.py"):
+        (folder / name).write_text((EXAMPLES / name).read_text())
     (folder / "careless_loss.py").write_text(CARELESS)
     return folder
 
