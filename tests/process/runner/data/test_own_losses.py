@@ -21,7 +21,6 @@ from tests.process.local_jobs import ROOT
 from tests.process.runner.data.test_own_rows import (
     BATCH,
     FLAGS,
-    LAYOUTS,
     SEQ_LEN,
     batch_of,
     check_step,
@@ -120,7 +119,7 @@ def test_preferences_train_and_evaluate_as_in_one_process(
     for name in names:
         line = first_line(tmp_path / f"log-{name}")
         check_step(source, tmp_path / f"saved-{name}", rows, line, preferred)
-        assert (" --loss as one process trains it" in said(tmp_path / f"log-{name}")) == (LAYOUTS[name][0] > 1)
+        assert " --loss as one process trains it" in said(tmp_path / f"log-{name}")
         with torch.no_grad():
             tokens, labels = batch_of(held)
             loss = preferred(load_model(tmp_path / f"saved-{name}")(input_ids=tokens).logits, labels, held).item()
