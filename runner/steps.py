@@ -65,6 +65,7 @@ def train_steps(ready: Ready, metrics: Metrics, saver: Saver | None, watchdog: W
             if ready.options.evaluates_after(trained.step) and not report.is_last:
                 watchdog.beat(trained.step, "evaluation")  # which is not timed as a step
                 metrics.evaluation(trained.step, *evaluate(ready))
+                ready.clock.pause()
                 watchdog.beat(trained.step)
             is_last = report.is_last
     return trained, trained.step < ready.options.steps

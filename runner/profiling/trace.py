@@ -182,8 +182,12 @@ class Clock:
     def note_data(self, data_s: float) -> None:
         """Note that this rank has its batch, after waiting `data_s` seconds for it."""
         self._data_s = data_s
-        if not self._exchanged_s:  # the first step
+        if not self._exchanged_s:  # the first step, or the first after a pause
             self._exchanged_s = time.perf_counter() - data_s
+
+    def pause(self) -> None:
+        """Leave what follows, such as an evaluation, out of the next step."""
+        self._exchanged_s = 0.0
 
     def read(self, recorder: Recorder) -> tuple[float, ...]:
         """Return this rank's numbers, once the schedule has ended and gradients are reduced."""

@@ -125,6 +125,26 @@ def test_clock_tells_what_a_rank_has_really_done() -> None:
         assert found.communication_s + found.bubble_s < 0.05
 
 
+def test_what_comes_between_two_steps_is_left_out_of_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1.0]
+    monkeypatch.setattr("runner.profiling.trace.time.perf_counter", lambda: now[0])
+    table = Timetable(name="1F1B", placement=Placement(num_stages=1, num_ranks=1)).planned(1)
+    begins_s = []
+    for is_paused in (False, True):
+        clock, recorder = Clock(table, 0), Recorder(torch.device("cpu"))
+        for _ in range(2):
+            clock.note_data(0.0)
+            recorder.start()
+            recorder.stop()
+            numbers = clock.read(recorder)
+            clock.note_exchange([numbers])
+            now[0] += 100  # an evaluation
+            if is_paused:
+                clock.pause()
+        begins_s.append(numbers[0])
+    assert begins_s == [100, 0]
+
+
 @pytest.mark.parametrize(
     ("num_microbatches", "expected"), [(6, [1, 2, 3, 4]), (256, [1, 14])], ids=["small", "2,048 actions"]
 )
