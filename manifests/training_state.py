@@ -153,7 +153,7 @@ def _algorithm_problems(group: ParameterGroup, where: str) -> Iterator[tuple[str
             yield f"{where}.options", f"expected an argument's name, once, found {option.name[:80]!r}"
         try:
             json.loads(option.value)
-        except ValueError:
+        except (ValueError, RecursionError):
             yield f"{where}.options", f"expected JSON as the value of {option.name[:80]!r}, found {option.value[:80]!r}"
 
 

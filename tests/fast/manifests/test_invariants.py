@@ -15,7 +15,17 @@ from manifests.codec import decode_manifest, encode_manifest
 from manifests.invariants import check_manifest, check_model, problems
 from manifests.models import ModelShape
 from manifests.paths import problem_with_path
-from manifests.schema import Layout, Manifest, OptimizerState, Shard, Span, TieGroup, TieMember, TrainingState
+from manifests.schema import (
+    AlgorithmOption,
+    Layout,
+    Manifest,
+    OptimizerState,
+    Shard,
+    Span,
+    TieGroup,
+    TieMember,
+    TrainingState,
+)
 from tests.builders import with_digest
 from tests.fast.manifests.drawn_manifests import digest_of, full_manifest, virtual_manifest
 from tests.fast.manifests.drawn_manifests import manifests as drawn_manifests
@@ -245,6 +255,14 @@ def test_a_broken_invariant_of_training_state_is_refused_with_its_path(
     error = refusal(lambda: check_manifest(manifest))
     assert (error.code, error.where) == ("manifest.inconsistent", f"manifest.json: {where}")
     wording(str(error))
+
+
+@pytest.mark.parametrize("value", ["[" * 200_000, "0.9.5"])
+def test_option_of_an_optimizer_that_is_not_json_is_refused(value: str) -> None:
+    options = (AlgorithmOption(name="momentum", value=value),)
+    assert [place for place, _ in problems(with_first_group(options=options))] == [
+        "training.optimizer.groups[0].options"
+    ]
 
 
 @pytest.mark.parametrize("manifest", [with_training(optimizer=None), replace(TRAINED, training=None)])
