@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from manifests.errors import UsageError
 from manifests.optimizer_state import EMA, GroupNumbers
@@ -58,7 +57,12 @@ class Optimizer:
         if not all(algorithm.is_elementwise for algorithm in self.algorithms):
             self._whole = WholeMatrices(chunks, whole, self.algorithms, mesh.replica if mesh else None)
         self._is_whole = whole.keys()
-        self._averages = {key: weight.detach().clone() for key, weight in self._weights.items() if self.plan.ema}
+        # In float32 at least: in bfloat16, steps of an average towards a weight are lost.
+        self._averages = {
+            key: weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+            for key, weight in self._weights.items()
+            if self.plan.ema
+        }
 
     @property
     def torch_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -160,9 +164,8 @@ class Optimizer:
         for _, parameter in self.parameters:
             if (weight := self._weights[id(parameter)]) is not parameter:
                 weight.grad = None  # the gradient is the parameter's, which frees it
-        if self._averages:
-            average = get_ema_multi_avg_fn(self.plan.ema)  # type: ignore[no-untyped-call]
-            average([*self._averages.values()], [*self._weights.values()], None)
+        for key, average in self._averages.items():
+            average.lerp_(self._weights[key].detach().to(average.dtype), 1 - self.plan.ema)
         round_masters(parameter for _, parameter in self.parameters)
         return lr
 

@@ -16,6 +16,7 @@ import transformers
 from manifests.models import model_shape
 from manifests.optimizer_state import kinds_of
 from manifests.placement import Placement
+from manifests.schema import StateKind
 from runner.checkpoint.state import held_state
 from runner.config.flags import parse_training
 from runner.config.optimizers import optimizer_of
@@ -184,6 +185,18 @@ def test_average_follows_the_weights_and_a_group_may_be_left_out_of_clipping(tmp
         assert torch.allclose(averages[piece.fqn], 0.75 * start + 0.25 * piece.memory)
     clipped = {fqn for fqn, parameter in optimizer.parameters if optimizer.is_clipped(parameter)}
     assert clipped == {fqn for fqn, _ in optimizer.parameters if "norm" not in fqn}
+
+
+def test_average_of_bfloat16_weights_moves_by_less_than_they_can() -> None:
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = Optimizer([("weight", weight)], OptimOptions(lr=0.0, weight_decay=0.0, ema=0.999))
+    weight.data.fill_(1.5)
+    for step in range(100):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step(step)
+    average = optimizer.state_of(weight, StateKind(name="ema", shape="parameter"))
+    assert average is not None
+    assert torch.allclose(average, torch.full((4,), 1.5 - 0.5 * 0.999**100))
 
 
 def test_owners_are_balanced_by_cost() -> None:
