@@ -1,4 +1,4 @@
-"""Optimizers of another package: one works on any slice, and one says so and does not."""
+"""Optimizers of another package: one works on any slice, others say so and do not, or take other tensors."""
 
 from __future__ import annotations
 
@@ -31,3 +31,27 @@ class Normed(Signs):
 
     def direction(self, momentum: torch.Tensor) -> torch.Tensor:
         return momentum / (momentum.norm() + 1e-8)
+
+
+class RowNormed(Signs):
+    """Step along a momentum of which each row is divided by its norm: slices of rows would not tell."""
+
+    def direction(self, momentum: torch.Tensor) -> torch.Tensor:
+        return momentum / (momentum.norm(dim=-1, keepdim=True) + 1e-8) if momentum.dim() > 1 else momentum.sign()
+
+
+class Counting(Signs):
+    """Count steps of all parameters together, as many packages do."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+
+class MatricesAlone(Signs):
+    """Take matrices, and say so of others with an assertion."""
+
+    def direction(self, momentum: torch.Tensor) -> torch.Tensor:
+        assert momentum.dim() == 2
+        return momentum.sign()

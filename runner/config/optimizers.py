@@ -180,10 +180,11 @@ def _groups_in(file: Path, optim: OptimOptions) -> Iterator[ParameterGroup]:
     where = f"--optimizer {file}"
     try:
         document = tomllib.loads(read_small_file(file, most_nbytes=_MOST_NBYTES).decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(where, f"is not TOML: {error}", code="options.optimizer-file") from error
     tables = document.get("group")
-    if document.keys() != {"group"} or not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
+    is_list = isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
+    if not tables or not is_list or document.keys() != {"group"}:
         raise UsageError(where, "expected [[group]] tables and nothing else", code="options.optimizer-file")
     for number, table in enumerate(tables):
         yield _group(optim, table, f"{where}: group {number}")
@@ -213,6 +214,12 @@ def _group(optim: OptimOptions, table: Mapping[str, Any], where: str) -> Paramet
         raise UsageError(f"{where}: patterns", "expected a list of strings", code="options.optimizer-file")
     if not isinstance(clip, bool):
         raise UsageError(f"{where}: clip", "expected true or false", code="options.optimizer-file")
+    try:
+        texts = [AlgorithmOption(name=name, value=json.dumps(options[name])) for name in sorted(options)]
+    except TypeError as error:  # a date
+        raise UsageError(
+            where, f"a checkpoint cannot have this argument: {error}", code="options.optimizer-file"
+        ) from error
     return ParameterGroup(
         beta1=beta1,
         beta2=beta2,
@@ -222,7 +229,7 @@ def _group(optim: OptimOptions, table: Mapping[str, Any], where: str) -> Paramet
         algorithm=algorithm,
         rate_factor=None if factor is None else _number(factor, f"{where}: rate_factor"),
         skips_clipping=not clip,
-        options=tuple(AlgorithmOption(name=name, value=json.dumps(options[name])) for name in sorted(options)),
+        options=tuple(texts),
     )
 
 

@@ -59,8 +59,12 @@ class Algorithm:
 
     def check_takes(self, fqn: str, shape: tuple[int, ...]) -> None:
         """Raise UsageError if the class takes no parameter of this shape, nor the matrices that it consists of."""
-        if len(shape) not in self.num_dims and not (len(shape) > 2 and 2 in self.num_dims):
-            problem = f"expected a matrix: {self.name} trains nothing else; found {list(shape)}"
+        takes_others = (
+            len(self.num_dims) == len(_TINY) if self.is_elementwise else len(shape) > 2 and 2 in self.num_dims
+        )
+        if len(shape) not in self.num_dims and not takes_others:
+            counts = " or ".join(map(str, sorted(self.num_dims)))
+            problem = f"expected {counts} dimensions: {self.name} trains no other tensors; found {list(shape)}"
             hint = "put it in another group with --optimizer FILE"
             raise UsageError(f"--optimizer: {fqn}", problem, hint, code="options.optimizer-pattern")
 
@@ -146,11 +150,11 @@ def _algorithm(group: ParameterGroup, optimizer_name: str) -> Algorithm:
 
     def make(weights: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
         # On the CPU torch chooses: one weight at a time.
-        fused = {"fused": True} if name in ADAMS and all(weight.is_cuda for weight in weights) else {}
+        is_fused = name in ADAMS and "foreach" not in options and all(weight.is_cuda for weight in weights)
         try:
-            optimizer = cls(list(weights), lr=1.0, **options, **fused)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"--optimizer: {name}", f"its class refused: {error}", code=_CODE) from error
+            optimizer = cls(list(weights), lr=1.0, **({"fused": True} if is_fused else {}) | options)
+        except Exception as error:
+            raise _refusal(name, error) from error
         assert isinstance(optimizer, torch.optim.Optimizer)
         return optimizer
 
@@ -162,7 +166,7 @@ def _class_of(name: str) -> Any:
     module, _, leaf = name.rpartition(".")
     try:
         cls = getattr(_import_installed(module or "torch.optim"), leaf)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever the package's own code raises
         hint = "install the package that has it, or check the name for typos"
         raise UsageError(f"--optimizer: {name}", f"there is no such class: {error}", hint, code=_CODE) from error
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
@@ -240,28 +244,57 @@ def _compare_with_whole(algorithm: Algorithm, shape: tuple[int, ...], state: Map
         raise UsageError(where, problem, code=_CODE)
     if not algorithm.is_elementwise:
         return
-    halves, _ = _train(algorithm, list(whole.chunk(2)), list(zip(*(part.chunk(2) for part in gradients), strict=True)))
-    difference = float((torch.cat(halves) - expected[0]).abs().max())
-    if not difference <= _LIMIT:
-        problem = f"is declared elementwise, and slices of a tensor train otherwise than the whole: by {difference:.1e}"
-        raise UsageError(where, problem, f"remove {ELEMENTWISE} from its group", code=_CODE)
+    hint = f"remove {ELEMENTWISE} from its group"
+    if shared := [kind.name for kind in algorithm.kinds if kind.shape in ("rows", "columns")]:
+        problem = f"is declared elementwise, and its state {shared[0]!r} is of whole rows or columns"
+        raise UsageError(where, problem, hint, code=_CODE)
+    for dim in range(whole.dim()):
+        of_halves = zip(*(gradient.chunk(2, dim) for gradient in gradients), strict=True)
+        halves, _ = _train(algorithm, list(whole.chunk(2, dim)), list(of_halves))
+        difference = float((torch.cat(halves, dim) - expected[0]).abs().max())
+        if not difference <= _LIMIT:
+            problem = (
+                f"is declared elementwise, and slices of a tensor train otherwise than the whole: by {difference:.1e}"
+            )
+            raise UsageError(where, problem, hint, code=_CODE)
 
 
 def _train(
     algorithm: Algorithm, wholes: Sequence[torch.Tensor], gradients: Sequence[Any], *, starts_at_zero: bool = False
 ) -> tuple[list[torch.Tensor], list[dict[str, object]]]:
-    """Return weights after some steps of a new optimizer, and its state of each of them."""
+    """Return weights after some steps of a new optimizer, and its state of each of them.
+
+    Raises:
+        UsageError: the class refuses its arguments or the tensors, or keeps state that is of no single tensor.
+    """
     weights = [nn.Parameter(whole.clone()) for whole in wholes]
     optimizer = algorithm.make(weights)
     for group in optimizer.param_groups:
         group["lr"] = 0.1
+    before = _settings(optimizer)
     for weight in weights if starts_at_zero else ():
         prepare_state(algorithm, optimizer, weight)
     for of_step in zip(*gradients, strict=True):
         for weight, gradient in zip(weights, of_step, strict=True):
             weight.grad = gradient.clone()
-        optimizer.step()
+        try:
+            optimizer.step()
+        except Exception as error:
+            raise _refusal(algorithm.name, error) from error
+    if _settings(optimizer) != before:
+        problem = "keeps state of all parameters together, which no checkpoint has"
+        raise UsageError(f"--optimizer: {algorithm.name}", problem, code=_CODE)
     return [weight.detach() for weight in weights], [dict(optimizer.state[weight]) for weight in weights]
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> str:
+    """Return what an optimizer has of its groups but not of each parameter: a checkpoint has nothing of it."""
+    return repr([{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups])
+
+
+def _refusal(name: str, error: Exception) -> UsageError:
+    shown = " ".join(str(error).split()) or type(error).__name__
+    return UsageError(f"--optimizer: {name}", f"its class refused: {shown}", code=_CODE)
 
 
 def _kinds_in(name: str, states: Mapping[tuple[int, ...], Mapping[str, object]]) -> Iterator[StateKind]:

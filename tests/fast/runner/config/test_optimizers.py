@@ -14,6 +14,7 @@ from manifests.optimizer_state import PRESETS, count_state, kinds_of, preset_for
 from manifests.schema import OptimizerState
 from runner.config.flags import parse_training
 from runner.config.optimizers import check_flags, check_state_fits, describe_groups, numbers_of, optimizer_of
+from runner.config.schema import OptimOptions
 from runner.training.algorithms import algorithms_of, declare_kinds
 from tests.builders import EMBEDDING, HEAD, llama_config
 
@@ -122,6 +123,20 @@ def test_file_has_groups_whose_first_match_wins_and_the_last_has_the_rest(tmp_pa
         ('[[group]]\nalgorithm = "torch.optim.NAdam"', "options.optimizer"),
         ('[[group]]\nalgorithm = "torch.nn.Linear"', "options.optimizer"),
         ('[[group]]\nalgorithm = "tests.toy_optimizers.Normed"\nelementwise = true', "options.optimizer"),
+        ('[[group]]\nalgorithm = "tests.toy_optimizers.RowNormed"\nelementwise = true', "options.optimizer"),
+        ('[[group]]\nalgorithm = "tests.toy_optimizers.Counting"\nelementwise = true', "options.optimizer"),
+        ('[[group]]\nalgorithm = "tests.toy_optimizers.Counting"', "options.optimizer"),
+        ('[[group]]\nalgorithm = "tests.toy_optimizers.MatricesAlone"', "options.optimizer-pattern"),
+        ('[[group]]\nalgorithm = "tests.toy_optimizers.MatricesAlone"\nelementwise = true',
+         "options.optimizer-pattern"),
+        ('[[group]]\nalgorithm = "torch.optim.LBFGS"', "options.optimizer"),
+        ('[[group]]\nalgorithm = "torch.optim.SparseAdam"', "options.optimizer"),
+        ('[[group]]\nalgorithm = "..Signs"', "options.optimizer"),
+        ('[[group]]\nalgorithm = "adamw"\nfused = true\nforeach = true', "options.optimizer"),
+        ('[[group]]\nalgorithm = "muon"\nns_steps = "x"', "options.optimizer"),
+        ('[[group]]\nalgorithm = "adamw"\nmaximize = 2026-01-01', "options.optimizer-file"),
+        ("group = []", "options.optimizer-file"),
+        ("group = 1", "options.optimizer-file"),
     ],
 )  # fmt: skip
 def test_file_with_a_mistake_is_refused_in_one_sentence(tmp_path: Path, text: str, code: str) -> None:
@@ -135,6 +150,18 @@ def test_class_of_another_package_needs_whole_tensors_unless_it_says_otherwise(t
         plan = plan_of("--optimizer", file)
         assert [algorithm.is_elementwise for algorithm in algorithms_of(plan)] == [elementwise]
         assert [kind.name for kind in kinds_of(plan)] == ["velocity"]
+
+
+def test_number_without_dimensions_is_a_parameter_of_adamw() -> None:
+    shape = shape_of()
+    shape = replace(shape, tensors={**shape.tensors, "model.layers.0.scale": ()})
+    assert declare_kinds(optimizer_of(OptimOptions(), shape), shape).kinds is None
+
+
+def test_class_of_torch_that_a_checkpoint_names_is_refused_if_it_cannot_be_used() -> None:
+    stored = plan_of("--optimizer", "torch.optim.Adagrad")
+    for name in ("LBFGS", "SparseAdam"):
+        refused_with("options.optimizer", stored=replace(stored, name=name))
 
 
 def test_parameter_that_another_algorithm_trained_is_named() -> None:
