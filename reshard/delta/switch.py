@@ -20,8 +20,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from manifests.errors import OutputError
 from manifests.index import INDEX_NAME
 from manifests.jsontext import parse_json_object
+from manifests.paths import problem_with_path
 from manifests.safetensors import read_header
 from manifests.store import read_small_file, sync_folder, write_file
 from reshard.copy.engine import WriteOptions, write_shards
@@ -93,10 +95,14 @@ class Work:
         write_file(self.record, json.dumps(record).encode())
 
     def switch(self) -> None:
-        """Carry out the switch that is recorded, if there is one, from wherever it was interrupted."""
+        """Carry out the switch that is recorded, if there is one, from wherever it was interrupted.
+
+        Raises:
+            OutputError: the record names files outside the folder, or is none.
+        """
         if not self.record.is_file():
             return
-        record = parse_json_object(read_small_file(self.record), str(self.record))
+        record = self._read_record()
         self._move(record["shards"])
         if record["auxiliary"]:
             if (self.new / INDEX_NAME).exists():
@@ -107,6 +113,16 @@ class Work:
         shutil.rmtree(self.new, ignore_errors=True)
         (self.folder / "journal").unlink(missing_ok=True)
         self.record.unlink()
+
+    def _read_record(self) -> dict[str, list[str]]:
+        where = str(self.record)
+        record = parse_json_object(read_small_file(self.record), where)
+        for key in ("shards", "auxiliary", "removed"):
+            names = record.get(key)
+            if not isinstance(names, list) or any(not isinstance(n, str) or problem_with_path(n) for n in names):
+                problem, hint = f"{key} is not a list of names below the folder", "remove the file, and apply again"
+                raise OutputError(where, problem, hint, code="output.bad-switch")
+        return record
 
     def _move(self, names: Sequence[str]) -> None:
         for name in names:

@@ -72,6 +72,31 @@ def test_index_that_leads_out_of_its_folder_is_refused(folder: Path, shard: str)
     check_refused(folder, "source.bad-index")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("removed", ["../mine"]),
+        ("removed", ["/mine"]),
+        ("shards", ["../../evil"]),
+        ("auxiliary", ["a/../../mine"]),
+        ("removed", "v1"),
+        ("shards", [1]),
+        ("auxiliary", None),
+    ],
+)
+def test_record_of_a_switch_that_leads_out_of_its_folder_is_refused(folder: Path, key: str, value: object) -> None:
+    (folder / "v1/.cache/reshard/new").mkdir(parents=True)
+    (folder / "v1/.cache/evil").write_text("evil")
+    value = [str(folder / "mine")] if value == ["/mine"] else value
+    record = {"shards": [], "auxiliary": [], "removed": []} | {key: value}
+    (folder / "v1/.cache/reshard/switch.json").write_text(json.dumps(record))
+    (folder / "mine").write_text("mine")
+    with pytest.raises(UserError) as refused:
+        reshard.apply_delta(folder / "chain", folder / "v1")
+    assert refused.value.code == "output.bad-switch"
+    assert sorted(path.name for path in folder.iterdir()) == ["chain", "mine", "v1", "v2"]
+
+
 def overwriting(count: int, positions: list[int], values: bytes) -> bytes:
     return struct.pack(f"<I{len(positions)}I", count, *positions) + values
 
