@@ -8,12 +8,13 @@ touches keep their bytes.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from manifests.errors import SourceError, UsageError
+from manifests.errors import Parameter, SourceError, UsageError
 from manifests.models.adapters import (
     BASE_DIGEST,
     LORA_A,
@@ -83,6 +84,8 @@ def open_adapter(location: str) -> Adapter:
     a, b = halves
     if odd := sorted(a.keys() ^ b.keys()):
         raise SourceError(str(file), f"has one of the two matrices of {odd[0]}", code="source.bad-adapter")
+    if not a and not saved:
+        raise SourceError(str(file), "has no adapters", code="source.bad-adapter")
     return Adapter(
         location=location,
         config=config,
@@ -97,7 +100,7 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
 
     Raises:
         SourceError: an adapter is of another kind, or of another model.
-        UsageError: the checkpoint has optimizer state; or two adapters replace a tensor.
+        UsageError: the checkpoint has optimizer state, two adapters replace a tensor, or a weight is not finite.
     """
     if checkpoint.moments:
         problem = "has optimizer state, which would not be that of the merged weights"
@@ -107,6 +110,8 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
     terms: dict[str, list[Term]] = {}
     replaced: dict[str, TensorAt] = {}
     for location, weight in adapters:
+        if not math.isfinite(weight):
+            raise UsageError(Parameter("weights"), f"expected numbers, found {weight}", code="options.invalid-value")
         adapter, touched = open_adapter(location), set[str]()
         for module in adapter.pairs:
             for fqn, term in _terms(adapter, module, tensors, checkpoint.shape.architecture):

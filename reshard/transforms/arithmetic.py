@@ -118,7 +118,7 @@ def merged_blocks(base: TensorAt, terms: Sequence[Term]) -> Iterator[Buffer]:
     Memory: the matrices of each adapter, and some blocks of rows.
 
     Raises:
-        SourceError: a finite value would become infinite.
+        SourceError: a finite value would become infinite or NaN.
     """
     *_, rows, columns = base.shape
     height = max(1, min(rows, _STEP // 2 // columns))
@@ -127,21 +127,23 @@ def merged_blocks(base: TensorAt, terms: Sequence[Term]) -> Iterator[Buffer]:
     number = 0
     for block in read_blocks(base, height * columns * _NBYTES[base.dtype]):
         values = _wide(block, base.dtype).reshape(-1, columns)
-        num_infinite = np.count_nonzero(np.isinf(values))
+        num_broken = _num_not_finite(block, base.dtype)
         expert, first = divmod(number, rows)
         for term in terms:
-            values = values + _rows(term, expert, first, len(values))
+            with np.errstate(over="ignore", invalid="ignore"):
+                values = values + _rows(term, expert, first, len(values))
         number += len(values)
-        encoded, num_encoded = _encoded_once(values.reshape(-1), base.dtype)
-        if num_encoded > num_infinite:
-            problem, hint = f"a value is too large for {base.dtype} and would become infinite", "cast it to fp32 first"
+        encoded = _encoded_once(values.reshape(-1), base.dtype)
+        if _num_not_finite(encoded, base.dtype) > num_broken:
+            problem = f"with the adapters, a value would become infinite or NaN in {base.dtype}"
+            hint = "an adapter has such values, or ones that are too large: cast the base to fp32 first"
             raise SourceError(base.place, problem, hint, code=WOULD_OVERFLOW)
         yield encoded
 
 
 def _rows(term: Term, expert: int, first: int, count: int) -> NDArray[np.float64]:
     """Return the rows of what an adapter adds to a matrix."""
-    a, b = _matrix(term.a), _matrix(term.b)
+    a, b = (_matrix_of(half, half.file.fingerprint) for half in (term.a, term.b))  # of the file as it is now
     if term.num_experts > 1:
         expert = expert if term.expert is None else term.expert
         a, b = a[expert * term.rank : (expert + 1) * term.rank], b[:, expert :: term.num_experts]
@@ -153,7 +155,7 @@ def _rows(term: Term, expert: int, first: int, count: int) -> NDArray[np.float64
 
 
 @lru_cache(maxsize=8)  # of the weights that are merged at the moment; an adapter of experts is of many weights
-def _matrix(tensor: TensorAt) -> NDArray[np.float32 | np.float64]:
+def _matrix_of(tensor: TensorAt, fingerprint: str) -> NDArray[np.float32 | np.float64]:
     values = np.concatenate([_wide(block, tensor.dtype) for block in map(bytes, read_blocks(tensor))])
     is_narrow = tensor.dtype != "F64"
     return (values.astype(np.float32) if is_narrow else values).reshape(tensor.shape)
@@ -171,14 +173,19 @@ def norms_of(a: TensorAt, b: TensorAt) -> tuple[float, float]:
 
 def count_not_finite(tensor: TensorAt, progress: Callable[[int], object]) -> tuple[int, bool]:
     """Return how many values of a floating-point tensor are NaN or infinite, and whether all are zero."""
-    dtype, mask, broken, sign = FLOATS[tensor.dtype]
+    dtype, _, _, sign = FLOATS[tensor.dtype]
     num_broken, is_zero = 0, tensor.dtype != "F8_E8M0"  # where 0 is a number as good as any
     for block in read_blocks(tensor):
         bits = np.frombuffer(block, dtype)
-        num_broken += int(np.count_nonzero(bits & mask == broken))
+        num_broken += _num_not_finite(block, tensor.dtype)
         is_zero = is_zero and not np.any(bits & ~bits.dtype.type(sign))
         progress(len(block))
     return num_broken, is_zero
+
+
+def _num_not_finite(block: Buffer, dtype: str) -> int:
+    kind, mask, broken, _ = FLOATS[dtype]
+    return int(np.count_nonzero(np.frombuffer(block, kind) & mask == broken))
 
 
 def _values(tensor: TensorAt) -> Iterator[NDArray[np.float64]]:
@@ -194,20 +201,17 @@ def _wide(block: Buffer, dtype: str) -> NDArray[np.float64]:
         return _decoded(block, dtype).astype(np.float64)
 
 
-def _encoded_once(values: NDArray[np.float64], dtype: str) -> tuple[Buffer, int]:
-    """Return values rounded once, and how many of them are infinite."""
+def _encoded_once(values: NDArray[np.float64], dtype: str) -> Buffer:
     if dtype != "BF16":
         with np.errstate(over="ignore", invalid="ignore"):
-            rounded = values.astype(_NUMPY[dtype])
-        return rounded.view(np.uint8).data, int(np.count_nonzero(np.isinf(rounded)))
+            return values.astype(_NUMPY[dtype]).view(np.uint8).data
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.astype(np.float32)
     # Rounded to odd, a value is rounded once more as if it had been exact.
     bits, exact = narrow.view(np.uint32), narrow.astype(np.float64)
     bits -= np.abs(exact) > np.abs(values)
     bits |= (exact != values) & ~np.isnan(values)
-    block = _encoded(narrow, dtype)
-    return block, _num_infinite(block, dtype)
+    return _encoded(narrow, dtype)
 
 
 def _decoded(block: Buffer, dtype: str) -> Floats:

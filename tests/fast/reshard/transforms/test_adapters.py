@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,7 @@ def test_ranks_alphas_and_rslora_scale_each_module(base: Path, tmp_path: Path) -
         ({"add": (f"{PREFIX}lm_head.weight", (41, 16)), "modules_to_save": ["lm_head"]}, "source.other-adapter"),
         ({"add": (f"{PREFIX}{Q}.lora_A.weight", (2, 8))}, "source.other-adapter"),
         ({"rename": ("layers.0.", "layers.9.")}, "source.other-adapter"),
+        ({"empty": True}, "source.bad-adapter"),
         ({"missing": "adapter_config.json"}, "source.bad-adapter"),
     ],
 )
@@ -129,6 +132,8 @@ def test_adapter_of_another_kind_or_model_is_refused(
         tensors[added[0]] = float32(added[1], 1)
     if renamed := change.pop("rename", None):
         tensors = {name.replace(*renamed): tensor for name, tensor in tensors.items()}
+    if change.pop("empty", False):
+        tensors = {}
     missing = change.pop("missing", None)
     adapter = write_adapter(tmp_path / "adapter", tensors, **change)
     if missing:
@@ -150,6 +155,30 @@ def test_adapter_of_other_weights_of_the_same_shape_is_refused(base: Path, tmp_p
     run("merge", packed, tmp_path / "right", "--out", tmp_path / "out")
     refused = refusal("merge", packed, tmp_path / "wrong", "--out", tmp_path / "no")
     assert refused.found[:2] == (3, "source.other-adapter")
+
+
+def test_adapter_that_was_written_anew_is_read_anew(base: Path, tmp_path: Path) -> None:
+    for seed in (0, 500):
+        write_adapter(tmp_path / "adapter", adapter_tensors((Q,), seed=seed))
+        run("merge", base, tmp_path / "adapter", "--out", tmp_path / str(seed))
+    shutil.copytree(tmp_path / "adapter", tmp_path / "copy")
+    run("merge", base, tmp_path / "copy", "--out", tmp_path / "fresh")
+    merged = [all_tensors(tmp_path / name) for name in ("0", "500", "fresh")]
+    assert merged[0] != merged[1] == merged[2]
+
+
+def test_values_that_are_not_finite_are_refused(base: Path, tmp_path: Path) -> None:
+    adapter, tensors = write_adapter(tmp_path / "adapter"), adapter_tensors()
+    for weight in ("nan", "inf"):
+        refused = refusal("merge", base, adapter, "--weight", weight, "--out", tmp_path / "out")
+        assert refused.found == (2, "options.invalid-value", "--weight")
+    for module in (Q, Q.replace("q_proj", "v_proj")):  # of bfloat16 and of float32
+        values = np.frombuffer(tensors[name := f"{PREFIX}{module}.lora_A.weight"].data, "<f4").copy()
+        values[3] = np.nan
+        write_adapter(tmp_path / "nan", {**tensors, name: replace(tensors[name], data=values.tobytes())})
+        refused = refusal("merge", base, tmp_path / "nan", "--out", tmp_path / "out")
+        assert refused.found[:2] == (3, "source.would-overflow")
+    assert not list(tmp_path.glob("*out*"))
 
 
 def test_weights_and_adapters_must_be_as_many(base: Path, tmp_path: Path) -> None:
