@@ -10,7 +10,7 @@ Source: slime, `update_weight_from_disk_delta.py` and its decoder `pull_weights`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -20,7 +20,7 @@ from zlib import adler32
 from manifests.digest import Hasher
 from manifests.errors import SourceError, StoreError
 from reshard.tensors.lazy import STEP_NBYTES, derive, read_blocks
-from stores.base import Reader
+from stores.base import InputFile
 from stores.bundles import TensorAt
 
 XOR, OVERWRITE = "xor", "overwrite"
@@ -118,23 +118,22 @@ def _patched_blocks(base: TensorAt, patches: Sequence[Patch], verifies_each: boo
         for number, patch in enumerate(patches)
         if verifies_each or (number == last and patch.digest is None)
     }
-    with ExitStack() as stack:
-        changes = [_open_patch(patch, base.nbytes, stack) for patch in patches]
-        begin = 0
-        for block in read_blocks(base):
-            state = buffer[: len(block)]
-            state[:] = block
-            for number, change in enumerate(changes):
-                change.apply(state, begin)
-                if number in hashers:
-                    hashers[number].update(state)
-            begin += len(block)
-            yield state
-        for number, hasher in hashers.items():
-            if hasher.hexdigest() != patches[number].checksum:
-                raise _other_state(patches[number], hasher.hexdigest())
-        for change in changes:
-            change.expect_end()
+    changes = [_open_patch(patch, base.nbytes) for patch in patches]
+    begin = 0
+    for block in read_blocks(base):
+        state = buffer[: len(block)]
+        state[:] = block
+        for number, change in enumerate(changes):
+            change.apply(state, begin)
+            if number in hashers:
+                hashers[number].update(state)
+        begin += len(block)
+        yield state
+    for number, hasher in hashers.items():
+        if hasher.hexdigest() != patches[number].checksum:
+            raise _other_state(patches[number], hasher.hexdigest())
+    for change in changes:
+        change.expect_end()
 
 
 class _Change(Protocol):
@@ -144,9 +143,8 @@ class _Change(Protocol):
     def expect_end(self) -> None: ...
 
 
-def _open_patch(patch: Patch, nbytes: int, stack: ExitStack) -> _Change:
-    stream = stack.enter_context(closing(_Decompressed(patch)))
-    return (_Overwritten if patch.encoding == OVERWRITE else _Xored)(patch, stream, nbytes)
+def _open_patch(patch: Patch, nbytes: int) -> _Change:
+    return (_Overwritten if patch.encoding == OVERWRITE else _Xored)(patch, _Decompressed(patch), nbytes)
 
 
 class _Xored:
@@ -180,10 +178,9 @@ class _Decompressed:
 
     def __init__(self, patch: Patch) -> None:
         self._patch, stored = patch, patch.stored
-        self._reader = stored.file.open(((stored.begin, stored.end),))
-        source: Any = _Stored(self._reader, stored.begin, stored.end)
+        source: Any = _Stored(stored.file, stored.begin, stored.end)
         decompressor = _package("zstandard").ZstdDecompressor(max_window_size=_MOST_WINDOW_NBYTES)
-        self._stream: BinaryIO = decompressor.stream_reader(source)
+        self._stream: BinaryIO = decompressor.stream_reader(source, read_size=STEP_NBYTES)
 
     def read(self, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
@@ -202,9 +199,6 @@ class _Decompressed:
         if self._read_some(memoryview(bytearray(1))):
             raise _bad_delta(self._patch, "is longer than the tensor that it changes")
 
-    def close(self) -> None:
-        self._reader.close()
-
     def _read_some(self, part: memoryview) -> int:
         try:
             return int(self._stream.readinto(part))  # type: ignore[attr-defined]  # of zstandard's reader
@@ -213,15 +207,16 @@ class _Decompressed:
 
 
 class _Stored:
-    """A range of a file as zstandard reads it."""
+    """A range of a file as zstandard reads it: the file is opened for each read, since a chain has many."""
 
-    def __init__(self, reader: Reader, begin: int, end: int) -> None:
-        self._reader, self._at, self._end = reader, begin, end
+    def __init__(self, file: InputFile, begin: int, end: int) -> None:
+        self._file, self._at, self._end = file, begin, end
 
     def read(self, nbytes: int) -> bytes:
         data = bytearray(min(nbytes, self._end - self._at))
         if data:
-            self._reader.read_into(memoryview(data), self._at)
+            with closing(self._file.open(((self._at, self._at + len(data)),))) as reader:
+                reader.read_into(memoryview(data), self._at)
             self._at += len(data)
         return bytes(data)
 
