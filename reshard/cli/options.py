@@ -261,7 +261,8 @@ def layout_flags(command: Command) -> Command:
             from reshard.formats.open import names_manifest
 
             if not names_manifest(source):
-                raise click.UsageError("Missing option '--layout'.", click.get_current_context())
+                hint = f"see {click.get_current_context().command_path} --help"
+                raise UsageError("--layout", "is required", hint, code="usage.arguments")
         return command(source=source, layout=layout, **others)
 
     return with_flags(checked, (layout, ranks))

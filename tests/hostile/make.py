@@ -290,8 +290,8 @@ MANIFESTS = (
         "{F}: format",
     ),
     Hostile(
-        "version-2",
-        _manifest(lambda document: document.update(version=2)),
+        "version-3",
+        _manifest(lambda document: document.update(version=3)),
         "manifest.unsupported-version",
         "{F}: version",
     ),

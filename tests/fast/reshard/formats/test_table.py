@@ -85,8 +85,7 @@ def test_without_the_row_it_is_no_format(packed: Path, tmp_path: Path) -> None:
 
 def test_bare_config_and_a_manifest_that_is_missing_are_refused_by_what_they_lack(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
-    ended = reshard("plan", tmp_path / "model" / "config.json")
-    assert (ended.code, "Missing option '--layout'" in ended.err) == (2, True)
+    assert refusal("plan", tmp_path / "model" / "config.json").found == (2, "usage.arguments", "--layout")
     missing = tmp_path / "none" / "manifest.json"
     assert refusal("check", missing).found[:2] == (3, "manifest.no-such-folder")
 

@@ -415,4 +415,5 @@ def test_manifest_on_the_hub_keeps_its_layout_however_it_is_named(
             run("pack", name, "--out", tmp_path / f"out-{number}")
             assert reshard("verify", tmp_path / f"out-{number}", "--against", tmp_path / "packed").code == 0
         for name in ("hf://org/model", "org/model"):
-            assert reshard("pack", name, "--out", tmp_path / "refused").err.endswith("Missing option '--layout'.\n")
+            ended = reshard("pack", name, "--out", tmp_path / "refused", "--json")
+            assert ended.refusal == (2, "usage.arguments", "--layout")
