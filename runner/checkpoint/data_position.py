@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,8 @@ def find_data(
             "--data",
             f"does not match the data that the checkpoint consumed ({stored.num_sequences} sequences): the files, "
             "their sizes, the tokenizer, --seq-len, --text-field, --completion-field, --tokenized, --pack, "
-            "--document-mask, --shuffle, --data-weight, --seed, --add-bos-token or --add-eos-token differ",
+            "--document-mask, --shuffle, --data-weight, --seed, --add-bos-token, --add-eos-token, "
+            "--loss, --label-smoothing, --z-loss or --token-weights differ",
             "repeat the data flags of that run, or start this data from its first sequence with --restart-data",
             code="resume.other-data",
         )
@@ -191,7 +192,7 @@ def _framing(data: DataOptions, folder: Path | None) -> Framing | None:
 
 
 def _digest(options: TrainOptions, listed: Sequence[_Files], tokenizer: str | None, framing: Framing | None) -> str:
-    """Return a digest of what determines the order of sequences: the files, and how they are split."""
+    """Return a digest of what determines the order of sequences, and of the loss over them."""
     data = options.data
     how: dict[str, Any] = {"text_field": data.text_field, "pack": data.pack, "seed": data.seed}
     if data.completion_field is not None:
@@ -208,6 +209,8 @@ def _digest(options: TrainOptions, listed: Sequence[_Files], tokenizer: str | No
         how["weights"] = data.weights
     if framing is not None:
         how["frame"] = [framing.frame.before, framing.frame.after]
+    if loss := {name: value for name, value in asdict(options.loss).items() if value}:
+        how["loss"] = loss
     # Without weights, the files of all sources are one list.
     files = listed if data.weights else [file for source in listed for file in source]
     return digest_bytes(json.dumps([how, options.batch.seq_len, tokenizer, files], sort_keys=True).encode())

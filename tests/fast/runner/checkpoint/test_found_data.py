@@ -102,6 +102,10 @@ def test_cursor_of_other_sources_is_refused(place: Path) -> None:
         ("--shuffle",),
         ("--data-weight", "1"),
         ("--seed", "1"),
+        ("--loss", "preference"),
+        ("--label-smoothing", "0.1"),
+        ("--z-loss", "0.1"),
+        ("--token-weights", "weight"),
         (),
     ],
 )
