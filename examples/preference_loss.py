@@ -28,8 +28,6 @@ def preference(
 
     Shapes: logits (B, L, V); labels (B, L), the next tokens, or -100 where they do not count; reference (B,).
     """
-    if len(labels) % 2:
-        raise ValueError("pairs need an even --microbatch")
     losses = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none", ignore_index=-100)
     gains = -losses.view(labels.shape).sum(1) - reference
     is_pair = (labels != -100).any(1)[0::2]  # a batch of an evaluation may be filled up with empty rows
@@ -37,3 +35,4 @@ def preference(
 
 
 preference.needs_rows = True  # the sum over a row goes through a function, so --cp may not split it
+preference.num_together = 2  # rows of a microbatch: pairs are not shuffled, and --microbatch is even

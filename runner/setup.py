@@ -196,7 +196,7 @@ def _begin(
         if options.lora is not None:
             assert isinstance(family, Adaptable), "refused before"
             family.add_adapters(options.lora)
-        loss = loss_of_run(options.loss, reads_rows=options.data.has_rows, is_split=mesh.degrees.context > 1)
+        loss = loss_of_run(options, is_split=mesh.degrees.context > 1)
         if options.data.document_mask:
             keep_documents(family, options.batch.seq_len)
         if mesh.degrees.context > 1:

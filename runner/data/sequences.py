@@ -227,7 +227,7 @@ def read_once(
     begin = first_cursor(len(sources))
     documents = draw_documents(data, sources, vocabulary, begin, is_endless=False, skipped=_counted(data, skipped))
     samples, empty = _samples(documents, data, batch.seq_len), Sample(ids=array("i"))
-    for seq_len, group in _of_one_length(samples, batch, padded_length):
+    for seq_len, group in _of_one_length(samples, batch, padded_length, keeps_all=form is not None):
         filled = tuple(islice(chain(group, repeat(empty)), batch.global_batch))
         yield build_batch(filled, seq_len, vocabulary.filler, form=form)
 
@@ -265,12 +265,12 @@ def rows_of(batch: Batch, rows: Rows) -> Batch:
 
 
 def _of_one_length(
-    samples: Iterable[Sample], batch: BatchOptions, padded_length: Callable[[int, int], int]
+    samples: Iterable[Sample], batch: BatchOptions, padded_length: Callable[[int, int], int], *, keeps_all: bool
 ) -> Iterator[tuple[int, list[Sample]]]:
-    """Yield groups of samples of one length, at most a batch; samples without labels that count are dropped."""
+    """Yield groups of samples of one length, at most a batch; samples without labels may be dropped."""
     waiting: dict[int, list[Sample]] = {}
     for sample in samples:
-        if not sample.num_tokens:
+        if not sample.num_tokens and not keeps_all:
             continue
         seq_len = padded_length(sample.num_labels, batch.seq_len)
         group = waiting.setdefault(seq_len, [])

@@ -18,6 +18,7 @@ from torch import nn
 
 from manifests.errors import UsageError
 from runner.config.entry_points import load_entry_point
+from runner.config.flags import TrainOptions
 from runner.config.loss import LOSSES, LossOptions
 from runner.data.rows import IGNORED, RowForm
 
@@ -32,11 +33,13 @@ class Loss:
     """A loss other than plain cross-entropy, and the counts of the microbatches that it was called for.
 
     Evaluations use it if `is_own`, and otherwise cross-entropy. `needs_rows`: it cannot be computed for parts of rows.
+    `num_together`: how many consecutive rows it is of.
     """
 
     def __init__(self, function: LossFunction, form: RowForm, *, is_own: bool = False) -> None:
         self.form, self.is_own = form, is_own
         self.needs_rows = bool(form.per_row) or getattr(function, "needs_rows", False)
+        self.num_together: int = getattr(function, "num_together", 1)
         self._function, self._counts = function, list[torch.Tensor]()
 
     def __call__(
@@ -54,22 +57,28 @@ class Loss:
         return count
 
 
-def loss_of_run(options: LossOptions, *, reads_rows: bool, is_split: bool) -> Loss | None:
-    """Return the loss of a run; None: cross-entropy. `reads_rows`: its data has fields; `is_split`: rows are split.
+def loss_of_run(run: TrainOptions, *, is_split: bool) -> Loss | None:
+    """Return the loss of a run; None: cross-entropy. `is_split`: rows are split.
 
     Raises:
         UsageError: no package has the loss, or it needs what the run does not have.
     """
+    options, data = run.loss, run.data
     loss = _load(options.entry_point) if options.entry_point is not None else _built_in(options)
     where = f"--loss {options.entry_point}" if options.entry_point is not None else "--token-weights"
     if loss is None:
         return None
-    if (names := (*loss.form.per_token, *loss.form.per_row)) and not reads_rows:
+    if (names := (*loss.form.per_token, *loss.form.per_row)) and not data.has_rows:
         problem = f"reads {', '.join(names)} of each row, and the data is text"
         raise UsageError(where, problem, "use --tokenized or --data-class", code="options.loss")
     if loss.needs_rows and is_split:
         problem = "needs whole rows, which --cp splits"
         raise UsageError(where, problem, "remove --cp", code="options.loss")
+    is_mixed = data.shuffle or data.weights or data.skip_bad_documents
+    if loss.num_together > 1 and (is_mixed or run.batch.microbatch % loss.num_together):
+        hint = "use a multiple as --microbatch, without --shuffle, --data-weight and --skip-bad-documents"
+        problem = f"is of {loss.num_together} consecutive rows, which the run does not keep together"
+        raise UsageError(where, problem, hint, code="options.loss")
     return loss
 
 

@@ -93,7 +93,7 @@ def combination_of(request: Request) -> Combination:
         degrees=degrees,
         options=options,
         has_documents=options.data.document_mask,
-        loss=loss_of_run(options.loss, reads_rows=options.data.has_rows, is_split=degrees.context > 1),
+        loss=loss_of_run(options, is_split=degrees.context > 1),
     )
 
 

@@ -64,6 +64,8 @@ class Combination:
         count = next(count for count in counts if self._supports(count))
         is_large = count <= _MOST_LARGE or self.loss is not None  # a loss may be of pairs of rows
         microbatch = min(run.microbatch, 2 if is_large else 1)  # one process takes all rows at once
+        if self.loss is not None:
+            microbatch = max(microbatch, self.loss.num_together)
         return BatchOptions(global_batch=count * microbatch, microbatch=microbatch, seq_len=LENGTH)
 
     def _supports(self, num_microbatches: int) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -11,6 +13,8 @@ from manifests.placement import Placement
 from manifests.schema import TieGroup, TieMember
 from runner.config.flags import parse_training
 from runner.config.parallel_dims import ParallelDims
+from runner.data.rows import RowForm
+from runner.pipeline.losses import Loss
 from runner.pipeline.timetable import find_timetable
 from runner.proof.combination import Combination
 from runner.proof.subsets import describe_degrees, subsets_of
@@ -41,6 +45,14 @@ def test_what_fits_is_tried_whole() -> None:
     assert tried.stages == run.stages
     assert tried.batch.num_microbatches == run.batch.num_microbatches
     assert describe_degrees(tried.degrees, run.degrees) == "pp 4 --dp-shard 2 (of 64) --cp 2 --ep 2 (of 8)"
+
+
+def test_loss_over_several_rows_has_them_in_each_tiny_microbatch() -> None:
+    triples = SimpleNamespace(num_together=3)
+    run = replace(combination(2), loss=Loss(cast("Any", triples), RowForm()))
+    batch = replace(run.options.batch, global_batch=24, microbatch=6)
+    tried = replace(run, options=replace(run.options, batch=batch)).batch
+    assert (tried.microbatch, tried.global_batch) == (3, 12)
 
 
 @pytest.mark.parametrize(
