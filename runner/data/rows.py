@@ -134,8 +134,9 @@ def _positions(record: Mapping[str, Any], length: int) -> list[int]:
         places.append(places[-1] + 1 if number and document == documents[number - 1] else 0)
     positions = _whole_numbers(record, _POSITIONS, length, places)
     begins = [[place == 0 for place in those] for those in (places, positions)]
-    if min(positions) < 0 or positions[0] != 0 or (record.get(_DOCUMENTS) is not None and begins[0] != begins[1]):
-        raise ValueError("expected position_ids that are 0 where a document begins, and nowhere else")
+    is_counted = all(place in (0, before + 1) for before, place in zip([-1, *positions[:-1]], positions, strict=True))
+    if not is_counted or (record.get(_DOCUMENTS) is not None and begins[0] != begins[1]):
+        raise ValueError("expected position_ids that are 0 where a document begins, and count on by 1 from there")
     return positions
 
 
@@ -145,7 +146,8 @@ def _whole_numbers(
     values = record.get(name)
     if values is None and default is not None:
         return default
-    if not isinstance(values, list) or any(type(value) not in (int, bool) for value in values):
+    kinds = (int, bool) if name == _MASK else (int,)
+    if not isinstance(values, list) or any(type(value) not in kinds for value in values):
         raise ValueError(f"expected a list of whole numbers in field {name!r}, found {kind_of(values)}")
     if length is not None and len(values) != length:
         raise ValueError(f"expected {length} {name}, as many as input_ids, found {len(values)}")

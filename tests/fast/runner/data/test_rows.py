@@ -15,7 +15,7 @@ from pyarrow import parquet
 from manifests.errors import DataError, UsageError
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.bad import Skipped
-from runner.data.rows import IGNORED
+from runner.data.rows import IGNORED, RowForm
 from runner.data.sequences import Batch, Rows, read_batches, read_once
 from tests.fast.runner.data.words import BOS, EOS, FIRST, VOCAB_SIZE, WORDS, write_tokenizer
 
@@ -81,6 +81,13 @@ def test_rows_are_evaluated_once_each(tmp_path: Path) -> None:
     assert [row for batch in batches for row in batch.tokens.tolist()] == [*TOKENS, 6 * [0]]
 
 
+def test_rows_without_labels_are_evaluated_by_own_losses(tmp_path: Path) -> None:
+    records = [RECORDS[0], {"input_ids": [3, 4], "loss_mask": [0, 0]}, *RECORDS[1:]]
+    data = DataOptions(sources=(write(tmp_path / "rows.jsonl", records),), is_tokenized=True)
+    batches = read_once(data, BATCH, folder=tmp_path, vocab_size=VOCAB_SIZE, form=RowForm())
+    assert [row[0] for batch in batches for row in batch.tokens.tolist()] == [2, 3, 6, 9]
+
+
 @pytest.mark.parametrize(
     "record",
     [
@@ -90,6 +97,8 @@ def test_rows_are_evaluated_once_each(tmp_path: Path) -> None:
         {"input_ids": [1, VOCAB_SIZE]},
         {"input_ids": [1, -1]},
         {"input_ids": [1, 0.5]},
+        {"input_ids": [1, True]},
+        {"input_ids": [1, 2], "labels": [False, True]},
         {"input_ids": [1, 2], "labels": [1]},
         {"input_ids": [1, 2], "labels": [1, -1]},
         {"input_ids": [1, 2], "loss_mask": [1, 2]},
@@ -109,8 +118,17 @@ def test_bad_row_is_refused_by_line_or_skipped(tmp_path: Path, record: Mapping[s
     assert (len(batches), skipped.count) == (1, 1)
 
 
-def test_documents_and_positions_that_disagree_are_refused(tmp_path: Path) -> None:
-    source = write(tmp_path / "rows.jsonl", [{"input_ids": [1, 2], "document_ids": [0, 1], "position_ids": [0, 1]}])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"input_ids": [1, 2], "document_ids": [0, 1], "position_ids": [0, 1]},
+        {"input_ids": [1, 2, 3], "position_ids": [0, 5, 3]},
+        {"input_ids": [1, 2, 3], "position_ids": [0, 1, 1]},
+        {"input_ids": [1, 2], "position_ids": [0, -1]},
+    ],
+)
+def test_positions_that_are_not_those_of_documents_are_refused(tmp_path: Path, record: dict[str, Any]) -> None:
+    source = write(tmp_path / "rows.jsonl", [record])
     with pytest.raises(DataError) as error:
         rows_in(source, is_tokenized=True, document_mask=True)
     assert error.value.code == "data.bad-row"
