@@ -79,9 +79,10 @@ def count_state(
 
 
 def hidden_matrices(modules: Mapping[str, Iterable[str]], tensors: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Return the matrices of layers, and stacks of them: not those of embeddings and heads, nor convolutions."""
+    """Return the matrices of layers, and stacks of them: not those of embeddings and heads, convolutions or biases."""
     layers = (fqns for module, fqns in modules.items() if module.rpartition(".")[2].isdecimal())
-    return {fqn for fqns in layers for fqn in fqns if len(dims := tensors[fqn]) >= 2 and min(dims[-2:]) > 1}
+    of_layers = (fqn for fqns in layers for fqn in fqns if not fqn.endswith("bias"))  # experts' may be stacked
+    return {fqn for fqn in of_layers if len(dims := tensors[fqn]) >= 2 and min(dims[-2:]) > 1}
 
 
 def preset_for(name: str, shape: ModelShape) -> OptimizerState:
