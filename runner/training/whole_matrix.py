@@ -305,7 +305,10 @@ class WholeMatrices:
         for placeholder, part, of_gradient in parts:
             placeholder.data, placeholder.grad = part, of_gradient
         optimizer = self._optimizers[unit.number]
+        (group,) = optimizer.param_groups
+        every, group["params"] = group["params"], [*placeholders]  # a step looks at each
         optimizer.step()
+        group["params"] = every
         for placeholder in placeholders:
             placeholder.grad = None
             placeholder.data = placeholder.data.new_empty(1).expand(placeholder.shape)
