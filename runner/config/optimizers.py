@@ -60,7 +60,7 @@ def optimizer_of(optim: OptimOptions, shape: ModelShape, stored: OptimizerState 
         CheckpointError: groups of a checkpoint name a class of another package, which only --optimizer may.
     """
     ema = {"max_norm": optim.max_norm, "ema": optim.ema}
-    if optim.optimizer is None and stored is not None and not _is_flagged_for(stored, shape):
+    if optim.optimizer is None and stored is not None and not is_flagged_for(stored, shape):
         names = {algorithm_of(group, stored.name) for group in stored.groups}
         if foreign := sorted(name for name in names if "." in name):
             problem = f"was trained with {foreign[0]}; no code is loaded because a checkpoint names it"
@@ -89,13 +89,27 @@ def optimizer_of(optim: OptimOptions, shape: ModelShape, stored: OptimizerState 
     return OptimizerState(name=name, groups=tuple(named), **ema)  # type: ignore[arg-type]
 
 
-def check_flags(stored: OptimizerState, given: Iterable[str]) -> None:
+def check_flags(stored: OptimizerState, given: Iterable[str], shape: ModelShape) -> None:
     """Refuse flags of AdamW, Muon or SGD where a resumed run has the groups of its checkpoint."""
     of_groups = {"beta1", "beta2", "eps", "weight_decay", "weight_decay_1d", "momentum"}
-    if not is_flagged(stored) and (flags := sorted(of_groups.intersection(given))):
+    if not is_flagged_for(stored, shape) and (flags := sorted(of_groups.intersection(given))):
         problem = "is an option of the checkpoint's parameter groups, which --optimizer changes"
         hint = "pass --optimizer too, or leave the flag out"
         raise UsageError("--" + flags[0].replace("_", "-"), problem, hint, code="options.optimizer")
+
+
+def check_flags_are_used(plan: OptimizerState, given: Iterable[str], optimizer: str | None) -> None:
+    """Refuse a flag that is an option of no group of a run; `optimizer` is --optimizer."""
+    algorithms = {algorithm_of(group, plan.name) for group in plan.groups}
+    users = {name: {*ADAMS} for name in ("beta1", "beta2", "eps", "weight_decay_1d")}
+    users |= {"weight_decay": {*_PRESETS.values()}, "momentum": {*_MOMENTUM}}
+    if optimizer is not None and optimizer.endswith(".toml"):
+        users["weight_decay_1d"] = set()  # its groups are as they are written
+    for name in sorted(users.keys() & set(given)):
+        if not users[name] & algorithms:
+            problem = f"is not an option of {', '.join(sorted(algorithms))}"
+            hint = "leave it out; options of a class are written in a TOML file: --optimizer groups.toml"
+            raise UsageError("--" + name.replace("_", "-"), problem, hint, code="options.optimizer")
 
 
 def numbers_of(optimizer: OptimizerState, shape: ModelShape) -> GroupNumbers:
@@ -159,7 +173,7 @@ def is_flagged(stored: OptimizerState) -> bool:
     return stored.name == "AdamW" and not first.fqns and is_plain(first) and others == bare
 
 
-def _is_flagged_for(stored: OptimizerState, shape: ModelShape) -> bool:
+def is_flagged_for(stored: OptimizerState, shape: ModelShape) -> bool:
     groups = stored.groups
     return is_flagged(stored) and (len(groups) == 1 or groups[1].fqns == without_decay(groups[0], shape).fqns)
 
@@ -243,13 +257,14 @@ def _number(value: object, where: str, below: float = math.inf) -> float:
 
 def _check_patterns(groups: Sequence[ParameterGroup], shape: ModelShape, where: str) -> None:
     """Refuse a pattern that takes no parameter: one of a mistake, or of earlier patterns that take all it matches."""
-    tensors, taken = trained_tensors(shape), set[str]()
+    tensors, taken, of_all = trained_tensors(shape), set[str](), GroupNumbers(groups, shape.ties)
     for number, group in enumerate(groups):
         for pattern in group.fqns:
-            numbers = GroupNumbers((replace(group, fqns=(pattern,)), replace(group, fqns=())), shape.ties)
+            numbers = GroupNumbers((replace(group, fqns=(pattern,)), replace(group, fqns=())))
             matched = {fqn for fqn in tensors if numbers.of(fqn) == 0}
-            if not matched - taken:
-                problem = "matches no parameter" if not matched else "matches only what earlier patterns have"
+            # Every name of a tied parameter may be written, in the group that its first name is in.
+            if not any(of_all.of(fqn) == number for fqn in matched - taken):
+                problem = "matches only what earlier patterns have" if matched & taken else "matches no parameter"
                 place = f"--optimizer {where}: group {number}: {pattern!r}"
                 hint = "patterns are Hugging Face names with * and ?; the first group that matches has the parameter"
                 raise UsageError(place, problem, hint, code="options.optimizer-pattern")

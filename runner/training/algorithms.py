@@ -17,16 +17,19 @@ from torch import nn
 from manifests.errors import UsageError
 from manifests.models import ModelShape
 from manifests.optimizer_state import EMA, GroupNumbers, kinds_of, shape_of
-from manifests.schema import Holds, OptimizerState, ParameterGroup, StateKind, StateShape
+from manifests.schema import Holds, OptimizerState, ParameterGroup, StateKind, StateShape, TrainingState
+from manifests.training_state import state_problems
 from runner.config.flags import TrainOptions
 from runner.config.optimizers import (
     ADAMS,
     ELEMENTWISE,
     algorithm_of,
     check_flags,
+    check_flags_are_used,
     check_state_fits,
     describe_groups,
     is_elementwise,
+    is_flagged_for,
     optimizer_of,
     options_of,
     trained_tensors,
@@ -87,25 +90,32 @@ def plan_groups(
     `stored` is what a checkpoint says that is resumed, from `where`.
 
     Raises:
-        UserError: see `optimizer_of`, `algorithms_of`, `check_flags` and `check_state_fits`.
+        UserError: see `optimizer_of`, `declare_kinds`, `check_flags`, `check_flags_are_used` and `check_state_fits`.
     """
-    if stored is not None and options.optim.optimizer is None:
-        check_flags(stored, options.given)
+    name = options.optim.optimizer
+    if stored is not None and name is None:
+        check_flags(stored, options.given, shape)
     trains = None if options.lora else trained_by(options, shape.ties)
     plan = declare_kinds(optimizer_of(options.optim, shape, stored), shape, trains)
-    if options.lora is not None and plan.kinds is not None:
-        problem = "adapters are trained by AdamW or Adam, without an average"
+    check_flags_are_used(plan, options.given, name)
+    if options.lora is not None and (plan.kinds is not None or name not in (None, "adamw", "adam")):
+        problem = "adapters are trained by AdamW or Adam, without groups or an average"
         raise UsageError("--lora", problem, "leave --optimizer and --ema out", code="options.lora-combination")
     if stored is not None:
         check_state_fits(plan, stored, shape, where)
     options = replace(options, optim=replace(options.optim, plan=plan))
-    return options, () if plan.kinds is None else tuple(describe_groups(plan, shape, trains))
+    is_plain = plan.kinds is None and (options.lora is not None or is_flagged_for(plan, shape))
+    return options, () if is_plain else tuple(describe_groups(plan, shape, trains))
 
 
 def declare_kinds(
     plan: OptimizerState, shape: ModelShape, trains: Callable[[str], bool] | None = None
 ) -> OptimizerState:
-    """Return a plan with the kinds of state that it leads to for a model: None if they are those of plain AdamW."""
+    """Return a plan with the kinds of state that it leads to for a model: None if they are those of plain AdamW.
+
+    Raises:
+        UsageError: see `algorithms_of` and `state_kinds`, or no checkpoint can have such groups or kinds.
+    """
     numbers, algorithms = GroupNumbers(plan.groups, shape.ties), algorithms_of(plan)
     tensors = {fqn: dims for fqn, dims in trained_tensors(shape).items() if trains is None or trains(fqn)}
     for fqn, dims in tensors.items():
@@ -113,7 +123,11 @@ def declare_kinds(
     kinds = state_kinds(algorithms, ((numbers.of(fqn), dims) for fqn, dims in tensors.items()))
     if plan.ema:
         kinds = (*kinds, StateKind(name=EMA, shape="parameter"))
-    return replace(plan, kinds=None if kinds == kinds_of(replace(plan, kinds=None)) else kinds)
+    plan = replace(plan, kinds=None if kinds == kinds_of(replace(plan, kinds=None)) else kinds)
+    for place, problem in state_problems(TrainingState(step=0, num_tokens=0, optimizer=plan)):
+        where = place.removeprefix("training.optimizer.")
+        raise UsageError("--optimizer", f"no checkpoint can have it: {where}: {problem}", code=_CODE)
+    return plan
 
 
 def state_kinds(
@@ -156,6 +170,8 @@ def _algorithm(group: ParameterGroup, optimizer_name: str) -> Algorithm:
         except Exception as error:
             raise _refusal(name, error) from error
         assert isinstance(optimizer, torch.optim.Optimizer)
+        if len(optimizer.param_groups) != 1:
+            raise UsageError(f"--optimizer: {name}", "splits its parameters into groups of its own", code=_CODE)
         return optimizer
 
     return Algorithm(name=name, group=group, make=make, is_elementwise=is_elementwise(group, optimizer_name))

@@ -10,12 +10,12 @@ import pytest
 
 from manifests.errors import UserError
 from manifests.models import ModelShape, model_shape
-from manifests.optimizer_state import PRESETS, count_state, kinds_of, preset_for
+from manifests.optimizer_state import PRESETS, count_state, hidden_matrices, kinds_of, preset_for
 from manifests.schema import OptimizerState
 from runner.config.flags import parse_training
 from runner.config.optimizers import check_flags, check_state_fits, describe_groups, numbers_of, optimizer_of
 from runner.config.schema import OptimOptions
-from runner.training.algorithms import algorithms_of, declare_kinds
+from runner.training.algorithms import algorithms_of, declare_kinds, plan_groups
 from tests.builders import EMBEDDING, HEAD, llama_config
 
 MATRIX, NORM = "model.layers.0.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"
@@ -94,8 +94,6 @@ def test_file_has_groups_whose_first_match_wins_and_the_last_has_the_rest(tmp_pa
         algorithm = "torch.optim.Adagrad"
         elementwise = true
     """
-    if tied:
-        text = text.replace(', "lm_head.weight"', "")
     plan = plan_of("--optimizer", write(tmp_path, text), tie_word_embeddings=tied)
     numbers = numbers_of(plan, shape_of(tie_word_embeddings=tied))
     assert [numbers.of(fqn) for fqn in (NORM, EMBEDDING, HEAD, MATRIX)] == [0, 1, 1, 2]
@@ -135,6 +133,9 @@ def test_file_has_groups_whose_first_match_wins_and_the_last_has_the_rest(tmp_pa
         ('[[group]]\nalgorithm = "adamw"\nfused = true\nforeach = true', "options.optimizer"),
         ('[[group]]\nalgorithm = "muon"\nns_steps = "x"', "options.optimizer"),
         ('[[group]]\nalgorithm = "adamw"\nmaximize = 2026-01-01', "options.optimizer-file"),
+        ('[[group]]\nalgorithm = "tests.toy_optimizers.Renamed"', "options.optimizer"),
+        ('[[group]]\nalgorithm = "tests.toy_optimizers.Splitting"', "options.optimizer"),
+        ('[[group]]\nalgorithm = "adamw"\n[[group]]\nalgorithm = "sgd"', "options.optimizer"),
         ("group = []", "options.optimizer-file"),
         ("group = 1", "options.optimizer-file"),
     ],
@@ -164,6 +165,68 @@ def test_class_of_torch_that_a_checkpoint_names_is_refused_if_it_cannot_be_used(
         refused_with("options.optimizer", stored=replace(stored, name=name))
 
 
+def planned(*flags: str, stored: OptimizerState | None = None) -> tuple[str, ...]:
+    options = parse_training(["--data", "synthetic", *flags])
+    return plan_groups(options, shape_of(), stored, "step-1")[1]
+
+
+ADAMWS = (
+    '[[group]]\nalgorithm = "adamw"\npatterns = ["*norm.weight"]\n[[group]]\nalgorithm = "adamw"\nweight_decay = 0.3'
+)
+
+
+def test_groups_are_shown_unless_flags_of_adamw_describe_them(tmp_path: Path) -> None:
+    assert planned() == planned("--no-weight-decay-1d") == planned("--lora-rank", "4") == ()
+    assert len(planned("--optimizer", write(tmp_path, ADAMWS))) == 2
+
+
+@pytest.mark.parametrize("flags", [("--optimizer", "FILE"), ("--optimizer", "sgd"), ("--ema", "0.9")])
+def test_adapters_have_no_groups(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    words = (write(tmp_path, ADAMWS) if word == "FILE" else word for word in flags)
+    with pytest.raises(UserError) as error:
+        planned("--lora-rank", "4", *words)
+    assert error.value.code == "options.lora-combination"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "flags"),
+    [
+        (None, ("--momentum", "0.9")),
+        ("adam", ("--momentum", "0.9")),
+        ("sgd", ("--beta1", "0.9")),
+        ("sgd", ("--no-weight-decay-1d",)),
+        ("adafactor", ("--beta2", "0.9")),
+        ("adafactor", ("--eps", "1e-8")),
+        ("torch.optim.Adagrad", ("--weight-decay", "0.1")),
+        ("torch.optim.Adagrad", ("--momentum", "0.9")),
+        ("FILE", ("--no-weight-decay-1d",)),
+        ("FILE", ("--momentum", "0.9")),
+    ],
+)
+def test_flag_that_no_group_has_is_refused(tmp_path: Path, optimizer: str | None, flags: tuple[str, ...]) -> None:
+    name = write(tmp_path, ADAMWS) if optimizer == "FILE" else optimizer
+    with pytest.raises(UserError) as error:
+        planned(*flags, *(() if name is None else ("--optimizer", name)))
+    assert error.value.code == "options.optimizer"
+    if optimizer == "sgd":
+        planned("--optimizer", "sgd", "--momentum", "0.8", "--weight-decay", "0.1")
+
+
+def test_flags_do_not_override_groups_without_decay_of_other_parameters() -> None:
+    plain = plan_of("--no-weight-decay-1d")
+    first, bare = plain.groups
+    stored = replace(plain, groups=(first, replace(bare, fqns=(EMBEDDING,))))
+    with pytest.raises(UserError) as error:
+        planned("--weight-decay", "0.5", stored=stored)
+    assert error.value.code == "options.optimizer"
+    assert planned("--weight-decay", "0.5", stored=plain) == ()
+
+
+def test_biases_of_stacked_experts_are_no_hidden_matrices() -> None:
+    tensors = {"layers.0.experts.up_proj": (4, 8, 6), "layers.0.experts.up_proj_bias": (4, 8)}
+    assert hidden_matrices({"layers.0": tensors}, tensors) == {"layers.0.experts.up_proj"}
+
+
 def test_parameter_that_another_algorithm_trained_is_named() -> None:
     shape, muon, adamw = shape_of(), plan_of("--optimizer", "muon"), plan_of()
     for plan, stored in ((adamw, muon), (muon, adamw), (plan_of("--optimizer", "adam"), adamw)):
@@ -181,7 +244,7 @@ def test_groups_of_a_checkpoint_are_resumed_but_no_class_is_loaded_because_it_na
     muon = plan_of("--optimizer", "muon", "--ema", "0.9")
     assert plan_of("--max-norm", "0.5", "--ema", "0.9", stored=muon) == replace(muon, max_norm=0.5)
     with pytest.raises(UserError) as error:
-        check_flags(muon, {"beta1"})
+        check_flags(muon, {"beta1"}, shape_of())
     assert error.value.code == "options.optimizer"
     foreign = plan_of("--optimizer", "torch.optim.Adagrad")
     refused_with("resume.other-optimizer", stored=foreign)

@@ -199,6 +199,17 @@ def test_average_of_bfloat16_weights_moves_by_less_than_they_can() -> None:
     assert torch.allclose(average, torch.full((4,), 1.5 - 0.5 * 0.999**100))
 
 
+def test_step_of_a_whole_tensor_looks_at_no_other() -> None:
+    chunks, counts = chunks_of("llama", 1), list[int]()
+    optimizer = Optimizer(lead_parameters(chunks, ()), optim_of("llama", *SETS["adafactor"]), chunks)
+    (of_torch,) = optimizer.torch_optimizers
+    of_torch.register_step_pre_hook(lambda of, *_: counts.append(len(of.param_groups[0]["params"])))
+    gradients(chunks, 1)
+    optimizer.step(1)
+    assert set(counts) == {1}
+    assert len(of_torch.param_groups[0]["params"]) == len(counts) > 1
+
+
 def test_owners_are_balanced_by_cost() -> None:
     shapes = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 8
     costs = {(layer, str(layer)): cost_of(shape, is_muon=True) for layer, shape in enumerate(shapes)}
