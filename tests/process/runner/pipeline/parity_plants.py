@@ -41,7 +41,8 @@ class MeanPerMicrobatch(Pipeline):
     """The mean over the microbatches of each one's mean over its valid tokens."""
 
     def build_lane(self, purpose: Purpose, cut: BatchOptions) -> Lane:
-        def loss(logits: torch.Tensor, labels: torch.Tensor, *, num_tokens: int) -> torch.Tensor:
+        def loss(logits: torch.Tensor, rows: torch.Tensor, *, batch: Batch) -> torch.Tensor:
+            labels = batch.rows(int(rows[0]), len(rows)).labels
             mean = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
             return mean / cut.num_microbatches
 
