@@ -105,7 +105,10 @@ def plan_groups(
         check_state_fits(plan, stored, shape, where)
     options = replace(options, optim=replace(options.optim, plan=plan))
     is_plain = plan.kinds is None and (options.lora is not None or is_flagged_for(plan, shape))
-    return options, () if is_plain else tuple(describe_groups(plan, shape, trains))
+    lines = () if is_plain else tuple(describe_groups(plan, shape, trains))
+    if stored is not None and name is not None and stored.groups != plan.groups:
+        lines = (f"--optimizer {name}: options of its groups are others than in the checkpoint", *lines)
+    return options, lines
 
 
 def declare_kinds(
