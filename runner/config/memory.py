@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from manifests.models import ModelShape
 from manifests.models.adapters import adapter_sizes
 from manifests.models.memory import MemoryEstimate, estimate_memory
 from manifests.models.training import DtypePolicy, HostMemory, Training
-from manifests.optimizer_state import PRESETS, count_state, preset_for
+from manifests.optimizer_state import EMA, PRESETS, count_state, preset_for
 from manifests.schedules import Table
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims
@@ -32,7 +33,10 @@ def planned_memory(
     plan = options.optim.plan  # the launcher has none
     if plan is None and options.optim.optimizer in PRESETS:
         plan = preset_for(options.optim.optimizer, shape)
+    if plan is not None and plan.kinds is not None:  # an average, which may be wider than other state, is added below
+        plan = replace(plan, kinds=tuple(kind for kind in plan.kinds if kind.name != EMA))
     state = {} if plan is None else count_state(plan, shape.tensors, shape.ties)
+    average = max(1.0, _NBYTES["fp32"] / _NBYTES[compute.master_dtype]) if options.optim.ema else 0.0
     training = Training(
         policy=DtypePolicy(
             name=compute.dtype,
@@ -53,6 +57,6 @@ def planned_memory(
         host_memory=host_memory,
         trains=trained_by(options, shape.ties) or (lambda fqn: True),
         adapters=dict(sizes),
-        state_of=lambda fqn: state.get(fqn, 2.0),  # adapters are trained by AdamW
+        state_of=lambda fqn: state.get(fqn, 2.0) + average,  # adapters are trained by AdamW
     )
     return estimate_memory(shape, stages, table, training)

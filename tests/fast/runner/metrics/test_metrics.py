@@ -27,6 +27,7 @@ from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import JsonLines
 from runner.metrics.summary import next_command
 from runner.profiling.step_times import RankTimes
+from runner.training.algorithms import plan_groups
 from runner.training.step import StepReport
 from tests.fast.manifests.models.built import read_config
 
@@ -172,6 +173,20 @@ def test_memory_of_a_run_is_what_reshard_plan_says_of_it(flags: tuple[str, ...],
         loss_chunk=options.compute.loss_chunk,
     )
     assert planned_memory(shape, stages, table, options, degrees) == estimate_memory(shape, stages, table, training)
+
+
+@pytest.mark.parametrize(("flags", "factor"), [((), 1.5), (("--dtype", "bf16"), 2), (("--optimizer", "sgd"), 2)])
+def test_average_of_weights_is_planned_by_the_launcher_as_by_ranks(flags: tuple[str, ...], factor: float) -> None:
+    shape = model_shape(read_config("tiny-llama"))
+    table = schedule_table("1F1B", Placement(num_stages=1, num_ranks=1), 4)
+
+    def optimizer_nbytes(*words: str, is_rank: bool = False) -> int:
+        options = parse_training(["--data", "synthetic", *flags, *words])
+        options = plan_groups(options, shape, None, "")[0] if is_rank else options
+        return planned_memory(shape, (shape.modules,), table, options, ParallelDims(pipeline=1)).stages[0].optimizer
+
+    expected = factor * optimizer_nbytes()
+    assert [optimizer_nbytes("--ema", "0.9", is_rank=is_rank) for is_rank in (False, True)] == [expected, expected]
 
 
 @pytest.mark.parametrize(
