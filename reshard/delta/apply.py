@@ -99,7 +99,8 @@ def apply_delta(
         work.switch()
         present, before, hashed = _present(folder)
         target, before = _target(opened, number, present, before, work.deltas)
-        plan = _plan(folder, target, present, number)
+        published = (opened.version(before).files or {}) if before in opened.numbers else {}
+        plan = _plan(folder, target, present, number, published)
         if not quick:
             plan = replace(plan, to_verify=[tensor for tensor in plan.unchanged if tensor.name not in hashed])
         _check_space(folder, plan.shards, work.nbytes)
@@ -194,8 +195,13 @@ def _number_of(chain: Chain, state: str | None, number: int | None) -> int | Non
     return first.base if first.base_state == state else None
 
 
-def _plan(folder: Path, target: Checkpoint, present: Checkpoint | None, number: int) -> _Plan:
-    """Plan the shards that change, each with all of its tensors, or new ones if the tensors are others."""
+def _plan(
+    folder: Path, target: Checkpoint, present: Checkpoint | None, number: int, published: Collection[str]
+) -> _Plan:
+    """Plan the shards that change, each with all of its tensors, or new ones if the tensors are others.
+
+    Of the `published` auxiliary files of the version before, those that the target lacks are removed.
+    """
     here: Mapping[str, TensorAt] = {} if present is None else present.tensors
     tensors = dict(as_objects(target.tensors))
     changed = set()
@@ -224,12 +230,13 @@ def _plan(folder: Path, target: Checkpoint, present: Checkpoint | None, number: 
         shards.append(lay_out_shard(new, origins))
         weight_map |= {origin.name: new for origin in origins}
     listed = set(weight_map.values())
+    gone = {name for name in set(published) - {item.path for item in target.auxiliary} if (folder / name).is_file()}
     return _Plan(
         shards=shards,
         weight_map=weight_map,
         unchanged=unchanged,
         auxiliary=[item for item in target.auxiliary if _differs(folder / item.path, item)],
-        removed=sorted(names - listed),
+        removed=sorted((names - listed) | gone),
         num_changed=len(changed),
     )
 

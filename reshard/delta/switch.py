@@ -6,8 +6,8 @@ New shards get names of their own, with the version in them, and are written, ha
 there on the switch is carried out, by this process or, if it is killed, by the next `apply`. Shards are moved beside
 the old ones, and a rename of the index lists the new ones in one step. So at any moment readers find the old weights or
 the new ones, never a mixture: not even those that take every shard which the index does not exclude. Where auxiliary
-files changed too, the folder has no index while they are replaced. A lone `model.safetensors`, which readers prefer to
-an index, is removed after the index is there.
+files changed too, the folder has no index while they are replaced or removed. A lone `model.safetensors`, which
+readers prefer to an index, is removed after the index is there.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Work:
             return
         record = self._read_record()
         self._move(record["shards"])
-        if record["auxiliary"]:
+        if record["auxiliary"] or not all(name.endswith(".safetensors") for name in record["removed"]):
             if (self.new / INDEX_NAME).exists():
                 self._remove([INDEX_NAME, *record["removed"]])
             self._move(record["auxiliary"])

@@ -246,6 +246,20 @@ def test_auxiliary_files_that_change_are_in_the_delta(tmp_path: Path) -> None:
         assert (tmp_path / "served" / name).read_bytes() == (tmp_path / "v2" / name).read_bytes(), name
 
 
+def test_auxiliary_files_that_a_version_lacks_are_removed_unless_they_are_the_users(tmp_path: Path) -> None:
+    write_states(tmp_path, 2)
+    (tmp_path / "v1/chat_template.jinja").write_text("old")
+    for name in ("v1", "v2"):
+        reshard.publish_delta(tmp_path / name, tmp_path / "chain")
+    apply_delta(tmp_path / "chain", tmp_path / "served", version=1)
+    (tmp_path / "served/notes.txt").write_text("mine")
+    assert (tmp_path / "served/chat_template.jinja").exists()
+    apply_delta(tmp_path / "chain", tmp_path / "served")
+    apply_delta(tmp_path / "chain", tmp_path / "fresh")
+    names = [{path.name for path in (tmp_path / folder).iterdir()} for folder in ("served", "fresh")]
+    assert {name for name in names[0] ^ names[1] if not name.endswith(".safetensors")} == {"notes.txt"}
+
+
 def test_folder_of_one_file_is_switched(tmp_path: Path) -> None:
     states = write_states(tmp_path, 2, num_shards=1)
     reshard.publish_delta(tmp_path / "v1", tmp_path / "chain")
@@ -315,7 +329,7 @@ def test_late_joiner_reads_the_base_and_the_deltas_once(tmp_path: Path) -> None:
         states.append(bytes_of(tensors))
         slime_decoder.publish(tmp_path / "chain", version, *states[-2:], "xor", "blake3")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 150, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 40, limits[1]))
     try:  # deltas of a chain are not all open at once
         done = apply_delta(tmp_path / "chain", tmp_path / "served")
     finally:
