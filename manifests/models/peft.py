@@ -30,7 +30,6 @@ class PeftConfig:
     parameters: tuple[str, ...] = ()
     is_rank_scaled: bool = False
     dropout: float = 0.0
-    is_transposed: bool = False  # of modules whose weight is (in, out)
     ranks: Mapping[str, int] = field(default_factory=dict)  # of modules that match a pattern
     alphas: Mapping[str, float] = field(default_factory=dict)
     saved: tuple[str, ...] = ()  # modules that are replaced as a whole
@@ -69,18 +68,18 @@ def parse_peft_config(text: bytes, where: str) -> PeftConfig:
         _check_pattern(target, f"{where}: target_modules")
     patterns = {name: fields.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     for name, pattern in patterns.items():
-        if not isinstance(pattern, dict) or not all(_is_number(value) for value in pattern.values()):
+        is_rank = name == "rank_pattern"
+        if not isinstance(pattern, dict) or not all(_is_number(value, is_rank) for value in pattern.values()):
             raise _invalid(f"{where}: {name}", "an object of numbers", pattern)
         for key in pattern:
             _check_pattern(key, f"{where}: {name}")
     return PeftConfig(
-        rank=int(_number(fields, "r", where, least=1)),
+        rank=int(_number(fields, "r", where, least=1, is_rank=True)),
         alpha=_number(fields, "lora_alpha", where),
         target=target,
         parameters=tuple(_list(fields, "target_parameters", where)),
         is_rank_scaled=bool(fields.get("use_rslora")),
         dropout=_number(fields, "lora_dropout", where, default=0.0),
-        is_transposed=bool(fields.get("fan_in_fan_out")),
         ranks={key: int(value) for key, value in patterns["rank_pattern"].items()},
         alphas=patterns["alpha_pattern"],
         saved=tuple(_list(fields, "modules_to_save", where)),
@@ -92,10 +91,12 @@ def _find(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
-def _number(fields: Mapping[str, Any], name: str, where: str, *, least: float = 0, default: Any = None) -> float:
+def _number(
+    fields: Mapping[str, Any], name: str, where: str, *, least: float = 0, default: Any = None, is_rank: bool = False
+) -> float:
     value = fields.get(name, default)
-    if not _is_number(value) or not least <= value < math.inf:
-        raise _invalid(f"{where}: {name}", f"a number >= {least}", value)
+    if not _is_number(value, is_rank) or value < least:
+        raise _invalid(f"{where}: {name}", f"a {'whole ' * is_rank}number >= {least}", value)
     return float(value)
 
 
@@ -113,8 +114,10 @@ def _check_pattern(pattern: str, where: str) -> None:
         raise _invalid(where, "a regular expression", pattern) from error
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_number(value: object, is_rank: bool = False) -> bool:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        return False
+    return not is_rank or (value >= 1 and value == int(value))
 
 
 def _invalid(where: str, expected: str, value: object) -> SourceError:

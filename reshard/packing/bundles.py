@@ -84,16 +84,17 @@ def _index_of(shards: Sequence[OutputShard], target: Target) -> MadeFile:
     return index_file(weights, sum(origin.nbytes for shard in indexed.values() for origin in shard.origins))
 
 
-def check_stored_ties(checkpoint: Checkpoint) -> None:
+def check_stored_ties(checkpoint: Checkpoint, *, can_drop: bool = True) -> None:
     """Refuse a source that stores a tied weight twice with different bytes: one of them would be lost."""
     for group in checkpoint.shape.ties:
         stored = [checkpoint.tensors[fqn] for fqn in group if fqn in checkpoint.tensors]
         kinds = {tensor.dtype for tensor in stored}
         if len(stored) > 1 and (len(kinds) > 1 or len(set(hash_tensors(stored))) > 1):
+            drop = f", or pass {Parameter('drop', [stored[-1].name])}" if can_drop else ""
             raise SourceError(
                 str(stored[0].file),
                 f"the config ties {' and '.join(group)}, but the files store different values for them",
-                f"set tie_word_embeddings to false to keep both, or pass {Parameter('drop', [stored[-1].name])}",
+                f"set tie_word_embeddings to false to keep both{drop}",
                 code="source.tied-values-differ",
             )
 

@@ -15,6 +15,7 @@ from reshard.formats.auxiliary import with_source_files
 from reshard.formats.export import check_export_to
 from reshard.formats.open import open_source
 from reshard.formats.table import HUGGINGFACE, ExportOptions
+from reshard.packing.bundles import check_stored_ties
 from reshard.transforms.adapters import merge_adapters
 from stores.address import is_url
 
@@ -67,6 +68,7 @@ def merge(
     check_export_to(address, checkpoint, force=force)
     pairs = list(zip(map(str, adapters), weights or [1.0] * len(adapters), strict=True))
     merged = merge_adapters(checkpoint, pairs)
+    check_stored_ties(merged, can_drop=False)
     merged = replace(merged, auxiliary=tuple(with_source_files(merged.auxiliary, is_same=False)))
     num_merged = sum(tensor.file is not checkpoint.tensors[fqn].file for fqn, tensor in merged.tensors.items())
     total = sum(tensor.nbytes for tensor in merged.tensors.values())

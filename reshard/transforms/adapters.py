@@ -39,6 +39,7 @@ _FUSED: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "down_proj": (("down_proj",), ("w2",)),
 }
 _TRANSPOSED = ("GptOssForCausalLM", "OpenAIPrivacyFilterForTokenClassification", "AriaForConditionalGeneration")
+_CONV1D = ("GPT2LMHeadModel", "OpenAIGPTLMHeadModel")  # peft goes by the module, whatever fan_in_fan_out says
 _EXPERTS_IN_FILES = (("", ""), (".mlp.experts", ".block_sparse_moe.experts"))
 _INSIDE = ".base_layer"
 
@@ -141,7 +142,7 @@ def _terms(
     """
     a, b = adapter.pairs[module]
     if (weight := tensors.get(f"{module}.weight")) is not None:
-        is_transposed = adapter.config.is_transposed
+        is_transposed = architecture in _CONV1D and module.rpartition(".")[2].startswith("c_")
         term = Term(a=a, b=b, rank=adapter.config.rank_of(module), is_transposed=is_transposed)
         yield weight.name, _fitted(adapter, module, term, weight)
         return

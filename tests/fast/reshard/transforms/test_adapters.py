@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from manifests.models.adapters import digest_of_base
-from tests.builders import Tensor, pack, read_safetensors, refusal, run, write_model
+from tests.builders import Tensor, llama_config, llama_shapes, pack, read_safetensors, refusal, run, write_model
 from tests.fast.reshard.transforms.adapters import MODULES, PREFIX, adapter_tensors, float32, write_adapter
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -21,8 +21,6 @@ Q = "model.layers.0.self_attn.q_proj"
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """A model of small values in bfloat16 and float32."""
-    from tests.builders import llama_config, llama_shapes
-
     tensors = {}
     for number, (fqn, shape) in enumerate(llama_shapes(llama_config()).items()):
         tensor = float32(shape, 1000 + number)
@@ -165,6 +163,27 @@ def test_adapter_that_was_written_anew_is_read_anew(base: Path, tmp_path: Path) 
     run("merge", base, tmp_path / "copy", "--out", tmp_path / "fresh")
     merged = [all_tensors(tmp_path / name) for name in ("0", "500", "fresh")]
     assert merged[0] != merged[1] == merged[2]
+
+
+def test_merge_that_would_part_tied_tensors_is_refused(tmp_path: Path) -> None:
+    config = llama_config(tie_word_embeddings=True)
+    tensors = {fqn: float32(shape, number) for number, (fqn, shape) in enumerate(llama_shapes(config).items())}
+    tensors["lm_head.weight"] = embedding = tensors["model.embed_tokens.weight"]
+    write_model(tmp_path / "base", config, tensors)
+    rows, columns = embedding.shape
+    head = {f"{PREFIX}lm_head.lora_A.weight": float32((2, columns), 1),
+            f"{PREFIX}lm_head.lora_B.weight": float32((rows, 2), 2)}  # fmt: skip
+    write_adapter(tmp_path / "adapter", head, target_modules=["lm_head"])
+    refused = refusal("merge", tmp_path / "base", tmp_path / "adapter", "--out", tmp_path / "out")
+    assert refused.found[:2] == (3, "source.tied-values-differ")
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_fan_in_fan_out_of_a_linear_module_is_passed_over(base: Path, tmp_path: Path) -> None:
+    for name, flag in (("plain", False), ("fan", True)):
+        write_adapter(tmp_path / name, adapter_tensors((Q,)), fan_in_fan_out=flag)
+        run("merge", base, tmp_path / name, "--out", tmp_path / f"merged-{name}")
+    assert all_tensors(tmp_path / "merged-fan") == all_tensors(tmp_path / "merged-plain")
 
 
 def test_values_that_are_not_finite_are_refused(base: Path, tmp_path: Path) -> None:
