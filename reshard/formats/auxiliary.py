@@ -17,6 +17,7 @@ from dataclasses import replace
 from manifests.errors import SourceError
 from manifests.index import ADAPTER_NAMES, OTHER_WEIGHTS, is_weights
 from manifests.invariants import MANIFEST_NAME, SOURCE_FILES, SOURCE_NAME
+from manifests.models.adapters import RECORD_NAME
 from manifests.paths import problem_with_path
 from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
 from reshard.copy.journal import is_working_name
@@ -95,7 +96,7 @@ def auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -
     for name in files:
         if name in weights:
             continue
-        if name in (MANIFEST_NAME, SOURCE_NAME) or name.startswith(("stage-", SOURCE_FILES)):
+        if name in (MANIFEST_NAME, SOURCE_NAME, RECORD_NAME) or name.startswith(("stage-", SOURCE_FILES)):
             reserved = "this name is reserved for files that pack writes"
             raise SourceError(str(folder.file(name)), reserved, "rename the file", code="source.reserved-name")
         if name in ADAPTER_NAMES:

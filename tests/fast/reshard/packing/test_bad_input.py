@@ -140,7 +140,7 @@ CASES = (
         found=("source.reserved-name", "/source.json")),
     *(
         Bad(name=f"name {name}", spoil=text(name, "notes"), found=("source.reserved-name", f"/{name}"))
-        for name in (".journal", ".reshard-unfinished", ".config.json.partial")
+        for name in (".journal", "adapter.json", ".reshard-unfinished", ".config.json.partial")
     ),
     Bad(name="name that a manifest cannot contain", spoil=lambda source: (source / "a\nb").touch(),
         found=("source.bad-file-name", "/a\nb")),
