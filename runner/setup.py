@@ -195,7 +195,7 @@ def _begin(
         )
         if options.lora is not None:
             assert isinstance(family, Adaptable), "refused before"
-            family.add_adapters(options.lora)
+            family.add_adapters(options.lora, checks_names=options.adapter is None)
         loss = loss_of_run(options, is_split=mesh.degrees.context > 1)
         if options.data.document_mask:
             keep_documents(family, options.batch.seq_len)

@@ -51,6 +51,6 @@ def no_adapters(target: Target, architecture: str) -> UsageError:
         f"--lora-target {target if isinstance(target, str) else ','.join(target)}",
         f"matches no linear module of this {architecture}",
         f"name the ends of modules, such as q_proj,v_proj, or use {ALL_LINEAR}; experts in one tensor need "
-        "--lora-experts, and the head cannot have an adapter",
+        "--lora-experts, and neither the head nor Mamba's out_proj, x_proj and dt_proj can have an adapter",
         code="options.trains-nothing",
     )

@@ -19,12 +19,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
-from manifests.models.adapters import is_adapter, matches_target
+from manifests.models.adapters import ALL_LINEAR, is_adapter, matches_target
 from runner.config.lora import LoraOptions
 from runner.config.trained import no_adapters
 from runner.models.regions import Region
+
+_FUSED = ("out_proj", "x_proj", "dt_proj")  # of Mamba's mixers: a kernel takes their weights, and no hook runs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,15 +65,21 @@ class Adapters:
         """Add adapters to the modules of a whole model that the options name; its head has none.
 
         Raises:
-            UsageError: there are none.
+            UsageError: there are none, or one is of a module whose forward is not called.
         """
         everywhere = {path for path, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-        linear = [path for path, _ in model.named_modules() if path in everywhere - {head}
+        fused = {f"{path}.{leaf}" for path, module in model.named_modules() for leaf in _FUSED
+                 if hasattr(module, "A_log") and hasattr(module, "D")}  # fmt: skip
+        odd = [path for path in sorted(everywhere & fused) if matches_target(lora.target, path)]
+        if odd and lora.target != ALL_LINEAR:
+            raise no_adapters((odd[0],), type(model).__name__)
+        linear = [path for path, _ in model.named_modules() if path in everywhere - fused - {head}
                   and matches_target(lora.target, path)]  # fmt: skip
         experts = {
             path: names
             for path, module in model.named_modules()
             if lora.experts
+            and not isinstance(module, _ConvNd)
             and (names := tuple(name for name, weight in module.named_parameters(recurse=False) if weight.dim() == 3))
         }
         if not linear and not experts:
@@ -96,6 +105,16 @@ class Adapters:
                 shape = tuple(weight.shape)
                 tensors[name] = Region(fqn=in_files(name), shape=shape, corner=(0, 0), sizes=shape, dims=(0, 1))
         return replace(adapters, tensors=tensors)
+
+    def check_names(self, architecture: str) -> None:
+        """Check that each name of the target is that of an adapted module.
+
+        Raises:
+            UsageError: one is not.
+        """
+        for name in self.lora.target if isinstance(self.lora.target, tuple) else ():
+            if not any(matches_target((name,), path) for path in self.linear):
+                raise no_adapters((name,), architecture)
 
     def add_to(self, model: nn.Module) -> None:
         """Add adapters to the modules of a whole model."""

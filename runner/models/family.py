@@ -76,7 +76,7 @@ class Adaptable(Family, Protocol):
 
     @property
     def adapters(self) -> Adapters | None: ...
-    def add_adapters(self, lora: LoraOptions) -> None:
+    def add_adapters(self, lora: LoraOptions, *, checks_names: bool = False) -> None:
         """Build modules with adapters from now on.
 
         Raises:

@@ -120,10 +120,12 @@ class Generic:
     def keep_documents(self) -> None:
         self._keeps_documents = True
 
-    def add_adapters(self, lora: LoraOptions) -> None:
+    def add_adapters(self, lora: LoraOptions, *, checks_names: bool = False) -> None:
         """Build modules with adapters from now on; see Note [Adapters] in adapters.py."""
         head = self._outside[self._entry.outputs[-1]]
         self.adapters = Adapters.find(self._whole("meta"), lora, head, self._regions, self._in_files)
+        if checks_names:
+            self.adapters.check_names(self.architecture)
         self._regions |= {name: (region,) for name, region in self.adapters.tensors.items()}
 
     def _with_adapters(self) -> PreTrainedModel:
