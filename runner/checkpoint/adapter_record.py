@@ -10,6 +10,7 @@ from the manifest that it launches.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from runner.config.flags import TrainOptions
 from runner.config.lora import LoraOptions
 
 _VERSION = 1
+logger = logging.getLogger("runner")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +75,8 @@ def check_adapters(origin: Packed, options: TrainOptions, training: TrainingStat
     lora = None if options.lora is None else json.loads(json.dumps(asdict(options.lora)))
     if lora != stored:
         mine = {} if lora is None else lora
-        odd = next(name for name in stored if stored[name] != mine.get(name))
-        problem = f"has adapters with {odd} {stored[odd]!r}, and this run trains "
+        odd = next((name for name in {**stored, **mine} if stored.get(name) != mine.get(name)), "none of the options")
+        problem = f"has adapters with {odd} {stored.get(odd)!r}, and this run trains "
         problem += f"{odd} {mine[odd]!r}" if odd in mine else "none"
         raise CheckpointError(origin.where, problem, "repeat its --lora flags", code="resume.other-adapters")
 
@@ -99,6 +101,9 @@ def check_base(origin: Packed, record: AdapterRecord) -> None:
     """
     stored = _decode(origin)["base"]
     digests = stored.get("tensors"), record.base_digest
+    if None in digests and stored.get("digest") != record.digest:
+        logger.warning("%s: its adapters are of %s, and no digests tell whether %s has the same weights",
+                       origin.where, stored.get("location"), record.location)  # fmt: skip
     if None not in digests and digests[0] != digests[1]:
         raise CheckpointError(
             origin.where,

@@ -53,7 +53,7 @@ def load_adapters(
             if base is not origin:
                 check_base(origin, record)
         if base is origin and options.adapter is not None:
-            _read_peft(options.adapter, adapters, pieces)
+            read_peft(options.adapter, adapters, pieces, record)
         elif base is origin:
             _init_adapters(pieces, options.data.seed)
     record = from_rank_0(record)
@@ -85,16 +85,21 @@ def save_peft(weights: Held, adapters: Adapters, record: AdapterRecord | None, o
             write_file(folder / PEFT_CONFIG, _config(adapters, record))
 
 
-def _read_peft(folder: Path, adapters: Adapters, pieces: Iterable[Piece]) -> None:
-    """Fill this rank's pieces from a PEFT folder.
+def read_peft(folder: Path, adapters: Adapters, pieces: Iterable[Piece], record: AdapterRecord | None) -> None:
+    """Fill this rank's pieces from a PEFT folder; `record`, on rank 0, is of the base that is launched.
 
     Raises:
-        SourceError: it has other adapters than the run.
+        SourceError: it has other adapters than the run, or those of another base, as far as both have digests.
         UserError: it cannot be read.
     """
     path = folder / PEFT_WEIGHTS
     try:
         with safe_open(path, "pt") as file:
+            digests = (file.metadata() or {}).get(BASE_DIGEST), record and record.base_digest
+            if None not in digests and digests[0] != digests[1]:
+                problem = "was trained on other weights: the digests of the tensors that it adapts differ"
+                hint = "launch the model that it was trained on"
+                raise SourceError(str(path), problem, hint, code="source.other-adapter")
             names = file.keys()
             shapes = {name.removeprefix(PEFT_PREFIX): tuple(file.get_slice(name).get_shape()) for name in names}
             if shapes != adapters.shapes:

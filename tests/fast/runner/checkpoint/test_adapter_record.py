@@ -1,0 +1,83 @@
+"""Adapters of another base or other options, and damaged records of them, are refused or noted."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manifests.digest import digest_bytes
+from manifests.errors import UserError
+from manifests.models.adapters import RECORD_NAME
+from manifests.schema import AuxiliaryFile
+from runner.bundle.packed import Packed, open_packed
+from runner.checkpoint.adapter_record import AdapterRecord, check_adapters, check_base
+from runner.checkpoint.peft_folder import read_peft
+from runner.config.flags import parse_training
+from runner.config.lora import LoraOptions
+from runner.models.adapters import Adapters
+from runner.models.regions import Region
+from tests.builders import pack, write_model
+from tests.fast.reshard.transforms.adapters import PREFIX, float32, write_adapter
+
+LORA = LoraOptions(rank=2, alpha=2.0, target="all-linear", experts=False, dropout=0.0, is_rank_scaled=False)
+RECORD = AdapterRecord(lora=LORA, location="/base", digest="blake3:aa", base_digest="blake3:01")
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Packed:
+    write_model(tmp_path / "model")
+    return open_packed(pack(tmp_path / "model", tmp_path / "packed"))
+
+
+def checkpoint_of(packed: Packed, record: bytes) -> Packed:
+    (packed.root / RECORD_NAME).write_bytes(record)
+    file = AuxiliaryFile(path=RECORD_NAME, nbytes=len(record), digest=digest_bytes(record))
+    manifest = replace(packed.manifest, files=(*packed.manifest.files, file))
+    return replace(packed, read=replace(packed.read, manifest=manifest))
+
+
+def test_base_is_compared_by_digests_and_noted_without(packed: Packed, caplog: pytest.LogCaptureFixture) -> None:
+    for ours, theirs, warns in (
+        (RECORD, RECORD, 0),
+        (replace(RECORD, base_digest=None), RECORD, 0),  # the same manifest
+        (replace(RECORD, base_digest=None), replace(RECORD, digest="blake3:bb"), 1),
+        (RECORD, replace(RECORD, digest="blake3:bb"), 0),  # another layout
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "runner"):
+            check_base(checkpoint_of(packed, ours.encode()), theirs)
+        assert len(caplog.records) == warns
+    with pytest.raises(UserError) as refused:
+        check_base(checkpoint_of(packed, RECORD.encode()), replace(RECORD, base_digest="blake3:02"))
+    assert refused.value.code == "resume.other-base"
+
+
+def test_record_that_lacks_an_option_is_refused(packed: Packed) -> None:
+    record = json.loads(RECORD.encode())
+    for lora in ({**record["lora"], "rank": 3}, {}, {**record["lora"], "another": 1}):
+        origin = checkpoint_of(packed, json.dumps({**record, "lora": lora}).encode())
+        with pytest.raises(UserError) as refused:
+            check_adapters(origin, parse_training(["--data", "synthetic", "--lora-rank", "2"]), None)
+        assert refused.value.code == "resume.other-adapters"
+
+
+@pytest.mark.parametrize("base_digest", ["blake3:01", None, "blake3:02"])
+def test_peft_folder_of_another_base_is_refused(base_digest: str | None, tmp_path: Path) -> None:
+    names = ("q_proj.lora_A.weight", "q_proj.lora_B.weight")
+    regions = {name: Region(fqn=name, shape=(2, 2), corner=(0, 0), sizes=(2, 2), dims=(0, 1)) for name in names}
+    adapters = Adapters(lora=LORA, linear=("q_proj",), experts={}, target=("q_proj",), is_transposed=False,
+                        base=("q_proj.weight",), tensors=regions)  # fmt: skip
+    tensors = {f"{PREFIX}{name}": float32((2, 2), 1) for name in names}
+    write_adapter(tmp_path, tensors, metadata={"base_digest": "blake3:01"})
+    record = replace(RECORD, base_digest=base_digest)
+    if base_digest != "blake3:02":
+        read_peft(tmp_path, adapters, (), record)
+        read_peft(tmp_path, adapters, (), None)
+        return
+    with pytest.raises(UserError) as refused:
+        read_peft(tmp_path, adapters, (), record)
+    assert refused.value.code == "source.other-adapter"
