@@ -18,6 +18,7 @@ IGNORED = -100  # the label of positions that are ignored in the loss
 _IDS, _LABELS, _MASK, _POSITIONS, _DOCUMENTS = ROW_FIELDS = (
     "input_ids", "labels", "loss_mask", "position_ids", "document_ids",
 )  # fmt: skip
+_LARGEST = 3.4e38  # float32, which fields are
 _HEAD = 3  # numbers before the JSON text of an encoded row
 
 
@@ -148,7 +149,7 @@ def _whole_numbers(
         return default
     kinds = (int, bool) if name == _MASK else (int,)
     if not isinstance(values, list) or any(type(value) not in kinds for value in values):
-        raise ValueError(f"expected a list of whole numbers in field {name!r}, found {kind_of(values)}")
+        raise ValueError(f"expected a list of whole numbers in field {name!r}, found {_kind_of(values)}")
     if length is not None and len(values) != length:
         raise ValueError(f"expected {length} {name}, as many as input_ids, found {len(values)}")
     return values
@@ -157,7 +158,15 @@ def _whole_numbers(
 def _floats(record: Mapping[str, Any], name: str, length: int) -> list[float]:
     values = record.get(name)
     if not isinstance(values, list) or any(type(value) not in (int, float, bool) for value in values):
-        raise ValueError(f"expected numbers in field {name!r}, which the loss reads, found {kind_of(values)}")
+        raise ValueError(f"expected numbers in field {name!r}, which the loss reads, found {_kind_of(values)}")
     if len(values) != length:
         raise ValueError(f"expected {length} {name}, as many as input_ids, found {len(values)}")
+    if not all(abs(value) <= _LARGEST for value in values):
+        raise ValueError(f"expected finite numbers in field {name!r}, which the loss reads")
     return [float(value) for value in values]
+
+
+def _kind_of(values: object) -> str:
+    """Name a value of JSON, or the type of what a dataset of a package's own has in its place."""
+    is_of_json = isinstance(values, (dict, list, str, int, float)) or values is None
+    return kind_of(values) if is_of_json else f"a {type(values).__name__}"

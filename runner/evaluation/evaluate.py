@@ -66,13 +66,6 @@ def evaluate(options: EvalOptions, world: World) -> None:
     with raise_on_all_ranks("manifest"):
         packed = open_packed(manifest)
     loss, num_tokens = loss_over(options, packed, world, device, skipped)
-    if not math.isfinite(loss):
-        raise ModelError(
-            "",
-            f"the loss is {loss}",
-            "check that the weights are finite, or use --dtype fp32",
-            code="model.not-finite",
-        )
     if world.rank == 0:
         counts = {"skipped_documents": skipped.count} if options.data.skip_bad_documents else {}
         _print(loss, num_tokens, time.perf_counter() - started_s, counts, is_json=options.is_json)
@@ -115,6 +108,7 @@ def mean_loss(
 
     Raises:
         DataError: there are none; on all ranks alike.
+        ModelError: the loss is infinite or not a number; on all ranks alike.
     """
     losses, counts, num_tokens = list[float](), list[float](), 0
     for batch in batches:
@@ -124,7 +118,11 @@ def mean_loss(
         num_tokens += batch.num_tokens
     if not num_tokens:
         raise DataError(where, "expected text, found no token to predict", code="data.no-tokens")
-    return math.fsum(losses) / (math.fsum(counts) or 1), num_tokens
+    loss = math.fsum(losses) / (math.fsum(counts) or 1)
+    if not math.isfinite(loss):
+        hint = "check that the weights are finite, or use --dtype fp32"
+        raise ModelError("", f"the loss is {loss}", hint, code="model.not-finite")
+    return loss, num_tokens
 
 
 def cut_as(cut: BatchOptions, batch: Batch) -> BatchOptions:

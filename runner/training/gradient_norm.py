@@ -90,7 +90,7 @@ class StepTotals:
         Every rank calls this after `sync_gradients`; it runs one collective, and one more where ranks share stages.
 
         Raises:
-            RankError: on all ranks alike, if a gradient or the loss is infinite or not a number.
+            RankError: on all ranks alike, if a gradient or the loss is not finite, or the loss counts nothing.
         """
         num_here, head = num_tokens / self._num_losses, [0.0, 0.0, 0.0]
         if loss is not None and self._counts_loss:
@@ -108,6 +108,9 @@ class StepTotals:
         loss, tokens, counts = (math.fsum(row[place] for row in rows) for place in range(3))
         scale = 1.0 if counts == tokens or counts <= 0 else round(tokens) / counts
         loss *= scale
+        if loss and counts <= 0:
+            hint = "a loss counts what its sum is divided by, and weights of tokens are positive in sum"
+            raise RankError("", f"the loss is {loss} over a count of {counts:g}", hint, code="rank.not-finite")
         if not math.isfinite(loss):
             raise RankError("", f"the loss is {loss}", _CURE, code="rank.not-finite")
         return Totals(

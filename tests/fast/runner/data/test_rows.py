@@ -14,8 +14,8 @@ from pyarrow import parquet
 
 from manifests.errors import DataError, UsageError
 from runner.config.schema import BatchOptions, DataOptions
-from runner.data.bad import Skipped
-from runner.data.rows import IGNORED, RowForm
+from runner.data.bad import BadDocumentError, Skipped
+from runner.data.rows import IGNORED, RowForm, parse_row
 from runner.data.sequences import Batch, Rows, read_batches, read_once
 from tests.fast.runner.data.words import BOS, EOS, FIRST, VOCAB_SIZE, WORDS, write_tokenizer
 
@@ -79,6 +79,14 @@ def test_rows_are_evaluated_once_each(tmp_path: Path) -> None:
     batches = list(read_once(data, BATCH, folder=tmp_path, vocab_size=VOCAB_SIZE))
     assert sum(batch.num_tokens for batch in batches) == 9
     assert [row for batch in batches for row in batch.tokens.tolist()] == [*TOKENS, 6 * [0]]
+
+
+@pytest.mark.parametrize("value", [pytest.param(10**400, id="long"), -1e300, float("nan"), float("inf"), "1", None])
+def test_fields_of_the_loss_are_finite_numbers(value: object) -> None:
+    for form, field in ((RowForm(per_token=("a",)), [1, value]), (RowForm(per_row=("a",)), value)):
+        with pytest.raises(BadDocumentError) as error:
+            parse_row({"input_ids": [1, 2], "a": field}, form, str)
+        assert error.value.code == "data.bad-row"
 
 
 def test_rows_without_labels_are_evaluated_by_own_losses(tmp_path: Path) -> None:

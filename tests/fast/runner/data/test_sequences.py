@@ -239,6 +239,9 @@ def test_rows_of_one_length_are_read_together_and_nothing_to_predict_is_refused(
     with pytest.raises(InputError) as error:
         mean_loss(lambda _: 0.0, (), "--eval-data")
     assert (error.value.code, error.value.where) == ("data.no-tokens", "--eval-data")
+    with pytest.raises(InputError) as not_finite:
+        mean_loss(lambda _: (float("nan"), 1.0), found)
+    assert not_finite.value.code == "model.not-finite"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="bytes read are counted in /proc")

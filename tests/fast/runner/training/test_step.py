@@ -172,6 +172,15 @@ def test_loss_that_is_not_finite_stops_the_step_where_all_gradients_are(loss: fl
     assert (error.value.code, error.value.where) == ("rank.not-finite", "")
 
 
+@pytest.mark.parametrize("count", [0.0, -2.0])
+def test_loss_over_no_positive_count_stops_the_step(count: float) -> None:
+    totals = StepTotals([], (), device=CPU)
+    with pytest.raises(RankError) as error:
+        totals.reduce(3.0, 4, count)
+    assert error.value.code == "rank.not-finite"
+    assert totals.reduce(0.0, 4, 0.0).loss == 0.0
+
+
 def test_step_reports_what_torch_computes(folder: Path) -> None:
     _, _, engine = build(folder, 2)
     model_chunks, ties, _ = build(folder, 1)
