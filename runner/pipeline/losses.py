@@ -84,10 +84,10 @@ def loss_of_run(run: TrainOptions, *, is_split: bool) -> Loss | None:
 
 def _load(name: str) -> Loss:
     function = load_entry_point(LOSSES, name, "--loss")
-    if not callable(function):
-        problem = f"expected a function of logits and labels, found {type(function).__name__}"
+    code = function if inspect.isfunction(function) or not callable(function) else type(function).__call__
+    if not inspect.isfunction(code):
+        problem = f"expected a function, or an object with __call__, found {type(function).__name__}"
         raise UsageError(f"--loss {name}", problem, "docs/own-data.md shows one", code="options.loss")
-    code = function if inspect.isfunction(function) else type(function).__call__
     hints = get_type_hints(code, include_extras=True)
     fields: dict[Any, list[str]] = {PerToken: [], PerRow: []}
     for parameter in inspect.signature(code).parameters.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from manifests.errors import UsageError
 from runner.config.flags import parse_training
 from runner.pipeline import losses
-from runner.pipeline.losses import Loss, loss_of_run
+from runner.pipeline.losses import Loss, PerRow, loss_of_run
 
 DATA = ("--data", "rows.jsonl", "--tokenized", "--loss", "pairs")
 
@@ -44,6 +45,21 @@ def test_loss_over_pairs_is_refused_where_they_are_torn(
     loss = load(monkeypatch, pairs, "--microbatch", "4")
     assert loss is not None
     assert loss.num_together == 2
+
+
+class Pairs:
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *, reference: PerRow) -> tuple[torch.Tensor, int]:
+        return reference.sum(), len(labels)
+
+
+@pytest.mark.parametrize("function", [partial(Pairs()), Pairs, Pairs().__call__, 1])
+def test_loss_whose_fields_are_not_to_be_read_is_refused(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError) as error:
+        load(monkeypatch, function)
+    assert (error.value.code, error.value.where) == ("options.loss", "--loss pairs")
+    loss = load(monkeypatch, Pairs())
+    assert loss is not None
+    assert loss.form.per_row == ("reference",)
 
 
 def test_loss_over_single_rows_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
