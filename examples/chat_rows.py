@@ -26,6 +26,7 @@ def rows(folder: Path, conversations: Path, out: Path) -> None:
 
     def render(messages: list[dict[str, Any]], is_before_answer: bool) -> str:
         special = {name: config.get(name) for name in ("bos_token", "eos_token")}
+        special = {name: token["content"] if isinstance(token, dict) else token for name, token in special.items()}
         return template.render(messages=messages, add_generation_prompt=is_before_answer, **special)
 
     with conversations.open() as lines, out.open("w") as file:

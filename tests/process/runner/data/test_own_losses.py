@@ -181,10 +181,12 @@ def test_streamed_lines_train_as_their_rows_do_and_resume_on_other_ranks(tmp_pat
 def test_conversations_become_rows_whose_answers_count(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     template = (
+        "{{ bos_token + ' ' }}"
         "{% for message in messages %}{{ message.role + ' ' + message.content + ' <eos> ' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
     )
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    bos = {"__type": "AddedToken", "content": "<bos>", "special": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "bos_token": bos}))
     turns = [("user", "w0 w1"), ("assistant", "w2"), ("user", "w3"), ("assistant", "w4 w5")]
     messages = [{"role": role, "content": content} for role, content in turns]
     (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
@@ -192,5 +194,5 @@ def test_conversations_become_rows_whose_answers_count(tmp_path: Path) -> None:
     subprocess.run(command, check=True, timeout=60)
     row = json.loads((tmp_path / "rows.jsonl").read_text())
     # Roles are unknown words, which are EOS, too.
-    assert row["input_ids"] == [EOS, 2, 3, EOS, EOS, 4, EOS, EOS, 5, EOS, EOS, 6, 7, EOS]
-    assert row["loss_mask"] == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1]
+    assert row["input_ids"] == [BOS, EOS, 2, 3, EOS, EOS, 4, EOS, EOS, 5, EOS, EOS, 6, 7, EOS]
+    assert row["loss_mask"] == [0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 1]
