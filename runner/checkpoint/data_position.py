@@ -144,14 +144,18 @@ def read_skipped(packed: Packed) -> int:
     return count
 
 
-def read_state(packed: Packed) -> str | None:
-    """Return the state, as JSON, in which a checkpoint's run left a dataset; None: it has none.
+def read_state(packed: Packed) -> str:
+    """Return the state, as JSON, in which a checkpoint's run left a dataset.
 
     Raises:
-        InputError: its file is damaged.
+        InputError: its file is damaged, or it has none.
     """
     state = _read_value(packed, STATE_NAME, _STATE)
-    return None if state is None else str(state)
+    if state is None:
+        where = str(packed.root / STATE_NAME)
+        hint = "resume from another checkpoint, or start over with --restart-data and another --seed"
+        raise CheckpointError(where, "expected the state of the dataset, found none", hint, code="resume.other-data")
+    return str(state)
 
 
 def _read_value(packed: Packed, name: str, field: str) -> object:

@@ -38,7 +38,7 @@ class Dataset(Protocol):
     def read(self, state: Any) -> Iterator[tuple[Sequence[Mapping[str, Any]], Any]]:
         """Yield `request.num_rows` rows for each step, and the state after it, from a state on; None: the beginning.
 
-        A state is JSON, and the same on all ranks.
+        A state is JSON, not None, and the same on all ranks.
         """
         ...
 
@@ -86,7 +86,7 @@ def read_dataset(
     """Yield this rank's rows of each batch from a state on, as JSON; every batch has the state after it.
 
     Raises:
-        DataError: what the dataset yields are not as many rows, or a state is not JSON.
+        DataError: what the dataset yields are not as many rows, or a state is not what JSON keeps.
     """
     assert data.dataset is not None
     request = DataRequest(
@@ -101,6 +101,12 @@ def read_dataset(
             text = json.dumps(after)
         except (TypeError, ValueError) as error:
             raise DataError(where, f"its state is not JSON: {error}", code="data.dataset") from error
+        if after is None or json.loads(text) != after:
+            hint = "use lists in place of tuples, and text as keys"
+            raise DataError(where, "its state is None, or another one after JSON", hint, code="data.dataset")
+        records = list(records)
+        if not all(isinstance(record, Mapping) for record in records):
+            raise DataError(where, "expected rows that are mappings", code="data.dataset")
         if len(records) != request.num_rows:
             problem = f"expected {request.num_rows} rows in a batch, found {len(records)}"
             raise DataError(where, problem, "yield request.num_rows of them", code="data.dataset")
