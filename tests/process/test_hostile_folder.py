@@ -29,10 +29,12 @@ RESHARD = {
     "check": ("check", ".", "--values"),
     "commit": ("commit", "."),
     "completion": ("completion", "bash"),
+    "delta": ("delta", "publish", ".", "--chain", "../chain"),
     "diff": ("diff", ".", "../packed"),
     "export": ("export", ".", "--to", "hf", "--out", "../exported"),
     "inspect": ("inspect", ".", "--tensors"),
     "layout": ("layout", "pp=2", "--layers", "4"),
+    "merge": ("merge", ".", ".", "--out", "../merged"),
     "pack": ("pack", ".", *SPEC, "--out", "../again"),
     "plan": ("plan", ".", *SPEC),
     "push": ("push", ".", "org/name", "--dry-run"),
@@ -115,7 +117,7 @@ def test_no_verb_of_reshard_runs_code_of_the_place(packed_alone: Path, tmp_path:
     place = Place(packed_alone, tmp_path)
     codes = {verb: place.run("reshard", *arguments).returncode for verb, arguments in RESHARD.items()}
     # Modules beside the manifest are code that readers of a folder could run: verify and check name them.
-    assert {verb for verb, code in codes.items() if code} <= {"sign", "push", "check", "verify"}, codes
+    assert {verb for verb, code in codes.items() if code} <= {"sign", "push", "check", "verify", "merge"}, codes
 
 
 @pytest.mark.slow
