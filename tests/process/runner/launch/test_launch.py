@@ -92,6 +92,7 @@ def test_trained_weights_export_to_a_folder_that_transformers_loads_with_the_sam
     steps = [line for line in lines if "step" in line]
     assert [step["step"] for step in steps] == [1, 2, 3, 3]
     lines = done.stdout.splitlines()
+    assert len(lines) == 10
     assert lines[0] == "LlamaForCausalLM, 390,208 parameters in fp32"
     assert lines[-1] == f"next: reshard export {trained} --to hf --out {trained}-hf"
     assert reshard("export", trained, "--to", "hf", "--out", exported).code == 0
