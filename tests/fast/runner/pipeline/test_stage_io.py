@@ -46,11 +46,19 @@ def same(ours: Any, theirs: Any) -> bool:
 @given(TREES)
 def test_what_is_unpacked_is_what_was_packed(value: Any) -> None:
     form = form_of(value)
-    packed = form.pack(value)
+    with torch.no_grad():  # a lone output is else made to require a gradient, as the test below shows
+        packed = form.pack(value)
     sent = (packed,) if isinstance(packed, torch.Tensor) else packed
     assert same(form.unpack(sent), value)
     assert [(e.shape, e.dtype) for e in form.examples()] == [(tensor.shape, tensor.dtype) for tensor in sent]
     assert form == form_of(value)
+
+
+def test_lone_output_of_a_stage_that_trains_nothing_requires_a_gradient() -> None:
+    lone, whole, pair = torch.randn(2), torch.tensor([1]), [torch.randn(2), torch.randn(2)]
+    assert form_of(lone).pack(lone).requires_grad
+    assert not form_of(whole).pack(whole).requires_grad
+    assert not any(tensor.requires_grad for tensor in form_of(pair).pack(pair))
 
 
 def test_every_output_is_a_separate_tensor() -> None:
