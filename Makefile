@@ -19,7 +19,7 @@ FIND_PYTHON = for python in $(PYTHON); do \
 	    exit 1; \
 	}
 
-.PHONY: help setup check test test-all test-gpu test-pythons test-interop interop test-torch wording fuzz demo bench bench-peers docs performance architecture catalogue models errors fmt constraints release clean
+.PHONY: help setup check test test-all test-gpu test-pythons test-interop interop test-torch wording explore fuzz demo bench bench-peers docs performance architecture catalogue models errors fmt constraints release clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -42,7 +42,7 @@ check: setup  ## Format, lint, types, arrows, fast tests
 test: check  ## check, and the tests that start processes
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "process and not slow and not gpu" tests/process tests/gpu
 
-test-all: test interop  ## test, and the slow tests
+test-all: test interop explore  ## test, and the slow tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not gpu"
 
 test-gpu: setup  ## Run what needs a GPU, and write bench/results/gpu-*.json; without one, say what it would run
@@ -66,7 +66,10 @@ test-torch:  ## Run the suites on another release: make test-torch TORCH=2.15.0
 wording: setup  ## Renew the snapshots of messages that tests compare; review their diff
 	$(BIN)/python -m pytest -q -m "not process and not slow" --snapshot-update
 
-fuzz: setup  ## Fuzz every decoder, FUZZ_S seconds each; needs a wheel of atheris for this Python
+explore: setup
+	$(BIN)/python -m pytest -q -n 2 -m hypothesis --hypothesis-profile=explore tests/fast
+
+fuzz: explore  ## Fuzz every decoder, FUZZ_S seconds each; needs a wheel of atheris for this Python
 	$(PIP) 'atheris>=3.0'
 	set -e; for target in header manifest record archive alike pickle metadata text lines parquet tokenizer job runlog; do \
 	    $(BIN)/python tests/fuzz/run.py $$target --seconds $(FUZZ_S); \

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 from syrupy.assertion import SnapshotAssertion
 
 from manifests.errors import naming_flags
@@ -28,8 +29,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 stop_fsync()
 
 # A shared machine stalls now and then: an example may take long, a test may not (`timeout`, pyproject.toml).
-settings.register_profile("house", deadline=None, max_examples=60)
+settings.register_profile("explore", deadline=None, max_examples=60)
+settings.register_profile("house", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("house")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw the same examples in every run, unless `--hypothesis-profile=explore` wants others."""
+    if config.getoption("hypothesis_profile") is None:
+        # Hypothesis also draws constants of the modules imported so far: another order of tests, other examples.
+        providers._get_local_constants = lambda: providers._local_constants
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import resource
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import grimp
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -185,3 +188,17 @@ def test_modules_run_as_scripts_end_with_their_call() -> None:
     scripts = [path for path in sources if "\nif __name__ ==" in path.read_text()]
     assert scripts
     assert [str(path) for path in scripts if not isinstance(ast.parse(path.read_text()).body[-1], ast.If)] == []
+
+
+def test_properties_see_the_same_examples_whatever_was_imported_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "many_constants.py").write_text(f"NUMBERS = {list(range(10**6, 10**6 + 999))}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    numbers = list[int]()
+    draw = given(number=st.integers(0, 10**9))(lambda number: numbers.append(number))
+    draw()
+    importlib.import_module("many_constants")
+    draw()
+    half = len(numbers) // 2
+    assert numbers[:half] == numbers[half:]

@@ -26,18 +26,19 @@ ranges_of_files = st.lists(
 class Source:
     """Bytes in memory, given slowly, that remember how they were asked for."""
 
-    def __init__(self, nbytes: int, delay_s: float = 0.0) -> None:
+    def __init__(self, nbytes: int, delay_s: float = 0.0, num_together: int = 1) -> None:
         self.data = (bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]  # 251 is prime: no two blocks are equal
         self.delay_s = delay_s
         self.asked: list[Range] = []
         self.most_at_once = self._at_once = self.num_finished = 0
-        self._lock = threading.Lock()
+        self._lock, self._barrier = threading.Lock(), threading.Barrier(num_together)
 
     def fetch(self, into: memoryview, position: int, stop: threading.Event) -> None:
         with self._lock:
             self.asked.append((position, position + len(into)))
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
+        self._barrier.wait(60)
         into[:] = self.data[position : position + len(into)]
         stopped = stop.wait(self.delay_s)
         with self._lock:
@@ -123,7 +124,7 @@ def test_reader_fetches_ahead_but_never_more_than_its_share() -> None:
 
 
 def test_requests_run_at_the_same_time() -> None:
-    source = Source(6 * LONGEST_REQUEST_NBYTES, delay_s=0.4)
+    source = Source(3 * NUM_PARALLEL * LONGEST_REQUEST_NBYTES, num_together=NUM_PARALLEL)
     reader = RangeReader(source.fetch, [(0, len(source.data))])
     assert read(reader, 0, len(source.data)) == source.data
     assert source.most_at_once == NUM_PARALLEL

@@ -110,6 +110,17 @@ def cached_blocks(path: Path) -> list[int]:
     return [number for number in range(NUM_BLOCKS) if any(pages[number * num_pages : (number + 1) * num_pages])]
 
 
+def test_pages_are_let_go_once_they_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = list[tuple[object, ...]]()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: events.append(("fsync",)))
+    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, *advice: events.append(advice))
+    write(tmp_path / "unsynced", "buffered", is_synced=False)
+    assert events == []
+    write(tmp_path / "synced", "buffered", is_synced=True)
+    assert events[-2:] == [("fsync",), (0, 0, os.POSIX_FADV_DONTNEED)]
+
+
+@pytest.mark.slow  # the kernel may free pages when it likes
 @pytest.mark.usefixtures("real_fsync")
 def test_what_was_written_and_synced_is_not_in_the_page_cache(tmp_path: Path) -> None:
     kept = write(tmp_path / "kept", "buffered", is_synced=False)

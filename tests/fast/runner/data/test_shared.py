@@ -230,7 +230,7 @@ def test_rank_that_needs_more_than_the_others_is_told_that_one_has_stopped(tmp_p
     assert on_ranks(2, run) == [None, ("rank.lost", True)]
 
 
-def test_batch_that_is_ready_is_not_waited_for_and_one_that_is_not_is(tmp_path: Path) -> None:
+def test_batch_that_is_ready_is_not_waited_for_and_one_that_is_not_is(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Batch(tokens=torch.zeros(1, 1), labels=torch.zeros(1, 1), num_tokens=1)
     slow, is_ready = threading.Event(), threading.Event()
 
@@ -246,7 +246,8 @@ def test_batch_that_is_ready_is_not_waited_for_and_one_that_is_not_is(tmp_path: 
         assert first is batch
         assert is_ready.wait(60)  # so the second is there
         assert reader.take()[1] == 0.0
-        threading.Timer(0.05, slow.set).start()
-        assert reader.take()[1] > 0.01
+        wait = reader._changed.wait
+        monkeypatch.setattr(reader._changed, "wait", lambda *timeout: slow.set() or wait(*timeout))
+        assert reader.take()[1] > 0
         with pytest.raises(EOFError):
             reader.take()

@@ -67,8 +67,9 @@ def test_ten_seconds_count_from_the_launch_and_not_from_the_import_of_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(waiting, "_POLL_S", 0.001)
-    with print_waiting(tmp_path, 2, time.time() - 12):
-        until = time.monotonic() + 5
+    monkeypatch.setattr(waiting.time, "time", lambda: 1012.0)
+    with print_waiting(tmp_path, 2, 1000.0):
+        until = time.monotonic() + 60
         while not (said := capsys.readouterr().err) and time.monotonic() < until:
             time.sleep(0.001)
     assert said.startswith("12 s: waiting for 2 of 2 ranks")
