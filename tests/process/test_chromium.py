@@ -16,11 +16,7 @@ from tests.builders import reshard
 from tests.chromium import CHROMIUM, Page, opened
 from tests.fast.runner.profiling.traced import write_metrics, write_traces
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(CHROMIUM is None, reason="NO CHROMIUM: the pages are not seen in a browser"),
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="NO CHROMIUM: the pages are not seen in a browser")
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "tests" / "data" / "configs" / "llama-3.1-8b.json"

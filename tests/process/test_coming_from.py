@@ -18,7 +18,7 @@ from tests.fast.reshard.formats.deepspeed.test_deepspeed_source import GOLDEN
 from tests.fast.titans import LLAMA
 from tests.pages import ROOT, SECTIONS_OF, run_blocks
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def run_section(title: str, folder: Path) -> None:

@@ -17,8 +17,6 @@ from reshard.cli.command import cli as reshard_cli
 from runner.commands import cli as runner_cli
 from tests.builders import files_in
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-
 BIN = Path(sys.executable).parent
 # Read by Python as it starts, or imported before any line of ours: PYTHONPATH is asked before our entry points are.
 AT_START = ("sitecustomize", "usercustomize", "re", "contextlib", "signal", "runner", "reshard", "manifests")

@@ -18,7 +18,7 @@ from tests.pages import NOT_RUN, ROOT, RUN, blocks_of, run_blocks, search_path
 from tests.servers.hub import MEMBER, serve_hub
 from tests.servers.s3 import MotoServer
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 SOURCE = "Llama-3.2-1B"
 CONFIGS = ROOT / "tests" / "data" / "configs"

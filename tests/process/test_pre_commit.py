@@ -16,8 +16,6 @@ import yaml
 from tests.builders import llama_config, reshard, write_model
 from tests.fast.reshard.checks.test_check import healthy_tensors
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(100)]
-
 ROOT = Path(__file__).parents[2]
 PRE_COMMIT = (sys.executable, "-m", "pre_commit")
 SHARD = "model-00002-of-00003.safetensors"

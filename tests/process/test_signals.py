@@ -16,8 +16,6 @@ import pytest
 
 from tests.process.local_jobs import ROOT, SMALL, runner
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
 
 

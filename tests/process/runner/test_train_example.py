@@ -16,8 +16,6 @@ from tests.fast.runner.tiny import EMBEDDING, HEAD, SIZES, load_model, save_mode
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-
 STEPS, MICROBATCHES, BATCH, SEQ_LEN = 3, 4, 8, 32
 
 

@@ -13,8 +13,6 @@ from stores.objects.store import open_objects
 from tests.builders import edit_manifest, files_in, pack, reshard, run, write_model
 from tests.process.stores.objects.buckets import refusal
 
-pytestmark = pytest.mark.process
-
 
 def test_checkpoint_goes_through_an_address_of_a_folder(tmp_path: Path) -> None:
     write_model(tmp_path / "model", num_shards=2)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.builders import INDEX, files_in, llama_config, reshard, write_model
 from tests.process.stores.objects.buckets import BUCKET, url_of
 from tests.servers.s3 import MotoServer
-
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
 
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
 

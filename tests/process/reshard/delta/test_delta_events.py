@@ -22,7 +22,7 @@ from tests.process.events import Worker, acts_of, chunks_of, emptied, start_work
 from tests.process.stores.objects.buckets import BUCKET, url_of
 from tests.servers.s3 import MotoServer
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 # Each is run on a chain of these versions: what it makes of it, or of a folder at a version.
 PUBLISHED = {"full": 0, "delta": 2, "fold": 3}

@@ -19,7 +19,7 @@ from tests.process.events import NUM_BUCKET_EVENTS, NUM_PUSH_EVENTS, Worker, act
 from tests.process.stores.objects.buckets import BUCKET, url_of
 from tests.servers.s3 import MotoServer
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 OPERATIONS = ("pack", "forced pack", "reshard", "forced reshard", "export", "forced export")
 PUSHES = ("push", "forced push")  # of a training checkpoint whose shards are sent in parts

@@ -19,7 +19,7 @@ from tests.fast.trained import write_trained
 from tests.process.events import ACTS, NUM_LOCAL_EVENTS, Worker, acts_of, chunks_of, emptied, start_worker
 from tests.sentinels import Sentinels, plant_in
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 OPERATIONS = (
     "pack", "forced pack", "bin", "forced bin", "reshard", "forced reshard", "export", "forced export", "parts",

@@ -13,7 +13,7 @@ from tests.fast.sliced import CUTS, cut_up
 from tests.fast.trained import write_trained
 from tests.process.events import Worker, emptied, start_worker
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 SIZES = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 2048}
 # A source, and what is made of it; a copy of the model, of its moments, a merge of slices and a cast.

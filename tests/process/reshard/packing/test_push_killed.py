@@ -8,12 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.builders import files_in, llama_config, pack, write_model
 from tests.servers.hub import MEMBER, Hub, serve_hub
-
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
 def num_sent(hub: Hub) -> int:

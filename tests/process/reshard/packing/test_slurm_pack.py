@@ -16,11 +16,7 @@ from tests.builders import files_in, llama_config, random_tensors, write_model
 from tests.servers.slurm import Slurm, missing_for_slurm, start_slurm
 
 MISSING = missing_for_slurm()
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.timeout(180),
-    pytest.mark.skipif(MISSING is not None, reason=f"no Slurm: {MISSING}"),
-]
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"no Slurm: {MISSING}")
 
 ROOT = Path(__file__).resolve().parents[4]
 CONFIG = llama_config(hidden_size=512, num_attention_heads=16, num_key_value_heads=1, intermediate_size=64,

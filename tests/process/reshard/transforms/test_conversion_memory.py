@@ -19,8 +19,6 @@ from tests.fast.reshard.forged import change_manifest
 from tests.fast.sliced import CUTS, cut_up
 from tests.fast.trained import STATE
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
-
 ROOT = Path(__file__).parents[4]
 MOST_NBYTES = 130 << 20  # of which Python, numpy and the verbs take about a third; the largest tensor has more
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}

@@ -14,11 +14,7 @@ from safetensors.torch import load_file
 import reshard
 from tests.process.runner.training.adapter_cases import EXPERTS, FIELDS, GPT, LLAMA, MIXTRAL, QWEN
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),  # of peft
-]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of peft
 GPT2 = "GPT2LMHeadModel"
 SIZES = {**FIELDS, GPT2: {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 64}}
 INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}

@@ -21,8 +21,6 @@ from tests.process.runner.training_jobs import job, lines_of, losses_of, run_job
 from tests.process.stores.objects.buckets import url_of
 from tests.servers.s3 import MotoServer
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-
 TRAINING = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "8", "--steps", "2", "--device", "cpu",
             "--no-self-check")  # fmt: skip
 

@@ -13,8 +13,6 @@ from stores.open import open_manifest
 from tests.builders import flip
 from tests.process.torchrun import started
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
-
 NUM_NODES = 3
 
 

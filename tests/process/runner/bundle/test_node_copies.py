@@ -13,8 +13,6 @@ from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokeni
 from tests.fast.runner.tiny import save_model
 from tests.process.torchrun import started
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
-
 RUN = ("packed/manifest.json", "--data", "synthetic", "--seq-len", "16", "--steps", "1", "--log-dir", "log",
        "--no-self-check")  # fmt: skip
 

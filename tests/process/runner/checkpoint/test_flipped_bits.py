@@ -16,7 +16,7 @@ from tests.fast.runner.data.words import WORDS, write_tokenizer
 from tests.fast.runner.tiny import HEAD, save_model
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(1500)]
+pytestmark = pytest.mark.timeout(1500)
 
 SEED = 20
 TRAINING = ("--seq-len", 16, "--global-batch", 8, "--microbatch", 2, "--lr", 1e-3)

@@ -16,8 +16,6 @@ from tests.builders import flip, pack
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -29,8 +29,6 @@ from tests.builders import flip, pack, reshard
 from tests.fast.runner.tiny import load_model, save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-
 WEIGHTS = ("tied", "untied")
 V = "pp=2,vpp=2,style=v"  # on which ZBVZeroBubble runs
 LAYOUTS = {ranks: {"1F1B": f"pp={ranks}", "Interleaved1F1B": f"pp={ranks},vpp=2"} for ranks in (1, 2, 4)}

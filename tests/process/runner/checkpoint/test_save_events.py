@@ -15,7 +15,7 @@ from tests.builders import files_in, llama_config, pack, write_model
 from tests.process.events import NUM_SAVE_EVENTS, Worker, acts_of, chunks_of, emptied, is_planted, start_worker
 from tests.sentinels import plant_in
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 KINDS = ("history", "history", "save", "forced save")
 NUM_EVENTS = 4  # of `make test`

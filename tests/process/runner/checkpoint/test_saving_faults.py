@@ -24,8 +24,6 @@ from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 from tests.process.torchrun import Rank, started
 from tests.sentinels import plant_in
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-
 ENDLESS, LAST = 100_000, 30
 SIZES = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 2048}
 KINDS = ("weights", "exp_avg", "exp_avg_sq")

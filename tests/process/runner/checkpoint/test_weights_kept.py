@@ -14,8 +14,6 @@ from tests.fast.runner.tiny import save_model
 from tests.process.runner.training_jobs import lines_of
 from tests.process.torchrun import started
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
-
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:

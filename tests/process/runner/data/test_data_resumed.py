@@ -24,8 +24,6 @@ from tests.fast.runner.tiny import save_model
 from tests.process.runner.checkpoint.test_resume import MIDDLE, STEPS, Runs, after_middle, digests_in
 from tests.process.runner.training_jobs import run_jobs
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-
 PACKED, PADDED = "packed", "padded"
 NAMES = (PACKED, PADDED)
 

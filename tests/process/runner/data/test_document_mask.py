@@ -14,8 +14,6 @@ from tests.fast.runner.models.decoders import save_decoder
 from tests.fast.runner.tiny import load_model, read_config, save_model
 from tests.process.runner.training_jobs import job, lines_of, losses_of, run_jobs, said
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-
 SEQ_LEN, BATCH = 24, 4
 TEXTS = [[(number + place) % 8 for place in range(1 + 7 * number % 19)] for number in range(40)]
 MASKED = ("--seq-len", SEQ_LEN, "--global-batch", BATCH, "--lr", 1e-3, "--document-mask")

@@ -32,8 +32,6 @@ from tests.process.runner.data.test_own_rows import (
 )
 from tests.process.runner.training_jobs import job, lines_of, losses_of, run_jobs, said
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-
 EXAMPLES = ROOT / "examples"
 ENTRY_POINTS = """\
 [runner.losses]

@@ -17,8 +17,6 @@ from tests.builders import pack
 from tests.fast.runner.tiny import SIZES, load_model, save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-
 SEQ_LEN, BATCH = 16, 8
 # One step of AdamW whose epsilon exceeds every gradient: a weight changes by -gradient / (1 + |gradient| / 1e3).
 STEP = ("--lr", 1e3, "--eps", 1e3, "--weight-decay", 0, "--max-norm", 0, "--beta1", 0, "--beta2", 0)

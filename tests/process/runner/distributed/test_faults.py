@@ -23,8 +23,6 @@ from tests.process.forked import Forked
 from tests.process.local_jobs import ROOT, SMALL, Run, launched, pack_tiny, wait_until_gone
 from tests.process.torchrun import started
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-
 BROKEN = 1  # the rank that fails, and its stage
 HOST = re.escape(socket.gethostname())
 PLACE = f"rank {BROKEN}, stage {BROKEN}, node {HOST}"

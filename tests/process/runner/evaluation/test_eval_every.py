@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.builders import pack
 from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
 from tests.fast.runner.tiny import read_config, save_model
 from tests.process.runner.training_jobs import job, lines_of, losses_of, run_jobs
-
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
 def evaluations_of(log_dir: Path) -> dict[int, float]:

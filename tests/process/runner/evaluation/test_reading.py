@@ -19,8 +19,6 @@ from tests.fast.runner.tiny import load_model, save_model
 from tests.process.local_jobs import forked_runner
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
-
 WORDS = [f"w{number}" for number in range(300)]
 ENDS = {"bos_token_id": 60, "eos_token_id": 61}
 FAMILY_TEXT = "w1 w2 w3 w14 w15 w9 w26 w5 w3"

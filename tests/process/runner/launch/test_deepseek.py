@@ -14,7 +14,7 @@ from bench.sparse import write_sparse
 from tests.builders import pack, reshard
 from tests.process.local_jobs import ROOT, runner
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 DEGREES = ("--ep", 64, "--dp-shard", 64)
 GPU_MEMORY = ("--gpu-memory", "80GB")

@@ -13,11 +13,7 @@ from tests.process.local_jobs import runner
 from tests.servers.kubernetes import Kubernetes, missing_for_kubectl, start_kubernetes
 
 MISSING = missing_for_kubectl()
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-]
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 PODS = {f"tiny-node-0-{number}": f"step 1 on {number}\nstep 2 on {number}\n" for number in range(7)}
 PHASES = ["", "Pending", "Running"]

@@ -27,8 +27,6 @@ from tests.process.local_jobs import ROOT, forked_runner, runner
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 from tests.process.torchrun import started
 
-pytestmark = pytest.mark.process
-
 SMALL = ("--seq-len", "16", "--global-batch", "8", "--microbatch", "2", "--steps", "3", "--lr", "1e-3",
          "--no-self-check")  # fmt: skip
 SECOND = f"rank 1, stage 1, node {socket.gethostname()}"

@@ -14,8 +14,6 @@ import pytest
 
 from tests.process.local_jobs import launched, wait_until_gone
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-
 STEPS = "60"
 
 

@@ -11,11 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.process.local_jobs import ROOT, forked_runner, launched, wait_until_gone
-
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
 def status(log: Path) -> dict[str, Any]:

@@ -22,11 +22,7 @@ from tests.process.local_jobs import pack_tiny
 from tests.servers.network import Network, missing_for_network, start_network
 
 MISSING = missing_for_network()
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(MISSING is not None, reason=f"no network namespaces: {MISSING}"),
-]
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"no network namespaces: {MISSING}")
 
 ROOT = Path(__file__).resolve().parents[4]
 NODES = ("node1", "node2", "node10", "node11")

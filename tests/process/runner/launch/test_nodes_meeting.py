@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
-
 ROOT = Path(__file__).parents[4]
 
 

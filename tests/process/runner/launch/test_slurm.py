@@ -18,11 +18,7 @@ from tests.fast.runner.tiny import save_model
 from tests.servers.slurm import REQUEUE_S, SAFE_REQUEUE_S, Slurm, missing_for_slurm, start_slurm
 
 MISSING = missing_for_slurm()
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.timeout(420),
-    pytest.mark.skipif(MISSING is not None, reason=f"no Slurm: {MISSING}"),
-]
+pytestmark = [pytest.mark.timeout(420), pytest.mark.skipif(MISSING is not None, reason=f"no Slurm: {MISSING}")]
 
 ROOT = Path(__file__).resolve().parents[4]
 TRAINING = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "48", "--microbatch", "1", "--timeout", "60",

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
-
 ROOT = Path(__file__).parents[4]
 LOST = 5  # the exit code of a job that lost a rank
 SRUN = """#!/bin/bash

@@ -18,8 +18,6 @@ from tests.process.runner.training_jobs import job, losses_of, run_jobs, said
 from tests.process.stores.objects.buckets import become
 from tests.servers.s3 import start_moto
 
-pytestmark = pytest.mark.process
-
 TRAINING = (
     "--data", "synthetic", "--seq-len", "16", "--global-batch", "8", "--microbatch", "2", "--steps", "3",
     "--lr", "1e-3", "--no-self-check",

@@ -16,8 +16,6 @@ from tests.builders import reshard
 from tests.fast.manifests.models.catalogued import config_of, quiet, save_tiny
 from tests.process.runner.training_jobs import job, lines_of, losses_of, run_jobs, said
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-
 # Tied, with parallel attention and a scaled head; experts in one tensor beside linear attention, and untied; keys,
 # values and an input for each layer that are handed on beside the hidden state.
 TRAINED: Mapping[str, Mapping[str, Any]] = {

@@ -37,7 +37,7 @@ from tests.process.runner.models.family_cases import (
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 NAMED: dict[str, Any] = {"ids": lambda case: case.name}
 
 

@@ -24,8 +24,6 @@ from tests.builders import run
 from tests.process.local_jobs import ROOT, runner
 from tests.process.runner.training_jobs import job, losses_of, run_jobs
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-
 EXAMPLE = ROOT / "examples" / "own_model.py"
 STEPS, LR, EPS = 3, 1e-3, 1e-3  # a smaller epsilon makes steps of gradients that are rounding
 FLAGS = (

@@ -10,7 +10,7 @@ from manifests.models.catalogue import catalogued
 from manifests.models.trainable import hands_on_trees, is_generic, why_not_expert_parallel, why_not_tensor_parallel
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 GENERIC = tuple(name for name in catalogued() if is_generic(name))
 SHARDED = tuple(name for name in catalogued() if not why_not_tensor_parallel(name, "transformers"))

@@ -19,7 +19,7 @@ from tests.fast.titans import LLAMA
 from tests.process.runner.training_jobs import job, lines_of, run_jobs
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 FSDP, PP = {"pp": 1, "dp": 2}, {"pp": 2, "dp": 1}
 # What torchtitan's warmup_steps=2, total_steps=10, decay_ratio=0.6 and decay_type="cosine" are in the runner.

@@ -11,7 +11,7 @@ from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokeni
 from tests.fast.runner.tiny import read_config, save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.slow

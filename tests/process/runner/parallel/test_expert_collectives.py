@@ -17,7 +17,7 @@ from tests.fast.manifests.models.catalogued import save_tiny
 from tests.process.runner.parallel.parallel_cases import VOCAB_SIZE
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LAYOUTS = {
     "1F1B": "pp=2",

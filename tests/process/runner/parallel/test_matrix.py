@@ -24,7 +24,7 @@ from tests.process.runner.parallel.matrix_reference import RECIPE, reference, sa
 from tests.process.runner.parallel.test_parallel import AT_A_TIME, header_nbytes, is_close, whole
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.timeout(3600)
 
 TOLERANCE = 2e-6  # of float32; relative
 # Of gradients whose common norm is 0.5: what rounding leaves of a sum that cancels out, in transformers as well.

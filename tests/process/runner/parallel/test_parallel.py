@@ -39,7 +39,6 @@ from tests.process.torchrun import launch
 ROWS, SLOW_ROWS = (tuple(case for case in cases if case.origin is None) for cases in (NORMAL, SLOW_4))
 
 pytestmark = [
-    pytest.mark.process,
     pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # torch's reader in one process
 ]

@@ -15,7 +15,6 @@ from tests.builders import pack, reshard, run
 from tests.process.runner.parallel.test_parallel import MIDDLE, STEPS, Runs, pack_model
 
 pytestmark = [
-    pytest.mark.process,
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # torch's reader in one process

@@ -10,8 +10,6 @@ import pytest
 from tests.fast.runner.pipeline.documents import CONFIGS
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-
 FEW = ("MistralForCausalLM",)
 
 

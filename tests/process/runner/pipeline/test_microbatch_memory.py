@@ -13,7 +13,7 @@ from manifests.schedules import SCHEDULES
 from tests.process.runner.pipeline.peak_worker import CONFIG, SEQ_LEN
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 FEW, MANY = 6, 18
 BOUNDED = tuple(name for name in SCHEDULES if name not in ("GPipe", "LoopedBFS"))

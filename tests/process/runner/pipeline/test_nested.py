@@ -13,8 +13,6 @@ from runner.config.schema import BatchOptions
 from tests.process.runner.pipeline.nested_cases import CUTS, SCHEDULES, Body, Toy, batch_of, fill_by_name
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
-
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

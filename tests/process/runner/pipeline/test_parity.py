@@ -39,7 +39,7 @@ from tests.process.runner.pipeline.parity_reference import (
 )
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.timeout(1800)
 
 # Where no rotation follows, a bias of keys moves all scores of a query alike: its gradient is rounding, of which
 # AdamW makes steps.

@@ -15,8 +15,6 @@ from tests.fast.manifests.schedules.torch_tables import text_with_waits
 from tests.process.runner.pipeline.schedule_csv_worker import build_batch, build_stage, loss_of, read_table
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
-
 SINGLE = Placement(num_stages=2, num_ranks=2)
 LOOP = Placement(num_stages=4, num_ranks=2)
 V = Placement(num_stages=4, num_ranks=2, style="v")

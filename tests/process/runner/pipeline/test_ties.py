@@ -15,8 +15,6 @@ from tests.process.runner.pipeline.ties_worker import QUERY, UP
 from tests.process.runner.training_jobs import job, lines_of, said
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
-
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

@@ -14,11 +14,9 @@ import pytest
 from tests.process.local_jobs import ROOT, SMALL, runner
 from tests.process.torchrun import started
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: full and read-only disks. Only root can mount one"),
-]
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0, reason="NOT TESTED: full and read-only disks. Only root can mount one"
+)
 
 
 @contextmanager

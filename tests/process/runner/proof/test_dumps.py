@@ -20,8 +20,6 @@ from tests.fast.runner.tiny import save_model
 from tests.fast.titans import LLAMA
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-
 
 def prove(model: Path, dump: Path, code: int) -> dict[str, Any]:
     done = CliRunner().invoke(cli, ["prove", str(model), "--against", str(dump), "--json"])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 MOST_CASES = 12  # of a launch: threads of gloo stay
 

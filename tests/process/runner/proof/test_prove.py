@@ -14,7 +14,7 @@ from tests.builders import pack
 from tests.fast.manifests.models.built import build, perturb, read_config
 from tests.process.torchrun import fork_context
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,6 @@ from tests.process.local_jobs import SMALL, launched, runner
 from tests.process.runner.training_jobs import losses_of
 from tests.process.torchrun import started
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-
 
 def test_run_that_is_watched_leaves_event_files_an_offline_run_and_a_page(packed: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"

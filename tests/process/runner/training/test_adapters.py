@@ -15,7 +15,6 @@ from tests.process.runner.training.adapter_cases import LR, NORMAL, SLOW, STEPS,
 from tests.process.torchrun import launch
 
 pytestmark = [
-    pytest.mark.process,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),  # of peft
 ]

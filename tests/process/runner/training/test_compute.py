@@ -18,7 +18,7 @@ from tests.process.runner.training.compute_cases import COMPILED, REST, SPANNING
 from tests.process.runner.training_jobs import job, run_jobs
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

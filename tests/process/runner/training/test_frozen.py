@@ -12,7 +12,7 @@ import pytest
 from reshard.formats.open import open_source
 from tests.builders import pack, refusal, run
 
-pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FLAGS = ("--data", "synthetic", "--seq-len", "16", "--decay-steps", "9", "--no-self-check", "--device", "cpu")
 
 

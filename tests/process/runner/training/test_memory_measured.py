@@ -13,7 +13,7 @@ from tests.fast.runner.tiny import save_model
 from tests.process.runner.training.memory_cases import PIPELINE, REUSING, SAMPLE, SHARED, SIZES, Case, warm_up
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

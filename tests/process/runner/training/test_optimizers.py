@@ -12,7 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from tests.builders import pack, reshard
 from tests.process.runner.training_jobs import job, losses_of, run_jobs
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 GROUPS = """
 [[group]]

@@ -17,10 +17,7 @@ import pytest
 
 from tests.builders import llama_config, pack, refusal, reshard, write_model
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: a full disk. Only root can mount a small one"),
-]
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: a full disk. Only root can mount a small one")
 
 ROOT = Path(__file__).resolve().parents[4]
 DISK_NBYTES = 32 << 20

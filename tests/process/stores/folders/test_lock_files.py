@@ -17,8 +17,6 @@ from stores.folders.lock import birth_of, locking
 from tests.process.local_jobs import ROOT, SMALL, forked_runner
 from tests.process.torchrun import started
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-
 HOLD = """
 import sys, time
 from pathlib import Path

@@ -12,8 +12,6 @@ import pytest
 
 from tests.builders import files_in, llama_config, reshard, run, write_model
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
-
 ROOT = Path(__file__).resolve().parents[4]
 
 

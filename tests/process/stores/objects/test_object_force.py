@@ -12,8 +12,6 @@ from tests.builders import Ended, files_in, llama_config, reshard, weights_path,
 from tests.process.stores.objects.buckets import BUCKET, objects_in, url_of
 from tests.servers.s3 import Fault, MotoServer
 
-pytestmark = pytest.mark.process
-
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:

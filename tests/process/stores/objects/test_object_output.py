@@ -28,8 +28,6 @@ from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.stores.objects.buckets import BUCKET, MIB, become, measured, problem, refusal, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server, Strike, strike
 
-pytestmark = pytest.mark.process
-
 MANIFEST = encode_manifest(full_manifest())
 CONFIG = b'{"architectures": []}'
 

@@ -25,8 +25,6 @@ from tests.builders import (
 from tests.process.stores.objects.buckets import BUCKET, MIB, measured, objects_in, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server
 
-pytestmark = pytest.mark.process
-
 ROOT = Path(__file__).parents[4]
 STAGE_0 = "model-00001-of-00002.safetensors"
 

@@ -19,8 +19,6 @@ from stores.objects.store import open_objects
 from tests.process.stores.objects.buckets import BUCKET, become, problem, refusal
 from tests.servers.s3 import Fault, MotoServer
 
-pytestmark = pytest.mark.process
-
 
 def test_server_that_takes_too_long_is_named_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:

@@ -18,8 +18,6 @@ from tests.process.stores.objects.buckets import BUCKET, objects_in, url_of
 from tests.refusals import refused
 from tests.servers.s3 import Fault, MotoServer, S3Server
 
-pytestmark = pytest.mark.process
-
 SHARD = "stage-000/model.safetensors"
 WANTED = Wanted(shards=[SHARD], small=["config.json", "manifest.json"])
 

@@ -17,8 +17,6 @@ from tests.builders import Ended, files_in, llama_config, random_tensors, reshar
 from tests.process.stores.objects.buckets import BUCKET, objects_in, url_of
 from tests.servers.s3 import Fault, MotoServer
 
-pytestmark = pytest.mark.process
-
 ROOT = Path(__file__).parents[4]
 LAST = weights_path(3, 4)
 

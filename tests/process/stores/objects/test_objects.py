@@ -22,8 +22,6 @@ from tests.builders import Tensor, write_safetensors
 from tests.process.stores.objects.buckets import BUCKET, MIB, become, measured, problem, refusal
 from tests.servers.s3 import Fault, MotoServer, S3Server
 
-pytestmark = pytest.mark.process
-
 
 def put(s3: S3Server, key: str, data: bytes) -> bytes:
     s3.client().put_object(Bucket=BUCKET, Key=key, Body=data)

@@ -14,8 +14,6 @@ from stores.net.retries import Retries
 from stores.objects.store import ObjectFile, open_objects
 from tests.process.stores.objects.buckets import BUCKET, MIB, become, refusal
 
-pytestmark = pytest.mark.process
-
 DATA = random.Random(0).randbytes(MIB)
 URL = f"s3://{BUCKET}/slow/file"
 

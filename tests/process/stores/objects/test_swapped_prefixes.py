@@ -17,8 +17,6 @@ from tests.fast.trained import write_trained
 from tests.process.stores.objects.buckets import BUCKET, objects_in, url_of
 from tests.servers.s3 import Fault, MotoServer
 
-pytestmark = pytest.mark.process
-
 Objects = Mapping[str, bytes]
 MODELS = ("model", "other")
 SHARD = ".safetensors"

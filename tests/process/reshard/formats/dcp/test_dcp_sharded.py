@@ -16,8 +16,6 @@ from tests.fast.reshard.formats.dcp.test_dcp_source import (
 )
 from tests.process.torchrun import launch
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(200)]
-
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_shards_of_three_ranks_become_the_model(kind: str, tmp_path: Path) -> None:
