@@ -18,6 +18,8 @@ from tests.no_fsync import FSYNC, stop_fsync
 
 # Before anything imports torch, tokenizers or huggingface_hub; processes that tests start inherit it.
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+# torchtitan asks, when imported, for a GPU: of the driver it would start CUDA, which forked ranks then may not.
+os.environ.update(PYTORCH_NVML_BASED_CUDA_CHECK="1")
 
 # Hundreds of processes start, and each would compile our sources, and each of pytest's workers all tests, for itself.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
