@@ -295,7 +295,8 @@ def _read_start(launched: Packed, found: Origin, options: TrainOptions) -> _Star
         lines += schedule_notes(options, training)
     options, groups = plan_groups(options, launched.shape, training.optimizer if training else None, origin.where)
     lines += groups
-    lines += (*notes(given_options, options, origin.manifest, training), *expert_notes(launched.shape.tensors))
+    lines += tuple(notes(given_options, options, origin.manifest, training))
+    lines += expert_notes(launched.shape.tensors, options.balance)
     lines += _beyond_positions(launched, options)
     return _Start(origin=origin, training=training, options=options, notes=lines)
 

@@ -49,6 +49,7 @@ class Combination:
     is_narrow: bool = False  # hidden states of some stages are narrower
     has_adapters: bool = False  # --lora-rank or --lora-from
     has_expert_adapters: bool = False  # --lora-experts
+    moves_biases: bool = False  # --router-bias-rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +182,13 @@ REFUSED = (
         applies=lambda run: run.has_adapters and run.num_tensor > 1,
         problem="is not supported with adapters, whose matrices it does not shard",
         hint="leave --tp out: frozen weights need no gradients and no optimizer state, and --dp-shard shards them",
+    ),
+    Refusal(
+        where="--router-bias-rate",
+        code="options.lora-combination",
+        applies=lambda run: run.has_adapters and run.moves_biases,
+        problem="changes biases of the base model, to which checkpoints of adapters refer",
+        hint="leave it out",
     ),
     Refusal(
         where="--lora-experts",

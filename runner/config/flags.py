@@ -17,6 +17,7 @@ from manifests.command.neighbors import usage_error
 from manifests.errors import UsageError
 from manifests.models.training import HostMemory
 from manifests.schedules import SCHEDULES
+from runner.config.balance import BalanceOptions
 from runner.config.declared import WholeNumber, build, flag, group, parameters_of
 from runner.config.lora import LoraOptions, read_lora
 from runner.config.loss import LossOptions
@@ -84,6 +85,7 @@ class TrainOptions:
     )
     optim: OptimOptions = group(OptimOptions)
     loss: LossOptions = group(LossOptions, default=LossOptions())
+    balance: BalanceOptions = group(BalanceOptions, default=BalanceOptions())
     compute: ComputeOptions = group(ComputeOptions)
     degrees: DegreeOptions = group(DegreeOptions)
     lora: LoraOptions | None = group(LoraOptions, unless_none="lora_rank")
@@ -262,6 +264,7 @@ _GROUPS = {
         "warmup_steps", "stable_steps", "decay", "decay_steps", "min_lr",
     ),
     "Loss": ("own_loss", "label_smoothing", "z_loss", "token_weights"),
+    "Experts": ("router_bias_rate", "router_aux_loss"),
     "Precision and memory": (
         "master_dtype", "reduce_dtype", "ac", "loss_chunk", "is_compiled", "implementation", "device", "host_memory",
     ),
@@ -305,7 +308,7 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
         filled["lora_alpha"] = filled["lora_rank"]
     # torchtitan's attention is causal, over whole rows, its experts are on every rank, and its names are its own.
     has_adapters = filled["lora_rank"] is not None or filled["adapter"] is not None
-    if filled["document_mask"] or filled["cp"] > 1 or filled["ep"] > 1 or has_adapters:
+    if filled["document_mask"] or filled["cp"] > 1 or filled["ep"] > 1 or has_adapters or filled["router_aux_loss"]:
         filled["implementation"] = filled["implementation"] or "transformers"
     filled["step_timeout"] = filled["step_timeout"] or 2 * filled["timeout"]
     if filled["decay_steps"] is None:
@@ -319,6 +322,13 @@ def _check_together(values: Mapping[str, Any]) -> None:
     if values["loss_chunk"] is not None and any(values[name] for name in _GROUPS["Loss"]):
         problem = "computes plain cross-entropy, and no other loss"
         raise UsageError("--loss-chunk", problem, "remove it", code="options.loss-chunk")
+    counted = "--loss" if values["own_loss"] else "--token-weights" if values["token_weights"] else None
+    if values["router_aux_loss"] and counted:
+        problem = f"conflicts with {counted}: gradients are divided by what that loss counts"
+        raise UsageError("--router-aux-loss", problem, "remove one of them", code="options.router")
+    if values["router_aux_loss"] and values["implementation"] == "torchtitan":
+        problem = "conflicts with --implementation torchtitan, whose routers return no logits"
+        raise UsageError("--router-aux-loss", problem, "remove --implementation", code="options.router")
     checkpoint, resume, local = values["checkpoint"], values["resume"], values["stage_to_local"]
     for name in ("checkpoint_every", "keep"):
         if checkpoint is None and values[name]:

@@ -20,6 +20,7 @@ from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import Sink
 from runner.metrics.summary import closing
 from runner.profiling.step_times import RankTimes
+from runner.training.expert_balance import ExpertReport
 from runner.training.step import StepReport
 
 logger = logging.getLogger("runner")
@@ -123,6 +124,7 @@ class Metrics:
             tokens_per_s=rate,
             peak_nbytes=peak_nbytes,
             **utilization,
+            **_of_experts(report.experts),
             **({} if num_skipped is None else {"skipped_documents": num_skipped}),
         )
         if self._progress is not None:
@@ -195,3 +197,10 @@ class Metrics:
     def _say(self, line: str) -> None:
         if self._progress is not None:
             self._progress.say(line)
+
+
+def _of_experts(report: ExpertReport | None) -> dict[str, Any]:
+    if report is None:
+        return {}
+    load = {} if report.load is None else {"expert_load": {str(layer): counts for layer, counts in report.load}}
+    return load if report.aux_loss is None else {"aux_loss": report.aux_loss, **load}

@@ -30,6 +30,7 @@ from runner.models.adapters import Adapters
 from runner.models.document_mask import mask_rows
 from runner.models.implementations import class_and_fields, without_implementations
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
+from runner.models.routers import recorded_routers
 from runner.models.shrink import shrink
 from runner.models.stage_of_any import StageOfAny, is_stand_in, longest_alike
 from runner.models.tensor_plan import check_packed, complete_plan, distribute_experts, shard_by_plan, summed_by_plan
@@ -209,6 +210,9 @@ class Generic:
         assert isinstance(module, StageOfAny)
         distribute_experts(module.model, mesh, tensor_mesh)
 
+    def routers(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        return recorded_routers(self._class, module)
+
     def summed_over_heads(self, module: nn.Module) -> Iterator[nn.Parameter]:
         assert isinstance(module, StageOfAny)
         return summed_by_plan(module.model)
@@ -322,12 +326,9 @@ class Generic:
         files = revert_weight_conversion(model, {name: tensor})
         regions = regions_of(tensor, {self._in_files(fqn): part for fqn, part in files.items()})
         if regions is None:
-            raise ModelError(
-                f"{self._where}: architectures",
-                f"{name} of {self.architecture} is computed from tensors of files, not made up of them",
-                "it can be packed and exported, and not trained",
-                code="model.no-family",
-            )
+            problem = f"{name} of {self.architecture} is computed from tensors of files, not made up of them"
+            hint = "it can be packed and exported, and not trained"
+            raise ModelError(f"{self._where}: architectures", problem, hint, code="model.no-family")
         return regions
 
     def _in_files(self, fqn: str) -> str:
@@ -364,11 +365,8 @@ def _refusals(where: str) -> Iterator[None]:
         yield
     except (StrictDataclassError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
-        raise ModelError(
-            where,
-            f"transformers {transformers.__version__} refuses it: {message}",
-            code="config.refused-by-transformers",
-        ) from error
+        problem = f"transformers {transformers.__version__} refuses it: {message}"
+        raise ModelError(where, problem, code="config.refused-by-transformers") from error
 
 
 def _with_modules(entry: CatalogueEntry, shape: ModelShape) -> CatalogueEntry:

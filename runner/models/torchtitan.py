@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Self
 
 import torch
@@ -23,6 +23,7 @@ from runner.models.titan_modules import (
     Module,
     ModuleDict,
     RMSNorm,
+    TokenChoiceTopKRouter,
     TransformerBlock,
     make_ffn_config,
     make_gqa_config,
@@ -91,6 +92,9 @@ class TitanFamily(TitanFields):
         for part in module.modules():
             if isinstance(part, Module):
                 part._init_self_buffers(buffer_device=device)
+
+    def routers(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        return ((name, part) for name, part in module.named_modules() if isinstance(part, TokenChoiceTopKRouter))
 
     def to_hf(self, name: str) -> str:
         prefix, part = _split(name)

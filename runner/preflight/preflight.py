@@ -19,6 +19,7 @@ from runner.checkpoint.adapter_record import check_adapters, check_launched
 from runner.checkpoint.data_position import find_data
 from runner.checkpoint.outputs import check_apart, check_outputs
 from runner.checkpoint.resume import Origin, check_fits, find_origins, remembered, resumed_state
+from runner.config.balance import BalanceOptions
 from runner.config.entry_points import find_entry_point
 from runner.config.flags import Device, TrainOptions, flag_of, recall
 from runner.config.loss import LOSSES
@@ -316,14 +317,16 @@ def is_less_than_a_step(data: DataOptions, batch: BatchOptions) -> bool:
     return True
 
 
-def expert_notes(tensors: Iterable[str]) -> tuple[str, ...]:
+def expert_notes(tensors: Iterable[str], balance: BalanceOptions) -> tuple[str, ...]:
     """Return a note that nothing balances experts, for a model of these tensors that has some."""
-    if not any("expert" in name or "moe" in name for name in tensors):
+    if balance.is_on or not any("expert" in name or "moe" in name for name in tensors):
         return ()
-    return (
-        "experts are not balanced: router_aux_loss_coef of config.json has no effect, and biases that routers add to "
-        "choose experts (e_score_correction_bias) do not change",
-    )
+    note = "experts are not balanced: --router-aux-loss is 0, whatever router_aux_loss_coef of config.json is"
+    if any(name.endswith("e_score_correction_bias") for name in tensors):
+        note = (
+            "experts are not balanced: --router-bias-rate is 0, so e_score_correction_bias of routers does not change"
+        )
+    return (note,)
 
 
 def _or_by_name(folder: Path) -> str:

@@ -19,6 +19,7 @@ from datetime import timedelta
 import torch
 
 from manifests.errors import ModelError
+from runner.config.balance import BalanceOptions
 from runner.config.trained import trained_by
 from runner.data.sequences import Rows as RankRows
 from runner.data.sequences import rows_of
@@ -102,7 +103,8 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
     wide = float32_as_float64() if dtype == "fp64" else nullcontext()
     with torch.random.fork_rng(devices=()), _without_schedules(), wide:
         degrees, timeout = run.tiny_degrees, timeout_of(run)
-        options = replace(run.options, timeout_s=int(timeout.total_seconds()))
+        # One process has the loss alone, and nothing that acts on routers.
+        options = replace(run.options, timeout_s=int(timeout.total_seconds()), balance=BalanceOptions())
         mesh = build_mesh(degrees, rank, _CPU, timeout)
         family = tiny_of(run.family)
         batch = run.batch

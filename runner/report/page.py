@@ -20,6 +20,7 @@ from manifests.store import write_file
 from runner.pipeline.timetable import find_timetable
 from runner.profiling.step_times import stage_costs
 from runner.report.charts import STYLE, Curve, draw_curves
+from runner.report.heat_map import draw_load
 from runner.report.perfetto import merged_trace
 from runner.report.read import RunLog, StepTrace, Traces, read_run
 from runner.rundir.records import config_of
@@ -87,7 +88,9 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False, other_dir: Pa
     parts += _pipelines({name: (log.traces, plans[name]) for name, log in runs.items() if log.traces is not None})
     for name, log in runs.items():
         of = f": {html.escape(name)}" if other else ""
-        parts += [part.replace("</h2>", f"{of}</h2>", 1) for part in (*_times(log), *_memory(log))]
+        parts += [
+            part.replace("</h2>", f"{of}</h2>", 1) for part in (*_times(log), *draw_load(log.steps), *_memory(log))
+        ]
     _write(out, _page(title, parts).encode(errors="replace"))
     return summary
 

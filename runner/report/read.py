@@ -337,6 +337,13 @@ def _all_of(is_one: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, Sequence) and not isinstance(value, str) and all(map(is_one, value))
 
 
+_are_counts = _all_of(_is_count)
+
+
+def _is_load(value: object) -> bool:
+    return isinstance(value, Mapping) and all(name.isdecimal() and _are_counts(value[name]) for name in value)
+
+
 _ANY = ("anything", lambda value: True)
 _COUNT = ("a count", _is_count)
 _NUMBER = ("a number", _is_number)  # or NaN, as a loss may be
@@ -345,16 +352,17 @@ _TEXT = ("a text", lambda value: isinstance(value, str))
 _SECONDS = ("a list of seconds, of each pipeline rank", _all_of(_is_duration))
 _FIELDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(("step", "rank", "microbatch", "base_nbytes", "planned_nbytes", "peak_nbytes"), _COUNT),
-    **dict.fromkeys(("loss", "grad_norm", "eval_loss"), _NUMBER),
+    **dict.fromkeys(("loss", "grad_norm", "eval_loss", "aux_loss"), _NUMBER),
     **dict.fromkeys(("tokens_per_s", "step_s", "stall_s", "mfu", "ts"), _FINITE),
     **dict.fromkeys((*_MEASURED, *_SIMULATED), _SECONDS),
     **dict.fromkeys(("num_stages", "num_ranks", "num_microbatches"), ("a number from 1 up", _is_positive)),
     **dict.fromkeys(("schedule", "checkpoint", "save_error"), _TEXT),
-    "stages": ("a list of stages", _all_of(_is_count)),
+    "stages": ("a list of stages", _are_counts),
     "style": ("loop or v", lambda value: value in ("loop", "v")),
     "dur": ("microseconds, 0 or more", _is_duration),
     "tid": ("a stage", _is_integer),
     "kind": (f"one of {', '.join(_KINDS)}", lambda value: value in tuple(_KINDS)),
+    "expert_load": ("an object of counts by layer", _is_load),
     "args": ("an object", lambda value: isinstance(value, Mapping)),
 }  # fmt: skip
 # Required fields by the field that identifies the kind of a line; the first that a line has counts.

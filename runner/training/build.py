@@ -27,6 +27,7 @@ from runner.pipeline.timetable import Timetable
 from runner.profiling.trace import Clock
 from runner.tensors.local_shard import FLAG_DTYPES
 from runner.training.activation_checkpoint import apply_compute_options
+from runner.training.expert_balance import balance_experts
 from runner.training.gradient_norm import StepTotals
 from runner.training.mixed_precision import keep_masters
 from runner.training.optimizer import Optimizer
@@ -90,6 +91,8 @@ def build_engine(
     parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=reduce_dtype, dtype=dtype)
     parallel.reshard()
     optimizer = Optimizer(parameters, options.optim, chunks, mesh, [_names(group) for group in stages.ties])
+    with raise_on_all_ranks("experts"):
+        balance = balance_experts(chunks, options.balance, batch, mesh, is_compiled=compute.is_compiled)
     clock = Clock(timetable.planned(batch.num_microbatches), mesh.pipeline_rank, options.traced)
     return Engine(
         schedule=build_schedule(timetable, chunks, metadata, batch, mesh.pipeline, loss),
@@ -101,6 +104,7 @@ def build_engine(
         optimizer=optimizer,
         parallel=parallel if mesh.degrees.per_stage > 1 else None,
         clock=clock,
+        balance=balance,
     )
 
 

@@ -14,6 +14,7 @@ from runner.pipeline.heads import of_evaluation
 from runner.pipeline.losses import Loss
 from runner.pipeline.schedule import Schedule
 from runner.profiling.trace import Clock
+from runner.training.expert_balance import ExpertBalance, ExpertReport
 from runner.training.gradient_norm import StepTotals, clip_gradients
 from runner.training.optimizer import Optimizer
 from runner.training.ties import Tie, follow_leaders, sync_gradients
@@ -30,6 +31,7 @@ class Engine:
     parallel: Parallel | None = None  # None: no other rank shares the stages of this one
     clock: Clock | None = None  # None: steps are not timed
     loss: Loss | None = None  # of the schedule; None: cross-entropy
+    balance: ExpertBalance | None = None  # None: nothing watches routers
 
     @property
     def form(self) -> RowForm | None:
@@ -47,6 +49,7 @@ class StepReport:
     lr: float
     is_last: bool = False  # a rank was asked to stop, see `runner.distributed.watchdog`
     is_damaged: bool = False  # a rank has found that what it loaded is damaged, see `runner.load.deferred`
+    experts: ExpertReport | None = None
 
 
 def train_step(
@@ -71,6 +74,8 @@ def train_step(
     optimizer.zero_gradients()
     if engine.parallel is not None:
         engine.parallel.defer_gradient_sync()
+    if engine.balance is not None:
+        engine.balance.start(cut)
     recorder, clock = engine.schedule.recorder, engine.clock
     recorder.start(is_timed=clock is None or clock.times(step + 1))
     loss = engine.schedule.train(batch, cut)
@@ -95,6 +100,7 @@ def train_step(
     clip_gradients(stepped, totals.norm, optimizer.options.max_norm)
     lr = optimizer.step(step)
     follow_leaders(engine.ties)
+    experts = None if engine.balance is None else engine.balance.finish(step + 1)
     return StepReport(
         loss=totals.loss,
         num_tokens=totals.num_tokens,
@@ -102,6 +108,7 @@ def train_step(
         lr=lr,
         is_last=totals.is_last,
         is_damaged=totals.is_damaged,
+        experts=experts,
     )
 
 

@@ -14,6 +14,7 @@ from manifests.errors import InputError, UserError
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import remembered
 from runner.commands import cli
+from runner.config.balance import BalanceOptions
 from runner.config.flags import parse_training, recall
 from runner.preflight.preflight import check_length, expert_notes, is_less_than_a_step, notes
 from tests.builders import pack, without_file, write_model
@@ -164,10 +165,17 @@ def test_first_line_without_text_is_refused_before_ranks_start(
 
 def test_a_model_with_experts_is_noted_to_be_unbalanced(wording: Wording) -> None:
     dense = ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight")
-    assert expert_notes(dense) == ()
-    for name in ("mlp.experts.7.up_proj.weight", "block_sparse_moe.input_linear.weight", "mlp.experts.gate_up_proj"):
-        (note,) = expert_notes((*dense, f"model.layers.0.{name}"))
-    wording(note)
+    assert expert_notes(dense, BalanceOptions()) == ()
+    notes_of = {}
+    for name in (
+        "block_sparse_moe.input_linear.weight",
+        "mlp.experts.gate_up_proj",
+        "moe.e_score_correction_bias",
+    ):
+        (notes_of[name],) = expert_notes((*dense, f"model.layers.0.{name}"), BalanceOptions())
+        for balance in (BalanceOptions(bias_rate=0.001), BalanceOptions(aux_loss=0.01)):
+            assert expert_notes((*dense, f"model.layers.0.{name}"), balance) == ()
+    wording("\n".join(sorted({*notes_of.values()})))
 
 
 def test_a_file_of_the_manifest_that_is_missing_is_named(place: Path) -> None:

@@ -124,6 +124,7 @@ def run_case(case: dict[str, Any], out: Path, world: World) -> dict[str, Any]:
         if step + 1 == case.get("saves", 1):
             found["saved"] = state_of(ready)
             save_state(ready, out / f"{case['name']}-saved", world.rank, step + 1)
+    found["experts"] = [report.experts for report, _ in reports]
     found["reports"] = [(report.loss, report.grad_norm, report.num_tokens, loss) for report, loss in reports]
     found["weights"] = local_pieces(ready, master_of)
     return found

@@ -1,0 +1,101 @@
+"""Routers are found, and the auxiliary loss is transformers'; what watches them is refused where there are none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from manifests.errors import UserError
+from manifests.models.trainable import generic_entry
+from runner.config.balance import BalanceOptions
+from runner.config.parallel_dims import ParallelDims
+from runner.config.schema import BatchOptions
+from runner.models import family_for
+from runner.models.family import Family
+from runner.models.generic import Generic
+from runner.models.routers import routers_of
+from runner.parallel.mesh import Mesh
+from runner.pipeline.chunk import StageChunk
+from runner.training.expert_balance import balance_experts, balance_loss
+from tests.fast.manifests.models.built import read_config
+from tests.fast.manifests.models.catalogued import config_of, quiet
+
+# With the bias in the router, in the module around it, and none.
+ROUTED = {
+    "DeepseekV3ForCausalLM": True, "Glm4MoeForCausalLM": True, "MiniMaxM2ForCausalLM": True,
+    "MixtralForCausalLM": False, "GptOssForCausalLM": False, "GraniteMoeHybridForCausalLM": False,
+}  # fmt: skip
+MESH = Mesh(degrees=ParallelDims(pipeline=1), rank=0)
+BATCH = BatchOptions(global_batch=1, microbatch=1, seq_len=8)
+
+
+def generic(architecture: str) -> Generic:
+    entry = generic_entry(architecture)
+    assert entry is not None
+    with quiet():
+        return Generic(entry, {**config_of(architecture).to_dict(), "architectures": [architecture]}, max_seq_len=8)
+
+
+def chunk_of(family: Family) -> StageChunk:
+    return StageChunk(family, 0, family.modules)
+
+
+@pytest.mark.parametrize("architecture", ROUTED)
+def test_routers_and_their_biases_are_found_in_transformers(architecture: str) -> None:
+    chunk = chunk_of(generic(architecture))
+    routers = list(routers_of(chunk.family, chunk.body))
+    assert routers
+    assert len({router.layer for router in routers}) == len(routers)
+    for router in routers:
+        assert (router.bias is not None) == ROUTED[architecture]
+        assert router.num_experts == router.module.weight.shape[0]
+
+
+@pytest.mark.parametrize(("name", "has_bias"), [("tiny-deepseek-v3", True), ("tiny-qwen3-moe", False)])
+def test_routers_and_their_biases_are_found_in_torchtitan(name: str, has_bias: bool) -> None:
+    chunk = chunk_of(family_for(read_config(name), max_seq_len=8, implementation="torchtitan"))
+    routers = list(routers_of(chunk.family, chunk.body))
+    assert routers
+    assert all((router.bias is not None) == has_bias for router in routers)
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_auxiliary_loss_of_a_layer_and_its_gradient_are_those_of_transformers(top_k: int) -> None:
+    logits = torch.randn(24, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    expected = load_balancing_loss_func((logits,), 8, top_k)
+    (expected_gradient,) = torch.autograd.grad(expected, logits)
+    loss = balance_loss(logits, top_k)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "options", "where"),
+    [
+        ("MixtralForCausalLM", torch.float32, BalanceOptions(bias_rate=0.1), "--router-bias-rate"),
+        ("Olmo2ForCausalLM", torch.float32, BalanceOptions(bias_rate=0.1), "--router-bias-rate"),
+        ("Olmo2ForCausalLM", torch.float32, BalanceOptions(aux_loss=0.1), "--router-aux-loss"),
+        ("DeepseekV3ForCausalLM", torch.bfloat16, BalanceOptions(bias_rate=0.1), "--router-bias-rate"),
+    ],
+)
+def test_what_acts_on_routers_is_refused_without_them(
+    architecture: str, dtype: torch.dtype, options: BalanceOptions, where: str
+) -> None:
+    chunk = chunk_of(generic(architecture))
+    chunk.to(dtype)
+    with pytest.raises(UserError) as error:
+        balance_experts([chunk], options, BATCH, MESH, is_compiled=False)
+    assert (error.value.code, error.value.where) == ("options.router", where)
+
+
+def test_compiled_routers_are_watched_only_to_balance_them() -> None:
+    chunk = chunk_of(generic("DeepseekV3ForCausalLM"))
+    assert balance_experts([chunk], BalanceOptions(), BATCH, MESH, is_compiled=True) is None
+    assert balance_experts([chunk], BalanceOptions(), BATCH, MESH, is_compiled=False) is not None
+    assert balance_experts([chunk], BalanceOptions(bias_rate=0.1), BATCH, MESH, is_compiled=True) is not None
+    assert (
+        balance_experts([chunk_of(generic("Olmo2ForCausalLM"))], BalanceOptions(), BATCH, MESH, is_compiled=False)
+        is None
+    )
