@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from manifests.command import defaults
 from manifests.command.console import GroupedHelp
 from manifests.command.neighbors import DTYPES as _TORCH_DTYPES
 from manifests.errors import UsageError, flag_like, naming_flags
@@ -160,61 +161,56 @@ _PARALLELISM = (
         help="Memory for requests to a remote SOURCE, and for parts of uploads; 10MB of it for each at most.",
     ),
 )  # fmt: skip
+_count = partial(click.option, type=WholeNumber(min=1))
+_degree = partial(_count, default=1, metavar="N")
 _TRAINING = (
     click.option(
         "--schedule", metavar="NAME", show_default="the layout's, or one that supports its stages",
         help=f"Pipeline schedule to assume: {', '.join(SCHEDULES)}.",
     ),
-    click.option(
-        "--microbatches", "num_microbatches", type=WholeNumber(min=1), metavar="M", show_default="4 per pipeline rank",
-        help="Microbatches per step of a replica, instead of --global-batch.",
+    _count(
+        "--microbatches", "num_microbatches", metavar="M",
+        show_default="what --global-batch says", help="Microbatches per step of a replica, instead of --global-batch.",
+    ),
+    _count(
+        "--global-batch", metavar="B",
+        show_default=f"{defaults.GLOBAL_BATCH}, or a microbatch per stage; with --gpus 512 or --gpus",
+        help="Sequences in an optimizer step.",
+    ),
+    _count("--microbatch", default=defaults.MICROBATCH, metavar="B", help="Sequences per microbatch."),
+    _count(
+        "--seq-len", default=defaults.SEQ_LEN, metavar="L",
+        show_default=f"{defaults.SEQ_LEN}; with --gpus {defaults.SEARCH_SEQ_LEN}", help="Tokens per sequence.",
     ),
     click.option(
-        "--global-batch", type=WholeNumber(min=1), metavar="B", show_default="what --microbatches says",
-        help="Sequences in an optimizer step; with --gpus 512 by default, or --gpus if that is more.",
-    ),
-    click.option("--microbatch", type=WholeNumber(min=1), default=1, metavar="B", help="Sequences per microbatch."),
-    click.option("--seq-len", type=WholeNumber(min=1), default=4096, metavar="L", help="Tokens per sequence."),
-    click.option(
-        "--dtype", type=DtypeName(DTYPES[1:3]), default="fp32", show_default="fp32; with --gpus bf16",
-        help="Dtype of weights and activations.",
+        "--dtype", type=DtypeName(DTYPES[1:3]), default=defaults.DTYPE,
+        show_default=f"{defaults.DTYPE}; with --gpus bf16", help="Dtype of weights and activations.",
     ),
     click.option(
         "--master-dtype", type=DtypeName(DTYPES[1:3]), show_default="--dtype; with --gpus fp32, or else bf16",
         help="Dtype of gradients, master weights and optimizer state.",
     ),
     click.option(
-        "--optimizer", type=click.Choice(PRESETS), default="adamw", help="Optimizer, whose state takes memory.",
+        "--optimizer", type=click.Choice(PRESETS), default=defaults.OPTIMIZER,
+        help="Optimizer, whose state takes memory.",
     ),
+    _degree("--dp-replicate", "replicate", help="Data-parallel replicas of each stage (DDP, HSDP)."),
+    _degree("--dp-shard", "shard", help="Data-parallel ranks that shard each stage (FSDP)."),
+    _degree("--tp", "tensor", help="Tensor-parallel degree."),
+    _degree("--cp", "context", help="Context-parallel degree: ranks that each have a part of every sequence."),
     click.option(
-        "--dp-replicate", "replicate", type=WholeNumber(min=1), default=1, metavar="N",
-        help="Data-parallel replicas of each stage (DDP, HSDP).",
-    ),
-    click.option(
-        "--dp-shard", "shard", type=WholeNumber(min=1), default=1, metavar="N",
-        help="Data-parallel ranks that shard each stage (FSDP).",
-    ),
-    click.option("--tp", "tensor", type=WholeNumber(min=1), default=1, metavar="N", help="Tensor-parallel degree."),
-    click.option(
-        "--cp", "context", type=WholeNumber(min=1), default=1, metavar="N",
-        help="Context-parallel degree: ranks that each have a part of every sequence.",
-    ),
-    click.option(
-        "--cp-method", "context_method", type=click.Choice(["gather", "ulysses"]), default="gather",
+        "--cp-method", "context_method", type=click.Choice(["gather", "ulysses"]), default=defaults.CONTEXT_METHOD,
         help="How attention sees the whole sequence.",
     ),
+    _degree("--ep", "expert", help="Expert-parallel degree: ranks of a replica that have different experts."),
     click.option(
-        "--ep", "expert", type=WholeNumber(min=1), default=1, metavar="N",
-        help="Expert-parallel degree: ranks of a replica that have different experts.",
-    ),
-    click.option(
-        "--ac", "recompute", default="none", metavar="none|full|selective|N",
+        "--ac", "recompute", default=defaults.RECOMPUTE, metavar="none|full|selective|N",
         callback=lambda _, __, text: _recompute(text),
         help="Activation checkpointing: none, every layer (full), all but matrix products (selective), or every Nth "
         "layer.",
     ),
-    click.option(
-        "--loss-chunk", type=WholeNumber(min=1), metavar="N", show_default="a whole microbatch",
+    _count(
+        "--loss-chunk", metavar="N", show_default="a whole microbatch",
         help="Compute logits and loss in chunks of this many tokens.",
     ),
     click.option(
@@ -228,7 +224,6 @@ _TRAINING = (
     ),
     cost,
 )  # fmt: skip
-
 
 _SEARCH = (
     click.option(

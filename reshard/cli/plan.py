@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from manifests.command import defaults
 from manifests.command.interpreter import collector_paused
 from reshard.cli import options
 
@@ -203,9 +204,10 @@ def _search(
     if "schedule" in fixed:
         fixed["schedule"] = schedule_named(fixed["schedule"])
     numbers = {name: search[name] for name in ("gpus", "efficiency", "gpus_per_node")}
+    seq_len = assumed.seq_len if times is not None or "seq_len" in given else defaults.SEARCH_SEQ_LEN
     batch, hardware = assumed.global_batch or max(512, search["gpus"]), read_hardware(search["hardware"])
     request = SearchRequest(
-        **numbers, memory_limit=assumed.memory_limit, global_batch=batch, seq_len=assumed.seq_len, hardware=hardware,
+        **numbers, memory_limit=assumed.memory_limit, global_batch=batch, seq_len=seq_len, hardware=hardware,
         fixed=fixed, measured=times,
     )  # fmt: skip
     return find_layouts(source, request, drop=drop, model=model)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from manifests.command import defaults
 from manifests.errors import Parameter, UsageError, check_choice, check_count
 from manifests.models.training import ContextMethod, HostMemory, Recompute
 from manifests.module_times import ModuleTime
@@ -16,7 +17,6 @@ from reshard.layouts.model import StageLayout
 
 Policy = Literal["fp32", "bf16", "mixed"]
 TrainingDtype = Literal["fp32", "bf16"]
-_MICROBATCHES_PER_RANK = 4  # the default, which every schedule supports
 MOST_PASSES = 1 << 19  # forward and backward, of the longest step to simulate
 
 
@@ -25,15 +25,15 @@ class Assumptions:
     """What to assume about a training run; None: the layout's value, or a default that supports its stages.
 
     `schedule` is the name of a pipeline schedule, such as "1F1B". A step has `num_microbatches` on each data-parallel
-    replica (default: 4 per pipeline rank), or as many as `global_batch`, the sequences of a step, makes of them; they
-    are `microbatch` sequences of `seq_len` tokens. `dtype` is that of weights, "fp32" or "bf16"; `master_dtype` that of
-    gradients, master weights and optimizer state, by default the same; `optimizer` is that of `runner launch`, a name
-    other than a class or a file. `replicate` is the number of data-parallel
-    replicas of each stage (DDP, HSDP), `shard` that of the ranks that shard it (FSDP), `tensor` the tensor-parallel
-    degree, and `expert` the number of ranks, of those that share one copy, that have different experts. `recompute` is
-    activation checkpointing: "none", "full", "selective" (all but matrix products), or N for every Nth layer. Logits
-    and loss are computed in chunks of `loss_chunk` tokens; None: of a whole microbatch. `host_memory` is what ranks on
-    CPUs do with freed memory; None: on GPUs. `measured` has the time of each module.
+    replica, or as many as `global_batch`, the sequences of a step, makes of them (default: as training's, or as many
+    as there are stages if that is more); they are `microbatch` sequences of `seq_len` tokens. `dtype` is that of
+    weights, "fp32" or "bf16"; `master_dtype` that of gradients, master weights and optimizer state, by default the
+    same; `optimizer` is that of `runner launch`, a name other than a class or a file. `replicate` is the number of
+    data-parallel replicas of each stage (DDP, HSDP), `shard` that of the ranks that shard it (FSDP), `tensor` the
+    tensor-parallel degree, and `expert` the number of ranks, of those that share one copy, that have different
+    experts. `recompute` is activation checkpointing: "none", "full", "selective" (all but matrix products), or N for
+    every Nth layer. Logits and loss are computed in chunks of `loss_chunk` tokens; None: of a whole microbatch.
+    `host_memory` is what ranks on CPUs do with freed memory; None: on GPUs. `measured` has the time of each module.
 
     Units: `memory_limit` in bytes per rank, `measured` in seconds per microbatch.
     """
@@ -41,18 +41,18 @@ class Assumptions:
     schedule: str | None = None
     num_microbatches: int | None = None
     global_batch: int | None = None
-    microbatch: int = 1
-    seq_len: int = 4096
-    dtype: TrainingDtype = "fp32"
+    microbatch: int = defaults.MICROBATCH
+    seq_len: int = defaults.SEQ_LEN
+    dtype: TrainingDtype = defaults.DTYPE
     master_dtype: TrainingDtype | None = None
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
     context: int = 1
-    context_method: ContextMethod = "gather"
+    context_method: ContextMethod = defaults.CONTEXT_METHOD
     expert: int = 1
-    optimizer: str = "adamw"
-    recompute: Recompute = "none"
+    optimizer: str = defaults.OPTIMIZER
+    recompute: Recompute = defaults.RECOMPUTE
     loss_chunk: int | None = None
     host_memory: HostMemory | None = None
     memory_limit: int | None = None
@@ -79,9 +79,11 @@ class Assumptions:
 
     def microbatches_for(self, placement: Placement) -> int:
         """Return the number of microbatches per step to assume."""
-        if self.global_batch is not None:
-            return max(1, self.global_batch // (self.replicate * self.shard * self.microbatch))
-        return self.num_microbatches or _MICROBATCHES_PER_RANK * placement.num_ranks
+        if self.num_microbatches is not None:
+            return self.num_microbatches
+        number = (self.global_batch or defaults.GLOBAL_BATCH) // (self.replicate * self.shard * self.microbatch)
+        # Every schedule supports as many as there are stages.
+        return max(1, number) if self.global_batch else max(placement.num_stages, number)
 
 
 def check_assumptions(assumed: Assumptions) -> None:

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 
 import click
 
+from manifests.command import defaults
 from manifests.errors import LaunchError, UsageError
 from manifests.models.training import ContextMethod
 from runner.config.declared import WholeNumber, flag
@@ -110,7 +111,7 @@ class DegreeOptions:
         help="Context-parallel degree: ranks that each have a part of every sequence.",
     )  # fmt: skip
     context_method: ContextMethod = flag(
-        "--cp-method", type=click.Choice(get_args(ContextMethod)), default="gather",
+        "--cp-method", type=click.Choice(get_args(ContextMethod)), default=defaults.CONTEXT_METHOD,
         help="How attention sees the whole sequence: gather keys and values, or exchange parts for heads (ulysses).",
     )  # fmt: skip
     expert: int = flag(

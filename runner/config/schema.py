@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import click
 
+from manifests.command import defaults
 from manifests.errors import UsageError
 from manifests.models.trainable import Implementation
 from manifests.models.training import Recompute, parse_recompute
@@ -35,15 +36,17 @@ class BatchOptions:
         UsageError: a value below 1, or a global batch size that is not a multiple of the microbatch size.
     """
 
-    seq_len: int = flag("--seq-len", type=WholeNumber(min=1), written_default=512, help="Sequence length, in tokens.")
+    seq_len: int = flag(
+        "--seq-len", type=WholeNumber(min=1), written_default=defaults.SEQ_LEN, help="Sequence length, in tokens."
+    )
     global_batch: int = flag(
         "--global-batch",
         type=WholeNumber(min=1),
-        written_default=8,
+        written_default=defaults.GLOBAL_BATCH,
         help="Global batch size: sequences in an optimizer step.",
     )
     microbatch: int = flag(
-        "--microbatch", type=WholeNumber(min=1), written_default=1,
+        "--microbatch", type=WholeNumber(min=1), written_default=defaults.MICROBATCH,
         help="Microbatch size, in sequences; gradients are accumulated over the microbatches of a step.",
     )  # fmt: skip
 
@@ -176,7 +179,10 @@ class ComputeOptions:
     """
 
     dtype: Dtype = flag(
-        "--dtype", type=_DTYPES, default="fp32", help="Dtype of activations and of the weights in forward and backward."
+        "--dtype",
+        type=_DTYPES,
+        default=defaults.DTYPE,
+        help="Dtype of activations and of the weights in forward and backward.",
     )
     master_dtype: Dtype = flag(
         "--master-dtype", type=_DTYPES, default="fp32", written_default=None, show_default="--dtype",
@@ -187,7 +193,7 @@ class ComputeOptions:
         help="Dtype in which gradients are reduced over data-parallel ranks.",
     )  # fmt: skip
     recompute: Recompute = flag(
-        "--ac", metavar="none|full|selective|N", default="none", read=parse_recompute,
+        "--ac", metavar="none|full|selective|N", default=defaults.RECOMPUTE, read=parse_recompute,
         help="Activation checkpointing: none, every layer (full), all but matrix products (selective), or every Nth "
         "layer.",
     )  # fmt: skip

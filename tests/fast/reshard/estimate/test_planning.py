@@ -89,7 +89,7 @@ def test_layout_of_another_suffix_or_over_a_file_is_not_written(tmp_path: Path) 
 def test_pack_says_for_which_step_it_solves(tmp_path: Path) -> None:
     write_model(tmp_path / "source")
     solved = reshard("pack", tmp_path / "source", "--layout", "balance:time,pp=2", "--out", tmp_path / "out")
-    assert "1F1B, 8 microbatches of 1 x 4096 tokens in fp32" in solved.err
+    assert "1F1B, 8 microbatches of 1 x 512 tokens in fp32" in solved.err
     assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "other").err == ""
 
 
@@ -139,7 +139,7 @@ def test_number_of_ranks_is_refused_without_a_layout(verb: str, tmp_path: Path) 
 def test_a_step_too_long_to_simulate_is_left_out(tmp_path: Path, wording: Callable[[str], None]) -> None:
     config = write_config(tmp_path / "config.json", num_hidden_layers=1024)
     planned = run("plan", config, "--layout", "pp=1024")
-    (line,) = [line for line in planned.out.splitlines() if line.startswith("1F1B, 4096 microbatches on 1024 stages")]
+    (line,) = [line for line in planned.out.splitlines() if line.startswith("1F1B, 1024 microbatches on 1024 stages")]
     wording(line)
     shown = reshard("plan", config, "--layout", "pp=1024", "--json").json
     simulated = (shown["bubble"], shown["step_s"], shown["ranks"][0]["bubble"], shown["stages"][0]["memory_nbytes"])
@@ -151,7 +151,8 @@ def test_a_step_too_long_to_simulate_is_left_out(tmp_path: Path, wording: Callab
 
 def test_a_memory_limit_is_refused_where_a_step_is_too_long_to_simulate(tmp_path: Path) -> None:
     config = write_config(tmp_path / "config.json", num_hidden_layers=1024)
-    ended = reshard("plan", config, "--layout", "balance:params,pp=512", "--gpu-memory", "80GB", "--json")
+    ended = reshard("plan", config, "--layout", "balance:params,pp=512", "--microbatches", "2048",
+                    "--gpu-memory", "80GB", "--json")  # fmt: skip
     assert ended.refusal == (2, "options.too-many-microbatches", "--microbatches")
 
 
@@ -227,7 +228,8 @@ def test_where_nothing_fits_the_headline_has_the_largest_degrees_that_were_tried
 
 @pytest.mark.parametrize("given", [(), ("--ac", "full"), ("--tp", "2"), ("--dp-shard", "4", "--ac", "full")])
 def test_smallest_change_that_fits_is_the_headline_and_fits(given: tuple[str, ...]) -> None:
-    asked = ("plan", TRUE / "llama-3.1-8b.json", "--dtype", "bf16", "--master-dtype", "fp32", "--gpu-memory", "20GB")
+    asked = ("plan", TRUE / "llama-3.1-8b.json", "--dtype", "bf16", "--master-dtype", "fp32", "--gpu-memory", "20GB",
+             "--seq-len", "4096")  # fmt: skip
     whole = reshard(*asked, "--layout", "pp=4", *given)
     headline = whole.out.splitlines()[2]
     assert headline.startswith("DOES NOT FIT: ranks 0")

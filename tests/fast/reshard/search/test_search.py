@@ -77,7 +77,8 @@ def test_first_layout_needs_what_its_plan_says(name: str, gpus: int, memory: int
     plan = reshard(
         "plan", config, "--layout", layout, "--microbatches", "128", "--microbatch", str(first["microbatch"]),
         "--dtype", "bf16", "--master-dtype", masters[first["policy"]], "--dp-shard", str(first["shard"]),
-        "--tp", str(first["tensor"]), "--ep", str(first["expert"]), "--ac", first["recompute"], "--json",
+        "--tp", str(first["tensor"]), "--ep", str(first["expert"]), "--ac", first["recompute"], "--seq-len", "4096",
+        "--json",
     ).json  # fmt: skip
     assert plan["num_ranks"] * ranks == gpus
     assert max(rank["memory_nbytes"]["total"] for rank in plan["ranks"]) == first["memory"]
