@@ -91,7 +91,12 @@ def run(launched: Packed, options: TrainOptions, world: World, device: torch.dev
         ready = begin(launched, find_start(launched, options, world), options, world, device)
         check_writes(ready, world)
         if world.rank == 0:
-            resolved = {**ready.options.values, "num_ranks": world.size, "first_step": ready.num_steps + 1}
+            resolved = {
+                **ready.options.values,
+                "num_ranks": world.size,
+                "first_step": ready.num_steps + 1,
+                "layout": ready.mesh.degrees.flags,
+            }
             note_resolved(options.log_dir, resolved)
         with ready.deferred, open_metrics(ready, world, device) as metrics:
             _train_and_save(ready, metrics, world, device)

@@ -70,6 +70,16 @@ class ParallelDims:
     def world_size(self) -> int:
         return self.pipeline * self.per_stage
 
+    @property
+    def flags(self) -> str:
+        """The degrees by their flags: `pp=2,dp-shard=4`."""
+        degrees = {
+            "dp-replicate": self.replicate, "dp-shard": self.shard, "cp": self.context, "tp": self.tensor,
+            "ep": self.expert,
+        }  # fmt: skip
+        more = "".join(f",{name}={degree}" for name, degree in degrees.items() if degree > 1)
+        return f"pp={self.pipeline}{more}"
+
     def __str__(self) -> str:
         parts = [
             f"{count} {what}"

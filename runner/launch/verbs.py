@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import click
 from manifests.errors import (
     InputError,
     LaunchError,
+    UsageError,
     UserError,
 )
 from runner.config.declared import WholeNumber
@@ -35,13 +39,15 @@ _LOG_DIR = click.argument(
     "log_dir", type=click.Path(path_type=Path), metavar="[LOG_DIR]", default=DEFAULT_RUNS,
     callback=lambda _, __, path: find_run(path),
 )  # fmt: skip
+_WATCHED_S = 2.0  # between two looks at a job
 _SILENT_S = 60.0  # a scheduler that is being restarted does not answer
 
 
 @click.command()
 @_LOG_DIR
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def status(log_dir: Path, as_json: bool) -> None:
+@click.option("--watch", "is_watched", is_flag=True, help="Show it again when it changes, until the job ends.")
+def status(log_dir: Path, as_json: bool, is_watched: bool) -> None:
     """Show the state of a launched job, its progress, and why it failed.
 
     LOG_DIR is the log folder of a run, by default the latest in runner-log.
@@ -50,23 +56,29 @@ def status(log_dir: Path, as_json: bool) -> None:
     Example:
       runner status runner-log/latest
     """
-    state = find_status(log_dir)
+    if as_json and is_watched:
+        problem = "conflicts with --json, which prints one object"
+        raise UsageError("--watch", problem, "remove one of them", code="options.conflict")
     if as_json:
-        click.echo(json.dumps(state))
+        click.echo(json.dumps(find_status(log_dir)))
         return
+    show_changes(lambda: _status_lines(find_status(log_dir)), is_repeated=is_watched)
+
+
+def _status_lines(state: Mapping[str, Any]) -> tuple[bool, Sequence[str]]:
+    """Return whether the job may still change, and what is shown of it."""
     why = f" ({state['reason']})" if state.get("reason") else ""
     where = f" on {state['nodes']}" if state.get("nodes") else ""
     again = f", requeued {state['requeues']} times" if state.get("requeues") else ""
-    click.echo(f"{state['name']}: {state['scheduler']} job {state['id']} is {state['state']}{why}{where}{again}")
+    lines = [f"{state['name']}: {state['scheduler']} job {state['id']} is {state['state']}{why}{where}{again}"]
     if state["last_step"] is not None:
         loss = f", loss {state['last_loss']:.6f}" if state["last_loss"] is not None else ""
         saved = f", last checkpoint {state['last_checkpoint']}" if state["last_checkpoint"] else ""
         of = f" of {state['num_steps']}" if state["num_steps"] is not None else ""
-        click.echo(f"step {state['last_step']}{of}{loss}{saved}")
-    for rank in state["silent_ranks"]:
-        click.echo(f"no heartbeat from {rank}")
-    if state["error"]:
-        click.echo(f"error: {state['error']}")
+        lines.append(f"step {state['last_step']}{of}{loss}{saved}")
+    lines += [f"no heartbeat from {rank}" for rank in state["silent_ranks"]]
+    lines += [f"error: {state['error']}"] if state["error"] else []
+    return state["exit_code"] is None, lines
 
 
 @click.command()
@@ -145,14 +157,36 @@ def find_status(log_dir: Path) -> dict[str, Any]:
     state, ended = scheduler_of(record.scheduler).find_state(record, log_dir), read_state(log_dir)
     report: dict[str, Any] = {
         "version": 1, "scheduler": record.scheduler, "id": record.id, "name": record.name,
-        "state": state.word, "reason": state.reason, "nodes": state.nodes, "requeues": state.num_requeues,
+        "state": state.word, "exit_code": state.exit_code,
+        "reason": state.reason, "nodes": state.nodes, "requeues": state.num_requeues,
     }  # fmt: skip
     has_failed = ended is not None and ended.ended == "failed"
     report["error"] = ended.error if ended and has_failed else None
     report["error_code"] = ended.error_code if ended and has_failed else None
     report["silent_ranks"] = _silent(log_dir) if state.word.upper() == "RUNNING" else []
-    num_steps = config_of(read_run_record(log_dir)).get("steps")
-    return report | _progress(log_dir / "metrics.jsonl") | {"num_steps": num_steps}
+    config = config_of(read_run_record(log_dir))
+    report |= {"num_steps": config.get("steps"), "layout": config.get("layout")}
+    report["last_heartbeat_s"] = max((beat.time for beat in read_beats(log_dir)), default=None)  # since the epoch
+    return report | _progress(log_dir / "metrics.jsonl")
+
+
+def show_changes(look: Callable[[], tuple[bool, Sequence[str]]], *, is_repeated: bool) -> None:
+    """Show the lines that `look` returns; if repeated, again when they change, while its first value is true.
+
+    On a terminal the new lines replace the old ones.
+    """
+    shown: Sequence[str] = ()
+    while True:
+        may_change, lines = look()
+        columns = shutil.get_terminal_size().columns if is_repeated and sys.stdout.isatty() else 0
+        if columns and shown and lines != shown:
+            click.echo(f"\x1b[{len(shown)}F\x1b[J", nl=False)
+        for line in lines if lines != shown else ():
+            click.echo(line[:columns] if columns else line)
+        shown = lines
+        if not (is_repeated and may_change):
+            return
+        time.sleep(_WATCHED_S)
 
 
 def show_logs(log_dir: Path, show: Print, *, rank: int | None, is_followed: bool) -> None:

@@ -164,7 +164,7 @@ def test_help_costs_little_more_than_importing_click(command: str) -> None:
 def test_every_verb_of_the_runner_is_found_where_its_list_says() -> None:
     listed = run_python("from runner.cli import main; main()", "--help").partition("Commands:\n")[2]
     verbs = [line.split()[0] for line in listed.splitlines()]
-    assert verbs == ["launch", "status", "logs", "cancel", "measure", "report", "eval", "prove", "completion"]
+    assert verbs == ["launch", "status", "list", "logs", "cancel", "measure", "report", "eval", "prove", "completion"]
     for verb in verbs:
         assert f"Usage: runner {verb} " in run_python("from runner.cli import main; main()", verb, "--help")
 

@@ -37,7 +37,7 @@ WORDS = {
     ],
     "runner": [
         ("launch",), ("launch", "--job"), ("launch", "--log-dir"), ("eval",), ("eval", "x", "--data"),
-        ("status",), ("logs",), ("cancel",), ("report",), ("report", "x", "--out"),
+        ("status",), ("list",), ("logs",), ("cancel",), ("report",), ("report", "x", "--out"),
     ],
 }  # fmt: skip
 
@@ -168,7 +168,7 @@ def test_quiet_verbs_print_nothing_when_all_is_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize("group", [reshard_cli, runner_cli], ids=["reshard", "runner"])
 def test_every_verb_that_works_long_can_be_quiet(group: click.Group) -> None:
     context = click.Context(group)
-    short = {"status", "logs", "cancel", "report", "completion", "log"}  # their answer is all they print
+    short = {"status", "list", "logs", "cancel", "report", "completion", "log"}  # their answer is all they print
     verbs = {name: group.get_command(context, name) for name in group.list_commands(context)}
     for name, verb in [*verbs.items()]:
         if isinstance(verb, click.Group):

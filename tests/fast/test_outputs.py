@@ -29,7 +29,7 @@ INPUTS = {
     "reshard plan source", "reshard push folder", "reshard sign --key", "reshard sign manifest",
     "reshard verify --against", "reshard verify --public-key", "reshard verify manifest",
     "runner cancel log_dir", "runner eval --data", "training --optimizer", "runner eval manifest",
-    "runner launch --job", "runner launch manifest", "runner logs log_dir",
+    "runner launch --job", "runner launch manifest", "runner list runs", "runner logs log_dir",
     "runner measure manifest", "runner prove --against", "runner prove model",
     "runner report --compare", "runner report log_dir", "runner status log_dir",
     "training --data", "training --eval-data", "training --lora-from", "training --resume", "training --schedule",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from manifests.errors import InputError
+from manifests.errors import InputError, LaunchError, UsageError
 from runner.commands import cli
 from runner.launch import verbs as watch
-from runner.rundir.heartbeat import log_path
+from runner.rundir.heartbeat import Beat, heartbeat_path, log_path, write_beat
 from runner.rundir.records import Ended, JobRecord, RunState, write_job_record, write_run_record, write_state
 
 LOAD: dict[str, Any] = {"rank": 0, "load_s": 0.1}
@@ -59,6 +60,54 @@ def test_status_has_the_steps_of_the_whole_run(log: Path) -> None:
     write_run_record(log, {"id": "x", "launches": [{"options": {"steps": 10}, "resolved": {"steps": 12}}]})
     assert watch.find_status(log)["num_steps"] == 12
     assert CliRunner().invoke(cli, ["status", str(log)]).stdout.splitlines()[1] == "step 3 of 12, loss 2.000000"
+
+
+def test_watched_status_is_shown_again_when_it_changes_until_the_job_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch, "_WATCHED_S", 0.0)
+    looks = iter([(True, ["a", "b"]), (True, ["a", "b"]), (True, ["c"]), (False, ["d"])])
+    watch.show_changes(lambda: next(looks), is_repeated=True)
+    assert capsys.readouterr().out.split() == ["a", "b", "c", "d"]
+    assert next(looks, None) is None
+
+
+def test_watched_status_of_a_job_that_has_ended_is_shown_once(log: Path) -> None:
+    write_state(log, RunState(step=3, ended="done"))
+    plain, watched = (CliRunner().invoke(cli, ["status", str(log), *flags]) for flags in ((), ("--watch",)))
+    assert watched.stdout == plain.stdout
+    refused = CliRunner().invoke(cli, ["status", str(log), "--watch", "--json"]).exception
+    assert isinstance(refused, UsageError)
+    assert refused.code == "options.conflict"
+
+
+def test_list_has_every_run_of_a_folder_newest_first(tmp_path: Path) -> None:
+    for number, name in enumerate(("old", "new", "elsewhere")):
+        folder = tmp_path / name
+        folder.mkdir()
+        host = "another-host" if name == "elsewhere" else socket.gethostname()
+        write_job_record(folder, JobRecord(
+            scheduler="local", id="1", name=name, output=str(log_path(folder, 0)), host=host, birth="never",
+        ))  # fmt: skip
+        os.utime(folder / "job.json", (number, number))
+    new = tmp_path / "new"
+    (new / "metrics.jsonl").write_text(json.dumps(LOAD) + "\n" + json.dumps(step(3)) + "\n")
+    write_run_record(new, {"id": "x", "launches": [{"resolved": {"steps": 12, "layout": "pp=2,tp=2"}}]})
+    write_state(new, RunState(step=3, ended="stopped"))
+    (new / "heartbeat").mkdir()
+    write_beat(heartbeat_path(new, 0), Beat(rank=0, stages=(0,), host="h", pid=1, step=3, phase="step", time=5.0))
+    (tmp_path / "latest").symlink_to("new")
+    (tmp_path / "no-run").mkdir()
+    shown = json.loads(CliRunner().invoke(cli, ["list", str(tmp_path), "--json"]).stdout)
+    rows = [(run.get("name"), run["state"], run.get("last_step"), run.get("layout")) for run in shown["runs"]]
+    assert rows == [(None, "UNKNOWN", None, None), ("new", "STOPPED", 3, "pp=2,tp=2"), ("old", "KILLED", None, None)]
+    assert shown["runs"][1]["last_heartbeat_s"] == 5.0
+    lines = CliRunner().invoke(cli, ["list", str(tmp_path)]).stdout.splitlines()
+    assert [line.split()[:4] for line in lines[2:3]] == [["new", "STOPPED", "3/12", "2.0000"]]
+    assert [line.split() for line in CliRunner().invoke(cli, ["list", str(new)]).stdout.splitlines()][1][0] == "new"
+    refused = CliRunner().invoke(cli, ["list", str(tmp_path / "no-run")]).exception
+    assert isinstance(refused, LaunchError)
+    assert refused.code == "launch.no-record"
 
 
 @pytest.mark.parametrize("flags", [(), ("--force",)])
