@@ -41,22 +41,6 @@ def is_hex_digest(text: str) -> bool:
     return len(text) == 2 * _NBYTES and _HEX.issuperset(text)
 
 
-class HashedBlocks:
-    """Iterate over blocks and hash them; `digest` is of those so far."""
-
-    def __init__(self, blocks: Iterable[bytes]) -> None:
-        self._blocks, self._hasher = blocks, blake3()
-
-    def __iter__(self) -> Iterator[bytes]:
-        for block in self._blocks:
-            self._hasher.update(block)
-            yield block
-
-    @property
-    def digest(self) -> str:
-        return PREFIX + self._hasher.hexdigest()
-
-
 class DigestTable(Sequence[str]):
     """Hex digests of many tensors, without the prefix, in 32 bytes each: as strings they would take 113."""
 

@@ -17,7 +17,7 @@ SGLang and PEFT in `tests/interop/test_readers.py`, which fail when one consults
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from manifests.paths import is_in_stage_folder
@@ -59,16 +59,10 @@ def split_by_size(items: Iterable[T], nbytes_of: Callable[[T], int], most_nbytes
     return runs
 
 
-def index_blocks(weights: Mapping[str, Iterable[str]], total_nbytes: int) -> Iterator[bytes]:
-    """Yield the text of an index, given the FQNs in each shard, by its path, and the bytes of all these tensors."""
-    yield b'{\n  "metadata": {\n    "total_size": %d\n  },\n  "weight_map": {' % total_nbytes
-    between = b"\n"
-    for path, names in weights.items():
-        end = f": {json.dumps(path)}"
-        for name in names:
-            yield between + f"    {json.dumps(name)}{end}".encode()
-            between = b",\n"
-    yield b"\n  }\n}\n"
+def encode_index(weights: Mapping[str, Iterable[str]], total_nbytes: int) -> bytes:
+    """Return the text of an index, given the FQNs in each shard, by its path, and the bytes of all these tensors."""
+    weight_map = {name: path for path, names in weights.items() for name in names}
+    return (json.dumps({"metadata": {"total_size": total_nbytes}, "weight_map": weight_map}, indent=2) + "\n").encode()
 
 
 # Weights in other formats than safetensors, by suffix.

@@ -7,55 +7,67 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise, repeat
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
 from manifests.digest import DigestTable, digest_pieces
 from manifests.errors import ShardError, refused_by_system
-from manifests.headertext import (
-    DTYPE_BITS,
-    MAX_DIM,
-    MAX_RANK,
-    METADATA,
-    NO_NAMES,
-    TensorEntry,
-    TensorKind,
-    TensorTable,
-    read_header_text,
-)
 from manifests.jsontext import parse_json_object
 from manifests.paths import open_regular
 
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 ALIGNMENT = 4096  # of the data area in the shards that we write, in bytes
+METADATA = "__metadata__"
+MAX_DIM = 1 << 63
+MAX_RANK = 64  # dimensions of a tensor; the limit of torch and NumPy
 DIGESTS_KEY = "blake3"  # in `__metadata__`: hex digests of the tensors, in header order
 _DIGEST_CHARS = 64
 _BLANK = "0" * _DIGEST_CHARS
-_TEXTS_IN_BLOCK = 4096  # of a header that is written in blocks
 LENGTH_NBYTES = 8  # of a file: the length of its header's JSON text
 MAX_HEADER_NBYTES = 100_000_000  # of its JSON text: the limit of the safetensors library
+
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """One tensor of a shard. `begin` and `end` are byte offsets in the data area."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
     """A shard's table of tensors, in header order. `raw` is the JSON text of the file."""
 
-    tensors: TensorTable
+    tensors: Sequence[TensorEntry]
     metadata: Mapping[str, str]
     raw: bytes
+
+    @property
+    def names(self) -> list[str]:
+        return [entry.name for entry in self.tensors]
 
     @property
     def nbytes(self) -> int:
         """Where the data area starts, in bytes from the start of the file."""
         return LENGTH_NBYTES + len(self.raw)
-
-    @property
-    def data_nbytes(self) -> int:
-        return self.tensors.end
 
     @property
     def digest(self) -> str:
@@ -67,7 +79,7 @@ class Header:
 
     def digests(self, where: str) -> dict[str, str]:
         """Return each tensor's hex digest; raises as `digest_table`."""
-        return dict(zip(self.tensors.names, self.digest_table(where), strict=True))
+        return dict(zip(self.names, self.digest_table(where), strict=True))
 
     def digest_table(self, where: str) -> DigestTable:
         """Return the tensors' digests, in header order.
@@ -88,8 +100,8 @@ class Header:
         return found
 
 
-def read_header(path: Path, *, where: str | None = None, names: Mapping[str, str] = NO_NAMES) -> Header:
-    """Read and check the header of a safetensors file, with names as `parse_header`.
+def read_header(path: Path, *, where: str | None = None) -> Header:
+    """Read and check the header of a safetensors file.
 
     Raises:
         ShardError: not a safetensors file, truncated, or its header does not match the data.
@@ -107,7 +119,7 @@ def read_header(path: Path, *, where: str | None = None, names: Mapping[str, str
     if len(raw) != raw_nbytes:
         problem = f"truncated header: expected {raw_nbytes} bytes, found {len(raw)}"
         raise ShardError(place, problem, code="header.not-safetensors")
-    return parse_header(raw, data_nbytes=file_nbytes - LENGTH_NBYTES - raw_nbytes, where=place, names=names)
+    return parse_header(raw, data_nbytes=file_nbytes - LENGTH_NBYTES - raw_nbytes, where=place)
 
 
 def header_nbytes(first: bytes, file_nbytes: int, where: str) -> int:
@@ -131,51 +143,38 @@ def header_nbytes(first: bytes, file_nbytes: int, where: str) -> int:
     return length
 
 
-def parse_header(raw: bytes, *, data_nbytes: int | None, where: str, names: Mapping[str, str] = NO_NAMES) -> Header:
+def parse_header(raw: bytes, *, data_nbytes: int | None, where: str) -> Header:
     """Parse a header's JSON text and check it against the `data_nbytes` that follow it in the file.
 
-    If `data_nbytes` is None (a header without its file), the data may have any length. Names in `names` are the same
-    objects as there: a million names take 100 MB.
+    If `data_nbytes` is None (a header without its file), the data may have any length.
 
     Raises:
         SourceError: not a JSON object (see `parse_json_object`).
         ShardError: a field is missing or of the wrong type; offsets overlap, leave a gap, do not match dtype and
             shape, or do not end where the file ends.
     """
-    read = read_header_text(raw, names)
-    if isinstance(read, int):
-        document = parse_json_object(raw, f"{where}: header")  # raises if it is malformed
-        metadata, table = _metadata(document.pop(METADATA, {}), where), TensorTable()
-        for name, fields in document.items():
-            table.append(names.get(name, name), *_kind_and_begin(name, fields, where))
-    else:
-        table, metadata = read
-    _check_offsets(table, data_nbytes, where)
-    return Header(tensors=table, metadata=metadata, raw=raw)
+    document = parse_json_object(raw, f"{where}: header")
+    metadata = _metadata(document.pop(METADATA, {}), where)
+    tensors = tuple(_entry(name, fields, where) for name, fields in document.items())
+    _check_offsets(tensors, data_nbytes, where)
+    return Header(tensors=tensors, metadata=metadata, raw=raw)
 
 
 def in_data_order(entries: Sequence[TensorEntry]) -> Sequence[TensorEntry]:
     """Return the tensors ordered by offset, without a copy if they already are."""
-    if isinstance(entries, TensorTable):
-        is_ordered = entries.is_ordered
-    else:
-        is_ordered = all(one.end <= other.begin for one, other in pairwise(entries))
-    if is_ordered:
+    if all(entry.end <= following.begin for entry, following in pairwise(entries)):
         return entries
     return sorted(entries, key=lambda entry: (entry.begin, entry.end))
 
 
 def layout_tensors(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[TensorEntry, ...]:
     """Assign adjacent offsets to (name, dtype, shape)."""
-    return tuple(_laid_out(tensors))
-
-
-def _laid_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Iterator[TensorEntry]:
-    begin = 0
+    entries, begin = [], 0
     for name, dtype, shape in tensors:
         end = begin + nbytes_of(dtype, shape)
-        yield TensorEntry(name=name, dtype=dtype, shape=shape, begin=begin, end=end)
+        entries.append(TensorEntry(name=name, dtype=dtype, shape=shape, begin=begin, end=end))
         begin = end
+    return tuple(entries)
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
@@ -188,38 +187,22 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 def encode_header(tensors: Iterable[TensorEntry], metadata: Mapping[str, str], *, alignment: int = ALIGNMENT) -> bytes:
     """Return the bytes of a file before its data area: length, JSON text, padding up to `alignment`."""
-    fields = _fields(tensors, metadata)
-    text = f"{{{','.join(fields)}}}".encode()
+    fields = [f'"{METADATA}":{_encode(dict(metadata))}'] if metadata else []
+    text = f"{{{','.join((*fields, *map(_field, tensors)))}}}".encode()
     text += b" " * (-(LENGTH_NBYTES + len(text)) % alignment)
     return len(text).to_bytes(LENGTH_NBYTES, "little") + text
 
 
-def _fields(tensors: Iterable[TensorEntry], metadata: Mapping[str, str]) -> Iterator[str]:
-    """Yield the members of a header's JSON object, formatted directly: faster than `json` for 100,000 tensors."""
-    if metadata:
-        yield f'"{METADATA}":{_encode(dict(metadata))}'
-    yield from map(_field, tensors)
-
-
 def _field(entry: TensorEntry) -> str:
+    """Return a member of a header's JSON object, formatted directly: faster than `json` for 100,000 tensors."""
     return (
         f'{_encode(entry.name)}:{{"dtype":"{entry.dtype}","shape":[{",".join(map(str, entry.shape))}],'
         f'"data_offsets":[{entry.begin},{entry.end}]}}'
     )
 
 
-def template_nbytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> int:
-    """Return the length of `header_template` for tensors laid out by `layout_tensors`, without storing them."""
-    num_tensors, text_nbytes = -1, 1  # the first field is `__metadata__`
-    for field in _fields(_laid_out(tensors), {"format": "pt", **metadata, DIGESTS_KEY: ""}):
-        num_tensors += 1
-        text_nbytes += 1 + (len(field) if field.isascii() else len(field.encode()))  # and a brace or comma
-    text_nbytes += max(0, num_tensors * (_DIGEST_CHARS + 1) - 1)
-    return LENGTH_NBYTES + text_nbytes + -(LENGTH_NBYTES + text_nbytes) % ALIGNMENT
-
-
 def header_template(
-    tensors: tuple[TensorEntry, ...], metadata: Mapping[str, str], digests: Mapping[str, str] | None = None
+    tensors: Sequence[TensorEntry], metadata: Mapping[str, str], digests: Mapping[str, str] | None = None
 ) -> bytes:
     """Return a shard's header with its tensors' hex digests, or zeros while they are unknown.
 
@@ -228,43 +211,6 @@ def header_template(
     """
     words = " ".join(_BLANK if digests is None else digests[entry.name] for entry in tensors)
     return encode_header(tensors, {"format": "pt", **metadata, DIGESTS_KEY: words})
-
-
-def template_blocks(
-    tensors: Iterable[tuple[str, str, tuple[int, ...]]],
-    metadata: Mapping[str, str],
-    digests: Iterable[str],
-    *,
-    nbytes: int,
-) -> Iterator[bytes]:
-    """Yield the `nbytes` of `header_template` in blocks; the digests are in the order of the tensors."""
-    yield (nbytes - LENGTH_NBYTES).to_bytes(LENGTH_NBYTES, "little")
-    begun = _encode({"format": "pt", **metadata, DIGESTS_KEY: ""}).removesuffix('"}')
-    fields = (f",{_field(entry)}" for entry in _laid_out(tensors))
-    left = nbytes - LENGTH_NBYTES
-    texts = chain((f'{{"{METADATA}":{begun}',), _spaced(digests), ('"}',), fields, ("}",))
-    for block in _joined(texts):
-        left -= len(block)
-        yield block
-    assert 0 <= left < ALIGNMENT, "the length of a template is known before it is made"
-    yield b" " * left
-
-
-def blank_digests(num_tensors: int) -> Iterator[str]:
-    """Return the digests of a template while they are unknown."""
-    return repeat(_BLANK, num_tensors)
-
-
-def _spaced(words: Iterable[str]) -> Iterator[str]:
-    for number, word in enumerate(words):
-        yield f" {word}" if number else word
-
-
-def _joined(texts: Iterable[str]) -> Iterator[bytes]:
-    """Encode texts, many at a time."""
-    left = iter(texts)
-    while some := "".join(islice(left, _TEXTS_IN_BLOCK)):
-        yield some.encode()
 
 
 _NOT_SAFETENSORS = "the file is damaged or not a safetensors file; download it again"
@@ -276,7 +222,7 @@ def _metadata(found: object, where: str) -> dict[str, str]:
     return found
 
 
-def _kind_and_begin(name: str, fields: object, where: str) -> tuple[TensorKind, int]:
+def _entry(name: str, fields: object, where: str) -> TensorEntry:
     place = f"{where}: {name!r}"
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise ShardError(place, "expected an object with dtype, shape and data_offsets", code="header.invalid-field")
@@ -301,7 +247,7 @@ def _kind_and_begin(name: str, fields: object, where: str) -> tuple[TensorKind, 
             f"expected {taken} bytes ({dtype} {str(shape)[:80]}), found {offsets[1] - offsets[0]}",
             code="header.wrong-offsets",
         )
-    return (dtype, tuple(shape), offsets[1] - offsets[0]), offsets[0]
+    return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), begin=offsets[0], end=offsets[1])
 
 
 def _are_counts(found: object) -> bool:
@@ -312,9 +258,9 @@ def _is_count(found: object) -> bool:
     return type(found) is int and 0 <= found < MAX_DIM
 
 
-def _check_offsets(table: TensorTable, data_nbytes: int | None, where: str) -> None:
-    position = table.end if table.is_adjacent else 0
-    for entry in () if table.is_adjacent else in_data_order(table):
+def _check_offsets(tensors: Sequence[TensorEntry], data_nbytes: int | None, where: str) -> None:
+    position = 0
+    for entry in in_data_order(tensors):
         if entry.begin != position:
             kind = (
                 "overlaps the previous tensor" if entry.begin < position else "leaves a gap after the previous tensor"

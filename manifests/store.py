@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 from manifests.codec import encode_manifest
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, ManifestError, ShardError, SourceError, refused_by_system
-from manifests.headertext import NO_NAMES
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.jsontext import MAX_CONFIG_NBYTES, parse_config
 from manifests.paths import open_regular
@@ -75,8 +74,8 @@ def newest_below(folder: Path) -> Path | None:
     return max(below, key=lambda at: (len(at.name), at.name), default=None)
 
 
-def open_shard(folder: Path, shard: Shard, names: Mapping[str, str] = NO_NAMES) -> Header:
-    """Read a shard's header, with names as `parse_header`, and check it against the manifest.
+def open_shard(folder: Path, shard: Shard) -> Header:
+    """Read a shard's header, and check it against the manifest.
 
     Raises:
         ShardError: missing, malformed, or of another size or digest than in the manifest.
@@ -86,7 +85,7 @@ def open_shard(folder: Path, shard: Shard, names: Mapping[str, str] = NO_NAMES) 
     if not path.is_file():
         raise ShardError(str(path), "missing shard (manifest.json)", _DAMAGED, code="shard.missing")
     check_shard(str(path), shard, path.stat().st_size)
-    header = read_header(path, names=names)
+    header = read_header(path)
     check_shard(str(path), shard, shard.nbytes, header)
     return header
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from manifests.digest import PREFIX, Hasher, digest_bytes
 from manifests.errors import SourceError
-from manifests.headertext import NO_NAMES
 from manifests.jsontext import MAX_CONFIG_NBYTES, parse_config
 from manifests.safetensors import LENGTH_NBYTES, Header, header_nbytes, parse_header
 
@@ -182,10 +181,10 @@ def read_head(file: InputFile) -> bytes:
     return read_range(file, 0, min(_HEAD_NBYTES, file.nbytes))
 
 
-def read_file_header(file: InputFile, names: Mapping[str, str] = NO_NAMES, head: bytes | None = None) -> Header:
+def read_file_header(file: InputFile, head: bytes | None = None) -> Header:
     """Read and check the header of a safetensors file: in one request, or two if it is long.
 
-    Names are as in `parse_header`; `head` is what `read_head` returned, if it was called.
+    `head` is what `read_head` returned, if it was called.
 
     Raises:
         ShardError: as `manifests.safetensors.read_header`.
@@ -198,7 +197,7 @@ def read_file_header(file: InputFile, names: Mapping[str, str] = NO_NAMES, head:
     raw = first[LENGTH_NBYTES:end]
     if end > len(first):
         raw += read_range(file, len(first), end)
-    return parse_header(raw, data_nbytes=file.nbytes - LENGTH_NBYTES - raw_nbytes, where=where, names=names)
+    return parse_header(raw, data_nbytes=file.nbytes - LENGTH_NBYTES - raw_nbytes, where=where)
 
 
 def _listed_hasher(file: InputFile) -> hashlib._Hash | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,9 +19,8 @@ from manifests.errors import (
     ShardError,
     SourceError,
 )
-from manifests.headertext import NO_NAMES, TensorTable
 from manifests.models import module_of
-from manifests.safetensors import Header
+from manifests.safetensors import Header, in_data_order
 from manifests.schema import WEIGHTS, Holds, Manifest, OriginalFile, Shard, Span, Stage
 from manifests.slices import Slice, problem_with_slices, slices_in
 from manifests.store import check_shard, open_shard
@@ -29,8 +28,6 @@ from stores.base import SOURCE_CHANGED, Folder, InputFile, read_file_header
 from stores.local import LocalFolder
 from stores.open import open_store
 from stores.workers import at_once
-
-_ShardTable = tuple[TensorTable, int, DigestTable, Mapping[str, Slice]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +74,12 @@ def tensors_in(file: InputFile, header: Header, digests: DigestTable | None = No
     Raises:
         ShardError: the header's description of slices is not valid.
     """
-    slices = slices_in(header, str(file)) if digests is not None else {}
-    return list(_located(file, header.tensors, header.nbytes, digests, slices))
-
-
-def _located(
-    file: InputFile, table: TensorTable, first: int, digests: DigestTable | None, slices: Mapping[str, Slice]
-) -> Iterator[TensorAt]:
-    for number, name, (dtype, shape, nbytes), begin in table.rows():
-        digest = None if digests is None else digests.raw(number)
-        yield TensorAt(name, dtype, shape, file, first + begin, nbytes, digest, slices.get(name))
+    slices, first = slices_in(header, str(file)) if digests is not None else {}, header.nbytes
+    raw = {} if digests is None else {name: digests.raw(number) for number, name in enumerate(header.names)}
+    return [
+        TensorAt(at.name, at.dtype, at.shape, file, first + at.begin, at.nbytes, raw.get(at.name), slices.get(at.name))
+        for at in in_data_order(header.tensors)
+    ]
 
 
 def join_slices(tensors: Iterable[TensorAt]) -> dict[str, tuple[TensorAt, ...]]:
@@ -114,17 +107,14 @@ def join_slices(tensors: Iterable[TensorAt]) -> dict[str, tuple[TensorAt, ...]]:
 
 
 class Bundles:
-    """The bundles of the manifest in folder `root`. Files are opened and checked on demand, each once.
+    """The bundles of the manifest in folder `root`. Files are opened and checked on demand, each once."""
 
-    Names in `names` are the same objects as there, until it is cleared.
-    """
-
-    def __init__(self, manifest: Manifest, root: Path | Folder, names: Mapping[str, str] = NO_NAMES) -> None:
-        self.manifest, self.names = manifest, names
+    def __init__(self, manifest: Manifest, root: Path | Folder) -> None:
+        self.manifest = manifest
         self.root = LocalFolder(root) if isinstance(root, Path) else root
         self._folder: Folder | None = None
         self._originals: dict[int, list[TensorAt]] = {}
-        self._shards: dict[Shard, _ShardTable] = {}
+        self._shards: dict[Shard, list[TensorAt]] = {}
         self._modules: dict[int, frozenset[str]] = {}  # by stage
         self._ahead: dict[Shard | int, Future[Header]] = {}  # by shard, or by the number of an original file
 
@@ -154,14 +144,6 @@ class Bundles:
         """
         return [tensor for read in self.file_readers(stage, (holds,)) for tensor in read()]
 
-    def drain(self, stage: Stage, holds: Holds) -> Iterator[TensorAt]:
-        """Yield what `tensors_on` returns, one object at a time, and forget each shard's table after it."""
-        for shard in (shard for shard in stage.shards if shard.holds == holds):
-            yield from self._in_shard(shard)
-            del self._shards[shard]
-        for read in self.file_readers(replace(stage, shards=()), (holds,)):
-            yield from read()
-
     def file_readers(self, stage: Stage, holds: Container[Holds]) -> Iterator[Callable[[], Iterable[TensorAt]]]:
         """Yield a function for each file of a stage's bundle, which yields its tensors as `tensors_on`."""
         for shard in stage.shards:
@@ -188,26 +170,21 @@ class Bundles:
             self._folder = open_store(virtual.location + revision)
         return self._folder
 
-    def _in_shard(self, shard: Shard) -> Iterator[TensorAt]:
-        file = self.root.file(shard.path)
+    def _in_shard(self, shard: Shard) -> list[TensorAt]:
         if shard not in self._shards:
-            self._shards[shard] = self._read_shard(shard, str(file))
-        return _located(file, *self._shards[shard])
-
-    def _read_shard(self, shard: Shard, where: str) -> _ShardTable:
-        """Return a shard's tensors, where its data begins, and what its header says of them, but not its text."""
-        header = self._ahead.pop(shard).result() if shard in self._ahead else self._open_shard(shard)
-        first, header = header.nbytes, replace(header, raw=b"")
-        return header.tensors, first, header.digest_table(where), slices_in(header, where)
+            header = self._ahead.pop(shard).result() if shard in self._ahead else self._open_shard(shard)
+            file = self.root.file(shard.path)
+            self._shards[shard] = tensors_in(file, header, header.digest_table(str(file)))
+        return self._shards[shard]
 
     def _open_shard(self, shard: Shard) -> Header:
         file = self.root.file(shard.path)
         if isinstance(self.root, LocalFolder):
             with suppress(InputError):  # if it is missing, `open_shard` reports it better
                 _ = file.nbytes  # records the file's state: later changes are refused
-            return open_shard(self.root.path, shard, self.names)
+            return open_shard(self.root.path, shard)
         check_shard(str(file), shard, file.nbytes)
-        header = read_file_header(file, self.names)
+        header = read_file_header(file)
         check_shard(str(file), shard, file.nbytes, header)
         return header
 
@@ -233,7 +210,7 @@ class Bundles:
 
     def _open_original(self, number: int) -> Header:
         assert self.manifest.virtual is not None
-        return _read_original(self.original_file(number), self.manifest.virtual.files[number], self.names)
+        return _read_original(self.original_file(number), self.manifest.virtual.files[number])
 
     def _names_on(self, stage: Stage, tensor: TensorAt) -> Sequence[str]:
         """Return the names of a tensor on a stage: its own, or those tied to it."""
@@ -250,11 +227,11 @@ class Bundles:
         return names
 
 
-def _read_original(file: InputFile, original: OriginalFile, names: Mapping[str, str]) -> Header:
+def _read_original(file: InputFile, original: OriginalFile) -> Header:
     """Read an original file's header and check that the file is unchanged since the manifest was written."""
     _expect(file, f"{original.nbytes} bytes", f"{file.nbytes} bytes")
     _expect(file, original.pin, file.fingerprint)
-    header = read_file_header(file, names)
+    header = read_file_header(file)
     _expect(file, f"header {original.digest}", f"header {header.digest}")
     return header
 

@@ -15,7 +15,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from manifests.headertext import NO_NAMES
 from manifests.safetensors import Header
 from stores.base import InputFile, read_file_header
 from stores.local import LocalFile
@@ -130,9 +129,7 @@ Key = TypeVar("Key")
 
 
 def each_file_header(
-    files: Iterable[InputFile],
-    names: Mapping[str, str] = NO_NAMES,
-    heads: Mapping[InputFile, Future[bytes]] | None = None,
+    files: Iterable[InputFile], heads: Mapping[InputFile, Future[bytes]] | None = None
 ) -> Iterator[tuple[InputFile, Header]]:
     """Yield each file and its header without storing them; files on this machine are read one at a time.
 
@@ -144,7 +141,7 @@ def each_file_header(
     read_before = heads or {}
 
     def read_one(file: InputFile) -> Header:
-        return read_file_header(file, names, read_before[file].result() if file in read_before else None)
+        return read_file_header(file, read_before[file].result() if file in read_before else None)
 
     return each_of(files, read_one)
 

@@ -17,8 +17,8 @@ from math import prod
 from typing import NamedTuple
 
 from manifests.errors import InputError, SourceError
-from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK
 from manifests.paths import problem_with_path
+from manifests.safetensors import DTYPE_BITS, MAX_DIM, MAX_RANK
 from manifests.slices import Slice
 from reshard.archives.names import METADATA_NAME
 from reshard.archives.pickled import BadPickleError, Record, read_pickle

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from manifests.errors import SourceError
-from manifests.headertext import DTYPE_BITS, MAX_DIM, MAX_RANK
+from manifests.safetensors import DTYPE_BITS, MAX_DIM, MAX_RANK
 from reshard.archives.pickled import BadPickleError, Record, Reference, check_repeats, read_pickle
 from reshard.archives.zipped import Archive, ZipEntry, archives_in, bad_archive, read_entries, read_entry
 from reshard.tensors.checksums import RecordedFile, with_records

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import TypeVar
 
 from manifests.digest import PREFIX
 from manifests.errors import InputError, refused_by_system
@@ -29,26 +27,16 @@ from reshard.copy.runs import ByteCounter
 from reshard.formats.huggingface.weight_map import ShardIndex, read_shard_index
 from reshard.formatting import count_of, some
 from reshard.tensors.checkpoint import Checkpoint
-from reshard.tensors.comparison import Findings, are_of_one_kind, compare, compare_emptying, other_kind
+from reshard.tensors.comparison import Findings, are_of_one_kind, compare, other_kind
 from stores.base import Folder, read_whole
 from stores.bundles import TensorAt
 from stores.folders.owned import files_in
 from stores.local import LocalFolder
 
-_BATCH = 1 << 14
-_Item = TypeVar("_Item")
-
 
 def tensors_of(checkpoint: Checkpoint, holds: Holds) -> Mapping[str, TensorAt] | None:
     """Return a checkpoint's weights or one kind of its optimizer state; None if it has none."""
     return checkpoint.tensors if holds == WEIGHTS else checkpoint.moments.get(holds)
-
-
-def in_batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:
-    """Yield items some at a time: enough to read them together, and not a million."""
-    remaining = iter(items)
-    while batch := list(islice(remaining, _BATCH)):
-        yield batch
 
 
 def hash_each(
@@ -158,13 +146,13 @@ def _tied_names(fqn: str, ties: Sequence[TieGroup]) -> Iterator[str]:
             yield from fqns
 
 
-def read_index(manifest: Manifest, folder: Folder, names: Mapping[str, str], findings: Findings) -> ShardIndex | None:
-    """Return the index beside a manifest, its names as `read_shard_index`, if there is one that can be read."""
+def read_index(manifest: Manifest, folder: Folder, findings: Findings) -> ShardIndex | None:
+    """Return the index beside a manifest, if there is one that can be read."""
     if not has_index(manifest):
         return None
     file = folder.file(INDEX_NAME)
     try:
-        return read_shard_index(read_whole(file), str(file), names)
+        return read_shard_index(read_whole(file), str(file))
     except InputError as error:
         findings.add(error.where, error.problem)
         return None
@@ -178,25 +166,14 @@ def check_index(
     weights: Iterable[TensorAt],
     findings: Findings,
 ) -> None:
-    """Report where an index differs from the shards of these stages, which have these `weights`.
-
-    The index is emptied meanwhile: the names of a million tensors are in memory once.
-    """
+    """Report where an index differs from the shards of these stages, which have these `weights`."""
     where, is_all = str(folder.file(INDEX_NAME)), len(stages) == len(manifest.stages)
     indexed = [shard.path for stage in stages for shard in stage.shards if is_indexed(shard.holds, shard.path)]
     paths, replicas = {folder.file(path): path for path in indexed}, replicas_elsewhere(manifest.ties)
-    total = 0
-
-    def places() -> Iterator[tuple[str, str | None]]:
-        nonlocal total
-        for tensor in weights:
-            path = paths.get(tensor.file)
-            total += 0 if path is None else tensor.nbytes
-            if tensor.name not in replicas:
-                yield tensor.name, path
-
+    stored = [(tensor, paths.get(tensor.file)) for tensor in weights]
+    total = sum(tensor.nbytes for tensor, path in stored if path is not None)
     listed = index.weight_map
-    comparison = compare_emptying(listed, places())
+    comparison = compare(listed, {tensor.name: path for tensor, path in stored if tensor.name not in replicas})
     missing = [name for name in comparison.missing if is_all or listed[name] in indexed]
     for names, problem in (
         (comparison.unexpected, "the manifest's shards have {}, which the index does not list"),

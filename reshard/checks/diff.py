@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 
 from manifests.models import module_of
 from manifests.schema import WEIGHTS, Holds
 from manifests.slices import Slice
-from reshard.checks.compare import in_batches, tensors_of
+from reshard.checks.compare import tensors_of
 from reshard.copy.engine import hash_tensors
 from reshard.copy.runs import ByteCounter, Progress, counting
 from reshard.formats.open import open_both
@@ -104,20 +103,18 @@ def _compare_checkpoints(
             problem = f"all {len(tensors_a or tensors_b)} only in {'A' if tensors_a else 'B'}"
             differences.append(TensorDifference(holds=holds, fqn="*", problem=problem))
             continue
-        for fqns in in_batches(chain(tensors_a, (fqn for fqn in tensors_b if fqn not in tensors_a))):
-            here, there = ({fqn: tensors[fqn] for fqn in fqns if fqn in tensors} for tensors in (tensors_a, tensors_b))
-            equal = {fqn for fqn in here if fqn in there and _are_same_slices(here[fqn], there[fqn])}
-            unread = set() if reads_bytes else equal
-            here, there = (_with_digests(tensors, unread, reads_bytes, progress) for tensors in (here, there))
-            for fqn in fqns:
-                pair = here.get(fqn), there.get(fqn)
-                difference = _compare(holds, fqn, *pair)
-                if difference is not None:
-                    differences.append(_measure(difference, *pair) if with_norms else difference)
-                    continue
-                num_equal += 1
-                num_moved += len({modules.get(module_of(fqn, modules) or "") for modules in stages} - {None}) > 1
-                num_resliced += _boxes(here[fqn]) != _boxes(there[fqn])
+        same = (fqn for fqn in tensors_a if fqn in tensors_b and _are_same_slices(tensors_a[fqn], tensors_b[fqn]))
+        equal = set() if reads_bytes else set(same)
+        here, there = (_with_digests(tensors, equal, reads_bytes, progress) for tensors in (tensors_a, tensors_b))
+        for fqn in dict.fromkeys((*here, *there)):
+            pair = here.get(fqn), there.get(fqn)
+            difference = _compare(holds, fqn, *pair)
+            if difference is not None:
+                differences.append(_measure(difference, *pair) if with_norms else difference)
+                continue
+            num_equal += 1
+            num_moved += len({modules.get(module_of(fqn, modules) or "") for modules in stages} - {None}) > 1
+            num_resliced += _boxes(here[fqn]) != _boxes(there[fqn])
     return DiffResult(
         layouts=(_layout(a), _layout(b)),
         num_equal=num_equal,
@@ -163,7 +160,7 @@ def _boxes(tensor: TensorAt) -> list[Slice | None]:
 
 
 def _with_digests(
-    tensors: dict[str, TensorAt], equal: Collection[str], reads_bytes: bool, progress: ByteCounter
+    tensors: Mapping[str, TensorAt], equal: Collection[str], reads_bytes: bool, progress: ByteCounter
 ) -> dict[str, TensorAt]:
     """Return the tensors with digests, computed for all but those whose slices have equal ones."""
     unread = [
@@ -174,7 +171,7 @@ def _with_digests(
     for tensor, digest in zip(unread, digests, strict=True):
         check_digest(tensor, digest)
     blank = ((number, tensor) for number, tensor in enumerate(unread) if tensor.blake3 is None)
-    return tensors | {tensor.name: replace(tensor, blake3=digests.raw(number)) for number, tensor in blank}
+    return {**tensors, **{tensor.name: replace(tensor, blake3=digests.raw(number)) for number, tensor in blank}}
 
 
 def _compare(holds: Holds, fqn: str, a: TensorAt | None, b: TensorAt | None) -> TensorDifference | None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from manifests.digest import PREFIX
 from manifests.errors import InputError, Parameter, UsageError
-from manifests.headertext import NO_NAMES
 from manifests.invariants import SOURCE_NAME
 from manifests.models import ModelShape, module_of
 from manifests.models.adapters import has_adapters
@@ -20,7 +19,6 @@ from reshard.checks.compare import (
     check_names,
     compare_with_source,
     hash_each,
-    in_batches,
     read_index,
     report_missing,
     tensors_of,
@@ -135,16 +133,15 @@ def verify_manifest(
     signature = None if options.public_key is None else check_signature(read, options.public_key)
     stages, described = _choose(manifest, options.stages), None
     with suppress(InputError):  # reported at the end, if nothing else is
-        described = describe(read, options.against.shape if options.against else None)
-    bundles = Bundles(manifest, read.folder, described.names if described else NO_NAMES)
+        described = describe(read)
+    bundles = Bundles(manifest, read.folder)
     findings, of_index, of_source = Findings(), Findings(), Findings()
-    index = read_index(manifest, read.folder, bundles.names, of_index)
+    index = read_index(manifest, read.folder, of_index)
     kinds = stored_kinds(manifest)
     bundles.read_ahead(stages, kinds)
     readers_by_kind = {holds: _intact_readers(bundles, stages, holds, findings) for holds in kinds}
     if index is not None and not findings:
         check_index(index, manifest, read.folder, stages, _tensors_of(readers_by_kind[WEIGHTS]), of_index)
-    index, bundles.names = None, NO_NAMES
     counts = _Counts()
     for holds, readers in readers_by_kind.items():
         expected = None if options.against is None else tensors_of(options.against, holds)
@@ -155,7 +152,6 @@ def verify_manifest(
             dropped = described.record.dropped if described else ()
             sources = _belonging(expected, options.against.shape, stages, manifest, dropped)
             report_missing(names, sources, manifest.ties, of_source)
-        del names  # of a million tensors, they take 40 MB
     _check_files(manifest, read.folder, findings)
     if options.against is not None:
         findings.extend(of_source)
@@ -248,34 +244,30 @@ def _compare(
     counts: _Counts,
     findings: tuple[Findings, Findings],
 ) -> Collection[str]:
-    """Compare tensors, some at a time, with their digests and with those of the source; return their names.
+    """Compare tensors with their digests and with those of the source; return their names.
 
     `findings` are those of the digests and those of the source.
     """
     of_bytes, of_source = findings
-    are_whole: dict[str, bool] = {}
-    sliced: dict[TensorAt, str | None] = {}
-    twice: set[str] = set()
-    for tensors in in_batches(_tensors_of(readers)):
-        compared = [tensor for tensor in tensors if options.against or (tensor.blake3 and not options.quick)]
-        digests = dict(zip(compared, hash_each(compared, progress, of_bytes), strict=True))
-        _check_digests(digests, of_bytes)
-        counts.nbytes += sum(tensor.nbytes for tensor in tensors)
-        counts.compared_nbytes += sum(tensor.nbytes for tensor in compared)
-        for tensor in tensors:
-            is_whole = tensor.part is None
-            if tensor.name in are_whole and (is_whole or are_whole[tensor.name]):
-                twice.add(tensor.name)
-            are_whole[tensor.name] = is_whole
-            if expected is not None and not is_whole and tensor in digests:
-                sliced[tensor] = digests.pop(tensor)
-        if expected is not None:
-            compare_with_source(expected, digests, ties, progress, of_source)
-    counts.num_tensors += len(are_whole)
+    tensors = list(_tensors_of(readers))
+    compared = [tensor for tensor in tensors if options.against or (tensor.blake3 and not options.quick)]
+    digests = dict(zip(compared, hash_each(compared, progress, of_bytes), strict=True))
+    _check_digests(digests, of_bytes)
+    counts.nbytes += sum(tensor.nbytes for tensor in tensors)
+    counts.compared_nbytes += sum(tensor.nbytes for tensor in compared)
+    by_name: dict[str, list[TensorAt]] = {}
+    for tensor in tensors:
+        by_name.setdefault(tensor.name, []).append(tensor)
+    counts.num_tensors += len(by_name)
     if expected is not None:
-        sliced |= {tensor: None for tensor in _tensors_of(readers) if tensor.name in twice} if twice else {}
+        whole = {tensor: digest for tensor, digest in digests.items() if tensor.part is None}
+        compare_with_source(expected, whole, ties, progress, of_source)
+        sliced = {tensor: digest for tensor, digest in digests.items() if tensor.part is not None}
+        for parts in by_name.values():
+            if len(parts) > 1 and any(part.part is None for part in parts):  # stored twice
+                sliced |= dict.fromkeys(parts)
         compare_with_source(expected, _merged(sliced, of_source, progress), ties, progress, of_source)
-    return are_whole
+    return by_name
 
 
 def _merged(

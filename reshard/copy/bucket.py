@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecut
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from manifests.digest import DigestTable, HashedBlocks, digest_bytes
+from manifests.digest import DigestTable, digest_bytes
 from manifests.safetensors import parse_header
 from manifests.schema import AuxiliaryFile
 from reshard.copy.engine import InOrder, WriteOptions, WrittenShard
@@ -92,11 +92,11 @@ class BucketTarget:
         elif shard.with_digests:
             computed = iter(source.hash(before))
             digests = DigestTable.of(origin.digest or next(computed) for origin in shard.origins)
-        blocks = HashedBlocks(shard.header_blocks(digests))
-        writer = self.objects.writer(path, shard.nbytes, blocks, plan.uploads.num_parts(shard.nbytes))
+        header = shard.header_with(digests)
+        writer = self.objects.writer(path, shard.nbytes, header, plan.uploads.num_parts(shard.nbytes))
         source.write(writer, digests)
         writer.finish()
-        return WrittenShard(path=path, nbytes=shard.nbytes, digest=blocks.digest)
+        return WrittenShard(path=path, nbytes=shard.nbytes, digest=digest_bytes(header))
 
     def _completed(self, shard: OutputShard) -> bytes | None:
         """Return the header of a shard that an interrupted run of this plan uploaded, if there is one."""
@@ -105,11 +105,11 @@ class BucketTarget:
         if header is None or not shard.with_digests:
             return header if header == shard.header else None
         parsed = parse_header(header[8:], data_nbytes=shard.nbytes - len(header), where=path)
-        if parsed.tensors.names != [origin.name for origin in shard.origins]:
+        if parsed.names != [origin.name for origin in shard.origins]:
             return None
         digests = parsed.digest_table(path)
         is_known = all(origin.digest in (None, digest) for origin, digest in zip(shard.origins, digests, strict=True))
-        return header if is_known and b"".join(shard.header_blocks(digests)) == header else None
+        return header if is_known and shard.header_with(digests) == header else None
 
 
 @contextmanager

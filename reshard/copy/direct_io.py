@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -55,13 +54,10 @@ class OutputFile:
             self._write_behind(buffer[first:last], position + first - begin)
         _write_all(self._buffered, buffer[last:end], position + last - begin)
 
-    def finish(self, header: Iterable[bytes], *, sync: bool) -> None:
-        """Write the start of the file, in blocks, flush all of it to disk if asked, and close it."""
-        position = 0
+    def finish(self, header: bytes, *, sync: bool) -> None:
+        """Write the start of the file, flush all of it to disk if asked, and close it."""
         try:
-            for block in header:
-                _write_all(self._buffered, memoryview(block), position)
-                position += len(block)
+            _write_all(self._buffered, memoryview(header), 0)
             if sync:
                 self.sync()
         finally:

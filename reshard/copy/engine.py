@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from manifests.digest import DigestTable, HashedBlocks
+from manifests.digest import DigestTable, digest_bytes
 from reshard.copy.direct_io import Io, OutputFile
 from reshard.copy.journal import Journal
 from reshard.copy.parallelism import Parallelism
@@ -141,9 +141,9 @@ def _write_together(shards: Sequence[OutputShard], folder: Path, options: WriteO
 
 def _finish(shard: OutputShard, file: OutputFile, digests: DigestTable, *, sync: bool) -> WrittenShard:
     """Write the header, now that the digests are known."""
-    header = HashedBlocks(shard.header_blocks(digests))
+    header = shard.header_with(digests)
     file.finish(header, sync=sync)
-    return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=header.digest)
+    return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header))
 
 
 def _execute(runs: Sequence[Run], num_tensors: int, options: WriteOptions) -> DigestTable:

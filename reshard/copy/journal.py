@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 from manifests.digest import DigestTable, Hasher
@@ -16,7 +15,6 @@ from stores.base import LOCK_NAME, PART_NAME, PROGRESS_NAME
 from stores.folders.owned import RECORD_NAME
 
 JOURNAL_NAME = RECORD_NAME
-_ITEMS_IN_BLOCK = 4096
 
 
 def is_working_name(path: str) -> bool:
@@ -34,22 +32,10 @@ def plan_key(shards: Sequence[OutputShard]) -> str:
     numbers = {file: number for number, file in enumerate(files)}
     hasher.update(json.dumps([(str(file), file.fingerprint) for file in files]).encode())
     for shard in shards:
-        ranges = (f"[{numbers[origin.file]}, {origin.begin}, {origin.nbytes}]" for origin in shard.origins)
-        for text in _as_list(json.dumps([shard.path, shard.header_nbytes]), ranges):
-            hasher.update(text.encode())
-        for block in shard.header_blocks():
-            hasher.update(block)
+        ranges = [(numbers[origin.file], origin.begin, origin.nbytes) for origin in shard.origins]
+        hasher.update(json.dumps([shard.path, shard.header_nbytes, ranges]).encode())
+        hasher.update(shard.header)
     return hasher.hexdigest()
-
-
-def _as_list(begun: str, items: Iterator[str]) -> Iterator[str]:
-    """Yield the JSON text of a list with one more item, a list, in blocks: there may be a million items in that."""
-    yield begun.removesuffix("]") + ", ["
-    separator = ""
-    while some := ", ".join(islice(items, _ITEMS_IN_BLOCK)):
-        yield separator + some
-        separator = ", "
-    yield "]]"
 
 
 class Journal:

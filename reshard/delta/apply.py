@@ -28,7 +28,7 @@ from reshard.formats.huggingface.read import open_checkpoint as open_folder
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.table import OpenOptions
 from reshard.plans.pack_plan import OutputShard, lay_out_readable, lay_out_shard
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, as_objects, check_digest
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, check_digest
 from reshard.tensors.comparison import are_of_one_kind
 from reshard.tensors.lazy import stored_nbytes
 from stores.base import read_whole
@@ -145,11 +145,11 @@ def _present(folder: Path) -> tuple[Checkpoint | None, int | None, Collection[st
     number = None
     if (folder / INDEX_NAME).is_file():
         where = folder / INDEX_NAME
-        metadata = read_shard_index(read_small_file(where), str(where), {}).metadata
+        metadata = read_shard_index(read_small_file(where), str(where)).metadata
         text = str(metadata.get("version")) if isinstance(metadata, dict) else ""
         number = int(text) if re.fullmatch(r"\d{1,12}", text) else None
     auxiliary = tuple(replace(item, digest=digest_bytes(read_whole(item.file))) for item in opened.auxiliary)
-    present = replace(opened, tensors={**as_objects(opened.tensors), **hashed}, auxiliary=auxiliary)
+    present = replace(opened, tensors={**opened.tensors, **hashed}, auxiliary=auxiliary)
     return present, number, hashed.keys()
 
 
@@ -203,7 +203,7 @@ def _plan(
     Of the `published` auxiliary files of the version before, those that the target lacks are removed.
     """
     here: Mapping[str, TensorAt] = {} if present is None else present.tensors
-    tensors = dict(as_objects(target.tensors))
+    tensors = dict(target.tensors)
     changed = set()
     for name, tensor in tensors.items():
         if (same := here.get(name)) is not None and are_of_one_kind(same, tensor) and same.blake3 == tensor.blake3:

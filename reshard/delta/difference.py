@@ -16,7 +16,7 @@ from reshard.copy.runs import ByteCounter
 from reshard.formats.delta.codec import Encoder
 from reshard.plans.pack_plan import GivenHeader, OutputShard
 from reshard.tensors.lazy import read_blocks
-from reshard.tensors.source_index import KeptText, new_header_text
+from reshard.tensors.source_index import new_header_text
 from stores.bundles import TensorAt
 from stores.local import LocalFile
 from stores.workers import Take, share_out
@@ -85,7 +85,7 @@ def delta_shards(differences: Sequence[Difference], checksum_format: str) -> lis
         metadata = {tensor.name: by_name[tensor.name].checksum for tensor in run}
         if checksum_format != "blake3":
             metadata[DIGESTS_KEY] = " ".join(by_name[tensor.name].new.digest or "" for tensor in run)
-        given = GivenHeader.of(KeptText(new_header_text(entries, metadata)), entries)
+        given = GivenHeader.of(new_header_text(entries, metadata), entries)
         path = root_shard_path(at, len(runs))
         shards.append(OutputShard(path=path, origins=tuple(run), header_nbytes=len(given.header), given=given))
     return shards

@@ -35,7 +35,7 @@ from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.huggingface.write import with_config_for
 from reshard.formats.open import open_source
 from reshard.plans.pack_plan import OutputShard, lay_out_readable
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, as_objects
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.comparison import are_of_one_kind
 from reshard.transforms.conversion import ExportDtype, cast_checkpoint
 from stores.address import is_url
@@ -109,7 +109,6 @@ def publish_delta(
     opened = open_source(str(source))
     check_apart(_address(chain), opened, may_replace=False)
     new = with_config_for(cast_checkpoint(opened, dtype), dtype)
-    new = replace(new, tensors=dict(as_objects(new.tensors)))
     with _publishing(_address(chain)) as spool:
         opened_chain = open_chain(chain)
         old = _old_state(opened_chain, base)
@@ -269,7 +268,7 @@ class _Publisher:
 def _files_of(folder: Path) -> Collection[str] | None:
     """Return the files of a version that lacks only its name, as a kill may leave it; None: it is of others."""
     try:
-        index = read_shard_index(read_small_file(folder / INDEX_NAME), str(folder), {})
+        index = read_shard_index(read_small_file(folder / INDEX_NAME), str(folder))
         files = parse_json_object(str(cast("dict[str, object]", index.metadata)["files"]).encode(), str(folder))
     except (InputError, KeyError, TypeError):
         return None

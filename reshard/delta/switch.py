@@ -81,7 +81,7 @@ class Work:
         digests: dict[str, bytes] = {}
         for shard in shards:
             header = read_header(self.new / shard.path)
-            digests |= zip(header.tensors.names, map(bytes.fromhex, header.digest_table(shard.path)), strict=True)
+            digests |= zip(header.names, map(bytes.fromhex, header.digest_table(shard.path)), strict=True)
         for item in auxiliary:
             path = self.new / item.path
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ from reshard.formats.table import DELTA, TIED_KEY, ExportOptions, ExportResult, 
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, ExportedWeights, with_average
 from reshard.tensors.checksums import verify_records
-from reshard.tensors.lazy import MadeFile, MemoryFile
+from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import SUFFIX
 from reshard.transforms.conversion import ExportDtype, cast_checkpoint, casts_in
 from stores.address import is_inside, is_url, place_of, split_url
@@ -158,7 +158,7 @@ class ExportPlan:
 
     copied: Sequence[AuxiliaryAt]
     shards: Sequence[OutputShard]
-    made: Sequence[MadeFile | MemoryFile] = ()
+    made: Sequence[MemoryFile] = ()
     last: str
     last_bytes: Callable[[], bytes]
 

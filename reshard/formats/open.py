@@ -55,21 +55,17 @@ def find_format(source: str) -> tuple[Format, Folder]:
 
 @collector_paused()
 def open_source(
-    source: str,
-    drop: frozenset[str] = frozenset(),
-    description: ModelDescription | None = None,
-    like: ModelShape | None = None,
+    source: str, drop: frozenset[str] = frozenset(), description: ModelDescription | None = None
 ) -> Checkpoint:
     """Open a checkpoint of any format of the table.
 
-    A manifest has its own description, and `description` is not for it. Manifests and Hugging Face folders of a model
-    of the shape `like` share it.
+    A manifest has its own description, and `description` is not for it.
 
     Raises:
         InputError: nothing there, or an invalid checkpoint; see `open_checkpoint` of its format.
     """
     kind, folder = find_format(source)
-    return kind.open_checkpoint(folder, OpenOptions(drop=drop, description=description, like=like))
+    return kind.open_checkpoint(folder, OpenOptions(drop=drop, description=description))
 
 
 def open_with_model_file(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:
@@ -93,9 +89,9 @@ def open_both(a: str, b: str, model: Path | None = None) -> tuple[Checkpoint, Ch
     description = None if model is None else read_model_file(model)
     if _is_named(b) and not _is_named(a):
         right = open_source(b, description=description)
-        return open_source(a, description=description or right.description, like=right.shape), right
+        return open_source(a, description=description or right.description), right
     left = open_source(a, description=description)
-    return left, open_source(b, description=description or left.description, like=left.shape)
+    return left, open_source(b, description=description or left.description)
 
 
 def links_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,6 @@ from manifests.invariants import MANIFEST_NAME
 from reshard.archives.names import is_chain, is_dcp, is_deepspeed, is_megatron
 
 if TYPE_CHECKING:
-    from manifests.models import ModelShape
     from manifests.schema import ModelDescription
     from reshard.copy.engine import WriteOptions
     from reshard.tensors.checkpoint import Checkpoint
@@ -39,11 +38,10 @@ TIED_KEY = "embed"  # of the TiedLayerSpec of a PipelineModule, as Megatron-Deep
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenOptions:
-    """What is left out (`drop`), the model if no table knows it, and the shape of another checkpoint to share."""
+    """What is left out (`drop`), and the model if no table knows it."""
 
     drop: frozenset[str] = frozenset()
     description: ModelDescription | None = None
-    like: ModelShape | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,15 +5,14 @@ The bundles of stages that are not packed are virtual: they refer to tensors in 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 
 from manifests import __version__
 from manifests.codec import encode_manifest
 from manifests.errors import InputError, Parameter, SourceError, UsageError
-from manifests.index import INDEX_NAME, index_blocks
+from manifests.index import INDEX_NAME, encode_index
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.schema import AuxiliaryFile, Layout, Manifest, Model, OriginalFile, Shard, Span, Stage, Virtual
 from reshard.copy.destination import FolderTarget, Target, check_unchanged, copy_files, open_target
@@ -24,8 +23,8 @@ from reshard.packing.options import PackOptions, PackResult
 from reshard.plans.pack_plan import OutputShard, PackPlan, StagePlan
 from reshard.tensors.checkpoint import Checkpoint, OriginalFiles
 from reshard.tensors.checksums import verify_records
-from reshard.tensors.lazy import MadeFile
-from reshard.tensors.source_index import SUFFIX, record_blocks
+from reshard.tensors.lazy import MemoryFile
+from reshard.tensors.source_index import SUFFIX, encode_record
 from stores.base import Range, merge_ranges
 from stores.bundles import TensorAt
 
@@ -68,20 +67,14 @@ def write_bundles(
 def copy_auxiliary_files(checkpoint: Checkpoint, target: Target) -> tuple[AuxiliaryFile, ...]:
     """Copy a checkpoint's auxiliary files, and write source.json."""
     files = copy_files(checkpoint.auxiliary, target)
-    record = partial(record_blocks, checkpoint.record)
-    return (*files, target.copy(SOURCE_NAME, MadeFile(SOURCE_NAME, sum(map(len, record())), record)))
+    return (*files, target.copy(SOURCE_NAME, MemoryFile(SOURCE_NAME, encode_record(checkpoint.record))))
 
 
-def index_file(weights: Mapping[str, Iterable[str]], total_nbytes: int) -> MadeFile:
-    """Return the index of these shards as a file to copy; see `index_blocks`."""
-    blocks = partial(index_blocks, weights, total_nbytes)
-    return MadeFile(INDEX_NAME, sum(map(len, blocks())), blocks)
-
-
-def _index_of(shards: Sequence[OutputShard], target: Target) -> MadeFile:
+def _index_of(shards: Sequence[OutputShard], target: Target) -> MemoryFile:
     indexed = {target.place(shard.path): shard for shard in shards if shard.is_indexed}
     weights = {path: [origin.name for origin in shard.origins] for path, shard in indexed.items()}
-    return index_file(weights, sum(origin.nbytes for shard in indexed.values() for origin in shard.origins))
+    total = sum(origin.nbytes for shard in indexed.values() for origin in shard.origins)
+    return MemoryFile(INDEX_NAME, encode_index(weights, total))
 
 
 def check_stored_ties(checkpoint: Checkpoint, *, can_drop: bool = True) -> None:

@@ -51,7 +51,7 @@ class HubCheck:
         heads = dict.fromkeys(listed, b"")  # of other files than safetensors, pieces have all bytes
         for shard in checkpoint.record.shards:
             if shard.name in listed:
-                heads[shard.name] = len(shard.header_text.text).to_bytes(8, "little") + shard.header_text.text
+                heads[shard.name] = len(shard.header_text).to_bytes(8, "little") + shard.header_text
         plans = {name: tuple(_pieces(file, len(heads[name]), written.get(file, ()))) for name, file in listed.items()}
         self._ready: dict[InputFile, _Verified] = {
             file: _Verified(name, file, heads[name], plans[name])

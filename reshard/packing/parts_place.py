@@ -25,15 +25,14 @@ from typing import Any, Protocol
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, OutputError, Parameter, SourceError, UsageError, refused_by_system
-from manifests.index import INDEX_NAME, has_index
+from manifests.index import INDEX_NAME, encode_index, has_index
 from manifests.invariants import MANIFEST_NAME, check_manifest
 from manifests.jsontext import parse_json_object
 from manifests.paths import problem_with_path
 from manifests.schema import Manifest, Shard
 from manifests.store import open_shard, read_small_file, write_file, write_manifest
 from reshard.copy.destination import FolderTarget, keep_only
-from reshard.packing.bundles import index_file
-from reshard.tensors.lazy import MadeFile
+from reshard.tensors.lazy import MemoryFile
 from stores.base import Blocks, check_whole
 from stores.folders.owned import RECORD_NAME, files_in, files_of_manifest
 from stores.folders.publish import check_not_a_step, check_target, partial_of, publishing
@@ -88,10 +87,10 @@ class Merged:
     indexed: Mapping[str, Sequence[str]]  # the tensors of each shard that the index lists
     data_nbytes: int  # of these
 
-    def index(self, path_of: Mapping[str, str] | None = None) -> MadeFile:
+    def index(self, path_of: Mapping[str, str] | None = None) -> MemoryFile:
         """Return the index; `path_of` has the final paths of shards that are not those of the plan."""
         weights = {(path_of or {}).get(path, path): names for path, names in self.indexed.items()}
-        return index_file(weights, self.data_nbytes)
+        return MemoryFile(INDEX_NAME, encode_index(weights, self.data_nbytes))
 
 
 logger = logging.getLogger(__name__)

@@ -8,29 +8,28 @@ from itertools import accumulate, count
 
 from manifests.brief import brief
 from manifests.errors import LayoutError
-from manifests.headertext import TensorEntry
 from manifests.index import MAX_SHARD_NBYTES, is_indexed, replicas_elsewhere, split_by_size
 from manifests.models import ModelShape, module_of
 from manifests.paths import replicas_path, root_shard_path, shard_path
 from manifests.safetensors import (
     LENGTH_NBYTES,
     MAX_HEADER_NBYTES,
-    blank_digests,
+    TensorEntry,
+    header_template,
     in_data_order,
     layout_tensors,
     parse_header,
-    template_blocks,
-    template_nbytes,
 )
 from manifests.schema import WEIGHTS, Holds, TieGroup, TieMember
 from manifests.slices import Slice, slice_metadata
 from reshard.estimate.costs import params_of
 from reshard.layouts.model import StageLayout
-from reshard.tensors.checkpoint import Checkpoint, as_objects
+from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import stored_nbytes
 from reshard.tensors.slices import slices_of
-from reshard.tensors.source_index import KeptText
 from stores.bundles import TensorAt
+
+_MAX_TENSORS = 150_000  # of a shard: readers accept so many JSON values in a header
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +50,11 @@ class GivenHeader:
     `order` numbers its tensors by their offsets; None: they are in that order.
     """
 
-    header_text: KeptText | None
+    header_text: bytes | None
     order: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, text: KeptText, entries: Sequence[TensorEntry]) -> GivenHeader:
+    def of(cls, text: bytes, entries: Sequence[TensorEntry]) -> GivenHeader:
         is_ordered = in_data_order(entries) is entries
         order = None if is_ordered else sorted(range(len(entries)), key=lambda n: (entries[n].begin, entries[n].end))
         return cls(header_text=text, order=order if order is None else tuple(order))
@@ -64,16 +63,15 @@ class GivenHeader:
     def header(self) -> bytes:
         if self.header_text is None:
             return b""
-        text = self.header_text.text
-        return len(text).to_bytes(LENGTH_NBYTES, "little") + text
+        return len(self.header_text).to_bytes(LENGTH_NBYTES, "little") + self.header_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputShard:
     """A shard to write: its header, then the bytes of its tensors.
 
-    Header and entries are computed on demand, since a plan may have a million tensors. A shard with a `given` header
-    has no digests; the header of the others is a template of the final length until their digests are known.
+    A shard with a `given` header has no digests; that of the others is a template of the final length until their
+    digests are known.
     """
 
     path: str
@@ -94,13 +92,13 @@ class OutputShard:
     @property
     def entries(self) -> Sequence[TensorEntry]:
         if self.given is None:
-            return layout_tensors(_kinds_of(self.origins))
+            return _lay_out(self.origins)
         assert self.given.header_text is not None, "of safetensors files"
-        return parse_header(self.given.header_text.text, data_nbytes=None, where=self.path).tensors
+        return parse_header(self.given.header_text, data_nbytes=None, where=self.path).tensors
 
     @property
     def header(self) -> bytes:
-        return b"".join(self.header_blocks())
+        return self.header_with(None)
 
     @property
     def nbytes(self) -> int:
@@ -120,14 +118,13 @@ class OutputShard:
         ends = accumulate((origin.nbytes for origin in tensors), initial=self.header_nbytes)
         return zip(tensors, ends, strict=False)
 
-    def header_blocks(self, digests: Iterable[str] | None = None) -> Iterator[bytes]:
-        """Yield the header with the tensors' hex digests, in order, if this shard has digests; None: with zeros."""
+    def header_with(self, digests: Sequence[str] | None) -> bytes:
+        """Return the header with the tensors' hex digests, in order, if this shard has digests; None: with zeros."""
         if self.given is not None:
-            yield self.given.header
-            return
-        words = blank_digests(len(self.origins)) if digests is None else digests
-        kinds, metadata = _kinds_of(self.origins), _metadata(self.origins)
-        yield from template_blocks(kinds, metadata, words, nbytes=self.header_nbytes)
+            return self.given.header
+        names = (origin.name for origin in self.origins)
+        by_name = None if digests is None else dict(zip(names, digests, strict=True))
+        return header_template(_lay_out(self.origins), _metadata(self.origins), by_name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,9 +202,7 @@ def plan_pack(checkpoint: Checkpoint, layout: StageLayout, sharding: Sharding | 
     stage_of = {module: index for index, modules in enumerate(layout.stages) for module in modules}
     ties = tuple(_tie_group(group, checkpoint, stage_of) for group in checkpoint.shape.ties)
     kinds: dict[Holds, Mapping[str, TensorAt]] = {WEIGHTS: checkpoint.tensors, **checkpoint.moments}
-    bundles = {
-        holds: _by_stage(as_objects(tensors), ties, stage_of, len(layout.stages)) for holds, tensors in kinds.items()
-    }
+    bundles = {holds: _by_stage(tensors, ties, stage_of, len(layout.stages)) for holds, tensors in kinds.items()}
     shards = _lay_out_bundles(bundles, ties, sharding or Sharding(), merged=checkpoint.merges_slices)
     placement, params = layout.placement, params_of(checkpoint.shape)
     doubled = _doubled_params(checkpoint.shape, ties, placement.num_stages)
@@ -237,12 +232,12 @@ def without_header(path: str, tensors: Sequence[TensorAt]) -> OutputShard:
 
 def lay_out_shard(path: str, tensors: Sequence[TensorAt], holds: Holds = WEIGHTS) -> OutputShard:
     """Plan a shard of consecutive tensors, with space for their digests."""
-    nbytes = template_nbytes(_kinds_of(tensors), _metadata(tensors))
+    nbytes = len(header_template(_lay_out(tensors), _metadata(tensors)))
     return OutputShard(path=path, origins=tuple(tensors), header_nbytes=nbytes, holds=holds)
 
 
-def _kinds_of(tensors: Sequence[TensorAt]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    return ((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
+def _lay_out(tensors: Sequence[TensorAt]) -> tuple[TensorEntry, ...]:
+    return layout_tensors((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
 
 
 def _lay_out_bundles(
@@ -295,7 +290,8 @@ def _in_stage_folder(
 def lay_out_readable(tensors: Sequence[TensorAt], holds: Holds = WEIGHTS) -> Iterator[OutputShard]:
     """Plan one shard, or as many as their headers need to be no longer than readers accept; without paths."""
     shard = lay_out_shard("", tensors, holds)
-    if shard.header_nbytes <= MAX_HEADER_NBYTES or len(tensors) == 1:
+    is_readable = shard.header_nbytes <= MAX_HEADER_NBYTES and len(tensors) <= _MAX_TENSORS
+    if is_readable or len(tensors) == 1:
         yield shard
         return
     middle = len(tensors) // 2

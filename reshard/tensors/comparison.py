@@ -14,7 +14,6 @@ from manifests.models import ModelShape, StoredTensors, module_of
 from manifests.models.catalogue import entry_of
 from manifests.models.config import CONFIG_NAME
 from reshard.formatting import count_of, some
-from reshard.tensors.checkpoint import TensorMap
 from stores.bundles import TensorAt
 
 _Expected = TypeVar("_Expected")
@@ -44,17 +43,6 @@ def compare(
     )
 
 
-def compare_emptying(expected: dict[str, _Expected], actual: Iterable[tuple[str, _Actual]]) -> Comparison:
-    """Compare as `compare`, in the memory of `expected` alone: what is as expected is removed from it."""
-    unexpected, different = [], []
-    for name, value in actual:
-        if name not in expected:
-            unexpected.append(name)
-        elif expected.pop(name) != value:
-            different.append(name)
-    return Comparison(missing=tuple(expected), unexpected=tuple(unexpected), different=tuple(different))
-
-
 def compare_with_shape(tensors: Mapping[str, TensorAt], shape: ModelShape) -> Comparison:
     """Compare tensors, by FQN, with an architecture: law 1, coverage. One copy of a tie group is enough."""
     tied = {fqn for group in shape.ties if any(name in tensors for name in group) for fqn in group}
@@ -80,11 +68,6 @@ def other_kind(expected: TensorAt, actual: TensorAt) -> str:
 def stored_in(tensors: Mapping[str, TensorAt], where: str) -> StoredTensors:
     """Return the names and shapes of tensors, for an architecture that only they and the catalogue describe."""
     return StoredTensors(tensors={name: tensor.shape for name, tensor in tensors.items()}, where=where)
-
-
-def shared_shape(shape: ModelShape, like: ModelShape | None) -> ModelShape:
-    """Return `like` if a shape is equal to it: the names of a million tensors take 140 MB."""
-    return like if like == shape else shape
 
 
 def without_absent(shape: ModelShape, tensors: Collection[str]) -> ModelShape:
@@ -164,12 +147,12 @@ def under_fqns(tensors: MutableMapping[str, TensorAt], shape: ModelShape) -> Mut
     """Return the tensors under their FQNs; files of the model without its head omit a prefix."""
     if not shape.base:
         return tensors
-    by_fqn = TensorMap()
+    by_fqn: dict[str, TensorAt] = {}
     for name, tensor in tensors.items():
         fqn = shape.fqn_of(name)
         if fqn in by_fqn:
             raise SourceError(f"{tensor.file}: {name!r}", f"{fqn} is stored twice", code="source.tensor-twice")
-        by_fqn[fqn] = tensor  # which has this name from now on
+        by_fqn[fqn] = replace(tensor, name=fqn)
     return by_fqn
 
 

@@ -71,25 +71,6 @@ class MemoryFile:
         return BlockReader(self.nbytes, lambda: iter((self.data,)))
 
 
-@dataclass(frozen=True, slots=True)
-class MadeFile:
-    """A file that is in no memory as a whole: each read produces its bytes again, from front to back."""
-
-    name: str
-    nbytes: int
-    make: Make
-
-    def __str__(self) -> str:
-        return self.name
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{self.nbytes} bytes, made"
-
-    def open(self, ranges: Sequence[Range]) -> BlockReader:
-        return BlockReader(self.nbytes, self.make)
-
-
 def derive(tensor: TensorAt, dtype: str, how: str, origins: tuple[TensorAt, ...], make: Make) -> TensorAt:
     """Return a tensor of the same name and shape with computed bytes, whose digest is not known yet."""
     nbytes = nbytes_of(dtype, tensor.shape)

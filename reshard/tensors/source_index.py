@@ -3,101 +3,42 @@
 from __future__ import annotations
 
 import json
-import re
-import zlib
-from codecs import getincrementaldecoder
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from manifests.digest import digest_pieces
-from manifests.errors import InputError, ManifestError
-from manifests.headertext import TensorEntry
+from manifests.errors import ManifestError
 from manifests.index import INDEX_NAME, split_by_size
 from manifests.jsontext import parse_json_object
 from manifests.models import StoredTensors
 from manifests.paths import problem_with_path
-from manifests.safetensors import LENGTH_NBYTES, Header, encode_header, layout_tensors, parse_header
-from stores.base import MAX_WHOLE_NBYTES, Blocks, InputFile, read_whole
+from manifests.safetensors import LENGTH_NBYTES, Header, TensorEntry, encode_header, layout_tensors, parse_header
 from stores.bundles import TensorAt
 
 SUFFIX = ".safetensors"
-_PIECE_NBYTES = 1 << 20
 _MAX_SHARD_NBYTES = 5 << 30  # of the files that an export writes; transformers' own default
 _HF_ALIGNMENT = 8  # the safetensors library pads headers to this
 _FORMAT, _VERSION = "reshard-source", 1
 TargetTensor = tuple[str, str, tuple[int, ...]]  # name, dtype and shape
-_BEGIN = f'{{\n "format": "{_FORMAT}",\n "version": {_VERSION},\n "shards": ['.encode()
-# In a JSON string: some thousand characters, or escapes of characters, but no half of a surrogate pair.
-_CHARACTERS = re.compile(
-    rb'(?:[ !#-\[\]-~]{1,1024}+|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
-    rb"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}){1,4096}+"
-)
 _FIELDS = {"format", "version", "shards", "index", "dropped"}
 
 
-class KeptText:
-    """A long text, compressed in memory: headers and indexes shrink to a tenth."""
-
-    __slots__ = ("_packed",)
-
-    def __init__(self, text: bytes | Iterable[bytes]) -> None:
-        packer = zlib.compressobj(1)
-        packed = [packer.compress(piece) for piece in ((text,) if isinstance(text, bytes) else text)]
-        self._packed = b"".join((*packed, packer.flush()))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, KeptText) and (self._packed == other._packed or self.text == other.text)
-
-    def __hash__(self) -> int:
-        return hash(self._packed[-4:])  # the text's Adler-32
-
-    @property
-    def text(self) -> bytes:
-        return zlib.decompress(self._packed)
-
-    def blocks(self) -> Iterator[bytes]:
-        unpacker, rest = zlib.decompressobj(), self._packed
-        while rest:
-            yield unpacker.decompress(rest, _PIECE_NBYTES)
-            rest = unpacker.unconsumed_tail
-        if last := unpacker.flush():
-            yield last
-
-    def as_json(self) -> Iterator[bytes]:
-        """Yield the text as a JSON string, in pieces."""
-        decoder = getincrementaldecoder("utf-8")()
-        yield b'"'
-        for block in self.blocks():
-            yield json.dumps(decoder.decode(block))[1:-1].encode()
-        yield json.dumps(decoder.decode(b"", final=True))[1:-1].encode() + b'"'
-
-
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True)
 class RecordedShard:
     """One shard of the original checkpoint: its name and the JSON text of its header."""
 
     name: str
-    header_text: KeptText
-
-    def __init__(self, name: str, header: str | bytes) -> None:
-        object.__setattr__(self, "name", name)
-        raw = header.encode() if isinstance(header, str) else header
-        object.__setattr__(self, "header_text", KeptText(raw))
+    header_text: bytes
 
     @property
     def digest(self) -> str:
         """As `Header.digest`, without parsing."""
-        text = self.header_text.text
-        return digest_pieces((len(text).to_bytes(8, "little"), text))
+        return digest_pieces((len(self.header_text).to_bytes(8, "little"), self.header_text))
 
-    @property
+    @cached_property
     def header(self) -> Header:
-        """The header, parsed on each access, so that not all tables are in memory."""
-        return self.header_of({})
-
-    def header_of(self, names: Mapping[str, str]) -> Header:
-        """Return the header, with names as `parse_header`."""
-        return parse_header(self.header_text.text, data_nbytes=None, where=f"source.json: {self.name}", names=names)
+        return parse_header(self.header_text, data_nbytes=None, where=f"source.json: {self.name}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +49,7 @@ class SourceRecord:
     """
 
     shards: tuple[RecordedShard, ...]
-    index: KeptText | None = None
+    index: bytes | None = None
     dropped: tuple[str, ...] = field(default=())
 
     def stored(self, where: str) -> StoredTensors:
@@ -120,119 +61,25 @@ class SourceRecord:
         )
 
 
-def record_blocks(record: SourceRecord) -> Iterator[bytes]:
-    """Yield the text of source.json in pieces."""
-    yield _BEGIN
-    for number, shard in enumerate(record.shards):
-        yield f'{"," if number else ""}\n  {{\n   "name": {json.dumps(shard.name)},\n   "header": '.encode()
-        yield from shard.header_text.as_json()
-        yield b"\n  }"
-    yield b'%b],\n "index": ' % (b"\n " if record.shards else b"")
-    if record.index is None:
-        yield b"null"
-    else:
-        yield from record.index.as_json()
-    dropped = json.dumps(list(record.dropped), indent=1).replace("\n", "\n ")
-    yield f',\n "dropped": {dropped}\n}}\n'.encode()
-
-
-def read_record(file: InputFile, digest: str | None = None) -> SourceRecord:
-    """Read source.json, a block at a time, and check its digest if one is passed.
-
-    Raises:
-        ManifestError: not a valid source.json, or another version.
-        SourceError: it is too large, or has another digest.
-        InputError: it cannot be read.
-    """
-    is_short = file.nbytes <= MAX_WHOLE_NBYTES
-    record = _read_usual(bytes(block) for block in Blocks(file, digest)) if is_short else None
-    if record is None:  # refused, or formatted otherwise
-        return decode_record(read_whole(file, digest), str(file))
-    _check_names(record, str(file))
-    return record
+def encode_record(record: SourceRecord) -> bytes:
+    """Return the text of source.json."""
+    document = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "shards": [{"name": shard.name, "header": shard.header_text.decode()} for shard in record.shards],
+        "index": None if record.index is None else record.index.decode(),
+        "dropped": record.dropped,
+    }
+    return (json.dumps(document, indent=1) + "\n").encode()
 
 
 def decode_record(text: bytes, where: str = "source.json") -> SourceRecord:
     """Read the text of source.json.
 
     Raises:
+        SourceError: not a JSON object.
         ManifestError: not a valid source.json, or another version.
     """
-    record = _read_usual((text,)) or _read_json(text, where)
-    _check_names(record, where)
-    return record
-
-
-def _read_usual(blocks: Iterable[bytes]) -> SourceRecord | None:
-    """Read a text as `record_blocks` writes it, in pieces: it may be of 300 MB. None: it is formatted otherwise."""
-    rest, shards = _Text(blocks), list[RecordedShard]()
-    try:
-        rest.expect(_BEGIN)
-        while rest.skip(b",\n  {" if shards else b"\n  {"):
-            rest.expect(b'\n   "name": ')
-            name = b"".join(rest.string()).decode()
-            rest.expect(b',\n   "header": ')
-            shards.append(RecordedShard(name, b"".join(rest.string())))
-            rest.expect(b"\n  }")
-        rest.expect(b'\n ],\n "index": ' if shards else b'],\n "index": ')
-        index = None if rest.skip(b"null") else KeptText(rest.string())
-        rest.expect(b',\n "dropped": ')
-        fields = parse_json_object(b'{"dropped": %b' % rest.rest(), "source.json")
-    except (ValueError, InputError):
-        return None
-    dropped = fields["dropped"]
-    if (
-        fields.keys() != {"dropped"}
-        or not isinstance(dropped, list)
-        or not all(isinstance(name, str) for name in dropped)
-    ):
-        return None
-    return SourceRecord(shards=tuple(shards), index=index, dropped=tuple(dropped))
-
-
-class _Text:
-    """A JSON text in blocks, read from front to back; raises ValueError where it is not as expected."""
-
-    def __init__(self, blocks: Iterable[bytes]) -> None:
-        self._blocks, self._block, self._at = iter(blocks), b"", 0
-
-    def rest(self) -> bytes:
-        return b"".join((self._block[self._at :], *self._blocks))
-
-    def skip(self, expected: bytes) -> bool:
-        while len(self._block) - self._at < len(expected) and self._read_more():
-            pass
-        is_next = self._block.startswith(expected, self._at)
-        self._at += len(expected) if is_next else 0
-        return is_next
-
-    def _read_more(self) -> bool:
-        """Append the next block to what is left; return whether there was one."""
-        following = next(self._blocks, None)
-        if following is None:
-            return False
-        self._block, self._at = self._block[self._at :] + following, 0
-        return True
-
-    def expect(self, expected: bytes) -> None:
-        if not self.skip(expected):
-            raise ValueError
-
-    def string(self) -> Iterator[bytes]:
-        """Yield an ASCII string's characters in UTF-8, in pieces."""
-        self.expect(b'"')
-        while not self.skip(b'"'):
-            match = _CHARACTERS.match(self._block, self._at)
-            if match is None:
-                if not self._read_more():  # else an escape may end in the next block
-                    raise ValueError
-                continue
-            self._at = match.end()
-            piece: str = json.loads(b'"%b"' % match[0])
-            yield piece.encode()
-
-
-def _read_json(text: bytes, where: str) -> SourceRecord:
     document = parse_json_object(text, where)
     version = document.get("version")
     if document.get("format") != _FORMAT or type(version) is not int or version != _VERSION:
@@ -254,11 +101,13 @@ def _read_json(text: bytes, where: str) -> SourceRecord:
         raise ManifestError(f"{where}: index", "expected a string or null", code="manifest.bad-source-record")
     if not isinstance(dropped, list) or not all(isinstance(name, str) for name in dropped):
         raise ManifestError(f"{where}: dropped", "expected a list of strings", code="manifest.bad-source-record")
-    return SourceRecord(
-        shards=tuple(RecordedShard(shard["name"], shard["header"]) for shard in shards),
-        index=None if index is None else KeptText(index.encode()),
+    record = SourceRecord(
+        shards=tuple(RecordedShard(shard["name"], shard["header"].encode()) for shard in shards),
+        index=None if index is None else index.encode(),
         dropped=tuple(dropped),
     )
+    _check_names(record, where)
+    return record
 
 
 def lay_out_anew(entries: Sequence[TensorEntry], kinds: Mapping[str, TargetTensor]) -> tuple[TensorEntry, ...]:
@@ -272,19 +121,19 @@ def lay_out_anew(entries: Sequence[TensorEntry], kinds: Mapping[str, TargetTenso
     return tuple(placed[kinds[entry.name][0]] for entry in remaining)
 
 
-def index_anew(before: KeptText | None, shards: Mapping[str, Sequence[TensorEntry]]) -> KeptText:
+def index_anew(before: bytes | None, shards: Mapping[str, Sequence[TensorEntry]]) -> bytes:
     """Return an index for converted tensors, by shard, formatted as transformers does.
 
     The count of parameters, which transformers 5 writes, is removed if tensors are left out.
     """
-    index = {} if before is None else parse_json_object(before.text, INDEX_NAME)
+    index = {} if before is None else parse_json_object(before, INDEX_NAME)
     metadata, weight_map = index.get("metadata"), index.get("weight_map")
     total = sum(entry.nbytes for entries in shards.values() for entry in entries)
     index["metadata"] = {**(metadata if isinstance(metadata, dict) else {}), "total_size": total}
     index["weight_map"] = {entry.name: name for name, entries in shards.items() for entry in entries}
     if not isinstance(weight_map, dict) or weight_map.keys() != index["weight_map"].keys():
         index["metadata"].pop("total_parameters", None)
-    return KeptText((json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
 def new_header_text(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
@@ -307,7 +156,7 @@ def record_anew(tensors: Iterable[TensorAt], dropped: tuple[str, ...] = ()) -> S
     return SourceRecord(shards=shards, index=index_of(shards) if count > 1 else None, dropped=dropped)
 
 
-def index_of(shards: Iterable[RecordedShard]) -> KeptText:
+def index_of(shards: Iterable[RecordedShard]) -> bytes:
     return index_anew(None, {shard.name: shard.header.tensors for shard in shards})
 
 
@@ -326,7 +175,7 @@ def _check_names(record: SourceRecord, where: str) -> None:
                 code="manifest.bad-source-record",
             )
         names.add(shard.name)
-        for name in shard.header.tensors.names:
+        for name in shard.header.names:
             if name in tensors:
                 raise ManifestError(f"{place}.header: {name!r}", "is in two shards", code="manifest.bad-source-record")
             tensors.add(name)

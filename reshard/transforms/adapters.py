@@ -25,7 +25,7 @@ from manifests.models.adapters import (
     digest_of_base,
 )
 from manifests.models.peft import PeftConfig, parse_peft_config
-from reshard.tensors.checkpoint import Checkpoint, as_objects
+from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import derive
 from reshard.transforms.casts import FLOATS, cast_tensor
 from reshard.transforms.terms import Term
@@ -107,7 +107,7 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
         problem = "has optimizer state, which would not be that of the merged weights"
         hint = "export its weights first: reshard export --to hf"
         raise UsageError(checkpoint.location, problem, hint, code="options.merge-training-state")
-    tensors = dict(as_objects(checkpoint.tensors))
+    tensors = dict(checkpoint.tensors)
     terms: dict[str, list[Term]] = {}
     replaced: dict[str, TensorAt] = {}
     for location, weight in adapters:

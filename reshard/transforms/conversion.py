@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from manifests.errors import Parameter, SourceError, UsageError, check_choice
 from manifests.models import model_shape
 from manifests.models.config import CONFIG_NAME
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, as_objects
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.comparison import check_coverage, stored_in, without_absent
 from reshard.tensors.lazy import DerivedFile, MemoryFile, derive
 from reshard.tensors.source_index import (
@@ -244,7 +244,7 @@ def cast_checkpoint(checkpoint: Checkpoint, wanted: ExportDtype, parameter: Para
         SourceError: the source's dtype of a tensor cannot be cast to.
         UsageError: parameters are quantized.
     """
-    tensors = dict(as_objects(checkpoint.tensors))
+    tensors = dict(checkpoint.tensors)
     for fqn, dtype in (
         _dtypes_of_source(checkpoint) if wanted == "source" else _one_dtype(checkpoint, STORED[wanted], parameter)
     ):

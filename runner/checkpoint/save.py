@@ -17,7 +17,7 @@ import torch.distributed as dist
 from manifests import __version__
 from manifests.digest import Hasher, digest_bytes
 from manifests.errors import CheckpointError, InputError, refused_by_system
-from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES, index_blocks, is_indexed
+from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES, encode_index, is_indexed
 from manifests.invariants import MANIFEST_NAME, SOURCE_FILES
 from manifests.models.adapters import RECORD_NAME
 from manifests.safetensors import header_template, layout_tensors
@@ -310,7 +310,7 @@ def _commit(
     weights = {path: listed for of_rank in planned for path, listed in of_rank.items() if listed is not None}
     if weights:
         names = {path: weights[path][0] for path in sorted(weights)}
-        write_file(folder / INDEX_NAME, index_blocks(names, sum(nbytes for _, nbytes in weights.values())))
+        write_file(folder / INDEX_NAME, encode_index(names, sum(nbytes for _, nbytes in weights.values())))
     write_manifest(
         folder,
         replace(

@@ -14,7 +14,7 @@ import logging
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
@@ -208,8 +208,8 @@ class ObjectTarget:
             self._nbytes[name] = blocks.nbytes
             self._send(name, blocks)
 
-    def writer(self, name: str, nbytes: int, header: Iterable[bytes], num_parts: int = NUM_PARTS) -> ObjectWriter:
-        """Begin an object of `nbytes`, of which `header`, in blocks, is the start. Several may be open at a time."""
+    def writer(self, name: str, nbytes: int, header: bytes, num_parts: int = NUM_PARTS) -> ObjectWriter:
+        """Begin an object of `nbytes`, of which `header` is the start. Several may be open at a time."""
         assert name not in self._old or self._existing.is_in_place
         for sent in tuple(self._sent):
             if sent.done():
@@ -217,10 +217,7 @@ class ObjectTarget:
         writer = self._client.writer(name, nbytes, self._check_finish, lambda: self._completed(name), num_parts)
         self._nbytes[name] = nbytes
         self._writers.append(writer)
-        position = 0
-        for block in header:
-            writer.write(memoryview(block), 0, len(block), position)
-            position += len(block)
+        writer.write(memoryview(header), 0, len(header), 0)
         return writer
 
     def written(self) -> dict[str, ObjectEntry]:

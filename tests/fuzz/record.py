@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manifests.errors import InputError
-from reshard.tensors.source_index import KeptText, RecordedShard, SourceRecord, decode_record, record_blocks
+from reshard.tensors.source_index import RecordedShard, SourceRecord, decode_record, encode_record
 
 _ENTRY = '{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
 
@@ -14,18 +14,18 @@ def check(text: bytes) -> None:
         record = decode_record(text)
     except InputError:
         return
-    written = b"".join(record_blocks(record))
+    written = encode_record(record)
     again = decode_record(written)
     assert again == record
-    assert b"".join(record_blocks(again)) == written
+    assert encode_record(again) == written
 
 
 def seeds() -> tuple[bytes, ...]:
     """Give a model of one file, and one of two with an index and a tensor left behind."""
-    one = SourceRecord(shards=(RecordedShard("model.safetensors", f'{{"a":{_ENTRY}}}'),))
+    one = SourceRecord(shards=(RecordedShard("model.safetensors", f'{{"a":{_ENTRY}}}'.encode()),))
     two = SourceRecord(
-        shards=(RecordedShard("a.safetensors", f'{{"a":{_ENTRY}}}'), RecordedShard("b.safetensors", "{}")),
-        index=KeptText(b'{"weight_map": {"a": "a.safetensors"}}'),
+        shards=(RecordedShard("a.safetensors", f'{{"a":{_ENTRY}}}'.encode()), RecordedShard("b.safetensors", b"{}")),
+        index=b'{"weight_map": {"a": "a.safetensors"}}',
         dropped=("a",),
     )
-    return b"".join(record_blocks(one)), b"".join(record_blocks(two))
+    return encode_record(one), encode_record(two)

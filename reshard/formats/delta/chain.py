@@ -282,7 +282,7 @@ def _number_of(name: str) -> int | None:
 def _read_version(folder: Folder, number: int) -> Version:
     file = folder.file(f"{folder_of(number)}/{INDEX_NAME}")
     where = str(file)
-    index = read_shard_index(read_whole(file), where, {})
+    index = read_shard_index(read_whole(file), where)
     metadata = index.metadata if isinstance(index.metadata, dict) else {}
     for path in sorted(set(index.weight_map.values())):
         if problem := problem_with_path(path):

@@ -15,7 +15,7 @@ from reshard.formats.delta.chain import Chain, ChainAt, Version, list_versions, 
 from reshard.formats.delta.codec import BAD_DELTA, Patch, patched
 from reshard.formats.huggingface.read import open_checkpoint as open_folder
 from reshard.formats.table import OpenOptions
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, as_objects
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.source_index import record_anew
 from stores.base import Folder, InputFile
 from stores.bundles import TensorAt
@@ -96,7 +96,7 @@ def follow(
     how = f"at version {deltas[-1].number}" if deltas else ""
     tensors: dict[str, TensorAt] = {
         name: patched(tensor, patches.get(name, ()), how, verifies_each=verifies_each)
-        for name, tensor in as_objects(base.tensors).items()
+        for name, tensor in base.tensors.items()
     }
     if deltas:
         check_state(tensors, deltas[-1], chain)
@@ -132,12 +132,12 @@ def check_state(tensors: Mapping[str, TensorAt], version: Version, chain: Chain)
 
 def with_header_digests(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint of a Hugging Face folder with the digests that its headers have, as we write them."""
-    tensors = dict(as_objects(checkpoint.tensors))
+    tensors = dict(checkpoint.tensors)
     for shard in checkpoint.record.shards:
         header = shard.header
         table = DigestTable.read(header.metadata.get(DIGESTS_KEY, ""))
         if table is not None and len(table) == len(header.tensors):
-            for number, name in enumerate(header.tensors.names):
+            for number, name in enumerate(header.names):
                 fqn = checkpoint.shape.fqn_of(name)
                 if fqn in tensors:
                     tensors[fqn] = replace(tensors[fqn], blake3=table.raw(number))

@@ -102,7 +102,7 @@ def read_files(folder: Folder, findings: Findings) -> Weights:
 def _read_index(folder: Folder, kind: _Format, findings: Findings) -> Mapping[str, str] | None:
     file = folder.file(kind.index_name)
     try:
-        index = read_shard_index(read_whole(file), str(file), {})
+        index = read_shard_index(read_whole(file), str(file))
     except UserError as error:
         findings.add_error(error)
         return None

@@ -29,10 +29,10 @@ from reshard.formats.huggingface.weight_map import (
 )
 from reshard.formats.table import ListedTensor, Listing, OpenOptions
 from reshard.formatting import some
-from reshard.tensors.checkpoint import Checkpoint, OriginalFiles, TensorMap
-from reshard.tensors.comparison import check_coverage, drop_tensors, shared_shape, stored_in, under_fqns, without_absent
+from reshard.tensors.checkpoint import Checkpoint, OriginalFiles
+from reshard.tensors.comparison import check_coverage, drop_tensors, stored_in, under_fqns, without_absent
 from reshard.tensors.lazy import FolderInPart
-from reshard.tensors.source_index import SUFFIX, KeptText, RecordedShard, SourceRecord, index_of, shard_anew
+from reshard.tensors.source_index import SUFFIX, RecordedShard, SourceRecord, index_of, shard_anew
 from stores.base import Folder, InputFile, read_config, read_whole
 from stores.bundles import TensorAt, tensors_in
 from stores.workers import each_file_header, each_of
@@ -49,7 +49,7 @@ class _Shards:
     names: tuple[str, ...]
     beside: tuple[str, ...] = ()  # other safetensors files
     weight_map: Mapping[str, str] | None = None
-    index: KeptText | None = None
+    index: bytes | None = None
     are_torch: bool = False  # files of torch.save, not of safetensors
 
     @property
@@ -59,8 +59,6 @@ class _Shards:
 
 def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     """Read the headers of a Hugging Face folder and check that they cover the model exactly.
-
-    A model of the shape `options.like` shares it, with the names of its tensors.
 
     Raises:
         SourceError: no config, shards and index that disagree, or tensors missing, unknown or of the wrong shape.
@@ -83,13 +81,11 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
         needs_files = is_sized_by_files(config, str(config_file), description)
     except ModelError as error:
         raise error if description else _with_guess(error, config, folder, files) from None
-    shape = None if needs_files else shared_shape(model_shape(config, str(config_file)), options.like)
-    names = {fqn: fqn for fqn in shape.tensors} if shape else {}
-    shards = _find_shards(folder, files, names)
+    shape = None if needs_files else model_shape(config, str(config_file))
+    shards = _find_shards(folder, files)
     tensors: MutableMapping[str, TensorAt]
-    tensors, recorded = _read_shards(folder, shards, names, folder.heads)
+    tensors, recorded = _read_shards(folder, shards, folder.heads)
     index = index_of(recorded) if shards.are_torch and shards.weight_map is not None else shards.index
-    del names
     dropped = drop_tensors(tensors, options.drop, shape)
     if shape is None:
         shape = model_shape(config, str(config_file), stored_in(tensors, str(folder)), description)
@@ -153,11 +149,11 @@ def _with_guess(error: ModelError, config: Mapping[str, object], folder: Folder,
 
 def _names_in(folder: Folder, files: tuple[str, ...]) -> Collection[str]:
     """Return the names of all tensors: those of the index, or of the only file's header."""
-    shards = _find_shards(folder, files, {})
-    return _read_shards(folder, shards, {})[0] if shards.weight_map is None else shards.weight_map
+    shards = _find_shards(folder, files)
+    return _read_shards(folder, shards)[0] if shards.weight_map is None else shards.weight_map
 
 
-def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]) -> _Shards:
+def _find_shards(folder: Folder, files: tuple[str, ...]) -> _Shards:
     present = dict.fromkeys(name for name in files if name.endswith(SUFFIX))
     if INDEX_NAME not in files:
         beside = tuple(name for name in present if is_beside(name))
@@ -165,7 +161,7 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
         if list(present) == [_SINGLE_NAME]:
             return _Shards(names=(_SINGLE_NAME,), beside=beside, weight_map=None, index=None)
         if not present and not {TORCH_NAME, TORCH_INDEX_NAME}.isdisjoint(files):
-            return _find_torch_files(folder, files, fqns, beside)
+            return _find_torch_files(folder, files, beside)
         if not present:
             others = [name for name in files if name.endswith(OTHER_WEIGHTS)]
             hint = f"the format of {others[0]} is not supported; {_CONVERT}" if others else _WANTED
@@ -175,21 +171,19 @@ def _find_shards(folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str]
             f"expected {_SINGLE_NAME} alone or an {INDEX_NAME}, found {some(present)} and no index",
             code="source.no-index",
         )
-    raw, weight_map = _read_index(folder, INDEX_NAME, present, fqns)
+    raw, weight_map = _read_index(folder, INDEX_NAME, present)
     names = dict.fromkeys(sorted(set(weight_map.values())))
     others = [name for name in present if name not in names]
     beside = tuple(name for name in others if is_beside(name))
     _refuse_strays(folder, INDEX_NAME, [name for name in others if not is_beside(name)])
-    return _Shards(names=tuple(names), beside=beside, weight_map=weight_map, index=KeptText(raw))
+    return _Shards(names=tuple(names), beside=beside, weight_map=weight_map, index=raw)
 
 
-def _find_torch_files(
-    folder: Folder, files: tuple[str, ...], fqns: Mapping[str, str], beside: tuple[str, ...]
-) -> _Shards:
+def _find_torch_files(folder: Folder, files: tuple[str, ...], beside: tuple[str, ...]) -> _Shards:
     """Return the `pytorch_model*.bin` files of a folder without safetensors; other .bin files are not the model's."""
     if TORCH_INDEX_NAME not in files:
         return _Shards(names=(TORCH_NAME,), beside=beside, are_torch=True)
-    _, weight_map = _read_index(folder, TORCH_INDEX_NAME, files, fqns, TORCH_SUFFIX)
+    _, weight_map = _read_index(folder, TORCH_INDEX_NAME, files, TORCH_SUFFIX)
     names = dict.fromkeys(sorted(set(weight_map.values())))
     strays = [name for name in files if is_torch_shard(name) and name not in names]
     _refuse_strays(folder, TORCH_INDEX_NAME, strays)
@@ -197,12 +191,12 @@ def _find_torch_files(
 
 
 def _read_index(
-    folder: Folder, index_name: str, present: Collection[str], fqns: Mapping[str, str], suffix: str = SUFFIX
+    folder: Folder, index_name: str, present: Collection[str], suffix: str = SUFFIX
 ) -> tuple[bytes, Mapping[str, str]]:
     """Return the text of an index and its map, after checking that it lists files that are there."""
     where = str(folder.file(index_name))
     raw = read_whole(folder.file(index_name))
-    weight_map = read_shard_index(raw, where, fqns).weight_map
+    weight_map = read_shard_index(raw, where).weight_map
     for name in sorted(set(weight_map.values())):
         if problem := problem_with_path(name):
             raise SourceError(f"{where}: weight_map", f"{problem}, found {name[:80]!r}", code="source.bad-index")
@@ -240,12 +234,12 @@ def is_beside(name: str) -> bool:
 
 
 def _read_shards(
-    folder: Folder, shards: _Shards, names: Mapping[str, str], heads: Mapping[InputFile, Future[bytes]] | None = None
-) -> tuple[TensorMap, tuple[RecordedShard, ...]]:
+    folder: Folder, shards: _Shards, heads: Mapping[InputFile, Future[bytes]] | None = None
+) -> tuple[dict[str, TensorAt], tuple[RecordedShard, ...]]:
     """Return the tensors of all shards, checked against the index, and each shard's header to record."""
-    tensors = TensorMap()
+    tensors: dict[str, TensorAt] = {}
     recorded = []
-    for name, (file, shard, stored) in zip(shards.names, _each_shard(folder, shards, names, heads), strict=True):
+    for name, (file, shard, stored) in zip(shards.names, _each_shard(folder, shards, heads), strict=True):
         recorded.append(shard)
         for tensor in stored:
             listed = name if shards.weight_map is None else shards.weight_map.get(tensor.name)
@@ -270,7 +264,7 @@ def _read_shards(
 
 
 def _each_shard(
-    folder: Folder, shards: _Shards, names: Mapping[str, str], heads: Mapping[InputFile, Future[bytes]] | None
+    folder: Folder, shards: _Shards, heads: Mapping[InputFile, Future[bytes]] | None
 ) -> Iterator[tuple[InputFile, RecordedShard, list[TensorAt]]]:
     """Yield each file, what to record of it, and its tensors."""
     files = [folder.file(name) for name in shards.names]
@@ -281,7 +275,7 @@ def _each_shard(
             renamed = name.removeprefix("pytorch_").removesuffix(TORCH_SUFFIX) + SUFFIX
             yield file, shard_anew(renamed, tensors), tensors
     else:
-        for name, (file, header) in zip(shards.names, each_file_header(files, names, heads), strict=True):
+        for name, (file, header) in zip(shards.names, each_file_header(files, heads), strict=True):
             yield file, RecordedShard(name, header.raw), tensors_in(file, header)
             refuse_slices(file, header)
 

@@ -1,13 +1,11 @@
-"""Weight files by name, and their index, read entry by entry, so that memory is that of its names alone."""
+"""Weight files by name, and their index."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from manifests.errors import SourceError
-from manifests.headertext import PAIR, STRING, read_string
 from manifests.jsontext import kind_of, parse_json_object
 from manifests.safetensors import Header
 from manifests.slices import slices_in
@@ -19,16 +17,6 @@ TORCH_NAME, TORCH_INDEX_NAME, TORCH_SUFFIX = "pytorch_model.bin", "pytorch_model
 _SHARD = re.compile(r"pytorch_model(?:-\d+-of-\d+)?\.bin")
 
 _CONSOLIDATE = "merge them: torch.distributed.checkpoint.HuggingFaceStorageWriter(..., enable_consolidation=True)"
-_S = rb"[ \t\n\r]*+"
-_SCALAR = rb"(?:" + STRING + rb"|[0-9][0-9.eE+-]*+|true|false|null)"
-_MEMBER = STRING + _S + rb":" + _S + _SCALAR + _S
-_FLAT = rb"\{" + _S + rb"(?:" + _MEMBER + rb"(?:," + _S + _MEMBER + rb")*+)?\}"
-# `metadata` has numbers and strings, and comes before or after the map.
-_METADATA = rb'"metadata"' + _S + rb":" + _S + rb"(?P<metadata>" + _FLAT + rb")" + _S
-_MAP = rb'"weight_map"' + _S + rb":" + _S + rb"\{" + _S
-_BEFORE = re.compile(_S + rb"\{" + _S + rb"(?:" + _METADATA + rb"," + _S + rb")?" + _MAP)
-_AFTER = re.compile(rb"(?:," + _S + _METADATA + rb")?\}" + _S + rb"\Z")
-
 _RANK_OF_VLLM = re.compile(r"model-(?:pp-\d+-tp|rank)-\d+-part-\d+\.safetensors")
 
 
@@ -48,16 +36,13 @@ class ShardIndex:
         return self.metadata.get("total_size") if isinstance(self.metadata, dict) else None
 
 
-def read_shard_index(raw: bytes, where: str, names: Mapping[str, str]) -> ShardIndex:
-    """Return what an index says. Keys of its map that are in `names` are the same objects as there.
+def read_shard_index(raw: bytes, where: str) -> ShardIndex:
+    """Return what an index says.
 
     Raises:
         SourceError: not a JSON object of file names.
     """
-    read = _read_pairs(raw, where, names)
-    if read is not None:
-        return read
-    document = parse_json_object(raw, where)  # unusual spelling, or invalid
+    document = parse_json_object(raw, where)
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict):
         problem = f"expected an object of file names, found {kind_of(weight_map)}"
@@ -67,34 +52,6 @@ def read_shard_index(raw: bytes, where: str, names: Mapping[str, str]) -> ShardI
             place = f"{where}: weight_map[{fqn[:80]!r}]"
             raise SourceError(place, f"expected a file name, found {kind_of(listed)}", code="source.bad-index")
     return ShardIndex(weight_map=weight_map, metadata=document.get("metadata"))
-
-
-def _read_pairs(raw: bytes, where: str, names: Mapping[str, str]) -> ShardIndex | None:
-    """Return what an index says in the usual spelling; None for any other."""
-    before = _BEFORE.match(raw)
-    if before is None:
-        return None
-    entries: dict[str, str] = {}
-    files: dict[bytes, str] = {}
-    at, following, count = before.end(), b",", 0
-    while following == b",":
-        pair = PAIR.match(raw, at)
-        if pair is None:
-            return None
-        fqn, file = read_string(pair[1]), files.get(pair[2])
-        if file is None:
-            file = read_string(pair[2])
-        if fqn is None or file is None:
-            return None
-        files[pair[2]] = file
-        entries[names.get(fqn, fqn)] = file
-        at, following, count = pair.end(), pair[3], count + 1
-    after = _AFTER.match(raw, at)
-    if after is None or count > len(entries) or (before["metadata"] and after["metadata"]):
-        return None
-    metadata = before["metadata"] or after["metadata"]
-    fields = None if metadata is None else parse_json_object(metadata, f"{where}: metadata")
-    return ShardIndex(weight_map=entries, metadata=fields)
 
 
 def refuse_ranks_of_vllm(folder: Folder) -> None:

@@ -15,8 +15,8 @@ from reshard.formats.export import ExportPlan, publish_export
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.plans.pack_plan import GivenHeader, OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
-from reshard.tensors.lazy import MadeFile, MemoryFile
-from reshard.tensors.source_index import KeptText, RecordedShard, index_anew, lay_out_anew, new_header_text
+from reshard.tensors.lazy import MemoryFile
+from reshard.tensors.source_index import RecordedShard, index_anew, lay_out_anew, new_header_text
 from reshard.transforms.conversion import STORED, ExportDtype, cast_checkpoint, casts_in, with_dtype
 from stores.base import read_config, read_whole
 from stores.bundles import TensorAt
@@ -32,7 +32,7 @@ def plan_export(checkpoint: Checkpoint) -> tuple[OutputShard, ...]:
     dropped = set(checkpoint.record.dropped)
     planned = []
     for recorded in checkpoint.record.shards:
-        names = recorded.header.tensors.names
+        names = recorded.header.names
         if not names or not dropped.issuperset(names):
             planned.append(_shard(recorded, checkpoint))
     return tuple(planned)
@@ -56,7 +56,7 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
     plan = ExportPlan(
         copied=[item for item in copied if item is not config and item.path != TRAINED_NAME],
         shards=shards,
-        made=[MadeFile(INDEX_NAME, sum(map(len, index.blocks())), index.blocks)] if index is not None else [],
+        made=[] if index is None else [MemoryFile(INDEX_NAME, index)],
         last=CONFIG_NAME,  # a folder without it is not a model
         last_bytes=lambda: read_whole(config.file, config.digest),
     )
@@ -77,7 +77,7 @@ def _shard(recorded: RecordedShard, checkpoint: Checkpoint) -> OutputShard:
             entry.name: (entry.name, origin.dtype, origin.shape) for entry, origin in zip(entries, origins, strict=True)
         }
         entries = lay_out_anew(entries, kinds)
-        text = KeptText(new_header_text(entries, recorded_header.metadata))
+        text = new_header_text(entries, recorded_header.metadata)
     given = GivenHeader.of(text, entries)
     return OutputShard(path=recorded.name, origins=origins, header_nbytes=len(given.header), given=given)
 
@@ -93,7 +93,7 @@ def _tensor(checkpoint: Checkpoint, fqn: str) -> TensorAt:
     return checkpoint.tensors[fqn]
 
 
-def _index_of(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> KeptText | None:
+def _index_of(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> bytes | None:
     """Return the original index, or a new one if sizes or tensors changed."""
     index = checkpoint.record.index
     if index is None:

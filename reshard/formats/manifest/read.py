@@ -6,23 +6,23 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from manifests.errors import InputError, ManifestError, Parameter, ShardError
-from manifests.headertext import NO_NAMES
 from manifests.index import INDEX_NAME
 from manifests.invariants import SOURCE_NAME, check_model
 from manifests.models import ModelShape, is_sized_by_files, model_shape, module_of
 from manifests.models.adapters import has_adapters
 from manifests.models.config import CONFIG_NAME
 from manifests.optimizer_state import kinds_of, state_shapes, stored_kinds
+from manifests.safetensors import in_data_order
 from manifests.schema import MODEL_CARD_NAME, WEIGHTS, AuxiliaryFile, Holds, Manifest, OptimizerState, Stage, StateKind
 from manifests.trained import TRAINED_NAME, decode_trained
 from reshard.copy.engine import hash_tensors
 from reshard.formats.auxiliary import has_section, without_section
 from reshard.formats.table import OpenOptions
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles, TensorMap
-from reshard.tensors.comparison import check_coverage, shared_shape, trained_part, without_absent
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
+from reshard.tensors.comparison import check_coverage, trained_part, without_absent
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.slices import merge_slices, slices_of
-from reshard.tensors.source_index import SourceRecord, read_record
+from reshard.tensors.source_index import SourceRecord, decode_record
 from stores.base import Folder, read_config, read_whole
 from stores.bundles import Bundles, TensorAt, join_slices
 from stores.local import LocalFolder
@@ -36,11 +36,6 @@ class Described:
     read: ReadManifest
     record: SourceRecord
     shape: ModelShape
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The names of the model's tensors, for headers to share: a million take 100 MB."""
-        return {fqn: fqn for fqn in self.shape.tensors}
 
 
 def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
@@ -59,13 +54,13 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     read = open_manifest(folder)
     if isinstance(read.folder, LocalFolder):
         read.folder.check_name()
-    return open_packed(read, options.like)
+    return open_packed(read)
 
 
-def open_packed(read: ReadManifest, like: ModelShape | None = None) -> Checkpoint:
+def open_packed(read: ReadManifest) -> Checkpoint:
     """Read a manifest's headers and check that they cover the model exactly, including optimizer state if any.
 
-    Tensors are in the order of the original source, whatever the stages are. A model of the shape `like` shares it.
+    Tensors are in the order of the original source, whatever the stages are.
 
     Raises:
         ManifestError: the manifest is invalid, or does not match its auxiliary files or shards.
@@ -73,13 +68,13 @@ def open_packed(read: ReadManifest, like: ModelShape | None = None) -> Checkpoin
         ShardError: a header is invalid, a tensor is unknown or on the wrong stage, or copies of a tied weight differ.
         SourceError: a tensor is missing.
     """
-    described = describe(read, like)
-    bundles = Bundles(read.manifest, read.folder, described.names)
+    described = describe(read)
+    bundles = Bundles(read.manifest, read.folder)
     bundles.read_ahead(read.manifest.stages, stored_kinds(read.manifest))
     return open_with_bundles(described, bundles)
 
 
-def describe(read: ReadManifest, like: ModelShape | None = None) -> Described:
+def describe(read: ReadManifest) -> Described:
     """Read a manifest's config and source.json, and check that they are those of its stages.
 
     Raises:
@@ -94,11 +89,11 @@ def describe(read: ReadManifest, like: ModelShape | None = None) -> Described:
             raise ManifestError(f"{read}: files", f"{needed} is not listed", code="manifest.missing-file")
     config_file, record_file = folder.file(CONFIG_NAME), folder.file(SOURCE_NAME)
     config = read_config(config_file, small[CONFIG_NAME].digest)
-    record = read_record(record_file, small[SOURCE_NAME].digest)
+    record = decode_record(read_whole(record_file, small[SOURCE_NAME].digest), str(record_file))
     description = manifest.model.description
     needs_files = is_sized_by_files(config, str(config_file), description)
     stored_names = record.stored(str(record_file)) if needs_files else None
-    shape = shared_shape(model_shape(config, str(config_file), stored_names, description), like)
+    shape = model_shape(config, str(config_file), stored_names, description)
     check_model(manifest, shape, str(read))
     _check_files(manifest.files, record, str(read))
     return Described(read=read, record=record, shape=shape)
@@ -112,14 +107,12 @@ def open_with_bundles(described: Described, bundles: Bundles) -> Checkpoint:
         raise ManifestError(
             where, "has adapters alone, of a base that it refers to", hint, code="manifest.adapters-alone"
         )
-    bundles.names = bundles.names or described.names
     originals = _open_originals(bundles, record, where)
     stored = _stored_tensors(bundles, WEIGHTS, where)
     shape = without_absent(described.shape, stored)
     _check_ties(manifest, stored, where, shape.tensors)
     tensors, record = _tensors_of_source(bundles, stored, record, shape)
     _check_strays(manifest, stored, tensors, where)
-    del stored
     check_coverage(tensors, shape, where)
     optimizer = manifest.training.optimizer if manifest.training else None
     moments = (
@@ -127,7 +120,6 @@ def open_with_bundles(described: Described, bundles: Bundles) -> Checkpoint:
         if optimizer
         else {}
     )
-    bundles.names = NO_NAMES
     folder = described.read.folder
     return Checkpoint(
         shape=shape,
@@ -154,7 +146,7 @@ def _auxiliary_at(folder: Folder, listed: AuxiliaryFile) -> AuxiliaryAt:
 
 def _moments(
     bundles: Bundles, optimizer: OptimizerState, kind: StateKind, record: SourceRecord, shape: ModelShape
-) -> TensorMap:
+) -> dict[str, TensorAt]:
     """Return one kind of optimizer state, after checking that it covers the trained parameters that have it."""
     where = f"{bundles.root}: {kind.name}"
     trained = _not_frozen(bundles, trained_part(shape))
@@ -203,9 +195,9 @@ def _open_originals(bundles: Bundles, record: SourceRecord, where: str) -> Origi
     return OriginalFiles(location=virtual.location, revision=virtual.revision, files=files)
 
 
-def _stored_tensors(bundles: Bundles, holds: Holds, where: str) -> TensorMap:
+def _stored_tensors(bundles: Bundles, holds: Holds, where: str) -> dict[str, TensorAt]:
     """Return every stored tensor of one kind, after checking that each is on the stage of its module."""
-    tensors = TensorMap()
+    tensors: dict[str, TensorAt] = {}
     for stage in bundles.manifest.stages:
         modules, num_before, nbytes = frozenset(stage.modules), len(tensors), 0
         for tensor in _whole_tensors(bundles, stage, holds):
@@ -227,14 +219,10 @@ def _stored_tensors(bundles: Bundles, holds: Holds, where: str) -> TensorMap:
 
 
 def _whole_tensors(bundles: Bundles, stage: Stage, holds: Holds) -> Iterator[TensorAt]:
-    """Yield the tensors of a stage, one object at a time; merged slices last."""
-    sliced: list[TensorAt] = []
-    for tensor in bundles.drain(stage, holds):
-        if tensor.part is None:
-            yield tensor
-        else:
-            sliced.append(tensor)
-    yield from map(merge_slices, join_slices(sliced).values())
+    """Yield the tensors of a stage, merged slices last."""
+    tensors = bundles.tensors_on(stage, holds)
+    yield from (tensor for tensor in tensors if tensor.part is None)
+    yield from map(merge_slices, join_slices(tensor for tensor in tensors if tensor.part is not None).values())
 
 
 def _count_spans(tensors: Iterable[TensorAt]) -> tuple[int, int]:
@@ -289,30 +277,28 @@ def _digests_of(copies: Sequence[TensorAt]) -> Sequence[str | None]:
 
 
 def _tensors_of_source(
-    bundles: Bundles, stored: TensorMap, record: SourceRecord, shape: ModelShape
-) -> tuple[TensorMap, SourceRecord]:
+    bundles: Bundles, stored: Mapping[str, TensorAt], record: SourceRecord, shape: ModelShape
+) -> tuple[dict[str, TensorAt], SourceRecord]:
     """Return the tensors that the source stored, in its order, and the record without those that training dropped.
 
     Training stores one copy of a tied weight per rank, and no tensor that the model recomputes.
     """
     owners = {replica.fqn: group.owner.fqn for group in bundles.manifest.ties for replica in group.replicas}
-    names, gone = dict[str, str](), []
-    for recorded in _names_in_order(record, bundles.names):
+    tensors, gone = dict[str, TensorAt](), []
+    for recorded in _names_in_order(record):
         name = shape.fqn_of(recorded)
         at = name if name in stored else owners.get(name, name)
         if at in stored:
-            names[name] = at
+            tensors[name] = replace(stored[at], name=name)
         elif bundles.manifest.training and name not in shape.tensors:
             gone.append(recorded)
-    return stored.renamed(names.items()), replace(record, dropped=(*record.dropped, *gone))
+    return tensors, replace(record, dropped=(*record.dropped, *gone))
 
 
-def _names_in_order(record: SourceRecord, names: Mapping[str, str]) -> Iterator[str]:
+def _names_in_order(record: SourceRecord) -> Iterator[str]:
     dropped = set(record.dropped)
     for shard in record.shards:
-        for _, name, _, _ in shard.header_of(names).tensors.rows():
-            if name not in dropped:
-                yield name
+        yield from (entry.name for entry in in_data_order(shard.header.tensors) if entry.name not in dropped)
 
 
 def _check_strays(

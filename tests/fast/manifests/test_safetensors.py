@@ -18,10 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 
 from manifests.errors import InputError
-from manifests.headertext import TensorEntry
 from manifests.safetensors import (
     ALIGNMENT,
     Header,
+    TensorEntry,
     encode_header,
     header_template,
     layout_tensors,

@@ -18,8 +18,15 @@ from hypothesis import strategies as st
 
 import manifests
 from manifests import schema
-from manifests.headertext import TensorEntry
-from manifests.safetensors import DTYPE_BITS, Header, header_template, layout_tensors, parse_header, read_header
+from manifests.safetensors import (
+    DTYPE_BITS,
+    Header,
+    TensorEntry,
+    header_template,
+    layout_tensors,
+    parse_header,
+    read_header,
+)
 from manifests.slices import SLICES_KEY, Slice, problem_with_slices, slice_metadata, slices_in
 from tests.builders import DTYPE_BITS as LIBRARY_BITS
 from tests.builders import HEAD, Tensor, llama_config, pack, write_model

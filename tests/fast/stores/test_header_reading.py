@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from manifests.headertext import TensorEntry
-from manifests.safetensors import encode_header
+from manifests.safetensors import TensorEntry, encode_header
 from stores.base import Range
 from stores.local import LocalFile
 from stores.workers import NUM_AT_ONCE, each_file_header

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import _TYPES as TORCH
 
-from manifests.headertext import DTYPE_BITS
+from manifests.safetensors import DTYPE_BITS
 from reshard.checks.check import check_values
 from reshard.tensors.comparison import Findings
 from stores.bundles import TensorAt

@@ -1,4 +1,4 @@
-"""Checkpoints of many tensors: what a plan keeps of each is bounded, and what is written is what it always was."""
+"""Checkpoints of many tensors: twice as many as any that is published fit into memory, and are written as ever."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import filecmp
 import json
 import subprocess
 import sys
-import tracemalloc
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 from typing import Any
@@ -20,23 +16,17 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from bench.measure import cpu_s_since
-from manifests.digest import DigestTable, digest_hex
+from manifests.digest import digest_hex
 from manifests.errors import InputError
 from manifests.models import model_shape
-from manifests.safetensors import encode_header, header_template, layout_tensors, template_blocks, template_nbytes
-from manifests.schema import Shard
-from manifests.slices import Slice
-from reshard.copy.engine import write_shards
+from manifests.safetensors import encode_header, header_template, layout_tensors
 from reshard.copy.journal import plan_key
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.plans.pack_plan import GivenHeader, OutputShard, lay_out_readable, lay_out_shard
-from reshard.tensors.checkpoint import TensorMap, as_objects
 from reshard.tensors.lazy import MemoryFile
-from reshard.tensors.source_index import KeptText, RecordedShard, SourceRecord, decode_record, record_blocks
-from stores.bundles import Bundles, TensorAt
-from stores.local import LocalFile
+from reshard.tensors.source_index import RecordedShard, SourceRecord, decode_record, encode_record
+from stores.bundles import TensorAt
 from tests.builders import INDEX
-from tests.fast.manifests.drawn_manifests import full_manifest
 
 ROOT = Path(__file__).parents[4]
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -50,8 +40,8 @@ finally:
     print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0], file=sys.stderr)
 """
 START_NBYTES = 64 << 20  # of Python with a verb's modules
-MOST_NBYTES_PER_TENSOR = 540  # with its name, once, and what is needed on the way
-MILLION, MOST_NBYTES = 1_000_903, 600_000_000
+MOST_NBYTES_PER_TENSOR = 1500  # with its name, and what is needed on the way
+MANY, MOST_NBYTES = 198_861, 600_000_000
 
 
 def write_many(folder: Path, num_layers: int, num_experts: int, num_shards: int) -> int:
@@ -87,7 +77,7 @@ def peak_nbytes(*args: str | Path) -> int:
     return 1024 * int(done.stderr.splitlines()[-1])
 
 
-def test_a_plan_and_a_virtual_pack_take_a_few_hundred_bytes_for_each_tensor(tmp_path: Path) -> None:
+def test_a_plan_and_a_virtual_pack_take_a_kilobyte_for_each_tensor(tmp_path: Path) -> None:
     source = tmp_path / "source"
     num_tensors = write_many(source, num_layers=20, num_experts=500, num_shards=20)
     bound = START_NBYTES + MOST_NBYTES_PER_TENSOR * num_tensors
@@ -96,15 +86,14 @@ def test_a_plan_and_a_virtual_pack_take_a_few_hundred_bytes_for_each_tensor(tmp_
 
 
 @pytest.fixture(scope="module")
-def million(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a model of a million tensors, and pack it for 4 stages."""
-    folder = tmp_path_factory.mktemp("million")
-    assert write_many(folder / "source", num_layers=100, num_experts=1666, num_shards=100) == MILLION
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model of twice the tensors of DeepSeek-V3, and pack it for 4 stages."""
+    folder = tmp_path_factory.mktemp("many")
+    assert write_many(folder / "source", num_layers=66, num_experts=500, num_shards=100) == MANY
     assert peak_nbytes("pack", folder / "source", "--layout", "pp=4", "--out", folder / "packed") < MOST_NBYTES
     return folder
 
 
-# By command: a quiet core takes 30 to 110 s for each, so that each of these ends, whatever else a machine does.
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
@@ -121,29 +110,29 @@ def million(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=" ".join,
 )
-def test_a_million_tensors_take_less_than_600_mb(command: tuple[str, ...], million: Path, tmp_path: Path) -> None:
-    args = [million / arg if arg in ("source", "packed") else arg for arg in command]
+def test_many_tensors_take_less_than_600_mb(command: tuple[str, ...], many: Path, tmp_path: Path) -> None:
+    args = [many / arg if arg in ("source", "packed") else arg for arg in command]
     assert peak_nbytes(*args, *([tmp_path / "out"] if args[-1] == "--out" else [])) < MOST_NBYTES
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_million_tensors_are_exported_as_they_were(million: Path, tmp_path: Path) -> None:
-    assert peak_nbytes("export", million / "packed", "--to", "hf", "--out", tmp_path / "out") < MOST_NBYTES
-    for path in (million / "source").iterdir():
+def test_many_tensors_are_exported_as_they_were(many: Path, tmp_path: Path) -> None:
+    assert peak_nbytes("export", many / "packed", "--to", "hf", "--out", tmp_path / "out") < MOST_NBYTES
+    for path in (many / "source").iterdir():
         assert filecmp.cmp(path, tmp_path / "out" / path.name, shallow=False)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_million_tensors_of_one_stage_are_in_headers_that_safetensors_reads(million: Path, tmp_path: Path) -> None:
+def test_many_tensors_of_one_stage_are_in_headers_that_safetensors_reads(many: Path, tmp_path: Path) -> None:
     """A header of all of them would be too long: the library refuses it."""
     out = tmp_path / "out"
-    assert peak_nbytes("pack", million / "source", "--layout", "pp=1", "--out", out) < MOST_NBYTES
+    assert peak_nbytes("pack", many / "source", "--layout", "pp=1", "--out", out) < MOST_NBYTES
     assert peak_nbytes("verify", out) < MOST_NBYTES
-    for folder, num_shards in ((million / "packed", 4), (out, 2)):
+    for folder, num_shards in ((many / "packed", 4), (out, 2)):
         read = [safe_open(shard, "np").keys() for shard in folder.rglob("*.safetensors")]
-        assert (len(read), sum(map(len, read))) == (num_shards, MILLION)
+        assert (len(read), sum(map(len, read))) == (num_shards, MANY)
 
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
@@ -151,42 +140,32 @@ TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
 
 @given(TEXTS, TEXTS, st.none() | TEXTS)
 def test_the_record_is_written_as_json_writes_it(name: str, text: str, index: str | None) -> None:
-    shards = (RecordedShard("a.safetensors", f"{{}} {text}"), RecordedShard(name, text))
+    shards = (RecordedShard("a.safetensors", f"{{}} {text}".encode()), RecordedShard(name, text.encode()))
     for held, dropped in ((shards, (name, "b")), ((), ())):
-        record = SourceRecord(shards=held, index=None if index is None else KeptText(index.encode()), dropped=dropped)
+        record = SourceRecord(shards=held, index=None if index is None else index.encode(), dropped=dropped)
         document = {
             "format": "reshard-source",
             "version": 1,
-            "shards": [{"name": shard.name, "header": shard.header_text.text.decode()} for shard in held],
+            "shards": [{"name": shard.name, "header": shard.header_text.decode()} for shard in held],
             "index": index,
             "dropped": list(dropped),
         }
-        assert b"".join(record_blocks(record)) == (json.dumps(document, indent=1) + "\n").encode()
+        assert encode_record(record) == (json.dumps(document, indent=1) + "\n").encode()
 
 
 def test_a_long_record_is_read_as_it_was_written() -> None:
     index = json.dumps({"weight_map": {}, "é\U0001f600": "é\U0001f600" * 400_000}, ensure_ascii=False)
-    record = SourceRecord(shards=(RecordedShard("a.safetensors", "{}"),), index=KeptText(index.encode()))
-    text = b"".join(record_blocks(record))
+    record = SourceRecord(shards=(RecordedShard("a.safetensors", b"{}"),), index=index.encode())
+    text = encode_record(record)
     assert decode_record(text) == record
     assert json.loads(text)["index"] == index
     for indent, is_ascii in ((None, True), (1, False), (2, True)):  # as other programs may write it
         assert decode_record(json.dumps(json.loads(text), indent=indent, ensure_ascii=is_ascii).encode()) == record
 
 
-def test_a_long_record_is_read_in_pieces() -> None:
-    index = json.dumps({f"model.layers.{number}.w": "a.safetensors" for number in range(50_000)}, indent=2)
-    headers = [json.dumps({"__metadata__": {"note": "\u00e9 " * 100_000}}) for _ in range(4)]
-    shards = tuple(RecordedShard(f"{number}.safetensors", text) for number, text in enumerate(headers))
-    text = b"".join(record_blocks(SourceRecord(shards=shards, index=KeptText(index.encode()))))
-    assert peak_of(partial(decode_record, text)) < 0.8 * len(text)
-
-
 @given(st.binary(max_size=12), st.integers(0), st.sampled_from([b"", b'"', b"\\", b"\\ud83d", b"\\u00"]))
 def test_a_damaged_record_is_refused_or_read_as_json_says(noise: bytes, at: int, more: bytes) -> None:
-    text = b"".join(
-        record_blocks(SourceRecord(shards=(RecordedShard("a.safetensors", "{}"),), index=KeptText(b'"\xc3\xa9"')))
-    )
+    text = encode_record(SourceRecord(shards=(RecordedShard("a.safetensors", b"{}"),), index=b'"\xc3\xa9"'))
     at %= len(text)
     damaged = text[:at] + noise + more + text[at + len(noise) :]
     try:
@@ -194,95 +173,16 @@ def test_a_damaged_record_is_refused_or_read_as_json_says(noise: bytes, at: int,
     except InputError:
         return
     document = json.loads(damaged)
-    assert [(shard.name, shard.header_text.text.decode()) for shard in found.shards] == [
+    assert [(shard.name, shard.header_text.decode()) for shard in found.shards] == [
         (shard["name"], shard["header"]) for shard in document["shards"]
     ]
-    assert (found.index and found.index.text.decode(), list(found.dropped)) == (document["index"], document["dropped"])
-
-
-@given(st.lists(st.tuples(TEXTS, st.lists(st.integers(0, 300), max_size=3)), unique_by=lambda pair: pair[0]))
-def test_the_length_of_a_header_is_known_before_it_is_made(tensors: list[tuple[str, list[int]]]) -> None:
-    kinds = [(name, "F32", tuple(shape)) for name, shape in tensors]
-    expected = header_template(layout_tensors(kinds), {"a": "é"})
-    assert template_nbytes(iter(kinds), {"a": "é"}) == len(expected)
-    digests = [digest_hex([name.encode()]) for name, _, _ in kinds]
-    blocks = template_blocks(iter(kinds), {"a": "é"}, DigestTable.of(digests), nbytes=len(expected))
-    by_name = dict(zip((name for name, _, _ in kinds), digests, strict=True))
-    assert b"".join(blocks) == header_template(layout_tensors(kinds), {"a": "é"}, by_name)
-
-
-def shard_of(num_tensors: int, path: Path) -> OutputShard:
-    path.write_bytes(bytes(2 * num_tensors))
-    names = (f"model.layers.0.mlp.experts.{number}.w1" for number in range(num_tensors))
-    return lay_out_shard("a", [TensorAt(name, "U8", (2,), LocalFile(path), 2 * at, 2) for at, name in enumerate(names)])
-
-
-def test_each_tensor_of_a_pack_takes_its_digest_and_little_more(tmp_path: Path) -> None:
-    """32 bytes of digest, 8 of a reference to it; two threads' runs and a block of the header are of constant size."""
-    peaks = []
-    for num_tensors in (8_000, 12_000):
-        shard = shard_of(num_tensors, tmp_path / "source")
-        peaks.append([peak_of(partial(write_shards, [shard], tmp_path)), peak_of(partial(plan_key, [shard]))])
-    (written, keyed), (written_more, keyed_more) = peaks
-    assert written_more - written < 80 * 4_000
-    assert keyed_more - keyed < 60 * 4_000
-
-
-def test_each_tensor_of_a_bundle_takes_its_digest_and_one_object(tmp_path: Path) -> None:
-    """Names are those of the model, and the header's text and digests are gone before the tensors are located."""
-    manifest, peaks = full_manifest(), []
-    for num_tensors in (8_000, 12_000):
-        shard = shard_of(num_tensors, tmp_path / "source")
-        (done,) = write_shards([shard], tmp_path)
-        stage = replace(
-            manifest.stages[0], shards=(Shard(path=done.path, nbytes=done.nbytes, digest=done.digest),), spans=()
-        )
-        names = {origin.name: origin.name for origin in shard.origins}
-        bundles = Bundles(replace(manifest, stages=(stage,)), tmp_path, names)
-        peaks.append(peak_of(partial(bundles.tensors_on, stage)))
-    assert peaks[1] - peaks[0] < 360 * 4_000
-
-
-def test_each_tensor_of_a_map_takes_its_name_and_half_an_object(tmp_path: Path) -> None:
-    peaks = []
-    for num_tensors in (12_000, 20_000):
-        origins = shard_of(num_tensors, tmp_path / "source").origins
-        given = [replace(origin, blake3=number.to_bytes(32)) for number, origin in enumerate(origins)]
-        filled = TensorMap()
-        peaks.append(peak_of(partial(filled.update, ((tensor.name, tensor) for tensor in given))))
-        assert list(filled.values()) == given
-    assert peaks[1] - peaks[0] < 160 * 8_000  # an object takes 210
-
-
-def test_a_map_returns_what_it_was_given(tmp_path: Path) -> None:
-    whole, part = shard_of(2, tmp_path / "source").origins
-    part = replace(part, part=Slice(offset=(2,), shape=(2,), whole_shape=(4,)), blake3=bytes(32))
-    filled = TensorMap()
-    filled["a"], filled["b"], filled["c"] = whole, part, whole
-    filled["a"] = replace(whole, begin=7)
-    del filled["c"]
-    expected = {"a": replace(whole, name="a", begin=7), "b": replace(part, name="b")}
-    other = filled.renamed([("new", "b")])
-    assert (dict(filled), dict(other)) == (expected, {"new": replace(part, name="new")})
-    assert dict(as_objects(filled)) == expected
-    assert filled["a"] is filled["a"]
-    assert ("a" in filled, "c" in filled, len(filled)) == (True, False, 2)
-
-
-def peak_of(work: Callable[[], object]) -> int:
-    """Return the most bytes of objects that are in use at a time while `work` runs, less those before."""
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    assert (found.index and found.index.decode(), list(found.dropped)) == (document["index"], document["dropped"])
 
 
 def test_the_key_of_a_plan_is_that_of_earlier_versions() -> None:
     """An interrupted pack is resumed by a later version, which must call the plan the same."""
     file = MemoryFile("source", bytes(6))
-    given = RecordedShard("b", json.dumps({"é": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}))
+    given = RecordedShard("b", json.dumps({"é": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}).encode())
     tensors = [TensorAt(name, "U8", (size,), file, at, size) for name, at, size in (("x", 0, 4), ("é", 4, 2))]
     entries = given.header.tensors
     shards = [
@@ -290,14 +190,14 @@ def test_the_key_of_a_plan_is_that_of_earlier_versions() -> None:
         OutputShard(
             path="b",
             origins=(tensors[1],),
-            header_nbytes=8 + len(given.header_text.text),
+            header_nbytes=8 + len(given.header_text),
             given=GivenHeader.of(given.header_text, entries),
         ),
         lay_out_shard("none", []),
     ]
     headers = [
         header_template(layout_tensors((each.name, each.dtype, each.shape) for each in tensors), {}),
-        len(given.header_text.text).to_bytes(8, "little") + given.header_text.text,
+        len(given.header_text).to_bytes(8, "little") + given.header_text,
         header_template((), {}),
     ]
     texts = [json.dumps([("source", "6 bytes in memory")]).encode()]
@@ -326,7 +226,7 @@ def test_an_index_is_what_json_says(
     if is_last:
         document = dict(reversed(document.items()))
     raw = json.dumps(document, indent=indent, ensure_ascii=is_ascii).encode()
-    index = read_shard_index(raw, "index", {name: name for name in weight_map})
+    index = read_shard_index(raw, "index")
     assert (index.weight_map, index.has_metadata) == (weight_map, metadata is not None)
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import close_session, constants, hf_hub_download, snapshot_download
 
-from manifests.headertext import TensorEntry
-from manifests.safetensors import encode_header, read_header
+from manifests.safetensors import TensorEntry, encode_header, read_header
 from stores.address import HubAddress
 from stores.base import read_file_header, read_whole
 from stores.hub.store import HubFolder, open_hub

@@ -117,11 +117,11 @@ def test_virtual_bundles_read_each_header_once(source: Path) -> None:
 
 def test_a_pack_lays_each_shard_out_a_few_times(source: Path) -> None:
     """The entries of a planned shard are made when they are asked for: not once for each tensor."""
-    frames: dict[str, set[FrameType]] = {"_laid_out": set(), "template_blocks": set()}
+    frames: dict[str, set[FrameType]] = {"layout_tensors": set(), "header_template": set()}
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code.co_name in frames:
-            frames[frame.f_code.co_name].add(frame)  # a generator is called again for each item, in one frame
+            frames[frame.f_code.co_name].add(frame)
 
     sys.setprofile(note)
     try:
