@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set, Sized
-from itertools import chain, groupby, islice
+from collections.abc import Collection, Iterable, Sequence, Set, Sized
+from itertools import groupby, islice
 from typing import TypeVar
 
 from manifests.schema import TieGroup
@@ -110,22 +110,15 @@ T = TypeVar("T")
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left_columns: frozenset[str] = frozenset()) -> str:
     """Return a table with aligned columns: `left_columns` to the left, others to the right."""
-    return "\n".join(table_lines(head, lambda: rows, left_columns=left_columns))
-
-
-def table_lines(
-    head: Sequence[str], rows: Callable[[], Iterable[Sequence[str]]], *, left_columns: frozenset[str] = frozenset()
-) -> Iterator[str]:
-    """Yield the lines of a `table`. Its rows are made twice, as there may be a million."""
-    widths = list(map(len, head))
-    for row in rows():
-        widths = [max(width, len(cell)) for width, cell in zip(widths, row, strict=True)]
-    for row in chain((head,), rows()):
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for row in (head, *rows):
         cells = (
             cell.ljust(width) if name in left_columns else cell.rjust(width)
             for cell, width, name in zip(row, widths, head, strict=True)
         )
-        yield "  ".join(cells).rstrip()
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def group_stages(stages: Sequence[T], keys: Sequence[object]) -> list[Sequence[T]]:

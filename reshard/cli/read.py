@@ -95,8 +95,8 @@ def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
     if isinstance(contents, Listing):
         click.echo(json.dumps(listing_json(contents, tensors)) if as_json else listing_text(contents, tensors))
         return
-    for piece in (inspect_json if as_json else inspect_text)(contents.manifest, contents.bundles, tensors):
-        click.echo(piece, nl=False)
+    contained = contents.manifest, contents.bundles, tensors
+    click.echo(json.dumps(inspect_json(*contained)) if as_json else inspect_text(*contained))
 
 
 @click.command(cls=options.Verb)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-from collections.abc import Iterator
 from dataclasses import asdict, replace
-from itertools import islice, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +14,7 @@ from manifests.index import INDEX_NAME, has_index
 from manifests.safetensors import nbytes_of
 from manifests.schema import Manifest
 from reshard.formats.table import Listing, export_targets
-from reshard.formatting import count_of, counted, show_numbers, table, table_lines, tie_lines
+from reshard.formatting import count_of, counted, show_numbers, table, tie_lines
 from reshard.layouts.model import compress_modules
 from reshard.packing.hub_sha256 import HubReport
 from reshard.packing.options import PackResult
@@ -240,11 +237,7 @@ def check_text(done: CheckResult) -> str:
     return "\n".join(printable(line, lines=False) for line in lines)
 
 
-_LINES_IN_PIECE = 4096
-
-
-def inspect_text(manifest: Manifest, bundles: Bundles, with_tensors: bool) -> Iterator[str]:
-    """Yield the output in pieces: with tensors it may have a million lines."""
+def inspect_text(manifest: Manifest, bundles: Bundles, with_tensors: bool) -> str:
     layout = manifest.layout
     rows = [
         (
@@ -272,28 +265,19 @@ def inspect_text(manifest: Manifest, bundles: Bundles, with_tensors: bool) -> It
         *_virtual_lines(manifest),
         "files: " + ", ".join(file.path for file in manifest.files),
     ]
-    tensors = _tensors(manifest, bundles) if with_tensors else []
-    yield printable("\n".join(lines)) + "\n"
     if with_tensors:
         columns = ("stage", "tensor", "dtype", "shape", "blake3")
-        listed = table_lines(columns, lambda: starmap(_row, tensors), left_columns=frozenset(columns[1:]))
-        while some := list(islice(listed, _LINES_IN_PIECE)):
-            yield printable("\n".join(some)) + "\n"
+        rows = [_row(stage, tensor) for stage, tensor in _tensors(manifest, bundles)]
+        lines.append(table(columns, rows, left_columns=frozenset(columns[1:])))
+    return printable("\n".join(lines))
 
 
-def inspect_json(manifest: Manifest, bundles: Bundles, with_tensors: bool) -> Iterator[str]:
-    """Yield one JSON object, in pieces."""
-    begun = json.dumps({"version": 1, "manifest": manifest_document(manifest)})
-    if not with_tensors:
-        yield begun + "\n"
-        return
-    listed = map(json.dumps, starmap(_object, _tensors(manifest, bundles)))
-    yield begun.removesuffix("}") + ', "tensors": ['
-    separator = ""
-    while some := ", ".join(islice(listed, _LINES_IN_PIECE)):
-        yield separator + some
-        separator = ", "
-    yield "]}\n"
+def inspect_json(manifest: Manifest, bundles: Bundles, with_tensors: bool) -> dict[str, Any]:
+    document = {"version": 1, "manifest": manifest_document(manifest)}
+    tensors = (
+        {"tensors": [_object(stage, tensor) for stage, tensor in _tensors(manifest, bundles)]} if with_tensors else {}
+    )
+    return {**document, **tensors}
 
 
 def _tensors(manifest: Manifest, bundles: Bundles) -> list[tuple[int, TensorAt]]:
