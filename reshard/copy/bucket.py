@@ -16,7 +16,7 @@ from reshard.copy.engine import InOrder, WriteOptions, WrittenShard
 from reshard.copy.parallelism import UploadPlan
 from reshard.plans.pack_plan import OutputShard
 from stores.base import Blocks, InputFile
-from stores.objects.lock import FindOwnedObjects, Wanted, objects_of_manifest
+from stores.objects.lock import Wanted
 from stores.objects.output import ObjectTarget, open_output
 
 
@@ -121,16 +121,15 @@ def open_prefix(
     last: str,
     force: bool,
     plan: str,
-    find_owned: FindOwnedObjects | None = None,
 ) -> Iterator[BucketTarget]:
     """Yield a target below a prefix for these `shards` and `small` files, of which `last` commits them.
 
-    With `force`, the objects are replaced that `find_owned` returns, by default those of a manifest.
+    With `force`, those of an old manifest are replaced.
 
     Raises:
         OutputError: the prefix has other objects, is being written by another process, or cannot be written.
     """
-    names = Wanted(shards=shards, small=small, last=last, find_owned=find_owned or objects_of_manifest)
+    names = Wanted(shards=shards, small=small, last=last)
     with _interrupted_by_sigterm(), open_output(out, force=force, wanted=names, plan=plan) as objects:
         yield BucketTarget(objects)
 

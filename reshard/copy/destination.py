@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from manifests.errors import OutputError, Parameter, SourceError, UsageError, UserError
 from manifests.invariants import MANIFEST_NAME
@@ -29,9 +29,6 @@ from stores.folders.owned import FindOwned, files_of_manifest
 from stores.folders.publish import partial_of, publishing
 from stores.local import LocalFile
 from stores.open import Address
-
-if TYPE_CHECKING:
-    from stores.objects.lock import FindOwnedObjects
 
 
 class Target(Protocol):
@@ -201,16 +198,15 @@ def open_target(
     *,
     force: bool,
     find_owned: FindOwned = files_of_manifest,
-    find_owned_objects: FindOwnedObjects | None = None,  # None: those of a manifest
     wanted: Collection[str] = (),
     last: str = MANIFEST_NAME,
 ) -> Iterator[Target]:
     """Yield a target to write `shards` to, which becomes the output when the block succeeds.
 
     If it fails, verified data is kept for the next run of the same plan, unless the error is one after which the plan
-    cannot be resumed. With `force`, an existing output is replaced: in a folder the files that `find_owned`
-    returns, in one step; in a bucket the objects that `find_owned_objects` returns (see `stores.objects.output`). Other
-    files that would be overwritten by the `wanted` ones are refused.
+    cannot be resumed. With `force`, an existing output is replaced: in a folder the files that `find_owned` returns, in
+    one step; in a bucket those of a manifest (see `stores.objects.output`). Other files that would be overwritten by
+    the `wanted` ones are refused.
 
     Raises:
         OutputError: `out` exists and may not be replaced, is being written by another process, or cannot be written.
@@ -221,7 +217,7 @@ def open_target(
 
         paths = {shard.path for shard in shards}
         small = {*wanted} - paths
-        with open_prefix(out, paths, small, last=last, force=force, plan=key, find_owned=find_owned_objects) as prefix:
+        with open_prefix(out, paths, small, last=last, force=force, plan=key) as prefix:
             try:
                 with _discarded_if_fatal(prefix.objects.forget):
                     yield prefix

@@ -258,7 +258,6 @@ class _Publisher:
             shards,
             force=is_url(self.place),
             find_owned=_files_of,
-            find_owned_objects=lambda client, listed: None,
             wanted=wanted,
             last=INDEX_NAME,
         ) as target:

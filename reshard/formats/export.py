@@ -3,16 +3,14 @@
 The files are written in the plan's order, then a record of them, and last the file that commits.
 
 # Note [Record of an export]
-With it, `--force` replaces what an export wrote and nothing else. It is beside the folder or the prefix, since what an
-export writes must equal the source: for `DIR/NAME` it is `DIR/.NAME.exported.json`, a file or an object. It lists the
-files of an export, with sizes and modification times, or etags, of the shards: a folder with other shards is not that
-export. There is nothing beside a whole bucket, so an export to one is not replaced.
+With it, `--force` replaces what an export wrote and nothing else. It is beside the folder, since what an export writes
+must equal the source: for `DIR/NAME` it is `DIR/.NAME.exported.json`. It lists the files of an export, with sizes and
+modification times of the shards: a folder with other shards is not that export. An export in a bucket is not replaced.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +23,6 @@ from manifests.errors import (
     InputError,
     OutputError,
     Parameter,
-    UnreachableError,
     UsageError,
     check_choice,
 )
@@ -36,7 +33,6 @@ from manifests.schema import MOMENTS, OptimizerState, ParameterGroup, TrainingSt
 from manifests.store import read_small_file, write_file
 from manifests.trained import TRAINED_NAME
 from reshard.archives.names import DATA_SUFFIX
-from reshard.copy.bucket import BucketTarget
 from reshard.copy.destination import FolderTarget, check_apart, check_unchanged, copy_files, open_target
 from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
@@ -51,11 +47,9 @@ from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import SUFFIX
 from reshard.transforms.conversion import ExportDtype, cast_checkpoint, casts_in
-from stores.address import is_inside, is_url, place_of, split_url
+from stores.address import is_inside, is_url, place_of
 from stores.bundles import TensorAt
 from stores.local import LocalFile, LocalFolder
-from stores.objects.client import ObjectEntry, ObstoreClient, open_writable
-from stores.objects.output import ObjectTarget
 from stores.open import Address, open_manifest, open_store
 
 
@@ -207,7 +201,6 @@ def publish_export(
         plan.shards,
         force=options.force,
         find_owned=files_of_export,
-        find_owned_objects=objects_of_export,
         wanted=plan.names,
         last=plan.last,
     ) as target:
@@ -217,8 +210,6 @@ def publish_export(
             target.copy(file.name, file)
         verify_records(origin for shard in plan.shards for origin in shard.origins)
         check_unchanged(plan.shards, plan.copied)
-        if isinstance(target, BucketTarget):
-            record_exported_objects(target.objects, plan.names)
         target.commit(plan.last, plan.last_bytes())
         if isinstance(target, FolderTarget):
             record_export(Path(out), target.folder, plan.names, is_published=False)
@@ -275,11 +266,8 @@ def adamw_options(checkpoint: Checkpoint, trained: TrainingState, optimizer: Opt
     }  # fmt: skip
 
 
-logger = logging.getLogger(__name__)
-
 _FORMAT = "reshard-export"
 _SHARD_SUFFIXES = (SUFFIX, DATA_SUFFIX, ".pt")
-_MAX_RECORD_NBYTES = 64 << 20
 _Files = Mapping[str, str]  # state of each shard, "" of other files, by path
 
 
@@ -293,39 +281,6 @@ def record_export(out: Path, folder: Path, names: Iterable[str], *, is_published
     files = {name: _state_of_file(folder / name) for name in sorted(names)}
     earlier = [] if is_published else [files for files in _recorded_files(out) if _describes(files, out)]
     write_file(_record_path(out), _encoded([files, *earlier]))
-
-
-def objects_of_export(client: ObstoreClient, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
-    """Return the names that an export wrote below a prefix, or None if there is no record of that.
-
-    Raises:
-        UnreachableError: the store failed.
-    """
-    recorded = _recorded_objects(client.url)
-    shards = [name for name in recorded if name.endswith(_SHARD_SUFFIXES) and name in listed]
-    # A shard may have been removed; one that was overwritten is somebody else's work.
-    is_export = bool(shards) and all(
-        listed[name].etag and _state_of_object(listed[name]) == recorded[name] for name in shards
-    )
-    return recorded.keys() if is_export else None
-
-
-def record_exported_objects(objects: ObjectTarget, names: Iterable[str]) -> None:
-    """Record an export whose shards are uploaded, before the object that makes it valid is written."""
-    beside = _beside(objects.url)
-    written = objects.written()
-    if beside is None:
-        return
-    client, path = beside
-    shards = {name: written[name] for name in names if name.endswith(_SHARD_SUFFIXES) and name in written}
-    files = {name: _state_of_object(shards[name]) if name in shards else "" for name in sorted(names)}
-    try:
-        client.put(path, _encoded([files]))
-    except UnreachableError:
-        raise
-    except InputError as error:
-        again = f"could not record this export, so {Parameter('force', True)} will not replace it later"
-        logger.warning("%s: %s: %s", error.where, again, error)
 
 
 def _encoded(exports: Sequence[_Files]) -> bytes:
@@ -367,32 +322,3 @@ def _describes(files: _Files, out: Path) -> bool:
 
 def _state_of_file(path: Path) -> str:
     return LocalFile(path).fingerprint if path.name.endswith(_SHARD_SUFFIXES) and not path.is_symlink() else ""
-
-
-def _recorded_objects(url: str) -> _Files:
-    beside = _beside(url)
-    if beside is None:
-        return {}
-    client, path = beside
-    try:
-        entry = client.look_up(path)
-        if not 0 < entry.nbytes <= _MAX_RECORD_NBYTES:
-            return {}
-        data = b"".join(client.read(entry, 0, entry.nbytes))
-        return next(iter(_decoded(data, f"{client.url}/{path}")), {})
-    except UnreachableError:
-        raise
-    except InputError:
-        return {}
-
-
-def _beside(url: str) -> tuple[ObstoreClient, str] | None:
-    """Return a client of the prefix's parent, and the name of the record there."""
-    if not split_url(url)[2]:
-        return None
-    parent, _, name = url.rpartition("/")
-    return open_writable(parent), f".{name}.exported.json"
-
-
-def _state_of_object(entry: ObjectEntry) -> str:
-    return f"{entry.nbytes} bytes, etag {entry.etag}"

@@ -267,8 +267,8 @@ def inspect_text(manifest: Manifest, bundles: Bundles, with_tensors: bool) -> st
     ]
     if with_tensors:
         columns = ("stage", "tensor", "dtype", "shape", "blake3")
-        rows = [_row(stage, tensor) for stage, tensor in _tensors(manifest, bundles)]
-        lines.append(table(columns, rows, left_columns=frozenset(columns[1:])))
+        cells = [_row(stage, tensor) for stage, tensor in _tensors(manifest, bundles)]
+        lines.append(table(columns, cells, left_columns=frozenset(columns[1:])))
     return printable("\n".join(lines))
 
 

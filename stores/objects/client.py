@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_EXPORT_MARK = "config.json"  # without it, a folder is not a model
 _CHUNK_NBYTES = 1 << 18  # of a streamed response, to keep obstore's buffers small
 _LIST_COUNT = 1000  # names per page
 # With any of these, obstore finds credentials without a profile.
@@ -343,7 +342,7 @@ def open_writable(url: str) -> ObstoreClient:
 
 def remove_objects(client: ObstoreClient, names: Collection[str]) -> None:
     """Remove objects, those first that make an output one; the lock and the record beside it last, in one request."""
-    order = {MANIFEST_NAME: 0, _EXPORT_MARK: 0, PROGRESS_NAME: 2, LOCK_NAME: 2}
+    order = {MANIFEST_NAME: 0, PROGRESS_NAME: 2, LOCK_NAME: 2}
     for turn in range(3):
         if batch := [name for name in names if order.get(name, 1) == turn]:
             client.remove(batch)

@@ -4,7 +4,8 @@
 A process that locks a prefix records there, before it writes the first object, the names that it will write (see
 `CompletedObjects`), after checking that none of them exists. The lock object lists names too: of objects that
 the new output replaces, and of those that earlier writers left unfinished. `--force` removes objects that are listed
-so, or in the manifest or the record of the old output. A prefix that has others is refused.
+so, or in the manifest of the old output. A prefix that has others is refused, and so is one with an export: its
+shards would be overwritten one by one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Self
 
@@ -33,11 +34,8 @@ _SHOWN_CHARS = 200  # of a lock object's text
 _HEAD_LINES = 3  # of a lock object; names of objects that must be removed may follow
 _WORKING = (LOCK_NAME, PROGRESS_NAME)
 
-# Returns the objects below a prefix that may be removed; None: the output was not written by this command.
-FindOwnedObjects = Callable[[ObstoreClient, Mapping[str, ObjectEntry]], Collection[str] | None]
 
-
-def objects_of_manifest(client: ObstoreClient, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
+def _objects_of_manifest(client: ObstoreClient, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
     """Return the names of a prefix's manifest, of what it lists, and of what is made of it; None if none can be read.
 
     Raises:
@@ -57,12 +55,14 @@ def objects_of_manifest(client: ObstoreClient, listed: Mapping[str, ObjectEntry]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """An output to write: its shards, its small files, and the one of these that commits it."""
+    """An output to write: its shards, its small files, and the one of these that commits it.
+
+    Only a packed checkpoint, which a manifest commits, may replace an old one.
+    """
 
     shards: Collection[str] = ()
     small: Collection[str] = ()
     last: str = MANIFEST_NAME
-    find_owned: FindOwnedObjects = objects_of_manifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,15 +72,6 @@ class ListedObjects:
     listed: Mapping[str, ObjectEntry]
     ours: frozenset[str] = frozenset()
     old: frozenset[str] = frozenset()
-
-    @property
-    def has_manifest(self) -> bool:
-        return MANIFEST_NAME in self.old
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the new objects have the names of old ones: an export's shards have the names of the model's."""
-        return bool(self.old) and not self.has_manifest
 
     def names_to_write(self, wanted: Wanted, folder: str) -> set[str]:
         """Return the names that are written before the commit; small files of a replacement are written with it."""
@@ -106,7 +97,8 @@ def check_existing(
         return ListedObjects(listed=listed)
     if not force:
         raise _not_without_force(client, others, is_unfinished)
-    named = wanted.find_owned(client, others) if not is_unfinished else ()
+    is_packed = wanted.last == MANIFEST_NAME
+    named = () if is_unfinished else _objects_of_manifest(client, others) if is_packed else None
     if named is None:
         problem = f"exists, and is not what this command writes; {Parameter('force', True)} does not replace it"
         hint = f"choose another {Parameter('out')}, or remove it yourself"
@@ -114,8 +106,7 @@ def check_existing(
     ours = frozenset({*named, *unremoved} & others.keys())
     if foreign := sorted(others.keys() - ours):
         raise foreign_error(client.url, foreign)
-    old = frozenset(named) if MANIFEST_NAME in named else ours if wanted.last in named else frozenset()
-    return ListedObjects(listed=listed, ours=ours, old=old)
+    return ListedObjects(listed=listed, ours=ours, old=frozenset(named))
 
 
 def new_lock() -> bytes:

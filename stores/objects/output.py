@@ -11,7 +11,6 @@ Memory: one part more per open writer than it sends at a time, `NUM_PARTS` by de
 from __future__ import annotations
 
 import logging
-import threading
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -74,7 +73,7 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
 
     existing = existing_in(listed)
     # The record is about to be written over, and no kill from here on may make these names forgotten.
-    lock = new_lock() + lines_of(existing.ours - (existing.old if existing.has_manifest else set()))
+    lock = new_lock() + lines_of(existing.ours - existing.old)
     if LOCK_NAME in listed:
         client.put(LOCK_NAME, lock)
     elif not client.create(LOCK_NAME, lock):
@@ -83,15 +82,15 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
     client = client.settled()
     if not listed:
         names = ListedObjects(listed={}).names_to_write(wanted, "")
-        target = ObjectTarget(client, lock, progress=CompletedObjects(plan, lock, names=names), last=wanted.last)
+        target = ObjectTarget(client, lock, progress=CompletedObjects(plan, lock, names=names))
         target.open_beside(lambda: check_existing(client, list_objects(client), wanted))
         return target
     target = ObjectTarget(client, lock)
     try:
         existing = existing_in(list_objects(client))  # some may have come before the lock
-        folder = f"packed-{uuid.uuid4().hex[:12]}/" if existing.has_manifest else ""
+        folder = f"packed-{uuid.uuid4().hex[:12]}/" if existing.old else ""
         completed: dict[str, ObjectEntry] = {}
-        if unfinished is not None and bool(unfinished.folder) == existing.has_manifest:
+        if unfinished is not None and bool(unfinished.folder) == bool(existing.old):
             folder, completed = unfinished.folder, unfinished.completed(existing.listed)
         progress = CompletedObjects(plan, lock, folder, existing.names_to_write(wanted, folder))
         if progress.names:
@@ -100,7 +99,7 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
         if LOCK_NAME not in listed:  # otherwise the lock is kept, and the completed objects with it
             target.abort()
         raise
-    target = ObjectTarget(client, lock, existing, progress, completed, wanted.last)
+    target = ObjectTarget(client, lock, existing, progress, completed)
     target.check_lock()  # another process may have resumed it meanwhile, and written some of these again
     # If this fails halfway, the lock stays: the prefix is unfinished now.
     remove_objects(client, existing.ours - completed.keys() - existing.old)
@@ -114,9 +113,7 @@ class ObjectTarget:
 
     If an output is replaced (`existing.old`), small files are kept in memory until the commit. An old checkpoint stays
     readable meanwhile: new shards go to a folder of their own, and the commit overwrites the old manifest last.
-    Objects that only the old one listed are removed then; the lock object lists them, in case of a kill. An export has
-    no such folder: it stays whole until the first shard is complete. Then its config.json is removed before that
-    shard overwrites an old one; from then on the prefix is unfinished until the new config.json is written.
+    Objects that only the old one listed are removed then; the lock object lists them, in case of a kill.
     """
 
     def __init__(
@@ -126,19 +123,15 @@ class ObjectTarget:
         existing: ListedObjects | None = None,
         progress: CompletedObjects | None = None,
         completed: Mapping[str, ObjectEntry] | None = None,
-        last: str = MANIFEST_NAME,
     ) -> None:
-        self._client, self._own_lock, self._existing = client, lock, existing or ListedObjects(listed={})
-        self._old, self._last = self._existing.old, last
+        self._client, self._own_lock = client, lock
+        self._old = existing.old if existing is not None else frozenset[str]()
         self._progress = progress or CompletedObjects("", lock)
         self._reusable = dict(completed or {})
         self._nbytes: dict[str, int] = {}
         self._pending: dict[str, bytes | Blocks] = {}
         self._writers: list[ObjectWriter] = []
         self._may_be_committed = False
-        self._removed_mark: bytes | None = None  # of what is replaced in place, before it is removed
-        self._is_unmarked = False
-        self._mutex = threading.Lock()
         self._beside = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="beside")
         self._sent = deque[Future[None]]()  # small files, and those that are being sent
         self._records: list[Future[None]] = []  # of completed objects; nothing waits for them but the end
@@ -210,11 +203,11 @@ class ObjectTarget:
 
     def writer(self, name: str, nbytes: int, header: bytes, num_parts: int = NUM_PARTS) -> ObjectWriter:
         """Begin an object of `nbytes`, of which `header` is the start. Several may be open at a time."""
-        assert name not in self._old or self._existing.is_in_place
+        assert name not in self._old
         for sent in tuple(self._sent):
             if sent.done():
                 sent.result()
-        writer = self._client.writer(name, nbytes, self._check_finish, lambda: self._completed(name), num_parts)
+        writer = self._client.writer(name, nbytes, self.check_lock, lambda: self._completed(name), num_parts)
         self._nbytes[name] = nbytes
         self._writers.append(writer)
         writer.write(memoryview(header), 0, len(header), 0)
@@ -261,8 +254,6 @@ class ObjectTarget:
             self._client.put(LOCK_NAME, lock)
             self._own_lock = lock
             self._progress.lock = digest_bytes(lock)
-        if self._existing.is_in_place:
-            self._remove_mark()
         # From here on nothing is removed: whether a write without an answer took place is not known.
         self._may_be_committed = True
         for path, content in self._pending.items():
@@ -295,9 +286,6 @@ class ObjectTarget:
                 return
             listed = list_objects(self._client)
             written = {*self._nbytes, *self._reusable} - self._old
-            if self._existing.is_in_place and not self._restore_mark(listed):
-                self._progress.stop(self._client)
-                return
             remove_objects(self._client, [*({*written, PROGRESS_NAME} & listed.keys()), LOCK_NAME])
         except InputError as error:
             logger.warning("%s: what was written of it may have been left there: %s", self._client.url, error.problem)
@@ -311,28 +299,6 @@ class ObjectTarget:
         if not self._may_be_committed or (error is not None and self.is_resumable):
             self.abort()
         self._beside.shutdown()
-
-    def _check_finish(self) -> None:
-        """Check the lock before an object appears; a model that it overwrites stops being readable."""
-        self.check_lock()
-        if self._existing.is_in_place:
-            self._remove_mark()
-
-    def _remove_mark(self) -> None:
-        with self._mutex:
-            if not self._is_unmarked and self._last in self._existing.listed:
-                self._removed_mark = self._client.load(self._last)  # before: a request that fails may have removed it
-                remove_objects(self._client, [self._last])
-                self._is_unmarked = True
-
-    def _restore_mark(self, listed: Mapping[str, ObjectEntry]) -> bool:
-        """Restore a replaced export unless any of it was overwritten; return whether it is complete."""
-        if self._removed_mark is None:
-            return True
-        if any(listed.get(name) != self._existing.listed[name] for name in self._old - {self._last}):
-            return False
-        self._client.put(self._last, self._removed_mark)
-        return True
 
     def _completed(self, name: str) -> None:
         if self._progress.plan:

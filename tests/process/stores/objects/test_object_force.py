@@ -44,60 +44,33 @@ def put(moto: MotoServer, key: str, data: bytes) -> None:
     moto.client().put_object(Bucket=BUCKET, Key=key, Body=data)
 
 
-@pytest.mark.parametrize("change", ["model of others", "trained since", "record of others"])
-def test_forced_export_replaces_no_model_that_it_did_not_write(
-    moto: MotoServer, source: Path, packed: Path, change: str
-) -> None:
-    name = f"models/{change.replace(' ', '-')}"
-    if change == "trained since":
+@pytest.mark.parametrize("owner", ["others", "export"])
+def test_forced_export_replaces_no_model(moto: MotoServer, source: Path, packed: Path, owner: str) -> None:
+    name = f"models/{owner}"
+    if owner == "export":
         assert export(packed, name).code == 0
-        shard = next(path for path in objects_in(moto, name) if path.endswith(".safetensors"))
-        data = objects_in(moto, name)[shard]
-        put(moto, f"{name}/{shard}", data[:-1] + bytes([data[-1] ^ 1]))
     else:
         for path, data in files_in(source).items():
             put(moto, f"{name}/{path}", data)
-    if change == "record of others":
-        record = f"models/.{name.rpartition('/')[2]}.exported.json"
-        put(moto, record, b'{"format": "reshard-export", "version": 1, "exports": [3, {}, {"config.json": ""}]}')
     plant_objects(moto.client(), BUCKET, name)
     before = moto.objects(BUCKET, name)
     assert refusal(export(packed, name, "--force")) == (3, "output.not-ours", url_of(name))
     assert moto.objects(BUCKET, name) == before
 
 
-def test_forced_command_replaces_no_output_with_objects_of_others(moto: MotoServer, source: Path, packed: Path) -> None:
-    assert (export(packed, "foreign/model").code, pack(source, "foreign/bundles").code) == (0, 0)
-    for name, command in (("model", export), ("bundles", pack)):
-        put(moto, f"foreign/{name}/config.json", b"{}")
-        before = moto.objects(BUCKET, f"foreign/{name}")
-        plant_objects(moto.client(), BUCKET, f"foreign/{name}")
-        planted = moto.objects(BUCKET, f"foreign/{name}")
-        ended = command(packed, f"foreign/{name}", "--force")
-        assert refusal(ended) == (3, "output.foreign-file", url_of(f"foreign/{name}"))
-        assert moto.objects(BUCKET, f"foreign/{name}") == planted
-        for key in planted.keys() - before.keys():
-            if key.startswith(f"foreign/{name}/"):
-                moto.client().delete_object(Bucket=BUCKET, Key=key)
-        assert command(packed, f"foreign/{name}", "--force").code == 0
-    assert objects_in(moto, "foreign/model") == files_in(source)
-
-
-def test_forced_export_whose_shards_are_refused_leaves_the_old_one(
-    moto: MotoServer, source: Path, packed: Path
-) -> None:
-    assert export(packed, "old").code == 0
-    before = moto.objects(BUCKET, "old")
-    for method, address in (("PUT", "old/model-"), ("POST", "?delete")):
-        moto.fail(Fault(method=method, address=address, what="status", status=403, times=99))
-        assert refusal(export(packed, "old", "--force"))[:2] == (3, "store.denied")
-        moto.fail()
-        left = moto.objects(BUCKET, "old")
-        if address == "?delete":  # the claim itself could not be removed
-            assert {key: left[key] for key in before} == before
-            assert export(packed, "old", "--force").code == 0
-            left = moto.objects(BUCKET, "old")
-        assert left == before
+def test_forced_pack_replaces_no_output_with_objects_of_others(moto: MotoServer, source: Path) -> None:
+    name = "foreign/bundles"
+    assert pack(source, name).code == 0
+    put(moto, f"{name}/config.json", b"{}")
+    before = moto.objects(BUCKET, name)
+    plant_objects(moto.client(), BUCKET, name)
+    planted = moto.objects(BUCKET, name)
+    assert refusal(pack(source, name, "--force")) == (3, "output.foreign-file", url_of(name))
+    assert moto.objects(BUCKET, name) == planted
+    for key in planted.keys() - before.keys():
+        if key.startswith(f"{name}/"):
+            moto.client().delete_object(Bucket=BUCKET, Key=key)
+    assert pack(source, name, "--force").code == 0
 
 
 @pytest.mark.parametrize("again", ["same plan", "another plan", "export"])

@@ -117,22 +117,6 @@ def test_interrupt_that_must_wait_for_the_store_says_so_and_a_second_one_ends_at
     assert objects_in(moto, "waiting") == files_in(packed)
 
 
-def test_export_whose_replacement_was_cut_short_is_refused_with_a_code_until_the_same_command_has_finished(
-    moto: MotoServer, source: Path, packed: Path
-) -> None:
-    url = url_of("cut-short")
-    command = ("export", packed, "--to", "hf", "--out", url, "--force")
-    assert reshard(*command).code == 0
-    moto.fail(Fault(method="PUT", address="cut-short/config.json", what="status", status=403, times=99))
-    assert reshard(*command).code == 3
-    moto.fail()
-    refused = reshard("plan", url, "--layout", "pp=1", "--json").json["error"]
-    assert (refused["code"], refused["where"]) == ("store.unfinished", url)
-    assert reshard(*command).code == 0
-    assert objects_in(moto, "cut-short") == files_in(source)
-    assert reshard("plan", url, "--layout", "pp=1").code == 0
-
-
 def test_export_whose_last_answer_is_lost_has_not_lost_what_is_resumed_from(moto: MotoServer, packed: Path) -> None:
     """The lock and the record of completed objects go in one request: a lock without a record resumes nothing."""
     moto.fail(Fault(method="POST", address="?delete", what="lost", status=403, times=99))
