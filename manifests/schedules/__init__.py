@@ -6,7 +6,7 @@ from manifests.command.interpreter import lazy_attributes
 
 if TYPE_CHECKING:
     from manifests.schedules.actions import Action, LoweredTable, Overlap, Step, Table, Transfer, Upkeep, actions_of
-    from manifests.schedules.csvtext import read_csv, read_lowered_csv, write_csv
+    from manifests.schedules.csvtext import read_csv, write_csv
     from manifests.schedules.liveness import (
         in_flight,
         num_remote_neighbors,
@@ -43,7 +43,6 @@ __all__ = [
     "peak_held_by_stage",
     "peak_received",
     "read_csv",
-    "read_lowered_csv",
     "schedule_named",
     "schedule_table",
     "simulate",
@@ -63,7 +62,7 @@ __getattr__, __dir__ = lazy_attributes(
             "Upkeep",
             "actions_of",
         ),
-        "manifests.schedules.csvtext": ("read_csv", "read_lowered_csv", "write_csv"),
+        "manifests.schedules.csvtext": ("read_csv", "write_csv"),
         "manifests.schedules.liveness": (
             "in_flight",
             "num_remote_neighbors",

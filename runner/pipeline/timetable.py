@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from manifests.schedules import (
     default_schedule,
     lower,
     read_csv,
-    read_lowered_csv,
     schedule_named,
     schedule_table,
 )
@@ -26,7 +24,6 @@ from manifests.schema import Manifest
 
 _SUFFIX = ".csv"
 _SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-_TRANSFERS = re.compile(r"SEND_|RECV_|SHARD|REDUCE_GRAD")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,11 +141,7 @@ def read_timetable(path: Path, placement: Placement) -> Timetable:
         raise ScheduleError(
             str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}", hint, code="schedule.unreadable"
         ) from error
-    if _TRANSFERS.search(text):
-        # Its transfers are replaced: see Note [Waiting for sends] in torch_runtime.py.
-        table = lower(compute_part(read_lowered_csv(text, str(path), placement)))
-    else:
-        table = lower(read_csv(text, str(path), placement))
+    table = lower(read_csv(text, str(path), placement))  # see Note [Waiting for sends] in torch_runtime.py
     _check_last_stage(table, str(path))
     return Timetable(name=path.name, placement=placement, file=table)
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from manifests.schedules import LoweredTable, Table, read_csv, read_lowered_csv
+from manifests.schedules import read_csv
 
 WIDTH, ROWS = 8, 3  # ROWS of each microbatch
 
@@ -42,14 +42,8 @@ def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(outputs, targets, reduction="sum")
 
 
-def read_table(path: Path) -> Table | LoweredTable:
-    """Read `NAME.compute_only.csv` or `NAME.compute_comms.csv`."""
-    read = read_csv if path.suffixes[0] == ".compute_only" else read_lowered_csv
-    return read(path.read_text(), path.name)
-
-
 def run(path: Path) -> dict[int, list[torch.Tensor]]:
-    table = read_table(path)
+    table = read_csv(path.read_text(), path.name)  # NAME.compute_only.csv or NAME.compute_comms.csv
     example = torch.empty(ROWS, WIDTH)
     stages = [
         PipelineStage(
