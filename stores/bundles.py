@@ -12,7 +12,6 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
-from manifests.digest import DigestTable
 from manifests.errors import (
     InputError,
     ManifestError,
@@ -68,14 +67,14 @@ class TensorAt:
         return self.shape if self.part is None else self.part.whole_shape
 
 
-def tensors_in(file: InputFile, header: Header, digests: DigestTable | None = None) -> list[TensorAt]:
-    """Return a shard's tensors ordered by offset; `digests` are in header order.
+def tensors_in(file: InputFile, header: Header, digests: Sequence[str] | None = None) -> list[TensorAt]:
+    """Return a shard's tensors ordered by offset; hex `digests` are in header order.
 
     Raises:
         ShardError: the header's description of slices is not valid.
     """
     slices, first = slices_in(header, str(file)) if digests is not None else {}, header.nbytes
-    raw = {} if digests is None else {name: digests.raw(number) for number, name in enumerate(header.names)}
+    raw = {} if digests is None else dict(zip(header.names, map(bytes.fromhex, digests), strict=True))
     return [
         TensorAt(at.name, at.dtype, at.shape, file, first + at.begin, at.nbytes, raw.get(at.name), slices.get(at.name))
         for at in in_data_order(header.tensors)

@@ -170,8 +170,8 @@ def _with_digests(
     digests = hash_tensors(unread, progress)
     for tensor, digest in zip(unread, digests, strict=True):
         check_digest(tensor, digest)
-    blank = ((number, tensor) for number, tensor in enumerate(unread) if tensor.blake3 is None)
-    return {**tensors, **{tensor.name: replace(tensor, blake3=digests.raw(number)) for number, tensor in blank}}
+    hashed = zip(unread, map(bytes.fromhex, digests), strict=True)
+    return {**tensors, **{tensor.name: replace(tensor, blake3=digest) for tensor, digest in hashed}}
 
 
 def _compare(holds: Holds, fqn: str, a: TensorAt | None, b: TensorAt | None) -> TensorDifference | None:

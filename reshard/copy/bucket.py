@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecut
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from manifests.digest import DigestTable, digest_bytes
+from manifests.digest import digest_bytes
 from manifests.safetensors import parse_header
 from manifests.schema import AuxiliaryFile
 from reshard.copy.engine import InOrder, WriteOptions, WrittenShard
@@ -91,7 +91,7 @@ class BucketTarget:
                 digests = source.hash_and_keep()
         elif shard.with_digests:
             computed = iter(source.hash(before))
-            digests = DigestTable.of(origin.digest or next(computed) for origin in shard.origins)
+            digests = [origin.digest or next(computed) for origin in shard.origins]
         header = shard.header_with(digests)
         writer = self.objects.writer(path, shard.nbytes, header, plan.uploads.num_parts(shard.nbytes))
         source.write(writer, digests)

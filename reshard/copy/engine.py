@@ -1,7 +1,7 @@
 """The executor of plans: it copies byte ranges from files to files, hashing them on the way.
 
-Memory: a block of `BLOCK_NBYTES` per thread, 32 bytes per tensor for its digest, a few hundred bytes for each of the
-tensors of a run, and what `Parallelism` allows to requests if the source is remote.
+Memory: a block of `BLOCK_NBYTES` per thread, a few hundred bytes for each tensor of a run and a hundred for its digest,
+and what `Parallelism` allows to requests if the source is remote.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from manifests.digest import DigestTable, digest_bytes
+from manifests.digest import digest_bytes
 from reshard.copy.direct_io import Io, OutputFile
 from reshard.copy.journal import Journal
 from reshard.copy.parallelism import Parallelism
@@ -74,7 +74,7 @@ def write_shards(
     return tuple(written)
 
 
-def hash_tensors(tensors: Sequence[TensorAt], progress: ByteCounter = lambda nbytes: None) -> DigestTable:
+def hash_tensors(tensors: Sequence[TensorAt], progress: ByteCounter = lambda nbytes: None) -> list[str]:
     """Return the hex digest of each tensor's bytes; known digests are ignored."""
     return _execute(tuple(split_run(Run(tensors, 0, verifies=False))), len(tensors), WriteOptions(progress=progress))
 
@@ -87,16 +87,16 @@ class InOrder:
         self._ahead = self._reading(shard.in_data_order, shard.header_nbytes)
         self._is_hashed = False
 
-    def hash(self, tensors: Sequence[TensorAt]) -> DigestTable:
+    def hash(self, tensors: Sequence[TensorAt]) -> list[str]:
         """Return the digest of each of these tensors, of which none is verified."""
         return self._hash(self._reading(tensors), self.progress)
 
-    def hash_and_keep(self) -> DigestTable:
+    def hash_and_keep(self) -> list[str]:
         """Verify known digests and return those of all tensors, whose bytes stay in memory until they are written."""
         self._is_hashed = True
         return self._hash(self._ahead.read_before(), lambda nbytes: None, verifies=True)
 
-    def write(self, output: Output, digests: DigestTable | None = None) -> None:
+    def write(self, output: Output, digests: Sequence[str] | None = None) -> None:
         """Write the data to `output`, and verify the digests if they are passed and were not computed from memory.
 
         Raises:
@@ -104,18 +104,18 @@ class InOrder:
         """
         for run, _, readers in self._ahead:
             run = replace(run, output=output, is_hashed=self._is_hashed)
-            written = DigestTable(copy_run(run, readers, self.progress, self._prefetcher.stop))
+            written = copy_run(run, readers, self.progress, self._prefetcher.stop)
             if digests is not None and not self._is_hashed:
                 for tensor, digest, expected in zip(run.tensors, written, digests[run.first :], strict=False):
                     check_digest(tensor, digest, expected)
 
-    def _hash(self, ahead: Iterable[Taken], progress: ByteCounter, *, verifies: bool = False) -> DigestTable:
-        digests = bytearray()
+    def _hash(self, ahead: Iterable[Taken], progress: ByteCounter, *, verifies: bool = False) -> list[str]:
+        digests: list[str] = []
         for run, _, readers in ahead:
             digests += copy_run(replace(run, verifies=verifies), readers, progress, self._prefetcher.stop)
         if self._prefetcher.stop.is_set():
             raise CancelledError
-        return DigestTable(digests)
+        return digests
 
     def _reading(self, tensors: Sequence[TensorAt], position: int = 0) -> Ahead:
         runs = iter(split_run(Run(tensors, 0, position=position)))
@@ -139,19 +139,19 @@ def _write_together(shards: Sequence[OutputShard], folder: Path, options: WriteO
         ]
 
 
-def _finish(shard: OutputShard, file: OutputFile, digests: DigestTable, *, sync: bool) -> WrittenShard:
+def _finish(shard: OutputShard, file: OutputFile, digests: Sequence[str], *, sync: bool) -> WrittenShard:
     """Write the header, now that the digests are known."""
     header = shard.header_with(digests)
     file.finish(header, sync=sync)
     return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header))
 
 
-def _execute(runs: Sequence[Run], num_tensors: int, options: WriteOptions) -> DigestTable:
+def _execute(runs: Sequence[Run], num_tensors: int, options: WriteOptions) -> list[str]:
     """Copy and hash every run; return the tensors' digests. The first failure stops all.
 
     What an interrupted run has written, by the journal, is read and hashed, and written again only if it differs.
     """
-    digests, stop = DigestTable.blank(num_tensors), threading.Event()
+    digests, stop = [""] * num_tensors, threading.Event()
     # In order, a remote file is complete soon after its first bytes, and can be hashed meanwhile.
     in_order = is_remote(tensor for run in runs for tensor in run.tensors)
     if not in_order:
@@ -167,7 +167,7 @@ def _execute(runs: Sequence[Run], num_tensors: int, options: WriteOptions) -> Di
                 of_run = _copy_or_reuse(taken, options, stop)
                 if of_run is None:  # others of its team have not finished, or have done it all
                     continue
-                digests.put(taken.run.first, of_run)
+                digests[taken.run.first : taken.run.first + len(of_run)] = of_run
                 if not stop.is_set():
                     options.written(taken.run)
 
@@ -176,7 +176,7 @@ def _execute(runs: Sequence[Run], num_tensors: int, options: WriteOptions) -> Di
     return digests
 
 
-def _copy_or_reuse(taken: Taken, options: WriteOptions, stop: threading.Event) -> bytes | None:
+def _copy_or_reuse(taken: Taken, options: WriteOptions, stop: threading.Event) -> list[str] | None:
     """Copy a run, unless the journal has it and the bytes on disk match.
 
     Return its digests, or None if another thread of its team does.
@@ -202,7 +202,7 @@ class Taken(NamedTuple):
     """
 
     run: Run
-    digests: bytes | None
+    digests: list[str] | None
     readers: Mapping[InputFile, PlannedReader]
 
 
@@ -247,7 +247,7 @@ class Ahead:
         return self._taken[-1]
 
 
-def _digests_in(journal: Journal | None, run: Run) -> bytes | None:
+def _digests_in(journal: Journal | None, run: Run) -> list[str] | None:
     if journal is None or not isinstance(run.output, OutputFile):
         return None
     return journal.digests(run.output.path.relative_to(journal.folder).as_posix(), run.position)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from manifests.digest import DigestTable, Hasher
+from manifests.digest import Hasher
 from manifests.store import write_file
 from reshard.plans.pack_plan import OutputShard
 from stores.base import LOCK_NAME, PART_NAME, PROGRESS_NAME
@@ -70,12 +70,12 @@ class Journal:
             write_file(self.path, (json.dumps(header) + "\n").encode())
             self._done = {}
 
-    def digests(self, output: str, position: int) -> bytes | None:
-        """Return the digests of the run that begins at `position` of a shard, if it was written."""
+    def digests(self, output: str, position: int) -> list[str] | None:
+        """Return the hex digests of the run that begins at `position` of a shard, if it was written."""
         return (self._done or {}).get((output, position))
 
-    def record(self, output: str, position: int, digests: bytes) -> None:
-        line = json.dumps({"output": output, "position": position, "digests": list(DigestTable(digests))})
+    def record(self, output: str, position: int, digests: list[str]) -> None:
+        line = json.dumps({"output": output, "position": position, "digests": digests})
         with self._lock, open(self.path, "a") as file:
             file.write(line + "\n")
 
@@ -83,8 +83,8 @@ class Journal:
         """Remove the journal: its outputs cannot be resumed."""
         self.path.unlink(missing_ok=True)
 
-    def _read(self) -> dict[tuple[str, int], bytes] | None:
-        done: dict[tuple[str, int], bytes] = {}
+    def _read(self) -> dict[tuple[str, int], list[str]] | None:
+        done: dict[tuple[str, int], list[str]] = {}
         try:
             with open(self.path) as lines:
                 if json.loads(next(lines, "{}"))["plan"] != self._key:
@@ -92,7 +92,7 @@ class Journal:
                 for line in lines:
                     with suppress(ValueError, KeyError, TypeError):  # truncated by the interrupt
                         entry = json.loads(line)
-                        done[entry["output"], entry["position"]] = bytes.fromhex("".join(entry["digests"]))
+                        done[entry["output"], entry["position"]] = list(entry["digests"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return done

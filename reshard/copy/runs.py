@@ -77,27 +77,27 @@ def on_disk(run: Run, output: OutputFile) -> Run:
     return Run(tensors, run.first, verifies=False)
 
 
-def copy_run(run: Run, readers: Mapping[InputFile, Reader], progress: ByteCounter, stop: threading.Event) -> bytes:
-    """Read, hash and write one block after the other; return the digests. `readers` are those that are open."""
+def copy_run(run: Run, readers: Mapping[InputFile, Reader], progress: ByteCounter, stop: threading.Event) -> list[str]:
+    """Read, hash and write one block after the other; return the hex digests. `readers` are those that are open."""
     output, hasher = run.output, Hasher()
-    digests = bytearray()
+    digests: list[str] = []
     with ExitStack() as stack:
         sources = Sources(run.tensors, readers, stack)
         for memory, gone, position, parts in _filled(run, sources):
             if stop.is_set():
-                return b""
+                return []
             for part in () if run.is_hashed else parts:
                 hasher.update(memory[part.begin - gone : part.end - gone])
                 if part.ended is not None:
-                    digests += hasher.digest()
+                    digests.append(hasher.hexdigest())
                     if run.verifies and part.ended.blake3 is not None:
-                        check_digest(part.ended, hasher.hexdigest())
+                        check_digest(part.ended, digests[-1])
                     hasher = Hasher()
             begin, end = parts[0].begin, parts[-1].end
             if output is not None:
                 output.write(memory, begin - gone, end - gone, position)
             progress(end - begin)
-    return bytes(digests)
+    return digests
 
 
 def _filled(run: Run, sources: Sources) -> Iterator[tuple[memoryview, int, int, list[Chunk]]]:
@@ -238,7 +238,7 @@ class Team:
             was_led, self._is_led = self._is_led, True
             return not was_led
 
-    def help(self, progress: ByteCounter, stop: threading.Event) -> bytes | None:
+    def help(self, progress: ByteCounter, stop: threading.Event) -> list[str] | None:
         """Copy blocks until none is left; return the tensor's digest if all of it is written now.
 
         Only one of the threads gets the digest.
@@ -261,7 +261,7 @@ class Team:
                     self._run.output.write(buffer, begin, end, position)
                 progress(end - begin)
                 if self._is_last():
-                    return self._hasher.digest()
+                    return [self._hasher.hexdigest()]
         return None
 
     def _claim(self) -> tuple[int, tuple[int, list[Chunk]]] | None:

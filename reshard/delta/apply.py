@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from manifests.digest import DigestTable, digest_bytes
+from manifests.digest import digest_bytes
 from manifests.errors import OutputError, Parameter, ShardError, SourceError
 from manifests.index import INDEX_NAME, MAX_SHARD_NBYTES, split_by_size
 from manifests.invariants import MANIFEST_NAME
@@ -140,8 +140,8 @@ def _present(folder: Path) -> tuple[Checkpoint | None, int | None, Collection[st
         return None, None, ()
     opened = with_header_digests(open_folder(LocalFolder(folder), OpenOptions()))
     unknown = [tensor for tensor in opened.tensors.values() if tensor.blake3 is None]
-    digests = DigestTable.of(hash_tensors(unknown))
-    hashed = {tensor.name: replace(tensor, blake3=digests.raw(at)) for at, tensor in enumerate(unknown)}
+    digests = zip(unknown, map(bytes.fromhex, hash_tensors(unknown)), strict=True)
+    hashed = {tensor.name: replace(tensor, blake3=digest) for tensor, digest in digests}
     number = None
     if (folder / INDEX_NAME).is_file():
         where = folder / INDEX_NAME

@@ -24,7 +24,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from manifests.digest import PREFIX, DigestTable, Hasher, digest_bytes, is_digest
+from manifests.digest import PREFIX, Hasher, digest_bytes, is_digest, split_digests
 from manifests.errors import SourceError
 from manifests.index import ADAPTER_NAMES, INDEX_NAME
 from manifests.jsontext import parse_json_object
@@ -226,15 +226,14 @@ def read_patches(folder: Folder, version: Version, scratch: Path | None = None) 
     headers = at_once({path: partial(read_file_header, file) for path, file in files.items()})
     for path, file in files.items():
         header = headers[path].result()
-        digests = (
-            DigestTable.read(header.metadata.get(DIGESTS_KEY, "")) if version.checksum_format != "blake3" else None
-        )
+        digests = split_digests(header.metadata.get(DIGESTS_KEY, "")) if version.checksum_format != "blake3" else None
         for number, tensor in enumerate(tensors_in(file, header)):
             checksum = header.metadata.get(tensor.name)
             if version.weight_map.get(tensor.name) != path or checksum is None or tensor.dtype != "U8":
                 problem = "is not as the index lists it, or has no checksum in __metadata__"
                 raise SourceError(tensor.place, problem, _AGAIN, code=BAD_DELTA)
-            digest = digests.raw(number) if digests is not None and len(digests) == len(header.tensors) else None
+            is_known = digests is not None and len(digests) == len(header.tensors)
+            digest = bytes.fromhex(digests[number]) if digests is not None and is_known else None
             if version.checksum_format == "blake3":
                 digest = _raw_digest(checksum, tensor)
             patches[tensor.name] = Patch(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from manifests.digest import DigestTable
+from manifests.digest import split_digests
 from manifests.errors import SourceError
 from manifests.safetensors import DIGESTS_KEY
 from manifests.schema import Source
@@ -135,12 +135,12 @@ def with_header_digests(checkpoint: Checkpoint) -> Checkpoint:
     tensors = dict(checkpoint.tensors)
     for shard in checkpoint.record.shards:
         header = shard.header
-        table = DigestTable.read(header.metadata.get(DIGESTS_KEY, ""))
-        if table is not None and len(table) == len(header.tensors):
-            for number, name in enumerate(header.names):
+        digests = split_digests(header.metadata.get(DIGESTS_KEY, ""))
+        if digests is not None and len(digests) == len(header.tensors):
+            for name, digest in zip(header.names, digests, strict=True):
                 fqn = checkpoint.shape.fqn_of(name)
                 if fqn in tensors:
-                    tensors[fqn] = replace(tensors[fqn], blake3=table.raw(number))
+                    tensors[fqn] = replace(tensors[fqn], blake3=bytes.fromhex(digest))
     return replace(checkpoint, tensors=tensors)
 
 
