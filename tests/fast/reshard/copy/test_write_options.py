@@ -94,7 +94,7 @@ def write(path: Path, io: Io, *, is_synced: bool) -> list[int]:
     for number in (*range(NUM_BLOCKS // 2, NUM_BLOCKS), *range(NUM_BLOCKS // 2)):
         buffer[:] = bytes([number]) * BLOCK_NBYTES
         file.write(buffer, 0, BLOCK_NBYTES, number * BLOCK_NBYTES)
-    file.finish((), sync=is_synced)
+    file.finish(b"", sync=is_synced)
     return cached_blocks(path)
 
 
