@@ -35,7 +35,7 @@ def test_failure_leaves_no_file(tmp_path: Path) -> None:
     def write() -> None:
         with open_output(f"file://{tmp_path}/out") as target:
             target.put("config.json", b"{}")
-            target.writer("a", 100, [b"0"]).write(memoryview(b"1"), 0, 1, 1)
+            target.writer("a", 100, b"0").write(memoryview(b"1"), 0, 1, 1)
             raise InputError("source", "cannot be read", code="store.refused")
 
     assert refusal(write) == ("store.refused", "source")

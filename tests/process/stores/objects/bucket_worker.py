@@ -34,7 +34,7 @@ def write(url: str, name: str, nbytes: int) -> tuple[int, str]:
     with open_output(url) as target:
         header = generator.randbytes(BLOCK_NBYTES)
         digest.update(header)
-        writer = target.writer(name, nbytes, [header])
+        writer = target.writer(name, nbytes, header)
         for position in range(BLOCK_NBYTES, nbytes, BLOCK_NBYTES):
             block[:] = generator.randbytes(BLOCK_NBYTES)
             digest.update(block)

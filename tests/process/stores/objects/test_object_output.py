@@ -38,7 +38,7 @@ def shard(nbytes: int, seed: int = 0) -> bytes:
 
 def write(target: ObjectTarget, name: str, data: bytes, header_nbytes: int = 4096) -> None:
     """Write an object as the engine does: its header, then blocks of 1 MiB through one buffer."""
-    writer = target.writer(name, len(data), [data[:header_nbytes]])
+    writer = target.writer(name, len(data), data[:header_nbytes])
     buffer = memoryview(bytearray(MIB + 8))
     for position in range(header_nbytes, len(data), MIB):
         piece = data[position : position + MIB]
@@ -80,7 +80,7 @@ def test_what_is_written_reads_back(s3: S3Server) -> None:
 def test_writers_may_be_open_together(s3: S3Server) -> None:
     data = [shard(20 * MIB, seed) for seed in range(2)]
     with open_output(url_of("together")) as target:
-        writers = [target.writer(f"{number}", len(one), [one[:1]]) for number, one in enumerate(data)]
+        writers = [target.writer(f"{number}", len(one), one[:1]) for number, one in enumerate(data)]
         for position in range(1, 20 * MIB, MIB):
             for writer, one in zip(writers, data, strict=True):
                 piece = one[position : position + MIB]
@@ -112,7 +112,7 @@ def test_failure_leaves_nothing_and_no_unfinished_upload(s3: S3Server) -> None:
         with open_output(url_of("failed")) as target:
             target.put("config.json", CONFIG)
             write(target, "stage-000/model.safetensors", shard(MIB))
-            writer = target.writer("stage-001/model.safetensors", 32 * MIB, [shard(20 * MIB)])
+            writer = target.writer("stage-001/model.safetensors", 32 * MIB, shard(20 * MIB))
             assert writer.is_open
             assert s3.uploads(BUCKET, "failed/") == ["failed/stage-001/model.safetensors"]
             raise ZeroDivisionError
@@ -254,9 +254,9 @@ def test_writer_that_was_taken_over_commits_nothing_and_removes_nothing(s3: S3Se
 def test_writer_that_was_taken_over_writes_over_nothing(s3: S3Server) -> None:
     url, data = url_of("late"), shard(MIB)
     first = open_output(url)
-    late = first.writer("stage-000/model.safetensors", len(data), [data])
+    late = first.writer("stage-000/model.safetensors", len(data), data)
     second = write_checkpoint(url, seed=1, force=True)
-    for act in (late.finish, lambda: first.put("config.json", b"late"), first.writer("config.json", 1, [b"l"]).finish):
+    for act in (late.finish, lambda: first.put("config.json", b"late"), first.writer("config.json", 1, b"l").finish):
         assert refusal(act) == ("store.no-such-file", f"{url}/{LOCK_NAME}")
     first.abort()
     assert s3.objects(BUCKET, "late/") == {

@@ -26,7 +26,7 @@ def commit(target: ObjectTarget, data: bytes) -> None:
     """Write a shard and a small file, and the manifest that names them."""
     target.put("config.json", data)
     path = target.place(SHARD)
-    target.writer(path, len(data), [data]).finish()
+    target.writer(path, len(data), data).finish()
     full = full_manifest()
     first = replace(full.stages[0], shards=(replace(full.stages[0].shards[0], path=path),))
     target.commit(encode_manifest(replace(full, stages=(first, *full.stages[1:]))))
@@ -63,7 +63,7 @@ def test_what_a_killed_writer_left_of_its_own_is_removed_by_the_next(s3: S3Serve
         commit(target, b"first")
     killed = open_output(url, force=True, wanted=WANTED)
     vain = killed.place(SHARD)
-    killed.writer(vain, 4, [b"vain"]).finish()
+    killed.writer(vain, 4, b"vain").finish()
     assert objects_in(s3, "left").keys() == {
         "config.json", "manifest.json", LOCK_NAME, PROGRESS_NAME, SHARD, vain
     }  # fmt: skip
