@@ -80,9 +80,17 @@ def be_rank(wait_s: float, arguments: Sequence[str]) -> None:
     worker.main()
 
 
+def _standalone(picture: str, width: int) -> str:
+    """Return the picture of a pipeline as a file, this wide in pixels."""
+    from manifests.schedules.picture import STYLE
+
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" style="background: var(--paper)" width="{width}"'
+    picture = picture.replace("<svg", opening, 1).replace(' width="100%"', "", 1).replace(' tabindex="0"', "", 1)
+    return picture.replace("</desc>", f"</desc><style>{STYLE}</style>", 1) + "\n"
+
+
 def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dict[str, object]:
     """Run a case, and return its measured and its simulated bubble."""
-    from manifests.schedules.picture import standalone
     from runner.report.page import planned, write_report
     from runner.report.read import read_run
 
@@ -101,7 +109,7 @@ def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dic
         write_report(log, page)
         picture = re.search(r'<svg class="pipeline".*?</svg>', page.read_text(), re.DOTALL)
         assert picture is not None
-        page.with_suffix(".svg").write_text(standalone(picture[0], 900))
+        page.with_suffix(".svg").write_text(_standalone(picture[0], 900))
     traces, plan, steps = run.traces, planned(run.traces), run.steps[WARM - 1 :]
     parts = {part: [sum(line[f"{part}_s"]) for line in steps] for part in ("compute", "communication", "bubble")}
     return {

@@ -154,13 +154,6 @@ def pipeline_svg(title: str, timelines: Mapping[str, Timeline], placement: Place
     )
 
 
-def standalone(picture: str, width: int) -> str:
-    """Return the picture of a pipeline as a file, this wide in pixels."""
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" style="background: var(--paper)" width="{width}"'
-    picture = picture.replace("<svg", opening, 1).replace(' width="100%"', "", 1).replace(' tabindex="0"', "", 1)
-    return picture.replace("</desc>", f"</desc><style>{STYLE}</style>", 1) + "\n"
-
-
 def text_anchor(percent: float) -> str:
     """Return how to align a text at this place, so that it stays within the picture."""
     return "start" if percent < 2 else "end" if percent > 96 else "middle"

@@ -8,8 +8,6 @@ import click
 
 from reshard.cli import options
 
-CHECKSUMS = ("blake3", "xxh3-128", "adler32")  # repeated here, since --help imports nothing that a command needs
-
 _chain = click.argument("chain", type=click.Path(), metavar="CHAIN")
 _version = click.option("--version", type=options.WholeNumber(0), metavar="N", show_default="the newest",
                         help="Version of the chain.")  # fmt: skip
@@ -39,7 +37,6 @@ def delta() -> None:
               help="Copy of the newest version, to compare with; of a new chain, what its receivers have.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(options.DTYPES), default="source", help="Cast weights to this dtype.")
 @click.option("--full", is_flag=True, help="Publish a full version even if a delta is possible.")
-@click.option("--checksum", type=click.Choice(CHECKSUMS), default="blake3", help="Checksums of changed tensors.")
 @options.parallelism_flags
 @options.as_json
 @options.quiet

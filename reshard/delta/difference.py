@@ -10,7 +10,7 @@ from pathlib import Path
 from manifests.digest import Hasher
 from manifests.index import MAX_SHARD_NBYTES, split_by_size
 from manifests.paths import root_shard_path
-from manifests.safetensors import DIGESTS_KEY, layout_tensors
+from manifests.safetensors import layout_tensors
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import ByteCounter
 from reshard.formats.delta.codec import Encoder
@@ -31,14 +31,12 @@ class Difference:
     old: TensorAt
     new: TensorAt
     stored: TensorAt | None
-    checksum: str
     num_changed: int
 
 
 def compare_states(
     pairs: Sequence[tuple[TensorAt, TensorAt]],
     spool: Path,
-    checksum_format: str,
     parallelism: Parallelism,
     progress: ByteCounter,
 ) -> dict[str, Difference]:
@@ -51,7 +49,7 @@ def compare_states(
             while not stop.is_set() and (pair := take()) is not None:
                 old, new = pair
                 begin, hasher = file.tell(), Hasher() if old.blake3 is None else None
-                encoder = Encoder(new.nbytes, file.write, checksum_format)
+                encoder = Encoder(new.nbytes, file.write)
                 for before, after in zip(read_blocks(old), read_blocks(new), strict=True):
                     if stop.is_set():
                         return
@@ -67,7 +65,6 @@ def compare_states(
                     stored=TensorAt(new.name, "U8", (nbytes,), LocalFile(path, may_change=True), begin, nbytes)
                     if nbytes
                     else None,
-                    checksum=encoder.checksum,
                     num_changed=encoder.num_changed,
                 )
 
@@ -75,17 +72,15 @@ def compare_states(
     return {new.name: differences[new.name] for _, new in pairs}
 
 
-def delta_shards(differences: Sequence[Difference], checksum_format: str) -> list[OutputShard]:
-    by_name = {difference.new.name: difference for difference in differences}
+def delta_shards(differences: Sequence[Difference]) -> list[OutputShard]:
+    digests = {difference.new.name: difference.new.digest or "" for difference in differences}
     stored = [difference.stored for difference in differences if difference.stored is not None]
     runs = split_by_size(stored, lambda tensor: max(tensor.nbytes, _LEAST_NBYTES), MAX_SHARD_NBYTES)
     shards = []
     for at, run in enumerate(runs):
         entries = layout_tensors((tensor.name, tensor.dtype, tensor.shape) for tensor in run)
-        metadata = {tensor.name: by_name[tensor.name].checksum for tensor in run}
-        if checksum_format != "blake3":
-            metadata[DIGESTS_KEY] = " ".join(by_name[tensor.name].new.digest or "" for tensor in run)
-        given = GivenHeader.of(new_header_text(entries, metadata), entries)
+        text = new_header_text(entries, {tensor.name: digests[tensor.name] for tensor in run})
+        given = GivenHeader.of(text, entries)
         path = root_shard_path(at, len(runs))
         shards.append(OutputShard(path=path, origins=tuple(run), header_nbytes=len(given.header), given=given))
     return shards

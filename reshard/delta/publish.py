@@ -29,7 +29,7 @@ from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import Progress, counting
 from reshard.delta.difference import compare_states, delta_shards
 from reshard.formats.delta.chain import Chain, folder_of, open_chain, open_versions, state_digest
-from reshard.formats.delta.codec import CHECKSUMS, XOR, ZSTD, check_packages
+from reshard.formats.delta.codec import BLAKE3, XOR, ZSTD, check_packages
 from reshard.formats.delta.read import open_version, other_base, with_header_digests
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.huggingface.write import with_config_for
@@ -78,7 +78,6 @@ def publish_delta(
     base: str | Path | None = None,
     dtype: ExportDtype = "source",
     full: bool = False,
-    checksum: str = "blake3",
     parallelism: Parallelism | None = None,
     progress: Progress | None = None,
 ) -> PublishResult:
@@ -88,7 +87,7 @@ def publish_delta(
     before, or any with `full`. The others are deltas. `source` is anything that `pack` takes; `dtype` casts it as
     `export` does. `base` is a copy of the newest version, which is compared instead of reading it from the chain; for a
     chain without versions it is version 0, which receivers have and the chain does not. Nothing is published if
-    nothing has changed. `checksum` of changed tensors is one of blake3, xxh3-128 and adler32.
+    nothing has changed.
 
     Units: bytes; progress is called with bytes done and bytes in total.
     Raises:
@@ -104,7 +103,6 @@ def publish_delta(
         (1, True, 39)
     """
     check_choice(Parameter("dtype"), dtype, get_args(ExportDtype))
-    check_choice(Parameter("checksum"), checksum, CHECKSUMS)
     check_packages()
     opened = open_source(str(source))
     check_apart(_address(chain), opened, may_replace=False)
@@ -113,7 +111,7 @@ def publish_delta(
         opened_chain = open_chain(chain)
         old = _old_state(opened_chain, base)
         number = opened_chain.numbers[-1] + 1 if opened_chain.numbers else 1
-        publisher = _Publisher(_address(chain), number, parallelism or Parallelism(), checksum)
+        publisher = _Publisher(_address(chain), number, parallelism or Parallelism())
         if full or old is None or not _are_alike(old, new):
             return publisher.write_full(new, progress)
         return publisher.write_delta(old, new, opened_chain, spool, progress)
@@ -152,7 +150,7 @@ def fold_delta(
             problem = f"has versions already, the newest of which is {there.numbers[-1]}"
             raise SourceError(str(place), problem, "fork to a new folder", code="source.chain-exists")
         number = there.numbers[-1] + 1 if there.numbers else number
-        return _Publisher(place, number, parallelism or Parallelism(), "blake3").write_full(state, progress)
+        return _Publisher(place, number, parallelism or Parallelism()).write_full(state, progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +160,6 @@ class _Publisher:
     chain: Address
     number: int
     parallelism: Parallelism
-    checksum_format: str
 
     @property
     def place(self) -> Address:
@@ -205,7 +202,7 @@ class _Publisher:
         pairs = [(old.tensors[name], tensor) for name, tensor in new.tensors.items()]
         unread = [(a, b) for a, b in pairs if a.blake3 is None or b.blake3 is None or a.blake3 != b.blake3]
         counter = counting(progress, sum(2 * tensor.nbytes for _, tensor in unread))
-        differences = compare_states(unread, spool, self.checksum_format, self.parallelism, counter)
+        differences = compare_states(unread, spool, self.parallelism, counter)
         before = [differences[a.name].old if a.name in differences else a for a, _ in pairs]
         after = [differences[b.name].new if b.name in differences else b for _, b in pairs]
         base_state, state = state_digest(before), state_digest(after)
@@ -230,7 +227,7 @@ class _Publisher:
             return replace(
                 result, location=str(chain), number=head.number, base=head.base, state=head.state, is_new=False
             )
-        shards = delta_shards(changed, self.checksum_format)
+        shards = delta_shards(changed)
         copied = [item for item in auxiliary if present.get(item.path) != digests[item.path]]
         with self._target(shards, copied) as target:
             copy_files(copied, target)
@@ -242,7 +239,7 @@ class _Publisher:
                 "base_version": f"{self.number - 1:06d}",
                 "delta_encoding": XOR,
                 "compression_format": ZSTD,
-                "checksum_format": self.checksum_format,
+                "checksum_format": BLAKE3,
                 "state": state,
                 "base_state": base_state,
             }

@@ -24,16 +24,15 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from manifests.digest import PREFIX, Hasher, digest_bytes, is_digest, split_digests
+from manifests.digest import PREFIX, Hasher, digest_bytes, is_digest
 from manifests.errors import SourceError
 from manifests.index import ADAPTER_NAMES, INDEX_NAME
 from manifests.jsontext import parse_json_object
 from manifests.paths import problem_with_path
-from manifests.safetensors import DIGESTS_KEY
 from manifests.store import write_file
 from reshard.archives.names import VERSION_INDEX
 from reshard.formats.auxiliary import names_weights
-from reshard.formats.delta.codec import BAD_DELTA, CHECKSUMS, ENCODINGS, ZSTD, Patch
+from reshard.formats.delta.codec import BAD_DELTA, BLAKE3, CHECKSUMS, ENCODINGS, ZSTD, Patch
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formatting import list_words
 from stores.address import SCHEME, is_url
@@ -226,22 +225,17 @@ def read_patches(folder: Folder, version: Version, scratch: Path | None = None) 
     headers = at_once({path: partial(read_file_header, file) for path, file in files.items()})
     for path, file in files.items():
         header = headers[path].result()
-        digests = split_digests(header.metadata.get(DIGESTS_KEY, "")) if version.checksum_format != "blake3" else None
-        for number, tensor in enumerate(tensors_in(file, header)):
+        for tensor in tensors_in(file, header):
             checksum = header.metadata.get(tensor.name)
             if version.weight_map.get(tensor.name) != path or checksum is None or tensor.dtype != "U8":
                 problem = "is not as the index lists it, or has no checksum in __metadata__"
                 raise SourceError(tensor.place, problem, _AGAIN, code=BAD_DELTA)
-            is_known = digests is not None and len(digests) == len(header.tensors)
-            digest = bytes.fromhex(digests[number]) if digests is not None and is_known else None
-            if version.checksum_format == "blake3":
-                digest = _raw_digest(checksum, tensor)
             patches[tensor.name] = Patch(
                 stored=tensor,
                 encoding=version.encoding,
                 checksum_format=version.checksum_format,
                 checksum=checksum,
-                digest=digest,
+                digest=_raw_digest(checksum, tensor) if version.checksum_format == BLAKE3 else None,
             )
     if missing := version.weight_map.keys() - patches.keys():
         where = f"{folder.file(f'{version.folder}/{INDEX_NAME}')}: weight_map[{min(missing)[:80]!r}]"
@@ -286,7 +280,7 @@ def _read_version(folder: Folder, number: int) -> Version:
     for path in sorted(set(index.weight_map.values())):
         if problem := problem_with_path(path):
             raise SourceError(f"{where}: weight_map", f"{problem}, found {path[:80]!r}", code="source.bad-index")
-    base, encoding, checksum_format = None, "", "blake3"
+    base, encoding, checksum_format = None, "", BLAKE3
     if "delta_encoding" in metadata:
         encoding = _choice(metadata, "delta_encoding", ENCODINGS, where)
         _choice(metadata, "compression_format", (ZSTD,), where)

@@ -25,7 +25,8 @@ from stores.bundles import TensorAt
 
 XOR, OVERWRITE = "xor", "overwrite"
 ENCODINGS = (XOR, OVERWRITE)
-CHECKSUMS = ("blake3", "xxh3-128", "adler32")
+BLAKE3 = "blake3"  # what is written; the others are read
+CHECKSUMS = (BLAKE3, "xxh3-128", "adler32")
 ZSTD = "zstd"
 LEVEL = 1  # of zstd: higher ones take longer than the disk
 BAD_DELTA = "source.bad-delta"
@@ -59,7 +60,7 @@ def new_checksum(name: str) -> Checksum:
     """
     if name == "adler32":
         return _Adler32()
-    if name == "blake3":
+    if name == BLAKE3:
         return Hasher()
     hasher: Checksum = _package("xxhash").xxh3_128()
     return hasher
@@ -224,9 +225,8 @@ class _Stored:
 class Encoder:
     """Compresses the difference of a tensor's states; nothing is written while they are equal."""
 
-    def __init__(self, nbytes: int, write: Callable[[bytes], object], checksum_format: str) -> None:
+    def __init__(self, nbytes: int, write: Callable[[bytes], object]) -> None:
         self._nbytes, self._write = nbytes, write
-        self._checksum = None if checksum_format == "blake3" else new_checksum(checksum_format)
         self._hasher, self._num_equal = Hasher(), 0  # bytes before the first that differs
         self._frame: Any = None
         self.num_changed = 0  # bytes
@@ -236,8 +236,6 @@ class Encoder:
         from reshard.transforms.arithmetic import difference_of  # numpy
 
         self._hasher.update(new)
-        if self._checksum is not None:
-            self._checksum.update(new)
         difference, num_changed = difference_of(old, new)
         self.num_changed += num_changed
         if self._frame is None and not num_changed:
@@ -260,10 +258,6 @@ class Encoder:
     def digest(self) -> bytes:
         """The BLAKE3 digest of the new state."""
         return self._hasher.digest()
-
-    @property
-    def checksum(self) -> str:
-        return (self._checksum or self._hasher).hexdigest()
 
 
 def _package(name: str) -> Any:

@@ -91,11 +91,10 @@ def test_versions_are_sources_of_every_command(published: tuple[Path, list[dict[
     assert "CHAIN@3" in delta.text
 
 
-@pytest.mark.parametrize("algorithm", CHECKSUMS)
-def test_decoder_of_slime_gets_our_bytes(tmp_path: Path, algorithm: str) -> None:
+def test_decoder_of_slime_gets_our_bytes(tmp_path: Path) -> None:
     states = write_states(tmp_path, 3)
     for number in (1, 2, 3):
-        run("delta", "publish", tmp_path / f"v{number}", "--chain", tmp_path / "chain", "--checksum", algorithm)
+        run("delta", "publish", tmp_path / f"v{number}", "--chain", tmp_path / "chain")
     for number in (1, 2, 3):
         slime_decoder.pull(tmp_path / f"pulled{number}", tmp_path / "nothing", tmp_path / "chain", number)
         assert weights_in(tmp_path / f"pulled{number}") == states[number - 1]
