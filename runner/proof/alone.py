@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
 from multiprocessing.process import BaseProcess
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -106,8 +106,7 @@ def try_here(request: Request) -> list[Tried]:
     """
     subsets = subsets_of(combination_of(request))
     num_ranks = max(subset.degrees.world_size for subset in subsets)
-    context: Any = get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
+    context = _server_without_gpus()
     receiver, sender = context.Pipe(duplex=False)
     with TemporaryDirectory(prefix="runner-") as folder:
         ranks = [
@@ -130,6 +129,24 @@ def try_here(request: Request) -> list[Tried]:
         Tried(run=run, distances=distances, problem=problem, seconds=seconds)
         for run, (distances, problem, seconds) in zip(subsets, outcome, strict=True)
     ]
+
+
+def _server_without_gpus() -> Any:
+    """Return the context of a fork server that sees no GPU.
+
+    Imports ask for one, and a process that is forked after that may not use it: not even torch's AdamW could be built.
+    """
+    context: Any = get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    return context
 
 
 def _receive(receiver: Any, ranks: Sequence[BaseProcess]) -> Any:

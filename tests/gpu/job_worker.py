@@ -29,6 +29,7 @@ from runner.setup import Ready, begin
 from runner.training.mixed_precision import master_of
 from runner.training.step import train_step
 from tests.fast.runner.tiny import padded_batch
+from tests.gpu.through_host import exchange_through_host
 
 
 def run_job(job: Mapping[str, Any], world: World, device: torch.device) -> dict[str, Any]:
@@ -79,6 +80,8 @@ def nbytes_of(tensors: Iterable[torch.Tensor]) -> int:
 def main(jobs: Path, kind: str) -> None:
     world = World.from_environment(os.environ)
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
+    if world.size > 1:
+        exchange_through_host()
     join_world(device, timeout_s=120, shares_gpu=world.size > 1)
     for job in json.loads(jobs.read_text()):
         torch.save(run_job(job, world, device), f"{job['out']}-{world.rank}.pt")

@@ -59,7 +59,7 @@ def test_stage_is_loaded_as_safetensors_loads_it(device: str, dtype: torch.dtype
 @on_devices
 def test_load_beside_other_loaders(device: str, tmp_path: Path, record: Record) -> None:
     is_gpu = device == "cuda"
-    size = ("--gb", "8", "--runs", "3") if is_gpu else ("--gb", "0.02", "--width", "128", "--runs", "1")
+    size = ("--gb", "4", "--runs", "3") if is_gpu else ("--gb", "0.02", "--width", "128", "--runs", "1")
     result = figures(device, tmp_path, "load.py", *size)
     record("load", result)
     assert {"runner", "load_file"} <= result["warm"].keys()
@@ -69,7 +69,7 @@ def test_load_beside_other_loaders(device: str, tmp_path: Path, record: Record) 
 @on_devices
 def test_pause_of_a_save_beside_a_plain_copy(device: str, tmp_path: Path, record: Record) -> None:
     is_gpu = device == "cuda"
-    size = ("--gb", "8", "--turns", "5") if is_gpu else ("--gb", "0.02", "--width", "128", "--turns", "1")
+    size = ("--gb", "4", "--turns", "5") if is_gpu else ("--gb", "0.02", "--width", "128", "--turns", "1")
     result = figures(device, tmp_path, "saving.py", *size)
     record("saving", result)
     (rank,) = result["1 ranks"]

@@ -66,7 +66,8 @@ class Run:
         arguments = ["launch", packed, "--", *SMALL, "--log-dir", log, *training]
         words, own = [str(word) for word in arguments], {**os.environ, **environment}
         self.process: Forked | subprocess.Popen[bytes]
-        if any(name.startswith("TORCH_") for name in environment):  # torch reads some as it is imported
+        # torch reads some variables as it is imported; no process that was forked after CUDA was asked for may use it
+        if any(name.startswith("TORCH_") for name in environment) or "cuda" in training:
             with open(self.output, "a") as stream:
                 command = [sys.executable, "-m", "runner.cli", *words]
                 self.process = subprocess.Popen(command, cwd=ROOT, env=own, stdout=stream, stderr=stream)

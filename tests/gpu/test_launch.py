@@ -1,0 +1,57 @@
+"""`runner launch` and `runner prove` as users call them, on a machine with a GPU; on the CPU tests/process has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.builders import run
+from tests.fast.runner.tiny import save_model
+from tests.gpu.jobs import pack
+from tests.process.local_jobs import runner
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.gpu,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HERE: make test-gpu says what it would run"),
+]
+TRAINING = ("--data", "synthetic", "--seq-len", "64", "--global-batch", "8", "--microbatch", "2", "--dtype", "bf16")
+
+
+def losses(log: Path) -> dict[int, float]:
+    lines = map(json.loads, (log / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--master-dtype", "fp32"), ("--compile",), ("--optimizer", "muon", "--ema", "0.9"), ("--lora-rank", "4")],
+    ids=" ".join,
+)
+def test_run_is_checked_saved_resumed_and_exported(flags: tuple[str, ...], tmp_path: Path) -> None:
+    save_model(tmp_path / "llama", num_hidden_layers=2)
+    packed = pack(tmp_path / "llama", 1)
+
+    def launch(log: str, steps: int, *more: object) -> None:
+        where = ("--checkpoint", tmp_path / "saves", "--log-dir", tmp_path / log)
+        ended = runner("launch", packed, "--", *TRAINING, *flags, "--steps", steps, *where, *more)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+
+    launch("first", 4, "--checkpoint-every", 2, "--trace", "2-3", "--save", tmp_path / "trained")
+    launch("second", 6, "--resume", "auto", "--no-self-check")
+    before, after = losses(tmp_path / "first"), losses(tmp_path / "second")
+    assert (sorted(before), sorted(after)) == ([1, 2, 3, 4], [5, 6])
+    assert max(after.values()) < max(before.values()) * 1.1
+    if "--lora-rank" not in flags:
+        run("export", tmp_path / "trained", "--to", "hf", "--out", tmp_path / "exported", "--quiet")
+
+
+def test_ranks_of_a_proof_leave_gpus_alone(tmp_path: Path) -> None:
+    """They are forked from a process whose imports asked for a GPU, and CUDA refuses such processes."""
+    save_model(tmp_path / "llama", num_hidden_layers=4)
+    ended = runner("prove", pack(tmp_path / "llama", 2), "--", *TRAINING)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
