@@ -11,7 +11,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast, get_args
@@ -246,19 +246,13 @@ class _Publisher:
             _commit(target, metadata, digests, shards)
         return replace(result, nbytes=sum(shard.nbytes for shard in shards))
 
-    @contextmanager
-    def _target(self, shards: Sequence[OutputShard], auxiliary: Sequence[AuxiliaryAt]) -> Iterator[Target]:
+    def _target(
+        self, shards: Sequence[OutputShard], auxiliary: Sequence[AuxiliaryAt]
+    ) -> AbstractContextManager[Target]:
         wanted = {INDEX_NAME, *(shard.path for shard in shards), *(item.path for item in auxiliary)}
         # In a bucket, `force` takes the place of a publisher that was killed; a version that exists is never replaced.
-        with open_target(
-            self.place,
-            shards,
-            force=is_url(self.place),
-            find_owned=_files_of,
-            wanted=wanted,
-            last=INDEX_NAME,
-        ) as target:
-            yield target
+        force = is_url(self.place)
+        return open_target(self.place, shards, force=force, find_owned=_files_of, wanted=wanted, last=INDEX_NAME)
 
 
 def _files_of(folder: Path) -> Collection[str] | None:

@@ -296,7 +296,7 @@ def difference_of(old: memoryview, new: memoryview) -> tuple[memoryview, int]:
 class Changes:
     """Bytes that change, by position in a tensor, in ascending order."""
 
-    def __init__(self, positions: bytearray, values: bytearray) -> None:
+    def __init__(self, positions: memoryview, values: memoryview) -> None:
         self._positions, self._values = np.frombuffer(positions, "<u4"), np.frombuffer(values, np.uint8)
 
     def are_within(self, nbytes: int) -> bool:

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 from zlib import adler32
 
 from manifests.digest import Hasher
@@ -22,6 +22,9 @@ from manifests.errors import SourceError, StoreError
 from reshard.tensors.lazy import STEP_NBYTES, derive, read_blocks
 from stores.base import InputFile
 from stores.bundles import TensorAt
+
+if TYPE_CHECKING:
+    from reshard.transforms import arithmetic
 
 XOR, OVERWRITE = "xor", "overwrite"
 ENCODINGS = (XOR, OVERWRITE)
@@ -119,7 +122,7 @@ def _patched_blocks(base: TensorAt, patches: Sequence[Patch], verifies_each: boo
         for number, patch in enumerate(patches)
         if verifies_each or (number == last and patch.digest is None)
     }
-    changes = [_open_patch(patch, base.nbytes) for patch in patches]
+    changes = [_Delta(patch, base.nbytes) for patch in patches]
     begin = 0
     for block in read_blocks(base):
         state = buffer[: len(block)]
@@ -137,68 +140,49 @@ def _patched_blocks(base: TensorAt, patches: Sequence[Patch], verifies_each: boo
         change.expect_end()
 
 
-class _Change(Protocol):
-    """An open delta of a tensor, whose state is changed block by block, in order."""
+class _Delta:
+    """An open delta of a tensor, with which its state is changed block by block, in order."""
 
-    def apply(self, state: memoryview, begin: int) -> None: ...
-    def expect_end(self) -> None: ...
-
-
-def _open_patch(patch: Patch, nbytes: int) -> _Change:
-    return (_Overwritten if patch.encoding == OVERWRITE else _Xored)(patch, _Decompressed(patch), nbytes)
-
-
-class _Xored:
-    def __init__(self, patch: Patch, stream: _Decompressed, nbytes: int) -> None:
-        self._stream, self._difference = stream, memoryview(bytearray(min(STEP_NBYTES, nbytes)))
-        self.expect_end = stream.expect_end
-
-    def apply(self, state: memoryview, begin: int) -> None:
-        from reshard.transforms.arithmetic import xor_into  # numpy
-
-        part = self._difference[: len(state)]
-        self._stream.read_into(part)
-        xor_into(state, part)
-
-
-class _Overwritten:
-    def __init__(self, patch: Patch, stream: _Decompressed, nbytes: int) -> None:
-        from reshard.transforms.arithmetic import Changes  # numpy
-
-        count = int.from_bytes(stream.read(_POSITION_NBYTES), "little")
-        if count > nbytes:
-            raise _bad_delta(patch, f"changes {count} bytes of a tensor of {nbytes}")
-        changes = Changes(stream.read(count * _POSITION_NBYTES), stream.read(count))
-        if not changes.are_within(nbytes):
-            raise _bad_delta(patch, f"expected ascending positions below {nbytes}")
-        self.apply, self.expect_end = changes.apply, stream.expect_end
-
-
-class _Decompressed:
-    """The decompressed bytes of a delta, in order."""
-
-    def __init__(self, patch: Patch) -> None:
+    def __init__(self, patch: Patch, nbytes: int) -> None:
         self._patch, stored = patch, patch.stored
         source: Any = _Stored(stored.file, stored.begin, stored.end)
         decompressor = _package("zstandard").ZstdDecompressor(max_window_size=_MOST_WINDOW_NBYTES)
         self._stream: BinaryIO = decompressor.stream_reader(source, read_size=STEP_NBYTES)
+        self._changes = self._read_changes(nbytes) if patch.encoding == OVERWRITE else None
+        self._difference = memoryview(bytearray(min(STEP_NBYTES, nbytes)))
 
-    def read(self, nbytes: int) -> bytearray:
-        data = bytearray(nbytes)
-        self.read_into(memoryview(data))
-        return data
+    def apply(self, state: memoryview, begin: int) -> None:
+        from reshard.transforms.arithmetic import xor_into  # numpy
 
-    def read_into(self, part: memoryview) -> None:
-        filled = 0
-        while filled < len(part):
-            count = self._read_some(part[filled:])
-            if count == 0:
-                raise _bad_delta(self._patch, "ends early: it is truncated, or of a tensor of another length")
-            filled += count
+        if self._changes is None:
+            xor_into(state, self._read(self._difference[: len(state)]))
+        else:
+            self._changes.apply(state, begin)
 
     def expect_end(self) -> None:
         if self._read_some(memoryview(bytearray(1))):
             raise _bad_delta(self._patch, "is longer than the tensor that it changes")
+
+    def _read_changes(self, nbytes: int) -> arithmetic.Changes:
+        from reshard.transforms.arithmetic import Changes  # numpy
+
+        count = int.from_bytes(self._read(memoryview(bytearray(_POSITION_NBYTES))), "little")
+        if count > nbytes:
+            raise _bad_delta(self._patch, f"changes {count} bytes of a tensor of {nbytes}")
+        positions = self._read(memoryview(bytearray(count * _POSITION_NBYTES)))
+        changes = Changes(positions, self._read(memoryview(bytearray(count))))
+        if not changes.are_within(nbytes):
+            raise _bad_delta(self._patch, f"expected ascending positions below {nbytes}")
+        return changes
+
+    def _read(self, buffer: memoryview) -> memoryview:
+        part = buffer
+        while part:
+            count = self._read_some(part)
+            if count == 0:
+                raise _bad_delta(self._patch, "ends early: it is truncated, or of a tensor of another length")
+            part = part[count:]
+        return buffer
 
     def _read_some(self, part: memoryview) -> int:
         try:
