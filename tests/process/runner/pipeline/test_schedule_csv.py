@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from manifests.placement import Placement
-from manifests.schedules import actions_of, lower, schedule_table, write_csv
+from manifests.schedules import actions_of, lower, read_csv, schedule_table, write_csv
 from runner.pipeline.torch_runtime import ADAPTER
 from tests.fast.manifests.schedules.torch_tables import text_with_waits
-from tests.process.runner.pipeline.schedule_csv_worker import build_batch, build_stage, loss_of, read_table
+from tests.process.runner.pipeline.schedule_csv_worker import build_batch, build_stage, loss_of
 from tests.process.torchrun import launch
 
 SINGLE = Placement(num_stages=2, num_ranks=2)
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def accumulate(path: Path) -> Gradients:
     """Give the gradients of one process, each stage adding its microbatches in the order of the table."""
-    table = read_table(path)
+    table = read_csv(path.read_text(), path.name)
     stages = [build_stage(stage) for stage in range(table.placement.num_stages)]
     model = nn.Sequential(*stages)
     inputs, targets = (tensor.chunk(table.num_microbatches) for tensor in build_batch(table.num_microbatches))
