@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(place / "source", llama_config(tie_word_embeddings=True))
     pack(place / "source", place / "packed")
     return place
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Callable[[str], subprocess.CompletedProcess[bytes]]:
+    """Return what a command does on streams that take everything."""
+    return cache(lambda command: run(command, place))
 
 
 def run(script: str, place: Path, keep: tuple[int, ...] = (), **environment: str) -> subprocess.CompletedProcess[bytes]:
@@ -86,10 +94,12 @@ def test_reader_that_has_gone_ends_a_command_as_sigpipe_does_and_without_a_word(
     ],
 )
 @pytest.mark.parametrize("streams", ["2>&-", "<&- 2>&-", "2>/dev/full"])
-def test_standard_error_that_takes_nothing_changes_no_code(command: str, code: int, streams: str, place: Path) -> None:
-    whole, silent = run(command, place), run(f"{command} {streams}", place)
-    assert whole.returncode == code, whole.stderr
-    assert (silent.returncode, silent.stdout) == (code, whole.stdout)
+def test_standard_error_that_takes_nothing_changes_no_code(
+    command: str, code: int, streams: str, place: Path, whole: Callable[[str], subprocess.CompletedProcess[bytes]]
+) -> None:
+    silent = run(f"{command} {streams}", place)
+    assert whole(command).returncode == code, whole(command).stderr
+    assert (silent.returncode, silent.stdout) == (code, whole(command).stdout)
 
 
 def test_files_never_take_the_place_of_a_stream_that_is_closed(place: Path) -> None:

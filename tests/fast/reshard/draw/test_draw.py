@@ -141,7 +141,7 @@ def test_picture_says_what_it_is_to_those_who_cannot_see_it(config: Path, tmp_pa
     ("name", "spec", "assumed"),
     [
         ("llama-3.1-405b", "pp=16", Assumptions(num_microbatches=128, memory_limit=2000 << 30)),
-        ("deepseek-v3", "pp=16,vpp=2", Assumptions(num_microbatches=32)),
+        pytest.param("deepseek-v3", "pp=16,vpp=2", Assumptions(num_microbatches=32), marks=pytest.mark.slow),
         ("llama-3.1-8b", "pp=4", Assumptions(memory_limit=60 << 30)),
         ("qwen2-0.5b", "pp=2,vpp=2,style=v", Assumptions(num_microbatches=64)),
     ],
@@ -167,7 +167,7 @@ def test_texts_are_at_least_11_px_within_the_picture_and_never_collide(
     assert crossing == []
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png", "html"])
+@pytest.mark.parametrize("suffix", ["svg", pytest.param("png", marks=pytest.mark.slow), "html"])
 def test_same_plan_gives_the_same_bytes_in_another_process(config: Path, suffix: str, tmp_path: Path) -> None:
     first, second = tmp_path / f"first.{suffix}", tmp_path / f"second.{suffix}"
     draw(config, "pp=2,vpp=2", first)

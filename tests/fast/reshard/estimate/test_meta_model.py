@@ -18,8 +18,12 @@ from tests.builders import refusal, run
 from tests.fast.manifests.models.catalogued import DOZEN, quiet, stored_by
 from tests.fast.manifests.models.published import PUBLISHED
 
+FEW = ("DeepSeek-V3.2", "Qwen3.5-397B-A17B, text")
 
-@pytest.mark.parametrize("name", PUBLISHED)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in PUBLISHED]
+)
 def test_parameters_of_published_models_equal_those_of_transformers(name: str) -> None:
     config = plain(PUBLISHED[name])
     with quiet():

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.pipeline.chunk import hf_constants, hf_pieces
 from tests.fast.runner.models.decoders import Variant, variant_ids
 from tests.fast.runner.models.titans import (
     TITANS,
@@ -40,7 +39,7 @@ def test_logits_and_gradients_are_those_of_transformers_and_cutting_changes_no_b
     assert (whole - expected).abs().max() <= 5e-6
     gradients = gradients_in(chunks, tied=tied)
     assert worst(gradients, in_files(model, tmp_path, gradients=True)) <= 1e-5
-    for num_stages in (2, 3, len(chunks[0].family.modules)):
+    for num_stages in (2, len(chunks[0].family.modules)):
         cut = chunks_of(tmp_path, num_stages)
         logits = forward(cut, batch.tokens)
         torch.autograd.backward(loss_of(logits, batch))
@@ -49,33 +48,10 @@ def test_logits_and_gradients_are_those_of_transformers_and_cutting_changes_no_b
         assert all(torch.equal(found[fqn], gradients[fqn]) for fqn in gradients)
 
 
-@pytest.mark.parametrize("variant", TITANS, ids=variant_ids(TITANS))
-def test_three_steps_of_adamw_go_where_those_of_transformers_go(variant: Variant, tmp_path: Path) -> None:
-    name, changes = variant
-    save_titan(tmp_path, name, **{**changes, "tie_word_embeddings": False})
-    model, chunks = load(tmp_path), chunks_of(tmp_path, 2)
-    constants = [piece.memory.clone() for chunk in chunks for piece in hf_constants(chunk)]
-    ours = torch.optim.AdamW([weight for chunk in chunks for weight in chunk.parameters()], lr=1e-3, eps=1e-6)
-    theirs = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
-    for batch in map(batch_of, range(3)):
-        found, expected = loss_of(forward(chunks, batch.tokens), batch), loss_of(model(batch.tokens).logits, batch)
-        assert found.item() == pytest.approx(expected.item(), abs=1e-5)
-        for optimizer, loss in ((ours, found), (theirs, expected)):
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
-    pieces = (piece for chunk in chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk)))
-    weights = {piece.fqn: piece.memory for piece in pieces}
-    assert worst(weights, in_files(model, tmp_path, gradients=False)) <= 1e-3
-    assert all(
-        torch.equal(piece.memory, constant)
-        for piece, constant in zip((p for c in chunks for p in hf_constants(c)), constants, strict=True)
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "field", "wrong"),
     [
+        ("tiny-llama", "rms_norm_eps", 1e-2),
         ("tiny-mistral", "sliding_window", 15),
         ("tiny-qwen3-moe", "norm_topk_prob", True),
         ("tiny-deepseek-v3", "topk_group", 2),

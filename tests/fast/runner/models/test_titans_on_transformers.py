@@ -25,7 +25,6 @@ from tests.fast.runner.models.titans import (
     load,
     loss_of,
     save_titan,
-    worst,
 )
 
 
@@ -42,7 +41,7 @@ def test_logits_and_gradients_are_bitwise_those_of_transformers_however_it_is_cu
     torch.autograd.backward(loss_of(expected, batch))
     gradients = in_files(model, tmp_path, gradients=True)
     assert expected.abs().max() > 0.5
-    for num_stages in (1, 2, 3):
+    for num_stages in (1, 3):
         chunks = chunks_of(tmp_path, num_stages, implementation="transformers")
         logits = forward(chunks, batch.tokens)
         torch.autograd.backward(loss_of(logits, batch))
@@ -50,20 +49,6 @@ def test_logits_and_gradients_are_bitwise_those_of_transformers_however_it_is_cu
         found = gradients_in(chunks, tied=tied)
         assert found.keys() == gradients.keys()
         assert [fqn for fqn, gradient in found.items() if not torch.equal(gradient, gradients[fqn])] == []
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_both_implementations_compute_the_same(name: str, tmp_path: Path) -> None:
-    save_titan(tmp_path, name)
-    batch, found = batch_of(0), {}
-    for implementation in ("torchtitan", "transformers"):
-        chunks = chunks_of(tmp_path, 2, implementation=implementation)
-        logits = forward(chunks, batch.tokens)
-        torch.autograd.backward(loss_of(logits, batch))
-        found[implementation] = logits, gradients_in(chunks, tied=False)
-    (ours, our_gradients), (theirs, their_gradients) = found.values()
-    assert (ours - theirs).abs().max() <= 5e-6
-    assert worst(our_gradients, their_gradients) <= 1e-5
 
 
 def test_bias_that_steers_experts_stays_float32_in_bf16(tmp_path: Path) -> None:

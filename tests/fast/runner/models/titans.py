@@ -24,6 +24,8 @@ from tests.fast.runner.tiny import EMBEDDING, HEAD, padded_batch, read_config, s
 NOTHING: Mapping[str, object] = MappingProxyType({})
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 0.5}
 MLA_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 16}  # fmt: skip
 # Sequences are of 48 tokens: longer than windows, and than contexts before they are stretched.
 TITANS: tuple[Variant, ...] = (
     ("tiny-llama", {}),
@@ -40,6 +42,8 @@ TITANS: tuple[Variant, ...] = (
     ("tiny-deepseek-v3", {"rope_interleave": False, "norm_topk_prob": False, "n_group": 4, "topk_group": 3}),
     ("tiny-gpt-oss", {}),
     ("tiny-gpt-oss", {"attention_bias": False, "swiglu_limit": 0.5, "layer_types": ["full_attention"] * 4}),
+    ("tiny-llama", {"rope_scaling": LLAMA_3, "head_dim": 32, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    ("tiny-llama", {"rope_theta": 500.0, "head_dim": 10, "num_key_value_heads": 4}),
 )
 
 

@@ -105,6 +105,9 @@ _ON_TRANSFORMERS: tuple[Mapping[str, Any], ...] = (
     {"model": "tiny-deepseek-v3", "layout": "pp=2,style=v", "schedule": "ZBVZeroBubble"},
     {"model": "tiny-gpt-oss", "layout": "pp=2,vpp=2", "schedule": "Interleaved1F1B"},
 )  # fmt: skip
+_TRANSFORMERS = tuple(
+    Case(number=12 + n, implementation="transformers", **case) for n, case in enumerate(_ON_TRANSFORMERS)
+)
 NORMAL = (
     Case(number=0, model="tiny-gpt2", changes=_TIED, is_openai=True),
     Case(number=1, model="tiny-mixtral"),
@@ -119,7 +122,7 @@ NORMAL = (
     Case(number=9, model="tiny-deepseek-v3", layout="pp=2,style=v", schedule="ZBVZeroBubble"),
     Case(number=10, model="tiny-gpt-oss"),
     Case(number=11, model="tiny-opt", changes={"word_embed_proj_dim": 16}, loss_chunk=20),
-    *(Case(number=12 + n, implementation="transformers", **case) for n, case in enumerate(_ON_TRANSFORMERS)),
+    *_TRANSFORMERS[3:5],
 )
 # A variant has one of these: `test_parity` pairs each model with every schedule and number of ranks.
 _WAYS = (
@@ -148,6 +151,7 @@ SLOW = (
     Case(number=5, model="tiny-mixtral", layout="pp=1", num_shards=2),
     Case(number=6, model="tiny-mistral", changes={"sliding_window": 16}),
     Case(number=7, model="tiny-qwen3", changes=_TIED),
+    *(case for case in _TRANSFORMERS if case not in NORMAL),
     *(_case(number, *variant) for number, variant in enumerate((*TITANS, *VARIANTS))),
 )
 # Models with experts, whose graphs break where tokens go to them: transformers' routers change what `topk` returned.
