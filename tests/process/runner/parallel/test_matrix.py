@@ -68,7 +68,7 @@ def run_cases(place: Path, cases: Iterable[Case], **more: Any) -> None:
 
 
 def results_of(place: Path, case: Case) -> list[dict[str, Any]]:
-    return [torch.load(place / f"{case.name}-{rank}.pt") for rank in range(case.world_size)]
+    return [torch.load(place / f"{case.name}-{rank}.pt", weights_only=False) for rank in range(case.world_size)]
 
 
 def problems_of(place: Path, case: Case) -> list[str]:
