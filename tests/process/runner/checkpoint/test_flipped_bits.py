@@ -185,8 +185,8 @@ def test_a_flipped_bit_is_found_before_a_step_is_taken(place: Path) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ("stages", "sharded"),
-        pytest.param(("broadcast", "cut", "resumed-sharded", "resumed-stages"), marks=pytest.mark.slow),
+        ("sharded",),
+        pytest.param(("broadcast", "cut", "resumed-sharded", "resumed-stages", "stages"), marks=pytest.mark.slow),
     ],
 )
 def test_background_digests_end_a_job_as_foreground_does_and_nothing_is_saved(

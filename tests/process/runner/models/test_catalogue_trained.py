@@ -41,8 +41,9 @@ def test_two_ranks_train_as_one_does_and_resume_on_it(tmp_path: Path) -> None:
     recomputed = {RECOMPUTED: ("pp=2", "recomputed-log", "--ac", "full", "--no-self-check")}
     shared = {name: ("pp=1", "shared-log", *SHARED[name], *SAVING, "shared") for name in TRAINED}
     run_all(tmp_path, 2, two, recomputed, shared)
-    one = dict.fromkeys(TRAINED, ("pp=1", "one-log"))
-    run_all(tmp_path, 1, one, dict.fromkeys(TRAINED, ("pp=1", "resumed-log", "--resume", "shared/step-000002")))
+    alone = ("pp=1", "one-log", "--no-self-check")  # runs on two ranks are checked
+    resumed = ("pp=1", "resumed-log", "--no-self-check", "--resume", "shared/step-000002")
+    run_all(tmp_path, 1, dict.fromkeys(TRAINED, alone), dict.fromkeys(TRAINED, resumed))
     for name in TRAINED:
         place = tmp_path / name
         expected = losses_of(place / "one-log")
