@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
@@ -32,6 +32,7 @@ from runner.metrics.metrics import Metrics, StepTimes
 from runner.pipeline.heads import of_evaluation
 from runner.preflight.combinations import part_of, share_of
 from runner.preflight.preflight import is_less_than_a_step
+from runner.profiling.torch_tools import profiled
 from runner.profiling.trace import RunShape, Tracer
 from runner.rundir.records import run_id
 from runner.setup import Ready
@@ -136,7 +137,7 @@ class _Steps:
     def train(self, batch: Batch | None, step: int) -> StepReport:
         """Take one optimizer step; the last one, if any rank was asked to stop."""
         deferred, is_last = self.ready.deferred, self.watchdog.is_asked_to_stop
-        with deferred.comes_first():
+        with deferred.comes_first(), self._profiled(step + 1):
             report = train_step(self.ready.engine, batch, step, is_last=is_last, is_damaged=deferred.has_failed)
         if report.is_damaged:
             deferred.finish()  # which raises what was found
@@ -144,6 +145,12 @@ class _Steps:
         if self.tracer is not None and step + 1 in self.ready.options.traced:
             self.tracer.add(step + 1, self.ready.engine.schedule.recorder)
         return report
+
+    def _profiled(self, step: int) -> AbstractContextManager[None]:
+        options = self.ready.options
+        if step not in options.profiled:
+            return nullcontext()
+        return profiled(options.log_dir, self.ready.mesh.rank, step, self.ready.chunks[0].device)
 
     def report(self, step: int, report: StepReport, started_s: float) -> None:
         """Write the metrics of a step that has ended."""

@@ -44,6 +44,7 @@ from runner.metrics.summary import next_command, opening
 from runner.models.family import Adaptable
 from runner.preflight.combinations import check_sinks, sharing_ranks
 from runner.preflight.preflight import check_evaluable, check_texts
+from runner.profiling.torch_tools import memory_snapshot
 from runner.rundir.exit_report import set_rank_label, stages_of
 from runner.rundir.heartbeat import clear_beats
 from runner.rundir.records import STATE_NAME, RunState, clear_state, note_resolved, run_id, write_state
@@ -87,7 +88,9 @@ def run(launched: Packed, options: TrainOptions, world: World, device: torch.dev
             if options.save is not None and (note := replaced_note(options.save)):
                 logger.warning("note: %s", note)
     check_evaluation(launched, options)
-    with claim_outputs(options, world):
+    with claim_outputs(options, world), ExitStack() as stack:
+        if options.memory_snapshot:
+            stack.enter_context(memory_snapshot(options.log_dir, world.rank, device))
         ready = begin(launched, find_start(launched, options, world), options, world, device)
         check_writes(ready, world)
         if world.rank == 0:

@@ -79,6 +79,8 @@ def _folders(options: TrainOptions, environment: Mapping[str, str] = os.environ)
         yield f"--checkpoint {options.checkpoint.history}", options.checkpoint.history
     if options.traced:
         yield "--trace", options.log_dir / "trace"
+    if options.profiled or options.memory_snapshot:
+        yield "--profile", options.log_dir / "profile"
     if options.tensorboard:
         yield "--tensorboard", options.log_dir / "tensorboard"
     if options.wandb:

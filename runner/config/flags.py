@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -37,14 +38,14 @@ Digests = Literal["foreground", "background"]
 _ON_COMMAND_LINE = ParameterSource.COMMANDLINE
 
 
-def _parse_trace(text: str | None) -> range:
+def _parse_steps(name: str, text: str | None) -> range:
     if text is None:
         return range(0)
     match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
         raise UsageError(
-            "--trace",
+            name,
             f"expected a step, such as 3, or a range, such as 3-5, found {text!r}",
             code="options.invalid-value",
         )
@@ -127,9 +128,18 @@ class TrainOptions:
     )
     force: bool = flag("--force", is_flag=True, help="Let --save replace an existing checkpoint.")
     traced: range = flag(
-        "--trace", metavar="N|A-B", read=_parse_trace,
+        "--trace", metavar="N|A-B", read=partial(_parse_steps, "--trace"),
         help="Write each rank's Chrome trace of these steps to LOG_DIR/trace; runner report draws it.",
     )  # fmt: skip
+    profiled: range = flag(
+        "--profile", metavar="N|A-B", read=partial(_parse_steps, "--profile"),
+        help="Write the operators and kernels that torch.profiler sees in these steps to LOG_DIR/profile.",
+    )  # fmt: skip
+    memory_snapshot: bool = flag(
+        "--memory-snapshot",
+        is_flag=True,
+        help="Write CUDA's allocations to LOG_DIR/profile, for pytorch.org/memory_viz.",
+    )
     log_dir: Path = flag(
         "--log-dir", type=click.Path(path_type=Path), written_default=Path("runner-log"), metavar="DIR",
         show_default="runner-log/DATE-NAME, one for each run", help="Folder of metrics.jsonl and the run's other logs.",
@@ -278,7 +288,7 @@ _GROUPS = {
     ),
     "Checkpoints": ("keep", "checkpoint_sync", "resume_weights_only", "force"),
     "Checks": ("digests", "check_ties_every", "self_check"),
-    "Logging": ("trace", "log_every", "quiet", "tensorboard", "wandb"),
+    "Logging": ("trace", "profile", "memory_snapshot", "log_every", "quiet", "tensorboard", "wandb"),
 }  # fmt: skip
 
 

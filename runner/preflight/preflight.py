@@ -287,8 +287,9 @@ def notes(
     needed_by = next((flag for flag, is_given in needs.items() if is_given), "")
     if needed_by and architecture in TORCHTITAN and "implementation" not in given_options.given:
         lines.append(f"{architecture} is built of transformers' modules, which {needed_by} needs")
-    if options.traced and first <= last and not (options.traced.start <= last and options.traced.stop > first):
-        lines.append(f"--trace {given_options.values['trace']} has no effect: the run takes steps {first} to {last}")
+    for name, steps in (("trace", options.traced), ("profile", options.profiled)):
+        if steps and first <= last and not (steps.start <= last and steps.stop > first):
+            lines.append(f"--{name} {given_options.values[name]} has no effect: the run takes steps {first} to {last}")
     if options.resume.restart_data and training is None:
         lines.append("--restart-data has no effect: the run starts at step 0, and its data at the first sequence")
     if options.optim.decay == "constant" and "min_lr" in given_options.given and options.optim.min_lr:

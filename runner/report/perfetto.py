@@ -1,5 +1,7 @@
 """The traced steps of a run as one trace for Perfetto: a process per rank, a thread per stage, arrows for transfers.
 
+What torch.profiler saw of a rank (`--profile`) has processes of its own, on the same clock.
+
 Source: the Trace Event Format: complete events (X), and flows (s, f) between the slices that enclose their times.
 """
 
@@ -8,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from manifests.command.palette import WORK_COLORS
 from manifests.schedules import TimedAction
 from manifests.schedules.order import Result, input_of, result_of
-from runner.report.read import StepTrace, Traces
+from runner.report.read import StepTrace, Traces, read_object, read_text
 
 _STEP_TID = 0  # the thread of stage n is n + 1
 
@@ -25,6 +28,10 @@ def merged_trace(traces: Traces) -> bytes:
     for step in traces.steps:
         events += _slices(step, step.zero_s - traces.steps[0].zero_s)
         events += _arrows(step, step.zero_s - traces.steps[0].zero_s, traces.placement.num_stages, flows)
+    pids: dict[tuple[int, object], int] = {}
+    for shown, rank in enumerate(traces.ranks):
+        for path in sorted((traces.folder.parent / "profile").glob(f"rank-{rank:05d}-step-*.json")):
+            events += _kernels(path, shown, traces, pids)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
 
 
@@ -34,6 +41,20 @@ def _names(traces: Traces) -> Iterator[dict[str, Any]]:
         names = {_STEP_TID: "step", **{stage + 1: f"stage {stage}" for stage in traces.placement.stages_on(rank)}}
         for tid, name in names.items():
             yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
+
+
+def _kernels(path: Path, rank: int, traces: Traces, pids: dict[tuple[int, object], int]) -> Iterator[dict[str, Any]]:
+    """Yield what torch.profiler wrote: its times are in microseconds, after a time of its own."""
+    document = read_object(read_text(path), str(path))
+    shift = document.get("baseTimeNanoseconds", 0) / 1e3 - traces.steps[0].zero_s * 1e6
+    for event in document.get("traceEvents", ()):
+        pid = pids.setdefault((rank, event.get("pid")), traces.placement.num_ranks + len(pids))
+        changed = {**event, "pid": pid, "ts": event.get("ts", 0.0) + shift}
+        if "id" in event:
+            changed["id"] = f"{rank}.{event['id']}"
+        if event.get("name") == "process_name":
+            changed["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
+        yield changed
 
 
 def _slices(step: StepTrace, zero_s: float) -> Iterator[dict[str, Any]]:

@@ -39,6 +39,7 @@ class Traces:
     """The traced steps of a run, and its schedule."""
 
     folder: Path
+    ranks: tuple[int, ...]  # of all of the job, those that are shown
     schedule: str
     placement: Placement
     num_microbatches: int
@@ -258,7 +259,8 @@ def _read_traces(folder: Path, this_run: str) -> Traces | None:
     if len(documents) % placement.num_ranks:
         problem = f"expected a trace of each of {placement.num_ranks} pipeline ranks, found {len(documents)}"
         raise LogError(str(folder), problem, code="log.mixed-traces")
-    pipeline = [check_events(documents[at], run, str(paths[at])) for at in range(0, len(documents), num_pipelines)]
+    shown = range(0, len(documents), num_pipelines)
+    pipeline = [check_events(documents[at], run, str(paths[at])) for at in shown]
     # A killed run may have traced a step on some ranks only.
     steps = sorted(set.intersection(*({event["args"]["step"] for event in events} for events in pipeline)))
     if not steps:
@@ -268,6 +270,7 @@ def _read_traces(folder: Path, this_run: str) -> Traces | None:
         raise LogError(str(folder), problem, "remove the folder, and run with --trace again", code="log.mixed-traces")
     return Traces(
         folder=folder,
+        ranks=tuple(int(paths[at].stem.removeprefix("rank-")) for at in shown),
         schedule=run["schedule"],
         placement=placement,
         num_microbatches=run["num_microbatches"],

@@ -41,7 +41,13 @@ def test_run_is_checked_saved_resumed_and_exported(flags: tuple[str, ...], tmp_p
         ended = runner("launch", packed, "--", *TRAINING, *flags, "--steps", steps, *where, *more)
         assert ended.returncode == 0, ended.stdout + ended.stderr
 
-    launch("first", 4, "--checkpoint-every", 2, "--trace", "2-3", "--save", tmp_path / "trained")
+    seen = ("--trace", "2-3", "--profile", "2", "--memory-snapshot")
+    launch("first", 4, "--checkpoint-every", 2, *seen, "--save", tmp_path / "trained")
+    assert (tmp_path / "first" / "profile" / "memory-00000.pickle").stat().st_size
+    merged = tmp_path / "merged.json"
+    assert runner("report", tmp_path / "first", "--trace", merged).returncode == 0
+    kernels = [event for event in json.loads(merged.read_text())["traceEvents"] if event.get("cat") == "kernel"]
+    assert len(kernels) > 50
     launch("second", 6, "--resume", "auto", "--no-self-check")
     before, after = losses(tmp_path / "first"), losses(tmp_path / "second")
     assert (sorted(before), sorted(after)) == ([1, 2, 3, 4], [5, 6])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from html import unescape
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ import torch
 
 from manifests.errors import InputError, UserError
 from manifests.placement import Placement
+from runner.profiling.torch_tools import profiled
 from runner.profiling.trace import Recorder, RunShape, Tracer, trace_path
 from runner.report.page import planned, write_report, write_trace
 from runner.report.read import read_run
@@ -139,6 +141,26 @@ def test_merged_trace_has_a_slice_per_action_and_an_arrow_per_transfer_between_r
         assert sender["args"]["microbatch"] == receiver["args"]["microbatch"]
         assert abs(sender["args"]["stage"] - receiver["args"]["stage"]) == 1
         assert sender["pid"] != receiver["pid"]
+
+
+def test_merged_trace_has_what_the_profiler_saw_on_the_same_clock(tmp_path: Path) -> None:
+    """Of ranks that are shown, between the arrows of transfers and beside their own processes."""
+    write_metrics(tmp_path)
+    write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    zero_us = 1e9  # of `write_traces`
+    (tmp_path / "profile").mkdir()
+    for rank in (0, 1, 7):
+        with profiled(tmp_path, rank, 3, torch.device("cpu")):
+            began_us = time.time() * 1e6
+            torch.zeros(3).add(1)
+    write_trace(tmp_path, tmp_path / "merged.json")
+    events = json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
+    added = [event for event in events if event["name"] == "aten::add"]
+    assert len(added) == 2
+    assert len({event["pid"] for event in added} - {0, 1}) == 2
+    assert abs(added[1]["ts"] + zero_us - began_us) < 60e6
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {"rank 0", "rank 1", "rank 0: python", "rank 1: python"} <= names
 
 
 def test_run_without_traces_has_no_merged_trace(tmp_path: Path) -> None:
