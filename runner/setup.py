@@ -18,13 +18,13 @@ from manifests.models.combinations import check_combination, check_divides, chec
 from manifests.models.training import HostMemory
 from manifests.optimizer_state import EMA, kinds_of
 from manifests.schema import WEIGHTS, TrainingState
-from runner.bundle.packed import Packed, open_packed
+from runner.bundle.packed import Packed
 from runner.checkpoint.adapter_record import check_adapters, check_launched
 from runner.checkpoint.peft_folder import load_adapters
-from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
+from runner.checkpoint.resume import Origin
 from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
-from runner.config.flags import TrainOptions, recall
+from runner.config.flags import TrainOptions
 from runner.config.memory import planned_memory
 from runner.config.sharding import is_sharded
 from runner.config.trained import trained_by
@@ -44,7 +44,7 @@ from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.pipeline.losses import loss_of_run
 from runner.pipeline.timetable import Timetable, choose_timetable
 from runner.preflight.combinations import combine, part_of, sharing_ranks
-from runner.preflight.preflight import expert_notes, notes
+from runner.preflight.start import Start, log_start, read_start
 from runner.profiling.trace import Clock
 from runner.proof.combination import Combination
 from runner.proof.options import RunOptions, self_check
@@ -52,7 +52,6 @@ from runner.proof.proving import OF_COMBINATION
 from runner.proof.record import prove_once
 from runner.proof.stages import Proven
 from runner.tensors.heap import set_up_heap
-from runner.training.algorithms import plan_groups
 from runner.training.build import Stages, build_engine, build_stages
 from runner.training.mixed_precision import master_of, round_masters
 from runner.training.rng import restore_rng, seed_rng
@@ -160,7 +159,7 @@ def _begin(
 ) -> Ready:
     """Read the checkpoint, build and fill this rank's stages, tie and schedule them, and resume the optimizer."""
     with raise_on_all_ranks("load"):
-        start = _read_start(launched, found, options)
+        start = read_start(launched, found, options)
         options, origin, training = start.options, start.origin, start.training
         named = None if options.resume.source in (None, "auto") else origin.root
         save_context = SaveContext.of(launched, origin, writer=mesh.writer, num_writers=mesh.num_writers, named=named)
@@ -201,6 +200,7 @@ def _begin(
             keep_documents(family, options.batch.seq_len)
         if mesh.degrees.context > 1:
             split_rows(family, mesh, options.degrees.context_method, options.batch.seq_len)
+        world.start.end("manifest_s")
         if options.self_check and mesh.rank == 0:
             splitting = timetable.name if timetable.splits_backward else None
             self_check(family, launched.stage_modules, RunOptions(compute=options.compute, splitting=splitting))
@@ -222,10 +222,12 @@ def _begin(
     elif options.self_check and mesh.rank == 0:
         logger.info("note: %s is not self-checked: its family has no tiny model to compare", family.architecture)
     with raise_on_all_ranks("load"):
+        world.start.end("self_check_s")
         base_nbytes = memory_nbytes(device)
         trains = trained_by(options, launched.shape.ties)
         chunks = build_stages(family, stages, options.compute, mesh, device, trains)
         pieces = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk))]
+    world.start.end("build_s")
     if cache:
         cache.ensure()  # the loader verifies what it reads
     loaded = stored.load([piece for piece in pieces if not is_adapter(piece.fqn)], WEIGHTS)
@@ -249,7 +251,7 @@ def _begin(
         start = _resume_optimizer(start, training, stored, engine, chunks, mesh, device)
     deferred.start()
     if mesh.rank == 0:
-        _log_start(start)
+        log_start(start)
     return Ready(
         options=options,
         launched=launched,
@@ -273,43 +275,15 @@ def stages_of(launched: Packed) -> Stages:
     return Stages(modules=launched.stage_modules, placement=manifest.placement, ties=manifest.ties)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Start:
-    """What a run starts from: a manifest and its training state, the options that follow, and notes for the log."""
-
-    origin: Packed
-    training: TrainingState | None
-    options: TrainOptions
-    notes: tuple[str, ...]
-
-
-def _read_start(launched: Packed, found: Origin, options: TrainOptions) -> _Start:
-    is_launched = found.folder == launched.root
-    origin = launched if is_launched else open_packed(found.read or found.folder)
-    lines = check_fits(origin, launched)
-    lines += tuple(f"{name} is not listed in {launched.where}, so it is not verified" for name in launched.unnamed)
-    training, given_options = resumed_state(origin, options.resume, is_launched=is_launched), options
-    if training is not None:
-        lines += override_notes(options, training)
-        options = recall(options, remembered(training))
-        lines += schedule_notes(options, training)
-    options, groups = plan_groups(options, launched.shape, training.optimizer if training else None, origin.where)
-    lines += groups
-    lines += tuple(notes(given_options, options, origin.manifest, training))
-    lines += expert_notes(launched.shape.tensors, options.balance)
-    lines += _beyond_positions(launched, options)
-    return _Start(origin=origin, training=training, options=options, notes=lines)
-
-
 def _resume_optimizer(
-    start: _Start,
+    start: Start,
     training: TrainingState,
     stored: StageLoader,
     engine: Engine,
     chunks: Sequence[StageChunk],
     mesh: Mesh,
     device: torch.device,
-) -> _Start:
+) -> Start:
     """Load the optimizer state and the RNG state; return `start` with a note where there is no RNG state."""
     ties = [tie for tie in engine.ties if engine.optimizer.steps(tie.leader)]
     assert training.optimizer is not None
@@ -376,25 +350,3 @@ def _log_loaded(report: LoadReport, chunks: Sequence[StageChunk], mesh: Mesh) ->
             "files were checked, their bytes were not verified",
             mesh.rank, stages, report.num_unverified,
         )  # fmt: skip
-
-
-def _beyond_positions(launched: Packed, options: TrainOptions) -> tuple[str, ...]:
-    """Return a note where --seq-len exceeds the positions that the model was made for; RoPE can compute them."""
-    seq_len, most = options.batch.seq_len, launched.config.get("max_position_embeddings")
-    if not isinstance(most, int) or seq_len <= most:
-        return ()
-    return (f"--seq-len {seq_len} exceeds max_position_embeddings {most} of config.json",)
-
-
-def _log_start(start: _Start) -> None:
-    origin, training = start.origin, start.training
-    if training is not None:
-        logger.info("resuming from %s at step %d (%s tokens)", origin.root, training.step, f"{training.num_tokens:,}")
-    elif (stored_state := origin.manifest.training) is not None and stored_state.optimizer is not None:
-        logger.info(
-            "starting at step 0 with the weights of %s; not resumed: %s state at step %d, learning-rate schedule, "
-            "data position and RNG state",
-            origin.root, stored_state.optimizer.name, stored_state.step,
-        )  # fmt: skip
-    for sentence in start.notes:
-        logger.info("note: %s", sentence)

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +41,7 @@ from runner.metrics.metrics import Metrics, RankLoad
 from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import open_sinks
 from runner.metrics.summary import next_command, opening
+from runner.models import import_family
 from runner.models.family import Adaptable
 from runner.preflight.combinations import check_sinks, sharing_ranks
 from runner.preflight.preflight import check_evaluable, check_texts
@@ -59,6 +60,7 @@ logger = logging.getLogger("runner")
 
 def train(address: str, options: TrainOptions, world: World) -> None:
     """Train the model of a manifest; every rank calls this."""
+    world.start.end("launch_s")
     with errors_of_rank(world.rank):
         log_to_file(options.log_dir, world.rank)
         enable_flight_recorder(options.log_dir, os.environ)
@@ -70,6 +72,7 @@ def train(address: str, options: TrainOptions, world: World) -> None:
     with errors_of_rank(world.rank):
         device = device_of(world, options.device)
     join_world(device, options.timeout_s)
+    world.start.end("meet_s")
     if is_url(address):
         launched = fetch_to_cache(read, options, world)
     else:
@@ -195,6 +198,7 @@ def check_evaluation(launched: Packed, options: TrainOptions) -> None:
 def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
     """Open metrics.jsonl and the other sinks on rank 0, and write what every rank has read."""
     options, metrics = ready.options, Metrics()
+    world.start.end("fill_s")
     if world.rank == 0:
         metrics = Metrics(
             open_sinks(options, ready.num_steps),
@@ -209,6 +213,7 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
         base_nbytes=ready.base_nbytes,
         planned_nbytes=ready.planned_nbytes,
         copied=ready.copied,
+        start_s=world.start.seconds,
     )
     metrics.loaded(from_all_ranks(rank_load))
     if world.rank == 0 and ready.num_steps < options.steps:
@@ -217,6 +222,14 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
         shape, degrees = ready.launched.shape, ready.mesh.degrees
         metrics.begin(opening(shape, options, degrees, schedule, device.type, ready.num_steps + 1))
     return metrics
+
+
+def prepare(words: Sequence[str]) -> None:
+    """Import the model code that ranks with these arguments import, in the process that they are forked from."""
+    path, *training = words
+    if not is_url(path):
+        launched = open_packed(open_manifest(path))
+        import_family(launched.config, parse_training(training).compute.implementation)
 
 
 def main() -> None:

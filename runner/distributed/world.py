@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from manifests.errors import LaunchError
 from runner.config.flags import Device
+from runner.profiling.start import StartTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,7 @@ class World:
     local_rank: int
     size: int
     local_size: int = 1  # ranks on this node
+    start: StartTimes = field(default_factory=StartTimes, compare=False)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> World:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +36,7 @@ class RankLoad:
     base_nbytes: int  # memory of the process before it built its stages
     planned_nbytes: int | None = None  # memory that is planned beyond that
     copied: CacheReport | None = None
+    start_s: Mapping[str, float] = field(default_factory=dict)  # of the parts of its start, by their names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +99,7 @@ class Metrics:
                 base_nbytes=each.base_nbytes,
                 **({} if each.planned_nbytes is None else {"planned_nbytes": each.planned_nbytes}),
                 **staged,
+                **each.start_s,
             )
 
     def step(

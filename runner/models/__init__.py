@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.util import find_spec
 
 from manifests.errors import InputError
@@ -19,7 +20,7 @@ from manifests.models.trainable import (
 from manifests.schema import ModelDescription
 from runner.models.family import Family
 
-__all__ = ["Family", "family_for"]
+__all__ = ["Family", "family_for", "import_family"]
 
 
 def family_for(
@@ -58,6 +59,18 @@ def family_for(
     if chosen == "transformers":
         return _generic(architecture, config, max_seq_len, where)
     return _titan(architecture, config, max_seq_len, where)
+
+
+def import_family(config: Mapping[str, object], implementation: Implementation | None) -> None:
+    """Import the code of `family_for`, and of the self-check, unless it is another package's."""
+    architecture = architecture_of(config, "config.json", None)
+    if find_family(architecture) is not None:
+        return
+    if choose_implementation(architecture, implementation) == "transformers":
+        import_module("runner.models.generic")
+    else:
+        import_module("runner.models.titan_families")
+    getattr(import_module("transformers"), architecture)
 
 
 def _titan(architecture: str, config: Mapping[str, object], max_seq_len: int, where: str) -> Family:

@@ -18,6 +18,7 @@ from manifests.schedules import Timeline, simulate
 from manifests.schedules.picture import legend_of, pipeline_svg
 from manifests.store import write_file
 from runner.pipeline.timetable import find_timetable
+from runner.profiling.start import PARTS
 from runner.profiling.step_times import stage_costs
 from runner.report.charts import STYLE, Curve, draw_curves
 from runner.report.heat_map import draw_load
@@ -88,9 +89,8 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False, other_dir: Pa
     parts += _pipelines({name: (log.traces, plans[name]) for name, log in runs.items() if log.traces is not None})
     for name, log in runs.items():
         of = f": {html.escape(name)}" if other else ""
-        parts += [
-            part.replace("</h2>", f"{of}</h2>", 1) for part in (*_times(log), *draw_load(log.steps), *_memory(log))
-        ]
+        sections = (*_times(log), *draw_load(log.steps), *_start(log), *_memory(log))
+        parts += [part.replace("</h2>", f"{of}</h2>", 1) for part in sections]
     _write(out, _page(title, parts).encode(errors="replace"))
     return summary
 
@@ -154,7 +154,7 @@ def _alarms(runs: dict[str, RunLog]) -> list[str]:
 
 def tables_of(run: RunLog) -> tuple[str, ...]:
     """Return the tables of a run's page that need no trace."""
-    return (_identity({"": run}), _summary({"": run}), *_times(run), *_memory(run))
+    return (_identity({"": run}), _summary({"": run}), *_times(run), *_start(run), *_memory(run))
 
 
 def _identity(runs: dict[str, RunLog]) -> str:
@@ -260,6 +260,23 @@ def _times(run: RunLog) -> list[str]:
         f"<p class=note>Medians over {len(lines)} steps, until the gradients' norm is known; a step with its "
         f"optimizer takes {whole_s * 1e3:.1f} ms.</p>",
     ]  # fmt: skip
+
+
+def _start(run: RunLog) -> list[str]:
+    """Return the parts of each rank's start, in the last attempt."""
+    loads = [load for load in run.loads if PARTS[0] in load]
+    if not loads:
+        return []
+    rows = [(f"{load['rank']}", *(f"{load.get(part, 0):.2f}" for part in PARTS)) for load in loads]
+    first = next(line for line in run.steps if line["step"] == run.begins[-1])
+    notes = [
+        "Launch: from runner launch until the rank has imported torch; fill: weights and optimizer state are read.",
+        f"Data is opened and the first step taken in {first['time'] - loads[0]['time']:.2f} s more."
+        if "time" in first and "time" in loads[0]
+        else "",
+    ]
+    heads = ("rank", *(part.removesuffix("_s").replace("_", "-") for part in PARTS))
+    return ["<h2>Start, in s</h2>", _table(heads, rows), f"<p class=note>{' '.join(notes).strip()}</p>"]
 
 
 def _pipelines(traced: dict[str, tuple[Traces, Timeline]]) -> list[str]:

@@ -16,6 +16,7 @@ from manifests.errors import InputError, LogError, refused_by_system
 from manifests.jsontext import kind_of
 from manifests.placement import Placement
 from manifests.schedules import Action, TimedAction, Timeline
+from runner.profiling.start import PARTS
 from runner.rundir.records import check_same_run, read_run_record, run_id
 
 Line = Mapping[str, Any]
@@ -356,7 +357,7 @@ _SECONDS = ("a list of seconds, of each pipeline rank", _all_of(_is_duration))
 _FIELDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(("step", "rank", "microbatch", "base_nbytes", "planned_nbytes", "peak_nbytes"), _COUNT),
     **dict.fromkeys(("loss", "grad_norm", "eval_loss", "aux_loss"), _NUMBER),
-    **dict.fromkeys(("tokens_per_s", "step_s", "stall_s", "mfu", "ts"), _FINITE),
+    **dict.fromkeys(("tokens_per_s", "step_s", "stall_s", "mfu", "ts", "time", *PARTS), _FINITE),
     **dict.fromkeys((*_MEASURED, *_SIMULATED), _SECONDS),
     **dict.fromkeys(("num_stages", "num_ranks", "num_microbatches"), ("a number from 1 up", _is_positive)),
     **dict.fromkeys(("schedule", "checkpoint", "save_error"), _TEXT),

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from tests.process.torchrun import ROOT, fork_context
@@ -130,7 +131,9 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
         for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
             if (custom := Path(folder, "sitecustomize.py")).is_file():
-                runpy.run_path(str(custom))
+                site = sys.modules["sitecustomize"] = ModuleType("sitecustomize")
+                site.__file__ = str(custom)
+                runpy.run_path(site.__file__)
         at = command.index("-m") + 1
         spec = importlib.util.find_spec(command[at])
         assert spec is not None

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from manifests.command.console import open_streams
@@ -25,6 +24,7 @@ from manifests.command.signals import INTERRUPTED, end_at_signals, say_interrupt
 from manifests.errors import RankError, UserError, error_json
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
+from runner.launch.agent.forked import FATAL, fork_ranks, import_worker, set_log_level
 from runner.preflight.preflight import check_torch
 from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, place_of, read_reports, stages_of
 from runner.rundir.heartbeat import Beat, read_beats
@@ -64,21 +64,34 @@ def _run(reports_dir: Path) -> int:
     except UserError as error:
         _print_error(error)
         return error.exit_code
-    torchrun = _quiet_torchrun()
+    log_dir = options.log_dir if options else None
+    shows_waiting = options is not None and not options.quiet and _LOCAL in sys.argv
+    num_ranks = _number("--nproc-per-node")
+
+    def waiting() -> contextlib.AbstractContextManager[None]:
+        return print_waiting(log_dir, num_ranks, begun) if shows_waiting and log_dir else contextlib.nullcontext()
+
+    with waiting():
+        worker = sys.argv.index("-m") + 1
+        module = import_worker(sys.argv[worker], sys.argv[worker + 1 :])
     from torch.distributed import DistError
+    from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    log_dir = options.log_dir if options else None
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the agent reports instead
+    set_log_level(FATAL)
+    if module is not None:
+        fork_ranks(module)
     if log_dir is not None and _number("--node-rank", "PET_NODE_RANK") == 0:
         with contextlib.suppress(OSError):  # the ranks report a folder that cannot be written
             clear_state(log_dir)
     if note and _number("--node-rank", "PET_NODE_RANK") == 0 and not (options is not None and options.quiet):
         print(f"note: {note}", file=sys.stderr)
-    shows_waiting = options is not None and not options.quiet and _LOCAL in sys.argv
-    num_ranks = _number("--nproc-per-node")
     try:
-        with print_waiting(log_dir, num_ranks, begun) if shows_waiting and log_dir else contextlib.nullcontext():
+        with waiting():
             torchrun.main(sys.argv[1:])
         return 0
     except ChildFailedError as error:
@@ -114,21 +127,6 @@ def _note_stopped(log_dir: Path, step: int) -> None:
     if _LOCAL in sys.argv:
         with contextlib.suppress(OSError):
             write_state(log_dir, RunState(step=step, ended="stopped", code=INTERRUPTED))
-
-
-def _quiet_torchrun() -> ModuleType:
-    """Return torchrun with its own messages silenced: the agent reports instead."""
-    levels = "TORCH_CPP_LOG_LEVEL"  # read when torch is imported; the ranks keep the user's value
-    configured = os.environ.get(levels)
-    os.environ[levels] = configured or "FATAL"
-    from torch.distributed import run
-
-    if configured is None:
-        del os.environ[levels]
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    return run
 
 
 def _end(failures: Mapping[int, ProcessFailure], log_dir: Path | None, begun: float) -> int:
@@ -265,6 +263,7 @@ def print_waiting(log_dir: Path, num_ranks: int, begun: float) -> Iterator[None]
         yield
     finally:
         ended.set()
+        watcher.join()  # ranks are forked from a process with few threads
 
 
 def find_awaited(log_dir: Path, num_ranks: int, *, since: float, position: int) -> str | None:

@@ -26,6 +26,7 @@ from runner.metrics.metrics import Metrics, RankLoad, StepTimes
 from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import JsonLines
 from runner.metrics.summary import next_command
+from runner.profiling.start import PARTS
 from runner.profiling.step_times import RankTimes
 from runner.training.algorithms import plan_groups
 from runner.training.expert_balance import ExpertReport
@@ -50,6 +51,7 @@ LOADED = RankLoad(
     base_nbytes=100,
     planned_nbytes=200,
     copied=CacheReport(nbytes=30, reused_nbytes=40, num_damaged=0, copy_s=0.5, peer_nbytes=20),
+    start_s=dict.fromkeys(PARTS, 0.25),
 )
 
 
@@ -80,6 +82,7 @@ def test_lines_say_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "rank": 1, "stages": [1, 3], "num_tensors": 7, "load_nbytes": 2 << 30, "load_s": 4.0, "load_gib_per_s": 0.5,
         "base_nbytes": 100, "planned_nbytes": 200,
         "staged_nbytes": 30, "peer_nbytes": 20, "reused_nbytes": 40, "staged_s": 0.5,
+        **dict.fromkeys(PARTS, 0.25),
     }  # fmt: skip
     assert step == {
         "step": 4, "loss": 2.5, "grad_norm": 1.5, "lr": 1e-3, "num_tokens": 600, "step_s": 2.0,

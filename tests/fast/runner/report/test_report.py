@@ -15,6 +15,7 @@ import torch
 
 from manifests.errors import InputError, UserError
 from manifests.placement import Placement
+from runner.profiling.start import PARTS
 from runner.profiling.torch_tools import profiled
 from runner.profiling.trace import Recorder, RunShape, Tracer, trace_path
 from runner.report.page import planned, write_report, write_trace
@@ -302,7 +303,9 @@ def attempt(first: int, last: int, loss: float) -> list[dict[str, object]]:
 
 def test_steps_that_a_later_attempt_has_overtaken_are_forgotten(tmp_path: Path) -> None:
     ended: list[dict[str, object]] = [{"rank": rank, "peak_nbytes": (150 + rank) << 20} for rank in (0, 1)]
-    write_lines(tmp_path, [*attempt(1, 7, 3.0), *attempt(5, 6, 2.0), *attempt(7, 8, 1.0), *ended])
+    last = attempt(7, 8, 1.0)
+    last[1] |= {part: number / 4 for number, part in enumerate(PARTS, 1)}
+    write_lines(tmp_path, [*attempt(1, 7, 3.0), *attempt(5, 6, 2.0), *last, *ended])
     run = read_run(tmp_path)
     assert [(line["step"], line["loss"]) for line in run.steps] == [
         (1, 3.0), (2, 3.0), (3, 3.0), (4, 3.0), (5, 2.0), (6, 2.0), (7, 1.0), (8, 1.0),
@@ -317,6 +320,7 @@ def test_steps_that_a_later_attempt_has_overtaken_are_forgotten(tmp_path: Path) 
     assert "No step was traced" in page
     assert "<td>0</td><td>100.0</td><td>500.0</td><td>100.0</td><td>200.0</td>" in page  # ms: data, compute, …
     assert "<td>1</td><td>1</td><td>100.0</td><td>51.0</td><td>50.0</td><td>1.02</td>" in page  # memory of rank 1
+    assert "<td>1</td><td>0.25</td><td>0.50</td><td>0.75</td><td>1.00</td><td>1.25</td><td>1.50</td>" in page  # start
 
 
 def test_times_are_those_of_as_many_ranks_as_the_last_attempt_had(tmp_path: Path) -> None:

@@ -153,10 +153,9 @@ def hosts_of_ranks(log: Path) -> list[str]:
 
 
 def ranks_on(slurm: Slurm, node: str) -> list[int]:
-    """Give the processes of a node's ranks."""
-    commands = {pid: command_of(pid) for pid in slurm.network.pids(node)}
-    workers = {pid for pid, command in commands.items() if "runner.train" in command}
-    return [pid for pid in commands if pid in workers and "runner.launch.agent.agent" not in commands[pid]]
+    """Give the processes of a node's ranks: the children of its agent."""
+    agents = [pid for pid in slurm.network.pids(node) if "runner.launch.agent.agent" in command_of(pid)]
+    return [int(pid) for agent in agents for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
 
 
 def command_of(pid: int) -> str:
