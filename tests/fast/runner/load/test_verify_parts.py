@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from blake3 import blake3
@@ -18,7 +19,7 @@ from stores.bundles import TensorAt
 from stores.local import LocalFile
 
 ROWS, COLUMNS = 700, 1200  # of two bytes: more than one block, and rows whose halves are less than a page apart
-DATA = bytes((7 * n + n // 251) % 256 for n in range(2 * ROWS * COLUMNS))
+DATA = Random(0).randbytes(2 * ROWS * COLUMNS)
 
 
 @pytest.fixture(scope="module")
