@@ -306,9 +306,8 @@ def _resume_optimizer(
 
 
 def _choose_timetable(launched: Packed, options: TrainOptions, mesh: Mesh) -> Timetable:
-    timetable = choose_timetable(
-        options.schedule, launched.manifest, part_of(options.batch, mesh.degrees).num_microbatches
-    )
+    number = part_of(options.batch, mesh.degrees).num_microbatches
+    timetable = choose_timetable(options.schedule, launched.manifest, number, options.microbatch_group)
     check_combination(combine(launched.manifest, options, timetable, mesh.degrees))
     return timetable
 

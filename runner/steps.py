@@ -292,6 +292,7 @@ def _tracer(ready: Ready) -> Tracer | None:
         num_ranks=manifest.placement.num_ranks,
         style=manifest.placement.style,
         num_microbatches=share_of(options.batch, ready.mesh.degrees.data).num_microbatches,
+        microbatch_group=options.microbatch_group,
         run=run_id(options.log_dir),
     )
     return Tracer(options.log_dir, ready.mesh.rank, shape)

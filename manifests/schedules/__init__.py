@@ -6,7 +6,7 @@ from manifests.command.interpreter import lazy_attributes
 
 if TYPE_CHECKING:
     from manifests.schedules.actions import Action, LoweredTable, Overlap, Step, Table, Transfer, Upkeep, actions_of
-    from manifests.schedules.csvtext import read_csv, write_csv
+    from manifests.schedules.csvtext import is_schedule_file, read_csv, read_schedule_file, write_csv
     from manifests.schedules.liveness import (
         in_flight,
         num_remote_neighbors,
@@ -37,12 +37,14 @@ __all__ = [
     "compute_part",
     "default_schedule",
     "in_flight",
+    "is_schedule_file",
     "lower",
     "num_remote_neighbors",
     "peak_held",
     "peak_held_by_stage",
     "peak_received",
     "read_csv",
+    "read_schedule_file",
     "schedule_named",
     "schedule_table",
     "simulate",
@@ -62,7 +64,7 @@ __getattr__, __dir__ = lazy_attributes(
             "Upkeep",
             "actions_of",
         ),
-        "manifests.schedules.csvtext": ("read_csv", "write_csv"),
+        "manifests.schedules.csvtext": ("is_schedule_file", "read_csv", "read_schedule_file", "write_csv"),
         "manifests.schedules.liveness": (
             "in_flight",
             "num_remote_neighbors",

@@ -16,9 +16,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import cast
 
-from manifests.errors import ScheduleError
+from manifests.errors import Parameter, ScheduleError, UsageError
 from manifests.placement import Placement
 from manifests.schedules.actions import (
     Action,
@@ -59,6 +60,54 @@ def read_csv(text: str, where: str, placement: Placement | None = None) -> Table
     )
     check_table(table, where)
     return table
+
+
+def is_schedule_file(schedule: str) -> bool:
+    """Return whether a schedule is a file of actions, and not a name."""
+    return schedule.endswith(".csv")
+
+
+def read_schedule_file(path: Path, placement: Placement, *, microbatch_group: int | None = None) -> Table:
+    """Read a table written by `write_csv` or torch, with or without sends and receives.
+
+    Raises:
+        UsageError: a group size is given as well.
+        ScheduleError: it cannot be read, is not for these stages, deadlocks, or would compute wrong gradients.
+    """
+    if microbatch_group is not None:
+        where = Parameter("assumed.microbatch_group")
+        problem = f"conflicts with {Parameter('assumed.schedule', str(path))}, whose order of actions is its own"
+        raise UsageError(where, problem, "remove one of them", code="schedule.microbatch-group")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        hint = "check the path for typos" if isinstance(error, FileNotFoundError) else ""
+        raise ScheduleError(
+            str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}", hint, code="schedule.unreadable"
+        ) from error
+    table = read_csv(text, str(path), placement)
+    _check_last_stage(table, str(path))
+    return table
+
+
+def _check_last_stage(table: Table, where: str) -> None:
+    """Refuse tables for which torch 2.13 silently computes wrong gradients: it numbers losses in order of execution.
+
+    Source: `_maybe_compute_loss` and `_maybe_get_loss` in torch/distributed/pipelining/schedules.py.
+    """
+    last = table.placement.num_stages - 1
+    steps = table.ranks[table.placement.rank_of(last)]
+    order = [
+        action.microbatch for step in steps for action in actions_of(step) if (action.stage, action.kind) == (last, "F")
+    ]
+    if order != sorted(order):
+        shown = ", ".join(map(str, order[:8]))
+        raise ScheduleError(
+            where,
+            f"the last stage, {last}, runs microbatches in the order {shown}",
+            "number microbatches in the order in which the last stage runs them: torch matches losses by that",
+            code="schedule.microbatch-order",
+        )
 
 
 def _read_rows(text: str, where: str) -> tuple[tuple[Step, ...], ...]:

@@ -16,7 +16,7 @@ SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 _SINGLE = ("GPipe", "1F1B")  # one stage on each rank
 _V = ("ZBVZeroBubble", "DualPipeV")  # two on each rank, in style v
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
-_WHERE = Parameter("assumed.schedule")
+_WHERE, _GROUP = Parameter("assumed.schedule"), Parameter("assumed.microbatch_group")
 
 
 def schedule_named(name: str) -> ScheduleName:
@@ -57,12 +57,11 @@ def check_schedule(
         problem = f"{schedule} requires at least 1 microbatch, found {num_microbatches}"
         raise UsageError(_WHERE, problem, code="schedule.too-few-microbatches")
     _check_placement(schedule, placement)
-    if schedule in ("1F1B", "DualPipeV") and num_microbatches < placement.num_stages:
-        other = "GPipe" if schedule == "1F1B" else "ZBVZeroBubble"
+    if schedule == "DualPipeV" and num_microbatches < placement.num_stages:
         raise UsageError(
             _WHERE,
             f"{schedule} requires at least {placement.num_stages} microbatches (stages), found {num_microbatches}",
-            f"use {placement.num_stages} microbatches or more, or the schedule {other}",
+            f"use {placement.num_stages} microbatches or more, or the schedule ZBVZeroBubble",
             code="schedule.too-few-microbatches",
         )
     if microbatch_group is not None:
@@ -120,19 +119,21 @@ def _check_rounds(schedule: ScheduleName, num_ranks: int, num_microbatches: int)
             _WHERE,
             f"{schedule} on {num_ranks} ranks requires a multiple of {num_rounds} microbatches (rounds of equal "
             f"size), found {num_microbatches}",
-            f"use {lower} or {upper} microbatches",
+            f"use {lower} or {upper} microbatches, or {_GROUP}"
+            if schedule == "Interleaved1F1B" and num_microbatches >= num_ranks
+            else f"use {lower} or {upper} microbatches",
             code="schedule.uneven-rounds",
         )
 
 
 def _check_group(schedule: ScheduleName, num_ranks: int, num_microbatches: int, group: int) -> None:
     if schedule != "Interleaved1F1B":
-        problem = f"{schedule} does not support a microbatch group size"
-        hint = "remove the group size, or use Interleaved1F1B"
-        raise UsageError(_WHERE, problem, hint, code="schedule.microbatch-group")
+        problem = f"is not supported by {schedule}"
+        hint = "remove it, or use Interleaved1F1B"
+        raise UsageError(_GROUP, problem, hint, code="schedule.microbatch-group")
     if num_microbatches < num_ranks:
         raise UsageError(
-            _WHERE,
+            _GROUP,
             f"microbatch groups require at least {num_ranks} microbatches (ranks), found {num_microbatches}",
             f"use {num_ranks} microbatches or more",
             code="schedule.too-few-microbatches",
@@ -144,7 +145,7 @@ def _check_group(schedule: ScheduleName, num_ranks: int, num_microbatches: int, 
     if not fits(group):
         sizes = sorted(filter(fits, range(num_ranks, num_microbatches + 1)), key=lambda size: abs(size - group))
         raise UsageError(
-            _WHERE,
+            _GROUP,
             f"expected a microbatch group size from {num_ranks} (ranks) to {num_microbatches} (microbatches), with no "
             f"last group smaller than {num_ranks}, found {group}",
             "use a group size of " + " or ".join(map(str, sorted(sizes[:2]))),

@@ -165,8 +165,12 @@ _count = partial(click.option, type=WholeNumber(min=1))
 _degree = partial(_count, default=1, metavar="N")
 _TRAINING = (
     click.option(
-        "--schedule", metavar="NAME", show_default="the layout's, or one that supports its stages",
-        help=f"Pipeline schedule to assume: {', '.join(SCHEDULES)}.",
+        "--schedule", metavar="NAME|FILE.csv", show_default="the layout's, or one that supports its stages",
+        help=f"Pipeline schedule to assume: {', '.join(SCHEDULES)}; or a CSV file of its actions.",
+    ),
+    click.option(
+        "--microbatch-group", type=WholeNumber(min=1), metavar="N", show_default="groups of equal size",
+        help="With Interleaved1F1B: microbatches that pass through a stage before the rank switches to its next one.",
     ),
     _count(
         "--microbatches", "num_microbatches", metavar="M",

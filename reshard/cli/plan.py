@@ -26,7 +26,7 @@ _GROUPS = {
     "Training step": (
         "global_batch", "num_microbatches", "microbatch", "seq_len", "dtype", "master_dtype", "optimizer", "recompute",
         "loss_chunk",
-        "schedule", "host_memory", "measured", "from_run",
+        "schedule", "microbatch_group", "write_schedule", "host_memory", "measured", "from_run",
     ),
     "Clusters": ("replicate", "shard", "tensor", "context", "context_method", "expert"),
 }  # fmt: skip
@@ -49,6 +49,10 @@ _SAME = ("schedule", "microbatch", "replicate", "shard", "tensor", "expert", "re
 @options.drop
 @options.model
 @options.write
+@click.option(
+    "--write-schedule", type=click.Path(path_type=Path), metavar="FILE.csv",
+    help="Write the actions of a step, which --schedule reads, here and in a run.",
+)  # fmt: skip
 @click.option("--draw", type=click.Path(path_type=Path), metavar="FILE", help="Draw the plan as .svg, .png or .html.")
 @click.option(
     "--theme",
@@ -61,8 +65,8 @@ _SAME = ("schedule", "microbatch", "replicate", "shard", "tensor", "expert", "re
 @options.quiet
 @collector_paused()  # a step has up to half a million actions, which it would visit whenever it resumes
 def plan(
-    source: str, from_run: Path | None, write: Path | None, draw: Path | None, theme: str, force: bool, as_json: bool,
-    quiet: bool, search: Mapping[str, Any], **arguments: Any,
+    source: str, from_run: Path | None, write: Path | None, write_schedule: Path | None, draw: Path | None, theme: str,
+    force: bool, as_json: bool, quiet: bool, search: Mapping[str, Any], **arguments: Any,
 ) -> None:  # fmt: skip
     """Show a layout before a byte moves: its stages, bytes, FLOPs, memory and pipeline bubble.
 
@@ -74,6 +78,8 @@ def plan(
       reshard plan ./Llama-3.2-1B --gpus 8 --gpu-memory 80GB --global-batch 512
       reshard plan ./Llama-3.2-1B --layout balance:time,pp=4 --gpu-memory 80GB --write layout.toml
     """
+    from manifests.schedules import write_csv
+    from manifests.store import write_file
     from reshard.layouts.files import check_layout_file, write_layout
     from reshard.packing.plan import plan as run
     from reshard.report.plan_summary import plan_json, plan_text
@@ -85,6 +91,8 @@ def plan(
         check_picture(draw, force, (".svg", ".png") if search["gpus"] else SUFFIXES)
     if write:
         check_layout_file(write, force=force)
+    if write_schedule:
+        _check_schedule_file(write_schedule, force=force)
     times = None if from_run is None else _times_of_run(from_run)
     if times is not None:
         arguments["assumed"] = _as_in_run(arguments["assumed"], times)
@@ -98,6 +106,8 @@ def plan(
         options.name_links(planned.links, quiet)
         click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
         layout = planned.layout
+        if write_schedule:
+            write_file(write_schedule, write_csv(planned.forecast.assumed.table_for(planned.layout)).encode())
     if write and layout:
         write_layout(layout, write)
     if write and not quiet:
@@ -111,6 +121,17 @@ def plan(
             draw_plan(planned, draw, theme)
         if not quiet:
             click.echo(f"drawn: {draw}", err=True)
+
+
+def _check_schedule_file(path: Path, *, force: bool) -> None:
+    from manifests.errors import UsageError
+    from manifests.schedules import is_schedule_file
+    from stores.folders.probe import check_new_file
+
+    if not is_schedule_file(path.name):
+        problem, hint = f"expected a name that ends in .csv, found {path}", f"use {path.with_suffix('.csv').name}"
+        raise UsageError("--write-schedule", problem, hint, code="options.schedule-suffix")
+    check_new_file(path, "--write-schedule", force=force)
 
 
 # What times depend on, as the file and as Assumptions call it.
@@ -190,7 +211,10 @@ def _search(
 
     context = click.get_current_context()
     given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    alone = ("layout", "num_microbatches", "loss_chunk", "host_memory", "measured", "context", "context_method")
+    alone = (
+        "layout", "num_microbatches", "loss_chunk", "host_memory", "measured", "context", "context_method",
+        "microbatch_group", "write_schedule",
+    )  # fmt: skip
     if conflicts := [name for name in alone if name in given]:
         raise UsageError(
             Parameter(conflicts[0]), "conflicts with --gpus", "remove one of them", code="options.conflict"

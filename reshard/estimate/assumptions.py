@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from manifests.command import defaults
@@ -12,7 +13,14 @@ from manifests.models.training import ContextMethod, HostMemory, Recompute
 from manifests.module_times import ModuleTime
 from manifests.optimizer_state import PRESETS
 from manifests.placement import Placement
-from manifests.schedules import default_schedule
+from manifests.schedules import (
+    Table,
+    check_schedule,
+    default_schedule,
+    is_schedule_file,
+    read_schedule_file,
+    schedule_table,
+)
 from reshard.layouts.model import StageLayout
 
 Policy = Literal["fp32", "bf16", "mixed"]
@@ -24,21 +32,24 @@ MOST_PASSES = 1 << 19  # forward and backward, of the longest step to simulate
 class Assumptions:
     """What to assume about a training run; None: the layout's value, or a default that supports its stages.
 
-    `schedule` is the name of a pipeline schedule, such as "1F1B". A step has `num_microbatches` on each data-parallel
-    replica, or as many as `global_batch`, the sequences of a step, makes of them (default: as training's, or as many
-    as there are stages if that is more); they are `microbatch` sequences of `seq_len` tokens. `dtype` is that of
-    weights, "fp32" or "bf16"; `master_dtype` that of gradients, master weights and optimizer state, by default the
-    same; `optimizer` is that of `runner launch`, a name other than a class or a file. `replicate` is the number of
-    data-parallel replicas of each stage (DDP, HSDP), `shard` that of the ranks that shard it (FSDP), `tensor` the
-    tensor-parallel degree, and `expert` the number of ranks, of those that share one copy, that have different
-    experts. `recompute` is activation checkpointing: "none", "full", "selective" (all but matrix products), or N for
-    every Nth layer. Logits and loss are computed in chunks of `loss_chunk` tokens; None: of a whole microbatch.
-    `host_memory` is what ranks on CPUs do with freed memory; None: on GPUs. `measured` has the time of each module.
+    `schedule` is the name of a pipeline schedule, such as "1F1B", or a .csv file of its actions; `microbatch_group` is
+    Megatron-Core's `microbatch_group_size_per_vp_stage`, of Interleaved1F1B. A step has `num_microbatches` on each
+    data-parallel replica, or as many as `global_batch`, the sequences of a step, makes of them (default: as
+    training's, or as many as there are stages if that is more); they are `microbatch` sequences of `seq_len` tokens.
+    `dtype` is that of weights, "fp32" or "bf16"; `master_dtype` that of gradients, master weights and optimizer state,
+    by default the same; `optimizer` is that of `runner launch`, a name other than a class or a file. `replicate` is
+    the number of data-parallel replicas of each stage (DDP, HSDP), `shard` that of the ranks that shard it (FSDP),
+    `tensor` the tensor-parallel degree, and `expert` the number of ranks, of those that share one copy, that have
+    different experts. `recompute` is activation checkpointing: "none", "full", "selective" (all but matrix products),
+    or N for every Nth layer. Logits and loss are computed in chunks of `loss_chunk` tokens; None: of a whole
+    microbatch. `host_memory` is what ranks on CPUs do with freed memory; None: on GPUs. `measured` has the time of
+    each module.
 
     Units: `memory_limit` in bytes per rank, `measured` in seconds per microbatch.
     """
 
     schedule: str | None = None
+    microbatch_group: int | None = None
     num_microbatches: int | None = None
     global_batch: int | None = None
     microbatch: int = defaults.MICROBATCH
@@ -77,6 +88,30 @@ class Assumptions:
         """Return the name of the schedule to assume for a layout."""
         return self.schedule or layout.schedule or default_schedule(layout.placement)
 
+    def check_schedule(self, layout: StageLayout) -> str:
+        """Return the canonical name of the schedule to assume for a layout, or its file.
+
+        Raises:
+            UsageError: it does not support these stages and microbatches.
+            ScheduleError: the file cannot be read or run.
+        """
+        name, number = self.schedule_for(layout), self.microbatches_for(layout.placement)
+        if not is_schedule_file(name):
+            return check_schedule(name, layout.placement, number, microbatch_group=self.microbatch_group)
+        table = read_schedule_file(Path(name), layout.placement, microbatch_group=self.microbatch_group)
+        if table.num_microbatches != number:
+            problem = f"{name} has {table.num_microbatches} microbatches, found {number}"
+            hint = f"pass {Parameter('assumed.num_microbatches', table.num_microbatches)}"
+            raise UsageError(Parameter("assumed.num_microbatches"), problem, hint, code="schedule.microbatches")
+        return name
+
+    def table_for(self, layout: StageLayout) -> Table:
+        """Return the actions of a step with the schedule to assume for a layout; it raises as `check_schedule` does."""
+        name, number = self.check_schedule(layout), self.microbatches_for(layout.placement)
+        if is_schedule_file(name):
+            return read_schedule_file(Path(name), layout.placement)
+        return schedule_table(name, layout.placement, number, microbatch_group=self.microbatch_group)
+
     def microbatches_for(self, placement: Placement) -> int:
         """Return the number of microbatches per step to assume."""
         if self.num_microbatches is not None:
@@ -106,6 +141,7 @@ def check_assumptions(assumed: Assumptions) -> None:
         check_choice(Parameter("assumed.host_memory"), assumed.host_memory, get_args(HostMemory))
     check_choice(Parameter("assumed.optimizer"), assumed.optimizer, PRESETS)
     counts = {
+        "microbatch_group": assumed.microbatch_group,
         "num_microbatches": assumed.num_microbatches,
         "global_batch": assumed.global_batch,
         "microbatch": assumed.microbatch,

@@ -14,7 +14,7 @@ from manifests.models.training import POLICIES, Training, check_expert_degree
 from manifests.module_times import ModuleTime
 from manifests.optimizer_state import count_state, preset_for
 from manifests.placement import Placement
-from manifests.schedules import StageCosts, Timeline, check_schedule, schedule_table, simulate
+from manifests.schedules import StageCosts, Timeline, simulate
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
 from reshard.estimate.costs import flops_of, times_of
 from reshard.layouts.model import StageLayout
@@ -100,14 +100,14 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
     placement, degree = layout.placement, assumed.expert
     check_expert_degree(shape.count_experts() if degree > 1 else {}, degree, Parameter("assumed.expert"))
     num_microbatches = assumed.microbatches_for(placement)
-    schedule = check_schedule(assumed.schedule_for(layout), placement, num_microbatches)
+    schedule = assumed.check_schedule(layout)
     flops, of_module = flops_of(shape, assumed.seq_len), times_of(shape, assumed.seq_len, assumed.measured)
     times = tuple(_sum_times([of_module[module] for module in modules]) for modules in layout.stages)
     step = None
     if num_passes(placement, num_microbatches) <= MOST_PASSES:
         costs = StageCosts.of([time.forward for time in times], [time.backward for time in times])
         with collector_paused():
-            table = schedule_table(schedule, placement, num_microbatches)
+            table = assumed.table_for(layout)
             memory = estimate_memory(shape, layout.stages, table, training_of(assumed, shape))
             step = StepEstimate(memory=memory, timeline=simulate(table, costs))
     return Forecast(

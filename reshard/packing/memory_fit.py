@@ -9,7 +9,7 @@ from functools import lru_cache
 from manifests.errors import UserError
 from manifests.models.memory import estimate_memory
 from manifests.models.training import Recompute
-from manifests.schedules import Table, check_schedule, schedule_table
+from manifests.schedules import Table
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
 from reshard.estimate.training_estimate import training_of
 from reshard.layouts.model import StageLayout
@@ -123,10 +123,9 @@ def _table(staged: StagedModel, num_pipeline: int) -> _Table | None:
     if num_passes(placement, num_microbatches) > MOST_PASSES:
         return None
     try:
-        schedule = check_schedule(staged.assumed.schedule_for(layout), placement, num_microbatches)
+        return layout, staged.assumed.table_for(layout)
     except UserError:
         return None
-    return layout, schedule_table(schedule, placement, num_microbatches)
 
 
 def _fits(staged: StagedModel, layout: StageLayout, table: Table, assumed: Assumptions) -> bool:

@@ -17,7 +17,7 @@ from manifests.models import ModelShape
 from manifests.models.config import CONFIG_NAME, MAX_LAYERS
 from manifests.module_times import ModuleTime
 from manifests.placement import Placement
-from manifests.schedules import check_schedule, in_flight, schedule_table
+from manifests.schedules import in_flight, is_schedule_file
 from manifests.schema import Manifest, TieGroup
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, check_assumptions, num_passes
 from reshard.estimate.costs import costs_of
@@ -199,9 +199,8 @@ def lay_out(
         layout = _solve(request, shape, inventory, costs, assumed)
     else:
         layout = _read(request, inventory, costs)
-    placement = layout.placement
-    schedule = check_schedule(assumed.schedule_for(layout), placement, assumed.microbatches_for(placement))
-    if assumed.schedule:
+    schedule = assumed.check_schedule(layout)
+    if assumed.schedule and not is_schedule_file(schedule):
         layout = replace(layout, schedule=schedule)
     return StagedModel(
         name=name,
@@ -332,7 +331,7 @@ def memory_costs(shape: ModelShape, placed: StageLayout, assumed: Assumptions) -
     placement, training = placed.placement, training_of(assumed, shape)
     num_microbatches = assumed.microbatches_for(placement)
     _check_length(placement, num_microbatches)
-    table = schedule_table(assumed.schedule_for(placed), placement, num_microbatches)
+    table = assumed.table_for(placed)
     microbatches = in_flight(table)
     without, with_one = memory_of(shape, training, 0), memory_of(shape, training, 1)
     ranks = estimate_memory(shape, placed.stages, table, training).ranks

@@ -89,6 +89,7 @@ def plan_json(planned: PlanResult, traffic: Traffic | None = None) -> dict[str, 
         "step_s": step.timeline.makespan_s if step and assumed.measured else None,
         "assumed": {
             "schedule": forecast.schedule,
+            "microbatch_group": assumed.microbatch_group,
             "num_microbatches": forecast.num_microbatches,
             "microbatch": assumed.microbatch,
             "seq_len": assumed.seq_len,

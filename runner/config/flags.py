@@ -76,6 +76,11 @@ class TrainOptions:
         show_default="the manifest's; else 1F1B, or Interleaved1F1B or ZBVZeroBubble for several stages a rank",
         help=f"Pipeline schedule: {', '.join(SCHEDULES)}; or a CSV file of its actions.",
     )  # fmt: skip
+    microbatch_group: int | None = flag(
+        "--microbatch-group", type=WholeNumber(min=1), metavar="N", default=None, show_default="groups of equal size",
+        help="With Interleaved1F1B: microbatches that pass through a stage before the rank switches to its next one "
+        "(Megatron's microbatch_group_size_per_vp_stage); the last group may be smaller.",
+    )  # fmt: skip
     data: DataOptions = group(DataOptions)
     eval_sources: tuple[str, ...] = flag(
         "--eval-data", type=click.Path(), multiple=True, metavar="PATH",
@@ -283,8 +288,8 @@ _GROUPS = {
         "train_only",
     ),
     "Parallelism": (
-        "schedule", "dp_replicate", "dp_shard", "tp", "cp", "cp_method", "ep", "load", "stage_to_local", "timeout",
-        "step_timeout",
+        "schedule", "microbatch_group", "dp_replicate", "dp_shard", "tp", "cp", "cp_method", "ep", "load",
+        "stage_to_local", "timeout", "step_timeout",
     ),
     "Checkpoints": ("keep", "checkpoint_sync", "resume_weights_only", "force"),
     "Checks": ("digests", "check_ties_every", "self_check"),

@@ -289,7 +289,8 @@ def _plan_memory(
     table = Table(placement=placement, num_microbatches=0, ranks=((),) * placement.num_ranks)
     if options.resume.source is None:  # a checkpoint may recall another batch size
         number = share_of(options.batch, degrees.data).num_microbatches
-        table = choose_timetable(options.schedule, launched.manifest, number).planned(number)
+        group = options.microbatch_group
+        table = choose_timetable(options.schedule, launched.manifest, number, group).planned(number)
     return planned_memory(launched.shape, launched.stage_modules, table, options, degrees, host_memory=host_memory)
 
 

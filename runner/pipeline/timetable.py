@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from manifests.errors import ScheduleError, UsageError
+from manifests.errors import UsageError
 from manifests.placement import Placement
 from manifests.schedules import (
     Action,
@@ -15,14 +15,14 @@ from manifests.schedules import (
     check_schedule,
     compute_part,
     default_schedule,
+    is_schedule_file,
     lower,
-    read_csv,
+    read_schedule_file,
     schedule_named,
     schedule_table,
 )
 from manifests.schema import Manifest
 
-_SUFFIX = ".csv"
 _SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
@@ -36,6 +36,7 @@ class Timetable:
     name: str  # the schedule's, or the file's
     placement: Placement
     file: LoweredTable | None = None
+    microbatch_group: int | None = None  # of Interleaved1F1B
 
     @property
     def splits_backward(self) -> bool:
@@ -60,7 +61,7 @@ class Timetable:
                 code="schedule.microbatches",
             )
         if self.file is None and self.placement.num_ranks > 1:
-            check_schedule(self.name, self.placement, num_microbatches)
+            check_schedule(self.name, self.placement, num_microbatches, microbatch_group=self.microbatch_group)
 
     def training(self, num_microbatches: int) -> LoweredTable:
         """Return the actions of a training step.
@@ -69,7 +70,8 @@ class Timetable:
             UsageError: see `check`.
         """
         self.check(num_microbatches)
-        return self.file or lower(schedule_table(self.name, self.placement, num_microbatches))
+        group = self.microbatch_group
+        return self.file or lower(schedule_table(self.name, self.placement, num_microbatches, microbatch_group=group))
 
     def planned(self, num_microbatches: int) -> Table:
         """Return what every rank computes in a training step; a single rank runs one microbatch after the other.
@@ -101,7 +103,9 @@ class Timetable:
         return lower(Table(placement=self.placement, num_microbatches=num_microbatches, ranks=ranks))
 
 
-def choose_timetable(name: str | None, manifest: Manifest, num_microbatches: int) -> Timetable:
+def choose_timetable(
+    name: str | None, manifest: Manifest, num_microbatches: int, microbatch_group: int | None = None
+) -> Timetable:
     """Return the timetable of --schedule, else the manifest's, else the default one for its stages.
 
     Raises:
@@ -109,58 +113,23 @@ def choose_timetable(name: str | None, manifest: Manifest, num_microbatches: int
     """
     placement = manifest.placement
     name = name or manifest.layout.schedule or default_schedule(placement)
-    return find_timetable(name, placement, num_microbatches)
+    return find_timetable(name, placement, num_microbatches, microbatch_group)
 
 
-def find_timetable(name: str, placement: Placement, num_microbatches: int) -> Timetable:
-    """Return the timetable of a schedule's name, or of a .csv file.
+def find_timetable(
+    name: str, placement: Placement, num_microbatches: int, microbatch_group: int | None = None
+) -> Timetable:
+    """Return the timetable of a schedule's name, or of a .csv file; `microbatch_group` is that of `schedule_table`.
 
     Raises:
         UsageError: an unknown schedule, or one that does not support these stages or this number of microbatches.
         ScheduleError: a file that cannot be read or run.
     """
-    timetable = (
-        read_timetable(Path(name), placement)
-        if name.endswith(_SUFFIX)
-        else Timetable(name=schedule_named(name), placement=placement)
-    )
+    if is_schedule_file(name):
+        table = read_schedule_file(Path(name), placement, microbatch_group=microbatch_group)
+        # See Note [Waiting for sends] in torch_runtime.py.
+        timetable = Timetable(name=Path(name).name, placement=placement, file=lower(table))
+    else:
+        timetable = Timetable(name=schedule_named(name), placement=placement, microbatch_group=microbatch_group)
     timetable.check(num_microbatches)
     return timetable
-
-
-def read_timetable(path: Path, placement: Placement) -> Timetable:
-    """Read a table written by `manifests.schedules.write_csv` or torch, with or without sends and receives.
-
-    Raises:
-        ScheduleError: it cannot be read, is not for these stages, deadlocks, or would compute wrong gradients.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        hint = "check the path for typos" if isinstance(error, FileNotFoundError) else ""
-        raise ScheduleError(
-            str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}", hint, code="schedule.unreadable"
-        ) from error
-    table = lower(read_csv(text, str(path), placement))  # see Note [Waiting for sends] in torch_runtime.py
-    _check_last_stage(table, str(path))
-    return Timetable(name=path.name, placement=placement, file=table)
-
-
-def _check_last_stage(table: LoweredTable, where: str) -> None:
-    """Refuse tables for which torch 2.13 silently computes wrong gradients: it numbers losses in order of execution.
-
-    Source: `_maybe_compute_loss` and `_maybe_get_loss` in torch/distributed/pipelining/schedules.py.
-    """
-    last = table.placement.num_stages - 1
-    steps = table.ranks[table.placement.rank_of(last)]
-    order = [
-        action.microbatch for step in steps for action in actions_of(step) if (action.stage, action.kind) == (last, "F")
-    ]
-    if order != sorted(order):
-        shown = ", ".join(map(str, order[:8]))
-        raise ScheduleError(
-            where,
-            f"the last stage, {last}, runs microbatches in the order {shown}",
-            "number microbatches in the order in which the last stage runs them: torch matches losses by that",
-            code="schedule.microbatch-order",
-        )

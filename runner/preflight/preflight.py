@@ -345,7 +345,7 @@ def _is_taken(name: str, value: Any, given_options: TrainOptions) -> bool:
 def _check_step(launched: Packed, options: TrainOptions, degrees: ParallelDims) -> None:
     manifest, shape = launched.manifest, launched.shape
     batch = part_of(options.batch, degrees)
-    timetable = choose_timetable(options.schedule, manifest, batch.num_microbatches)
+    timetable = choose_timetable(options.schedule, manifest, batch.num_microbatches, options.microbatch_group)
     check_combination(combine(manifest, options, timetable, degrees))
     if options.compute.dtype != "fp32" and shape.float32_suffixes:
         names = [name for name in shape.tensors if name.endswith(shape.float32_suffixes)]

@@ -112,6 +112,7 @@ class RunShape:
     num_ranks: int
     style: str
     num_microbatches: int
+    microbatch_group: int | None = None
     run: str = ""  # the run's id in run.json
 
 

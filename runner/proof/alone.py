@@ -89,7 +89,7 @@ def combination_of(request: Request) -> Combination:
     return Combination(
         family=family,
         stages=Stages(modules=launched.stage_modules, placement=manifest.placement, ties=manifest.ties),
-        timetable=choose_timetable(options.schedule, manifest, batch.num_microbatches),
+        timetable=choose_timetable(options.schedule, manifest, batch.num_microbatches, options.microbatch_group),
         degrees=degrees,
         options=options,
         has_documents=options.data.document_mask,

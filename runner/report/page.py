@@ -376,7 +376,8 @@ def planned(traces: Traces) -> Timeline:
         UserError: the schedule file is missing.
     """
     try:
-        timetable = find_timetable(traces.schedule, traces.placement, traces.num_microbatches)
+        number, group = traces.num_microbatches, traces.microbatch_group
+        timetable = find_timetable(traces.schedule, traces.placement, number, group)
     except UserError as error:
         raise error.within(str(traces.folder)) from error
     return simulate(

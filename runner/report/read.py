@@ -44,6 +44,7 @@ class Traces:
     schedule: str
     placement: Placement
     num_microbatches: int
+    microbatch_group: int | None
     steps: tuple[StepTrace, ...]
 
     @property
@@ -275,6 +276,7 @@ def _read_traces(folder: Path, this_run: str) -> Traces | None:
         schedule=run["schedule"],
         placement=placement,
         num_microbatches=run["num_microbatches"],
+        microbatch_group=run.get("microbatch_group"),
         steps=tuple(_step(step, pipeline) for step in steps),
     )
 
@@ -361,6 +363,7 @@ _FIELDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys((*_MEASURED, *_SIMULATED), _SECONDS),
     **dict.fromkeys(("num_stages", "num_ranks", "num_microbatches"), ("a number from 1 up", _is_positive)),
     **dict.fromkeys(("schedule", "checkpoint", "save_error"), _TEXT),
+    "microbatch_group": ("a number from 1 up or null", lambda value: value is None or _is_positive(value)),
     "stages": ("a list of stages", _are_counts),
     "style": ("loop or v", lambda value: value in ("loop", "v")),
     "dur": ("microseconds, 0 or more", _is_duration),

@@ -25,7 +25,7 @@ INPUTS = {
     "reshard merge base", "reshard layout --cost",
     "reshard layout spec", "reshard pack --adapter", "reshard pack --layout", "reshard pack --model",
     "reshard pack --mount", "reshard pack source", "reshard plan --cost",
-    "reshard plan --from-run", "reshard plan --layout", "reshard plan --model",
+    "reshard plan --from-run", "reshard plan --layout", "reshard plan --model", "reshard plan --schedule",
     "reshard plan source", "reshard push folder", "reshard sign --key", "reshard sign manifest",
     "reshard verify --against", "reshard verify --public-key", "reshard verify manifest",
     "runner cancel log_dir", "runner eval --data", "training --optimizer", "runner eval manifest",

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from manifests.placement import Placement
+from manifests.schedules import read_csv, schedule_table
 from tests.builders import files_in, refusal, reshard, run, write_model
 from tests.fast.reshard.configs import modules_of, write_config, write_times
 from tests.steps import steps_of
@@ -86,6 +88,34 @@ def test_layout_of_another_suffix_or_over_a_file_is_not_written(tmp_path: Path) 
         assert ended.refusal == refused
 
 
+def test_schedule_that_is_written_is_planned_and_simulated_as_its_flags(tmp_path: Path) -> None:
+    config, table = write_config(tmp_path / "config.json"), tmp_path / "table.csv"
+    five = ("plan", config, "--layout", "pp=2,vpp=2", "--microbatches", 5)
+    group = ("--schedule", "interleaved1f1b", "--microbatch-group", 3)
+    planned = run(*five, *group, "--write-schedule", table, "--json").json
+    placement = Placement(num_stages=4, num_ranks=2)
+    megatron = schedule_table("Interleaved1F1B", placement, 5, microbatch_group=3)  # see test_tables.py
+    assert read_csv(table.read_text(), "table.csv", placement) == megatron
+    again = run(*five, "--schedule", table, "--json").json
+    assert again["assumed"].pop("schedule") == str(table)
+    assert planned["assumed"].pop("schedule") == "Interleaved1F1B"
+    assert (planned["assumed"].pop("microbatch_group"), again["assumed"].pop("microbatch_group")) == (3, None)
+    assert again == planned
+    assert planned["bubble"] == pytest.approx(again["bubble"])
+    file = ("plan", config, "--layout", "pp=2,vpp=2", "--schedule", table)
+    for flags, refused in (
+        ((*file, "--microbatches", 6), (2, "schedule.microbatches", "--microbatches")),
+        ((*file, "--microbatches", 5, "--microbatch-group", 3), (2, "schedule.microbatch-group", "--microbatch-group")),
+        ((*five, "--microbatch-group", 4), (2, "schedule.microbatch-group", "--microbatch-group")),
+        (
+            (*five, *group, "--write-schedule", tmp_path / "table.txt"),
+            (2, "options.schedule-suffix", "--write-schedule"),
+        ),
+        ((*five, *group, "--write-schedule", table), (3, "output.exists", str(table))),
+    ):
+        assert reshard(*flags, "--json").refusal == refused
+
+
 def test_pack_says_for_which_step_it_solves(tmp_path: Path) -> None:
     write_model(tmp_path / "source")
     solved = reshard("pack", tmp_path / "source", "--layout", "balance:time,pp=2", "--out", tmp_path / "out")
@@ -110,7 +140,12 @@ def test_limit_of_a_layout_is_the_limit_of_the_plan(tmp_path: Path) -> None:
         ),
         (("--layout", "pp=2", "--gpu-memory", "plenty"), 2, "options.memory-size", "--gpu-memory"),
         (("--layout", "pp=2", "--schedule", "ZBVZeroBubble"), 2, "schedule.other-placement", "--schedule"),
-        (("--layout", "pp=2", "--microbatches", "1"), 2, "schedule.too-few-microbatches", "--schedule"),
+        (
+            ("--layout", "pp=2,vpp=2,style=v", "--schedule", "DualPipeV", "--microbatches", "1"),
+            2,
+            "schedule.too-few-microbatches",
+            "--schedule",
+        ),
         (
             ("--layout", "balance:params,pp=2", "--seq-len", "64", "--gpu-memory", "300000B"),
             3,

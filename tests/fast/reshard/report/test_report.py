@@ -102,6 +102,7 @@ def test_plan_is_the_same_in_a_table_and_in_json(tmp_path: Path, wording: Callab
         "step_s": None,
         "assumed": {
             "schedule": "1F1B",
+            "microbatch_group": None,
             "num_microbatches": 4,
             "microbatch": 1,
             "seq_len": 8,

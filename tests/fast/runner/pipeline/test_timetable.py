@@ -48,7 +48,7 @@ def test_timetable_knows_which_schedules_split_backwards(name: str, placement: P
     ("asked", "placement", "num_microbatches", "code"),
     [
         ("ZBV", placed(1), 4, "schedule.unknown"),
-        ("1F1B", placed(4), 3, "schedule.too-few-microbatches"),
+        ("DualPipeV", V, 3, "schedule.too-few-microbatches"),
         ("GPipe", V, 4, "schedule.other-placement"),
     ],
 )
@@ -61,7 +61,7 @@ def test_schedule_that_cannot_run_is_refused(
 
 
 def test_another_number_of_microbatches_is_checked_when_it_comes() -> None:
-    timetable = find_timetable("1F1B", placed(4), 4)
+    timetable = find_timetable("DualPipeV", V, 4)
     with pytest.raises(UsageError) as error:
         timetable.training(3)
     assert (error.value.where, error.value.code) == ("--schedule", "schedule.too-few-microbatches")
@@ -77,6 +77,23 @@ def test_file_gives_the_table_that_was_written(tmp_path: Path, name: str, with_t
     found = find_timetable(str(path), placement, 4)
     assert found.training(4) == lower(table)
     assert found.splits_backward == find_timetable(name, placement, 4).splits_backward
+
+
+def test_group_of_microbatches_gives_megatrons_table(tmp_path: Path) -> None:
+    """See test_tables.py, which compares it with what Megatron-Core documents."""
+    megatron = schedule_table("Interleaved1F1B", placed(2, 2), 5, microbatch_group=3)
+    timetable = find_timetable("Interleaved1F1B", placed(2, 2), 5, 3)
+    assert timetable.planned(5) == megatron
+    assert timetable.training(5) == lower(megatron)
+    path = tmp_path / "table.csv"
+    path.write_text(write_csv(megatron))
+    assert find_timetable(str(path), placed(2, 2), 5).planned(5) == megatron
+    with pytest.raises(UsageError) as error:
+        find_timetable(str(path), placed(2, 2), 5, 3)
+    assert (error.value.where, error.value.code) == ("--microbatch-group", "schedule.microbatch-group")
+    with pytest.raises(UsageError) as error:
+        find_timetable("1F1B", placed(2), 5, 3)
+    assert (error.value.where, error.value.code) == ("--microbatch-group", "schedule.microbatch-group")
 
 
 GOOD = write_csv(schedule_table("GPipe", placed(2), 2))
