@@ -161,7 +161,8 @@ def command_line() -> tuple[str, ...]:
 
 _GROUPS = {
     "What and where": (
-        "layout", "out", "pp", "force", "dry_run", "stages", "virtual", "drop", "model", "verify_source", "as_json",
+        "layout", "out", "pp", "force", "dry_run", "init", "stages", "virtual", "drop", "model",
+        "verify_source", "as_json",
         "quiet",
     ),
     "Bytes": ("dtype", "dequantize", "adapters", "merge_slices", "max_shard_nbytes", "io", "sync", "num_threads"),
@@ -188,6 +189,12 @@ _EXPORT_GROUPS = {
 @click.option("--virtual", is_flag=True, help="Copy no tensors; bundles refer to the bytes in SOURCE.")
 @click.option("--stages", metavar="N-M,...", help="Pack only these stages; the bundles of the others are virtual.")
 @options.conversion_flags
+@click.option(
+    "--init",
+    type=options.WholeNumber(min=0),
+    metavar="SEED",
+    help="Initialize the model of a config.json as transformers does, each tensor from SEED and its name.",
+)
 @options.max_shard_size
 @options.force
 @options.io
@@ -234,7 +241,7 @@ def pack(
 
     division.check()
     if division.is_submitted:
-        checked = {name: arguments[name] for name in ("force", "verify_source", "virtual")}
+        checked = {name: arguments[name] for name in ("force", "verify_source", "virtual", "init")}
         PackOptions(out=out, **checked).check_divided("--parts")
 
     def show(prepared: PreparedPack) -> None:

@@ -1,23 +1,35 @@
-"""The tensors of a catalogue's architecture by its config alone: transformers builds the model on the meta device.
+"""What transformers knows of a model by its config alone: its tensors, and their values before any training.
 
 In a process of its own, `python -m reshard.estimate.meta_model`: the only module of reshard that imports torch and
-transformers, and no part of a pack imports either.
+transformers, and no part of a pack imports either. The model is built on the meta device.
+
+# Note [Initial weights]
+Each tensor is materialized alone, seeded by its name, and given to transformers' `_init_weights` of its module and of
+the modules around it, innermost first, as transformers itself calls them. So memory is that of the largest tensor, and
+no tensor depends on another, or on a layout.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from manifests.errors import ModelError
+from manifests.index import INDEX_NAME, encode_index
+from manifests.models import architecture_of
 from manifests.models.catalogue import entry_of
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.shape import Shape, StoredTensors
+from manifests.safetensors import encode_header, layout_tensors
+from manifests.store import write_file
 
 _LIMIT_S = 300.0
 # Beginnings of the names of fields that say how a model runs or where code is, not which tensors it has.
@@ -25,6 +37,15 @@ _NOT_SIZES = (
     "quantization_config", "auto_map", "attn_implementation", "_attn_implementation", "experts_implementation",
     "_experts_implementation", "transformers_weights", "torch_dtype", "dtype",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InitialWeights:
+    """The folder that initial weights are written to, torch's name of their dtype, and the seed."""
+
+    folder: Path
+    dtype: str
+    seed: int
 
 
 def tensors_by_class(
@@ -39,17 +60,36 @@ def tensors_by_class(
             many layers.
     """
     _check_layers(config, architecture, where)
-    command = [sys.executable, "-P", "-m", "reshard.estimate.meta_model", architecture]
     plain = _without(config, _NOT_SIZES)
+    answer = _ask(plain, architecture, where, limit_s=_LIMIT_S)
+    tensors = {name: tuple(shape) for name, shape in answer["tensors"].items()}
+    return {**answer["config"], **plain}, StoredTensors(tensors=tensors, where=where)
+
+
+def write_initial(config: Mapping[str, object], where: str, names: Iterable[str], start: InitialWeights) -> None:
+    """Write a model of these tensors as transformers initializes it; see Note [Initial weights].
+
+    Raises:
+        ModelError: as `tensors_by_class`, or transformers' model has other tensors.
+    """
+    words = (str(start.folder.resolve()), start.dtype, str(start.seed))
+    architecture = architecture_of(config, where)
+    _ask({"config": _without(config, _NOT_SIZES), "names": sorted(names)}, architecture, where, *words)
+
+
+def _ask(
+    config: Mapping[str, object], architecture: str, where: str, *arguments: str, limit_s: float | None = None
+) -> dict[str, Any]:
+    """Run this module as a process of its own, and return what it answers."""
+    command = [sys.executable, "-P", "-m", "reshard.estimate.meta_model", architecture, *arguments]
     try:
-        done = subprocess.run(command, input=json.dumps(plain), capture_output=True, text=True, timeout=_LIMIT_S)
+        done = subprocess.run(command, input=json.dumps(config), capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired as error:
-        problem = f"{architecture} was not built on the meta device within {_LIMIT_S:.0f} s"
+        problem = f"{architecture} was not built on the meta device within {limit_s:.0f} s"
         raise ModelError(where, problem, "give the folder with its safetensors", code="config.not-buildable") from error
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
     if "tensors" in answer:
-        tensors = {name: tuple(shape) for name, shape in answer["tensors"].items()}
-        return {**answer["config"], **plain}, StoredTensors(tensors=tensors, where=where)
+        return answer
     if "missing" in answer:
         raise ModelError(
             f"{where}: architectures",
@@ -90,9 +130,18 @@ def build(architecture: str, config: Mapping[str, object]) -> tuple[dict[str, An
 
     The second one of tied tensors is left out, as files leave it out.
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model, state = _build_on_meta(architecture, config)
+    files = revert_weight_conversion(model, state)
+    document = {**model.config.to_dict(), "architectures": [architecture]}
+    return json.loads(json.dumps(document, default=str)), {name: tuple(tensor.shape) for name, tensor in files.items()}
+
+
+def _build_on_meta(architecture: str, config: Mapping[str, object]) -> tuple[Any, dict[str, Any]]:
+    """Return a model and its state, without the second one of tied tensors."""
     import torch
     import transformers
-    from transformers.core_model_loading import revert_weight_conversion
 
     model_class = getattr(transformers, architecture)
     fields = {name: value for name, value in config.items() if name != "architectures"}
@@ -102,16 +151,98 @@ def build(architecture: str, config: Mapping[str, object]) -> tuple[dict[str, An
     if getattr(model.config, "tie_word_embeddings", False):
         for replica in model._tied_weights_keys or {}:
             state.pop(replica, None)
-    files = revert_weight_conversion(model, state)
-    document = {**model.config.to_dict(), "architectures": [architecture]}
-    return json.loads(json.dumps(document, default=str)), {name: tuple(tensor.shape) for name, tensor in files.items()}
+    return model, state
+
+
+_SHARD_NBYTES = 4 << 30
+_KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
+
+
+def initialize(architecture: str, config: Mapping[str, object], names: Collection[str], start: InitialWeights) -> None:
+    """Write a model's initial weights as shards and, last, their index; the folder exists.
+
+    Raises:
+        ValueError: the model has other tensors than `names`, or files join some of them, or transformers does not
+            initialize one.
+    """
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    torch.set_default_dtype(getattr(torch, start.dtype))
+    model, state = _build_on_meta(architecture, config)
+    written = {name: revert_weight_conversion(model, {name: tensor}) for name, tensor in state.items()}
+    whole = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, state).items()}
+    if {name: tuple(tensor.shape) for files in written.values() for name, tensor in files.items()} != whole:
+        raise ValueError("files join several tensors of the model in one, which is not supported")
+    if others := sorted(whole.keys() ^ set(names)):
+        raise ValueError(f"transformers' model and config.json differ in {len(others)} tensors, such as {others[0]}")
+    sizes = {name: sum(tensor.nbytes for tensor in files.values()) for name, files in written.items()}
+    shards: list[list[str]] = [[]]
+    for name, nbytes in sizes.items():
+        if shards[-1] and sum(sizes[other] for other in shards[-1]) + nbytes > _SHARD_NBYTES:
+            shards.append([])
+        shards[-1].append(name)
+    weights: dict[str, Sequence[str]] = {}
+    for number, sources in enumerate(shards, 1):
+        path = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        files = {name: tensor for source in sources for name, tensor in written[source].items()}
+        kinds = [(name, _KINDS[str(tensor.dtype)[6:]], tuple(tensor.shape)) for name, tensor in files.items()]
+        with open(start.folder / path, "wb", buffering=0) as file:
+            file.write(encode_header(layout_tensors(kinds), {"format": "pt"}))
+            for source in sources:
+                for tensor in revert_weight_conversion(model, {source: _initial(model, source, start.seed)}).values():
+                    data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+                    while data:  # a system call writes 2 GiB at most
+                        data = data[file.write(data) :]
+        weights[path] = [*files]
+    write_file(start.folder / INDEX_NAME, encode_index(weights, sum(sizes.values())))
+
+
+def _initial(model: Any, fqn: str, seed: int) -> Any:
+    """Return one tensor of a model on the meta device as transformers initializes it."""
+    import torch
+    from transformers import PreTrainedModel
+
+    *path, leaf = fqn.split(".")
+    modules, owners = [model], [model]  # from the model to the module of the tensor; whose _init_weights each takes
+    for name in path:
+        module = getattr(modules[-1], name)
+        modules.append(module)
+        owners.append(module if isinstance(module, PreTrainedModel) else owners[-1])
+    table = next(table for table in (modules[-1]._parameters, modules[-1]._buffers) if leaf in table)
+    meta = table[leaf]
+    unset = float("nan") if meta.dtype.is_floating_point else torch.iinfo(meta.dtype).max
+    tensor = torch.full_like(meta, unset, device="cpu")
+    table[leaf] = torch.nn.Parameter(tensor, requires_grad=False) if isinstance(meta, torch.nn.Parameter) else tensor
+    digest = hashlib.blake2b(f"{seed} {fqn}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+    try:
+        with torch.no_grad():
+            for module, owner in zip(reversed(modules), reversed(owners), strict=True):
+                owner._init_weights(module)
+            result = table[leaf].detach()
+    finally:
+        table[leaf] = meta
+    if result.sum().isnan() or (not result.is_floating_point() and bool((result == unset).any())):
+        raise ValueError(f"transformers does not initialize {fqn}")
+    return result
 
 
 def main() -> None:
-    """Read a config from standard input, and print a line of JSON: the tensors, or what went wrong."""
+    """Read a config from standard input, and print a line of JSON: the tensors, or what went wrong.
+
+    With a folder, a dtype and a seed, also write its initial weights.
+    """
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     try:
+        if sys.argv[2:]:
+            folder, dtype, seed = sys.argv[2:]
+            document = json.load(sys.stdin)
+            start = InitialWeights(folder=Path(folder), dtype=dtype, seed=int(seed))
+            initialize(sys.argv[1], document["config"], document["names"], start)
+            print(json.dumps({"tensors": {}}))
+            return
         document, tensors = build(sys.argv[1], json.load(sys.stdin))
         answer: dict[str, Any] = {"config": document, "tensors": tensors}
     except ImportError as error:

@@ -126,7 +126,7 @@ def _is_named(source: str) -> bool:
 
 
 CONFIG_ONLY = "config"  # kind of source
-_DEFAULT_DTYPE = "bfloat16"
+DEFAULT_DTYPE = "bfloat16"
 
 
 def find_config(source: str) -> Path | None:
@@ -178,7 +178,7 @@ def _shape_of(config: Mapping[str, object], where: str) -> ModelShape:
 
 
 def _dtype(config: Mapping[str, object], where: str) -> str:
-    name = config.get("dtype") or config.get("torch_dtype") or _DEFAULT_DTYPE
+    name = config.get("dtype") or config.get("torch_dtype") or DEFAULT_DTYPE
     if not isinstance(name, str) or name not in CONFIG_DTYPES:
         raise ModelError(
             f"{where}: dtype",

@@ -47,6 +47,7 @@ class PackOptions:
     write: WriteOptions = field(default_factory=WriteOptions)
     verify_source: bool = False  # read also what is not packed, to compare whole hub files
     max_shard_nbytes: int = MAX_SHARD_NBYTES
+    init: int | None = None  # the seed of initial weights, for a source without any
 
     def check(self) -> None:
         """Refuse options that conflict, before a source is opened.
@@ -77,6 +78,9 @@ class PackOptions:
         Raises:
             UsageError: naming the parameter.
         """
+        if self.init is not None:
+            problem = f"conflicts with {where}: initial weights are written in one place"
+            raise UsageError(Parameter("init"), problem, f"pack without {where}", code="options.conflict")
         if self.verify_source:
             problem = f"conflicts with {where}: a part does not read whole files"
             raise UsageError(Parameter("verify_source"), problem, f"pack without {where}", code="options.conflict")

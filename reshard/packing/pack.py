@@ -22,6 +22,7 @@ from reshard.packing.options import PackOptions, PackResult, Part, check_num_par
 from reshard.packing.parts import write_part
 from reshard.packing.plan import LayoutRequest, PlanResult, StagedModel, estimate_step, is_solved, lay_out, model_name
 from reshard.plans.pack_plan import OutputShard, Sharding, Traffic, plan_pack, traffic_of
+from reshard.tensors.checkpoint import Checkpoint
 from reshard.transforms.conversion import Conversion, convert
 from stores.address import HubAddress, hub_output, is_url, place_of
 from stores.bundles import TensorAt
@@ -103,8 +104,8 @@ class PreparedPack:
         return PackResult(out=options.out, part=options.part, part_nbytes=self.nbytes, used=used)
 
 
-def prepare_pack(source: str, options: PackOptions) -> PreparedPack:
-    """Open the source, convert it, lay it out and check the output's location, without writing anything.
+def prepare_pack(source: str, options: PackOptions, opened: Checkpoint | None = None) -> PreparedPack:
+    """Open the source unless `opened`, convert it, lay it out and check the output's location; write nothing.
 
     Raises:
         UsageError: options conflict, there is no such stage, or there are more parts than shards.
@@ -113,7 +114,7 @@ def prepare_pack(source: str, options: PackOptions) -> PreparedPack:
         OutputError: `out` would overwrite what is read.
     """
     options.check()
-    opened = open_with_model_file(source, frozenset(options.drop), options.model)
+    opened = opened or open_with_model_file(source, frozenset(options.drop), options.model)
     check_apart(options.out, opened, may_replace=not options.conversion.changes_bytes)
     if options.force and isinstance(options.out, Path) and place_of(options.out) != place_of(opened.location):
         check_not_a_step(options.out)
@@ -141,6 +142,7 @@ def pack(
     drop: Collection[str] = (),
     model: str | Path | None = None,
     conversion: Conversion | None = None,
+    init: int | None = None,
     virtual: bool = False,
     stages: str | None = None,
     part: str | Part | None = None,
@@ -159,14 +161,16 @@ def pack(
     tensors of at most `max_shard_nbytes`. It has no index, and its shards are in folders, if bundles are virtual or
     tensors are in slices.
 
-    `source`, `layout`, `pp`, `drop` and `model` are those of `plan`; the manifest records
-    what `model` says. With a manifest as `source` this reshards it, optimizer state included. `out` is a folder, an
-    object-store URL, or `hf://org/name[@branch]`: then a folder below HF_HOME is packed, pushed and removed (`push`).
-    `conversion` casts, dequantizes or merges slices. With `virtual`, bundles refer to the source's bytes instead of
-    copying them; `stages` (`0-3,7`) packs only these, and the others become virtual. `part` (`2/8`) packs that part of
-    the shards, here or on another machine, and `commit` merges all of them. `force` replaces an existing output in one
-    step. `io` selects direct or buffered writes, `sync` flushes them to disk; `parallelism` sets threads, concurrent
-    requests and their memory. `verify_source` compares whole files with the hub's SHA-256.
+    `source`, `layout`, `pp`, `drop` and `model` are those of `plan`; the manifest records what `model` says. With a
+    manifest as `source` this reshards it, optimizer state included. `out` is a folder, an object-store URL, or
+    `hf://org/name[@branch]`: then a folder below HF_HOME is packed, pushed and removed (`push`). `conversion` casts,
+    dequantizes or merges slices. With `init`, a seed, `source` is a config.json, and the weights are those that
+    transformers initializes the model with, in the dtype of `conversion` or the config. With `virtual`, bundles refer
+    to the source's bytes instead of copying them; `stages` (`0-3,7`) packs only these, and the others become virtual.
+    `part` (`2/8`) packs that part of the shards, here or on another machine, and `commit` merges all of them. `force`
+    replaces an existing output in one step. `io` selects direct or buffered writes, `sync` flushes them to disk;
+    `parallelism` sets threads, concurrent requests and their memory. `verify_source` compares whole files with the
+    hub's SHA-256.
 
     `on_plan` is called with what will be written, before anything is; it may raise to stop there.
 
@@ -198,10 +202,19 @@ def pack(
         stages=stages,
         part=parse_part(part) if isinstance(part, str) else part,
         max_shard_nbytes=max_shard_nbytes,
+        init=init,
         force=force,
         write=WriteOptions(io=io, sync=sync, parallelism=parallelism or Parallelism()),
         verify_source=verify_source,
     )
+    if init is not None:
+        from reshard.packing.initialize import initial_model
+
+        def on_config(options: PackOptions, opened: Checkpoint) -> None:
+            on_plan(prepare_pack(str(source), options, opened))
+
+        with initial_model(str(source), options, on_config) as (options, opened):
+            return prepare_pack(str(source), options, opened).run(progress)
     prepared = prepare_pack(str(source), options)
     on_plan(prepared)
     if (address := hub_output(options.out)) is not None:

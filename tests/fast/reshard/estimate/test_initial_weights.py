@@ -1,0 +1,140 @@
+"""Initial weights of `pack --init`, against models that transformers initializes whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers.core_model_loading import revert_weight_conversion
+
+from reshard.estimate.meta_model import InitialWeights, build, initialize
+from tests.builders import INDEX, llama_config, refusal, run
+from tests.fast.manifests.models.catalogued import config_of, quiet
+
+CONFIGS = Path(__file__).parents[3] / "data" / "configs"
+TINY = sorted(path.stem for path in CONFIGS.glob("tiny-*.json"))
+CATALOGUED = ("BloomForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Qwen3NextForCausalLM")
+
+
+@pytest.fixture(autouse=True)
+def _same_torch() -> Iterator[None]:
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng(), quiet():
+        yield
+    torch.set_default_dtype(dtype)
+
+
+def config_named(name: str) -> dict[str, Any]:
+    path = CONFIGS / f"{name}.json"
+    if path.is_file():
+        config: dict[str, Any] = json.loads(path.read_text())
+        return config
+    return {**config_of(name).to_dict(), "architectures": [name], "dtype": None}
+
+
+def initialized(config: Mapping[str, Any], folder: Path, *, seed: int, dtype: str = "float32") -> dict[str, Any]:
+    architecture = config["architectures"][0]
+    folder.mkdir()
+    names = build(architecture, config)[1]
+    initialize(architecture, config, names, InitialWeights(folder=folder, dtype=dtype, seed=seed))
+    shards = sorted({*json.loads((folder / INDEX).read_text())["weight_map"].values()})
+    return {name: tensor for shard in shards for name, tensor in load_file(folder / shard).items()}
+
+
+def whole(config: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """Return the state of a model that transformers initializes, as files have it."""
+    torch.manual_seed(seed)
+    model_class = getattr(transformers, config["architectures"][0])
+    model = model_class(model_class.config_class.from_dict({**config, "architectures": None}))
+    state: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(model.state_dict()))
+    return state
+
+
+@pytest.mark.parametrize("name", [*TINY, *CATALOGUED])
+def test_tensors_are_distributed_as_those_of_transformers(name: str, tmp_path: Path) -> None:
+    config = config_named(name)
+    ours, theirs, others = initialized(config, tmp_path / "out", seed=1), whole(config, 2), whole(config, 3)
+    assert ours.keys() <= theirs.keys()
+    num_random = 0
+    for fqn, tensor in ours.items():
+        expected = theirs[fqn]
+        assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), fqn
+        if torch.equal(expected, others[fqn]):  # a constant
+            assert torch.equal(tensor, expected), fqn
+            continue
+        num_random += 1
+        assert not torch.equal(tensor, expected), fqn
+        std, error = float(expected.std()), 6 / math.sqrt(tensor.numel())
+        assert float(tensor.std()) == pytest.approx(std, rel=error), fqn
+        assert float(tensor.mean() - expected.mean()) == pytest.approx(0, abs=2 * error * std), fqn
+    assert num_random > len(ours) / 4
+
+
+def test_tensors_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
+    config = llama_config()
+    first = initialized(config, tmp_path / "first", seed=1)
+    more = initialized({**config, "num_hidden_layers": 6, "vocab_size": 50}, tmp_path / "more", seed=1)
+    other = initialized(config, tmp_path / "other", seed=2)
+    layers = [name for name in first if "layers" in name and "norm" not in name]
+    assert all(torch.equal(first[name], more[name]) for name in layers)
+    assert not any(torch.equal(first[name], other[name]) for name in layers)
+    shape = first[layers[0]].shape
+    alike = [first[name] for name in layers if first[name].shape == shape]
+    assert len({tensor.numpy().tobytes() for tensor in alike}) == len(alike)
+
+
+def test_pack_initializes_a_config_in_its_dtype_with_the_tokenizer_beside_it(tmp_path: Path) -> None:
+    config = llama_config(dtype="bfloat16", tie_word_embeddings=True)
+    source, out = tmp_path / "config.json", tmp_path / "out"
+    source.write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    run("pack", source, "--init", "7", "--layout", "pp=4", "--out", out)
+    tensors = {name: value for path in out.rglob("*.safetensors") for name, value in load_file(path).items()}
+    expected = initialized(config, tmp_path / "expected", seed=7, dtype="bfloat16")
+    assert tensors.pop("lm_head.weight").equal(tensors["model.embed_tokens.weight"])
+    assert tensors.keys() == expected.keys()
+    assert all(tensor.dtype == torch.bfloat16 and tensor.equal(expected[name]) for name, tensor in tensors.items())
+    assert (out / "tokenizer.json").read_text() == "{}"
+    origin = json.loads((out / "manifest.json").read_text())["source"]
+    assert (origin["kind"], origin["location"]) == ("init", str(source))
+    assert origin["revision"].startswith("seed 7, torch ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "expected", "out", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "where"),
+    [
+        (("--virtual",), "options.conflict", "--virtual"),
+        (("--drop", "lm_head"), "options.conflict", "--drop"),
+        (("--part", "1/2"), "options.conflict", "--init"),
+        (("--parts", "2", "--scheduler", "slurm"), "options.conflict", "--init"),
+        (("--out", "s3://bucket/x"), "options.init", "--out"),
+        (("--init", "-1"), "usage.arguments", "--init"),
+    ],
+)
+def test_what_init_does_not_support_is_refused(flags: tuple[str, ...], code: str, where: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(llama_config()))
+    words = ("pack", tmp_path / "config.json", "--init", "1", "--layout", "pp=2", "--out", tmp_path / "out", *flags)
+    assert refusal(*words).found[1:] == (code, where)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_model_with_weights_or_quantized_and_an_output_that_exists_are_refused(tmp_path: Path) -> None:
+    source, out = tmp_path / "config.json", tmp_path / "out"
+    source.write_text(json.dumps(llama_config(quantization_config={"quant_method": "fp8"})))
+    words = ("--init", "1", "--layout", "pp=2", "--out", out)
+    assert refusal("pack", source, *words).found[1:] == ("options.init", "--init")
+    source.write_text(json.dumps(llama_config()))
+    out.mkdir()
+    (out / "note").write_text("mine")
+    assert refusal("pack", source, *words).found[1:] == ("output.exists", str(out))
+    assert refusal("pack", out, *words).found[1:] == ("options.init", "--init")
+    assert refusal("pack", source, "--init", "1", "--layout", "pp=9", "--out", tmp_path / "x").found[0] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "out"]
