@@ -37,7 +37,7 @@ from runner.load.local_cache import CacheReport, check_same_manifest, local_cach
 from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
 from runner.models import family_for
-from runner.models.family import Adaptable
+from runner.models.family import OnTransformers
 from runner.parallel.mesh import Mesh, build_mesh
 from runner.parallel.rows import keep_documents, split_rows
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
@@ -193,7 +193,7 @@ def _begin(
             description=launched.manifest.model.description,
         )
         if options.lora is not None:
-            assert isinstance(family, Adaptable), "refused before"
+            assert isinstance(family, OnTransformers), "refused before"
             family.add_adapters(options.lora, checks_names=options.adapter is None)
         loss = loss_of_run(options, is_split=mesh.degrees.context > 1)
         if options.data.document_mask:

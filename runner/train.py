@@ -42,7 +42,7 @@ from runner.metrics.progress import StepProgress
 from runner.metrics.sinks import open_sinks
 from runner.metrics.summary import next_command, opening
 from runner.models import import_family
-from runner.models.family import Adaptable
+from runner.models.family import OnTransformers
 from runner.preflight.combinations import check_sinks, sharing_ranks
 from runner.preflight.preflight import check_evaluable, check_texts
 from runner.profiling.torch_tools import memory_snapshot
@@ -251,7 +251,7 @@ def _save_weights(ready: Ready, trained: TrainingState, out: Path, timer: StallT
     weights_only = TrainingState(step=trained.step, num_tokens=trained.num_tokens, dtype=trained.dtype)
     weights, context = ready.whole_weights()
     family = ready.chunks[0].family
-    if isinstance(family, Adaptable) and family.adapters is not None:
+    if isinstance(family, OnTransformers) and family.adapters is not None:
         save_peft(weights, family.adapters, context.adapters, out, force=ready.options.force)
         return
     save(weights, context, out, weights_only, force=ready.options.force, timer=timer)

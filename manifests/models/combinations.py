@@ -76,7 +76,7 @@ REFUSED = (
         code="options.tp-architecture",
         applies=lambda run: run.num_tensor > 1 and bool(run.whole_because),
         problem="tensor parallelism is not supported for {architecture}: {whole_because}",
-        hint="remove --tp, or use more stages or --dp-shard to save memory; docs/models.md lists what supports it",
+        hint="remove --tp, and --implementation if it is torchtitan; docs/models.md lists what supports it",
     ),
     Refusal(
         where="--ep",

@@ -35,10 +35,10 @@ def generic_entry(architecture: str) -> CatalogueEntry | None:
 
 def why_not_tensor_parallel(architecture: str, implementation: Implementation, *, is_own: bool = False) -> str:
     """Return why the matrices of an architecture are not sharded over tensor-parallel ranks, or nothing if they are."""
-    if implementation == "torchtitan":
-        return ""
     if is_own:
         return "a family of another package trains it"
+    if implementation == "torchtitan":
+        return "torchtitan's modules have whole matrices on every rank"
     entry = generic_entry(architecture)
     return "there is no plan of how to shard it" if entry is None else entry.no_tp
 

@@ -187,7 +187,7 @@ class Space:
         key = tensor, shards > 1, expert, schedule
         if key not in self._reasons:
             architecture, reason = self.shape.architecture, ""
-            implementation = choose_implementation(architecture, "transformers" if expert > 1 else None)
+            implementation = choose_implementation(architecture, "transformers" if tensor > 1 or expert > 1 else None)
             features = {"num_tensor": tensor, "num_expert": expert, "num_shards": shards}
             is_own = self.is_described or find_family(architecture) is not None
             try:

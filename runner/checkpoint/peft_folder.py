@@ -26,7 +26,7 @@ from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks
 from runner.load.fill import bytes_of
 from runner.load.stored import StageLoader
 from runner.models.adapters import Adapters
-from runner.models.family import Adaptable, Family
+from runner.models.family import Family, OnTransformers
 from runner.tensors.local_shard import STORED_DTYPES, Piece
 from stores.folders.publish import publishing
 
@@ -43,7 +43,7 @@ def load_adapters(
     Raises:
         UserError: on all ranks alike.
     """
-    assert isinstance(family, Adaptable)
+    assert isinstance(family, OnTransformers)
     adapters, base = family.adapters, stored.origin
     assert adapters is not None
     record: AdapterRecord | None = None

@@ -321,9 +321,10 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     filled["reduce_dtype"] = filled["reduce_dtype"] or filled["master_dtype"]
     if filled["lora_alpha"] is None:
         filled["lora_alpha"] = filled["lora_rank"]
-    # torchtitan's attention is causal, over whole rows, its experts are on every rank, and its names are its own.
+    # torchtitan's attention is causal, over whole rows, its weights are on every rank, and its names are its own.
     has_adapters = filled["lora_rank"] is not None or filled["adapter"] is not None
-    if filled["document_mask"] or filled["cp"] > 1 or filled["ep"] > 1 or has_adapters or filled["router_aux_loss"]:
+    is_parallel = any(filled[name] > 1 for name in ("tp", "cp", "ep"))
+    if filled["document_mask"] or is_parallel or has_adapters or filled["router_aux_loss"]:
         filled["implementation"] = filled["implementation"] or "transformers"
     filled["step_timeout"] = filled["step_timeout"] or 2 * filled["timeout"]
     if filled["decay_steps"] is None:

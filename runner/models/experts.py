@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear, silu
 
 from runner.models.titan_modules import (
@@ -20,7 +19,6 @@ from runner.models.titan_modules import (
     LocalTokenDispatcher,
     MoE,
     RoutedExperts,
-    ScaleBiasForward,
     TokenChoiceTopKRouter,
     swiglu,
 )
@@ -41,10 +39,9 @@ class Experts(GroupedExperts):  # type: ignore[misc]
         pass
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        gate, down, up = (local(weight) for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
         counts = num_tokens_per_expert_E
-        hidden = silu(grouped_product(x_RD, gate, counts)) * grouped_product(x_RD, up, counts)
-        return grouped_product(hidden, down, counts)
+        hidden = silu(grouped_product(x_RD, self.w1_EFD, counts)) * grouped_product(x_RD, self.w3_EFD, counts)
+        return grouped_product(hidden, self.w2_EDF, counts)
 
 
 def grouped_product(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -66,18 +63,6 @@ def grouped_product(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Ten
 def _one_by_one(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     parts = zip(torch.split(rows, counts.tolist()), weights, strict=True)
     return torch.cat([linear(part, weight) for part, weight in parts])
-
-
-def local(weight: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a weight, differentiably."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
-def tp_degree(weight: torch.Tensor) -> int:
-    """Return the tensor-parallel degree of a weight."""
-    if not isinstance(weight, DTensor) or "tp" not in (weight.device_mesh.mesh_dim_names or ()):
-        return 1
-    return weight.device_mesh["tp"].size()
 
 
 class SoftmaxRouter(TokenChoiceTopKRouter):  # type: ignore[misc]
@@ -130,15 +115,11 @@ class ClampedExperts(GptOssGroupedExperts):  # type: ignore[misc]
         counts = num_tokens_per_expert_E
 
         def of_each_token(bias: torch.Tensor) -> torch.Tensor:
-            return local(bias).repeat_interleave(counts, dim=0, output_size=x_RD.shape[0])
+            return bias.repeat_interleave(counts, dim=0, output_size=x_RD.shape[0])
 
-        hidden = grouped_product(x_RD, local(self.mlp1_weight_EGD), counts) + of_each_token(self.mlp1_bias_EG)
+        hidden = grouped_product(x_RD, self.mlp1_weight_EGD, counts) + of_each_token(self.mlp1_bias_EG)
         hidden = swiglu(hidden, alpha=self.alpha, limit=self.swiglu_limit)
-        out = grouped_product(hidden, local(self.mlp2_weight_EDF), counts)
-        # Tensor-parallel ranks sum their outputs.
-        bias = ScaleBiasForward.apply(of_each_token(self.mlp2_bias_ED), tp_degree(self.mlp2_bias_ED), out.dtype)
-        summed: torch.Tensor = out + bias
-        return summed
+        return grouped_product(hidden, self.mlp2_weight_EDF, counts) + of_each_token(self.mlp2_bias_ED)
 
 
 class FloatLinear(Linear):  # type: ignore[misc]

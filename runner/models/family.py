@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from manifests.errors import ModelError
@@ -10,10 +10,12 @@ from manifests.errors import ModelError
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from runner.config.lora import LoraOptions
     from runner.models.adapters import Adapters
     from runner.tensors.local_shard import Piece
+    from runner.tensors.row_parts import RowParts
 
 
 class FamilyOutputError(ModelError):
@@ -71,8 +73,8 @@ class Family(Protocol):
 
 
 @runtime_checkable
-class Adaptable(Family, Protocol):
-    """A family whose modules can have LoRA adapters."""
+class OnTransformers(Family, Protocol):
+    """A family of transformers' own modules, which take adapters, masks of documents, and every parallelism."""
 
     @property
     def adapters(self) -> Adapters | None: ...
@@ -84,14 +86,32 @@ class Adaptable(Family, Protocol):
         """
         ...
 
+    def keep_documents(self) -> None:
+        """Build modules from now on that take `position_ids` (B, L), which begin at 0 in each document."""
+        ...
 
-@runtime_checkable
-class KeepsFloat32(Protocol):
-    """A family with models of which some tensors are float32 whatever the dtype of the model is."""
+    def split_rows(self, parts: RowParts) -> None:
+        """Build modules from now on that run on this rank's part of each row."""
+        ...
 
     def float32_names(self, dtype: torch.dtype) -> Collection[str]:
         """Return the names, in what `build` returned for any modules, of the tensors that a model of this dtype keeps
         in float32.
+        """
+        ...
+
+    def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard what `build` returned, which is on the meta device, over the tensor-parallel ranks of a mesh."""
+        ...
+
+    def summed_over_heads(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        """Yield the parameters whose gradients on a rank cover only its own heads, and must be reduced."""
+        ...
+
+    def distribute_experts(self, module: nn.Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
+        """Distribute the experts of what `build` returned, which is on the meta device, over the ranks of a mesh.
+
+        The ranks of `tensor_mesh` have the same tokens. No plan of tensor parallelism applies to these experts.
         """
         ...
 

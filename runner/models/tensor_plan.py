@@ -34,6 +34,11 @@ _EXPERTS = "experts_with_biases"
 # By model type, of the names in a layer. A rank has whole gates with their units, which lie side by side.
 PLANS: Mapping[str, Mapping[str, str]] = {
     "apertus": {"mlp.act_fn": _SUMMED},  # has parameters, each rank for its hidden units
+    "deepseek_v3": {
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"), "colwise"),
+        "self_attn.kv_a_proj_with_mqa": _LATENT,
+        "self_attn.o_proj": "rowwise",
+    },
     "gpt_oss": {
         **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.sinks"), "colwise"),
         "self_attn.o_proj": "rowwise",

@@ -36,7 +36,7 @@ from torchtitan.models.deepseek_v3.model import Attention as DeepSeekV3Attention
 from torchtitan.models.deepseek_v3.model import DeepSeekV3Model, DeepSeekV3TransformerBlock
 from torchtitan.models.gpt_oss.model import Attention as GptOssAttention
 from torchtitan.models.gpt_oss.model import GptOssModel, GptOssTransformerBlock
-from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, swiglu
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.module import Module, ModuleDict
@@ -67,7 +67,6 @@ __all__ = [
     "Qwen3TransformerBlock",
     "RMSNorm",
     "RoutedExperts",
-    "ScaleBiasForward",
     "TokenChoiceTopKRouter",
     "TransformerBlock",
     "make_ffn_config",

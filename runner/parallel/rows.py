@@ -5,35 +5,15 @@ Whether an architecture computes that right is not listed here: see Note [Proof 
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
 from manifests.errors import UsageError
 from manifests.models.training import ContextMethod
 from runner.config.parallel_dims import CONTEXT
-from runner.models.family import Family
+from runner.models.family import Family, OnTransformers
 from runner.parallel.mesh import Mesh
 from runner.tensors.row_parts import RowParts
 
 _APART = "leave --document-mask out, or use --no-pack, which has one document in each sequence"
 _WHOLE = "leave --cp out; more stages, --dp-shard and --ac save memory, too"
-
-
-@runtime_checkable
-class KeepsDocuments(Family, Protocol):
-    """A family whose modules take `position_ids` (B, L), which begin at 0 in each document."""
-
-    def keep_documents(self) -> None:
-        """Let what is built from here on take them."""
-        ...
-
-
-@runtime_checkable
-class SplitsRows(Family, Protocol):
-    """A family whose modules can run on parts of rows."""
-
-    def split_rows(self, parts: RowParts) -> None:
-        """Let what is built from here on run on this rank's part of each row."""
-        ...
 
 
 def keep_documents(family: Family, seq_len: int) -> None:
@@ -42,7 +22,7 @@ def keep_documents(family: Family, seq_len: int) -> None:
     Raises:
         UsageError: it cannot, or its positions depend on the length of the longest document.
     """
-    if not isinstance(family, KeepsDocuments):
+    if not isinstance(family, OnTransformers):
         problem = f"is not supported for {family.architecture}, which is not trained on transformers' modules"
         raise UsageError("--document-mask", problem, _APART, code="options.document-mask")
     if family.padded_length(1, seq_len) < seq_len:
@@ -62,7 +42,7 @@ def split_rows(family: Family, mesh: Mesh, method: ContextMethod, seq_len: int =
     Raises:
         UsageError: it cannot, or its positions depend on the largest that a rank has.
     """
-    if not isinstance(family, SplitsRows):
+    if not isinstance(family, OnTransformers):
         problem = f"is not supported for {family.architecture}, which is not trained on transformers' modules"
         raise UsageError("--cp", problem, _WHOLE, code="options.cp-architecture")
     if family.padded_length(1, seq_len) < seq_len:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from manifests.models import module_of
 from runner.data.rows import IGNORED
-from runner.models.family import Family, KeepsFloat32, check_output
+from runner.models.family import Family, OnTransformers, check_output
 from runner.pipeline.stage_io import StageIO
 from runner.tensors.dtensor import local_of, local_regions
 from runner.tensors.local_shard import Piece, empty_like, persistent_buffers
@@ -130,7 +130,7 @@ def build_chunks(
 
 def float32_names(chunk: StageChunk, dtype: torch.dtype) -> Collection[str]:
     """Return the names in a chunk's body of what a model of this dtype keeps in float32."""
-    return chunk.family.float32_names(dtype) if isinstance(chunk.family, KeepsFloat32) else ()
+    return chunk.family.float32_names(dtype) if isinstance(chunk.family, OnTransformers) else ()
 
 
 def cast(chunk: StageChunk, dtype: torch.dtype, compute_dtype: torch.dtype | None = None) -> None:

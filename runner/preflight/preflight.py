@@ -281,6 +281,7 @@ def notes(
         lines.append(f"{architecture} is built of transformers' modules: torchtitan is not installed")
     needs = {
         "--document-mask": options.data.document_mask,
+        "--tp": options.degrees.tensor > 1,
         "--ep": options.degrees.expert > 1,
         "--lora-rank": options.lora is not None,
     }

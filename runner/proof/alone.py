@@ -29,7 +29,7 @@ from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims
 from runner.models import family_for
-from runner.models.family import Adaptable
+from runner.models.family import OnTransformers
 from runner.parallel.rows import keep_documents
 from runner.pipeline.losses import loss_of_run
 from runner.pipeline.timetable import choose_timetable
@@ -81,7 +81,7 @@ def combination_of(request: Request) -> Combination:
         description=manifest.model.description,
     )
     if options.lora is not None:
-        assert isinstance(family, Adaptable), "refused before"
+        assert isinstance(family, OnTransformers), "refused before"
         family.add_adapters(options.lora)
     if options.data.document_mask:
         keep_documents(family, options.batch.seq_len)

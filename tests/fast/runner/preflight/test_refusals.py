@@ -158,8 +158,9 @@ def test_combination_is_read_from_manifest_options_and_timetable(tmp_path: Path)
     manifest = open_manifest(tmp_path / "packed").manifest
     options = parse_training(["--data", "synthetic", "--compile", "--global-batch", "4"])
     found = combine(manifest, options, choose_timetable(options.schedule, manifest, options.batch.num_microbatches))
+    assert found.whole_because
     assert found.experts_because
-    plain = Combination(experts_because=found.experts_because)
+    plain = Combination(whole_because=found.whole_because, experts_because=found.experts_because)
     assert found == replace(plain, schedule="ZBVZeroBubble", splits_backward=True, is_compiled=True)
     for architecture, refused in (("MptForCausalLM", False), ("Qwen2ForCausalLM", False), ("Olmo3ForCausalLM", True)):
         other = replace(manifest, model=replace(manifest.model, architecture=architecture))

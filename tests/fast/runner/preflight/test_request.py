@@ -80,6 +80,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("experts", 2, (*HALF, "--cp", "2"), "--cp", "options.catalogue-combination"),
         ("experts", 2, (*HALF, "--dp-shard", "2", "--master-dtype", "fp32", "--reduce-dtype", "bf16"), "--dp-shard",
          "options.catalogue-combination"),
+        ("llama", 2, ("--tp", "2", "--implementation", "torchtitan"), "--tp", "options.tp-architecture"),
     ],
 )  # fmt: skip
 def test_degrees_that_a_model_cannot_have_are_refused_before_ranks_start(
