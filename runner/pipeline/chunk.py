@@ -88,7 +88,7 @@ class ChunkedHead:
     """
 
     def __init__(self, module: nn.Module, num_tokens: int) -> None:
-        self.module, self.num_tokens, self.is_whole = module, num_tokens, False
+        self.module, self.num_tokens = module, num_tokens
         self.width = width_of(module)  # of hidden; less than the layers' width in some models
         self._project: Callable[[torch.Tensor], torch.Tensor] = module.forward
         module.forward = self._forward  # hooks on the module still run
@@ -100,7 +100,7 @@ class ChunkedHead:
 
     def _forward(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         if labels is None:
-            return self._project(hidden) if self.is_whole else hidden
+            return hidden
         parts = zip(
             torch.split(hidden.flatten(0, 1), self.num_tokens),
             torch.split(labels.flatten(), self.num_tokens),

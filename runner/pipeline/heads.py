@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.func import functional_call
 
 from manifests.errors import UsageError
-from runner.config.parallel_dims import TENSOR
 from runner.data.sequences import Batch
 from runner.models.family import Family
 from runner.pipeline.chunk import ChunkedHead, StageChunk, build_chunks, part_of, width_of
 from runner.pipeline.losses import Loss
 from runner.pipeline.microbatches import token_loss
 from runner.pipeline.stage_io import Form, form_of
-from runner.tensors.dtensor import mesh_dims
 
 
 def chunk_head(chunks: Sequence[StageChunk], num_stages: int, num_tokens: int) -> None:
     """Replace the head, if one of these loaded chunks has it, by one that computes the loss in chunks.
 
     Raises:
-        UsageError: the head is not on the last stage, is tensor-parallel, or is not the last operation on logits.
+        UsageError: the head is not on the last stage, or is not the last operation on logits.
     """
     for chunk in chunks:
         head = chunk.family.modules[-1]
@@ -37,13 +34,6 @@ def chunk_head(chunks: Sequence[StageChunk], num_stages: int, num_tokens: int) -
                 code="options.loss-chunk",
             )
         module = part_of(chunk, head)
-        if any(TENSOR in mesh_dims(parameter) for parameter in module.parameters()):
-            raise UsageError(
-                "--loss-chunk",
-                f"conflicts with --tp, which shards {head}",
-                "remove one of them",
-                code="options.loss-chunk",
-            )
         if not _ends_with_head(chunk.family, chunk.device):
             raise UsageError(
                 "--loss-chunk",
@@ -73,19 +63,6 @@ def output_form(chunk: StageChunk, form: Form) -> Form:
         return form
     (logits,) = form.examples()
     return form_of(logits[..., :1].expand(-1, -1, chunk.head.width))
-
-
-@contextmanager
-def whole_heads(chunks: Iterable[StageChunk]) -> Iterator[None]:
-    """Make the last stage output logits while the block runs."""
-    heads = [chunk.head for chunk in chunks if chunk.head is not None]
-    for head in heads:
-        head.is_whole = True
-    try:
-        yield
-    finally:
-        for head in heads:
-            head.is_whole = False
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import distributed as dist
 from runner.config.schema import BatchOptions
 from runner.data.sequences import Batch
 from runner.pipeline.chunk import StageChunk
-from runner.pipeline.heads import loss_of, of_evaluation, output_form, whole_heads
+from runner.pipeline.heads import loss_of, of_evaluation, output_form
 from runner.pipeline.losses import Loss
 from runner.pipeline.microbatches import check_shape, context_of, evaluating, total
 from runner.pipeline.stage_io import StageIO
@@ -21,8 +21,8 @@ from runner.pipeline.timetable import Timetable
 from runner.pipeline.torch_runtime import RuntimeStage, runtime_of
 from runner.profiling.trace import Recorder
 
-# Gradients and a loss; a loss without gradients; logits.
-Purpose = Literal["train", "evaluate", "logits"]
+# Gradients and a loss; a loss without gradients.
+Purpose = Literal["train", "evaluate"]
 _MOST_LANES = 4  # each keeps the buffers of what it receives
 
 
@@ -78,18 +78,13 @@ class Pipeline:
         cut = cut or self._options
         losses: list[torch.Tensor] = []
         args, kwargs = self._inputs(batch, cut, losses)
-        self._evaluate(self._enter("evaluate", cut), args, {**kwargs, "return_outputs": False})
+        lane = self._enter("evaluate", cut)
+        with evaluating(self._chunks):
+            lane.runtime.eval(*args, **kwargs, return_outputs=False)
+        for stage in lane.stages:
+            stage.wait_for_sends("F")
+            stage.clear_runtime_states()  # otherwise the activations of every microbatch stay in memory
         return total(losses) if self.has_last else None
-
-    def logits(self, tokens: torch.Tensor | None, cut: BatchOptions | None = None) -> torch.Tensor | None:
-        cut = cut or self._options
-        args: tuple[torch.Tensor, ...] = ()
-        if self.has_first:
-            assert tokens is not None, "the rank with the first stage needs tokens"
-            check_shape(tokens, cut)
-            args = (tokens.to(self._device),)
-        with whole_heads(self._chunks):
-            return self._evaluate(self._enter("logits", cut), args, {"return_outputs": True})
 
     def build_lane(self, purpose: Purpose, cut: BatchOptions) -> Lane:
         """Build the lane for batches of this shape. Shapes are declared: torch's inference would run on garbage."""
@@ -101,7 +96,7 @@ class Pipeline:
             for chunk in self._chunks
             for boundary in (chunk.stage, chunk.stage + 1)
         }
-        for chunk in self._chunks if purpose != "logits" else ():
+        for chunk in self._chunks:
             forms[chunk.stage + 1] = output_form(chunk, forms[chunk.stage + 1])
         stages = tuple(
             RuntimeStage(
@@ -115,8 +110,9 @@ class Pipeline:
             )
             for chunk in self._chunks
         )
-        loss = None if purpose == "logits" else _of_rows(loss_of(self._chunks, of_evaluation(self._loss)))
-        if purpose == "train":
+        if purpose == "evaluate":
+            loss = _of_rows(loss_of(self._chunks, of_evaluation(self._loss)))
+        else:
             loss = self.recorder.loss(num_stages - 1, _of_rows(loss_of(self._chunks, self._loss)))
             for stage in stages:
                 stage.recorder = self.recorder
@@ -138,14 +134,6 @@ class Pipeline:
         for chunk, crossing in zip(self._chunks, lane.stage_ios, strict=True):
             chunk.io = crossing
         return lane
-
-    def _evaluate(self, lane: Lane, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        with evaluating(self._chunks):
-            outputs: torch.Tensor | None = lane.runtime.eval(*args, **kwargs)
-        for stage in lane.stages:
-            stage.wait_for_sends("F")
-            stage.clear_runtime_states()  # otherwise the activations of every microbatch stay in memory
-        return outputs
 
     def _inputs(
         self, batch: Batch | None, cut: BatchOptions, losses: list[torch.Tensor]

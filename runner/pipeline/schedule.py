@@ -11,7 +11,7 @@ from torch import distributed as dist
 from runner.config.schema import BatchOptions
 from runner.data.sequences import Batch
 from runner.pipeline.chunk import StageChunk
-from runner.pipeline.heads import loss_of, of_evaluation, whole_heads
+from runner.pipeline.heads import loss_of, of_evaluation
 from runner.pipeline.losses import Loss
 from runner.pipeline.microbatches import check_shape, context_of, evaluating, total
 from runner.pipeline.runtime import Pipeline
@@ -56,10 +56,6 @@ class Schedule(Protocol):
 
     def evaluate(self, batch: Batch | None, cut: BatchOptions | None = None) -> float | None:
         """Return the loss of the batch on ranks with the last stage; gradients are unchanged."""
-        ...
-
-    def logits(self, tokens: torch.Tensor | None, cut: BatchOptions | None = None) -> torch.Tensor | None:
-        """Return the logits (B, L, V) of tokens (B, L) on ranks with the last stage."""
         ...
 
 
@@ -110,26 +106,14 @@ class _Plain:
 
     def evaluate(self, batch: Batch | None, cut: BatchOptions | None = None) -> float:
         loss_fn = loss_of(self._chunks, of_evaluation(self._loss))
+        losses = []
         with evaluating(self._chunks):
-            return total(
-                [
-                    loss_fn(self._forward(microbatch.tokens, context_of(microbatch, self._device)), microbatch)
-                    for microbatch in self._microbatches(batch, cut)
-                ]
-            )
-
-    def logits(self, tokens: torch.Tensor | None, cut: BatchOptions | None = None) -> torch.Tensor:
-        assert tokens is not None, "the only rank has the tokens"
-        cut = cut or self._options
-        check_shape(tokens, cut)
-        with evaluating(self._chunks), whole_heads(self._chunks):
-            return torch.cat([self._forward(part, {}) for part in torch.split(tokens.to(self._device), cut.microbatch)])
-
-    def _forward(self, crossing: Any, context: dict[str, torch.Tensor]) -> torch.Tensor:
-        for chunk in self._chunks:
-            crossing = chunk(crossing, **context)
-        logits: torch.Tensor = crossing
-        return logits
+            for microbatch in self._microbatches(batch, cut):
+                crossing: Any = microbatch.tokens
+                for chunk in self._chunks:
+                    crossing = chunk(crossing, **context_of(microbatch, self._device))
+                losses.append(loss_fn(crossing, microbatch))
+        return total(losses)
 
     def _microbatches(self, batch: Batch | None, cut: BatchOptions | None) -> Iterator[Batch]:
         assert batch is not None, "the only rank reads the data"

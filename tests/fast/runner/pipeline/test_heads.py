@@ -36,8 +36,8 @@ MODELS: tuple[Variant, ...] = (
 )
 
 
-def train(folder: Path, options: ComputeOptions) -> tuple[float, torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Give the loss of a batch on two stages of one rank, its logits, and gradients."""
+def train(folder: Path, options: ComputeOptions) -> tuple[float, Mapping[str, torch.Tensor]]:
+    """Give the loss of a batch on two stages of one rank, and gradients."""
     family = family_for(read_config(folder), max_seq_len=BATCH.seq_len)
     stages = split_evenly(family.modules, 2)
     chunks = tuple(StageChunk(family, stage, modules) for stage, modules in enumerate(stages))
@@ -46,22 +46,20 @@ def train(folder: Path, options: ComputeOptions) -> tuple[float, torch.Tensor, M
     timetable = find_timetable("1F1B", Placement(num_stages=2, num_ranks=1), BATCH.num_microbatches)
     schedule = build_schedule(timetable, chunks, plan_stage_metadata(family, stages, torch.float32), BATCH)
     batch = padded_batch(0, size=4, seq_len=20, vocab_size=96)
-    loss, logits = schedule.train(batch), schedule.logits(batch.tokens)
+    loss = schedule.train(batch)
     assert loss is not None
-    assert logits is not None
     assert schedule.evaluate(batch) == pytest.approx(loss, rel=1e-6)
     pieces = (piece for chunk in chunks for piece in hf_pieces(chunk, lambda weight: weight.grad))
-    return loss, logits, {piece.fqn: piece.memory for piece in pieces}
+    return loss, {piece.fqn: piece.memory for piece in pieces}
 
 
 @pytest.mark.parametrize("variant", MODELS, ids=variant_ids(MODELS))
-def test_head_in_chunks_gives_the_same_loss_logits_and_gradients(variant: Variant, tmp_path: Path) -> None:
+def test_head_in_chunks_gives_the_same_loss_and_gradients(variant: Variant, tmp_path: Path) -> None:
     name, changes = variant
     save_titan(tmp_path, name, **changes)
-    loss, logits, gradients = train(tmp_path, ComputeOptions())
-    again, found_logits, found = train(tmp_path, ComputeOptions(loss_chunk=7))
+    loss, gradients = train(tmp_path, ComputeOptions())
+    again, found = train(tmp_path, ComputeOptions(loss_chunk=7))
     assert again == pytest.approx(loss, rel=1e-6)
-    assert torch.equal(found_logits, logits)
     assert found.keys() == gradients.keys()
     for fqn, gradient in gradients.items():
         assert (found[fqn] - gradient).norm() <= 1e-6 * (gradient.norm() or 1.0), fqn

@@ -22,7 +22,7 @@ from tests.process.runner.pipeline.nested_cases import CUTS, SCHEDULES, Toy, bat
 
 
 def run(name: str) -> list[dict[str, Any]]:
-    """Give the losses, logits and gradients of a batch of each shape, each shape twice."""
+    """Give the losses and gradients of a batch of each shape, each shape twice."""
     family, placement = Toy(), placement_of(name)
     stage_modules = split_evenly(family.modules, placement.num_stages)
     chunks = build_chunks(family, stage_modules, placement.stages_on(dist.get_rank()))
@@ -37,7 +37,6 @@ def run(name: str) -> list[dict[str, Any]]:
             chunk.zero_grad()
         batch = batch_of[cut]
         result = {"loss": schedule.train(batch, cut), "evaluated": schedule.evaluate(batch, cut)}
-        result["logits"] = schedule.logits(batch.tokens, cut)
         parameters = (item for chunk in chunks for item in chunk.body.named_parameters())
         found.append(result | {"gradients": {key: p.grad.clone() for key, p in parameters if p.grad is not None}})
     return found

@@ -47,8 +47,7 @@ class MeanPerMicrobatch(Pipeline):
             return mean / cut.num_microbatches
 
         lane = super().build_lane(purpose, cut)
-        if purpose != "logits":
-            lane.runtime._loss_fn = loss
+        lane.runtime._loss_fn = loss
         return lane
 
 

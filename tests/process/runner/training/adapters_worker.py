@@ -40,9 +40,6 @@ def run_case(case: Case, place: Path, world: World) -> dict[str, Any]:
     schedule = ready.engine.schedule
     needed = schedule.has_first or schedule.has_last
     result: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
-    tokens = batch_of(0).tokens if schedule.has_first and world.size == ready.mesh.degrees.pipeline else None
-    if world.size == ready.mesh.degrees.pipeline:
-        result["logits"] = schedule.logits(tokens)
     for step in range(STEPS):
         report = train_step(ready.engine, ready.rows_of(batch_of(step)) if needed else None, step)
         result["losses"].append(report.loss)

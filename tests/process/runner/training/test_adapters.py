@@ -48,9 +48,6 @@ def test_adapters_train_as_peft_trains_them(case: Case, request: pytest.FixtureR
     ranks = [torch.load(case.folder(place, f"rank{rank}.pt")) for rank in range(case.num_ranks)]
     expected = train_peft(case, place)
     limit = LIMITS[case.dtype]
-    logits = [rank["logits"] for rank in ranks if rank.get("logits") is not None]
-    for mine in logits:
-        assert distance(mine, expected["logits"]) < limit
     for rank in ranks:
         assert rank["losses"] == pytest.approx(expected["losses"], rel=limit)
         assert rank["norms"] == pytest.approx(expected["norms"], rel=limit)
@@ -102,8 +99,6 @@ def train_peft(case: Case, place: Path) -> dict[str, Any]:
                for name, weight in model.named_parameters() if weight.requires_grad}  # fmt: skip
     optimizer = torch.optim.AdamW(trained.values(), lr=LR, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.1)
     result: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
-    with torch.no_grad():
-        result["logits"] = model(input_ids=batch_of(0).tokens, use_cache=False).logits
     for step in range(STEPS):
         batch = batch_of(step)
         logits = model(input_ids=batch.tokens, use_cache=False).logits
@@ -117,7 +112,3 @@ def train_peft(case: Case, place: Path) -> dict[str, Any]:
         optimizer.step()
     result["weights"] = {fqn: weight.detach().clone() for fqn, weight in trained.items()}
     return result
-
-
-def distance(mine: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((mine - expected).abs().max() / expected.abs().max())
