@@ -131,9 +131,10 @@ def verify_manifest(
     options = options or VerifyOptions()
     manifest = read.manifest
     signature = None if options.public_key is None else check_signature(read, options.public_key)
-    stages, described = _choose(manifest, options.stages), None
-    with suppress(InputError):  # reported at the end, if nothing else is
-        described = describe(read)
+    stages, dropped = _choose(manifest, options.stages), tuple[str, ...]()
+    if options.against is not None:
+        with suppress(InputError):  # reported at the end, if nothing else is
+            dropped = describe(read).record.dropped
     bundles = Bundles(manifest, read.folder)
     findings, of_index, of_source = Findings(), Findings(), Findings()
     index = read_index(manifest, read.folder, of_index)
@@ -142,6 +143,7 @@ def verify_manifest(
     readers_by_kind = {holds: _intact_readers(bundles, stages, holds, findings) for holds in kinds}
     if index is not None and not findings:
         check_index(index, manifest, read.folder, stages, _tensors_of(readers_by_kind[WEIGHTS]), of_index)
+    del index  # of all tensors, as what follows
     counts = _Counts()
     for holds, readers in readers_by_kind.items():
         expected = None if options.against is None else tensors_of(options.against, holds)
@@ -149,7 +151,6 @@ def verify_manifest(
         if options.against is not None and expected is None:  # a source without optimizer state
             counts.num_beyond += len(names)
         elif options.against is not None and expected is not None:
-            dropped = described.record.dropped if described else ()
             sources = _belonging(expected, options.against.shape, stages, manifest, dropped)
             report_missing(names, sources, manifest.ties, of_source)
     _check_files(manifest, read.folder, findings)
@@ -158,7 +159,7 @@ def verify_manifest(
         _compare_files(options.against, manifest, read.folder, findings)
     if not findings and options.stages is None and not has_adapters(manifest):
         try:
-            open_with_bundles(described or describe(read), bundles)
+            open_with_bundles(describe(read), bundles)
         except InputError as error:  # an incomplete model, its files intact
             findings.add(error.where, error.problem)
             of_index = Findings()

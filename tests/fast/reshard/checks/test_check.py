@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import reshard as api
-from manifests.jsontext import MOST_VALUES
 from tests.builders import (
     EMBEDDING,
     INDEX,
@@ -378,15 +377,6 @@ def test_numbers_in_hostile_names_cost_no_memory(tmp_path: Path) -> None:
     assert len(missing["check.missing-layer"]["names"]) == 1000
     assert missing["check.missing-layer"]["names"][0] == "2.layers.0"
     assert missing["check.missing-numbers"]["names"][0] == "model-00002-of-999999999.safetensors"
-
-
-@pytest.mark.slow
-def test_index_with_more_tensors_than_json_has_values_is_read_once(folder: Path) -> None:
-    names = json.loads((folder / INDEX).read_text())["weight_map"]
-    more = {f"more.{number}": SHARDS[0] for number in range(MOST_VALUES + 1)}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names | more}))
-    (finding,) = api.check(folder).findings
-    assert (finding.code, len(finding.names)) == ("check.absent-tensor", len(more))
 
 
 @pytest.mark.filterwarnings(NO_RANKS)
