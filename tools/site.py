@@ -38,6 +38,7 @@ ROW = re.compile(r"^\|.*$", re.MULTILINE)
 _CODE = re.compile(r"`[^`]*`")
 _CARRIED = "pictures/*.*", "scripts/*.js"  # as they are
 _ABOUT_WORDS = 40
+_LAST = "---\nsearch:\n  boost: 0.1\n---\n\n"  # records of decisions come after the pages that say how
 
 
 def main() -> int:
@@ -45,7 +46,7 @@ def main() -> int:
     shutil.rmtree(TREE, ignore_errors=True)
     sources = {**PAGES, **{f"docs/{page}": page for page in _pages()}}
     for path, page in sources.items():
-        _write(page, _moved(path, (ROOT / path).read_text()))
+        _write(page, (_LAST if page.startswith("adr/") else "") + _moved(path, (ROOT / path).read_text()))
     for page, render in GENERATED.items():
         _write(page, _moved(f"docs/{page}", render()))
     _write("adr/index.md", decisions())
