@@ -50,9 +50,9 @@ class Loss:
         self._counts.append(torch.as_tensor(count, dtype=torch.float64, device=summed.device).detach())
         return summed / num_tokens
 
-    def take_count(self) -> float:
-        """Return the sum of the counts since the last call."""
-        count = float(torch.stack(self._counts).sum()) if self._counts else 0.0
+    def take_count(self) -> float | torch.Tensor:
+        """Return the sum of the counts since the last call, on the device."""
+        count = torch.stack(self._counts).sum() if self._counts else 0.0
         self._counts.clear()
         return count
 

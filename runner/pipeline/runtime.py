@@ -63,7 +63,7 @@ class Pipeline:
         self.has_first = any(chunk.stage == 0 for chunk in chunks)
         self.has_last = any(chunk.stage == timetable.placement.num_stages - 1 for chunk in chunks)
 
-    def train(self, batch: Batch | None, cut: BatchOptions | None = None) -> float | None:
+    def train(self, batch: Batch | None, cut: BatchOptions | None = None) -> torch.Tensor | None:
         cut = cut or self._options
         losses: list[torch.Tensor] = []
         args, kwargs = self._inputs(batch, cut, losses)
@@ -84,7 +84,7 @@ class Pipeline:
         for stage in lane.stages:
             stage.wait_for_sends("F")
             stage.clear_runtime_states()  # otherwise the activations of every microbatch stay in memory
-        return total(losses) if self.has_last else None
+        return total(losses).item() if self.has_last else None
 
     def build_lane(self, purpose: Purpose, cut: BatchOptions) -> Lane:
         """Build the lane for batches of this shape. Shapes are declared: torch's inference would run on garbage."""

@@ -43,10 +43,11 @@ class Schedule(Protocol):
         """The timer of the actions of `train`."""
         ...
 
-    def train(self, batch: Batch | None, cut: BatchOptions | None = None) -> float | None:
+    def train(self, batch: Batch | None, cut: BatchOptions | None = None) -> torch.Tensor | None:
         """Add the gradients of the batch's loss to every parameter's `.grad`.
 
-        Returns the loss, the mean over the valid tokens of the whole batch, on ranks with the last stage.
+        Returns the loss, the mean over the valid tokens of the whole batch, on ranks with the last stage: () in
+        float64, on the device, since reading it would wait for the device.
 
         Raises:
             UsageError: on all ranks, for a number of microbatches that the schedule cannot run.
@@ -87,7 +88,7 @@ class _Plain:
         self._device = chunks[0].device
         self.recorder = Recorder(self._device)
 
-    def train(self, batch: Batch | None, cut: BatchOptions | None = None) -> float:
+    def train(self, batch: Batch | None, cut: BatchOptions | None = None) -> torch.Tensor:
         losses, loss_fn, recorder = [], loss_of(self._chunks, self._loss), self.recorder
         last = self._chunks[-1].stage
         for number, microbatch in enumerate(self._microbatches(batch, cut)):
@@ -113,7 +114,7 @@ class _Plain:
                 for chunk in self._chunks:
                     crossing = chunk(crossing, **context_of(microbatch, self._device))
                 losses.append(loss_fn(crossing, microbatch))
-        return total(losses)
+        return total(losses).item()
 
     def _microbatches(self, batch: Batch | None, cut: BatchOptions | None) -> Iterator[Batch]:
         assert batch is not None, "the only rank reads the data"

@@ -22,6 +22,7 @@ from runner.profiling.step_times import DATA, KINDS, RankTimes, split_step
 logger = logging.getLogger("runner")
 _SIMULATED_S = 3.1e-6  # of an action, at most: 2.0 to 2.6 us were measured on a core, with 4,096 and 131,072 actions
 _MOST_S = 0.5e-3
+_EVERY_ON_CUDA = 10
 # Forward, full backward, input gradients, weight gradients, loss.
 RanKind = Literal["F", "B", "I", "W", "L"]
 _UNTIMED = nullcontext()
@@ -164,16 +165,17 @@ class Tracer:
 class Clock:
     """Measures a rank's step, and splits the steps of all ranks into parts; `table` has their actions.
 
-    What is timed besides waiting for data is timed in every Nth step, and in those that are `traced`.
+    What is timed besides waiting for data is timed in every Nth step, and in those that are `traced`: on a GPU in
+    every tenth at most, since its events are read after a synchronization.
     """
 
-    def __init__(self, table: Table, rank: int, traced: Collection[int] = ()) -> None:
+    def __init__(self, table: Table, rank: int, traced: Collection[int] = (), *, is_cuda: bool = False) -> None:
         self._traced, self.table, self._stages = traced, table, table.placement.stages_on(rank)
         self._data_s, self._exchanged_s = 0.0, 0.0
         self._window_s = 0.0  # between the last two exchanges
         self._rows: Sequence[Sequence[float]] = ()
         num_actions = sum(len(actions_of(step)) for steps in table.ranks for step in steps)
-        self._every = 1 + int(num_actions * _SIMULATED_S / _MOST_S)
+        self._every = max(_EVERY_ON_CUDA if is_cuda else 1, 1 + int(num_actions * _SIMULATED_S / _MOST_S))
 
     @property
     def num_times(self) -> int:

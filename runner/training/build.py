@@ -93,7 +93,8 @@ def build_engine(
     optimizer = Optimizer(parameters, options.optim, chunks, mesh, [_names(group) for group in stages.ties])
     with raise_on_all_ranks("experts"):
         balance = balance_experts(chunks, options.balance, batch, mesh, is_compiled=compute.is_compiled)
-    clock = Clock(timetable.planned(batch.num_microbatches), mesh.pipeline_rank, options.traced)
+    table, is_cuda = timetable.planned(batch.num_microbatches), chunks[0].device.type == "cuda"
+    clock = Clock(table, mesh.pipeline_rank, options.traced, is_cuda=is_cuda)
     return Engine(
         schedule=build_schedule(timetable, chunks, metadata, batch, mesh.pipeline, loss),
         loss=loss,

@@ -22,6 +22,7 @@ from runner.training.ties import Tie
 _HEAD = 5  # a row's numbers before the times and the squares
 _CURE = "try a lower --lr, a longer --warmup-steps or --dtype fp32"
 _CPU_PART = 1 << 16  # elements squared at a time
+Number = float | torch.Tensor  # on the host, or () on the device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,15 +72,17 @@ class StepTotals:
 
     def reduce(
         self,
-        loss: float | None,
+        loss: Number | None,
         num_tokens: int,
-        count: float | None = None,
+        count: Number | None = None,
         *,
         is_last: bool = False,
         is_damaged: bool = False,
         times_s: Callable[[], Sequence[float]] = tuple,
     ) -> Totals:
         """Return the totals of this step; `loss` is None on all ranks but those of the last stage.
+
+        All numbers meet on the device, which is read once.
 
         `count` is what the loss of this rank is divided by in place of tokens; None, on all ranks: tokens.
 
@@ -92,14 +95,14 @@ class StepTotals:
         Raises:
             RankError: on all ranks alike, if a gradient or the loss is not finite, or the loss counts nothing.
         """
-        num_here, head = num_tokens / self._num_losses, [0.0, 0.0, 0.0]
+        num_here, head = num_tokens / self._num_losses, list[Number]([0.0, 0.0, 0.0])
         if loss is not None and self._counts_loss:
             head = [loss, num_here, num_here if count is None else count]
         shared = self._mesh.degrees.per_stage if self._mesh else 1
         squares = _squared_norms(self._counted, self._mesh)
         times = [seconds / shared for seconds in times_s()]
         assert len(times) == self._num_times, "all ranks report the same number of times"
-        rows = self._gather([*head, float(is_last), float(is_damaged), *times, *squares])
+        rows = self._gather([*head, float(is_last), float(is_damaged), *times], squares)
         first = _HEAD + self._num_times
         squared = [row[first:] for row in rows]
         if not math.isfinite(math.fsum(chain.from_iterable(squared))):
@@ -123,9 +126,10 @@ class StepTotals:
             scale=scale,
         )
 
-    def reduce_loss(self, loss: float | None, count: float | None = None) -> tuple[float, float]:
+    def reduce_loss(self, loss: Number | None, count: Number | None = None) -> tuple[float, float]:
         """Return the loss and its count on every rank; only ranks with the last stage know their parts of them."""
-        rows = self._gather([loss or 0.0, count or 0.0] if self._counts_loss else [0.0, 0.0])
+        counted = [0.0 if number is None or not self._counts_loss else number for number in (loss, count)]
+        rows = self._gather(counted)
         return math.fsum(row[0] for row in rows), math.fsum(row[1] for row in rows)
 
     def _raise_not_finite(self, rows: Sequence[Sequence[float]]) -> NoReturn:
@@ -150,13 +154,19 @@ class StepTotals:
     def _num_sharing(self) -> int:
         return self._mesh.degrees.per_stage if self._mesh else 1
 
-    def _gather(self, row: list[float]) -> list[list[float]]:
+    def _gather(self, head: Sequence[Number], squares: torch.Tensor | None = None) -> list[list[float]]:
         """Return the rows of this pipeline's ranks, each summed over the ranks that share a stage."""
-        if not dist.is_initialized():
-            return [row]
+        numbers = [0.0 if isinstance(number, torch.Tensor) else number for number in head]
         width = _HEAD + self._num_times + max(len(names) for names in self._names)
-        mine = torch.zeros(width, dtype=torch.float64)
-        mine[: len(row)] = torch.tensor(row, dtype=torch.float64)
+        mine = torch.zeros(width, dtype=torch.float64, device=self._device)
+        mine[: len(head)] = torch.tensor(numbers, dtype=torch.float64).to(self._device, non_blocking=True)
+        for place, number in enumerate(head):
+            if isinstance(number, torch.Tensor):
+                mine[place] = number
+        if squares is not None:
+            mine[len(head) : len(head) + len(squares)] = squares
+        if not dist.is_initialized():
+            return [mine.tolist()]
         device = exchange_device(self._device)
         mine = mine.to(device)
         if self._mesh is not None and self._mesh.stage is not None:
@@ -177,8 +187,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: fl
             parameter.grad *= factor
 
 
-def _squared_norms(parameters: Iterable[nn.Parameter], mesh: Mesh | None) -> list[float]:
-    """Return each parameter's squared norm, 0 where another rank counts it, in one transfer from the device."""
+def _squared_norms(parameters: Iterable[nn.Parameter], mesh: Mesh | None) -> torch.Tensor | None:
+    """Return each parameter's squared norm on the device, 0 where another rank counts it; None: no parameters."""
     gradients = [
         local_of(parameter.grad)
         if parameter.grad is not None and (mesh is None or mesh.owns(parameter))
@@ -186,9 +196,8 @@ def _squared_norms(parameters: Iterable[nn.Parameter], mesh: Mesh | None) -> lis
         for parameter in parameters
     ]
     if not gradients:
-        return []
-    squares = split_squares if gradients[0].device.type == "cpu" else fused_squares
-    return squares(gradients).tolist()
+        return None
+    return (split_squares if gradients[0].device.type == "cpu" else fused_squares)(gradients)
 
 
 def split_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from runner.pipeline.losses import Loss
 from runner.pipeline.schedule import Schedule
 from runner.profiling.trace import Clock
 from runner.training.expert_balance import ExpertBalance, ExpertReport
-from runner.training.gradient_norm import StepTotals, clip_gradients
+from runner.training.gradient_norm import Number, StepTotals, clip_gradients
 from runner.training.optimizer import Optimizer
 from runner.training.ties import Tie, follow_leaders, sync_gradients
 
@@ -128,5 +128,5 @@ def eval_counted(
     return mean, count if of_evaluation(engine.loss) else None
 
 
-def _count(engine: Engine) -> float | None:
+def _count(engine: Engine) -> Number | None:
     return None if engine.loss is None else engine.loss.take_count()

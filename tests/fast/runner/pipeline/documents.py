@@ -97,7 +97,7 @@ class Alone:
         timetable = find_timetable(schedule, placement, CUT.num_microbatches)
         loss = build_schedule(timetable, chunks, metadata, CUT).train(self.packed())
         expected = self.loss.item()
-        return (0.0 if loss is None else abs(loss - expected) / expected), self.gradients(chunks)
+        return (0.0 if loss is None else abs(loss.item() - expected) / expected), self.gradients(chunks)
 
     def gradients(self, chunks: Sequence[StageChunk]) -> dict[str, float]:
         expected = dict(self.whole.named_parameters())

@@ -48,9 +48,9 @@ def train(folder: Path, options: ComputeOptions) -> tuple[float, Mapping[str, to
     batch = padded_batch(0, size=4, seq_len=20, vocab_size=96)
     loss = schedule.train(batch)
     assert loss is not None
-    assert schedule.evaluate(batch) == pytest.approx(loss, rel=1e-6)
+    assert schedule.evaluate(batch) == pytest.approx(loss.item(), rel=1e-6)
     pieces = (piece for chunk in chunks for piece in hf_pieces(chunk, lambda weight: weight.grad))
-    return loss, {piece.fqn: piece.memory for piece in pieces}
+    return loss.item(), {piece.fqn: piece.memory for piece in pieces}
 
 
 @pytest.mark.parametrize("variant", MODELS, ids=variant_ids(MODELS))

@@ -76,8 +76,8 @@ def train(folder: Path, options: ComputeOptions, num_stages: int = 1) -> tuple[f
     batch = padded_batch(0, size=4)
     loss = schedule.train(batch)
     assert loss is not None
-    assert schedule.evaluate(batch) == pytest.approx(loss, rel=1e-6)
-    return loss, gradients_of(chunks)
+    assert schedule.evaluate(batch) == pytest.approx(loss.item(), rel=1e-6)
+    return loss.item(), gradients_of(chunks)
 
 
 def peak_nbytes(folder: Path, options: ComputeOptions) -> int:
@@ -177,7 +177,7 @@ def steps(folder: Path, options: ComputeOptions, count: int) -> tuple[list[float
         optimizer.zero_gradients()
         loss = schedule.train(padded_batch(step % 4, size=4))
         assert loss is not None
-        losses.append(loss)
+        losses.append(loss.item())
         optimizer.step(step)
     return losses, chunks
 

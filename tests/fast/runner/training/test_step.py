@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
 
 from manifests.errors import InputError, RankError
 from manifests.placement import Placement
 from runner.config.schema import BatchOptions, OptimOptions
+from runner.data.rows import RowForm
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, named_hf_parameters
+from runner.pipeline.losses import Loss
 from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
@@ -36,6 +41,7 @@ from tests.fast.runner.tiny import (
     split_evenly,
 )
 
+READS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "nonzero", "equal")
 OPTIM = OptimOptions(lr=1e-2, max_norm=0.5, warmup_steps=2)
 
 
@@ -46,7 +52,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def build(folder: Path, num_stages: int) -> tuple[tuple[StageChunk, ...], tuple[Tie, ...], Engine]:
+def summed_and_counted(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), (labels >= 0).sum()
+
+
+def build(
+    folder: Path, num_stages: int, loss: Loss | None = None
+) -> tuple[tuple[StageChunk, ...], tuple[Tie, ...], Engine]:
     family = family_for(read_config(folder), max_seq_len=16)
     stage_modules = split_evenly(family.modules, num_stages)
     placement = Placement(num_stages=num_stages, num_ranks=1)
@@ -56,9 +68,10 @@ def build(folder: Path, num_stages: int) -> tuple[tuple[StageChunk, ...], tuple[
     parameters = lead_parameters(chunks, ties)
     batch = BatchOptions(global_batch=4, microbatch=1, seq_len=16)
     timetable = find_timetable("1F1B", placement, batch.num_microbatches)
-    schedule = build_schedule(timetable, chunks, plan_stage_metadata(family, stage_modules, torch.float32), batch)
+    metadata = plan_stage_metadata(family, stage_modules, torch.float32)
+    schedule = build_schedule(timetable, chunks, metadata, batch, loss=loss)
     totals = StepTotals(parameters, ties, device=CPU)
-    engine = Engine(schedule=schedule, ties=ties, totals=totals, optimizer=Optimizer(parameters, OPTIM))
+    engine = Engine(schedule=schedule, ties=ties, totals=totals, optimizer=Optimizer(parameters, OPTIM), loss=loss)
     return chunks, ties, engine
 
 
@@ -124,6 +137,27 @@ def test_norm_is_exact_and_clipping_keeps_the_direction() -> None:
     assert second is not None
     assert torch.equal(first, torch.full((3,), 2.0) * factor)
     assert torch.equal(second, -torch.ones(3) * factor)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_step_reads_the_device_once(num_stages: int, folder: Path) -> None:
+    """Each read waits for a GPU. Those of torch's optimizer are of its own counts of steps, which are on the host."""
+    _, _, engine = build(folder, num_stages, Loss(summed_and_counted, RowForm()))
+    reads: list[str] = []
+
+    class Reads(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            caller = str(sys._getframe(1).f_globals["__name__"])
+            if getattr(function, "__name__", "") in READS and not caller.startswith("torch.optim."):
+                reads.append(function.__name__)
+            return function(*args, **kwargs or {})
+
+    for step in range(2):
+        batch = padded_batch(step, size=4, seq_len=16)
+        with Reads():
+            report = train_step(engine, batch, step)
+        assert reads == ["tolist"] * (step + 1)
+        assert report.loss > 0
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 2.0])

@@ -36,7 +36,8 @@ def run(name: str) -> list[dict[str, Any]]:
         for chunk in chunks:
             chunk.zero_grad()
         batch = batch_of[cut]
-        result = {"loss": schedule.train(batch, cut), "evaluated": schedule.evaluate(batch, cut)}
+        loss = schedule.train(batch, cut)
+        result = {"loss": loss if loss is None else loss.item(), "evaluated": schedule.evaluate(batch, cut)}
         parameters = (item for chunk in chunks for item in chunk.body.named_parameters())
         found.append(result | {"gradients": {key: p.grad.clone() for key, p in parameters if p.grad is not None}})
     return found
