@@ -17,7 +17,8 @@ from manifests.models.trainable import Implementation
 from manifests.models.training import Recompute, parse_recompute
 from manifests.schema import Decay, LearningRate, OptimizerState
 from manifests.training_state import LARGEST_RATE
-from runner.config.declared import DtypeName, Number, WholeNumber, flag, group
+from runner.config.declared import DtypeName, Number, WholeNumber, flag
+from runner.config.text import TextOptions
 
 Dtype = Literal["fp32", "bf16"]
 SYNTHETIC = "synthetic"  # as a data source: random tokens
@@ -229,21 +230,7 @@ class ComputeOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FramingOptions:
-    """Whether BOS and EOS are added to a text; None: as the tokenizer does, but every document ends with EOS."""
-
-    bos: bool | None = flag(
-        "--add-bos-token/--no-add-bos-token", default=None, show_default="as the tokenizer does",
-        help="Begin every document with the BOS token.",
-    )  # fmt: skip
-    eos: bool | None = flag(
-        "--add-eos-token/--no-add-eos-token", default=None, show_default="add",
-        help="End every document with the EOS token.",
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataOptions:
+class DataOptions(TextOptions):
     """The training data. A source is a file, a folder or a glob; `synthetic` can only be used alone.
 
     Raises:
@@ -257,29 +244,6 @@ class DataOptions:
     dataset: str | None = flag(
         "--data-class", "dataset", default=None, metavar="NAME",
         help=f"Dataset of an installed package (entry points of {DATASETS}), which is given what --data says.",
-    )  # fmt: skip
-    text_field: str = flag("--text-field", default="text", help="JSON field or Parquet column of the text.")
-    completion_field: str | None = flag(
-        "--completion-field", default=None, metavar="NAME", show_default="the whole text counts",
-        help="Field or column of a completion, whose tokens alone count in the loss; --text-field is its prompt.",
-    )  # fmt: skip
-    is_tokenized: bool = flag(
-        "--tokenized", "is_tokenized", is_flag=True, default=False,
-        help="The data is rows of token ids, one a sequence: input_ids, and labels or a loss_mask; position_ids or "
-        "document_ids with --document-mask.",
-    )  # fmt: skip
-    pack: bool = flag(
-        "--pack/--no-pack", default=True,
-        help="Pack documents end to end into sequences, or truncate and pad one document per sequence.",
-    )  # fmt: skip
-    document_mask: bool = flag(
-        "--document-mask/--no-document-mask", default=False,
-        help="Keep packed documents apart: tokens attend within their document, whose positions begin at 0.",
-    )  # fmt: skip
-    framing: FramingOptions = group(FramingOptions, default=FramingOptions())
-    skip_bad_documents: bool = flag(
-        "--skip-bad-documents", is_flag=True, default=False,
-        help="Skip and count documents that are not text (invalid UTF-8 or JSON, no text field) instead of failing.",
     )  # fmt: skip
     shuffle: bool = flag(
         "--shuffle/--no-shuffle", default=False, help="Shuffle the documents, in a new order every epoch."

@@ -48,7 +48,7 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
     if not dry_run:
         check_device(options.device)
         check_documents("--data", options.data)
-    if not options.is_tokenized:
+    if not options.text.is_tokenized:
         check_tokenizer(read.root)
     # --dry-run is for the launcher, which prints the command.
     words = [word for word in context.meta[_ARGS] if word != "--dry-run"]

@@ -155,11 +155,11 @@ def read_model(packed: Packed, options: EvalOptions, world: World, device: torch
         family = family_for(
             packed.config,
             max_seq_len=options.seq_len,
-            implementation="transformers" if options.document_mask else None,
+            implementation="transformers" if options.text.document_mask else None,
             shape=packed.shape,
             description=manifest.model.description,
         )
-        if options.document_mask:
+        if options.text.document_mask:
             keep_documents(family, options.seq_len)
         if options.self_check and world.rank == 0:
             compute = ComputeOptions(dtype=options.dtype, master_dtype=options.dtype)
@@ -167,7 +167,7 @@ def read_model(packed: Packed, options: EvalOptions, world: World, device: torch
     placement = manifest.placement
     whole = BatchOptions(global_batch=2 * placement.num_stages, microbatch=1, seq_len=options.seq_len)
     timetable = find_timetable(default_schedule(placement), placement, whole.num_microbatches)
-    if options.document_mask and isinstance(family, SelfChecked):
+    if options.text.document_mask and isinstance(family, SelfChecked):
         training = parse_training(("--data", SYNTHETIC, "--timeout", str(options.timeout_s)))
         stages = Stages(modules=packed.stage_modules, placement=placement, ties=manifest.ties)
         degrees = ParallelDims(pipeline=placement.num_ranks)
