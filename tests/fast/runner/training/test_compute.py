@@ -123,16 +123,6 @@ def test_chunks_bound_the_memory_of_logits(tmp_path: Path) -> None:
     assert whole - chunked > 2 * logits_nbytes
 
 
-def test_logits_are_whole_where_they_are_asked_for(folder: Path) -> None:
-    tokens = padded_batch(0, size=4).tokens
-    _, plain = build(folder, ComputeOptions())
-    _, chunked = build(folder, ComputeOptions(loss_chunk=8))
-    expected, found = plain.logits(tokens), chunked.logits(tokens)
-    assert expected is not None
-    assert found is not None
-    assert torch.equal(found, expected)
-
-
 def test_names_are_those_of_the_model_whatever_is_recomputed(folder: Path) -> None:
     plain, _ = build(folder, ComputeOptions())
     changed, _ = build(folder, ComputeOptions(recompute="full", is_compiled=True, loss_chunk=8))

@@ -23,7 +23,6 @@ SEQ_LEN = 32
 BATCH = BatchOptions(global_batch=8, microbatch=1, seq_len=SEQ_LEN)
 # Less than any first norm: gradients are clipped.
 OPTIM = OptimOptions(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, max_norm=0.4)
-TEXT = BatchOptions(global_batch=3, microbatch=1, seq_len=19)  # of another shape than all training
 
 Weights = Literal["untied", "tied"]
 Plant = Literal[
@@ -112,12 +111,6 @@ def cut_of(step: int) -> BatchOptions:
 def batch_of(step: int, vocab_size: int) -> Batch:
     cut = cut_of(step)
     return padded_batch(step, size=cut.global_batch, seq_len=cut.seq_len, vocab_size=vocab_size)
-
-
-def texts(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give what is read before training: whole sequences, and a text of another shape."""
-    whole = padded_batch(0, vocab_size=vocab_size)
-    return whole.tokens, padded_batch(0, size=TEXT.global_batch, seq_len=TEXT.seq_len, vocab_size=vocab_size).tokens
 
 
 def folder_of(models: Path, family: str, weights: Weights) -> Path:

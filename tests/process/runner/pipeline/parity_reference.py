@@ -19,7 +19,7 @@ from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
 from tests.fast.runner.models.decoders import fill_pieces, tied_name
 from tests.fast.runner.tiny import HEAD, read_config
-from tests.process.runner.pipeline.parity_cases import BATCH, COMPARED, OPTIM, SEQ_LEN, batch_of, texts
+from tests.process.runner.pipeline.parity_cases import BATCH, COMPARED, OPTIM, SEQ_LEN, batch_of
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -32,7 +32,6 @@ class Run:
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of the first steps
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    logits: list[torch.Tensor] = field(default_factory=list)  # of whole sequences, and of a shorter text
 
 
 def train_same_code(folder: Path, tied: bool, dtype: torch.dtype, order: Sequence[int], steps: int) -> Run:
@@ -102,7 +101,7 @@ def train_transformers(folder: Path, steps: int) -> Run:
         model.parameters(), lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps, weight_decay=OPTIM.weight_decay
     )
     vocab_size = model.config.vocab_size
-    run = Run(logits=[model(tokens).logits.detach() for tokens in texts(vocab_size)])
+    run = Run()
     for step in range(steps):
         batch = batch_of(step, vocab_size)
         optimizer.zero_grad()

@@ -37,14 +37,12 @@ from tests.process.runner.pipeline.parity_cases import (
     REPLICATED,
     SEQ_LEN,
     SLOW,
-    TEXT,
     Case,
     Replicated,
     batch_of,
     cut_modules,
     cut_of,
     folder_of,
-    texts,
 )
 from tests.process.runner.pipeline.parity_plants import (
     PIPELINES,
@@ -84,8 +82,6 @@ def run_case(case: Case, models: Path, out: Path, rank: int) -> dict[str, Any]:
         optimizer=StepsFollowersToo(optimizer, ties) if case.plant == "tie_stepped_twice" else optimizer,
     )
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "evals": [], "num_tokens": []}
-    whole, text = texts(case.vocab_size)
-    found["logits"], found["text_logits"] = schedule.logits(whole), schedule.logits(text, TEXT)
     for step in range(case.steps):
         batch = batch_of(step, case.vocab_size) if schedule.has_first or schedule.has_last else None
         cut = replace(cut_of(step), microbatch=case.microbatch)

@@ -114,13 +114,10 @@ def read_run(runs: Path, case: Case) -> Run:
         {fqn: gradient for part in parts for fqn, gradient in part.items()}
         for parts in zip(*(rank["gradients"] for rank in ranks), strict=True)
     ]
-    run.logits = next([rank["logits"], rank["text_logits"]] for rank in ranks if rank["logits"] is not None)
     return run
 
 
 def check_transformers(case: Case, found: Run, expected: Run) -> None:
-    for ours, theirs in zip(found.logits, expected.logits, strict=True):
-        assert (ours - theirs).abs().max() <= 5e-6
     assert found.losses[0] == pytest.approx(expected.losses[0], rel=3e-7)  # 2.5 roundings, which differ by processor
     assert found.norms[0] == pytest.approx(expected.norms[0], rel=1e-5)
     assert expected.norms[0] > OPTIM.max_norm
