@@ -29,7 +29,12 @@ WAYS = (
     *(pytest.param(name, 2, True, marks=() if name in DOZEN else SLOW) for name in GENERIC),
     *(pytest.param(name, (1, 4)[row % 2], True, marks=SLOW) for row, name in enumerate(GENERIC)),
 )
-REFUSED = (("DbrxForCausalLM", "tie_word_embeddings"), ("DiffLlamaForCausalLM", "attention_dropout"))  # by transformers
+REFUSED = (
+    ("DbrxForCausalLM", "tie_word_embeddings"),  # by transformers
+    ("DiffLlamaForCausalLM", "attention_dropout"),  # by transformers
+    ("MptForCausalLM", "emb_pdrop"),
+    ("MptForCausalLM", "resid_pdrop"),
+)
 # Embeddings, residuals and logits that are scaled; sliding, chunked and linear attention in turn with full; dense
 # layers among sparse ones, which have shared experts; and ties.
 HARD = tuple(
