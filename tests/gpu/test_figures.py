@@ -59,7 +59,7 @@ def test_stage_is_loaded_as_safetensors_loads_it(device: str, dtype: torch.dtype
 @on_devices
 def test_load_beside_other_loaders(device: str, tmp_path: Path, record: Record) -> None:
     is_gpu = device == "cuda"
-    size = ("--gb", "4", "--runs", "3") if is_gpu else ("--gb", "0.02", "--width", "128", "--runs", "1")
+    size = ("--gb", "4", "--runs", "1") if is_gpu else ("--gb", "0.02", "--width", "128", "--runs", "1")
     result = figures(device, tmp_path, "load.py", *size)
     record("load", result)
     assert {"runner", "load_file"} <= result["warm"].keys()
