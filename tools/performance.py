@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
+GPU_RESULTS = ("gpu-suite", "gpu-mfu", "gpu-memory", "gpu-saving", "gpu-load")  # by `make test-gpu`
 _FACTS = ("nbytes", "turns")  # which are said in a line, not in a table
 BEGIN, END = "<!-- figures: written by make performance -->\n", "<!-- end of figures -->\n"
 _HEAD = """\
@@ -36,6 +37,7 @@ Written by `make performance` from `bench/results`; `make check` fails when it i
 def main() -> int:
     """Write or check the page and the README's sentence; return the exit code."""
     results = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in SECTIONS}
+    results |= {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in GPU_RESULTS}
     texts = {PAGE: render(results), README: with_figures(README.read_text(), results)}
     if "--check" not in sys.argv[1:]:
         for path, text in texts.items():
@@ -122,6 +124,39 @@ def _sentences(results: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
+def _gpu_sentences(results: Mapping[str, Any]) -> Iterator[str]:
+    suite, mfu, saving, load = (results[name] for name in ("gpu-suite", "gpu-mfu", "gpu-saving", "gpu-load"))
+    yield (
+        f"- {suite['passed']} of {suite['passed'] + suite['failed']} tests passed on one {suite['gpu']} with torch "
+        f"{suite['torch']} ({suite['date']}, commit {suite['commit']}); the file names the others. Two and four ranks "
+        f"shared the GPU and exchanged through host memory: no run has used NCCL between GPUs {_link('gpu-suite')}."
+    )
+    yield (
+        f"- A step of a Llama of {mfu['parameters'] / 1e9:.1f} billion parameters in bfloat16 with float32 masters "
+        f"takes {mfu['ratio_to_plain']:.3f} times as long as the same in plain PyTorch, at {mfu['mfu']['runner']:.1%} "
+        f"MFU (plain: {mfu['mfu']['plain']:.1%}), without --compile {_link('gpu-mfu')}."
+    )
+    ranks = {name: rank for name, ranks in results["gpu-memory"]["runs"].items() for rank in ranks}
+    of_plan = {name: rank["peak_nbytes"] / rank["planned_nbytes"] for name, rank in ranks.items()}
+    most = max(ratio for name, ratio in of_plan.items() if not name.startswith("fp32"))
+    yield (
+        f"- Weights, gradients and optimizer state are the planned bytes exactly; peaks in bfloat16, with and without "
+        f"masters, are at most {most:.2f} times the plan. In float32 they are {of_plan['fp32-1']:.2f} times: a GPU "
+        f"has no fused attention for float32 where heads share keys, and keeps its matrices, which plans leave out "
+        f"{_link('gpu-memory')}."
+    )
+    yield (
+        f"- An asynchronous save of {saving['1 ranks'][0]['nbytes'] / 1e9:.1f} GB pauses training for "
+        f"{saving['1 ranks'][0]['ratio']:.3f} times as long as a plain copy into host memory {_link('gpu-saving')}."
+    )
+    yield (
+        f"- A stage of 1 GB is loaded from a cold disk in {load['cold']['runner']['ratio_to_load_file']:.2f} times the "
+        f"time of safetensors' `load_file`; from the page cache, where `load_file` verifies nothing, in "
+        f"{load['warm']['runner']['ratio_to_load_file']:.1f} times, and with digests in the background in "
+        f"{load['warm']['runner_background']['ratio_to_load_file']:.1f} times {_link('gpu-load')}."
+    )
+
+
 def _filled(sentence: str) -> str:
     return fill(sentence, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
@@ -137,6 +172,7 @@ def _link(name: str) -> str:
 def render(results: Mapping[str, Any]) -> str:
     """Return the page."""
     short = ("## In short\n", *map(_filled, _sentences(results)), "")
+    short += ("## On a GPU\n", *map(_filled, _gpu_sentences(results)), "")
     return "\n".join((_HEAD, *short, *(line for name in SECTIONS for line in _section(name, results[name]))))
 
 
