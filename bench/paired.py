@@ -4,10 +4,10 @@
     python bench/paired.py /tmp/old --gb 1 --out bench/results/paired.json [--runs 7] [--verbs load step]
 
 Both commits run with this Python and these packages, each command in a process of its own. Each turn begins with
-another contender. Large tensors are two of 512 MiB. A load is what `bench/load.py` times: one stage of four, read,
-verified and copied, imports not timed. A step is the median of those of a small Llama on two ranks, one thread each.
-Ratios are medians of ratios within a turn; CPU time is reported too, which other work affects less. With --verbs, the
-ratios of others stay in --out, under the commit that they are of.
+another contender. Large tensors are two of 512 MiB, each of which several threads of this commit share. A load is what
+`bench/load.py` times: one stage of four, read, verified and copied, imports not timed. A step is the median of those
+of a small Llama on two ranks, one thread each. Ratios are medians of ratios within a turn; CPU time is reported too,
+which other work affects less. With --verbs, the ratios of others stay in --out, under the commit that they are of.
 """
 
 from __future__ import annotations

@@ -84,7 +84,6 @@ def main() -> None:
         tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-threads-") as scratch,
         mock.patch.object(engine, "OutputFile", Waiting),
         mock.patch.object(runs, "Hasher", Waiting),
-        mock.patch.object(runs, "Hasher", Waiting),
     ):
         folder = Path(scratch)
         many = {str(number): partial(copy_s_per_mib, number, folder, TENSOR_NBYTES) for number in NUM_THREADS}

@@ -20,7 +20,7 @@ from manifests.digest import digest_bytes
 from reshard.copy.direct_io import Io, OutputFile
 from reshard.copy.journal import Journal
 from reshard.copy.parallelism import Parallelism
-from reshard.copy.runs import ByteCounter, Output, Run, copy_run, is_remote, on_disk, split_run
+from reshard.copy.runs import ByteCounter, Output, Run, SharedRun, copy_run, is_remote, on_disk, split_run, with_teams
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import check_digest
 from reshard.tensors.slices import pieces_of
@@ -154,6 +154,8 @@ def _execute(runs: Sequence[Run], num_tensors: int, options: WriteOptions) -> li
     digests, stop = [""] * num_tensors, threading.Event()
     # In order, a remote file is complete soon after its first bytes, and can be hashed meanwhile.
     in_order = is_remote(tensor for run in runs for tensor in run.tensors)
+    if not in_order:
+        runs = with_teams(runs, options.parallelism.most_threads)
     num_threads = options.parallelism.threads_for(len(runs))
     of_thread_nbytes = sum(tensor.nbytes for run in runs for tensor in run.tensors) // num_threads
     with options.parallelism.prefetcher(num_threads, stop) as prefetcher:
@@ -163,6 +165,8 @@ def _execute(runs: Sequence[Run], num_tensors: int, options: WriteOptions) -> li
                 if stop.is_set():
                     return
                 of_run = _copy_or_reuse(taken, options, stop)
+                if of_run is None:  # others of its team have not finished, or have done it all
+                    continue
                 digests[taken.run.first : taken.run.first + len(of_run)] = of_run
                 if not stop.is_set():
                     options.written(taken.run)
@@ -172,16 +176,21 @@ def _execute(runs: Sequence[Run], num_tensors: int, options: WriteOptions) -> li
     return digests
 
 
-def _copy_or_reuse(taken: Taken, options: WriteOptions, stop: threading.Event) -> list[str]:
-    """Copy a run, unless the journal has it and the bytes on disk match; return its digests."""
+def _copy_or_reuse(taken: Taken, options: WriteOptions, stop: threading.Event) -> list[str] | None:
+    """Copy a run, unless the journal has it and the bytes on disk match.
+
+    Return its digests, or None if another thread of its team does.
+    """
     run, recorded, readers = taken
-    output, journal = run.output, options.journal
-    if journal is None or not isinstance(output, OutputFile):
-        return copy_run(run, readers, options.progress, stop)
-    if recorded is not None and copy_run(on_disk(run, output), {}, options.progress, stop) == recorded:
-        return recorded
-    digests = copy_run(run, readers, options.progress, stop)
-    if not stop.is_set():
+    output, journal, team = run.output, options.journal, run.team if isinstance(run, SharedRun) else None
+    if recorded is not None:
+        if team is not None and not team.lead():
+            return None
+        if isinstance(output, OutputFile) and copy_run(on_disk(run, output), {}, options.progress, stop) == recorded:
+            return recorded
+        team = None
+    digests = copy_run(run, readers, options.progress, stop) if team is None else team.help(options.progress, stop)
+    if digests is not None and journal is not None and isinstance(output, OutputFile) and not stop.is_set():
         journal.record(output.path.relative_to(journal.folder).as_posix(), run.position, digests)
     return digests
 

@@ -1,17 +1,18 @@
-"""Runs: consecutive tensors of a file, copied and hashed by one thread."""
+"""Runs: consecutive tensors of a file, copied and hashed by one thread, or one large tensor by a team of threads."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import NamedTuple, Protocol
 
 from manifests.digest import Hasher
 from reshard.copy.direct_io import BLOCK_NBYTES, OutputFile, aligned_buffer
 from reshard.tensors.checkpoint import check_digest
+from reshard.tensors.checksums import stored_file
 from reshard.tensors.slices import pieces_of
 from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.bundles import TensorAt
@@ -78,7 +79,8 @@ def on_disk(run: Run, output: OutputFile) -> Run:
 
 def copy_run(run: Run, readers: Mapping[InputFile, Reader], progress: ByteCounter, stop: threading.Event) -> list[str]:
     """Read, hash and write one block after the other; return the hex digests. `readers` are those that are open."""
-    output, hasher, digests = run.output, Hasher(), list[str]()
+    output, hasher = run.output, Hasher()
+    digests: list[str] = []
     with ExitStack() as stack:
         sources = Sources(run.tensors, readers, stack)
         for memory, gone, position, parts in _filled(run, sources):
@@ -208,6 +210,110 @@ def is_remote(tensors: Iterable[TensorAt]) -> bool:
     """Return whether any of the tensors are fetched over a network."""
     one_of_each_type = {type(tensor.file): tensor.file for tensor in tensors}
     return any(isinstance(file, RemoteFile) for file in one_of_each_type.values())
+
+
+_LARGE_NBYTES = 256 << 20  # of a tensor for which one thread would keep the others waiting at the end
+_SHARE_NBYTES = 64 << 20  # that is worth another thread
+_POLL_S = 0.05
+
+
+class Team:
+    """Threads that copy a run of one tensor.
+
+    A digest takes the bytes in order: whoever has read a block waits until the block before it is hashed. Reading and
+    writing, which take longer, run side by side.
+    """
+
+    def __init__(self, run: Run) -> None:
+        (self._tensor,) = run.tensors
+        self._run, self._blocks = run, enumerate(blocks_of(run))
+        self._num_left = -(-(run.position % BLOCK_NBYTES + self._tensor.nbytes) // BLOCK_NBYTES)
+        self._hasher, self._num_hashed = Hasher(), 0
+        self._changed = threading.Condition()
+        self._is_led = False
+
+    def lead(self) -> bool:
+        """Return whether the calling thread is the first that asks."""
+        with self._changed:
+            was_led, self._is_led = self._is_led, True
+            return not was_led
+
+    def help(self, progress: ByteCounter, stop: threading.Event) -> list[str] | None:
+        """Copy blocks until none is left; return the tensor's digest if all of it is written now.
+
+        Only one of the threads gets the digest.
+
+        Raises:
+            ShardError: the tensor's bytes do not match its digest.
+        """
+        buffer = aligned_buffer()
+        with ExitStack() as stack:
+            sources = Sources(self._run.tensors, {}, stack)
+            while (claimed := self._claim()) is not None:
+                number, (position, parts) = claimed
+                for file, where, begin, end in merged_reads(parts):
+                    sources[file].read_into(buffer[begin:end], where)
+                if not self._await_turn(number, stop):
+                    return None
+                self._hash(buffer, parts)
+                begin, end = parts[0].begin, parts[-1].end
+                if self._run.output is not None:
+                    self._run.output.write(buffer, begin, end, position)
+                progress(end - begin)
+                if self._is_last():
+                    return [self._hasher.hexdigest()]
+        return None
+
+    def _claim(self) -> tuple[int, tuple[int, list[Chunk]]] | None:
+        with self._changed:
+            return next(self._blocks, None)
+
+    def _await_turn(self, number: int, stop: threading.Event) -> bool:
+        with self._changed:
+            while self._num_hashed != number:
+                if stop.is_set():
+                    return False
+                self._changed.wait(_POLL_S)
+        return not stop.is_set()
+
+    def _hash(self, buffer: memoryview, parts: Sequence[Chunk]) -> None:
+        """Hash a block whose turn it is; with the last one, verify the tensor."""
+        self._hasher.update(buffer[parts[0].begin : parts[-1].end])
+        if parts[-1].ended is not None and self._run.verifies and self._tensor.blake3 is not None:
+            check_digest(self._tensor, self._hasher.hexdigest())
+        with self._changed:
+            self._num_hashed += 1
+            self._changed.notify_all()
+
+    def _is_last(self) -> bool:
+        with self._changed:
+            self._num_left -= 1
+            return not self._num_left
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRun(Run):
+    """A run of one large tensor, which several threads take, and copy as a team."""
+
+    team: Team = field(kw_only=True)
+
+
+def with_teams(runs: Sequence[Run], num_threads: int) -> list[Run]:
+    """Return runs for threads to take: one of a large stored tensor as often as threads may copy it, with a team."""
+    shared_runs: list[Run] = []
+    for run in runs:
+        nbytes = sum(tensor.nbytes for tensor in run.tensors)
+        if num_threads < 2 or nbytes < _LARGE_NBYTES or len(run.tensors) > 1 or not _is_stored(run.tensors[0]):
+            shared_runs.append(run)
+        else:
+            shared = SharedRun(run.tensors, run.first, run.output, run.position, run.verifies, team=Team(run))
+            shared_runs += [shared] * min(num_threads, nbytes // _SHARE_NBYTES)
+    return shared_runs
+
+
+def _is_stored(tensor: TensorAt) -> bool:
+    """Return whether a tensor's bytes can be read in any order: computed ones are made from front to back."""
+    return all(isinstance(stored_file(piece.file), LocalFile) for piece in pieces_of(tensor))
 
 
 class Progress(Protocol):
