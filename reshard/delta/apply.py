@@ -23,7 +23,7 @@ from reshard.copy.runs import ByteCounter, Progress, counting
 from reshard.delta.switch import Work
 from reshard.formats.delta.chain import Chain, Version, open_versions, state_digest
 from reshard.formats.delta.codec import check_packages
-from reshard.formats.delta.read import follow, open_version, with_header_digests
+from reshard.formats.delta.read import check_state, follow, open_version, with_header_digests
 from reshard.formats.huggingface.read import open_checkpoint as open_folder
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.table import OpenOptions
@@ -281,9 +281,8 @@ def _carry_out(
     changes = plan.shards or plan.auxiliary or before != number
     options = WriteOptions(progress=counter, parallelism=parallelism)
     digests = work.write(plan.shards, plan.auxiliary, options) if changes else {}
-    state = state_digest(
-        replace(tensor, blake3=digests.get(name, tensor.blake3)) for name, tensor in target.tensors.items()
-    )
+    tensors = (replace(tensor, blake3=digests.get(name, tensor.blake3)) for name, tensor in target.tensors.items())
+    state = check_state(tensors, version, target.location)  # that of a chain without digests is computed only now
     if changes:
         metadata = {"total_size": sum(tensor.nbytes for tensor in target.tensors.values()), "version": f"{number:06d}"}
         index = {"metadata": {**metadata, **({"state": state} if state else {})}, "weight_map": dict(plan.weight_map)}

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manifests.digest import PREFIX
@@ -17,11 +17,12 @@ from reshard.copy.runs import Progress, counting
 from reshard.delta.publish import LOCK_NAME, open_base
 from reshard.formats.delta.chain import Chain, Version, folder_of, open_versions
 from reshard.formats.delta.codec import BAD_DELTA, check_packages
-from reshard.formats.delta.read import open_version
+from reshard.formats.delta.read import check_state, open_version
 from reshard.tensors.comparison import Finding, Findings
 from reshard.tensors.lazy import stored_nbytes
 from stores.address import is_url
 from stores.base import check_whole, read_file_header
+from stores.bundles import TensorAt
 from stores.folders.lock import locking
 from stores.folders.publish import writing_to
 
@@ -100,11 +101,18 @@ def verify_delta(
             findings.add_error(error)
             continue
         tensors = list(checkpoint.tensors.values())
+        states = list[TensorAt]()
         counter = counting(progress, sum(tensor.nbytes for tensor in tensors))
         for tensor, digest in zip(tensors, hash_each(tensors, counter, findings, code=BAD_DELTA), strict=True):
-            if None not in (digest, tensor.digest) and digest != tensor.digest:
+            with_digest = tensor if digest is None or tensor.blake3 else replace(tensor, blake3=bytes.fromhex(digest))
+            if digest is not None and digest != with_digest.digest:
                 problem = f"expected {PREFIX}{tensor.digest}, found {PREFIX}{digest}"
                 findings.add(tensor.place, problem, code="shard.digest-mismatch")
+            states.append(with_digest)
+        try:
+            check_state(states, opened.version(number), str(opened))
+        except InputError as error:
+            findings.add_error(error)
         for item in checkpoint.auxiliary:
             try:
                 check_whole(item.file, item.digest)

@@ -24,11 +24,12 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from manifests.digest import PREFIX, Hasher, digest_bytes, is_digest
+from manifests.digest import PREFIX, Hasher, digest_bytes, is_digest, split_digests
 from manifests.errors import SourceError
 from manifests.index import ADAPTER_NAMES, INDEX_NAME
 from manifests.jsontext import parse_json_object
 from manifests.paths import problem_with_path
+from manifests.safetensors import DIGESTS_KEY
 from manifests.store import write_file
 from reshard.archives.names import VERSION_INDEX
 from reshard.formats.auxiliary import names_weights
@@ -225,17 +226,19 @@ def read_patches(folder: Folder, version: Version, scratch: Path | None = None) 
     headers = at_once({path: partial(read_file_header, file) for path, file in files.items()})
     for path, file in files.items():
         header = headers[path].result()
+        table = iter(split_digests(header.metadata.get(DIGESTS_KEY, "")) or ())  # beside checksums that are not BLAKE3
         for tensor in tensors_in(file, header):
             checksum = header.metadata.get(tensor.name)
             if version.weight_map.get(tensor.name) != path or checksum is None or tensor.dtype != "U8":
                 problem = "is not as the index lists it, or has no checksum in __metadata__"
                 raise SourceError(tensor.place, problem, _AGAIN, code=BAD_DELTA)
+            digest = checksum if version.checksum_format == BLAKE3 else next(table, None)
             patches[tensor.name] = Patch(
                 stored=tensor,
                 encoding=version.encoding,
                 checksum_format=version.checksum_format,
                 checksum=checksum,
-                digest=_raw_digest(checksum, tensor) if version.checksum_format == BLAKE3 else None,
+                digest=None if digest is None else _raw_digest(digest, tensor),
             )
     if missing := version.weight_map.keys() - patches.keys():
         where = f"{folder.file(f'{version.folder}/{INDEX_NAME}')}: weight_map[{min(missing)[:80]!r}]"
@@ -333,10 +336,10 @@ def _files(value: object, where: str) -> Mapping[str, str] | None:
     return files
 
 
-def _raw_digest(checksum: str, tensor: TensorAt) -> bytes:
-    if not is_digest(PREFIX + checksum):
-        raise SourceError(tensor.place, f"expected a BLAKE3 digest, found {checksum[:80]!r}", _AGAIN, code=BAD_DELTA)
-    return bytes.fromhex(checksum)
+def _raw_digest(digest: str, tensor: TensorAt) -> bytes:
+    if not is_digest(PREFIX + digest):
+        raise SourceError(tensor.place, f"expected a BLAKE3 digest, found {digest[:80]!r}", _AGAIN, code=BAD_DELTA)
+    return bytes.fromhex(digest)
 
 
 def _check_line(versions: Sequence[Version], where: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def open_version(
 def open_full(chain: Chain, version: Version, options: OpenOptions | None = None) -> Checkpoint:
     """Open a full version, with the digests in its headers if it has them, and compare its state with them."""
     opened = with_header_digests(open_folder(VersionFolder(chain.folder, version.folder), options or OpenOptions()))
-    check_state(opened.tensors, version, chain)
+    check_state(opened.tensors.values(), version, str(chain))
     auxiliary = tuple(replace(item, digest=(version.files or {}).get(item.path)) for item in opened.auxiliary)
     return replace(opened, auxiliary=auxiliary)
 
@@ -99,7 +99,7 @@ def follow(
         for name, tensor in base.tensors.items()
     }
     if deltas:
-        check_state(tensors, deltas[-1], chain)
+        check_state(tensors.values(), deltas[-1], str(chain))
     number = deltas[-1].number if deltas else None
     location = chain.folder.location if number is None else f"{chain.folder.location}@{number}"
     return replace(
@@ -117,17 +117,18 @@ def other_base(where: str, number: int | None, expected: str | None, state: str 
     return SourceError(where, problem, "name a copy of that version", code="source.other-base")
 
 
-def check_state(tensors: Mapping[str, TensorAt], version: Version, chain: Chain) -> None:
-    """Compare the digest of a state, if it is recorded and all digests are known.
+def check_state(tensors: Iterable[TensorAt], version: Version, where: str) -> str | None:
+    """Compare the digest of a state, if it is recorded and all digests are known, and return it.
 
     Raises:
         SourceError: it is another one.
     """
-    state = state_digest(tensors.values())
+    state = state_digest(tensors)
     if None not in (state, version.state) and state != version.state:
         problem = f"version {version.number}: expected the state {version.state}, found {state}"
         hint = "a header or an index is damaged, or versions of two runs are mixed; copy the chain again"
-        raise SourceError(str(chain), problem, hint, code="source.broken-chain")
+        raise SourceError(where, problem, hint, code="source.broken-chain")
+    return state
 
 
 def with_header_digests(checkpoint: Checkpoint) -> Checkpoint:

@@ -375,3 +375,51 @@ def test_without_its_package_one_sentence_says_what_to_install(
     found = refusal("delta", "apply", published[0] / "chain", "--to", tmp_path / "served")
     assert found.found[:2] == (3, "store.missing-package")
     assert "pip install 'reshard[delta]'" in found.text
+
+
+GOLDEN = Path(__file__).parents[3] / "data" / "golden" / "delta-v1-checksums"  # v2 with xxh3-128, v3 with adler32
+OTHER_STATE = "blake3:" + "0" * 64
+
+
+def set_state(chain: Path, number: int) -> None:
+    """Let a version say that its tensors have another digest than they have."""
+    path = chain / f"weight_v{number:06d}" / INDEX
+    index = json.loads(path.read_text())
+    index["metadata"]["state"] = OTHER_STATE
+    path.write_text(json.dumps(index))
+
+
+def test_golden_chain_of_other_checksums_is_applied_and_verified_for_ever(tmp_path: Path) -> None:
+    for number in (2, 3):
+        done = apply_delta(GOLDEN, tmp_path / "served", version=number)
+        assert (done.state, done.is_recorded) == (reshard.delta_log(GOLDEN)[number - 1].state, True)
+        slime_decoder.pull(tmp_path / f"pulled{number}", tmp_path / "nothing", GOLDEN, number)
+        assert served(tmp_path / "served") == weights_in(tmp_path / f"pulled{number}")
+    assert reshard.verify_delta(GOLDEN).ok
+    assert command("diff", GOLDEN, tmp_path / "served").code == 0
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_recorded_state_is_compared_with_that_of_a_golden_chain(tmp_path: Path, number: int) -> None:
+    chain = Path(shutil.copytree(GOLDEN, tmp_path / "chain"))
+    shutil.rmtree(chain / "weight_v000003") if number == 2 else None
+    set_state(chain, number)
+    for arguments in (("delta", "apply", chain, "--to"), ("pack", chain, "--layout", "pp=1", "--out")):
+        assert refusal(*arguments, tmp_path / "new").found[:2] == (3, "source.broken-chain")
+    assert {finding.code for finding in reshard.verify_delta(chain).findings} == {"source.broken-chain"}
+    assert not (tmp_path / "new/config.json").exists()
+
+
+@pytest.mark.parametrize("algorithm", CHECKSUMS)
+def test_recorded_state_is_compared_where_a_delta_has_no_digests(tmp_path: Path, algorithm: str) -> None:
+    states = write_states(tmp_path, 2)
+    reshard.publish_delta(tmp_path / "v1", tmp_path / "chain")
+    slime_decoder.publish(tmp_path / "chain", 2, *states, "xor", algorithm)
+    assert reshard.verify_delta(tmp_path / "chain").ok
+    apply_delta(tmp_path / "chain", tmp_path / "served", version=1)
+    set_state(tmp_path / "chain", 2)
+    assert refusal("delta", "apply", tmp_path / "chain", "--to", tmp_path / "served").found[:2] == (
+        3, "source.broken-chain"
+    )  # fmt: skip
+    assert served(tmp_path / "served") == states[0]
+    assert {finding.code for finding in reshard.verify_delta(tmp_path / "chain").findings} == {"source.broken-chain"}
