@@ -342,7 +342,7 @@ def open_writable(url: str) -> ObstoreClient:
 
 def remove_objects(client: ObstoreClient, names: Collection[str]) -> None:
     """Remove objects, those first that make an output one; the lock and the record beside it last, in one request."""
-    order = {MANIFEST_NAME: 0, PROGRESS_NAME: 2, LOCK_NAME: 2}
+    order = dict.fromkeys((MANIFEST_NAME, "config.json", ".metadata"), 0) | {PROGRESS_NAME: 2, LOCK_NAME: 2}
     for turn in range(3):
         if batch := [name for name in names if order.get(name, 1) == turn]:
             client.remove(batch)

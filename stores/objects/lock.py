@@ -95,12 +95,13 @@ def check_existing(
     others = {name: entry for name, entry in listed.items() if name not in _WORKING}
     if not others and not is_unfinished:
         return ListedObjects(listed=listed)
-    if not force:
-        raise _not_without_force(client, others, is_unfinished)
     is_packed = wanted.last == MANIFEST_NAME
+    if not force:
+        raise _not_without_force(client, others, is_unfinished, is_packed=is_packed)
     named = () if is_unfinished else _objects_of_manifest(client, others) if is_packed else None
     if named is None:
-        problem = f"exists, and is not what this command writes; {Parameter('force', True)} does not replace it"
+        reason = "is not a packed checkpoint" if is_packed else "a bucket cannot replace a model's files in one step"
+        problem = f"exists, and {reason}; {Parameter('force', True)} does not replace it"
         hint = f"choose another {Parameter('out')}, or remove it yourself"
         raise OutputError(client.url, problem, hint, code="output.not-ours")
     ours = frozenset({*named, *unremoved} & others.keys())
@@ -124,9 +125,12 @@ def remaining_names(lock: bytes) -> set[str]:
     return {name for name in lock.decode(errors="replace").split("\n")[_HEAD_LINES:] if name}
 
 
-def _not_without_force(client: ObstoreClient, others: Mapping[str, ObjectEntry], is_unfinished: bool) -> InputError:
+def _not_without_force(
+    client: ObstoreClient, others: Mapping[str, ObjectEntry], is_unfinished: bool, *, is_packed: bool
+) -> InputError:
     if not is_unfinished:
-        hint = f"choose another {Parameter('out')}, or replace it with {Parameter('force', True)}"
+        cure = f"replace it with {Parameter('force', True)}" if is_packed else "remove it yourself"
+        hint = f"choose another {Parameter('out')}, or {cure}"
         return OutputError(client.url, "already exists", hint, code="output.exists")
     text = client.load(LOCK_NAME)[:_SHOWN_CHARS].decode(errors="replace").partition("\n")[0]
     nbytes = sum(entry.nbytes for entry in others.values())

@@ -17,9 +17,9 @@ import pytest
 from manifests.codec import encode_manifest
 from manifests.errors import InputError
 from reshard.tensors.lazy import MemoryFile
-from stores.base import LOCK_NAME, Blocks, read_whole
+from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks, read_whole
 from stores.objects import output as object_output
-from stores.objects.client import ObstoreClient, remove_objects
+from stores.objects.client import ObstoreClient, open_writable, remove_objects
 from stores.objects.lock import new_lock
 from stores.objects.output import ObjectTarget, Wanted, open_output
 from stores.objects.store import open_objects
@@ -163,6 +163,15 @@ def test_interrupt_while_a_small_file_is_sent_beside_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         write_config()
     assert s3.objects(BUCKET, "beside/") == {}
+
+
+@pytest.mark.usefixtures("s3")
+def test_what_makes_a_folder_a_model_is_removed_first_and_the_lock_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[set[str]] = []
+    monkeypatch.setattr(ObstoreClient, "remove", lambda client, names: turns.append(set(names)))
+    marks, last = {"config.json", ".metadata", "manifest.json"}, {LOCK_NAME, PROGRESS_NAME}
+    remove_objects(open_writable(url_of("removed")), sorted({"model.safetensors"} | marks | last))
+    assert turns == [marks, {"model.safetensors"}, last]
 
 
 def test_checkpoint_that_is_being_replaced_stays_readable_until_the_new_one_is_committed(s3: S3Server) -> None:
