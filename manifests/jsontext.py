@@ -40,25 +40,22 @@ def with_floats(value: Any) -> Any:
     return [with_floats(item) for item in value] if isinstance(value, list) else value
 
 
-def parse_json_object(text: bytes, where: str, *, most_values: int = MOST_VALUES) -> dict[str, Any]:
+def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
     """Parse the JSON object of the file `where`.
 
     Raises:
         SourceError: not UTF-8, not JSON, nested too deeply, not an object, with duplicate keys, -0, a number that is
-            not finite or a lone surrogate, or with more than `most_values` values, which is found out before any is
+            not finite or a lone surrogate, or with more than `MOST_VALUES` values, which is found out before any is
             parsed.
     """
-    return _parse(text, where, most_values, _no_constant)
+    return _parse(text, where, MOST_VALUES, _no_constant)
 
 
 def _parse(text: bytes, where: str, most_values: int, constant: Callable[[str], Any]) -> dict[str, Any]:
     if _has_more_values(text, most_values):
-        raise SourceError(
-            where,
-            f"expected at most {most_values:,} JSON values, found more",
-            "the file is damaged or malicious; download it again",
-            code="source.too-many-values",
-        )
+        problem = f"expected at most {most_values:,} JSON values, found more"
+        hint = "a header of so many tensors is not supported: save them in more shards; other files are damaged"
+        raise SourceError(where, problem, hint, code="source.too-many-values")
     try:
         document = json.loads(
             text.decode("utf-8"),

@@ -244,4 +244,4 @@ def read_range(file: InputFile, begin: int, end: int) -> bytes:
     data = io.BytesIO(bytes(end - begin))
     with closing(file.open(((begin, end),))) as reader, data.getbuffer() as part:
         reader.read_into(part, begin)
-    return data.getvalue()  # no copy: source.json of a million tensors is of 200 MB
+    return data.getvalue()  # no copy

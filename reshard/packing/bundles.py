@@ -230,7 +230,7 @@ def refer_to_others(checkpoint: Checkpoint, plan: PackPlan, packed: Collection[i
 
 
 def _append(ranges: list[Range], begin: int, end: int) -> None:
-    """Append a range, merging it with the last one if they are adjacent, as a million tensors may be."""
+    """Append a range, merging it with the last one if they are adjacent."""
     if ranges and ranges[-1][1] == begin:
         ranges[-1] = (ranges[-1][0], end)
     else:
