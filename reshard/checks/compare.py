@@ -150,8 +150,8 @@ def read_index(manifest: Manifest, folder: Folder, findings: Findings) -> ShardI
     """Return the index beside a manifest, if there is one that can be read."""
     if not has_index(manifest):
         return None
-    file = folder.file(INDEX_NAME)
-    try:
+    try:  # a bucket looks the file up
+        file = folder.file(INDEX_NAME)
         return read_shard_index(read_whole(file), str(file))
     except InputError as error:
         findings.add(error.where, error.problem)
@@ -200,16 +200,16 @@ def check_names(manifest: Manifest, folder: Folder, manifest_name: str, findings
     for name in _names(folder):
         if is_consulted(name) and name not in listed and _is_file(folder, name):
             problem = "is not in the manifest, and programs that open the folder may read it: move it out of the folder"
-            findings.add(folder.file(name), problem, code="manifest.unlisted-file")
+            findings.add(f"{folder}/{name}", problem, code="manifest.unlisted-file")
     in_root = [shard for shard in manifest.shards if "/" not in shard.path]
     for shard in in_root:
         if shard.holds != WEIGHTS or (shard.path == "model.safetensors" and len(in_root) > 1):
             problem = f"has {shard.holds} of a stage, and readers take a file of this name for the weights of the model"
-            findings.add(folder.file(shard.path), problem, code="manifest.misleading-name")
+            findings.add(f"{folder}/{shard.path}", problem, code="manifest.misleading-name")
     for file in manifest.files:
         if is_weights(file.path) or file.path in ADAPTER_NAMES:
             problem = "is not a shard of the manifest, and readers take a file of this name for weights"
-            findings.add(folder.file(file.path), problem, code="manifest.misleading-name")
+            findings.add(f"{folder}/{file.path}", problem, code="manifest.misleading-name")
 
 
 def _names(folder: Folder) -> Iterable[str]:

@@ -308,11 +308,11 @@ def _compare_files(source: Checkpoint, manifest: Manifest, folder: Folder, findi
     }
     comparison = compare(expected, digests)
     for path in comparison.unexpected:
-        findings.add(folder.file(path), f"is not in {source.location}")
+        findings.add(f"{folder}/{path}", f"is not in {source.location}")
     for path in comparison.different:
-        findings.add(folder.file(path), f"expected {expected[path]} ({source.location}), found {digests[path]}")
+        findings.add(f"{folder}/{path}", f"expected {expected[path]} ({source.location}), found {digests[path]}")
     for path in sorted(comparison.missing):
-        findings.add(folder.file(path), f"is in {source.location}, but not in the manifest")
+        findings.add(f"{folder}/{path}", f"is in {source.location}, but not in the manifest")
 
 
 def _digest_of(auxiliary: AuxiliaryAt) -> str:
