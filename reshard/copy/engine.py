@@ -141,6 +141,7 @@ def _write_together(shards: Sequence[OutputShard], folder: Path, options: WriteO
 
 def _finish(shard: OutputShard, file: OutputFile, digests: Sequence[str], *, sync: bool) -> WrittenShard:
     """Write the header, now that the digests are known."""
+    assert all(digests), f"{shard.path}: a tensor was not copied"
     header = shard.header_with(digests)
     file.finish(header, sync=sync)
     return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header))

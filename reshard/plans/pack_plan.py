@@ -124,7 +124,9 @@ class OutputShard:
             return self.given.header
         names = (origin.name for origin in self.origins)
         by_name = None if digests is None else dict(zip(names, digests, strict=True))
-        return header_template(_lay_out(self.origins), _metadata(self.origins), by_name)
+        header = header_template(_lay_out(self.origins), _metadata(self.origins), by_name)
+        assert len(header) == self.header_nbytes, f"{self.path}: the tensors would begin elsewhere"
+        return header
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
