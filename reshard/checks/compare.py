@@ -7,6 +7,7 @@ manifest: so its index must say the same, and no file that it does not list may 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from manifests.digest import PREFIX
@@ -42,18 +43,15 @@ def tensors_of(checkpoint: Checkpoint, holds: Holds) -> Mapping[str, TensorAt] |
 def hash_each(
     tensors: Sequence[TensorAt], progress: ByteCounter, findings: Findings, *, code: str = ""
 ) -> Sequence[str | None]:
-    """Hash all tensors; one that cannot be read is added to `findings` and gets None."""
+    """Hash all tensors; one that cannot be read is added to `findings` and gets None, and the others are read again."""
     try:
         return hash_tensors(tensors, progress)
-    except (InputError, OSError):
-        digests: list[str | None] = []
-        for tensor in tensors:
-            try:
-                digests += hash_tensors([tensor])
-            except (InputError, OSError) as error:
-                findings.add(tensor.file, str(error), code=code)
-                digests.append(None)
-        return digests
+    except (InputError, OSError) as error:
+        if len(tensors) == 1:
+            findings.add(tensors[0].file, str(error), code=code)
+            return [None]
+        halves = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]  # in threads, as far as they can be read
+        return [digest for half in halves for digest in hash_each(half, lambda nbytes: None, findings, code=code)]
 
 
 def compare_bytes(
@@ -175,10 +173,13 @@ def check_index(
     listed = index.weight_map
     comparison = compare(listed, {tensor.name: path for tensor, path in stored if tensor.name not in replicas})
     missing = [name for name in comparison.missing if is_all or listed[name] in indexed]
+    counts = Counter(tensor.name for tensor, path in stored if path is not None and tensor.name not in replicas)
+    repeated = [name for name, count in counts.items() if count > 1]
     for names, problem in (
         (comparison.unexpected, "the manifest's shards have {}, which the index does not list"),
         (comparison.different, "the index lists {} in another shard than the manifest's"),
         (missing, "the index lists {}, which the manifest's shards do not have"),
+        (repeated, "the manifest's shards have {} more than once"),
     ):
         if names:
             sentence = problem.format(f"{count_of(names, 'tensor')} ({some(names)})")
