@@ -48,6 +48,7 @@ def main() -> None:
     """Run torchrun on this process's arguments."""
     leave_out_working_folder()
     open_streams()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, ranks would end without an exit code
     with TemporaryDirectory(prefix="runner-", ignore_cleanup_errors=True) as reports_dir:
         # torchrun handles signals itself once it starts ranks.
         end_at_signals(lambda number: _stop_early(reports_dir))
@@ -263,7 +264,7 @@ def print_waiting(log_dir: Path, num_ranks: int, begun: float) -> Iterator[None]
         yield
     finally:
         ended.set()
-        watcher.join()  # ranks are forked from a process with few threads
+        watcher.join()
 
 
 def find_awaited(log_dir: Path, num_ranks: int, *, since: float, position: int) -> str | None:
