@@ -49,6 +49,7 @@ def test_job_of_many_pods_is_followed_until_it_ends(cluster: Kubernetes, packed:
         "version": 1, "scheduler": "jobset", "id": "tiny", "name": "tiny", "state": "Completed", "reason": "",
         "nodes": "", "requeues": 0, "error": None, "error_code": None, "silent_ranks": [],
         "last_step": None, "num_steps": 10, "last_loss": None, "last_checkpoint": None,
+            "exit_code": 0, "last_heartbeat_s": None, "layout": None,
     }  # fmt: skip
     use = ("kubectl", "config", "use-context", "empty")
     subprocess.run(use, check=True, capture_output=True)  # the job is still known where it is

@@ -41,7 +41,7 @@ def test_node_that_is_alone_ends_with_a_message_and_a_code_that_a_restart_may_fi
         ]  # fmt: skip
         where = {"PET_NODE_RANK": str(number), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
         done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **where}, capture_output=True, text=True, timeout=50
+            command, cwd=ROOT, env={**os.environ, **where}, capture_output=True, text=True, timeout=110
         )
     assert done.returncode == 5, done.stderr
     says = says.replace("PORT", str(port)).replace("CODE", r"\[rank\.unmet\]")
