@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import click
 
@@ -39,6 +39,8 @@ _LOG_DIR = click.argument(
     "log_dir", type=click.Path(path_type=Path), metavar="[LOG_DIR]", default=DEFAULT_RUNS,
     callback=lambda _, __, path: find_run(path),
 )  # fmt: skip
+_Answer = TypeVar("_Answer")
+
 _WATCHED_S = 2.0  # between two looks at a job
 _SILENT_S = 60.0  # a scheduler that is being restarted does not answer
 
@@ -62,7 +64,9 @@ def status(log_dir: Path, as_json: bool, is_watched: bool) -> None:
     if as_json:
         click.echo(json.dumps(find_status(log_dir)))
         return
-    show_changes(lambda: _status_lines(find_status(log_dir)), is_repeated=is_watched)
+    hint = f"the job is not affected; watch it again with runner status {log_dir} --watch"
+    poll = _Poll(lambda: _status_lines(find_status(log_dir)), hint)
+    show_changes(poll.look if is_watched else poll.ask, is_repeated=is_watched)
 
 
 def _status_lines(state: Mapping[str, Any]) -> tuple[bool, Sequence[str]]:
@@ -170,14 +174,16 @@ def find_status(log_dir: Path) -> dict[str, Any]:
     return report | _progress(log_dir / "metrics.jsonl")
 
 
-def show_changes(look: Callable[[], tuple[bool, Sequence[str]]], *, is_repeated: bool) -> None:
+def show_changes(look: Callable[[], tuple[bool, Sequence[str]] | None], *, is_repeated: bool) -> None:
     """Show the lines that `look` returns; if repeated, again when they change, while its first value is true.
+
+    None means that nothing is known now, and what was shown stays.
 
     On a terminal the new lines replace the old ones.
     """
     shown: Sequence[str] = ()
     while True:
-        may_change, lines = look()
+        may_change, lines = look() or (True, shown)
         columns = shutil.get_terminal_size().columns if is_repeated and sys.stdout.isatty() else 0
         if columns and shown and lines != shown:
             click.echo(f"\x1b[{len(shown)}F\x1b[J", nl=False)
@@ -210,7 +216,10 @@ def show_logs(log_dir: Path, show: Print, *, rank: int | None, is_followed: bool
 
 def follow_job(record: JobRecord, path: Path, show: Print, log_dir: Path) -> int:
     """Print the output of a job until it ends, and return its exit code."""
-    return scheduler_of(record.scheduler).follow_output(record, path, show, _Poll(record, log_dir).exit_code)
+    scheduler = scheduler_of(record.scheduler)
+    hint = f"the job is not affected; follow it again with runner logs {log_dir} -f"
+    poll = _Poll(lambda: scheduler.find_state(record, log_dir).exit_code, hint)
+    return scheduler.follow_output(record, path, show, poll.look)
 
 
 def cancel_job(log_dir: Path, *, is_forced: bool = False) -> tuple[JobRecord, bool]:
@@ -225,31 +234,30 @@ def cancel_job(log_dir: Path, *, is_forced: bool = False) -> tuple[JobRecord, bo
     return record, scheduler_of(record.scheduler).cancel(record, is_forced=is_forced)
 
 
-class _Poll:
-    """A job whose scheduler is polled, and may fail to answer for a while."""
+class _Poll(Generic[_Answer]):
+    """A job whose scheduler is polled by `ask`, and may fail to answer for a while; `hint` is for when it gives up."""
 
-    def __init__(self, record: JobRecord, log_dir: Path) -> None:
-        self._record, self._log_dir = record, log_dir
+    def __init__(self, ask: Callable[[], _Answer], hint: str) -> None:
+        self.ask, self._hint = ask, hint
         self._has_answered, self._silent_since_s = False, 0.0
 
-    def exit_code(self) -> int | None:
-        """Return the job's exit code; None while it waits, runs, or its scheduler does not answer.
+    def look(self) -> _Answer | None:
+        """Return the answer; None while the scheduler gives none.
 
         Raises:
             UserError: the scheduler has never answered, or not for a minute.
         """
         try:
-            code = scheduler_of(self._record.scheduler).find_state(self._record, self._log_dir).exit_code
+            answer = self.ask()
         except UserError as error:
             if not self._has_answered:
                 raise
             self._silent_since_s = self._silent_since_s or time.monotonic()
             if time.monotonic() - self._silent_since_s < _SILENT_S:
                 return None
-            hint = f"the job is not affected; follow it again with runner logs {self._log_dir} -f"
-            raise error.changed(hint=hint) from error
+            raise error.changed(hint=self._hint) from error
         self._has_answered, self._silent_since_s = True, 0.0
-        return code
+        return answer
 
 
 def _no_log(path: Path, log_dir: Path) -> InputError:

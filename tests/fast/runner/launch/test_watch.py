@@ -66,10 +66,25 @@ def test_watched_status_is_shown_again_when_it_changes_until_the_job_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(watch, "_WATCHED_S", 0.0)
-    looks = iter([(True, ["a", "b"]), (True, ["a", "b"]), (True, ["c"]), (False, ["d"])])
+    looks = iter([(True, ["a", "b"]), (True, ["a", "b"]), None, (True, ["c"]), (False, ["d"])])
     watch.show_changes(lambda: next(looks), is_repeated=True)
     assert capsys.readouterr().out.split() == ["a", "b", "c", "d"]
-    assert next(looks, None) is None
+    assert not list(looks)
+
+
+def test_watched_status_outlives_a_scheduler_that_does_not_answer_once(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_WATCHED_S", 0.0)
+    write_job_record(log, JobRecord(scheduler="slurm", id="7", name="x", output=str(log / "slurm-7.out")))
+    answers = ("echo JobState=RUNNING", "exit 1", "echo JobState=COMPLETED ExitCode=0:0")
+    script = tmp_path / "scontrol"
+    cases = "".join(f"{number}) {does};; " for number, does in enumerate(answers, 1))
+    script.write_text(f"#!/bin/bash\necho >> {tmp_path}/calls; case $(wc -l < {tmp_path}/calls) in {cases}esac\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    done = CliRunner().invoke(cli, ["status", str(log), "--watch"])
+    assert (done.exit_code, [line.split()[-1] for line in done.stdout.splitlines()]) == (0, ["RUNNING", "COMPLETED"])
 
 
 def test_watched_status_of_a_job_that_has_ended_is_shown_once(log: Path) -> None:
