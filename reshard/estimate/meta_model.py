@@ -11,18 +11,23 @@ no tensor depends on another, or on a layout.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manifests.errors import ModelError
+from manifests.digest import Hasher
+from manifests.errors import ModelError, UnreachableError
 from manifests.index import INDEX_NAME, encode_index
 from manifests.models import architecture_of
 from manifests.models.catalogue import entry_of
@@ -66,30 +71,52 @@ def tensors_by_class(
     return {**answer["config"], **plain}, StoredTensors(tensors=tensors, where=where)
 
 
-def write_initial(config: Mapping[str, object], where: str, names: Iterable[str], start: InitialWeights) -> None:
-    """Write a model of these tensors as transformers initializes it; see Note [Initial weights].
+def write_initial(
+    config: Mapping[str, object], where: str, names: Iterable[str], start: InitialWeights, lock: int
+) -> dict[str, bytes]:
+    """Write a model of these tensors as transformers initializes it, and return their BLAKE3 digests.
+
+    See Note [Initial weights]. `lock` is the descriptor of the folder's lock, which the writing process inherits: it
+    ends with this one, and until then nobody else has the folder.
 
     Raises:
         ModelError: as `tensors_by_class`, or transformers' model has other tensors.
+        UnreachableError: the process was killed, or has no memory.
+        OSError: the folder cannot be written.
     """
     words = (str(start.folder.resolve()), start.dtype, str(start.seed))
     architecture = architecture_of(config, where)
-    _ask({"config": _without(config, _NOT_SIZES), "names": sorted(names)}, architecture, where, *words)
+    document = {"config": _without(config, _NOT_SIZES), "names": sorted(names), "parent": os.getpid()}
+    answer = _ask(document, architecture, where, *words, locks=(lock,))
+    return {name: bytes.fromhex(digest) for name, digest in answer["tensors"].items()}
 
 
 def _ask(
-    config: Mapping[str, object], architecture: str, where: str, *arguments: str, limit_s: float | None = None
+    config: Mapping[str, object],
+    architecture: str,
+    where: str,
+    *arguments: str,
+    limit_s: float | None = None,
+    locks: Collection[int] = (),
 ) -> dict[str, Any]:
     """Run this module as a process of its own, and return what it answers."""
     command = [sys.executable, "-P", "-m", "reshard.estimate.meta_model", architecture, *arguments]
     try:
-        done = subprocess.run(command, input=json.dumps(config), capture_output=True, text=True, timeout=limit_s)
+        done = subprocess.run(
+            command, input=json.dumps(config), capture_output=True, text=True, timeout=limit_s, pass_fds=locks
+        )
     except subprocess.TimeoutExpired as error:
         problem = f"{architecture} was not built on the meta device within {limit_s:.0f} s"
         raise ModelError(where, problem, "give the folder with its safetensors", code="config.not-buildable") from error
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {}
     if "tensors" in answer:
         return answer
+    if "errno" in answer:
+        raise OSError(answer["errno"], os.strerror(answer["errno"]), answer["file"])
+    if done.returncode < 0 or "memory" in answer:
+        ended = answer.get("memory") or f"its process was ended by {signal.Signals(-done.returncode).name}"
+        problem, hint = f"{architecture} was not built: {ended}", "free memory: a whole tensor must fit; see dmesg"
+        raise UnreachableError(where, problem, hint, code="system.out-of-memory")
     if "missing" in answer:
         raise ModelError(
             f"{where}: architectures",
@@ -98,7 +125,7 @@ def _ask(
             "pip install 'reshard[runner]', or give the folder with its safetensors; their headers are enough",
             code="config.needs-weights",
         )
-    reason = answer.get("error") or (done.stderr.strip().splitlines() or ["it was killed"])[-1]
+    reason = answer.get("error") or (done.stderr.strip().splitlines() or [f"it exited with {done.returncode}"])[-1]
     raise ModelError(
         where, f"transformers cannot build {architecture}: {reason[:300]}", "correct the field that it names",
         code="config.not-buildable",
@@ -154,12 +181,16 @@ def _build_on_meta(architecture: str, config: Mapping[str, object]) -> tuple[Any
     return model, state
 
 
-_SHARD_NBYTES = 4 << 30
+SHARD_NBYTES, SHARD_NAME = 4 << 30, "model-{:05d}.safetensors"
 _KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "bool": "BOOL"}
 
 
-def initialize(architecture: str, config: Mapping[str, object], names: Collection[str], start: InitialWeights) -> None:
+def initialize(
+    architecture: str, config: Mapping[str, object], names: Collection[str], start: InitialWeights
+) -> dict[str, str]:
     """Write a model's initial weights as shards and, last, their index; the folder exists.
+
+    Each shard gets its name once it is complete. Returns the BLAKE3 digests, in hex, of the tensors as files have them.
 
     Raises:
         ValueError: the model has other tensors than `names`, or files join some of them, or transformers does not
@@ -179,23 +210,29 @@ def initialize(architecture: str, config: Mapping[str, object], names: Collectio
     sizes = {name: sum(tensor.nbytes for tensor in files.values()) for name, files in written.items()}
     shards: list[list[str]] = [[]]
     for name, nbytes in sizes.items():
-        if shards[-1] and sum(sizes[other] for other in shards[-1]) + nbytes > _SHARD_NBYTES:
+        if shards[-1] and sum(sizes[other] for other in shards[-1]) + nbytes > SHARD_NBYTES:
             shards.append([])
         shards[-1].append(name)
     weights: dict[str, Sequence[str]] = {}
+    digests: dict[str, str] = {}
+
+    def pieces(header: bytes, sources: Sequence[str]) -> Iterator[bytes | memoryview]:
+        yield header
+        for source in sources:
+            initial = {source: _initial(model, source, start.seed)}
+            for name, tensor in revert_weight_conversion(model, initial).items():
+                data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+                digests[name] = Hasher(data).hexdigest()
+                yield data
+
     for number, sources in enumerate(shards, 1):
-        path = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        path = SHARD_NAME.format(number)
         files = {name: tensor for source in sources for name, tensor in written[source].items()}
         kinds = [(name, _KINDS[str(tensor.dtype)[6:]], tuple(tensor.shape)) for name, tensor in files.items()]
-        with open(start.folder / path, "wb", buffering=0) as file:
-            file.write(encode_header(layout_tensors(kinds), {"format": "pt"}))
-            for source in sources:
-                for tensor in revert_weight_conversion(model, {source: _initial(model, source, start.seed)}).values():
-                    data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-                    while data:  # a system call writes 2 GiB at most
-                        data = data[file.write(data) :]
+        write_file(start.folder / path, pieces(encode_header(layout_tensors(kinds), {"format": "pt"}), sources))
         weights[path] = [*files]
     write_file(start.folder / INDEX_NAME, encode_index(weights, sum(sizes.values())))
+    return digests
 
 
 def _initial(model: Any, fqn: str, seed: int) -> Any:
@@ -239,17 +276,35 @@ def main() -> None:
         if sys.argv[2:]:
             folder, dtype, seed = sys.argv[2:]
             document = json.load(sys.stdin)
+            end_with(document["parent"])
             start = InitialWeights(folder=Path(folder), dtype=dtype, seed=int(seed))
-            initialize(sys.argv[1], document["config"], document["names"], start)
-            print(json.dumps({"tensors": {}}))
-            return
-        document, tensors = build(sys.argv[1], json.load(sys.stdin))
-        answer: dict[str, Any] = {"config": document, "tensors": tensors}
+            answer: dict[str, Any] = {"tensors": initialize(sys.argv[1], document["config"], document["names"], start)}
+        else:
+            document, tensors = build(sys.argv[1], json.load(sys.stdin))
+            answer = {"config": document, "tensors": tensors}
     except ImportError as error:
         answer = {"missing": error.name or str(error)}
+    except MemoryError as error:
+        answer = {"memory": str(error) or "memory could not be allocated"}
     except Exception as error:  # whatever transformers raises of a config
-        answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if isinstance(error, OSError) and error.errno and sys.argv[2:]:
+            answer = {"errno": error.errno, "file": str(error.filename or sys.argv[2])}
+        else:
+            answer = {"memory" if _ALLOCATION in text else "error": text}
     print(json.dumps(answer))
+
+
+_PR_SET_PDEATHSIG = 1  # of prctl, in Linux's sys/prctl.h
+_ALLOCATION = "DefaultCPUAllocator: can't allocate memory"  # of torch's RuntimeError
+
+
+def end_with(parent: int) -> None:
+    """Be killed when the parent process ends, for whatever reason; exit if it has ended already."""
+    with contextlib.suppress(AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 if __name__ == "__main__":

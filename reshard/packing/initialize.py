@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,21 +11,24 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from manifests.errors import Parameter, UsageError, refused_by_system
+from manifests.errors import ModelError, Parameter, UsageError
 from manifests.index import INDEX_NAME
-from manifests.models.config import CONFIG_NAME
+from manifests.models import architecture_of
+from manifests.models.catalogue import entry_of
+from manifests.models.config import CONFIG_NAME, ConfigReader
 from manifests.schema import Source
 from manifests.store import read_config, write_file
 from reshard.copy.destination import check_space
-from reshard.estimate.meta_model import InitialWeights, write_initial
+from reshard.estimate.meta_model import SHARD_NAME, SHARD_NBYTES, InitialWeights, write_initial
 from reshard.formats.open import DEFAULT_DTYPE, find_config, open_config, open_source
 from reshard.packing.options import PackOptions
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.transforms.conversion import CONFIG_DTYPES, STORED, Conversion
 from stores.address import is_url
 from stores.folders.owned import files_of_manifest
-from stores.folders.publish import check_target, partial_of
+from stores.folders.publish import check_target, scratch_beside, writing_to
 
 _INIT = Parameter("init")
 # What trains on text needs beside the config.
@@ -40,59 +42,76 @@ _BESIDE = (
 def initial_model(
     source: str, options: PackOptions, on_config: Callable[[PackOptions, Checkpoint], object]
 ) -> Iterator[tuple[PackOptions, Checkpoint]]:
-    """Initialize the model of a config in a folder beside the output, which is removed after the block.
+    """Initialize the model of a config in a folder beside the output, which is locked, and removed after the block.
 
-    Yields the options and the checkpoint to pack. `on_config` gets them before anything is written, without weights.
-    Every tensor depends on the seed and its name alone. A pack that was killed finds the folder again.
+    Yields the options and the checkpoint to pack, whose tensors have the digests of what was initialized. `on_config`
+    gets them before anything is written, without weights. Every tensor depends on the seed and its name alone. What a
+    killed pack left in the folder is never used.
 
     Raises:
         UsageError: SOURCE has weights or a quantized model's config, or options conflict with `init`.
-        ModelError: the config is invalid, or transformers cannot initialize the model.
-        OutputError: as `pack`.
+        ModelError: the config is invalid or has MTP layers, or transformers cannot initialize the model.
+        OutputError: as `pack`; another process initializes the weights of the same output.
     """
     config_path, seed = _check(source, options), options.init or 0
     config = read_config(config_path)
     if "quantization_config" in config:
         problem, hint = "does not quantize weights", f"remove quantization_config from {config_path}"
         raise UsageError(_INIT, problem, hint, code="options.init")
+    _check_mtp(config, config_path)
     if stored := STORED.get(options.conversion.dtype or "source"):
         config["dtype"] = next(name for name, dtype in CONFIG_DTYPES.items() if dtype == stored)
     options = replace(options, conversion=Conversion())
-    dtype = str(config.setdefault("dtype", config.pop("torch_dtype", None) or DEFAULT_DTYPE))
+    older = config.pop("torch_dtype", None)
+    config["dtype"] = dtype = str(config.get("dtype") or older or DEFAULT_DTYPE)
     document = (json.dumps(config, indent=2) + "\n").encode()
-    with TemporaryDirectory() as scratch:
-        (Path(scratch) / CONFIG_NAME).write_bytes(document)
-        planned = open_config(Path(scratch) / CONFIG_NAME)
+    with TemporaryDirectory() as temporary:
+        (Path(temporary) / CONFIG_NAME).write_bytes(document)
+        planned = open_config(Path(temporary) / CONFIG_NAME)
         on_config(options, planned)
-    out = Path(options.out)
-    check_target(out, options.force, files_of_manifest)
     versions = [f"{package} {version(package)}" for package in ("torch", "transformers") if find_spec(package)]
-    key = hashlib.sha256(b"\0".join([document, str(seed).encode(), *map(str.encode, versions)])).hexdigest()[:12]
-    folder = partial_of(out).with_suffix(f".init-{key}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        needed = 2 * sum(tensor.nbytes for tensor in planned.tensors.values())
-        if not (folder / INDEX_NAME).exists():
-            check_space(needed, shutil.disk_usage(folder).free, folder)
-        write_file(folder / CONFIG_NAME, document)
-        for name in _BESIDE:
-            if (config_path.parent / name).is_file():
-                shutil.copyfile(config_path.parent / name, folder / name)
-    except OSError as error:
-        raise refused_by_system(str(folder), error, "cannot be written", code="output.unwritable") from error
-    if not (folder / INDEX_NAME).exists():
-        start = InitialWeights(folder=folder, dtype=dtype, seed=seed)
-        write_initial(config, str(config_path), planned.tensors, start)
     origin = Source(kind="init", location=str(config_path.resolve()), revision=f"seed {seed}, {', '.join(versions)}")
-    yield options, replace(open_source(str(folder)), source=origin)
-    shutil.rmtree(folder, ignore_errors=True)
+    out, total = Path(options.out), sum(tensor.nbytes for tensor in planned.tensors.values())
+    shards = [SHARD_NAME.format(number) for number in range(1, 2 + 2 * total // SHARD_NBYTES)]  # at most
+    beside = [name for name in _BESIDE if (config_path.parent / name).is_file()]
+    wanted = {f"model/{name}" for name in (CONFIG_NAME, INDEX_NAME, *beside, *shards)}
+    with scratch_beside(out, "init", wanted) as (scratch, lock):
+        check_target(out, options.force, files_of_manifest)
+        folder = scratch / "model"
+        with writing_to(str(folder)):
+            check_space(2 * total, shutil.disk_usage(scratch).free, scratch)
+            folder.mkdir()
+            write_file(folder / CONFIG_NAME, document)
+            for name in beside:
+                shutil.copyfile(config_path.parent / name, folder / name)
+            start = InitialWeights(folder=folder, dtype=dtype, seed=seed)
+            digests = write_initial(config, str(config_path), planned.tensors, start, lock)
+        opened = open_source(str(folder))
+        tensors = {fqn: replace(tensor, blake3=digests[fqn]) for fqn, tensor in opened.tensors.items()}
+        yield options, replace(opened, source=origin, tensors=tensors)
+
+
+def _check_mtp(config: dict[str, Any], path: Path) -> None:
+    """Refuse MTP layers, which transformers' models do not have."""
+    entry = entry_of(architecture_of(config, str(path)))
+    if entry is None or entry.mtp is None:
+        return
+    top = ConfigReader(config, str(path))
+    reader = top.section(entry.section) if entry.section else top
+    if reader is not None and reader.count(entry.mtp, 0, least=0):
+        problem = "transformers does not initialize layers for multi-token prediction (MTP)"
+        raise ModelError(f"{path}: {entry.mtp}", problem, f"set {entry.mtp} to 0", code="config.mtp-layers")
 
 
 def _check(source: str, options: PackOptions) -> Path:
     """Return the path of the config; refuse what `init` does not support."""
+    options.check()
     given = {
         "virtual": options.virtual, "stages": options.stages is not None, "drop": bool(options.drop),
         "model": options.model is not None, "verify_source": options.verify_source,
+        "conversion.dequantize": options.conversion.dequantize is not None,
+        "conversion.merge_slices": options.conversion.merge_slices,
+        "conversion.adapters": bool(options.conversion.adapters),
     }  # fmt: skip
     for name in (name for name, is_given in given.items() if is_given):
         raise UsageError(Parameter(name), f"conflicts with {_INIT}", "remove one of them", code="options.conflict")

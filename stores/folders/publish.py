@@ -55,7 +55,8 @@ def publishing(
     if out.name in ("", ".."):
         out = out.resolve()  # `.` has no name for the partial folder
     check_target(out, force, find_owned)
-    partial = _make_partial(out)
+    partial = partial_of(out)
+    _make(partial, out)
     lock = _lock(partial, out)
     try:
         is_resumed = is_resumable(partial)
@@ -83,6 +84,32 @@ def publishing(
         if isinstance(error, OSError):
             raise _unwritable(str(error.filename or out), error, hint) from error
         raise
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def scratch_beside(out: Path, suffix: str, wanted: Collection[str]) -> Iterator[tuple[Path, int]]:
+    """Yield an empty folder for the `wanted` files beside `out`, and the descriptor of its lock; remove it afterwards.
+
+    A process that inherits the descriptor keeps the lock. What a killed process left in the folder is never used again.
+
+    Raises:
+        OutputError: another process has the folder, it has files of others, or it cannot be written.
+    """
+    folder = partial_of(out).with_suffix(f".{suffix}")
+    _make(folder, out)
+    lock = _lock(folder, out)
+    try:
+        check_ours(folder, lambda _: None, wanted=wanted)
+        try:
+            with writing_to(str(folder)):
+                empty(folder)
+                write_record(folder, wanted)
+            yield folder, lock
+        finally:
+            with suppress(OSError):
+                remove_tree(folder)
     finally:
         os.close(lock)
 
@@ -191,14 +218,11 @@ def partial_of(out: Path) -> Path:
     return out.parent / f".{out.name}.partial"
 
 
-def _make_partial(out: Path) -> Path:
-    partial = partial_of(out)
+def _make(folder: Path, out: Path) -> None:
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise refused_by_system(str(out), error, "cannot be created", code="output.unwritable") from error
-    return partial
 
 
 def _lock(folder: Path, out: Path) -> int:

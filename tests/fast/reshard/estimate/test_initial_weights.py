@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,14 @@ import transformers
 from safetensors.torch import load_file
 from transformers.core_model_loading import revert_weight_conversion
 
-from reshard.estimate.meta_model import InitialWeights, build, initialize
+from manifests.errors import InputError
+from reshard.estimate.meta_model import InitialWeights, build, initialize, write_initial
+from reshard.packing.initialize import initial_model
+from reshard.packing.options import PackOptions
+from reshard.packing.pack import prepare_pack
+from reshard.packing.plan import LayoutRequest
+from stores.folders.publish import scratch_beside
+from stores.local import LocalFile
 from tests.builders import INDEX, llama_config, refusal, run
 from tests.fast.manifests.models.catalogued import config_of, quiet
 
@@ -44,7 +55,8 @@ def initialized(config: Mapping[str, Any], folder: Path, *, seed: int, dtype: st
     architecture = config["architectures"][0]
     folder.mkdir()
     names = build(architecture, config)[1]
-    initialize(architecture, config, names, InitialWeights(folder=folder, dtype=dtype, seed=seed))
+    digests = initialize(architecture, config, names, InitialWeights(folder=folder, dtype=dtype, seed=seed))
+    assert digests.keys() == names.keys()
     shards = sorted({*json.loads((folder / INDEX).read_text())["weight_map"].values()})
     return {name: tensor for shard in shards for name, tensor in load_file(folder / shard).items()}
 
@@ -116,6 +128,9 @@ def test_pack_initializes_a_config_in_its_dtype_with_the_tokenizer_beside_it(tmp
     [
         (("--virtual",), "options.conflict", "--virtual"),
         (("--drop", "lm_head"), "options.conflict", "--drop"),
+        (("--dequantize", "bf16"), "options.conflict", "--dequantize"),
+        (("--adapter", "nowhere"), "options.conflict", "--adapter"),
+        (("--merge-slices",), "options.conflict", "--merge-slices"),
         (("--part", "1/2"), "options.conflict", "--init"),
         (("--parts", "2", "--scheduler", "slurm"), "options.conflict", "--init"),
         (("--out", "s3://bucket/x"), "options.init", "--out"),
@@ -141,3 +156,108 @@ def test_a_model_with_weights_or_quantized_and_an_output_that_exists_are_refused
     assert refusal("pack", out, *words).found[1:] == ("options.init", "--init")
     assert refusal("pack", source, "--init", "1", "--layout", "pp=9", "--out", tmp_path / "x").found[0] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "out"]
+
+
+def test_mtp_layers_are_refused_by_their_field(tmp_path: Path) -> None:
+    source = tmp_path / "config.json"
+    source.write_text(json.dumps({**config_named("tiny-deepseek-v3"), "num_nextn_predict_layers": 1}))
+    done = refusal("pack", source, "--init", "1", "--layout", "pp=2", "--out", tmp_path / "out")
+    assert done.found[1:] == ("config.mtp-layers", f"{source}: num_nextn_predict_layers")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def options_for(out: Path) -> PackOptions:
+    return PackOptions(out=out, layout=LayoutRequest(spec="pp=2"), init=1)
+
+
+def test_second_pack_is_refused_while_another_initializes_the_same_output(tmp_path: Path) -> None:
+    source, out = tmp_path / "config.json", tmp_path / "out"
+    source.write_text(json.dumps(llama_config()))
+    with scratch_beside(out, "init", {"model/a"}) as (folder, _):
+        (folder / "model").mkdir()
+        (folder / "model" / "a").write_text("of the first")
+        second = refusal("pack", source, "--init", "1", "--layout", "pp=2", "--out", out)
+        assert second.found[1:] == ("output.in-use", str(out))
+        assert (folder / "model" / "a").read_text() == "of the first"
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_process_that_inherited_the_lock_has_the_folder_until_it_ends(tmp_path: Path) -> None:
+    with scratch_beside(tmp_path / "out", "init", ()) as (_, lock):
+        inherited = os.dup(lock)
+        (folder := tmp_path / "saved").mkdir()
+        os.rename(tmp_path / ".out.init", tmp_path / "saved" / ".out.init")  # as if its owner had been killed
+    os.rename(folder / ".out.init", tmp_path / ".out.init")
+    with pytest.raises(InputError) as refused, scratch_beside(tmp_path / "out", "init", ()):
+        pass
+    assert refused.value.code == "output.in-use"
+    os.close(inherited)
+    with scratch_beside(tmp_path / "out", "init", ()):
+        pass
+    assert not (tmp_path / ".out.init").exists()
+
+
+def test_what_a_killed_pack_left_is_removed_and_files_of_others_are_refused(tmp_path: Path) -> None:
+    with scratch_beside(tmp_path / "out", "init", {"model/a"}) as (folder, _):
+        (folder / "model").mkdir()
+        (folder / "model" / ".a.partial").write_text("half")
+        os.rename(folder, tmp_path / "left")
+    os.rename(tmp_path / "left", tmp_path / ".out.init")
+    with scratch_beside(tmp_path / "out", "init", {"model/b"}) as (folder, _):
+        assert [path.name for path in folder.iterdir()] == [".journal"]
+    (tmp_path / ".out.init").mkdir()
+    (tmp_path / ".out.init" / "mine").write_text("mine")
+    with pytest.raises(InputError) as refused, scratch_beside(tmp_path / "out", "init", {"model/b"}):
+        pass
+    assert refused.value.code == "output.foreign-partial"
+    assert (tmp_path / ".out.init" / "mine").read_text() == "mine"
+
+
+def test_shard_that_changes_after_it_is_initialized_is_not_packed(tmp_path: Path) -> None:
+    source, options = tmp_path / "config.json", options_for(tmp_path / "out")
+    source.write_text(json.dumps({**llama_config(), "dtype": None, "torch_dtype": "float16"}))
+    with initial_model(str(source), options, lambda *_: None) as (packed, checkpoint):
+        assert {tensor.dtype for tensor in checkpoint.tensors.values()} == {"F16"}
+        tensor = checkpoint.tensors["model.layers.1.self_attn.q_proj.weight"]
+        shard = tmp_path / ".out.init" / "model" / "model-00001.safetensors"
+        with open(shard, "r+b") as file:
+            file.seek(tensor.begin)
+            file.write(bytes(tensor.nbytes))
+        reopened = LocalFile(shard)
+        tensors = {fqn: replace(tensor, file=reopened) for fqn, tensor in checkpoint.tensors.items()}
+        with pytest.raises(InputError) as error:
+            prepare_pack(str(source), packed, replace(checkpoint, tensors=tensors)).run()
+    assert error.value.code == "shard.digest-mismatch"
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".out.init").exists()
+
+
+def test_folder_that_cannot_be_written_is_not_a_fault_of_the_config(tmp_path: Path) -> None:
+    config = llama_config()
+    names = build(config["architectures"][0], config)[1]
+    start = InitialWeights(folder=tmp_path / "absent", dtype="float32", seed=1)
+    with pytest.raises(FileNotFoundError):
+        write_initial(config, "config.json", names, start, os.open(tmp_path, os.O_RDONLY))
+
+
+ENDING = """
+import os, subprocess, sys, time
+from reshard.estimate.meta_model import end_with
+if sys.argv[1] == "parent":
+    subprocess.run([sys.executable, "-c", CODE, str(os.getpid())])
+end_with(int(sys.argv[1]))
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_child_ends_with_a_parent_that_is_killed() -> None:
+    code = f"CODE = {ENDING!r}\n{ENDING}"
+    with subprocess.Popen([sys.executable, "-c", code, "parent"], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+        assert parent.stdout.read() == ""  # the child had it open, and has ended
+    late = subprocess.run([sys.executable, "-c", code, str(child)], stdout=subprocess.PIPE, timeout=60)
+    assert (late.returncode, late.stdout) == (1, b"")
