@@ -114,8 +114,8 @@ def _ask(
     if "errno" in answer:
         raise OSError(answer["errno"], os.strerror(answer["errno"]), answer["file"])
     if done.returncode < 0 or "memory" in answer:
-        ended = answer.get("memory") or f"its process was ended by {signal.Signals(-done.returncode).name}"
-        problem, hint = f"{architecture} was not built: {ended}", "free memory: a whole tensor must fit; see dmesg"
+        reason = answer.get("memory") or f"its process was killed by {signal.Signals(-done.returncode).name}"
+        problem, hint = f"{architecture} was not built: {reason}", "free memory: a whole tensor must fit; see dmesg"
         raise UnreachableError(where, problem, hint, code="system.out-of-memory")
     if "missing" in answer:
         raise ModelError(
@@ -296,7 +296,7 @@ def main() -> None:
 
 
 _PR_SET_PDEATHSIG = 1  # of prctl, in Linux's sys/prctl.h
-_ALLOCATION = "DefaultCPUAllocator: can't allocate memory"  # of torch's RuntimeError
+_ALLOCATION = "DefaultCPUAllocator"  # of torch's RuntimeError, when no memory can be allocated
 
 
 def end_with(parent: int) -> None:
