@@ -149,7 +149,7 @@ class _Delta:
         decompressor = _package("zstandard").ZstdDecompressor(max_window_size=_MOST_WINDOW_NBYTES)
         self._stream: BinaryIO = decompressor.stream_reader(source, read_size=STEP_NBYTES)
         self._changes = self._read_changes(nbytes) if patch.encoding == OVERWRITE else None
-        self._difference = memoryview(bytearray(min(STEP_NBYTES, nbytes)))
+        self._difference = memoryview(bytearray(min(STEP_NBYTES, nbytes) if self._changes is None else 0))
 
     def apply(self, state: memoryview, begin: int) -> None:
         from reshard.transforms.arithmetic import xor_into  # numpy
