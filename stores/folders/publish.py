@@ -220,7 +220,8 @@ def partial_of(out: Path) -> Path:
 
 def _make(folder: Path, out: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
     except OSError as error:
         raise refused_by_system(str(out), error, "cannot be created", code="output.unwritable") from error
 
