@@ -62,6 +62,9 @@ class Timetable:
             )
         if self.file is None and self.placement.num_ranks > 1:
             check_schedule(self.name, self.placement, num_microbatches, microbatch_group=self.microbatch_group)
+        elif self.microbatch_group is not None:
+            problem = "has no effect on a single pipeline rank, which runs one microbatch after the other"
+            raise UsageError("--microbatch-group", problem, "remove it", code="schedule.microbatch-group")
 
     def training(self, num_microbatches: int) -> LoweredTable:
         """Return the actions of a training step.

@@ -53,6 +53,6 @@ def memory_snapshot(log_dir: Path, rank: int, device: torch.device) -> Iterator[
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
-        except OSError as error:
-            logger.warning("note: %s cannot be written: %s", path, error.strerror)
-        torch.cuda.memory._record_memory_history(enabled=None)
+            torch.cuda.memory._record_memory_history(enabled=None)
+        except (OSError, RuntimeError) as error:  # after an error of CUDA, which is what the rank reports
+            logger.warning("note: %s cannot be written: %s", path, getattr(error, "strerror", error))

@@ -272,7 +272,7 @@ def _start(run: RunLog) -> list[str]:
     notes = [
         "Launch: from runner launch until the rank has imported torch; fill: weights and optimizer state are read.",
         f"Data is opened and the first step taken in {first['time'] - loads[0]['time']:.2f} s more."
-        if "time" in first and "time" in loads[0]
+        if "time" in first and "time" in loads[0] and first["time"] >= loads[0]["time"]  # else it is loading
         else "",
     ]
     heads = ("rank", *(part.removesuffix("_s").replace("_", "-") for part in PARTS))

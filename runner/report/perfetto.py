@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.command.palette import WORK_COLORS
+from manifests.errors import LogError
 from manifests.schedules import TimedAction
 from manifests.schedules.order import Result, input_of, result_of
 from runner.report.read import StepTrace, Traces, read_object, read_text
@@ -46,8 +47,13 @@ def _names(traces: Traces) -> Iterator[dict[str, Any]]:
 def _kernels(path: Path, rank: int, traces: Traces, pids: dict[tuple[int, object], int]) -> Iterator[dict[str, Any]]:
     """Yield what torch.profiler wrote: its times are in microseconds, after a time of its own."""
     document = read_object(read_text(path), str(path))
-    shift = document.get("baseTimeNanoseconds", 0) / 1e3 - traces.steps[0].zero_s * 1e6
-    for event in document.get("traceEvents", ()):
+    began, events = document.get("baseTimeNanoseconds", 0), document.get("traceEvents", [])
+    if not _is_number(began) or not isinstance(events, list) or not all(map(_is_event, events)):
+        raise LogError(str(path), "is not a trace of torch.profiler", "remove it", code="log.bad-field")
+    shift = began / 1e3 - traces.steps[0].zero_s * 1e6
+    if max((event["ts"] for event in events if event.get("ph") == "X"), default=0.0) + shift < 0:
+        return  # of a run before this one: it ended before the first traced step
+    for event in events:
         pid = pids.setdefault((rank, event.get("pid")), traces.placement.num_ranks + len(pids))
         changed = {**event, "pid": pid, "ts": event.get("ts", 0.0) + shift}
         if "id" in event:
@@ -55,6 +61,20 @@ def _kernels(path: Path, rank: int, traces: Traces, pids: dict[tuple[int, object
         if event.get("name") == "process_name":
             changed["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
         yield changed
+
+
+def _is_event(event: Any) -> bool:
+    """Whether the fields that are changed have their types."""
+    if not isinstance(event, dict) or not _is_number(event.get("ts", 0)) or isinstance(event.get("pid"), dict | list):
+        return False
+    is_named = event.get("name") != "process_name" or (
+        isinstance(event.get("args"), dict) and isinstance(event["args"].get("name"), str)
+    )
+    return is_named and (event.get("ph") != "X" or "ts" in event)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def _slices(step: StepTrace, zero_s: float) -> Iterator[dict[str, Any]]:

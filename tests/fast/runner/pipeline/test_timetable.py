@@ -91,9 +91,10 @@ def test_group_of_microbatches_gives_megatrons_table(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as error:
         find_timetable(str(path), placed(2, 2), 5, 3)
     assert (error.value.where, error.value.code) == ("--microbatch-group", "schedule.microbatch-group")
-    with pytest.raises(UsageError) as error:
-        find_timetable("1F1B", placed(2), 5, 3)
-    assert (error.value.where, error.value.code) == ("--microbatch-group", "schedule.microbatch-group")
+    for name, placement in (("1F1B", placed(2)), ("Interleaved1F1B", placed(1, 2))):
+        with pytest.raises(UsageError) as error:
+            find_timetable(name, placement, 5, 3)
+        assert (error.value.where, error.value.code) == ("--microbatch-group", "schedule.microbatch-group")
 
 
 GOOD = write_csv(schedule_table("GPipe", placed(2), 2))

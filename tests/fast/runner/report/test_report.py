@@ -13,10 +13,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from manifests.errors import InputError, UserError
+from manifests.errors import InputError, LogError, UserError
 from manifests.placement import Placement
 from runner.profiling.start import PARTS
-from runner.profiling.torch_tools import profiled
+from runner.profiling.torch_tools import profile_folder, profiled
 from runner.profiling.trace import Recorder, RunShape, Tracer, trace_path
 from runner.report.page import planned, write_report, write_trace
 from runner.report.read import read_run
@@ -162,6 +162,57 @@ def test_merged_trace_has_what_the_profiler_saw_on_the_same_clock(tmp_path: Path
     assert abs(added[1]["ts"] + zero_us - began_us) < 60e6
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {"rank 0", "rank 1", "rank 0: python", "rank 1: python"} <= names
+
+
+BASE_NS = {"baseTimeNanoseconds": 2_000_000_000_000}  # after the steps of `write_traces`, which begin at 1,000 s
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {**BASE_NS, "traceEvents": [3]},
+        {**BASE_NS, "traceEvents": {}},
+        {**BASE_NS, "traceEvents": [{"name": "process_name", "ph": "M"}]},
+        {**BASE_NS, "traceEvents": [{"name": "process_name", "ph": "M", "args": {}}]},
+        {**BASE_NS, "traceEvents": [{"name": "a", "ph": "X", "ts": "0"}]},
+        {**BASE_NS, "traceEvents": [{"name": "a", "ph": "X"}]},
+        {"baseTimeNanoseconds": None, "traceEvents": []},
+    ],
+)
+def test_profile_that_is_none_is_refused(tmp_path: Path, document: object) -> None:
+    profile = _traced_with_profile(tmp_path, document)
+    with pytest.raises(LogError) as error:
+        write_trace(tmp_path, tmp_path / "merged.json")
+    assert (error.value.code, error.value.where) == ("log.bad-field", str(profile))
+
+
+def test_profile_of_a_run_before_is_not_in_the_merged_trace(tmp_path: Path) -> None:
+    kernel = {"name": "kernel", "ph": "X", "pid": 5, "tid": 0, "ts": 7.0, "dur": 1.0}
+    for base_ns, is_shown in ((BASE_NS["baseTimeNanoseconds"], True), (1_000_000_000, False)):
+        _traced_with_profile(tmp_path, {"baseTimeNanoseconds": base_ns, "traceEvents": [kernel]})
+        write_trace(tmp_path, tmp_path / "merged.json", force=True)
+        events = json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
+        assert any(event["name"] == "kernel" for event in events) == is_shown
+
+
+def _traced_with_profile(log_dir: Path, document: object) -> Path:
+    write_metrics(log_dir)
+    write_traces(log_dir, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    path = profile_folder(log_dir) / "rank-00000-step-000003.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_run_that_is_loading_again_does_not_claim_a_first_step(tmp_path: Path) -> None:
+    load = {"rank": 0, "stages": [0], **dict.fromkeys(PARTS, 0.5)}
+    lines: list[dict[str, object]] = [
+        {**load, "load_s": 1.0, "time": 100.0}, {"step": 1, "loss": 4.0, "tokens_per_s": 1.0, "time": 103.0},
+    ]  # fmt: skip
+    for again, is_claimed in (([], True), ([{**load, "load_s": 1.0, "time": 3700.0}], False)):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, *again)))
+        write_report(tmp_path, tmp_path / "report.html", force=True)
+        assert ("first step taken in" in (tmp_path / "report.html").read_text()) == is_claimed
 
 
 def test_run_without_traces_has_no_merged_trace(tmp_path: Path) -> None:
