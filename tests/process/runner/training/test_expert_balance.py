@@ -56,9 +56,10 @@ CASES = (
 )
 SLOW_CASES = (
     Case("glm-replicas", "glm", ("--router-bias-rate", RATE, *REPLICAS)),
-    Case("deepseek-tp", "deepseek", ("--router-bias-rate", RATE, "--tp", 2, "--implementation", "torchtitan")),
+    Case("deepseek-tp", "deepseek", ("--router-bias-rate", RATE, "--tp", 2, "--implementation", "transformers")),
+    Case("qwen-tp", "qwen", ("--router-aux-loss", COEF, "--tp", 2)),
     Case("qwen-replicas", "qwen", ("--router-aux-loss", COEF, *REPLICAS)),
-    Case("qwen-context", "qwen", ("--router-bias-rate", 0, "--cp", 2, "--ac", "full")),
+    Case("qwen-context", "qwen", ("--router-aux-loss", COEF, "--cp", 2, "--ac", "full")),
 )
 NUM_RANKS = 4
 
@@ -97,8 +98,8 @@ def slow_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("balance"), SLOW_CASES)
 
 
-def train_alone(folder: Path, *, rate: float, coef: float) -> Reference:
-    """Train transformers' model a row at a time, each of them a microbatch."""
+def train_alone(folder: Path, *, rate: float, coef: float, num_context: int) -> Reference:
+    """Train transformers' model a row at a time, each of them a microbatch, of which context-parallel ranks have parts."""
     (architecture,) = read_config(folder)["architectures"]
     with quiet():
         model = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).train()
@@ -121,8 +122,10 @@ def train_alone(folder: Path, *, rate: float, coef: float) -> Reference:
             aux = torch.zeros(())
             for layer, (router_logits, weights, chosen) in outputs.items():
                 load[layer] += torch.bincount(chosen.flatten(), minlength=len(load[layer]))
-                of_layer = load_balancing_loss_func((router_logits,), len(load[layer]), weights.shape[-1])
-                aux = aux + of_layer / len(outputs) / NUM_ROWS
+                pieces = router_logits.chunk(2 * num_context)  # each rank has one from either end
+                for part in map(torch.cat, list(zip(pieces, reversed(pieces), strict=True))[:num_context]):
+                    of_part = load_balancing_loss_func((part,), len(load[layer]), weights.shape[-1])
+                    aux = aux + of_part / num_context / len(outputs) / NUM_ROWS
             torch.autograd.backward(lost + coef * aux)
             loss, aux_loss = loss + lost.item(), aux_loss + aux.item()
         reference.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
@@ -139,8 +142,9 @@ def train_alone(folder: Path, *, rate: float, coef: float) -> Reference:
 
 
 def check(case: Case, place: Path) -> None:
-    rate, coef = (dict(zip(case.args[::2], case.args[1::2], strict=True)).get(flag, 0) for flag in FLAGS)
-    expected = train_alone(place / case.model, rate=rate, coef=coef)
+    values = dict(zip(case.args[::2], case.args[1::2], strict=True))
+    rate, coef = (values.get(flag, 0) for flag in FLAGS)
+    expected = train_alone(place / case.model, rate=rate, coef=coef, num_context=values.get("--cp", 1))
     first, weights, names = 1 if case.origin else 0, expected.weights[case.saves - 1], set[str]()
     for rank in range(NUM_RANKS):
         found = torch.load(place / f"{case.name}-{rank}.pt", weights_only=False)
