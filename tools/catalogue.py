@@ -9,6 +9,7 @@ modules run.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -34,6 +35,8 @@ from manifests.models import ConfigReader
 from manifests.models.by_names import heads_width
 from manifests.models.catalogue import make_entry
 from runner.models.generic import Generic
+from runner.models.routers import routers_of
+from runner.pipeline.chunk import StageChunk, cast
 from tools.config_fields import NotDescribedError, Tensors, Variants, build, names_in_files, scan_fields
 from tools.parity import Layers, compare, look_at_layers
 from tools.shared_parity import expert_parallel, why_not_tensor_parallel
@@ -173,6 +176,8 @@ def describe(model_class: type[PreTrainedModel]) -> dict[str, Any]:
         entry["refused"] = why
     elif exact := kept_in_float32(model_class, config, entry):
         entry["float32"] = exact
+    if "refused" not in entry:
+        entry |= balanced_by(model_class, config, entry)
     if (residual := getattr(model_class.config_class(), "residual_in_fp32", None)) is not None:
         entry["residual_in_fp32"] = residual
     return entry
@@ -186,6 +191,20 @@ def kept_in_float32(model_class: type[PreTrainedModel], config: Any, entry: Mapp
     exact = {name: parameters[name] for name in parameters.keys() & set(family.float32_names(torch.bfloat16))}
     pieces = (piece for name, tensor in exact.items() for piece in family.pieces(name, tensor, (0,) * tensor.dim()))
     return sorted({_NUMBER.sub("*", layer.sub("", piece.fqn)) for piece in pieces})
+
+
+def balanced_by(model_class: type[PreTrainedModel], config: Any, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what can balance the routers that the runner finds in a model in bfloat16."""
+    family = Generic(make_entry(model_class.__name__, entry), config.to_dict(), max_seq_len=1)
+    chunk = StageChunk(family, 0, family.modules)
+    cast(chunk, torch.bfloat16)
+    routers = list(routers_of(family, chunk.body))
+    dtypes = {str(router.bias.dtype).removeprefix("torch.") for router in routers if router.bias is not None}
+    adds_loss = "load_balancing_loss_func" in inspect.unwrap(model_class.forward).__code__.co_names
+    return {
+        **({"aux_loss": True} if routers and adds_loss else {}),
+        **({"router_bias": min(dtypes)} if dtypes else {}),
+    }
 
 
 def why_not_trained(model_class: type[PreTrainedModel], entry: Mapping[str, Any], layers: Layers) -> str:

@@ -96,6 +96,8 @@ class CatalogueEntry:
     refused: str = ""  # why stages on transformers' own forward are not known to compute what the whole model does
     no_tp: str = ""  # why its matrices are not sharded over tensor-parallel ranks
     distributes_experts: bool = False  # whether transformers' plan distributes them over ranks
+    aux_loss: bool = False  # whether transformers' forward adds the load-balancing loss of its routers' logits
+    router_bias: str = ""  # the dtype of the biases of its routers in a model in bfloat16; "": it has none
     latent: bool = False  # whether a head's width is that of latent attention
     more_layers: tuple[tuple[str, tuple[str, ...]], ...] = ()  # lists of layers after the first, each with its `count`
     is_described: bool = False  # by a user, not by the catalogue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from runner.checkpoint.adapter_record import check_adapters, check_launched
 from runner.checkpoint.data_position import find_data
 from runner.checkpoint.outputs import check_apart, check_outputs
 from runner.checkpoint.resume import Origin, check_fits, find_origins, remembered, resumed_state
-from runner.config.balance import BalanceOptions
 from runner.config.entry_points import find_entry_point
 from runner.config.flags import Device, TrainOptions, flag_of, recall
 from runner.config.loss import LOSSES
@@ -37,6 +35,7 @@ from runner.preflight.combinations import (
     part_of,
     sharing_ranks,
 )
+from runner.preflight.experts import check_balance
 
 LEAST = (2, 13)
 TESTED = ("2.13.0", "2.14.1", "2.15.0")  # see docs/compatibility.md
@@ -105,6 +104,7 @@ def check_request(launched: Packed, options: TrainOptions, world_size: int) -> P
     check_heads(launched.config, options.degrees.context, options.degrees.context_method, options.degrees.tensor)
     check_launched(launched)
     check_trained(options, launched.shape)
+    check_balance(launched, options, is_dtype_final=options.resume.source is None)
     degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
     if options.resume.source is None:  # a checkpoint may recall other batch sizes
         _check_step(launched, options, degrees)
@@ -132,6 +132,7 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
         if training is not None:
             options = recall(options, remembered(training))
         _check_step(launched, options, degrees)
+        check_balance(launched, options)
         check_length(launched, options)
     for group, flag, name in (
         (LOSSES, "--loss", options.loss.entry_point),
@@ -317,18 +318,6 @@ def is_less_than_a_step(data: DataOptions, batch: BatchOptions) -> bool:
         if file.suffix not in (TEXT, LINES) or nbytes >= batch.global_batch * batch.seq_len:
             return False
     return True
-
-
-def expert_notes(tensors: Iterable[str], balance: BalanceOptions) -> tuple[str, ...]:
-    """Return a note that nothing balances experts, for a model of these tensors that has some."""
-    if balance.is_on or not any("expert" in name or "moe" in name for name in tensors):
-        return ()
-    note = "experts are not balanced: --router-aux-loss is 0, whatever router_aux_loss_coef of config.json is"
-    if any(name.endswith("e_score_correction_bias") for name in tensors):
-        note = (
-            "experts are not balanced: --router-bias-rate is 0, so e_score_correction_bias of routers does not change"
-        )
-    return (note,)
 
 
 def _or_by_name(folder: Path) -> str:

@@ -2,16 +2,18 @@
 
 # Note [Load of experts]
 Each router counts the tokens of each of its experts when a microbatch runs forward, padding included. Activation
-checkpointing runs a layer again while a backward runs, which is not counted. Once a step, counts are summed over all
-ranks that have different tokens, exactly, and every rank that shares the stage moves its copy of the bias by the sign
-of mean - load: bitwise as one process would, as the sign of integers does not round.
+checkpointing runs a layer again while a backward runs, which is not counted. Counts are summed over all ranks that have
+different tokens, exactly, in the row of numbers that every step gathers and reads (`StepTotals`): they cost no further
+collective or read. Every rank that shares the stage moves its copy of the bias by the sign of mean - load: bitwise as
+one process would, as the sign of integers does not round.
 
 # Note [Auxiliary loss]
 transformers' `load_balancing_loss_func` multiplies the mean load of an expert, over all layers and the whole batch, by
 its mean probability. Its gradient in the first microbatch depends on the load in the last one and in other stages, and
 a schedule runs the first backward before the last forward. So the product is taken of each layer and each microbatch
 of a rank, as in Megatron-Core's `aux_loss`, and the mean over both is added to the loss: transformers' value for one
-layer and one microbatch. A layer adds its gradient when its backward runs; no stage waits for another.
+layer and one microbatch. As there, softmax and choice are computed in the logits' dtype. A layer adds its gradient when
+its backward runs; no stage waits for another.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ from torch import nn
 from manifests.errors import UsageError
 from runner.config.balance import BalanceOptions
 from runner.config.schema import BatchOptions
-from runner.distributed.world import exchange_device
 from runner.models.routers import Router, routers_of
 from runner.parallel.mesh import Mesh
 from runner.pipeline.chunk import StageChunk
@@ -66,60 +67,57 @@ class ExpertBalance:
         width = 1 + sum(router.num_experts for router in self._routers)
         self._sums = torch.zeros(width, dtype=torch.float64, device=chunks[0].device)
         self._counts = torch.split(self._sums[1:], [router.num_experts for router in self._routers])
-        self._share = 0.0
+        self._share, self._is_recorded = 0.0, False
 
     def watch(self) -> None:
         """Count from now on what routers choose."""
         for router, counts in zip(self._routers, self._counts, strict=True):
             router.module.register_forward_hook(partial(self._see, router, counts))
 
-    def start(self, cut: BatchOptions | None) -> None:
+    def start(self, step: int, cut: BatchOptions | None) -> None:
         """Begin a step on a batch of this shape; None: that of the run."""
         self._sums.zero_()
+        self._is_recorded = step % self._interval == 0
         degrees = self._mesh.degrees
         num_parts = (cut or self._batch).num_microbatches * degrees.data * degrees.context
         self._share = 1 / (num_parts * self.num_routers)
 
+    @property
+    def addends(self) -> torch.Tensor | None:
+        """What ranks that share a stage sum in this step, as long on every rank; None: nothing is needed."""
+        if not self._options.is_on and not self._is_recorded:
+            return None
+        padded = self._sums.new_zeros(max(self._widths))
+        if self._mesh.counts_loss:  # tensor-parallel ranks have the same tokens
+            padded[: len(self._sums)] = self._sums
+        return padded
+
     @torch.no_grad()
-    def finish(self, step: int) -> ExpertReport:
-        """Move biases by the load of a step; every rank calls this."""
-        sums = self._sums.to(exchange_device(self._sums.device))
-        if self._mesh.stage is not None:
-            if not self._mesh.counts_loss:  # tensor-parallel ranks have the same tokens
-                sums.zero_()
-            dist.all_reduce(sums, group=self._mesh.stage)
-        parts = torch.split(sums[1:], [router.num_experts for router in self._routers])
-        for router, load in zip(self._routers, parts, strict=True) if self._options.bias_rate else ():
-            if router.bias is not None:
-                direction = torch.sign(load.sum() - load * router.num_experts)  # of mean - load
-                router.bias.add_(direction.to(router.bias), alpha=self._options.bias_rate)
-        is_recorded = step % self._interval == 0
-        if not is_recorded and not self._options.aux_loss:
-            return ExpertReport(load=None, aux_loss=None)
-        rows, layers = self._gather(sums), dict[int, tuple[int, ...]]()
-        for row, routers in zip(rows, self._rows, strict=True):
+    def finish(self, sums: Sequence[Sequence[float]]) -> ExpertReport:
+        """Move biases by the load of a step; `sums` are those of each pipeline rank's addends."""
+        layers = dict[int, tuple[int, ...]]()
+        for row, routers in zip(sums, self._rows, strict=True):
             begin = 1
-            for layer, size, _ in routers:
+            for layer, size, _ in routers if row else ():
                 layers[layer] = tuple(map(int, row[begin : begin + size]))
                 begin += size
+        if self._options.bias_rate and self._routers:
+            loads = [torch.tensor(layers[router.layer]) for router in self._routers]
+            directions = [torch.sign(load.sum() - load * len(load)) for load in loads]  # of mean - load
+            on_device = torch.cat(directions).to(self._sums.device, non_blocking=True)
+            moved = torch.split(on_device, list(map(len, loads)))
+            for router, direction in zip(self._routers, moved, strict=True):
+                if router.bias is not None:
+                    router.bias.add_(direction.to(router.bias.dtype), alpha=self._options.bias_rate)
         return ExpertReport(
-            load=tuple(sorted(layers.items())) if is_recorded else None,
-            aux_loss=sum(row[0] for row in rows) if self._options.aux_loss else None,
+            load=tuple(sorted(layers.items())) if self._is_recorded else None,
+            aux_loss=sum(row[0] for row in sums) if self._options.aux_loss else None,
         )
-
-    def _gather(self, sums: torch.Tensor) -> list[list[float]]:
-        if not dist.is_initialized():
-            return [sums.tolist()]
-        padded = sums.new_zeros(max(self._widths))
-        padded[: len(sums)] = sums
-        everyone = padded.new_empty(len(self._widths) * len(padded))
-        dist.all_gather_single(everyone, padded, group=self._mesh.pipeline)
-        rows: list[list[float]] = everyone.view(len(self._widths), -1).tolist()
-        return rows
 
     @torch.compiler.disable  # type: ignore[untyped-decorator] # a graph would count again when it is recomputed
     def _see(self, router: Router, counts: torch.Tensor, _: nn.Module, __: Any, output: tuple[Any, ...]) -> Any:
-        if not torch.is_grad_enabled():  # an evaluation
+        is_needed = self._is_recorded or self._options.is_on
+        if not torch.is_grad_enabled() or not is_needed:  # an evaluation, or a step of which nothing is asked
             return None
         chosen = next(tensor for tensor in output if not tensor.is_floating_point()).flatten()
         is_again = torch._C._current_graph_task_id() != -1

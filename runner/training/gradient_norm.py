@@ -36,6 +36,7 @@ class Totals:
     is_last: bool  # a rank was asked to stop
     is_damaged: bool  # a rank has found that what it loaded is damaged
     times_s: tuple[tuple[float, ...], ...]  # the times that each pipeline rank reported
+    sums: tuple[list[float], ...] = ()  # by pipeline rank, of what was summed besides
 
 
 class StepTotals:
@@ -68,6 +69,7 @@ class StepTotals:
             row, rows = rows[0], [[] for _ in range(dist.get_world_size(pipeline))]
             dist.all_gather_object(rows, row, group=pipeline)
         self._names = [[fqn for fqn, _ in row] for row in rows]
+        self._most_names = max(map(len, self._names))
         self._is_in_norm = [[is_counted for _, is_counted in row] for row in rows]
 
     def reduce(
@@ -79,6 +81,7 @@ class StepTotals:
         is_last: bool = False,
         is_damaged: bool = False,
         times_s: Callable[[], Sequence[float]] = tuple,
+        addends: torch.Tensor | None = None,
     ) -> Totals:
         """Return the totals of this step; `loss` is None on all ranks but those of the last stage.
 
@@ -88,7 +91,7 @@ class StepTotals:
 
         All ranks learn whether one of them was asked to stop after this step or has loaded damaged tensors, and the
         times of each; `times_s` is called when this rank's gradients are done. The times of ranks that share
-        stages are averaged.
+        stages are averaged. `addends`, as many on all ranks, are summed over the ranks that share a stage.
 
         Every rank calls this after `sync_gradients`; it runs one collective, and one more where ranks share stages.
 
@@ -102,9 +105,10 @@ class StepTotals:
         squares = _squared_norms(self._counted, self._mesh)
         times = [seconds / shared for seconds in times_s()]
         assert len(times) == self._num_times, "all ranks report the same number of times"
-        rows = self._gather([*head, float(is_last), float(is_damaged), *times], squares)
+        rows = self._gather([*head, float(is_last), float(is_damaged), *times], squares, addends)
         first = _HEAD + self._num_times
-        squared = [row[first:] for row in rows]
+        end = first + self._most_names
+        squared = [row[first:end] for row in rows]
         if not math.isfinite(math.fsum(chain.from_iterable(squared))):
             self._raise_not_finite(squared)
         square = math.fsum(chain.from_iterable(map(compress, squared, self._is_in_norm)))
@@ -124,6 +128,7 @@ class StepTotals:
             times_s=tuple(tuple(row[_HEAD:first]) for row in rows),
             norm=math.sqrt(square) * scale,
             scale=scale,
+            sums=tuple(row[end:] for row in rows),
         )
 
     def reduce_loss(self, loss: Number | None, count: Number | None = None) -> tuple[float, float]:
@@ -154,10 +159,13 @@ class StepTotals:
     def _num_sharing(self) -> int:
         return self._mesh.degrees.per_stage if self._mesh else 1
 
-    def _gather(self, head: Sequence[Number], squares: torch.Tensor | None = None) -> list[list[float]]:
+    def _gather(
+        self, head: Sequence[Number], squares: torch.Tensor | None = None, addends: torch.Tensor | None = None
+    ) -> list[list[float]]:
         """Return the rows of this pipeline's ranks, each summed over the ranks that share a stage."""
         numbers = [0.0 if isinstance(number, torch.Tensor) else number for number in head]
-        width = _HEAD + self._num_times + max(len(names) for names in self._names)
+        end = _HEAD + self._num_times + self._most_names
+        width = end + (0 if addends is None else len(addends))
         mine = torch.zeros(width, dtype=torch.float64, device=self._device)
         mine[: len(head)] = torch.tensor(numbers, dtype=torch.float64).to(self._device, non_blocking=True)
         for place, number in enumerate(head):
@@ -165,6 +173,8 @@ class StepTotals:
                 mine[place] = number
         if squares is not None:
             mine[len(head) : len(head) + len(squares)] = squares
+        if addends is not None:
+            mine[end:] = addends
         if not dist.is_initialized():
             return [mine.tolist()]
         device = exchange_device(self._device)

@@ -75,7 +75,7 @@ def train_step(
     if engine.parallel is not None:
         engine.parallel.defer_gradient_sync()
     if engine.balance is not None:
-        engine.balance.start(cut)
+        engine.balance.start(step + 1, cut)
     recorder, clock = engine.schedule.recorder, engine.clock
     recorder.start(is_timed=clock is None or clock.times(step + 1))
     loss = engine.schedule.train(batch, cut)
@@ -87,7 +87,13 @@ def train_step(
     try:
         num_tokens = batch.num_tokens if batch else 0
         totals = engine.totals.reduce(
-            loss, num_tokens, _count(engine), is_last=is_last, is_damaged=is_damaged, times_s=times_s
+            loss,
+            num_tokens,
+            _count(engine),
+            is_last=is_last,
+            is_damaged=is_damaged,
+            times_s=times_s,
+            addends=engine.balance.addends if engine.balance else None,
         )
     except RankError as error:
         raise error.within(f"step {step + 1}") from error
@@ -100,7 +106,7 @@ def train_step(
     clip_gradients(stepped, totals.norm, optimizer.options.max_norm)
     lr = optimizer.step(step)
     follow_leaders(engine.ties)
-    experts = None if engine.balance is None else engine.balance.finish(step + 1)
+    experts = None if engine.balance is None else engine.balance.finish(totals.sums)
     return StepReport(
         loss=totals.loss,
         num_tokens=totals.num_tokens,

@@ -16,7 +16,8 @@ from runner.checkpoint.resume import remembered
 from runner.commands import cli
 from runner.config.balance import BalanceOptions
 from runner.config.flags import parse_training, recall
-from runner.preflight.preflight import check_length, expert_notes, is_less_than_a_step, notes
+from runner.preflight.experts import check_balance, expert_notes
+from runner.preflight.preflight import check_length, is_less_than_a_step, notes
 from tests.builders import pack, without_file, write_model
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.models.decoders import save_decoder
@@ -90,6 +91,54 @@ def test_degrees_that_a_model_cannot_have_are_refused_before_ranks_start(
     assert (error.where, error.code) == (where, code)
     if code == "options.catalogue-combination":
         wording(str(error))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags", "where"),
+    [
+        ("LlamaForCausalLM", {"bias_rate": 0.1}, "--router-bias-rate"),
+        ("LlamaForCausalLM", {"aux_loss": 0.1}, "--router-aux-loss"),
+        ("MixtralForCausalLM", {"bias_rate": 0.1}, "--router-bias-rate"),
+        ("DeepseekV3ForCausalLM", {"aux_loss": 0.1}, "--router-aux-loss"),  # sigmoid, by groups, and biased
+        ("Glm4MoeForCausalLM", {"aux_loss": 0.1}, "--router-aux-loss"),
+        ("HunYuanMoEV1ForCausalLM", {"aux_loss": 0.1}, "--router-aux-loss"),
+        ("MiniMaxM2ForCausalLM", {"bias_rate": 0.1}, "--router-bias-rate"),  # in bfloat16
+    ],
+)
+def test_what_cannot_balance_experts_is_refused_by_architecture(
+    architecture: str, flags: dict[str, float], where: str, place: Path, wording: Wording
+) -> None:
+    options = replace(parse_training(["--data", "synthetic", *HALF]), balance=BalanceOptions(**flags))
+    with pytest.raises(UserError) as error:
+        check_balance(with_experts(place, architecture), options)
+    assert (error.value.code, error.value.where) == ("options.router", where)
+    wording(str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags", "dtype"),
+    [
+        ("MixtralForCausalLM", {"aux_loss": 0.1}, "bf16"),
+        ("DeepseekV3ForCausalLM", {"bias_rate": 0.1}, "bf16"),
+        ("MiniMaxM2ForCausalLM", {"bias_rate": 0.1, "aux_loss": 0.1}, "fp32"),
+    ],
+)
+def test_what_balances_experts_is_taken(architecture: str, flags: dict[str, float], dtype: str, place: Path) -> None:
+    options = parse_training(["--data", "synthetic", "--dtype", dtype])
+    check_balance(with_experts(place, architecture), replace(options, balance=BalanceOptions(**flags)))
+
+
+def with_experts(place: Path, architecture: str) -> Packed:
+    """Return a packed model that says to be of another architecture, with experts unless it is a Llama."""
+    packed = open_packed(place / "packed")
+    experts = {} if architecture == "LlamaForCausalLM" else {"model.layers.0.mlp.experts.0.up_proj.weight": (1, 1)}
+    shape = replace(packed.shape, architecture=architecture, tensors={**packed.shape.tensors, **experts})
+    return replace(packed, shape=shape)
+
+
+def test_flag_that_balances_experts_is_refused_before_ranks_start(place: Path) -> None:
+    error = refusal(place, "--data", "synthetic", "--router-bias-rate", "0.1", "--resume", "auto", "--checkpoint", "x")
+    assert (error.code, error.where) == ("options.router", "--router-bias-rate")
 
 
 @pytest.mark.parametrize("flags", [("--dp-shard", "2", "--master-dtype", "fp32"), ("--dp-replicate", "2")])
@@ -177,6 +226,17 @@ def test_a_model_with_experts_is_noted_to_be_unbalanced(wording: Wording) -> Non
         for balance in (BalanceOptions(bias_rate=0.001), BalanceOptions(aux_loss=0.01)):
             assert expert_notes((*dense, f"model.layers.0.{name}"), balance) == ()
     wording("\n".join(sorted({*notes_of.values()})))
+
+
+@pytest.mark.parametrize(("flag", "name"), [("bias_rate", "router_bias_rate"), ("aux_loss", "router_aux_loss")])
+def test_a_flag_that_the_launch_before_had_is_missed(flag: str, name: str) -> None:
+    tensors = ("model.layers.0.mlp.experts.0.up_proj.weight",)
+    launches = [{"options": {name: value}} for value in (0.1, 0.25, 0.0)]
+    (note,) = expert_notes(tensors, BalanceOptions(), {"launches": launches})
+    assert note.startswith(f"--{name.replace('_', '-')} 0.25 ")
+    assert expert_notes(tensors, BalanceOptions(**{flag: 0.25}), {"launches": launches}) == ()
+    (unbalanced,) = expert_notes(tensors, BalanceOptions(), {"launches": [*launches, launches[-1]]})
+    assert not unbalanced.startswith("--")
 
 
 def test_a_file_of_the_manifest_that_is_missing_is_named(place: Path) -> None:

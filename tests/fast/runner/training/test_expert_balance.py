@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from manifests.errors import UserError
@@ -16,7 +19,7 @@ from runner.models.family import Family
 from runner.models.generic import Generic
 from runner.models.routers import routers_of
 from runner.parallel.mesh import Mesh
-from runner.pipeline.chunk import StageChunk
+from runner.pipeline.chunk import StageChunk, materialize
 from runner.training.expert_balance import balance_experts, balance_loss
 from tests.fast.manifests.models.built import read_config
 from tests.fast.manifests.models.catalogued import config_of, quiet
@@ -30,11 +33,13 @@ MESH = Mesh(degrees=ParallelDims(pipeline=1), rank=0)
 BATCH = BatchOptions(global_batch=1, microbatch=1, seq_len=8)
 
 
-def generic(architecture: str) -> Generic:
+def generic(architecture: str, **changes: Any) -> Generic:
     entry = generic_entry(architecture)
     assert entry is not None
     with quiet():
-        return Generic(entry, {**config_of(architecture).to_dict(), "architectures": [architecture]}, max_seq_len=8)
+        return Generic(
+            entry, {**config_of(architecture, **changes).to_dict(), "architectures": [architecture]}, max_seq_len=8
+        )
 
 
 def chunk_of(family: Family) -> StageChunk:
@@ -69,6 +74,44 @@ def test_auxiliary_loss_of_a_layer_and_its_gradient_are_those_of_transformers(to
     (gradient,) = torch.autograd.grad(loss, logits)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert torch.allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_auxiliary_loss_of_a_model_is_what_transformers_adds(architecture: str, dtype: torch.dtype) -> None:
+    """Its logits are of the model's dtype, and so is the softmax by which it counts; the router's is in float32."""
+    torch.manual_seed(0)
+    with quiet():
+        alone = AutoModelForCausalLM.from_config(config_of(architecture, num_hidden_layers=1), dtype=dtype)
+    chunk = chunk_of(generic(architecture, num_hidden_layers=1))
+    materialize(chunk, device=torch.device("cpu"), dtype=dtype)
+    chunk.body.model.load_state_dict(alone.state_dict())
+    balance = balance_experts([chunk], BalanceOptions(aux_loss=1.0), BATCH, MESH, is_compiled=False)
+    assert balance is not None
+    tokens = torch.arange(64)[None] % 50
+    balance.start(1, None)
+    weights = [router.module.weight for router in routers_of(chunk.family, chunk.body)]
+    (gradient,) = torch.autograd.grad(chunk.body(tokens).float().sum() * 0, weights)
+    expected = alone(tokens, output_router_logits=True).aux_loss
+    assert balance.addends is not None
+    assert balance.finish([balance.addends.tolist()]).aux_loss == pytest.approx(expected.item(), rel=1e-6)
+    (router,) = (part for name, part in alone.named_modules() if name.endswith("mlp.gate"))
+    (expected_gradient,) = torch.autograd.grad(expected, router.weight)
+    assert expected_gradient.any()
+    assert torch.allclose(gradient, expected_gradient, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-7)
+
+
+def test_loads_cost_nothing_in_steps_that_do_not_record_them() -> None:
+    chunk = chunk_of(generic("Qwen3MoeForCausalLM", num_local_experts=400))
+    watched = {aux: balance_experts([chunk], BalanceOptions(aux_loss=aux), BATCH, MESH, is_compiled=False)
+               for aux in (0.0, 0.1)}  # fmt: skip
+    for aux, balance in watched.items():
+        assert balance is not None
+        needs = []
+        for step in (1, 2):  # four layers have more than 1,000 experts, so every second step is recorded
+            balance.start(step, None)
+            needs.append(balance.addends is not None)
+        assert needs == [bool(aux), True]
 
 
 @pytest.mark.parametrize(

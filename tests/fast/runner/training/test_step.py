@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,26 @@ from torch.overrides import TorchFunctionMode
 
 from manifests.errors import InputError, RankError
 from manifests.placement import Placement
+from runner.config.balance import BalanceOptions
+from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions, OptimOptions
 from runner.data.rows import RowForm
 from runner.models import family_for
-from runner.pipeline.chunk import StageChunk, build_chunks, named_hf_parameters
+from runner.models.family import Family
+from runner.parallel.mesh import Mesh
+from runner.pipeline.chunk import StageChunk, build_chunks, materialize, named_hf_parameters
 from runner.pipeline.losses import Loss
 from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
+from runner.tensors.local_shard import persistent_buffers
+from runner.training.expert_balance import balance_experts
 from runner.training.gradient_norm import StepTotals, clip_gradients, fused_squares, split_squares
 from runner.training.mixed_precision import keep_masters, master_of, round_masters
 from runner.training.optimizer import Optimizer, lr_at
 from runner.training.step import Engine, eval_step, train_step
 from runner.training.ties import Tie, build_ties, check_equal, check_loaded, lead_parameters, sync_gradients
+from tests.fast.manifests.models.built import read_config as read_tiny
 from tests.fast.runner.tiny import (
     CPU,
     EMBEDDING,
@@ -65,14 +73,33 @@ def build(
     chunks = build_chunks(family, stage_modules, range(num_stages))
     fill(chunks, folder)
     ties = build_ties([head_tie(stage_modules)], chunks, placement, timedelta(seconds=1))
+    return chunks, ties, engine_of(family, stage_modules, chunks, ties, loss)
+
+
+def engine_of(
+    family: Family,
+    stage_modules: Sequence[tuple[str, ...]],
+    chunks: tuple[StageChunk, ...],
+    ties: tuple[Tie, ...],
+    loss: Loss | None = None,
+    balance: BalanceOptions | None = None,
+) -> Engine:
+    placement = Placement(num_stages=len(stage_modules), num_ranks=1)
     parameters = lead_parameters(chunks, ties)
     batch = BatchOptions(global_batch=4, microbatch=1, seq_len=16)
     timetable = find_timetable("1F1B", placement, batch.num_microbatches)
     metadata = plan_stage_metadata(family, stage_modules, torch.float32)
     schedule = build_schedule(timetable, chunks, metadata, batch, loss=loss)
     totals = StepTotals(parameters, ties, device=CPU)
-    engine = Engine(schedule=schedule, ties=ties, totals=totals, optimizer=Optimizer(parameters, OPTIM), loss=loss)
-    return chunks, ties, engine
+    mesh = Mesh(degrees=ParallelDims(pipeline=1), rank=0)
+    return Engine(
+        schedule=schedule,
+        ties=ties,
+        totals=totals,
+        optimizer=Optimizer(parameters, OPTIM),
+        loss=loss,
+        balance=balance and balance_experts(chunks, balance, batch, mesh, is_compiled=False),
+    )
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -143,21 +170,43 @@ def test_norm_is_exact_and_clipping_keeps_the_direction() -> None:
 def test_step_reads_the_device_once(num_stages: int, folder: Path) -> None:
     """Each read waits for a GPU. Those of torch's optimizer are of its own counts of steps, which are on the host."""
     _, _, engine = build(folder, num_stages, Loss(summed_and_counted, RowForm()))
-    reads: list[str] = []
+    assert reads_of(engine) == [["tolist"], ["tolist"]]
+
+
+def test_tokens_of_experts_are_in_what_is_read_anyway() -> None:
+    family = family_for(read_tiny("tiny-deepseek-v3"), max_seq_len=16, implementation="transformers")
+    stage_modules = split_evenly(family.modules, 2)
+    reads = []
+    for options in (None, BalanceOptions(), BalanceOptions(bias_rate=0.1)):
+        chunks = build_chunks(family, stage_modules, range(2))
+        for chunk in chunks:
+            materialize(chunk, device=CPU, dtype=torch.float32)
+            for tensor in (*chunk.parameters(), *(buffer for _, buffer in persistent_buffers(chunk.body))):
+                nn.init.normal_(tensor, std=0.05)
+        reads.append(reads_of(engine_of(family, stage_modules, chunks, (), balance=options)))
+    assert reads[0][0].count("tolist") == 1
+    assert reads[0] == reads[1] == reads[2]
+
+
+def reads_of(engine: Engine) -> list[list[str]]:
+    """Return what reads the device in each of two steps, outside torch's optimizer."""
+    reads: list[list[str]] = []
 
     class Reads(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             caller = str(sys._getframe(1).f_globals["__name__"])
             if getattr(function, "__name__", "") in READS and not caller.startswith("torch.optim."):
-                reads.append(function.__name__)
+                reads[-1].append(function.__name__)
             return function(*args, **kwargs or {})
 
     for step in range(2):
-        batch = padded_batch(step, size=4, seq_len=16)
+        reads.append([])
+        batch = padded_batch(step, size=4, seq_len=16, vocab_size=96)
         with Reads():
             report = train_step(engine, batch, step)
-        assert reads == ["tolist"] * (step + 1)
         assert report.loss > 0
+        assert (report.experts is None) == (engine.balance is None)
+    return reads
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 2.0])

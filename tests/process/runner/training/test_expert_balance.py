@@ -99,7 +99,7 @@ def slow_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_alone(folder: Path, *, rate: float, coef: float, num_context: int) -> Reference:
-    """Train transformers' model a row at a time, each of them a microbatch, of which context-parallel ranks have parts."""
+    """Train transformers' model a row at a time, a microbatch, of which context-parallel ranks have parts."""
     (architecture,) = read_config(folder)["architectures"]
     with quiet():
         model = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).train()

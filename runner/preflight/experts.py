@@ -1,0 +1,72 @@
+"""What balances experts: checked by architecture before ranks start, and noted in the log. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from manifests.errors import UsageError
+from manifests.models.trainable import generic_entry
+from runner.bundle.packed import Packed
+from runner.config.balance import BalanceOptions
+from runner.config.flags import TrainOptions, flag_of
+
+_BIAS, _LOSS = flag_of("router_bias_rate"), flag_of("router_aux_loss")
+
+
+def check_balance(launched: Packed, options: TrainOptions, *, is_dtype_final: bool = True) -> None:
+    """Check that what is to balance the experts of a model can.
+
+    Families of other packages are left to `runner.training.expert_balance`, which sees their routers.
+
+    Raises:
+        UsageError: the architecture has no routers, or routers of another kind, or rounds biases to bfloat16.
+    """
+    architecture, balance = launched.shape.architecture, options.balance
+    entry = generic_entry(architecture)
+    if entry is None or launched.manifest.model.description is not None:
+        return
+    has_routers = has_experts(launched.shape.tensors)
+    biases = entry.router_bias if has_routers else ""
+    if balance.bias_rate and not biases:
+        problem = f"is not supported for {architecture}, whose routers have no e_score_correction_bias that is a buffer"
+        hint = f"use {_LOSS}" if entry.aux_loss and has_routers else "leave it out"
+        raise UsageError(_BIAS, problem, hint, code="options.router")
+    if balance.bias_rate and is_dtype_final and biases == "bfloat16" and options.compute.dtype == "bf16":
+        problem = f"is lost in rounding: {architecture} has its biases in bfloat16"
+        raise UsageError(_BIAS, problem, "use --dtype fp32", code="options.router")
+    if balance.aux_loss and not (entry.aux_loss and has_routers):
+        problem = f"is not supported for {architecture}: its forward in transformers adds no such loss"
+        hint = f"use {_BIAS}" if biases else "leave it out"
+        raise UsageError(_LOSS, problem, hint, code="options.router")
+
+
+def has_experts(tensors: Iterable[str]) -> bool:
+    return any("expert" in name or "moe" in name for name in tensors)
+
+
+def expert_notes(
+    tensors: Iterable[str], balance: BalanceOptions, run: Mapping[str, Any] | None = None
+) -> tuple[str, ...]:
+    """Return notes that nothing balances experts, for a model of these tensors that has some.
+
+    `run` is the record of the run that is resumed, if there is one.
+    """
+    launches = (run or {}).get("launches", ())[-2:]  # this one, and that before it
+    ended = [
+        f"{flag} {launch['options'][name]} of the launch before is not given again: it no longer balances experts"
+        for flag, name, value in (
+            (_BIAS, "router_bias_rate", balance.bias_rate),
+            (_LOSS, "router_aux_loss", balance.aux_loss),
+        )
+        for launch in launches
+        if not value and launch.get("options", {}).get(name)
+    ]
+    if ended or balance.is_on or not has_experts(tensors := tuple(tensors)):
+        return tuple(ended)
+    note = "experts are not balanced: --router-aux-loss is 0, whatever router_aux_loss_coef of config.json is"
+    if any(name.endswith("e_score_correction_bias") for name in tensors):
+        note = (
+            "experts are not balanced: --router-bias-rate is 0, so e_score_correction_bias of routers does not change"
+        )
+    return (note,)
