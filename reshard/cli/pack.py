@@ -161,11 +161,12 @@ def command_line() -> tuple[str, ...]:
 
 _GROUPS = {
     "What and where": (
-        "layout", "out", "pp", "force", "dry_run", "init", "stages", "virtual", "drop", "model",
-        "verify_source", "as_json",
-        "quiet",
+        "layout", "out", "pp", "force", "dry_run", "stages", "virtual", "drop", "model",
+        "verify_source", "as_json", "quiet",
     ),
-    "Bytes": ("dtype", "dequantize", "adapters", "merge_slices", "max_shard_nbytes", "io", "sync", "num_threads"),
+    "Bytes": (
+        "init", "dtype", "dequantize", "adapters", "merge_slices", "max_shard_nbytes", "io", "sync", "num_threads",
+    ),
     "Remote": ("num_streams", "memory_nbytes"),
     "Clusters": (
         "part", "num_parts", "scheduler", "image", "mounts", "partition", "account", "time", "sbatch_arg",

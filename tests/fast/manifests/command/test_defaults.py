@@ -30,7 +30,17 @@ def test_plan_and_training_have_the_same_default_for_every_flag_of_a_step_that_b
     of_plan = _defaults_of(plan, ["SOURCE"])
     of_training = _defaults_of(training_command, ["--data", "synthetic"])
     shared = {"--global-batch", "--microbatch", "--seq-len", "--dtype", "--master-dtype", "--optimizer", "--schedule"}
-    shared |= {"--ac", "--loss-chunk", "--dp-replicate", "--dp-shard", "--tp", "--cp", "--cp-method", "--ep"}
+    shared |= {
+        "--ac",
+        "--loss-chunk",
+        "--dp-replicate",
+        "--dp-shard",
+        "--tp",
+        "--cp",
+        "--cp-method",
+        "--ep",
+        "--microbatch-group",
+    }
     # Neither is of the step: what a plan overwrites, and what it prints.
     assert of_plan.keys() & of_training.keys() == shared | {"--force", "--quiet", "--host-memory"}
     differing = {flag: (of_plan[flag], of_training[flag]) for flag in shared if of_plan[flag] != of_training[flag]}
