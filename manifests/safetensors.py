@@ -88,8 +88,8 @@ class Header:
             ShardError: the header does not have one digest per tensor.
         """
         text = self.metadata.get(DIGESTS_KEY, "") if self.tensors else ""
-        found = split_digests(text)
-        if found is None or len(found) != len(self.tensors):
+        digests = split_digests(text)
+        if digests is None or len(digests) != len(self.tensors):
             num_found = text.count(" ") + 1
             raise ShardError(
                 f"{where}: __metadata__.{DIGESTS_KEY}",
@@ -97,7 +97,7 @@ class Header:
                 "this shard was not written by reshard; pack the model again",
                 code="header.no-digests",
             )
-        return found
+        return digests
 
 
 def read_header(path: Path, *, where: str | None = None) -> Header:
