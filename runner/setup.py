@@ -165,9 +165,8 @@ def _begin(
         save_context = SaveContext.of(launched, origin, writer=mesh.writer, num_writers=mesh.num_writers, named=named)
         check_launched(launched)
         check_adapters(origin, options, training)
-        base = (
-            launched if has_adapters(origin.manifest) else origin
-        )  # from which weights are read that have no adapters
+        # From which weights are read that have no adapters.
+        base = launched if has_adapters(origin.manifest) else origin
         has_moments = training is not None and base is origin
         cache = local_cache_of(launched, base, options, mesh, world, has_moments=has_moments)
         hashes = options.digests == "foreground"

@@ -9,8 +9,8 @@ wait. One process takes the same step with the model's own class, forward and lo
 the norm, every gradient and every weight must be equal.
 
 Dtypes are one up: bf16 with fp32 masters is fp32 with fp64 masters here, and anything else is fp64, so that what
-differs is wrong and not rounded. What transformers computes in float32 anyway differs by up to 4e-5. Rank 0 alone
-compares stages in the run's own dtypes, dropout and compiled code, see Note [Self-check of options].
+differs is wrong and not rounded, see Note [Limits of a proof]. Rank 0 alone compares stages in the run's own dtypes,
+dropout and compiled code, see Note [Self-check of options].
 
 What differs is tried by itself, so that the message can name a flag.
 """
