@@ -52,15 +52,19 @@ def expert_notes(
 
     `run` is the record of the run that is resumed, if there is one.
     """
-    launches = (run or {}).get("launches", ())[-2:]  # this one, and that before it
+    launches = (run or {}).get("launches")
+    launches = launches[-2:] if isinstance(launches, list) else ()  # this one, and that before it
+    options = [
+        launch["options"] for launch in launches if isinstance(launch, dict) and isinstance(launch.get("options"), dict)
+    ]
     ended = [
-        f"{flag} {launch['options'][name]} of the launch before is not given again: it no longer balances experts"
+        f"{flag} {launched[name]} of the launch before is not given again: it no longer balances experts"
         for flag, name, value in (
             (_BIAS, "router_bias_rate", balance.bias_rate),
             (_LOSS, "router_aux_loss", balance.aux_loss),
         )
-        for launch in launches
-        if not value and launch.get("options", {}).get(name)
+        for launched in options
+        if not value and launched.get(name)
     ]
     if ended or balance.is_on or not has_experts(tensors := tuple(tensors)):
         return tuple(ended)

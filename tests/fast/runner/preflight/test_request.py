@@ -239,6 +239,14 @@ def test_a_flag_that_the_launch_before_had_is_missed(flag: str, name: str) -> No
     assert not unbalanced.startswith("--")
 
 
+@pytest.mark.parametrize("launches", [None, {}, ["edited"], [{"options": []}], [{}]])
+def test_a_damaged_record_of_launches_stops_no_note(launches: object) -> None:
+    tensors = ("model.layers.0.mlp.experts.0.up_proj.weight",)
+    expected = expert_notes(tensors, BalanceOptions())
+    assert len(expected) == 1
+    assert expert_notes(tensors, BalanceOptions(), {"launches": launches}) == expected
+
+
 def test_a_file_of_the_manifest_that_is_missing_is_named(place: Path) -> None:
     source = place / "packed" / "source.json"
     source.rename(source.with_suffix(".kept"))
