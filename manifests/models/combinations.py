@@ -177,13 +177,6 @@ REFUSED = (
         hint="leave --implementation out",
     ),
     Refusal(
-        where="--tp",
-        code="options.lora-combination",
-        applies=lambda run: run.has_adapters and run.num_tensor > 1,
-        problem="is not supported with adapters, whose matrices it does not shard",
-        hint="leave --tp out: frozen weights need no gradients and no optimizer state, and --dp-shard shards them",
-    ),
-    Refusal(
         where="--router-bias-rate",
         code="options.lora-combination",
         applies=lambda run: run.has_adapters and run.moves_biases,

@@ -2,23 +2,28 @@
 
 # Note [Adapters]
 An adapted linear module keeps its class and its names, and gets two modules besides, as wide as its rank: `lora_A` and
-`lora_B`. A hook adds their product, so that `q_proj.lora_A.weight` is the name of a PEFT folder without its prefix.
+`lora_B`. Its forward adds their product: `q_proj.lora_A.weight` is the name of a PEFT folder without its prefix.
 Experts in one tensor, of all experts of a layer, get the product added to the tensor itself in each forward, as peft's
 `ParamWrapper` does. Of two such tensors the first one's adapters are below `base_layer`, because peft wraps the module
 once for each of them.
+
+Every rank has whole adapters of the weights that `--tp` and `--ep` shard, and multiplies the rows of B and the columns
+of A that its part of the weight needs: gradients of both are sums over these ranks (`sharded_adapters`).
 
 Source: peft 0.21.2, `tuners/lora/layer.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
@@ -26,6 +31,7 @@ from manifests.models.adapters import ALL_LINEAR, is_adapter, matches_target
 from runner.config.lora import LoraOptions
 from runner.config.trained import no_adapters
 from runner.models.regions import Region
+from runner.tensors.dtensor import local_regions
 
 _FUSED = ("out_proj", "x_proj", "dt_proj")  # of Mamba's mixers: a kernel takes their weights, and no hook runs
 
@@ -123,7 +129,8 @@ class Adapters:
             module: Any = model.get_submodule(path)
             _attach(module, *_sizes(module), rank, module.weight)
             module.lora_dropout = nn.Dropout(self.lora.dropout)
-            module.register_forward_hook(partial(_add, scale))
+            module.lora_holders = {"weight": module}
+            module.forward = partial(_with_product, module, module.forward, scale)
         for path, names in self.experts.items():
             module = holder = model.get_submodule(path)
             holders: dict[str, Any] = {}
@@ -136,7 +143,8 @@ class Adapters:
                 if name != names[0]:
                     holder.base_layer = nn.Module()
                     holder = holder.base_layer
-            module.forward = partial(_with_experts, module, module.forward, holders, scale)
+            module.lora_holders = holders
+            module.forward = partial(_with_experts, module, module.forward, rank, scale)
 
 
 def _sizes(module: nn.Linear | Conv1D) -> tuple[int, int]:
@@ -150,26 +158,61 @@ def _attach(holder: nn.Module, num_in: int, num_out: int, rank: int, like: torch
     nn.init.zeros_(holder.lora_B.weight)
 
 
-def _add(scale: float, module: Any, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
-    given = module.lora_dropout(args[0].to(module.lora_A.weight.dtype))
-    added: torch.Tensor = out + module.lora_B(module.lora_A(given)) * scale
-    return added.to(out.dtype)
+def split_adapters(model: nn.Module) -> None:
+    """Note which part of each adapted weight this rank has, once the weights are sharded."""
+    for module in model.modules():
+        for name, holder in getattr(module, "lora_holders", {}).items():
+            weight = module.get_parameter(name)
+            if isinstance(weight, DTensor):
+                parts = [tuple(zip(offset, part.shape, strict=True)) for part, offset in local_regions(weight)]
+                holder.lora_parts = [tuple(dict.fromkeys(ranges)) for ranges in zip(*parts, strict=True)]
 
 
-def _with_experts(
-    module: Any, forward: Callable[..., Any], holders: Mapping[str, Any], scale: float, *args: Any, **kwargs: Any
-) -> Any:
+def sharded_adapters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the adapters whose gradients on a rank cover only its own part of a weight."""
+    holders: list[Any] = [module for module in model.modules() if hasattr(module, "lora_parts")]
+    for holder in holders:
+        yield from (holder.lora_A.weight, holder.lora_B.weight)
+
+
+def _take(matrix: torch.Tensor, holder: Any, of_weight: int, dim: int) -> torch.Tensor:
+    """Return what this rank needs of a dimension of an adapter; `of_weight` is the weight's."""
+    if not hasattr(holder, "lora_parts"):
+        return matrix
+    parts = [matrix.narrow(dim, first, size) for first, size in holder.lora_parts[of_weight]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _with_product(module: Any, forward: Callable[..., Any], scale: float, value: torch.Tensor) -> Any:
+    """Run the forward of a linear module, and add the product of its adapter."""
+    out, local = forward(value), value
+    if isinstance(value, DTensor):
+        local = value.to_local(grad_placements=[Partial() if place.is_replicate() else place
+                                                for place in value.placements])  # fmt: skip
+    is_turned = isinstance(module, Conv1D)
+    a = _take(module.lora_A.weight, module, 0 if is_turned else 1, 1)
+    b = _take(module.lora_B.weight, module, 1 if is_turned else 0, 0)
+    added = F.linear(F.linear(module.lora_dropout(local.to(a.dtype)), a), b) * scale
+    if isinstance(value, DTensor):
+        places = out.placements if value.placements[0].is_replicate() else (Partial(),)
+        added = DTensor.from_local(added, out.device_mesh, places, run_check=False)
+    return (out + added).to(out.dtype)
+
+
+def _with_experts(module: Any, forward: Callable[..., Any], rank: int, scale: float, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of experts with the adapters' products added to their tensors."""
-    weights = {name: module._parameters[name] for name in holders}
+    weights = {name: module._parameters[name] for name in module.lora_holders}
+    is_turned = getattr(module, "is_transposed", False)
     try:
-        for name, holder in holders.items():
-            weight = weights[name]
+        for name, holder in module.lora_holders.items():
             a, b = holder.lora_A.weight, holder.lora_B.weight
-            a = a.reshape(len(weight), -1, a.shape[1])  # (experts, rank, in)
-            b = b.reshape(b.shape[0], -1, len(weight)).permute(2, 0, 1)  # (experts, out, rank)
-            if getattr(module, "is_transposed", False):
+            a = a.reshape(-1, rank, a.shape[1])  # (experts, rank, in)
+            b = b.reshape(b.shape[0], rank, -1).permute(2, 0, 1)  # (experts, out, rank)
+            a = _take(_take(a, holder, 0, 0), holder, 1 if is_turned else 2, 2)
+            b = _take(_take(b, holder, 0, 0), holder, 2 if is_turned else 1, 1)
+            if is_turned:
                 a, b = b.transpose(1, 2), a.transpose(1, 2)
-            module._parameters[name] = torch.baddbmm(weight, b, a, alpha=scale)
+            module._parameters[name] = torch.baddbmm(weights[name], b, a, alpha=scale)
         return forward(*args, **kwargs)
     finally:
         module._parameters.update(weights)

@@ -25,6 +25,7 @@ from transformers.distributed.tensor_parallel import MoeExpertsParallel
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
 from manifests.errors import UsageError
+from runner.models.adapters import sharded_adapters, split_adapters
 from runner.models.regions import Region
 from runner.tensors.dtensor import packed_dim
 
@@ -80,6 +81,7 @@ def shard_by_plan(
             if style == _LATENT:
                 module.config = model.config.get_text_config()  # which that style reads
             _style(style).install_forward(module, mesh)
+    split_adapters(model)
 
 
 class SharedBias(MoeExpertsParallel):
@@ -101,7 +103,8 @@ def _shard_vocabulary(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
     """Let a rank have the rows of some tokens, whatever the embedding's class does with what it looks up."""
     whole, rank, look_up = embedding.weight, mesh.get_local_rank(), embedding.forward
     rows = embedding.num_embeddings // mesh.size()
-    embedding.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+    rows_here = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    embedding.weight = nn.Parameter(rows_here, requires_grad=whole.requires_grad)
     _check_even("the embedding", whole, embedding.weight)
     if embedding.padding_idx is not None:  # that row gets no gradient
         place = embedding.padding_idx - rank * rows
@@ -155,6 +158,7 @@ def summed_by_plan(model: PreTrainedModel) -> Iterator[nn.Parameter]:
     for path, module in model.named_modules():
         if model.tp_plan.get(_pattern(path)) == _SUMMED:
             yield from module.parameters()
+    yield from sharded_adapters(model)
 
 
 def _style_of(model: PreTrainedModel, *names: str) -> str | None:

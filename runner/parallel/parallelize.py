@@ -73,7 +73,7 @@ class Parallel:
         if degrees.tensor > 1:
             of_heads = (parameter for chunk in self.chunks for parameter in summed_over_heads(chunk))
             partial = [parameter for parameter in of_heads if parameter.requires_grad]
-            _all_reduce(partial, self.mesh.group(TENSOR), torch.float32)
+            _all_reduce(partial, self.mesh.group(TENSOR), torch.promote_types(torch.float32, self.dtype))
         if degrees.replicate > 1:
             parameters = (weight for chunk in self.chunks for weight in chunk.body.parameters() if weight.requires_grad)
             replicated = [parameter for parameter in parameters if REPLICATE not in mesh_dims(parameter)]

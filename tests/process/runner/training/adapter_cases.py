@@ -58,6 +58,8 @@ NORMAL = (
     Case("shard", QWEN, "pp=1", 2, ("--dp-shard", "2"), experts=True),
     Case("replicate", LLAMA, "pp=1", 2, ("--dp-replicate", "2"), modules=("q_proj",)),
     Case("ep", QWEN, "pp=1", 2, ("--dp-shard", "2", "--ep", "2")),
+    Case("tp", LLAMA, "pp=1", 2, ("--tp", "2"), modules=tuple(ALL)),
+    Case("tp_experts", QWEN, "pp=1", 2, ("--tp", "2"), experts=True),
     Case(
         "frozen_first",
         LLAMA,

@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FLAGS = ("--data", "synthetic", "--seq-len", "16", "--decay-steps", "9", "--no-self-check", "--device", "cpu")
 
 
-def train(manifest: Path, log: Path, *flags: str | Path) -> list[float]:
+def train(manifest: Path, log: Path, *flags: str | Path, launch: tuple[str, ...] = ()) -> list[float]:
     """Train, and return the loss of each step."""
-    command = [sys.executable, "-m", "runner", "launch", manifest, "--log-dir", log, "--", *FLAGS, *flags]
+    command = [sys.executable, "-m", "runner", "launch", manifest, *launch, "--log-dir", log, "--", *FLAGS, *flags]
     ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     records = map(json.loads, (log / "metrics.jsonl").read_text().splitlines())
@@ -33,6 +33,9 @@ def test_adapters_resume_on_another_layout_as_if_training_had_not_stopped(packed
     alone = pack(packed, tmp_path / "alone", "pp=1")
     more = train(alone, tmp_path / "c", *lora, "--steps", "4", "--checkpoint", checkpoints, "--resume", "auto",
                  "--save", tmp_path / "adapter")  # fmt: skip
+    tensor = ("--steps", "4", "--tp", "2", "--resume", checkpoints / "step-000002")
+    shared = train(packed, tmp_path / "d", *lora, *tensor, launch=("--nproc-per-node", "4"))
+    assert shared == pytest.approx(straight[2:], rel=5e-6)
     assert [*first, *more] == pytest.approx(straight, rel=1e-6)
     run("verify", checkpoints / "step-000004")
     assert refusal("pack", checkpoints / "step-000004", "--layout", "pp=1", "--out", tmp_path / "no").found[:2] == (
