@@ -125,14 +125,16 @@ fmt: setup  ## Format, and fix what the linter can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# torch comes first and alone, so that no other package chooses the build of it.
+# torch comes first, so that no other package chooses the build of it. uv installs in a sixth of pip's processor time,
+# and does not read pip's settings: pip installs where these name an index, and where uv does not succeed.
+EVERYTHING = -c constraints.txt --no-build-isolation -e '.[runner,torchtitan,test,docs,dev]'
 .venv/.stamp: pyproject.toml constraints.txt
 	@$(FIND_PYTHON); \
 	test -x $(BIN)/pip || { echo "setup: .venv from $$python"; "$$python" -m venv --clear .venv; }
 	@echo 'setup: torch'
-	@$(PIP) -c constraints.txt torch
+	@$(PIP) --no-compile -c constraints.txt torch uv
 	@echo 'setup: everything else'
-	@$(PIP) -c constraints.txt --no-build-isolation -e '.[runner,torchtitan,test,docs,dev]'
+	@{ ! $(BIN)/python -m pip config list | grep -q '[.]index-url' && VIRTUAL_ENV=.venv $(BIN)/uv pip install -q $(EVERYTHING); } || $(PIP) $(EVERYTHING)
 	@touch $@
 
 constraints:  ## Regenerate constraints.txt from the newest releases that pyproject.toml allows
