@@ -93,15 +93,21 @@ class ModelTensors:
         ordered = {fqn: weights[fqn] for fqn in (*shape.tensors, *weights) if fqn in weights}
         return cls(shape=shape, weights=ordered, dropped=dropped, where=where, description=options.description)
 
-    def cover_state(self, kind: Holds | str, state: MutableMapping[str, TensorAt]) -> dict[str, TensorAt]:
+    def cover_state(
+        self, kind: Holds, state: MutableMapping[str, TensorAt], shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> dict[str, TensorAt]:
         """Check that one kind of optimizer state is of exactly the trained weights; return it in their order.
+
+        `shapes` are those of its state, if it is of some weights or of another shape than theirs.
 
         Raises:
             SourceError: that of a weight is missing, unknown or of the wrong shape.
         """
         state = under_fqns(state, self.shape)
         ordered = {fqn: state[fqn] for fqn in (*self.weights, *state) if fqn in state and fqn not in self.dropped}
-        check_coverage(ordered, trained_part(self.shape), f"{self.where}: {kind}", frozenset(self.dropped))
+        trained = trained_part(self.shape)
+        trained = trained if shapes is None else replace(trained, tensors=shapes)
+        check_coverage(ordered, trained, f"{self.where}: {kind}", frozenset(self.dropped))
         return ordered
 
     def checkpoint(

@@ -29,7 +29,7 @@ from manifests.errors import (
 from manifests.jsontext import parse_json_object
 from manifests.optimizer_state import EMA, is_plain, kinds_of
 from manifests.schedules.learning_rate import rate_at
-from manifests.schema import MOMENTS, OptimizerState, ParameterGroup, TrainingState
+from manifests.schema import MOMENTS, LearningRate, OptimizerState, ParameterGroup, TrainingState
 from manifests.store import read_small_file, write_file
 from manifests.trained import TRAINED_NAME
 from reshard.archives.names import DATA_SUFFIX
@@ -245,16 +245,28 @@ def check_moments(checkpoint: Checkpoint, optimizer: OptimizerState) -> None:
         raise refuse_state(f"{checkpoint.location}: training", problem, code="checkpoint.other-optimizer")
 
 
+def rate_of(checkpoint: Checkpoint, trained: TrainingState) -> LearningRate:
+    """Return the learning rate of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if trained.learning_rate is None:
+        problem, where = (
+            "has no learning rate, which an optimizer of torch must have",
+            f"{checkpoint.location}: training",
+        )
+        raise refuse_state(where, problem, code="checkpoint.no-learning-rate")
+    return trained.learning_rate
+
+
 def adamw_options(checkpoint: Checkpoint, trained: TrainingState, optimizer: OptimizerState) -> dict[str, object]:
     """Return the options of the parameter group, at the learning rate of the next step.
 
     Raises:
         CheckpointError: there is no learning rate, or another optimizer than AdamW with one group.
     """
-    rate, where = trained.learning_rate, f"{checkpoint.location}: training"
-    if rate is None:
-        problem = "has no learning rate, which an optimizer of torch must have"
-        raise refuse_state(where, problem, code="checkpoint.no-learning-rate")
+    rate, where = rate_of(checkpoint, trained), f"{checkpoint.location}: training"
     check_moments(checkpoint, optimizer)
     if len(optimizer.groups) > 1 or optimizer.name != "AdamW" or not is_plain(optimizer.groups[0]):
         problem = f"expected AdamW with one parameter group, found {optimizer.name} with {len(optimizer.groups)}"

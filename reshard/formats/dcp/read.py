@@ -11,6 +11,7 @@ from itertools import pairwise
 from manifests.errors import SourceError
 from manifests.models import ModelShape
 from manifests.models.config import CONFIG_NAME
+from manifests.optimizer_state import kinds_of, state_shapes
 from manifests.slices import Slice, problem_with_slices
 from reshard.archives.dcp import (
     AGAIN,
@@ -24,7 +25,7 @@ from reshard.archives.dcp import (
     read_metadata,
 )
 from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
-from reshard.formats.assemble import OPTIMIZER, ModelTensors, config_in, read_model_config
+from reshard.formats.assemble import OPTIMIZER, ModelTensors, bad_optimizer, config_in, read_model_config
 from reshard.formats.auxiliary import auxiliary_files
 from reshard.formats.dcp.torchtitan import has_torchtitan_names, is_without_place, under_huggingface_names
 from reshard.formats.dcp.training import SavedOptimizer, find_optimizer, training_state
@@ -44,7 +45,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     """Read a DCP folder's metadata and check that its weights cover the model exactly, and optimizer state if any.
 
     Weights have Hugging Face's names or torchtitan's, at the top of the state dict that was saved or under `model`.
-    They are packed whole, however they were sharded. AdamW's state is under `optimizer`, which may be dropped.
+    They are packed whole, however they were sharded. Optimizer state is under `optimizer`, which may be dropped.
 
     Raises:
         SourceError: no config.json, damaged files, or tensors missing, unknown or of the wrong shape.
@@ -66,13 +67,16 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     checkpoint = model.checkpoint(folder, data, auxiliary, _left_out(saved, weights.values(), optimizer))
     if optimizer is None:
         return checkpoint
-    moments = {
-        kind: model.cover_state(kind, stored.tensors(parameters)) for kind, parameters in optimizer.moments.items()
-    }
-    dtypes = {model.weights[fqn].dtype for tensors in moments.values() for fqn in tensors}
     trained = training_state(
-        folder, saved, optimizer, dtypes, lambda name, tensor: map(model.shape.fqn_of, stored.fqns_of(name, tensor))
+        folder, saved, optimizer, model.weights, lambda name, of: map(model.shape.fqn_of, stored.fqns_of(name, of))
     )
+    assert trained.optimizer is not None
+    moments, (groups, kinds) = {}, (trained.optimizer.groups, kinds_of(trained.optimizer))
+    for kind in kinds:
+        if kind.shape != "parameter" and stored.config is not None:
+            raise bad_optimizer(where, f"found {kind.name!r}, which no optimizer of torchtitan has")
+        shapes = state_shapes(kind, groups, trained_part(model.shape).tensors, model.shape.ties)
+        moments[kind.name] = model.cover_state(kind.name, stored.tensors(optimizer.moments[kind.name]), shapes)
     return replace(checkpoint, moments=moments, trained=trained)
 
 

@@ -1,4 +1,4 @@
-"""The training state of a DCP checkpoint: how far it was trained, and AdamW's state, as torch or torchtitan save them.
+"""The training state of a DCP checkpoint: how far it was trained, and optimizer state, as torch or torchtitan save it.
 
 Source: torchtitan 0.3.0, torchtitan/trainer.py, components/optimizer; torch 2.13.0, get_optimizer_state_dict and
 Optimizer.state_dict.
@@ -7,37 +7,29 @@ Optimizer.state_dict.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from manifests.errors import SourceError
-from manifests.schema import (
-    MOMENTS,
-    Holds,
-    OptimizerState,
-    ParameterGroup,
-    TrainedDtype,
-    TrainingState,
-)
+from manifests.schema import Holds, OptimizerState, ParameterGroup, TrainedDtype, TrainingState
 from reshard.archives.dcp import DcpMetadata, DcpTensor, DcpValue, read_chunks, read_values
 from reshard.archives.names import METADATA_NAME
 from reshard.formats.assemble import (
     BAD_OPTIMIZER,
     OPTIMIZER,
     bad_optimizer,
-    by_options,
-    check_adamw,
     checked_state,
     constant_rate,
-    group_of,
     read_number,
     without_optimizer,
 )
+from reshard.formats.dcp.algorithms import CLASSES, SHAPES, first_of, optimizer_of, read_group, states_of
 from stores.base import Folder
+from stores.bundles import TensorAt
 
 _STATE, _GROUPS = "optimizer.state.", "optimizer.param_groups"
-_NUMBERED = re.compile(rf"{re.escape(_GROUPS)}\.(\d{{1,6}})\.([a-z_]+)")
-_OPTIONS = ("betas", "eps", "weight_decay", "lr", "amsgrad")  # which torch's AdamW always has
+_NUMBERED = re.compile(rf"{re.escape(_GROUPS)}\.(\d{{1,6}})\.([a-z0-9_]+)")
+_STEP = "step"  # of a parameter: how many it took
 _BY_NAME = "save get_optimizer_state_dict(model, optimizer), or make the optimizer with model.named_parameters()"
 _COUNTS = ("train_state.step", "train_state.ntokens_seen", "lr_scheduler.last_epoch")
 _MAX_NORM = 1.0  # of gradient clipping: torchtitan's default, and no checkpoint has it
@@ -48,16 +40,17 @@ FqnsOf = Callable[[str, DcpTensor], Iterable[str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedOptimizer:
-    """The optimizer state, by kind and by the name that the parameter has in it, and each parameter's options."""
+    """The optimizer state, by kind and by the name that the parameter has in it, and each parameter's group."""
 
     moments: Mapping[Holds, Mapping[str, DcpTensor]]
-    groups: Mapping[str, Mapping[object, object]]  # the options of AdamW, by parameter
-    num_steps: int
+    groups: Mapping[str, ParameterGroup]
+    rates: Mapping[str, object]  # the learning rate of the next step, by parameter
+    num_steps: int | None  # None: the optimizers do not count them
     names: Set[str]  # the entries of the checkpoint whose meaning is kept
 
 
 def find_optimizer(folder: Folder, saved: DcpMetadata, names: Callable[[], Sequence[str]]) -> SavedOptimizer | None:
-    """Return the AdamW state that a checkpoint has; None if it has none of any parameter.
+    """Return the optimizer state that a checkpoint has; None if it has none of any parameter.
 
     `names` returns the parameters of the model in its order, in which an optimizer numbers them.
 
@@ -67,83 +60,110 @@ def find_optimizer(folder: Folder, saved: DcpMetadata, names: Callable[[], Seque
     """
     where = f"{folder}/{METADATA_NAME}"
     state = _state(saved, where)
-    if not state[MOMENTS[0]]:
+    if not state:
         return None
     groups, entries = _groups(folder, saved)
     entries |= {tensor.name for tensors in state.values() for tensor in tensors.values()}
     options = _options_by_parameter(groups, where)
-    if lacking := sorted(state["step"].keys() - options.keys()):
+    if lacking := sorted(state.keys() - options.keys()):
         problem = f"{lacking[0]!r} has optimizer state, and is in no group of parameters"
         raise bad_optimizer(where, problem)
     if all(map(str.isdigit, options)):
         named = _names_of_numbers(groups, options, names, where)
-        state = {kind: {named[number]: tensors[number] for number in tensors} for kind, tensors in state.items()}
+        state = {named[number]: tensors for number, tensors in state.items()}
         options = {named[number]: group for number, group in options.items()}
-    steps = {parameter: _num_steps(folder, tensor) for parameter, tensor in sorted(state["step"].items())}
+    read = {parameter: read_group(options[parameter], f"{where}: {parameter!r}") for parameter in state}
+    moments: dict[Holds, dict[str, DcpTensor]] = {}
+    for parameter, tensors in state.items():
+        _check_kinds(parameter, read[parameter], tensors.keys(), where)
+        for kind, tensor in tensors.items():
+            moments.setdefault(kind, {})[parameter] = tensor
+    counts = moments.pop(_STEP, {})
+    steps = {parameter: _num_steps(folder, tensor) for parameter, tensor in sorted(counts.items())}
     if len(set(steps.values())) > 1:
         few, many = min(steps, key=lambda fqn: steps[fqn]), max(steps, key=lambda fqn: steps[fqn])
         problem = f"{few!r} took {steps[few]} optimizer steps, {many!r} took {steps[many]}"
         raise bad_optimizer(where, problem)
     return SavedOptimizer(
-        moments={holds: state[holds] for holds in MOMENTS},
-        groups=options,
-        num_steps=steps.popitem()[1],
+        moments=moments,
+        groups=read,
+        rates={parameter: options[parameter]["lr"] for parameter in state},
+        num_steps=steps.popitem()[1] if steps else None,
         names=entries | set(_COUNTS),
     )
 
 
-def _state(saved: DcpMetadata, where: str) -> dict[str, dict[str, DcpTensor]]:
-    """Return AdamW's state by kind, all of it for each parameter that has exp_avg or exp_avg_sq."""
-    state: dict[str, dict[str, DcpTensor]] = {holds: {} for holds in (*MOMENTS, "step")}
+def _state(saved: DcpMetadata, where: str) -> dict[str, dict[Holds, DcpTensor]]:
+    """Return the state of each parameter that has some of a class that is known, by kind."""
+    state: dict[str, dict[Holds, DcpTensor]] = {}
     others: dict[str, str] = {}
     entries: list[DcpTensor | DcpValue] = [*saved.tensors, *saved.values.values()]
     for entry in entries:
         parameter, _, kind = entry.name.removeprefix(_STATE).rpartition(".")
         if entry.name.startswith(_STATE):
-            if kind in state and isinstance(entry, DcpTensor):
-                state[kind][parameter] = entry
+            if kind in (*SHAPES, _STEP) and isinstance(entry, DcpTensor):
+                state.setdefault(parameter, {})[kind] = entry
             else:
                 others[parameter] = kind
-    parameters = state[MOMENTS[0]].keys() | state[MOMENTS[1]].keys()
-    for kind, tensors in state.items():
-        if lacking := sorted(parameters - tensors.keys()):
-            problem = f"{lacking[0]!r} has optimizer state, but no {kind}; {len(lacking)} parameters lack it"
-            raise bad_optimizer(where, problem)
-    if more := sorted(parameters & others.keys()):
-        problem = f"{more[0]!r} has {others[more[0]]!r}, too, which AdamW does not have"
+    state = {parameter: kinds for parameter, kinds in state.items() if kinds.keys() != {_STEP}}
+    if more := sorted(state.keys() & others.keys()):
+        problem = f"{more[0]!r} has {others[more[0]]!r}, which no state of {', '.join(CLASSES)} is"
         raise bad_optimizer(where, problem)
-    return {kind: {name: tensors[name] for name in tensors if name in parameters} for kind, tensors in state.items()}
+    return state
+
+
+def _check_kinds(parameter: str, group: ParameterGroup, kinds: Set[str], where: str) -> None:
+    """Raise SourceError unless a parameter has all state of its class, and no other."""
+    steps = {_STEP} if CLASSES[group.algorithm or ""].counts_steps else set()
+    expected = [state | steps for state in states_of(group)]
+    if kinds not in expected:
+        shown = " or ".join(", ".join(sorted(state)) for state in expected)
+        problem = (
+            f"expected {shown} of {group.algorithm} as the state of {parameter!r}, found {', '.join(sorted(kinds))}"
+        )
+        raise bad_optimizer(where, problem)
 
 
 def training_state(
-    folder: Folder, saved: DcpMetadata, optimizer: SavedOptimizer, dtypes: Iterable[str], fqns_of: FqnsOf
+    folder: Folder, saved: DcpMetadata, optimizer: SavedOptimizer, weights: Mapping[str, TensorAt], fqns_of: FqnsOf
 ) -> TrainingState:
-    """Return how far the checkpoint was trained, and its optimizer's options.
+    """Return how far the checkpoint was trained, and its optimizer's groups and kinds of state.
 
-    `dtypes` are those of the trained weights. The learning rate is that of the next step, and stays: a checkpoint does
-    not have its schedule.
+    The learning rate is that of the next step, and stays: a checkpoint does not have its schedule.
 
     Raises:
-        SourceError: the trainer counts other steps than the optimizer, or malformed values.
+        SourceError: the trainer counts other steps than the optimizer, or nothing counts them, or malformed values.
     """
-    values = _numbers(folder, saved, ("train_state.step", "lr_scheduler.last_epoch"))
-    for name, step in values.items():
-        if step != optimizer.num_steps:
-            problem = f"{name} is {step}, and the optimizer took {optimizer.num_steps} steps"
-            raise bad_optimizer(f"{folder}/{METADATA_NAME}", problem)
+    where, num_steps = f"{folder}/{METADATA_NAME}", optimizer.num_steps
+    for name, step in _numbers(folder, saved, ("train_state.step", "lr_scheduler.last_epoch")).items():
+        num_steps = step if num_steps is None else num_steps
+        if step != num_steps:
+            raise bad_optimizer(where, f"{name} is {step}, and the optimizer took {num_steps} steps")
+    if num_steps is None:
+        raise bad_optimizer(where, f"found no {_COUNTS[0]}, and its optimizer does not count steps")
     counted = _numbers(folder, saved, ("train_state.ntokens_seen", "dataloader.world_size"))
     tokens, num_replicas = counted.get("train_state.ntokens_seen", 0), counted.get("dataloader.world_size", 1)
-    kinds = set(dtypes)
-    where = f"{folder}/{METADATA_NAME}"
-    groups = _by_parameter(optimizer, fqns_of, where)
+    fqns = {name: tuple(fqns_of(name, tensor)) for of in optimizer.moments.values() for name, tensor in of.items()}
+    dtypes = {weights[fqn].dtype for names in fqns.values() for fqn in names if fqn in weights}
+    first = first_of(optimizer.groups.values())
+    rates = [optimizer.rates[name] for name, group in optimizer.groups.items() if group == first]
     state = TrainingState(
-        step=optimizer.num_steps,
+        step=num_steps,
         num_tokens=tokens * num_replicas,
-        dtype=_FLOATS.get(kinds.pop()) if len(kinds) == 1 else None,
-        learning_rate=constant_rate([options.get("lr") for options in optimizer.groups.values()]),
-        optimizer=OptimizerState(name="AdamW", max_norm=_MAX_NORM, groups=by_options(groups)),
+        dtype=_FLOATS.get(dtypes.pop()) if len(dtypes) == 1 else None,
+        learning_rate=constant_rate(rates),
+        optimizer=_optimizer(optimizer, fqns, where),
     )
     return checked_state(state, where)
+
+
+def _optimizer(optimizer: SavedOptimizer, fqns: Mapping[str, Sequence[str]], where: str) -> OptimizerState:
+    group_by_fqn: dict[str, ParameterGroup] = {}
+    for name, names in fqns.items():
+        if any(group_by_fqn.setdefault(fqn, optimizer.groups[name]) != optimizer.groups[name] for fqn in names):
+            raise bad_optimizer(f"{where}: {name!r}", "it has other options as part of a fused projection")
+    kinds = {kind: {fqn for name in tensors for fqn in fqns[name]} for kind, tensors in optimizer.moments.items()}
+    return optimizer_of(group_by_fqn, kinds, _MAX_NORM)
 
 
 def _num_steps(folder: Folder, tensor: DcpTensor) -> int:
@@ -209,22 +229,6 @@ def _names_of_numbers(
 
 def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
-
-
-def _by_parameter(
-    optimizer: SavedOptimizer, fqns_of: FqnsOf, where: str
-) -> Iterator[tuple[ParameterGroup, Iterable[str]]]:
-    group_by_fqn: dict[str, ParameterGroup] = {}
-    for fqn, tensor in optimizer.moments[MOMENTS[0]].items():
-        options, place = optimizer.groups[fqn], f"{where}: {fqn!r}"
-        if lacking := [option for option in _OPTIONS if option not in options]:
-            problem = f"found no {lacking[0]!r} among the options of the optimizer"
-            raise bad_optimizer(place, problem)
-        check_adamw(options, place)
-        group, fqns = group_of(options, place), tuple(fqns_of(fqn, tensor))
-        if any(group_by_fqn.setdefault(name, group) != group for name in fqns):
-            raise bad_optimizer(place, "it has other options as part of a fused projection")
-        yield group, fqns
 
 
 def _numbers(folder: Folder, saved: DcpMetadata, names: Collection[str]) -> dict[str, int]:

@@ -5,33 +5,32 @@ Source: torch 2.13.0, torch/distributed/checkpoint/metadata.py and filesystem.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
 from manifests.models.config import CONFIG_NAME
-from manifests.schema import MOMENTS, OptimizerState, TrainingState
+from manifests.optimizer_state import GroupNumbers, kinds_of
+from manifests.schedules.learning_rate import rate_at
+from manifests.schema import OptimizerState, TrainingState
 from reshard.archives.names import METADATA_NAME
 from reshard.formats.auxiliary import with_source_files
+from reshard.formats.dcp.algorithms import CLASSES, SHAPES, algorithm_of, write_options
 from reshard.formats.dcp.torchtitan import TitanModel
-from reshard.formats.export import ExportPlan, adamw_options, cast_for_export, publish_export, refuse_state
+from reshard.formats.export import ExportPlan, cast_for_export, publish_export, rate_of, refuse_state
 from reshard.formats.saved_state import Placed, SavedState, in_place
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.tensors.checkpoint import Checkpoint
+from reshard.tensors.comparison import trained_part
 from stores.base import read_config
 from stores.bundles import TensorAt
 from stores.open import Address
 
 _OPTIMIZER, _STATE, _GROUPS = "optimizer", "state", "param_groups"
-# Of torch's AdamW, with torchtitan's defaults.
-_GROUP_DEFAULTS: Mapping[str, object] = {
-    "amsgrad": False, "maximize": False, "foreach": False, "capturable": False, "differentiable": False, "fused": True,
-    "decoupled_weight_decay": True,
-}  # fmt: skip
 
 
 def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> ExportResult:
-    """Write a DCP folder: weights, and AdamW's state and how far they were trained if the checkpoint has them.
+    """Write a DCP folder: weights, and optimizer state and how far they were trained if the checkpoint has them.
 
     Names are Hugging Face's, or torchtitan's. Weights are as the manifest has them unless `dtype` says otherwise.
 
@@ -71,15 +70,21 @@ def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:
     tied = {fqn for group in checkpoint.shape.ties for fqn in group}
     owners = {next(fqn for fqn in group if fqn in checkpoint.tensors) for group in checkpoint.shape.ties}
     groups = _Groups(checkpoint, trained, trained.optimizer)
-    for holds in MOMENTS:
-        for fqn, tensor in checkpoint.moments[holds].items():
+    for fqn in trained_part(checkpoint.shape).tensors.keys() & checkpoint.tensors.keys():
+        if fqn not in tied or fqn in owners:
+            groups.add(fqn, place(checkpoint.tensors[fqn], is_fused=True))
+    for kind in kinds_of(trained.optimizer):
+        if kind.name not in SHAPES or (kind.shape != "parameter" and for_torchtitan):
+            problem = f"has {kind.name}, which no optimizer of {'torchtitan' if for_torchtitan else 'torch'} has"
+            raise refuse_state(groups.where, problem, code="checkpoint.other-optimizer")
+        for fqn, tensor in checkpoint.moments[kind.name].items():
             if fqn not in tied or fqn in owners:
-                placed = place(tensor, is_fused=True)
-                saved.add(placed, partial(_state_key, kind=holds))
-                groups.add(fqn, placed)
-    for key, options in groups.options.items():
-        saved.add_step(_state_key(key, "step"), trained.step)
-        for option, value in {**options, **_GROUP_DEFAULTS}.items():
+                saved.add(place(tensor, is_fused=True), partial(_state_key, kind=kind.name))
+    for key, number in groups.numbers.items():
+        options, counts_steps = groups.options[number]
+        if counts_steps:
+            saved.add_step(_state_key(key, "step"), trained.step)
+        for option, value in options.items():
             saved.add_value((_OPTIMIZER, f"{_GROUPS}.{key}.{option}"), value)
     saved.add_value(("train_state", "step"), trained.step)
     saved.add_value(("train_state", "ntokens_seen"), trained.num_tokens)
@@ -88,21 +93,29 @@ def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:
 
 
 class _Groups:
-    """The options of each parameter of another trainer, which may be made of several: all with the same options."""
+    """The number of the group of each parameter of another trainer, which may be made of several, all of one group."""
 
     def __init__(self, checkpoint: Checkpoint, trained: TrainingState, optimizer: OptimizerState) -> None:
-        optimizers = [(group, replace(optimizer, groups=(group,))) for group in optimizer.groups]
-        groups = [(group.fqns or ("",), adamw_options(checkpoint, trained, alone)) for group, alone in optimizers]
-        self._by_fqn = {fqn: options for fqns, options in groups for fqn in fqns}  # "": of all others
-        self._where = f"{checkpoint.location}: training"
-        self.options: dict[str, dict[str, object]] = {}
+        self.where = f"{checkpoint.location}: training"
+        self.numbers: dict[str, int] = {}
+        self.options: list[tuple[dict[str, object], bool]] = []  # of each group, and whether it counts steps
+        self._of_fqn = GroupNumbers(optimizer.groups, checkpoint.shape.ties)
+        rate = rate_of(checkpoint, trained)
+        for group in optimizer.groups:
+            name = algorithm_of(group, optimizer)
+            if name not in CLASSES:
+                problem = f"expected groups of {', '.join(CLASSES)}, found {name}"
+                raise refuse_state(self.where, problem, code="checkpoint.other-optimizer")
+            factor = 1.0 if group.rate_factor is None else group.rate_factor
+            rates = {"lr": rate_at(trained.step, rate) * factor, "initial_lr": rate.peak * factor}
+            self.options.append(({**write_options(group, name), **rates}, CLASSES[name].counts_steps))
 
     def add(self, fqn: str, placed: Placed) -> None:
-        options = self._by_fqn.get(fqn) or self._by_fqn.get("")
+        number = self._of_fqn.of(fqn)
         for key in (place.key for place in placed.places):
-            if options is None or self.options.setdefault(key, options) != options:
+            if self.options[self.numbers.setdefault(key, number)] != self.options[number]:
                 problem = f"expected one parameter group of all that {key!r} is made of"
-                raise refuse_state(self._where, problem, code="checkpoint.other-optimizer")
+                raise refuse_state(self.where, problem, code="checkpoint.other-optimizer")
 
 
 def _state_key(key: str, kind: str) -> tuple[str, str]:

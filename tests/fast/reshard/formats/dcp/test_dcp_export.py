@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import warnings
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig, default_adamw
+from torchtitan.distributed.flex_shard.dist_muon import DistMuon
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
 from tests.builders import llama_shapes, refusal, reshard, run
@@ -25,6 +27,7 @@ from tests.fast.titans import LLAMA, llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 Key = tuple[str, ...]
+PROJECTIONS = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
 
 
 def state_of(folder: Path) -> dict[Key, Any]:
@@ -75,10 +78,23 @@ def test_names_of_hugging_face_are_kept(tmp_path: Path) -> None:
     assert_equal(found, {name: tensor.bfloat16() for name, tensor in state.items()})
 
 
-class Titan:
-    """The states that torchtitan's trainer saves, of a tiny Llama; `decays` are those of norms and of all else."""
+class MuonOptimizers(OptimizersContainer[Any]):
+    """torchtitan's container with torch's Muon as its DistMuon, which has its options and state, and needs CUDA."""
 
-    def __init__(self, *, fused: bool, seed: int, decays: tuple[float, float] | None = None) -> None:
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Any:
+        return torch.optim.Muon if name == "DistMuon" else OptimizersContainer._resolve_optimizer_factory(name)
+
+
+class Titan:
+    """The states that torchtitan's trainer saves, of a tiny Llama; `decays` are those of norms and of all else.
+
+    With `muon`, the matrices of layers are trained as in torchtitan's recipe for Kimi K2.
+    """
+
+    def __init__(
+        self, *, fused: bool, seed: int, decays: tuple[float, float] | None = None, muon: bool = False
+    ) -> None:
         torch.manual_seed(seed)
         self.model = llama(fused=fused).build()
         self.model.init_weights(buffer_device=None)
@@ -91,7 +107,13 @@ class Titan:
                 )
                 for each, decay in zip((".*norm.*", ".*"), decays, strict=True)
             ]
-        self.optimizers: OptimizersContainer[Any] = config.build(model_parts=[self.model])
+        if muon:
+            recipe = {"lr": 0.03, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw", "fused": False}
+            matrices = ParamGroupConfig(
+                pattern=r"layers.*\.w(q|k|v|o|qkv|[123])\.weight$", optimizer_name="DistMuon", optimizer_kwargs=recipe
+            )
+            config.param_groups.insert(0, matrices)
+        self.optimizers: OptimizersContainer[Any] = MuonOptimizers(config, model_parts=[self.model])
         schedule = LRSchedulersContainer.Config(warmup_steps=4, total_steps=10)
         self.schedulers = schedule.build(optimizers=self.optimizers, training_steps=10)
         self.counts = {"step": 0, "ntokens_seen": 0}
@@ -155,6 +177,28 @@ def test_optimizer_state_of_torchtitan_goes_there_and_back(fused: bool, tmp_path
         first, second = (load_file(folder / path) for folder in (packed, tmp_path / "repacked"))
         assert_equal(second, first)
     assert json.loads((tmp_path / "repacked" / "manifest.json").read_text())["training"] == training
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_muon_of_torchtitan_goes_there_and_back(fused: bool, tmp_path: Path) -> None:
+    assert inspect.signature(DistMuon).parameters.keys() >= inspect.signature(torch.optim.Muon).parameters.keys()
+    titan = Titan(fused=fused, seed=0, muon=True)
+    titan.train(3)  # after its warmup
+    source = titan.save(tmp_path / "step-3")
+    run("pack", source, "--layout", "pp=2", "--out", tmp_path / "packed")
+    optimizer = json.loads((tmp_path / "packed" / "manifest.json").read_text())["training"]["optimizer"]
+    _, muon = optimizer["groups"]
+    assert (optimizer["name"], muon["algorithm"], muon["rate_factor"]) == ("AdamW", "Muon", pytest.approx(3.0))
+    assert muon["fqns"] == sorted(f"model.layers.*.{name}.weight" for name in PROJECTIONS)
+    run("export", tmp_path / "packed", "--to", "dcp", "--for", "torchtitan", "--out", tmp_path / "again")
+    expected = {key: value for key, value in state_of(source).items() if key[0] not in ("dataloader", "train_state")}
+    assert_contains(state_of(tmp_path / "again"), expected)
+    other = Titan(fused=fused, seed=1, muon=True)
+    other.load(tmp_path / "again")
+    for each in (titan, other):
+        torch.manual_seed(7)
+        each.train(2)
+    assert_equal(other.model.state_dict(), titan.model.state_dict())
 
 
 @pytest.mark.parametrize("change", ["value", "shape", "dtype"])
@@ -274,10 +318,6 @@ def list_betas(states: dict[str, Any]) -> None:
     states["optimizer"]["param_groups.norm.weight.betas"] = [[0.9], 0.95]
 
 
-def decay_as_adam(states: dict[str, Any]) -> None:
-    states["optimizer"]["param_groups.norm.weight.decoupled_weight_decay"] = False
-
-
 def count_without_end(states: dict[str, Any]) -> None:
     for name in states["optimizer"]:
         if name.endswith(".step"):
@@ -305,7 +345,7 @@ def divide_by_too_much(states: dict[str, Any]) -> None:
     "change",
     [
         drop_one, step_elsewhere, count_otherwise, count_in_a_tensor, schedule_in_a_tensor, lose_betas,
-        list_betas, decay_as_adam, count_without_end,
+        list_betas, count_without_end,
         count_too_many_tokens, grow_weights, decay_by_nothing_known, divide_by_too_much,
     ],
 )  # fmt: skip

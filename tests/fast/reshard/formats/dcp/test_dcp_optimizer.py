@@ -1,4 +1,4 @@
-"""AdamW as torch saves it in DCP folders: each form is packed, exported, and resumed by torch's set_state_dict."""
+"""Optimizers as torch saves them in DCP folders: each form is packed, exported, and resumed by set_state_dict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM
 
-from tests.builders import pack, refusal, run
+from manifests.codec import decode_manifest
+from manifests.models import model_shape
+from runner.config.optimizers import check_state_fits, optimizer_of
+from runner.config.schema import OptimOptions
+from runner.training.algorithms import declare_kinds
+from tests.builders import pack, refusal, reshard, run
 from tests.fast.reshard.formats.dcp.test_dcp_source import CONFIGS, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -21,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 Model = torch.nn.Module
 Options = dict[str, Any]
+Optimizers = list[torch.optim.Optimizer]
 
 
 def new_model(seed: int) -> Model:
@@ -45,6 +51,38 @@ def named_groups(model: Model) -> torch.optim.Optimizer:
     return two_groups(model, named=True)
 
 
+def muon_and_adamw(model: Model) -> Optimizers:
+    """Three groups of two classes, with rates of their own."""
+    muon, others, norms = list[Any](), list[Any](), list[Any]()
+    for name, parameter in model.named_parameters():
+        (norms if parameter.dim() == 1 else muon if "layers" in name else others).append(parameter)
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    return [
+        torch.optim.Muon(muon, lr=0.02, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(groups, lr=0.01),
+    ]
+
+
+def sgd_and_adafactor(model: Model) -> Optimizers:
+    parts: dict[bool, list[Any]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        parts["mlp" in name].append(parameter)
+    return [
+        torch.optim.SGD(parts[True], lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.01),
+        torch.optim.Adafactor(parts[False], lr=0.05, eps=(1e-6, 1e-3), weight_decay=0.02),
+    ]
+
+
+def amsgrad_and_adam(model: Model) -> Optimizers:
+    first, *others = model.parameters()
+    adamw = torch.optim.AdamW([first], lr=0.01, amsgrad=True, weight_decay=0.1)
+    return [adamw, torch.optim.Adam(others, lr=0.01, weight_decay=0.3)]
+
+
+def sgd_alone(model: Model) -> Optimizers:
+    return [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)]
+
+
 def nested(model: Model, optimizer: torch.optim.Optimizer) -> Options:
     weights, state = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": state}
@@ -59,14 +97,15 @@ def by_number(model: Model, optimizer: torch.optim.Optimizer) -> Options:
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-def train(model: Model, optimizer: torch.optim.Optimizer, seed: int) -> list[float]:
-    losses = []
+def train(model: Model, optimizer: torch.optim.Optimizer | Optimizers, seed: int) -> list[float]:
+    losses, optimizers = [], optimizer if isinstance(optimizer, list) else [optimizer]
     for step in range(2):
         tokens = torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(seed + step))
         loss = model(tokens, labels=tokens).loss
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for one in optimizers:
+            one.step()
+        model.zero_grad()
         losses.append(loss.item())
     return losses
 
@@ -111,6 +150,50 @@ def is_same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
+@pytest.mark.parametrize("make", [muon_and_adamw, sgd_and_adafactor, amsgrad_and_adam, sgd_alone])
+@pytest.mark.parametrize("options", [FLAT, StateDictOptions()])
+def test_groups_of_unlike_classes_go_there_and_back(
+    make: Callable[[Model], Optimizers], options: StateDictOptions, tmp_path: Path
+) -> None:
+    model, counts = new_model(0), {"train_state": {"step": 2, "ntokens_seen": 32}}
+    optimizers = make(model)
+    train(model, optimizers, 0)
+    weights, state = get_state_dict(model, optimizers, options=options)
+    source = save(tmp_path / "step-2", "llama", {"model": weights, "optimizer": state, **counts})
+    pack(source, tmp_path / "packed", "pp=2")
+    pack(tmp_path / "packed", tmp_path / "again", "pp=3")
+    assert reshard("verify", tmp_path / "again").code == 0
+    shape = model_shape(json.loads((tmp_path / "again" / "config.json").read_text()), "config.json")
+    stored = decode_manifest((tmp_path / "again" / "manifest.json").read_bytes()).training
+    assert stored is not None
+    assert stored.optimizer is not None
+    plan = declare_kinds(optimizer_of(OptimOptions(), shape, stored.optimizer), shape)
+    check_state_fits(plan, stored.optimizer, shape, "a run that resumes")
+    run("export", tmp_path / "again", "--to", "dcp", "--out", tmp_path / "exported")
+    other = new_model(1)
+    resumed = make(other)
+    weights, state = get_state_dict(other, resumed, options=FLAT)
+    loaded: Options = {**weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=tmp_path / "exported", no_dist=True)  # type: ignore[attr-defined]
+    saved = loaded.pop("optimizer")
+    set_state_dict(other, resumed, model_state_dict=loaded, optim_state_dict=saved, options=FLAT)
+    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    assert [group["lr"] for optimizer in resumed for group in optimizer.param_groups] == pytest.approx(rates, rel=1e-15)
+    for group, trained in zip(groups_in(resumed), groups_in(optimizers), strict=True):
+        group.update({key: trained[key] for key in ("foreach", "fused", "lr") if key in trained})
+        assert {**group, "params": 0, "initial_lr": 0} == {**trained, "params": 0, "initial_lr": 0}
+    assert train(other, resumed, 5) == train(model, optimizers, 5)
+    first, second = (get_state_dict(of, by, options=FLAT) for of, by in ((model, optimizers), (other, resumed)))
+    for expected, found in zip(first, second, strict=True):
+        assert [name for name in expected if not is_same(expected[name], found[name])] == []
+    run("pack", tmp_path / "exported", "--layout", "pp=3", "--out", tmp_path / "repacked")
+    assert reshard("diff", tmp_path / "again", tmp_path / "repacked").code == 0
+
+
+def groups_in(optimizers: Optimizers) -> list[dict[str, Any]]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
 def saved_by(make: Callable[[Model], torch.optim.Optimizer], form: Callable[..., Options]) -> Callable[[Path], Path]:
     def write(place: Path) -> Path:
         model = new_model(0)
@@ -153,7 +236,8 @@ REFUSED: Mapping[str, Callable[[Path], Path]] = {
     "two groups by number, without names": saved_by(two_groups, by_number),
     "nadam": saved_by(of(torch.optim.NAdam), flattened),
     "radam": saved_by(of(torch.optim.RAdam), flattened),
-    "amsgrad": saved_by(of(torch.optim.AdamW, amsgrad=True), nested),
+    "steps that nothing counts": saved_by(of(torch.optim.SGD, momentum=0.9), nested),
+    "an option that is no number": changed(lambda state: state["param_groups"][0].update(maximize=float("nan"))),
     "a rate that is a tensor": saved_by(lambda model: torch.optim.AdamW(model.parameters(), torch.tensor(0.1)), nested),
     "an option that AdamW does not have": changed(lambda state: state["param_groups"][0].update(rectify=True)),
     "a parameter in two groups": changed(in_two_groups),
