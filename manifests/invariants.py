@@ -22,6 +22,8 @@ from manifests.training_state import training_problems
 MANIFEST_NAME = "manifest.json"
 SOURCE_NAME = "source.json"
 SOURCE_FILES = "source-files/"  # of files that describe the files of the source, and not those beside them
+# How the source of weights that pack --dequantize made plain is quantized.
+QUANTIZED_CONFIG, QUANTIZED_SOURCE = "quantized-config.json", "quantized-source.json"
 _MOST_SHOWN = 20
 _Named = Shard | AuxiliaryFile | OriginalFile
 

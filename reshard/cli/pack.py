@@ -174,7 +174,7 @@ _GROUPS = {
 }  # fmt: skip
 _EXPORT_GROUPS = {
     "What and where": (
-        "to", "out", "names", "dtype", "weights_only", "weights", "tied_key", "force", "as_json", "quiet",
+        "to", "out", "names", "dtype", "quantize", "weights_only", "weights", "tied_key", "force", "as_json", "quiet",
     ),
     "Bytes": ("io", "sync", "num_threads"),
     "Remote": ("num_streams", "memory_nbytes"),
@@ -318,6 +318,11 @@ def _notes(prepared: PreparedPack) -> Iterator[str]:
     type=options.DtypeName(options.DTYPES),
     default="source",
     help="Dtype of the weights: as in the source, or one for all parameters.",
+)
+@click.option(
+    "--quantize",
+    type=click.Choice(["like-source"]),
+    help="Quantize weights that pack --dequantize made plain, as the source has them: float8 blocks or MXFP4.",
 )
 @options.force
 @options.io

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from manifests.errors import SourceError
 from manifests.index import ADAPTER_NAMES, OTHER_WEIGHTS, is_weights
-from manifests.invariants import MANIFEST_NAME, SOURCE_FILES, SOURCE_NAME
+from manifests.invariants import MANIFEST_NAME, QUANTIZED_CONFIG, QUANTIZED_SOURCE, SOURCE_FILES, SOURCE_NAME
 from manifests.models.adapters import RECORD_NAME
 from manifests.paths import problem_with_path
 from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
@@ -29,6 +29,7 @@ _DESCRIBING = (
     "digests.json", ".sha1", ".sha256", ".sha512", ".md5", ".blake3", ".b3", ".sig", ".asc", ".sigstore",
     ".sigstore.json",
 )  # fmt: skip
+_RESERVED = (MANIFEST_NAME, SOURCE_NAME, RECORD_NAME, QUANTIZED_CONFIG, QUANTIZED_SOURCE)
 _SUMS = re.compile(r"(md5|sha\d+|b2|b3|blake2|blake3)sums?(\.txt)?|checksums?(\.\w+)?")
 
 
@@ -96,7 +97,7 @@ def auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -
     for name in files:
         if name in weights:
             continue
-        if name in (MANIFEST_NAME, SOURCE_NAME, RECORD_NAME) or name.startswith(("stage-", SOURCE_FILES)):
+        if name in _RESERVED or name.startswith(("stage-", SOURCE_FILES)):
             reserved = "this name is reserved for files that pack writes"
             raise SourceError(str(folder.file(name)), reserved, "rename the file", code="source.reserved-name")
         if name in ADAPTER_NAMES:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from manifests.errors import (
     CheckpointError,
@@ -47,6 +47,7 @@ from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import SUFFIX
 from reshard.transforms.conversion import ExportDtype, cast_checkpoint, casts_in
+from reshard.transforms.quantize import forget_source, quantize_like_source
 from stores.address import is_inside, is_url, place_of
 from stores.bundles import TensorAt
 from stores.local import LocalFile, LocalFolder
@@ -63,6 +64,7 @@ def export(
     weights_only: bool = False,
     weights: ExportedWeights = "trained",
     dtype: ExportDtype = "source",
+    quantize: Literal["like-source"] | None = None,
     force: bool = False,
     io: Io = "direct",
     sync: bool = True,
@@ -77,6 +79,7 @@ def export(
     `to="deepspeed"` writes the layers of a PipelineModule, weights alone; `to="universal"` DeepSpeed's Universal
     Checkpoint, in float32, with optimizer state, and with `names` of Hugging Face's model or of a PipelineModule,
     the `TiedLayerSpec` of whose tied embedding has the key `tied_key`.
+    `quantize="like-source"`, in a Hugging Face folder, quantizes what `pack` dequantized as the source has it.
     `weights="ema"` writes the average of a run with --ema in place of the weights, and no optimizer state.
     `to="megatron"` writes what Megatron-LM loads, with optimizer state for its distributed optimizer.
     `out`, `force`, `io`, `sync` and `parallelism` are those of `pack`.
@@ -116,6 +119,10 @@ def export(
     if target.is_float32 and dtype not in ("source", "fp32"):
         problem = f"{Parameter('to', to)} has float32 weights, not {dtype}"
         raise UsageError(Parameter("dtype"), problem, "leave it out", code="options.conflict")
+    if quantize is not None and (to != "hf" or dtype != "source"):
+        other = Parameter("to", to) if to != "hf" else Parameter("dtype", dtype)
+        problem = f"is not for {other}: files and dtypes are those of the source"
+        raise UsageError(Parameter("quantize", quantize), problem, "remove one of them", code="options.conflict")
     checkpoint = _open_to_export(str(manifest))
     address = str(out) if is_url(out) else Path(out)
     check_export_to(address, checkpoint, force=force)
@@ -128,6 +135,9 @@ def export(
     if weights_only or weights == EMA or not target.has_state:
         trained = None if checkpoint.trained is None else replace(checkpoint.trained, optimizer=None)
         checkpoint = replace(checkpoint, moments={}, trained=trained)
+    if quantize is not None:
+        checkpoint = quantize_like_source(checkpoint)
+    checkpoint = forget_source(checkpoint)
     planned = cast_checkpoint(checkpoint, dtype) if to == "hf" else checkpoint
     total = sum(tensor.nbytes for kinds in (planned.tensors, *planned.moments.values()) for tensor in kinds.values())
     write = WriteOptions(io=io, sync=sync, progress=counting(progress, total), parallelism=parallelism or Parallelism())

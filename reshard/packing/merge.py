@@ -17,6 +17,8 @@ from reshard.formats.open import open_source
 from reshard.formats.table import HUGGINGFACE, ExportOptions
 from reshard.packing.bundles import check_stored_ties
 from reshard.transforms.adapters import merge_adapters
+from reshard.transforms.dequantize import is_scale
+from reshard.transforms.quantize import forget_source
 from stores.address import is_url
 
 
@@ -26,7 +28,7 @@ class MergeResult:
 
     num_files: int
     nbytes: int
-    num_merged: int  # tensors that an adapter changed
+    num_merged: int  # weights that an adapter changed
 
 
 def merge(
@@ -69,8 +71,11 @@ def merge(
     pairs = list(zip(map(str, adapters), weights or [1.0] * len(adapters), strict=True))
     merged = merge_adapters(checkpoint, pairs)
     check_stored_ties(merged, can_drop=False)
+    merged = forget_source(merged)
     merged = replace(merged, auxiliary=tuple(with_source_files(merged.auxiliary, is_same=False)))
-    num_merged = sum(tensor.file is not checkpoint.tensors[fqn].file for fqn, tensor in merged.tensors.items())
+    before = checkpoint.tensors
+    changed = [fqn for fqn, tensor in merged.tensors.items() if tensor.file is not before[fqn].file]
+    num_merged = sum(not is_scale(fqn, before) for fqn in changed)
     total = sum(tensor.nbytes for tensor in merged.tensors.values())
     write = WriteOptions(io=io, sync=sync, progress=counting(progress, total), parallelism=parallelism or Parallelism())
     done = HUGGINGFACE.export(merged, address, ExportOptions(to="hf", force=force, write=write))

@@ -3,16 +3,17 @@
 # Note [Merged weights]
 A merged weight is W + sum of weight x scale x B A, each value computed in float64 and rounded once to the dtype of W.
 peft rounds the product to that dtype, and then the sum, so in 16 bits its last bit may differ. Tensors that no adapter
-touches keep their bytes.
+touches keep their bytes. A quantized weight is dequantized, merged in the dtype that its encoder takes, and quantized
+as it was: see Note [Encoders].
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from manifests.errors import Parameter, SourceError, UsageError
 from manifests.models.adapters import (
@@ -24,12 +25,15 @@ from manifests.models.adapters import (
     PEFT_WEIGHTS,
     digest_of_base,
 )
+from manifests.models.config import CONFIG_NAME
 from manifests.models.peft import PeftConfig, parse_peft_config
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import derive
 from reshard.transforms.casts import FLOATS, cast_tensor
+from reshard.transforms.dequantize import SECTION, find_plain, scale_of
+from reshard.transforms.quantize import quantize_weight
 from reshard.transforms.terms import Term
-from stores.base import read_file_header, read_whole
+from stores.base import read_config, read_file_header, read_whole
 from stores.bundles import TensorAt, tensors_in
 from stores.open import open_store
 
@@ -107,7 +111,8 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
         problem = "has optimizer state, which would not be that of the merged weights"
         hint = "export its weights first: reshard export --to hf"
         raise UsageError(checkpoint.location, problem, hint, code="options.merge-training-state")
-    tensors = dict(checkpoint.tensors)
+    section = _quantization(checkpoint)
+    find = cache(partial(find_plain, stored=checkpoint.tensors, section=section))
     terms: dict[str, list[Term]] = {}
     replaced: dict[str, TensorAt] = {}
     for location, weight in adapters:
@@ -115,25 +120,31 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
             raise UsageError(Parameter("weights"), f"expected numbers, found {weight}", code="options.invalid-value")
         adapter, touched = open_adapter(location), set[str]()
         for module in adapter.pairs:
-            for fqn, term in _terms(adapter, module, tensors, checkpoint.shape.architecture):
+            for fqn, term in _terms(adapter, module, find, checkpoint.shape.architecture):
                 terms.setdefault(fqn, []).append(replace(term, scale=term.scale * weight))
                 touched.add(fqn)
         for fqn, tensor in adapter.saved.items():
             if fqn in replaced or weight != 1:
                 problem = f"{fqn} is replaced as a whole, and so can be of one adapter alone, whose weight is 1"
                 raise UsageError(location, problem, "merge it alone", code="options.conflict")
-            replaced[fqn] = _replacement(adapter, tensor, tensors.get(fqn))
-        _check_base(adapter, touched, tensors)
+            replaced[fqn] = _replacement(adapter, tensor, checkpoint.tensors.get(fqn))
+        _check_base(adapter, (base for fqn in touched if (base := find(fqn)) is not None))
+    tensors = dict(checkpoint.tensors)
     for fqn, several in terms.items():
         if fqn in replaced:
             problem = f"{fqn} has an adapter and is replaced as a whole"
             raise UsageError(adapters[0][0], problem, "merge one adapter after the other", code="options.conflict")
-        tensors[fqn] = _merged(tensors[fqn], several)
+        stored = tensors[fqn if fqn in tensors else f"{fqn}_blocks"]
+        base, scale = find(fqn), scale_of(stored, tensors)
+        assert base is not None
+        merged = _merged(base, several)
+        pair = (merged,) if scale is None else quantize_weight(merged, stored, scale, section)
+        tensors.update({tensor.name: tensor for tensor in pair})
     return replace(checkpoint, tensors={**tensors, **replaced}, originals=None)
 
 
 def _terms(
-    adapter: Adapter, module: str, tensors: Mapping[str, TensorAt], architecture: str
+    adapter: Adapter, module: str, find: Callable[[str], TensorAt | None], architecture: str
 ) -> Iterator[tuple[str, Term]]:
     """Yield what a module's adapter adds to each tensor.
 
@@ -141,7 +152,7 @@ def _terms(
         SourceError: the model has no such tensor, or one of another shape.
     """
     a, b = adapter.pairs[module]
-    if (weight := tensors.get(f"{module}.weight")) is not None:
+    if (weight := find(f"{module}.weight")) is not None:
         is_transposed = architecture in _CONV1D and module.rpartition(".")[2].startswith("c_")
         term = Term(a=a, b=b, rank=adapter.config.rank_of(module), is_transposed=is_transposed)
         yield weight.name, _fitted(adapter, module, term, weight)
@@ -158,15 +169,15 @@ def _terms(
     term = Term(a=a, b=b, rank=rank, num_experts=a.shape[0] // rank, is_transposed=architecture in _TRANSPOSED)
     for here, there in _EXPERTS_IN_FILES:
         renamed = experts.replace(here, there) if here else experts
-        if (whole := tensors.get(f"{renamed}.{name}")) is not None:
+        if (whole := find(f"{renamed}.{name}")) is not None:
             yield whole.name, _fitted(adapter, f"{experts}.{name}", term, whole)
             return
-        parts = next((some for some in _FUSED[name] if f"{renamed}.0.{some[0]}.weight" in tensors), None)
+        parts = next((some for some in _FUSED[name] if find(f"{renamed}.0.{some[0]}.weight")), None)
         if parts is not None:
             for fqn, of_expert in _of_experts(term, renamed, parts):
-                if fqn not in tensors:
+                if (matrix := find(fqn)) is None:
                     raise _other(adapter, f"adapts {experts}.{name}, and the model has no {fqn}")
-                yield fqn, _fitted(adapter, f"{experts}.{name}", of_expert, tensors[fqn], num_parts=len(parts))
+                yield fqn, _fitted(adapter, f"{experts}.{name}", of_expert, matrix, num_parts=len(parts))
             return
     raise _other(adapter, f"adapts {experts}.{name}, and the model has no experts of that name")
 
@@ -214,9 +225,15 @@ def _replacement(adapter: Adapter, tensor: TensorAt, base: TensorAt | None) -> T
     return cast_tensor(replace(tensor, name=name), base.dtype)
 
 
-def _check_base(adapter: Adapter, touched: set[str], tensors: Mapping[str, TensorAt]) -> None:
+def _quantization(checkpoint: Checkpoint) -> Mapping[str, object]:
+    config = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
+    section = read_config(config.file, config.digest).get(SECTION)
+    return section if isinstance(section, dict) else {}
+
+
+def _check_base(adapter: Adapter, adapted: Iterable[TensorAt]) -> None:
     """Refuse an adapter of our own training that belongs to other weights, as far as both have digests."""
-    actual = digest_of_base((fqn, tensors[fqn].digest) for fqn in touched)
+    actual = digest_of_base((tensor.name, tensor.digest) for tensor in adapted)
     if None not in (adapter.base_digest, actual) and adapter.base_digest != actual:
         raise _other(adapter, "was trained on other weights: the digests of the tensors that it adapts differ")
 

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, get_args
 
 from manifests.errors import Parameter, SourceError, UsageError, check_choice
@@ -14,7 +13,7 @@ from manifests.models import model_shape
 from manifests.models.config import CONFIG_NAME
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.comparison import check_coverage, stored_in, without_absent
-from reshard.tensors.lazy import DerivedFile, MemoryFile, derive
+from reshard.tensors.lazy import DerivedFile, MemoryFile
 from reshard.tensors.source_index import (
     RecordedShard,
     SourceRecord,
@@ -25,14 +24,11 @@ from reshard.tensors.source_index import (
 )
 from reshard.transforms.adapters import merge_adapters
 from reshard.transforms.casts import FLOATS, cast_tensor
+from reshard.transforms.dequantize import SECTION, plain_tensors
+from reshard.transforms.quantize import remember_source
 from stores.base import read_config
-from stores.bundles import TensorAt
 
 Plain = Literal["bf16", "fp32"]
-
-_SECTION = "quantization_config"
-_QUANTIZED = {"F4", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8"}  # which no tensor of a plain model has
-_OTHER_TOOLS = "dequantize the model with transformers: its quantization configs have dequantize=True"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +83,8 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     """Return a checkpoint whose quantized weights have a floating-point dtype; other tensors are unchanged.
 
     Its config has no quantization section, and names that dtype if it named one. Its record is that of a source
-    that was never quantized: the same files with the same tensors in the same order, without scales.
+    that was never quantized: the same files with the same tensors in the same order, without scales. Two files beside
+    it say how its source is quantized.
 
     Raises:
         SourceError: a weight or its scales have a dtype or a shape that the method does not use.
@@ -95,11 +92,11 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     """
     config_at = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
     config = read_config(config_at.file, config_at.digest)
-    section = config.pop(_SECTION, None)
+    section = config.pop(SECTION, None)
     if not isinstance(section, dict):
         raise UsageError(
             Parameter("conversion.dequantize"),
-            f"{config_at.file} has no {_SECTION}",
+            f"{config_at.file} has no {SECTION}",
             "the weights are not quantized; leave it out",
             code="options.not-quantized",
         )
@@ -110,107 +107,18 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     check_coverage(plain, shape, checkpoint.location)
     kinds = {old: (tensor.name, tensor.dtype, tensor.shape) for old, tensor in tensors.values()}
     text = (json.dumps(with_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n").encode()
-    config_file = AuxiliaryAt(path=CONFIG_NAME, file=MemoryFile(f"{config_at.file} without {_SECTION}", text))
+    config_file = AuxiliaryAt(path=CONFIG_NAME, file=MemoryFile(f"{config_at.file} without {SECTION}", text))
     return replace(
         checkpoint,
         shape=shape,
         tensors=plain,
-        auxiliary=tuple(config_file if item is config_at else item for item in checkpoint.auxiliary),
+        auxiliary=(
+            *(config_file if item is config_at else item for item in checkpoint.auxiliary),
+            *remember_source(checkpoint, config_at),
+        ),
         record=_record(checkpoint.record, kinds),
         originals=None,
     )
-
-
-def plain_tensors(
-    stored: Mapping[str, TensorAt], section: Mapping[str, object], dtype: str
-) -> Iterator[tuple[str, TensorAt]]:
-    """Yield the plain tensors, each with the name that its values are stored under.
-
-    Raises:
-        SourceError: as `dequantize`.
-    """
-    for fqn, tensor in stored.items():
-        if (scale := _scale_of(tensor, stored)) is not None:
-            _expect(tensor, {"F8_E4M3", "I8"})
-            _expect(scale, {"F8_E8M0"} if tensor.dtype == "I8" else FLOATS | {"F8_E8M0"})
-            how = _from_fp4(tensor, scale, dtype) if tensor.dtype == "I8" else _from_fp8(tensor, scale, section, dtype)
-            yield fqn, how
-        elif fqn.endswith("_blocks") and fqn.removesuffix("_blocks") + "_scales" in stored:
-            scales = stored[fqn.removesuffix("_blocks") + "_scales"]
-            _expect(tensor, {"U8", "F4"})
-            _expect(scales, {"U8", "F8_E8M0"})
-            yield fqn, _from_mxfp4(tensor, scales, dtype)
-        elif not _is_scale(fqn, stored):
-            if tensor.dtype in _QUANTIZED:
-                problem = f"is {tensor.dtype}, and its scales have names or a form that are not known"
-                raise SourceError(f"{tensor.file}: {fqn!r}", problem, _OTHER_TOOLS, code="source.quantized-dtype")
-            yield fqn, tensor
-
-
-def _scale_of(weight: TensorAt, stored: Mapping[str, TensorAt]) -> TensorAt | None:
-    """Return the scales of a weight's blocks, if it has any; DeepSeek-V4's are called `scale`."""
-    scale = stored.get(f"{weight.name}_scale_inv")
-    if scale is None and weight.dtype in _QUANTIZED and weight.name.endswith(".weight"):
-        scale = stored.get(f"{weight.name.removesuffix('weight')}scale")
-    return scale
-
-
-def _is_scale(fqn: str, stored: Mapping[str, TensorAt]) -> bool:
-    if fqn.endswith("_scales"):
-        return fqn.removesuffix("_scales") + "_blocks" in stored
-    weight = stored.get(fqn.removesuffix("_scale_inv") if fqn.endswith("_scale_inv") else f"{fqn[:-5]}weight")
-    scale = None if weight is None else _scale_of(weight, stored)
-    return scale is not None and scale.name == fqn
-
-
-def _from_fp8(weight: TensorAt, scale: TensorAt, section: Mapping[str, object], dtype: str) -> TensorAt:
-    from reshard.transforms.arithmetic import fp8_blocks  # numpy
-
-    sizes = section.get("weight_block_size")
-    if not (isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
-        raise _unfit(scale, "expected scales of blocks, whose size is weight_block_size in config.json")
-    grid = tuple(-(-count // size) for count, size in zip(weight.shape, sizes, strict=False))
-    if len(weight.shape) != 2 or scale.shape != grid:
-        raise _unfit(scale, f"expected scales of {list(weight.shape)} in blocks of {sizes}, found {list(scale.shape)}")
-    make = partial(fp8_blocks, weight, scale, (sizes[0], sizes[1]), dtype)
-    return derive(weight, dtype, f"dequantized to {dtype} in blocks of {sizes}", (weight, scale), make)
-
-
-def _from_fp4(packed: TensorAt, scale: TensorAt, dtype: str) -> TensorAt:
-    """Return a weight of which each byte has two values, and each row scales of its own."""
-    from reshard.transforms.arithmetic import fp4_blocks  # numpy
-
-    rows, *halves = packed.shape
-    fits = len(halves) == 1 and scale.shape[:-1] == (rows,) and scale.shape[-1] and not 2 * halves[0] % scale.shape[-1]
-    if not fits:
-        raise _unfit(scale, f"expected scales of each row of {list(packed.shape)}, found {list(scale.shape)}")
-    plain = replace(packed, shape=(packed.shape[0], 2 * packed.shape[1]))
-    make = partial(fp4_blocks, packed, scale, dtype)
-    return derive(plain, dtype, f"dequantized to {dtype}", (packed, scale), make)
-
-
-def _unfit(scale: TensorAt, problem: str) -> SourceError:
-    return SourceError(f"{scale.file}: {scale.name!r}.shape", problem, _OTHER_TOOLS, code="source.quantized-shape")
-
-
-def _from_mxfp4(packed: TensorAt, scales: TensorAt, dtype: str) -> TensorAt:
-    from reshard.transforms.arithmetic import mxfp4_blocks  # numpy
-
-    count, outputs, groups, half = packed.shape
-    plain = replace(packed, name=packed.name.removesuffix("_blocks"), shape=(count, groups * half * 2, outputs))
-    return derive(
-        plain, dtype, f"dequantized to {dtype}", (packed, scales), partial(mxfp4_blocks, packed, scales, dtype)
-    )
-
-
-def _expect(tensor: TensorAt, dtypes: frozenset[str] | set[str]) -> None:
-    if tensor.dtype not in dtypes:
-        expected = " or ".join(sorted(dtypes))
-        raise SourceError(
-            f"{tensor.file}: {tensor.name!r}.dtype",
-            f"expected {expected}, found {tensor.dtype}",
-            code="source.quantized-dtype",
-        )
 
 
 def _record(record: SourceRecord, kinds: Mapping[str, TargetTensor]) -> SourceRecord:
