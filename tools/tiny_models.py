@@ -31,7 +31,8 @@ _SMALL: Mapping[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "mamba_n_groups"), 1),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_d_head", "mamba_d_state"), 16),
     **dict.fromkeys(("kv_channels", "state_size", "hidden_size_per_layer_input", "index_head_dim"), 16),
-    **dict.fromkeys(("linear_num_key_heads", "n_mamba_heads", "index_n_heads"), 2),
+    **dict.fromkeys(("linear_num_key_heads", "n_mamba_heads"), 2),
+    "index_n_heads": 16,  # with few, scores of several keys are 0 at once, and the choice is anybody's
     "linear_num_value_heads": 4,
     "mamba_n_heads": 8,
     "num_key_value_heads": 2,
@@ -62,6 +63,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "DeepseekV4ForCausalLM": {
+        "head_dim": 64,
         "layer_types": [
             "heavily_compressed_attention",
             *["compressed_sparse_attention"] * 2,
@@ -113,6 +115,7 @@ _OWN: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
     },
     "MiniMaxM3VLForCausalLM": {
+        "index_n_heads": 2,
         "layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2),
         "mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)],
     },

@@ -41,7 +41,7 @@ def mask_rows(model: nn.Module, parts: RowParts | None) -> None:
     for config in configs.values():
         base = config._attn_implementation
         name = f"{base}_of_{'parts' if parts else 'rows'}"  # a tiny model that is checked meanwhile has whole rows
-        AttentionInterface.register(name, attention_over(parts, base) if parts else attention_of(base))
+        AttentionInterface.register(name, attention_over(parts, base) if parts else partial(_of_rows, base))
         AttentionMaskInterface.register(name, partial(_mask, base, parts))
         config._attn_implementation = name
 
@@ -75,6 +75,29 @@ def inputs_of_rows(
         position_ids = torch.arange(length, device=device).expand(size[0], -1)
     places = parts.places(length).to(device)
     return {"position_ids": position_ids[:, places], "attention_mask": torch.ones_like(position_ids)}
+
+
+def _of_rows(
+    base: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    indices: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Compute the attention of `base`, of chosen keys alone if there are `indices` (B, Q, K).
+
+    Sparse attention, as of DeepSeek-V3.2, masks the others by itself where the implementation is `sdpa` or `eager` by
+    name, and leaves the choice to one of another name.
+    """
+    if indices is not None:
+        assert attention_mask is not None, "the choice depends on it"
+        others = torch.ones_like(attention_mask, dtype=torch.bool).scatter(-1, indices.long()[:, None], False)
+        hidden = False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
+        attention_mask = attention_mask.masked_fill(others, hidden)
+    return attention_of(base)(module, query, key, value, attention_mask, **kwargs)
 
 
 def _mask(

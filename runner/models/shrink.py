@@ -43,16 +43,16 @@ SIZES: Mapping[str, int] = {
     ),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 8),
     **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "linear_num_value_heads", "linear_num_heads"), 4),
-    **dict.fromkeys(("linear_num_key_heads", "n_mamba_heads", "index_n_heads", "n_groups", "mamba_n_groups",
-                     "o_groups"), 2),
+    **dict.fromkeys(("linear_num_key_heads", "n_mamba_heads", "n_groups", "mamba_n_groups", "o_groups"), 2),
+    "index_n_heads": 16,  # of few, scores of several keys are 0, and whole and packed rows choose others of them
     "mamba_d_ssm": 128,
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
-    # What a few tokens must be longer than.
+    # What a few tokens must be longer than, those of one document among others as well.
     **dict.fromkeys(
         ("sliding_window", "sliding_window_size", "attention_chunk_size", "attention_window_size", "window_size",
          "local_attention", "keep_window_size", "index_topk", "chunk_size", "mamba_chunk_size", "block_size",
          "index_block_size", "heavily_compressed_attention"),
-        8,
+        4,
     ),
     "floor_scale": 4,
     "index_topk_blocks": 1,
@@ -99,6 +99,8 @@ def _keep_groups(tiny: dict[str, Any], config: Mapping[str, Any]) -> None:
     for heads, keys in _GROUPS:
         if isinstance(config.get(keys), int) and config[keys] == config.get(heads):
             tiny[keys] = tiny[heads]
+    if "index_topk_blocks" in config:  # whose blocks are chosen for each head of keys
+        tiny["index_n_heads"] = tiny["num_key_value_heads"]
     if isinstance(counts := config.get("num_attention_heads_per_layer"), list):
         few = tiny["num_attention_heads"]
         tiny["num_attention_heads_per_layer"] = [few if count == min(counts) else 2 * few for count in counts]
@@ -162,6 +164,10 @@ def _keep_context(
 ) -> None:
     """Keep whether rows are longer than the context before it was stretched, and by how much that was."""
     context, most = before.get(_CONTEXT), config.get("max_position_embeddings")
+    kind = before.get("rope_type") or before.get("type")
+    if kind == "dynamic" and isinstance(most, int) and seq_len > most:  # whose frequencies depend on it alone
+        tiny["max_position_embeddings"] = _SHORT
+        return
     if not isinstance(context, int) or not context:
         return
     rope[_CONTEXT] = few = min(context, _SHORT if seq_len > context else _LONG)

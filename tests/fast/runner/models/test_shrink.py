@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
+from manifests.models.catalogue import catalogued
+from manifests.models.trainable import generic_entry
 from runner.models.shrink import shrink
+from runner.proof.reference import LENGTH, draw_rows
+from tests.fast.manifests.models.catalogued import config_of, quiet
 
 PLAIN = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 40}
 
@@ -31,7 +37,7 @@ PLAIN = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 
         ({"qk_rope_head_dim": 64, "head_dim": 512, "o_groups": 8, "o_lora_rank": 1024,
           "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}},
          {"qk_rope_head_dim": 8, "head_dim": 16, "o_groups": 2, "o_lora_rank": 16,
-          "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}}),
+          "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 4}}),
         ({"n_embd": 4096, "n_head": 16, "rotary_dim": 64}, {"rotary_dim": 4}),
         ({"head_dim": 256, "rope_parameters": {"mrope_section": [11, 11, 10], "rope_theta": 1e7}},
          {"rope_parameters": {"mrope_section": [2, 0, 0], "rope_theta": 1e7}}),
@@ -58,3 +64,42 @@ def test_a_few_tokens_are_longer_than_the_context_before_it_was_stretched_if_tho
         rope = tiny[place[0]] if place else tiny
         assert rope["original_max_position_embeddings"] == context
         assert tiny["max_position_embeddings"] == 32 * context
+
+
+def test_rows_of_a_proof_are_longer_than_whatever_decides_how_far_a_token_sees() -> None:
+    """Of rows without documents, and of some document in others; the last token of either has no label."""
+    rows = draw_rows(0, 4, 96, is_masked=True)
+    longest = max(len(document) for row in rows.documents for document in row) - 1
+    numbers: list[tuple[str, str, int]] = []
+    for architecture in (name for name in catalogued() if generic_entry(name) is not None):
+        with quiet():
+            tiny = shrink(config_of(architecture, is_tiny=False).to_dict(), seq_len=10**7)
+        numbers += ((architecture, name, number) for name, number in _numbers_in(tiny))
+    reaches = [number for number in numbers if _REACH.fullmatch(number[1])]
+    assert len(reaches) > 50
+    assert [number for number in reaches if number[2] >= longest] == []
+    contexts = [number for number in numbers if number[1] == "original_max_position_embeddings"]
+    assert contexts
+    assert [number for number in contexts if number[2] >= LENGTH - 1] == []
+
+
+_REACH = re.compile(
+    r"(sliding_|attention_|keep_)?window(_size)?|local_attention|(mamba_|attention_)?chunk_size|index_(topk|block_size)"
+    r"|block_size|sliding_window_size|(compressed_sparse|heavily_compressed)_attention|floor_scale"
+)
+_DECODERS = ("attn_config", "ffn_config", "text_config")
+
+
+def _numbers_in(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _numbers_in(value) if not name.endswith("_config") or name in _DECODERS else ()
+        elif type(value) is int:
+            yield name, value
+
+
+@pytest.mark.parametrize(("seq_len", "most"), [(2048, 128), (2049, 8)])
+def test_a_few_tokens_are_beyond_the_positions_of_dynamic_rope_if_those_of_the_run_are(seq_len: int, most: int) -> None:
+    for name in ("type", "rope_type"):
+        config = {"max_position_embeddings": 2048, "rope_scaling": {name: "dynamic", "factor": 2.0}}
+        assert shrink(config, seq_len)["max_position_embeddings"] == most

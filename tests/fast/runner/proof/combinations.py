@@ -78,8 +78,10 @@ def ties_of(family: Generic, stage_modules: tuple[tuple[str, ...], ...]) -> tupl
     """Return the tie groups that packing finds in an architecture's entry, if the config ties weights."""
 
     def member(fqn: str) -> TieMember:
-        module = fqn.removesuffix(".weight")
-        return TieMember(fqn=fqn, stage=next(stage for stage, names in enumerate(stage_modules) if module in names))
+        homes = (
+            stage for stage, names in enumerate(stage_modules) if any(fqn.startswith(f"{name}.") for name in names)
+        )
+        return TieMember(fqn=fqn, stage=next(homes))
 
     if not family._is_tied:
         return ()
