@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import traceback
 import warnings
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, forkserver, get_context
+from multiprocessing import connection, forkserver, get_context, parent_process
 from multiprocessing.process import BaseProcess
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -172,6 +173,7 @@ def _receive(receiver: Any, ranks: Sequence[BaseProcess]) -> Any:
 
 def _run_rank(request: Request, rank: int, num_ranks: int, folder: str, sender: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command ends its ranks
+    threading.Thread(target=_end_with_command, daemon=True).start()
     warnings.simplefilter("ignore")
     os.dup2(2, 1)  # gloo prints that it is connected
     torch.set_num_threads(1)
@@ -189,6 +191,14 @@ def _run_rank(request: Request, rank: int, num_ranks: int, folder: str, sender: 
     if rank == 0:
         sender.send(outcome)
     os._exit(0)  # connections of others may be closed already
+
+
+def _end_with_command() -> None:
+    """End this rank when the command has ended, as when it was killed."""
+    command = parent_process()
+    assert command is not None
+    command.join()
+    os._exit(1)
 
 
 def _try(run: Combination) -> _Outcome:

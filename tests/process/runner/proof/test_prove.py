@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from click.testing import CliRunner, Result
@@ -41,3 +49,43 @@ def test_a_combination_of_64_ranks_is_proven_on_4(packed: Path) -> None:
         "pipeline": 2, "replicate": 2, "shard": 2, "expert": 2,
     }  # fmt: skip
     assert max(tried["differences"].values()) <= 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+def test_ranks_end_with_a_command_that_is_killed(packed: Path) -> None:
+    """One rank is stopped, and the other would wait for it."""
+    name, value = "PROVE_TEST", uuid4().hex
+    command = [sys.executable, "-m", "runner", "prove", str(packed), "--", "--global-batch", "64"]
+    with subprocess.Popen(command, env={**os.environ, name: value}, stdout=subprocess.DEVNULL) as process:
+        wait_for(lambda: len(ranks_of(processes_with(name, value))) == 2)
+        stopped, _ = ranks_of(processes_with(name, value))
+        os.kill(stopped, signal.SIGSTOP)
+        process.kill()
+    try:
+        wait_for(lambda: ranks_of(processes_with(name, value)) == [stopped])
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    wait_for(lambda: not processes_with(name, value))
+
+
+def wait_for(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def processes_with(name: str, value: str) -> dict[int, int]:
+    """Return the fork server with this in its environment and its ranks, and the parent of each."""
+    parents = dict[int, int]()
+    for entry in (entry for entry in Path("/proc").iterdir() if entry.name.isdecimal()):
+        with suppress(OSError):
+            is_ours = f"{name}={value}\0".encode() in (entry / "environ").read_bytes()
+            if is_ours and b"forkserver" in (entry / "cmdline").read_bytes():
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    return parents
+
+
+def ranks_of(parents: Mapping[int, int]) -> list[int]:
+    return sorted(process for process, parent in parents.items() if parent in parents)
