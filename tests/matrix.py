@@ -25,6 +25,7 @@ from runner.pipeline.timetable import find_timetable
 from runner.preflight.combinations import part_of
 
 VOCAB_SIZE, SEQ_LEN, GLOBAL_BATCH, MOST_RANKS = 96, 16, 16, 8
+NUM_CASES = 300
 TITAN = "-titan"  # ends the name of a model on torchtitan's modules
 # By name: an architecture of the catalogue, and what is changed of its tiny config.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -247,6 +248,18 @@ def matrix(strength: int = 3) -> Matrix:
 
 
 @cache
+def every_case() -> tuple[Case, ...]:
+    """Return the matrix, MORE, and cases with triples of values, those of models as well, that no other has."""
+    drawn, cases = Random(1), [*matrix().cases, *MORE]
+    covered = set().union(*map(_triples_of, cases))
+    while len(cases) < NUM_CASES:
+        candidates, _ = _candidates(frozenset({("dtype", "fp32")}), drawn, most_ranks=MOST_RANKS)
+        cases.append(max(candidates, key=lambda case: len(_triples_of(case) - covered) / (2 + case.world_size)))
+        covered |= _triples_of(cases[-1])
+    return tuple(cases)
+
+
+@cache
 def dozen() -> tuple[Case, ...]:
     """Choose twelve cases of four ranks that cover most pairs."""
     drawn, cases, covered = Random(0), list[Case](), set[frozenset[Value]]()
@@ -265,6 +278,10 @@ def covered_by(case: Case) -> set[frozenset[Value]]:
         return {frozenset((value, ("dtype", case.dtype))) for value in values if value[0] != "dtype"}
     small = [value for value in values if value[0] in _SMALL]
     return {frozenset(goal) for goal in (*combinations(values, 2), *combinations(small, 3))}
+
+
+def _triples_of(case: Case) -> set[frozenset[Value]]:
+    return {frozenset(triple) for triple in combinations(((axis, getattr(case, axis)) for axis in AXES), 3)}
 
 
 def _tuples(axes: Mapping[str, tuple[Any, ...]], strength: int) -> Iterator[frozenset[Value]]:

@@ -1,6 +1,7 @@
 """Combinations of tests/matrix.py train as one process does that runs transformers' whole model, or are refused.
 
-The 221 runs of the whole matrix took 28 minutes on two cores that were busy with other work, too.
+All 300, in launches of at most 12: pytest -m slow tests/process/runner/parallel/test_matrix.py; with -k 8-ranks, those
+of 8 ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from manifests.models import is_expert
 from manifests.store import open_shard
 from stores.open import open_manifest
 from tests.builders import pack
-from tests.matrix import MORE, Case, dozen, matrix
+from tests.matrix import NUM_CASES, Case, dozen, every_case
 from tests.process.runner.parallel.matrix_reference import RECIPE, reference, save_matrix_model
 from tests.process.runner.parallel.test_parallel import AT_A_TIME, header_nbytes, is_close, whole
 from tests.process.torchrun import launch
@@ -40,6 +41,7 @@ SAVED = (
     Case(model="qwen3-moe", replicate=2, shard=2, expert=2),
     Case(model="qwen3-moe", pipeline=2, schedule="DualPipeV", context="gather", expert=2, recompute="full"),
 )
+_PARTS = {1: 3, 2: 8, 3: 1, 4: 10, 8: 6}  # by number of ranks: in how many launches all cases of it are trained
 # All pairs of different ones: from each, this many places on, and as many again.
 _HOPS = ((1, 2), (3, 4), (5, 6), (7, 1))
 
@@ -134,12 +136,20 @@ def test_a_dozen_combinations_train_as_transformers_does(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-def test_all_combinations_train_as_transformers_does(num_ranks: int, place: Path) -> None:
-    cases = sorted(
-        (case for case in (*matrix().cases, *MORE) if case.world_size == num_ranks), key=lambda case: case.name
-    )
-    assert cases
+@pytest.mark.parametrize(
+    ("num_ranks", "part"),
+    [
+        pytest.param(num_ranks, part, id=f"{num_ranks}-ranks-{part}")
+        for num_ranks, count in _PARTS.items()
+        for part in range(count)
+    ],
+)
+def test_all_combinations_train_as_transformers_does(num_ranks: int, part: int, place: Path) -> None:
+    assert len(every_case()) >= NUM_CASES
+    assert {case.world_size for case in every_case()} == _PARTS.keys()
+    by_model = sorted(every_case(), key=lambda case: case.name)
+    cases = [case for case in by_model if case.world_size == num_ranks][part :: _PARTS[num_ranks]]
+    assert 0 < len(cases) <= AT_A_TIME
     run_cases(place, cases)
     assert not {case.name: problems for case in cases if (problems := problems_of(place, case))}
 
