@@ -21,9 +21,10 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from manifests.digest import Hasher
@@ -72,12 +73,17 @@ def tensors_by_class(
 
 
 def write_initial(
-    config: Mapping[str, object], where: str, names: Iterable[str], start: InitialWeights, lock: int
+    config: Mapping[str, object],
+    where: str,
+    names: Iterable[str],
+    start: InitialWeights,
+    lock: int,
+    on_written: Callable[[int], object] = lambda nbytes: None,
 ) -> dict[str, bytes]:
     """Write a model of these tensors as transformers initializes it, and return their BLAKE3 digests.
 
     See Note [Initial weights]. `lock` is the descriptor of the folder's lock, which the writing process inherits: it
-    ends with this one, and until then nobody else has the folder.
+    ends with this one, and until then nobody else has the folder. `on_written` gets the bytes of each tensor.
 
     Raises:
         ModelError: as `tensors_by_class`, or transformers' model has other tensors.
@@ -87,7 +93,7 @@ def write_initial(
     words = (str(start.folder.resolve()), start.dtype, str(start.seed))
     architecture = architecture_of(config, where)
     document = {"config": _without(config, _NOT_SIZES), "names": sorted(names), "parent": os.getpid()}
-    answer = _ask(document, architecture, where, *words, locks=(lock,))
+    answer = _ask(document, architecture, where, *words, locks=(lock,), on_written=on_written)
     return {name: bytes.fromhex(digest) for name, digest in answer["tensors"].items()}
 
 
@@ -98,13 +104,15 @@ def _ask(
     *arguments: str,
     limit_s: float | None = None,
     locks: Collection[int] = (),
+    on_written: Callable[[int], object] | None = None,
 ) -> dict[str, Any]:
     """Run this module as a process of its own, and return what it answers."""
     command = [sys.executable, "-P", "-m", "reshard.estimate.meta_model", architecture, *arguments]
     try:
-        done = subprocess.run(
-            command, input=json.dumps(config), capture_output=True, text=True, timeout=limit_s, pass_fds=locks
-        )
+        if on_written is not None:
+            done = _watch(command, json.dumps(config), locks, on_written)
+        else:
+            done = subprocess.run(command, input=json.dumps(config), capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired as error:
         problem = f"{architecture} was not built on the meta device within {limit_s:.0f} s"
         raise ModelError(where, problem, "give the folder with its safetensors", code="config.not-buildable") from error
@@ -130,6 +138,35 @@ def _ask(
         where, f"transformers cannot build {architecture}: {reason[:300]}", "correct the field that it names",
         code="config.not-buildable",
     )  # fmt: skip
+
+
+def _watch(
+    command: Sequence[str], document: str, locks: Collection[int], on_written: Callable[[int], object]
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; each line of its output that is a number is passed on while it runs."""
+    with (
+        TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, pass_fds=locks
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended: its exit code says why
+                process.stdin.write(document)
+            lines: list[str] = []
+            for line in process.stdout:
+                if line.strip().isdecimal():
+                    on_written(int(line))
+                else:
+                    lines.append(line)
+        except BaseException:
+            process.kill()
+            raise
+        code = process.wait()
+        errors.seek(0)
+        return subprocess.CompletedProcess(command, code, "".join(lines), errors.read())
 
 
 def _check_layers(config: Mapping[str, object], architecture: str, where: str) -> None:
@@ -224,6 +261,7 @@ def initialize(
                 data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
                 digests[name] = Hasher(data).hexdigest()
                 yield data
+                print(data.nbytes, flush=True)  # the parent shows it
 
     for number, sources in enumerate(shards, 1):
         path = SHARD_NAME.format(number)

@@ -21,6 +21,7 @@ from manifests.models.config import CONFIG_NAME, ConfigReader
 from manifests.schema import Source
 from manifests.store import read_config, write_file
 from reshard.copy.destination import check_space
+from reshard.copy.runs import Progress, counting
 from reshard.estimate.meta_model import SHARD_NAME, SHARD_NBYTES, InitialWeights, write_initial
 from reshard.formats.open import DEFAULT_DTYPE, find_config, open_config, open_source
 from reshard.packing.options import PackOptions
@@ -40,13 +41,17 @@ _BESIDE = (
 
 @contextmanager
 def initial_model(
-    source: str, options: PackOptions, on_config: Callable[[PackOptions, Checkpoint], object]
+    source: str,
+    options: PackOptions,
+    on_config: Callable[[PackOptions, Checkpoint], object],
+    progress: Progress | None = None,
 ) -> Iterator[tuple[PackOptions, Checkpoint]]:
     """Initialize the model of a config in a folder beside the output, which is locked, and removed after the block.
 
     Yields the options and the checkpoint to pack, whose tensors have the digests of what was initialized. `on_config`
-    gets them before anything is written, without weights. Every tensor depends on the seed and its name alone. What a
-    killed pack left in the folder is never used.
+    gets them before anything is written, without weights. `progress` gets the bytes of initial weights, of as many that
+    are packed later. Every tensor depends on the seed and its name alone. What a killed pack left in the folder is
+    never used.
 
     Raises:
         UsageError: SOURCE has weights or a quantized model's config, or options conflict with `init`.
@@ -85,7 +90,8 @@ def initial_model(
             for name in beside:
                 shutil.copyfile(config_path.parent / name, folder / name)
             start = InitialWeights(folder=folder, dtype=dtype, seed=seed)
-            digests = write_initial(config, str(config_path), planned.tensors, start, lock)
+            count = counting(progress, 2 * total)
+            digests = write_initial(config, str(config_path), planned.tensors, start, lock, count)
         opened = open_source(str(folder))
         tensors = {fqn: replace(tensor, blake3=digests[fqn]) for fqn, tensor in opened.tensors.items()}
         yield options, replace(opened, source=origin, tensors=tensors)

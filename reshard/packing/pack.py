@@ -213,13 +213,19 @@ def pack(
         def on_config(options: PackOptions, opened: Checkpoint) -> None:
             on_plan(prepare_pack(str(source), options, opened))
 
-        with initial_model(str(source), options, on_config) as (options, opened):
-            return prepare_pack(str(source), options, opened).run(progress)
+        with initial_model(str(source), options, on_config, progress) as (options, opened):
+            prepared = prepare_pack(str(source), options, opened)
+            return prepared.run(progress and _after(prepared.nbytes, progress))
     prepared = prepare_pack(str(source), options)
     on_plan(prepared)
     if (address := hub_output(options.out)) is not None:
         return _pack_and_push(prepared, address, progress)
     return prepared.run(progress)
+
+
+def _after(nbytes: int, progress: Progress) -> Progress:
+    """Return the progress of what follows `nbytes` that are done."""
+    return lambda done_nbytes, total_nbytes: progress(nbytes + done_nbytes, nbytes + total_nbytes)
 
 
 def _pack_and_push(prepared: PreparedPack, address: HubAddress, progress: Progress | None) -> PackResult:
