@@ -22,17 +22,28 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import runner
 
+# What --tp does with each module, in the styles of transformers; what has no style is whole on every rank.
+TP_PLAN = {
+    "embed": "embedding_rowwise",
+    "layers.*.qkv": "colwise",
+    "layers.*.out": "rowwise",
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+    "head": "colwise_gather_output",
+}
+
 
 class Layer(nn.Module):
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_dim = dim // heads
         self.attn_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv(self.attn_norm(hidden)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        # By heads, of which --tp gives each rank some: their number is not written.
+        qkv = self.qkv(self.attn_norm(hidden)).unflatten(-1, (-1, 3, self.head_dim)).permute(3, 0, 2, 1, 4)
         hidden = hidden + self.out(scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2))
         return hidden + self.down(self.up(self.mlp_norm(hidden)).relu().square())
 
@@ -56,4 +67,4 @@ class Decoder(nn.Module):
 
 def family(request: runner.FamilyRequest) -> runner.Family:
     sizes = {name: request.config[name] for name in ("depth", "dim", "heads", "vocab_size")}
-    return runner.NamedFamily(request, lambda modules: Decoder(**sizes, modules=modules))
+    return runner.NamedFamily(request, lambda modules: Decoder(**sizes, modules=modules), tp_plan=TP_PLAN)

@@ -14,6 +14,7 @@ import torch
 from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UnreachableError
 from manifests.models.adapters import has_adapters, is_adapter
+from manifests.models.combinations import Combination as Features
 from manifests.models.combinations import check_combination, check_divides, check_heads
 from manifests.models.training import HostMemory
 from manifests.optimizer_state import EMA, kinds_of
@@ -39,6 +40,7 @@ from runner.metrics.gauges import memory_nbytes
 from runner.models import family_for
 from runner.models.family import OnTransformers
 from runner.parallel.mesh import Mesh, build_mesh
+from runner.parallel.parallelize import check_plans
 from runner.parallel.rows import keep_documents, split_rows
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.pipeline.losses import loss_of_run
@@ -182,7 +184,7 @@ def _begin(
         )
         check_divides(launched.shape, launched.config, mesh.degrees.tensor, mesh.degrees.expert)
         check_heads(launched.config, options.degrees.context, options.degrees.context_method, options.degrees.tensor)
-        timetable = _choose_timetable(launched, options, mesh)
+        timetable, features = _choose_timetable(launched, options, mesh)
         planned_nbytes = _plan_memory(launched, options, timetable, mesh, world, device)
         family = family_for(
             launched.config,
@@ -191,6 +193,9 @@ def _begin(
             shape=launched.shape,
             description=launched.manifest.model.description,
         )
+        if not isinstance(family, Proven):
+            check_combination(replace(features, is_generic=True, is_unverified=True))
+        check_plans(family, mesh.degrees)
         if options.lora is not None:
             assert isinstance(family, OnTransformers), "refused before"
             family.add_adapters(options.lora, checks_names=options.adapter is None)
@@ -304,11 +309,12 @@ def _resume_optimizer(
     return replace(start, notes=(*start.notes, note))
 
 
-def _choose_timetable(launched: Packed, options: TrainOptions, mesh: Mesh) -> Timetable:
+def _choose_timetable(launched: Packed, options: TrainOptions, mesh: Mesh) -> tuple[Timetable, Features]:
     number = part_of(options.batch, mesh.degrees).num_microbatches
     timetable = choose_timetable(options.schedule, launched.manifest, number, options.microbatch_group)
-    check_combination(combine(launched.manifest, options, timetable, mesh.degrees))
-    return timetable
+    features = combine(launched.manifest, options, timetable, mesh.degrees)
+    check_combination(features)
+    return timetable, features
 
 
 def _plan_memory(

@@ -238,7 +238,7 @@ def _readers(ready: Ready) -> list[int]:
 
     All need the positions of documents, see Note [Documents on every stage].
     """
-    if ready.options.data.document_mask:
+    if ready.options.data.document_mask or ready.chunks[0].family.row_inputs:
         return sorted(rank for ranks in ready.mesh.pipelines for rank in ranks)
     placement = ready.launched.manifest.placement
     ends = {placement.rank_of(0), placement.rank_of(placement.num_stages - 1)}

@@ -62,8 +62,8 @@ Runnable scripts:
 
 Modules that others import:
 
-- [examples/own_model.py](../examples/own_model.py): a decoder of your own; the entry point of a package names it, and
-  `runner launch` trains it;
+- [examples/own_model.py](../examples/own_model.py) and [examples/own_tree.py](../examples/own_tree.py): decoders of
+  your own; the entry point of a package names one, and `runner launch` trains it;
 - [examples/preference_loss.py](../examples/preference_loss.py) and
   [examples/streaming_dataset.py](../examples/streaming_dataset.py): a loss and a dataset of your own, likewise;
 - [examples/titan_start.py](../examples/titan_start.py): let torchtitan's trainer start from a packed folder; its

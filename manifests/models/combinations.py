@@ -40,8 +40,8 @@ class Combination:
     has_loss_chunks: bool = False
     whole_because: str = ""  # why matrices of the architecture are not sharded
     experts_because: str = ""  # why its experts are not distributed
-    is_generic: bool = False  # known by the catalogue alone, or trained by a family of another package
-    is_unverified: bool = False  # by a family of another package, or with more than the hidden state between stages
+    is_generic: bool = False  # known by the catalogue alone, or a family that cannot be checked
+    is_unverified: bool = False  # with more than the hidden state between stages, or a family that cannot be checked
     num_shards: int = 1  # data-parallel ranks that share each parameter
     keeps_documents: bool = False  # --document-mask
     num_context: int = 1  # context-parallel ranks
@@ -142,13 +142,6 @@ REFUSED = (
         hint="leave --implementation out: --document-mask takes transformers' modules",
     ),
     Refusal(
-        where="--document-mask",
-        code="options.document-mask",
-        applies=lambda run: run.keeps_documents and run.is_own,
-        problem="is not supported for {architecture}, which a family of another package trains",
-        hint="leave it out, or use --no-pack, which has one document in each sequence",
-    ),
-    Refusal(
         where="--cp",
         code="options.cp-architecture",
         applies=lambda run: run.num_context > 1 and run.implementation == "torchtitan",
@@ -158,7 +151,7 @@ REFUSED = (
     Refusal(
         where="--cp",
         code="options.cp-architecture",
-        applies=lambda run: run.num_context > 1 and (run.is_unverified or run.is_narrow),
+        applies=lambda run: run.num_context > 1 and (run.is_unverified or run.is_narrow or run.is_own),
         problem="is not verified for {architecture}",
         hint="leave it out; more stages and --ac save memory, too",
     ),
@@ -212,15 +205,15 @@ def combination_of(
 ) -> Combination:
     """Return the combination of these features with what an architecture supports.
 
-    `is_own` says that a family of another package trains it.
+    `is_own` says that a family of another package trains it, which may have more features than are known without it.
     """
     return Combination(
         architecture=architecture,
         implementation=implementation,
         whole_because=why_not_tensor_parallel(architecture, implementation, is_own=is_own),
         experts_because=why_not_expert_parallel(architecture, implementation, is_own=is_own),
-        is_generic=is_own or (is_generic(architecture) and architecture not in ARCHITECTURES),
-        is_unverified=is_own or hands_on_trees(architecture),
+        is_generic=not is_own and is_generic(architecture) and architecture not in ARCHITECTURES,
+        is_unverified=not is_own and hands_on_trees(architecture),
         is_own=is_own,
         **features,
     )

@@ -34,9 +34,12 @@ def generic_entry(architecture: str) -> CatalogueEntry | None:
 
 
 def why_not_tensor_parallel(architecture: str, implementation: Implementation, *, is_own: bool = False) -> str:
-    """Return why the matrices of an architecture are not sharded over tensor-parallel ranks, or nothing if they are."""
+    """Return why the matrices of an architecture are not sharded over tensor-parallel ranks, or nothing if they are.
+
+    Ranks ask a family of another package.
+    """
     if is_own:
-        return "a family of another package trains it"
+        return ""
     if implementation == "torchtitan":
         return "torchtitan's modules have whole matrices on every rank"
     entry = generic_entry(architecture)
@@ -44,9 +47,12 @@ def why_not_tensor_parallel(architecture: str, implementation: Implementation, *
 
 
 def why_not_expert_parallel(architecture: str, implementation: Implementation, *, is_own: bool = False) -> str:
-    """Return why the experts of an architecture are not distributed over ranks, or nothing if they are."""
+    """Return why the experts of an architecture are not distributed over ranks, or nothing if they are.
+
+    Ranks ask a family of another package.
+    """
     if is_own:
-        return "a family of another package trains it"
+        return ""
     entry = generic_entry(architecture)
     if entry is None or not entry.distributes_experts:
         return "transformers has no plan for its experts that was found to compute the same"

@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from manifests.models.trainable import Implementation
@@ -26,6 +26,7 @@ from runner.config.schema import Dtype
 from runner.distributed.fail_together import exhausted
 from runner.distributed.world import World, device_of
 from runner.models import Family, family_for
+from runner.models.family import row_inputs_of
 from runner.pipeline.chunk import StageChunk, build_chunks, materialize
 from runner.pipeline.microbatches import token_loss
 from runner.profiling.trace import Recorder
@@ -71,16 +72,17 @@ def measure_modules(
     torch.manual_seed(_SEED)
     rows = (setting.microbatch, setting.seq_len)
     crossing: Any = torch.randint(family.vocab_size, rows, device=device)
+    context = row_inputs_of(family, crossing)
     for modules in _together(family):
         try:
             (chunk,) = build_chunks(family, (modules,), (0,))
             materialize(chunk, device=device, dtype=FLAG_DTYPES[setting.dtype])
-            _fill(chunk)
+            _fill(chunk.train())
             recompute_layers((chunk,), setting.recompute)
             labels = (
                 torch.randint(family.vocab_size, rows, device=device) if modules[-1] == family.modules[-1] else None
             )
-            seconds, crossing = _time(chunk, crossing, labels, setting.num_repeats)
+            seconds, crossing = _time(partial(chunk, **context), crossing, labels, setting.num_repeats)
         except (RuntimeError, MemoryError) as error:
             if (refusal := exhausted(error)) is not None:
                 raise refusal.within(modules[0]) from error
@@ -115,11 +117,12 @@ def _fill(chunk: StageChunk) -> None:
         buffer.zero_()
 
 
-def _time(chunk: nn.Module, crossing: Any, labels: torch.Tensor | None, num_repeats: int) -> tuple[ModuleTime, Any]:
+def _time(
+    chunk: Callable[[Any], Any], crossing: Any, labels: torch.Tensor | None, num_repeats: int
+) -> tuple[ModuleTime, Any]:
     """Return the median seconds of a chunk for a microbatch, and what leaves it."""
     device = next(iter(pytree.tree_leaves(crossing))).device
     recorder = Recorder(device)
-    chunk.train()
     outputs: Any = None
     recorder.start()
     for repeat in range(_WARMUP + num_repeats):

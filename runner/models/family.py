@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from manifests.errors import ModelError
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from runner.models.adapters import Adapters
     from runner.tensors.local_shard import Piece
     from runner.tensors.row_parts import RowParts
+
+
+RowInput = Literal["position_ids", "attention_mask"]
+Plan = Literal["tp", "ep"]
 
 
 class FamilyOutputError(ModelError):
@@ -37,11 +41,24 @@ class Family(Protocol):
     def hidden_size(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def hands_on_trees(self) -> bool:
+        """Whether stages may exchange any tree of dicts, lists and tuples, whose leaves are tensors and constants.
+
+        If not, they exchange one tensor (B, L, D) in the dtype of parameters.
+        """
+        ...
+
+    @property
+    def row_inputs(self) -> tuple[RowInput, ...]:
+        """What every stage takes as keyword arguments beside its input; see `row_inputs_of`."""
+        ...
 
     def build(self, modules: tuple[str, ...]) -> nn.Module:
         """Build these modules, and no others, on the meta device.
 
-        Shapes: what is built takes tokens (B, L) or hidden (B, L, D), and returns hidden or logits (B, L, V).
+        Shapes: what is built takes tokens (B, L) or hidden (B, L, D), and returns hidden or logits (B, L, V); with
+        `hands_on_trees`, a tree in place of hidden.
         """
         ...
 
@@ -73,7 +90,31 @@ class Family(Protocol):
 
 
 @runtime_checkable
-class OnTransformers(Family, Protocol):
+class Planned(Family, Protocol):
+    """A family whose matrices or experts can be distributed over ranks, by plans that name a style for each module."""
+
+    def plans(self) -> Collection[Plan]:
+        """Return the kinds of plans that it has."""
+        ...
+
+    def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard what `build` returned, which is on the meta device, over the tensor-parallel ranks of a mesh."""
+        ...
+
+    def summed_over_heads(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        """Yield the parameters whose gradients on a rank cover only its own heads, and must be reduced."""
+        ...
+
+    def distribute_experts(self, module: nn.Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
+        """Distribute the experts of what `build` returned, which is on the meta device, over the ranks of a mesh.
+
+        The ranks of `tensor_mesh` have the same tokens. No plan of tensor parallelism applies to these experts.
+        """
+        ...
+
+
+@runtime_checkable
+class OnTransformers(Planned, Protocol):
     """A family of transformers' own modules, which take adapters, masks of documents, and every parallelism."""
 
     @property
@@ -100,20 +141,29 @@ class OnTransformers(Family, Protocol):
         """
         ...
 
-    def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Shard what `build` returned, which is on the meta device, over the tensor-parallel ranks of a mesh."""
-        ...
 
-    def summed_over_heads(self, module: nn.Module) -> Iterator[nn.Parameter]:
-        """Yield the parameters whose gradients on a rank cover only its own heads, and must be reduced."""
-        ...
+def row_inputs_of(
+    family: Family,
+    tokens: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return the keyword arguments of every stage of a family for these rows.
 
-    def distribute_experts(self, module: nn.Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
-        """Distribute the experts of what `build` returned, which is on the meta device, over the ranks of a mesh.
+    `position_ids` are those of tokens in their document. `attention_mask` is 1 up to a row's last label that counts,
+    and 0 for the padding after it.
 
-        The ranks of `tensor_mesh` have the same tokens. No plan of tensor parallelism applies to these experts.
-        """
-        ...
+    Shapes: tokens, labels and positions (B, L); labels are the next tokens, None: all count; positions, None: 0 to L.
+    """
+    inputs: dict[str, torch.Tensor] = {}
+    if "position_ids" in family.row_inputs and positions is None:
+        positions = tokens.new_ones(tokens.shape).cumsum(1) - 1
+    if positions is not None:
+        inputs["position_ids"] = positions
+    if "attention_mask" in family.row_inputs:
+        counts = tokens.new_ones(tokens.shape) if labels is None else (labels >= 0).long()
+        inputs["attention_mask"] = counts.flip(1).cummax(1).values.flip(1)
+    return inputs
 
 
 def check_output(module: nn.Module, tokens: torch.Tensor, output: object) -> None:

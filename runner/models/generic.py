@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation, revert_weight_conversion
 from transformers.initialization import no_init_weights
 
-from manifests.errors import InputError, ModelError, UsageError
+from manifests.errors import InputError, ModelError
 from manifests.models import ARCHITECTURES, ModelShape
 from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
@@ -28,12 +28,13 @@ from manifests.models.trainable import NARROW
 from runner.config.lora import LoraOptions
 from runner.models.adapters import Adapters
 from runner.models.document_mask import mask_rows
-from runner.models.implementations import class_and_fields, without_implementations
+from runner.models.family import Plan, RowInput
+from runner.models.implementations import check_length, class_and_fields, without_implementations
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
 from runner.models.routers import recorded_routers
 from runner.models.shrink import shrink
 from runner.models.stage_of_any import StageOfAny, is_stand_in, longest_alike
-from runner.models.tensor_plan import check_packed, complete_plan, distribute_experts, shard_by_plan, summed_by_plan
+from runner.models.tensor_plan import complete_plan, distribute_model, plans_of, shard_model, summed_by_plan
 from runner.models.whole_model import WholeModel
 from runner.tensors.local_shard import Piece
 from runner.tensors.row_parts import RowParts
@@ -54,6 +55,8 @@ _ALIGNMENT = 8
 
 class Generic:
     """A decoder of the catalogue; see `runner.models.Family`."""
+
+    row_inputs: tuple[RowInput, ...] = ()
 
     def __init__(
         self,
@@ -199,23 +202,27 @@ class Generic:
 
     reference = whole
 
+    def plans(self) -> Collection[Plan]:
+        model = self._whole("meta")
+        complete_plan(model, self._layers_name)
+        return plans_of(model.tp_plan, model.ep_plan)
+
     def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
         assert isinstance(module, StageOfAny)
         embedding, *others = (module.model.get_submodule(self._outside[name]) for name in self._entry.inputs)
         whole = {embedding, *others, *(part for part in module.modules() if is_stand_in(part))}
-        shard_by_plan(module.model, mesh, embedding, whole=whole)
-        check_packed(module.model, self._regions)
+        shard_model(module.model, mesh, embedding, whole, self._regions)
 
     def distribute_experts(self, module: nn.Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
         assert isinstance(module, StageOfAny)
-        distribute_experts(module.model, mesh, tensor_mesh)
+        distribute_model(module.model, mesh, tensor_mesh)
 
     def routers(self, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         return recorded_routers(self._class, module)
 
     def summed_over_heads(self, module: nn.Module) -> Iterator[nn.Parameter]:
         assert isinstance(module, StageOfAny)
-        return summed_by_plan(module.model)
+        return summed_by_plan(module.model, module.model.tp_plan)
 
     def padded_length(self, length: int, most: int) -> int:
         return longest_alike(self._config, length, most)
@@ -374,18 +381,6 @@ def _with_modules(entry: CatalogueEntry, shape: ModelShape) -> CatalogueEntry:
     modules = [module for module in shape.modules if module not in shape.optional]
     layers = [position for position, module in enumerate(modules) if module.startswith(f"{entry.layers}.")]
     return replace(entry, inputs=tuple(modules[: layers[0]]), outputs=tuple(modules[layers[-1] + 1 :]))
-
-
-def check_length(config: Any, seq_len: int) -> None:
-    """Refuse sequences that are longer than the positions that a model was made for.
-
-    Raises:
-        UsageError: naming the field of the config.
-    """
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(most, int) and seq_len > most:
-        problem = f"expected at most {most}, which is max_position_embeddings of the model's config, found {seq_len}"
-        raise UsageError("--seq-len", problem, code="options.sequence-length")
 
 
 def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from manifests.errors import ModelError
+from manifests.errors import ModelError, UsageError
 from manifests.models.catalogue import CatalogueEntry
 
 # Note [No code from a config]
@@ -72,3 +72,15 @@ def class_and_fields(
     decoder = getattr(config_class.from_dict(copy.deepcopy(dict(config))), entry.section)
     by_config: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     return by_config[type(decoder)], decoder.to_dict()
+
+
+def check_length(config: Any, seq_len: int) -> None:
+    """Refuse sequences that are longer than the positions that a model was made for.
+
+    Raises:
+        UsageError: naming the field of the config.
+    """
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(most, int) and seq_len > most:
+        problem = f"expected at most {most}, which is max_position_embeddings of the model's config, found {seq_len}"
+        raise UsageError("--seq-len", problem, code="options.sequence-length")

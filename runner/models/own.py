@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from manifests.errors import ModelError
 from manifests.models import ModelShape, module_of
 from manifests.models.catalogue import described_entry, entry_of
 from manifests.models.trainable import GROUP
 from manifests.schema import ModelDescription
-from runner.models.family import Family, check_output
+from runner.models.family import Family, Plan, RowInput, check_output, row_inputs_of
 from runner.tensors.local_shard import Piece, persistent_buffers
 
 _ATTRIBUTES = (
-    "architecture", "modules", "hidden_size", "vocab_size", "build", "init_buffers", "to_hf", "pieces", "padded_length",
+    "architecture", "modules", "hidden_size", "vocab_size", "hands_on_trees", "row_inputs", "build", "init_buffers",
+    "to_hf", "pieces", "padded_length",
 )  # fmt: skip
 
 
@@ -53,13 +56,28 @@ class NamedFamily:
     parameters of their own in it. Buffers that no file has are computed by a method `init_buffers(device)` of what
     `make` returns. `make_tiny` builds the same modules with small widths, for the self-check, which a small model does
     without: all modules in one stage are compared with those of each stage by itself.
+
+    `hands_on_trees` and `row_inputs` are those of `Family`. `tp_plan` and `ep_plan` map the names of modules and
+    parameters, with * for the number of a layer, to styles of transformers: `{"layers.*.up": "colwise"}`.
     """
 
-    def __init__(self, request: FamilyRequest, make: _Make, make_tiny: _Make | None = None) -> None:
+    def __init__(
+        self,
+        request: FamilyRequest,
+        make: _Make,
+        make_tiny: _Make | None = None,
+        *,
+        hands_on_trees: bool = False,
+        row_inputs: tuple[RowInput, ...] = (),
+        tp_plan: Mapping[str, str] | None = None,
+        ep_plan: Mapping[str, str] | None = None,
+    ) -> None:
         self.architecture, self.modules = request.architecture, request.modules
         self.hidden_size, self.vocab_size = request.hidden_size, request.vocab_size
+        self.hands_on_trees, self.row_inputs = hands_on_trees, row_inputs
         self._tensors, self._make, self._where = request.tensors, make, request.where
         self._request, self._make_tiny = request, make_tiny
+        self._tp_plan, self._ep_plan = dict(tp_plan or {}), dict(ep_plan or {})
 
     def build(self, modules: tuple[str, ...]) -> nn.Module:
         """Build these modules, and no others, on the meta device.
@@ -127,7 +145,10 @@ class NamedFamily:
             tensors = {name: tuple(tensor.shape) for name, tensor in _stored_tensors(self._make_tiny(self.modules))}
         vocab_size, hidden_size = tensors[f"{self.modules[-1]}.weight"]
         small = replace(self._request, tensors=tensors, vocab_size=vocab_size, hidden_size=hidden_size)
-        return NamedFamily(small, self._make_tiny)
+        return NamedFamily(
+            small, self._make_tiny, hands_on_trees=self.hands_on_trees, row_inputs=self.row_inputs,
+            tp_plan=self._tp_plan, ep_plan=self._ep_plan,
+        )  # fmt: skip
 
     def num_parameters(self) -> int:
         """Return the number of weights."""
@@ -137,26 +158,74 @@ class NamedFamily:
         """Return all modules in one, with random weights, on the CPU."""
         model = self._make(self.modules)
         self.init_buffers(model, torch.device("cpu"))
-        return WholeOwn(model)
+        return WholeOwn(self, model)
 
     reference = whole
+
+    def plans(self) -> tuple[Plan, ...]:
+        """Return the kinds of plans that it has, whose names are checked.
+
+        Raises:
+            ModelError: a name or style of a plan is unknown.
+        """
+        from runner.models.tensor_plan import check_plan, plans_of
+
+        with torch.device("meta"):
+            model = self._make(self.modules)
+        for plan in (self._tp_plan, self._ep_plan):
+            check_plan(plan, model, self._where)
+        return plans_of(self._tp_plan, self._ep_plan)
+
+    def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Shard modules on the meta device over the ranks of a mesh, but for experts that are distributed already.
+
+        Shapes: parameters are as files have them, and become DTensors of that shape.
+        """
+        from runner.models.tensor_plan import check_packed, shard_by_plan, without_experts
+
+        has_experts = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+        plan = without_experts(self._tp_plan, self._ep_plan) if has_experts else self._tp_plan
+        shard_by_plan(module, plan, mesh)
+        check_packed(module)
+
+    def summed_over_heads(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        """Yield the parameters whose style says that ranks have parts of their gradients.
+
+        Shapes: as in files; every rank has all of them.
+        """
+        from runner.models.tensor_plan import summed_by_plan
+
+        return summed_by_plan(module, self._tp_plan)
+
+    def distribute_experts(self, module: nn.Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
+        """Distribute the experts of modules on the meta device over the ranks of a mesh.
+
+        Shapes: parameters (E, ...) become DTensors of that shape, whose first dimension is sharded; E = experts.
+        """
+        from runner.models.tensor_plan import distribute_experts
+
+        distribute_experts(module, self._ep_plan, mesh, tensor_mesh)
 
 
 class WholeOwn(nn.Module):
     """A whole model of a `NamedFamily`; see `runner.proof.stages.WholeModel`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, family: NamedFamily, model: nn.Module) -> None:
         super().__init__()
-        self.body = model
+        self._family, self.body = family, model
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0.0 if parameter.dim() > 1 else 1.0, 0.1)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.body(tokens)
+        following = None if labels is None else nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        logits = self.body(tokens, **row_inputs_of(self._family, tokens, following))
         check_output(self.body, tokens, logits)
         labels = tokens if labels is None else labels
         return logits, nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    def cast(self, dtype: torch.dtype) -> None:
+        self.body.to(dtype)
 
     def in_files(self) -> Mapping[str, torch.Tensor]:
         return {name: tensor.detach() for name, tensor in self.body.state_dict().items()}

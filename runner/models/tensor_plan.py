@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism of a decoder of transformers, by the plans that transformers has for it.
+"""Tensor and expert parallelism by plans in the styles of transformers: its own, and those of other families.
 
 # Note [Plans of transformers]
 `base_model_tp_plan` of a config class names a style for each module and bare parameter that is sharded. transformers
@@ -24,13 +24,15 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.tensor_parallel import MoeExpertsParallel
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
-from manifests.errors import UsageError
+from manifests.errors import ModelError, UsageError
 from runner.models.adapters import sharded_adapters, split_adapters
+from runner.models.family import Plan
 from runner.models.regions import Region
 from runner.tensors.dtensor import packed_dim
 
 _SUMMED = "replicated_with_grad_allreduce"
 _LATENT = "mla_kv_a_proj"
+_ROWS = "embedding_rowwise"
 _EXPERTS = "experts_with_biases"
 # By model type, of the names in a layer. A rank has whole gates with their units, which lie side by side.
 PLANS: Mapping[str, Mapping[str, str]] = {
@@ -58,28 +60,57 @@ def complete_plan(model: PreTrainedModel, layers: str) -> None:
     model._tp_plan = {**model.tp_plan, **{f"{layers}.*.{name}": style for name, style in plan.items()}}
 
 
+def plans_of(tp_plan: Mapping[str, str], ep_plan: Mapping[str, str]) -> tuple[Plan, ...]:
+    """Return the kinds of these plans that are not empty."""
+    kinds: tuple[tuple[Plan, Mapping[str, str]], ...] = (("tp", tp_plan), ("ep", ep_plan))
+    return tuple(kind for kind, plan in kinds if plan)
+
+
+def shard_model(
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    embedding: nn.Module,
+    whole: Collection[nn.Module],
+    regions: Mapping[str, tuple[Region, ...]],
+) -> None:
+    """Shard a model by its own plan, except for the modules in `whole`; its embedding of tokens by the vocabulary.
+
+    Raises:
+        UsageError: as `shard_by_plan` and `check_packed`.
+    """
+    if isinstance(embedding, nn.Embedding):
+        _shard_vocabulary(embedding, mesh)
+    shard_by_plan(model, model.tp_plan, mesh, whole=whole)
+    check_packed(model, regions)
+
+
+def distribute_model(model: PreTrainedModel, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
+    """Distribute the experts of a model by its own plan, and leave them out of its plan of tensor parallelism."""
+    distribute_experts(model, model.ep_plan, mesh, tensor_mesh)
+    model._tp_plan = without_experts(model.tp_plan, model.ep_plan)
+
+
 def shard_by_plan(
-    model: PreTrainedModel, mesh: DeviceMesh, embedding: nn.Module, *, whole: Collection[nn.Module]
+    model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, *, whole: Collection[nn.Module] = ()
 ) -> None:
     """Shard a model, which is on the meta device, over the ranks of a mesh, except for the modules in `whole`.
-
-    `embedding` is that of tokens, or a module in its place.
 
     Raises:
         UsageError: the number of ranks does not divide a dimension that the plan shards.
     """
-    if isinstance(embedding, nn.Embedding):
-        _shard_vocabulary(embedding, mesh)
     for path, module in list(model.named_modules()):
         if module in whole:
             continue
+        if isinstance(module, nn.Embedding) and _style_of(plan, path) == _ROWS:
+            _shard_vocabulary(module, mesh)
+            continue
         for leaf, parameter in list(module.named_parameters(recurse=False)):
-            if (style := _style_of(model, f"{path}.{leaf}", path)) is not None:
+            if (style := _style_of(plan, f"{path}.{leaf}", path)) is not None:
                 _style(style).shard_param(module, leaf, mesh)
                 _check_even(f"{path}.{leaf}", parameter, module.get_parameter(leaf))
-        if (style := _style_of(model, path)) is not None:
+        if (style := _style_of(plan, path)) is not None:
             if style == _LATENT:
-                module.config = model.config.get_text_config()  # which that style reads
+                module.config = getattr(model, "config").get_text_config()  # noqa: B009 # which that style reads
             _style(style).install_forward(module, mesh)
     split_adapters(model)
 
@@ -121,10 +152,11 @@ def _shard_vocabulary(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
     embedding.forward = embed  # type: ignore[method-assign, assignment]
 
 
-def check_packed(model: PreTrainedModel, regions: Mapping[str, tuple[Region, ...]]) -> None:
+def check_packed(model: nn.Module, regions: Mapping[str, tuple[Region, ...]] | None = None) -> None:
     """Refuse a tensor of files with several of the matrices that are packed into a parameter, each of them sharded.
 
-    A rank has rows of each, and so several regions of such a tensor.
+    A rank has rows of each, and so several regions of such a tensor. Without `regions`, files have parameters as they
+    are.
 
     Raises:
         UsageError: there is one.
@@ -132,38 +164,57 @@ def check_packed(model: PreTrainedModel, regions: Mapping[str, tuple[Region, ...
     for name, parameter in model.named_parameters():
         if (packed := packed_dim(parameter)) is not None:
             dim, count = packed
-            if any(region.sizes[dim] > parameter.shape[dim] // count for region in regions[name]):
+            if regions is None or any(region.sizes[dim] > parameter.shape[dim] // count for region in regions[name]):
                 problem = "files have several matrices, each of which would be sharded, in one tensor"
                 raise UsageError("--tp", problem, code="options.tp-architecture")
 
 
-def distribute_experts(model: PreTrainedModel, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
-    """Distribute the experts of a model, which is on the meta device, over the ranks of a mesh, by transformers' plan.
+def distribute_experts(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
+    """Distribute the experts of a model, which is on the meta device, over the ranks of a mesh, by a plan.
 
     "all_to_all" is named because transformers' own choice depends on whether gradients are needed, and its "all_reduce"
     leaves out collectives of the backward on a rank that no token is for.
     """
-    plan = model._expand_parallel_plan(model.ep_plan)
-    apply_expert_parallelism(model, mesh, tensor_mesh, plan, "all_to_all")
-    experts = tuple(model.ep_plan)
-    model._tp_plan = {  # without a warning of rules that match nothing on this stage
-        rule: style
-        for rule, style in model.tp_plan.items()
-        if rule not in experts and not rule.startswith(tuple(f"{name}." for name in experts))
-    }
+    names = [name for name, _ in (*model.named_parameters(), *model.named_modules())]
+    here = {name: plan[_pattern(name)] for name in names if _pattern(name) in plan}
+    apply_expert_parallelism(model, mesh, tensor_mesh, here, "all_to_all")
 
 
-def summed_by_plan(model: PreTrainedModel) -> Iterator[nn.Parameter]:
+def without_experts(plan: Mapping[str, str], experts: Collection[str]) -> dict[str, str]:
+    """Return a plan of tensor parallelism without what a plan of experts has rules for."""
+    inside = tuple(f"{name}." for name in experts)
+    return {rule: style for rule, style in plan.items() if rule not in experts and not rule.startswith(inside)}
+
+
+def summed_by_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[nn.Parameter]:
     """Yield the parameters whose gradients on a rank cover only its own heads."""
     for path, module in model.named_modules():
-        if model.tp_plan.get(_pattern(path)) == _SUMMED:
+        if plan.get(_pattern(path)) == _SUMMED:
             yield from module.parameters()
     yield from sharded_adapters(model)
 
 
-def _style_of(model: PreTrainedModel, *names: str) -> str | None:
+def check_plan(plan: Mapping[str, str], model: nn.Module, where: str) -> None:
+    """Check that each rule of a plan names a style that there is, and something in a whole model.
+
+    Raises:
+        ModelError: one does not.
+    """
+    names = {_pattern(name) for name, _ in (*model.named_parameters(), *model.named_modules())}
+    for rule, style in plan.items():
+        if rule not in names:
+            problem = f"nothing in {type(model).__name__} has the name {rule}, which a plan of its family has"
+        elif style not in ALL_PARALLEL_STYLES:
+            problem = f"expected a style of transformers for {rule}, found {style!r}"
+        else:
+            continue
+        hint = "write * for the number of a layer; docs/own-models.md shows a plan"
+        raise ModelError(where, problem, hint, code="model.family-plan")
+
+
+def _style_of(plan: Mapping[str, str], *names: str) -> str | None:
     """Return the style that a plan has for the first of these names that it has."""
-    style_name = next((style for name in names if (style := model.tp_plan.get(_pattern(name))) is not None), None)
+    style_name = next((style for name in names if (style := plan.get(_pattern(name))) is not None), None)
     return None if style_name == _SUMMED else style_name
 
 

@@ -56,6 +56,7 @@ class TitanFamily(TitanFields):
 
     model: ClassVar[type[Decoder]]
     names: ClassVar[Mapping[str, str]]  # of a layer's modules and lone parameters
+    hands_on_trees, row_inputs = False, ()
     stacked: ClassVar[Mapping[str, str]] = {}  # parameters of all experts; {} stands for an expert's number
 
     def __init__(self, config: Mapping[str, object], *, max_seq_len: int, where: str = "config.json") -> None:

@@ -34,10 +34,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from manifests.errors import UsageError
 from runner.config.parallel_dims import EXPERT, EXPERT_FSDP, FSDP, REPLICATE, TENSOR, ParallelDims
 from runner.config.schema import ComputeOptions
 from runner.config.sharding import check_float32, is_sharded
-from runner.models.family import OnTransformers
+from runner.models.family import Family, Planned
 from runner.parallel.mesh import Mesh
 from runner.pipeline.chunk import StageChunk, float32_names, layers_of
 from runner.tensors.dtensor import local_of, mesh_dims
@@ -99,11 +100,25 @@ class Parallel:
 def parallelize(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
     """Apply expert and tensor parallelism and FSDP to a chunk, which is on the meta device, in its masters' dtype."""
     if mesh.degrees.expert > 1:
-        assert isinstance(chunk.family, OnTransformers), "refused before"
+        assert isinstance(chunk.family, Planned), "refused before"
         chunk.family.distribute_experts(chunk.body, mesh.part(EXPERT), mesh.part(TENSOR))
     share_matrices(chunk, mesh)
     if is_sharded(mesh.degrees, compute) and any(True for _ in chunk.body.parameters()):
         _shard(chunk, mesh, compute)
+
+
+def check_plans(family: Family, degrees: ParallelDims) -> None:
+    """Check that a family has the plans that these degrees need, which nobody knows of those of other packages before.
+
+    Raises:
+        UsageError: it has none.
+    """
+    plans = family.plans() if isinstance(family, Planned) else ()
+    for kind, degree in (("tp", degrees.tensor), ("ep", degrees.expert)):
+        if degree > 1 and kind not in plans:
+            problem = f"the family of {family.architecture} has no plan of how to distribute its modules"
+            hint = f"remove --{kind}, or give its family a plan: docs/own-models.md shows one"
+            raise UsageError(f"--{kind}", problem, hint, code=f"options.{kind}-architecture")
 
 
 def _shard(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
@@ -204,11 +219,11 @@ def _all_reduce_bucket(bucket: Sequence[torch.Tensor], group: dist.ProcessGroup 
 def share_matrices(chunk: StageChunk, mesh: Mesh) -> None:
     """Shard the matrices of a chunk, which is on the meta device, if this run has tensor-parallel ranks."""
     if mesh.degrees.tensor > 1:
-        assert isinstance(chunk.family, OnTransformers), "refused before"
+        assert isinstance(chunk.family, Planned), "refused before"
         chunk.family.shard(chunk.body, mesh.part(TENSOR))
 
 
 def summed_over_heads(chunk: StageChunk) -> Iterator[nn.Parameter]:
     """Yield the parameters whose gradients on a rank cover only its own heads, and must be reduced."""
-    assert isinstance(chunk.family, OnTransformers), "refused before"
+    assert isinstance(chunk.family, Planned), "refused before"
     return chunk.family.summed_over_heads(chunk.body)

@@ -22,8 +22,10 @@ def keep_documents(family: Family, seq_len: int) -> None:
     Raises:
         UsageError: it cannot, or its positions depend on the length of the longest document.
     """
+    if "position_ids" in family.row_inputs:
+        return
     if not isinstance(family, OnTransformers):
-        problem = f"is not supported for {family.architecture}, which is not trained on transformers' modules"
+        problem = f"is not supported for {family.architecture}, whose family's modules take no position_ids"
         raise UsageError("--document-mask", problem, _APART, code="options.document-mask")
     if family.padded_length(1, seq_len) < seq_len:
         raise UsageError(

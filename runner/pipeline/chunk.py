@@ -69,7 +69,7 @@ class StageChunk(nn.Module):
         if not self.module_names:
             return given
         output = self.body(given, **context)
-        if not getattr(self.family, "hands_on_trees", False):
+        if not self.family.hands_on_trees:
             check_output(self.body, given, output)
         return output
 

@@ -9,11 +9,12 @@ from torch.func import functional_call
 
 from manifests.errors import UsageError
 from runner.data.sequences import Batch
-from runner.models.family import Family
+from runner.models.family import Family, row_inputs_of
 from runner.pipeline.chunk import ChunkedHead, StageChunk, build_chunks, part_of, width_of
 from runner.pipeline.losses import Loss
 from runner.pipeline.microbatches import token_loss
 from runner.pipeline.stage_io import Form, form_of
+from runner.pipeline.stage_metadata import TracedMetadata
 
 
 def chunk_head(chunks: Sequence[StageChunk], num_stages: int, num_tokens: int) -> None:
@@ -67,13 +68,21 @@ def output_form(chunk: StageChunk, form: Form) -> Form:
 
 @torch.no_grad()
 def _ends_with_head(family: Family, device: torch.device) -> bool:
-    """Whether the head's output is the model's logits, tested with zeros."""
-    (alone,) = build_chunks(family, (family.modules[-1:],), (0,))
-    family.init_buffers(alone.body, device)
+    """Whether the head's output is the model's logits, tested with zeros; where stages exchange trees, on meta."""
+    modules = family.modules if family.hands_on_trees else family.modules[-1:]
+    (alone,) = build_chunks(family, (modules,), (0,))
     head = part_of(alone, family.modules[-1])
     outputs: list[torch.Tensor] = []
     head.register_forward_hook(lambda _, args, out: outputs.append(out))
+    if family.hands_on_trees:
+        family.init_buffers(alone.body, alone.device)
+        alone.register_forward_hook(lambda _, args, out: outputs.append(out))
+        traced = TracedMetadata(family=family, stage_modules=(modules,), dtype=torch.float32, chunks=(alone,))
+        traced.run(torch.empty(1, 2, dtype=torch.int64, device="meta"))
+        return outputs[0] is outputs[1]
+    family.init_buffers(alone.body, device)
     zero = torch.zeros((), device=device)
     weights = {name: zero.expand(parameter.shape) for name, parameter in alone.body.named_parameters()}
-    logits = functional_call(alone.body, weights, zero.expand(1, 2, width_of(head)))
+    inputs = row_inputs_of(family, torch.zeros(1, 2, dtype=torch.int64, device=device))
+    logits = functional_call(alone.body, weights, (zero.expand(1, 2, width_of(head)),), inputs)
     return logits is outputs[0]

@@ -11,6 +11,7 @@ from torch import nn
 from runner.config.schema import BatchOptions
 from runner.data.rows import IGNORED
 from runner.data.sequences import Batch
+from runner.models.family import Family, row_inputs_of
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, num_tokens: int) -> torch.Tensor:
@@ -41,18 +42,19 @@ def check_shape(tokens: torch.Tensor, cut: BatchOptions) -> None:
         raise ValueError(f"expected tokens of shape {expected}, found {tuple(tokens.shape)}")
 
 
-def context_of(batch: Batch | None, device: torch.device) -> dict[str, torch.Tensor]:
+def context_of(family: Family, batch: Batch | None, device: torch.device) -> dict[str, torch.Tensor]:
     """Return what every stage needs of a batch besides its input, split by microbatch, as keyword arguments.
 
     # Note [Documents on every stage]
     Each stage makes its own masks and rotary embeddings. If only the first stage had the positions of documents, no
     shape would differ, and gradients would be wrong by as much as they are large.
 
-    Shapes: position_ids (B, L).
+    Shapes: position_ids and attention_mask (B, L).
     """
-    if batch is None or batch.positions is None:
+    if batch is None:
         return {}
-    return {"position_ids": batch.positions.to(device)}
+    inputs = row_inputs_of(family, batch.tokens, batch.labels, batch.positions)
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
 @contextmanager

@@ -138,7 +138,7 @@ class Pipeline:
     def _inputs(
         self, batch: Batch | None, cut: BatchOptions, losses: list[torch.Tensor]
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-        context = context_of(batch, self._device)
+        context = context_of(self._chunks[0].family, batch, self._device)
         if not (self.has_first or self.has_last):
             return (), context
         assert batch is not None, "ranks with the first or the last stage read the data"

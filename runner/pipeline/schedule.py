@@ -95,7 +95,7 @@ class _Plain:
             crossing: Any = microbatch.tokens
             for chunk in self._chunks:
                 with recorder.action("F", chunk.stage, number):
-                    crossing = chunk(crossing, **context_of(microbatch, self._device))
+                    crossing = chunk(crossing, **context_of(chunk.family, microbatch, self._device))
                 return_holes(self._device)
             with recorder.action("L", last, number):
                 loss = loss_fn(crossing, microbatch)
@@ -112,7 +112,7 @@ class _Plain:
             for microbatch in self._microbatches(batch, cut):
                 crossing: Any = microbatch.tokens
                 for chunk in self._chunks:
-                    crossing = chunk(crossing, **context_of(microbatch, self._device))
+                    crossing = chunk(crossing, **context_of(chunk.family, microbatch, self._device))
                 losses.append(loss_fn(crossing, microbatch))
         return total(losses).item()
 

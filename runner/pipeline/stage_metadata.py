@@ -9,9 +9,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from manifests.errors import ManifestError
-from runner.models.family import Family
+from runner.models.family import Family, row_inputs_of
 from runner.pipeline.chunk import StageChunk, build_chunks, cast, part_of, width_of
 from runner.pipeline.stage_io import Form, form_of
 
@@ -59,7 +60,7 @@ class TracedMetadata:
     stage_modules: tuple[tuple[str, ...], ...]
     dtype: torch.dtype
     share: Callable[[StageChunk], None] = lambda chunk: None  # shards the matrices of a stage, as ranks have it
-    _chunks: tuple[StageChunk, ...] = ()
+    chunks: tuple[StageChunk, ...] = ()  # built at the first run
     _forms: dict[tuple[int, int], tuple[Form, ...]] = field(default_factory=dict)  # of the most recent shapes
 
     def form(self, boundary: int, batch: int, seq_len: int) -> Form:
@@ -71,18 +72,20 @@ class TracedMetadata:
 
     def run(self, crossing: Any) -> tuple[Form, ...]:
         """Return the forms of what enters the first stage, which is given, and of what leaves each."""
-        if not self._chunks:
-            self._chunks = build_chunks(self.family, self.stage_modules, range(len(self.stage_modules)))
-            for chunk in self._chunks:
+        if not self.chunks:
+            self.chunks = build_chunks(self.family, self.stage_modules, range(len(self.stage_modules)))
+            for chunk in self.chunks:
                 cast(chunk, self.dtype)
                 self.share(chunk)
                 self.family.init_buffers(chunk.body, chunk.device)
-        # transformers looks at the values of masks, unless a tensor is fake
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        # transformers looks at the values of masks, unless a tensor is fake,
+        # or counts the tokens of an expert, unless sizes may be symbols.
+        with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.enable_grad():
             crossing = torch.empty_like(crossing)
+            context = row_inputs_of(self.family, crossing)
             forms = [form_of(crossing)]
-            for chunk in self._chunks:
-                crossing = chunk(crossing)
+            for chunk in self.chunks:
+                crossing = chunk(crossing, **context)
                 forms.append(form_of(crossing))
         return tuple(forms)
 
@@ -100,8 +103,8 @@ def plan_stage_metadata(
 
     `share` shards the matrices of a stage where ranks have some of its heads, which may be what it outputs.
 
-    Stages of a family with a true attribute `hands_on_trees` may output anything that `runner.pipeline.stage_io` can
-    flatten; its first module takes tokens, its last returns logits. Stages of all others output one tensor. Families
+    Stages of a family that hands on trees may output anything that `runner.pipeline.stage_io` can flatten; its first
+    module takes tokens, its last returns logits. Stages of all others output one tensor. Families
     with an attribute `adds_in_float32` may hand on float32: from layers if it is true, from the head where that does.
 
     Raises:
@@ -121,7 +124,7 @@ def plan_stage_metadata(
             f"expected {len(family.modules)} modules of {family.architecture}, found {len(listed)}",
             code="manifest.wrong-modules",
         )
-    if getattr(family, "hands_on_trees", False):
+    if family.hands_on_trees:
         return TracedMetadata(family=family, stage_modules=tuple(stage_modules), dtype=dtype, share=share)
     first, last = family.modules[0], family.modules[-1]
     contents: list[Content] = ["tokens"]

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from manifests.errors import ModelError, UserError
-from runner.models.family import Family, FamilyOutputError
+from runner.models.family import Family, FamilyOutputError, row_inputs_of
 from runner.pipeline.chunk import StageChunk, build_chunks, cast, hf_constants, hf_pieces, materialize
 from runner.pipeline.microbatches import token_loss
 from runner.pipeline.stage_io import StageIO
@@ -319,9 +319,10 @@ def forward(chunks: Sequence[StageChunk], tokens: torch.Tensor) -> list[tuple[Te
     """Return what arrives at each stage, and what leaves it."""
     crossings: list[tuple[Tensors, Tensors]] = []
     outgoing: Tensors = (tokens,)
+    context = row_inputs_of(chunks[0].family, tokens)
     for chunk in chunks:
         arrived = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outgoing)
-        output = chunk(*arrived)
+        output = chunk(*arrived, **context)
         outgoing = output if isinstance(output, tuple) else (output,)
         crossings.append((arrived, outgoing))
     return crossings

@@ -281,7 +281,7 @@ def test_every_example_is_run_by_a_test_and_told_in_the_page() -> None:
     started = (
         "data/test_own_losses.py",
         "save_stages_worker.py",
-        "models/test_own_models.py",
+        "models/test_own_flags.py",
         "models/titan_worker.py",
         "proof/test_dumps.py",
     )

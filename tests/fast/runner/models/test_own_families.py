@@ -20,7 +20,10 @@ from manifests.errors import UserError
 from manifests.models import ModelShape
 from manifests.models.trainable import check_trainable, find_family
 from manifests.schema import ModelDescription
+from runner.config.parallel_dims import ParallelDims
 from runner.models import family_for
+from runner.models.family import row_inputs_of
+from runner.parallel.parallelize import check_plans
 from runner.pipeline.chunk import build_chunks
 from runner.proof.options import check_stages
 from runner.proof.stages import SelfChecked
@@ -302,3 +305,33 @@ def test_named_family_of_a_large_model_needs_a_tiny_one() -> None:
     with pytest.raises(UserError) as caught:
         check_stages(family, (family.modules,))
     assert (caught.value.code, caught.value.where) == ("model.no-self-check", "config.json")
+
+
+def test_plan_of_a_family_names_its_modules_and_styles_of_transformers(wording: Callable[[str], None]) -> None:
+    family = decoder_family(4, is_wrong=False)
+    check_plans(family, ParallelDims(pipeline=1))
+    with pytest.raises(UserError) as caught:
+        check_plans(family, ParallelDims(pipeline=1, tensor=2))
+    assert (caught.value.where, caught.value.code) == ("--tp", "options.tp-architecture")
+    wording(str(caught.value))
+    make = partial(Decoder, width=4)
+    for plan, is_known in (({"layers.*": "colwise"}, True), ({"layer.*": "colwise"}, False), ({"head": "rows"}, False)):
+        planned = runner.NamedFamily(family._request, make, tp_plan=plan)
+        if is_known:
+            check_plans(planned, ParallelDims(pipeline=1, tensor=2))
+            continue
+        with pytest.raises(UserError) as caught:
+            check_plans(planned, ParallelDims(pipeline=1, tensor=2))
+        assert caught.value.code == "model.family-plan"
+        wording(str(caught.value))
+
+
+def test_rows_give_stages_positions_and_a_mask_of_what_counts() -> None:
+    family = runner.NamedFamily(request(), nn.ModuleDict, row_inputs=("position_ids", "attention_mask"))
+    tokens, labels = torch.zeros(2, 4, dtype=torch.int64), torch.tensor([[5, -100, 3, -100], [-100] * 4])
+    inputs = row_inputs_of(family, tokens, labels)
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3]] * 2
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1, 0], [0, 0, 0, 0]]
+    positions = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 2]])
+    assert row_inputs_of(family, tokens, None, positions)["position_ids"] is positions
+    assert row_inputs_of(decoder_family(4, is_wrong=False), tokens, labels) == {}

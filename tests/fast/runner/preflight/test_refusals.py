@@ -48,11 +48,6 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({**OWN, "has_loss_chunks": True}, "--loss-chunk", "options.catalogue-combination"),
     ({**OWN, **ZERO_BUBBLE}, "--schedule", "options.catalogue-combination"),
     ({"keeps_documents": True}, "--document-mask", "options.document-mask"),
-    (
-        {"keeps_documents": True, "is_own": True, "implementation": "transformers"},
-        "--document-mask",
-        "options.document-mask",
-    ),
     ({"num_context": 2}, "--cp", "options.cp-architecture"),
     (
         {
@@ -208,7 +203,7 @@ def test_expert_parallel_ranks_have_as_many_experts_each(name: str, wording: Cal
         ("Glm4MoeForCausalLM", "transformers", False, True),
         ("LlamaForCausalLM", "transformers", False, False),  # no experts
         ("DeepseekV4ForCausalLM", "transformers", False, False),  # stages exchange more than the hidden state
-        ("MineForCausalLM", "transformers", True, False),
+        ("MineForCausalLM", "transformers", True, True),  # unless ranks find that its family has no plan
     ],
 )
 def test_experts_are_distributed_by_plans_of_transformers(

@@ -78,7 +78,7 @@ class Toy:
 
     architecture, hidden_size, vocab_size = "Toy", WIDTH, VOCAB
     modules = ("embed", *(f"layer{number}" for number in range(6)), "head")
-    hands_on_trees = True
+    hands_on_trees, row_inputs = True, ()
 
     def build(self, modules: tuple[str, ...]) -> nn.Module:
         with torch.device("meta"):
