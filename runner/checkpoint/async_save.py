@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,9 +47,9 @@ class Saver:
     # Note [Asynchronous saves]
     A thread on each rank writes, and these threads coordinate the commit over a separate process group:
     training runs no collective for a save, and waits for a disk only if the previous save has not ended.
-    Hashing and writing have low priority for as long as that is 256 MiB/s, and then that of training: on
-    cores that are always busy, a save would take 20 times as long. The threads exchange
-    their progress while they write, so `timeout` does not limit a save that makes progress.
+    While cores are busy, hashing and writing take a twentieth of one, see Note [Yielding without priorities], for as
+    long as 128 MiB/s allow, or until training waits for the save. The threads exchange their progress while they
+    write, so `timeout` does not limit a save that makes progress.
 
     Every rank creates one, calls `save` after the same steps, and uses it as a context manager. Leaving the
     context waits for the save in flight, unless a rank is lost.
@@ -68,6 +69,7 @@ class Saver:
         # Allocating takes long: it is done during the first steps.
         self._copy = self._pool.submit(HostCopy, state) if options.is_async else None
         self._running: Future[SaveReport] | None = None
+        self._is_awaited = threading.Event()
         self._reports: list[SaveReport] = []
         self.failure: UserError | None = None  # of the newest save that has ended
 
@@ -78,6 +80,7 @@ class Saver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         all_know = error is None or (isinstance(error, UserError) and not isinstance(error, OneRankError))
+        self._is_awaited.set()
         self._pool.shutdown(wait=all_know)
 
     def save(self, state: Held, training: TrainingState, data_files: Mapping[str, bytes] | None = None) -> None:
@@ -99,7 +102,9 @@ class Saver:
 
     def _wait(self) -> None:
         if self._running is not None:
+            self._is_awaited.set()
             ended, self._running = self._running.result(), None
+            self._is_awaited.clear()
             self._reports.append(ended)
             self.failure = ended.failure
 
@@ -120,7 +125,7 @@ class Saver:
             nbytes = save(
                 state, self._context, path, training,
                 data_files=data_files, force=True, group=self._group, timer=self._timer,
-                is_beside=self._copy is not None,
+                is_awaited=self._is_awaited.is_set,
             )  # fmt: skip
         except UserError as error:
             failure = error

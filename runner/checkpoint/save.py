@@ -29,7 +29,7 @@ from runner.bundle.packed import Packed
 from runner.checkpoint.adapter_record import AdapterRecord
 from runner.checkpoint.data_position import FILES, with_files
 from runner.checkpoint.state import Held, ShardToWrite, nbytes_of, slices_in_stage_folders, whole_in_root
-from runner.distributed.rounds import in_rounds, run_at_low_priority
+from runner.distributed.rounds import in_rounds, run_beside_training
 from runner.distributed.watchdog import StallTimer
 from runner.load.fill import bytes_of
 from runner.tensors.local_shard import STORED_DTYPES, Piece
@@ -43,7 +43,7 @@ _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _SYNC_NBYTES = 1 << 30  # fsync after so many bytes, so that the last fsync takes no longer than the others
 _Planned = dict[str, tuple[list[str], int] | None]  # FQNs and bytes of the shards that the index lists, by path
 _PART_NBYTES = 4 << 20  # written at a time: a tensor may have many GiB, and a disk may be slow
-_LEAST_NBYTES_PER_S = 256 << 20  # a save beside training that is slower continues at the priority of training
+_LEAST_NBYTES_PER_S = 128 << 20  # a save beside training that is slower yields to it no longer
 _PAUSES_S = (0.1, 0.3, 1.0, 3.0)
 _HINT = "--checkpoint and --save must be in a folder that all nodes share"
 _ABSENT = (FileNotFoundError, NotADirectoryError)
@@ -99,13 +99,13 @@ def save(
     force: bool = False,
     group: dist.ProcessGroup | None = None,
     timer: StallTimer | None = None,
-    is_beside: bool = False,
+    is_awaited: Callable[[], bool] = lambda: True,
 ) -> int:
     """Write the state of all ranks as a checkpoint at `out`, and return the bytes of all its shards.
 
     Every rank of the group calls this, with the same `training` but for `random`, the RNG state of each rank, and the
     data cursor and `data_files`, small files about the data, which are rank 0's. `timer` beats while this rank writes.
-    `is_beside`: training continues meanwhile, and comes first. Nothing is at `out` before every bundle is on disk.
+    Until it `is_awaited`, training continues, and comes first. Nothing is at `out` before every bundle is on disk.
 
     # Note [A disk that hangs]
     What rank 0 does alone, creating and committing the folder, is done in rounds as well: the others do not time out
@@ -132,7 +132,7 @@ def save(
         shared: list[list[str]] = [in_rounds("save", begin, group)]
         dist.broadcast_object_list(shared, src=0, group=group)
         target = Path(shared[0][0])
-        write = partial(_write_own, state, context, target, shards, timer, is_beside=is_beside)
+        write = partial(_write_own, state, context, target, shards, timer, is_awaited)
         written = in_rounds("save", write, group)
         gathered: list[tuple[list[Stage], tuple[RandomState, ...]]] = [([], ())] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (written, training.random), group=group)
@@ -232,11 +232,11 @@ def _write_own(
     folder: Path,
     shards: Mapping[int, Sequence[ShardToWrite]],
     timer: StallTimer,
+    is_awaited: Callable[[], bool],
     stop: threading.Event,
-    *,
-    is_beside: bool,
 ) -> list[Stage]:
     """Write this rank's shards in the folder that rank 0 has created."""
+    late_s = time.monotonic() + nbytes_of(state) / _LEAST_NBYTES_PER_S
 
     def is_cancelled() -> bool:
         timer.beat()
@@ -253,7 +253,7 @@ def _write_own(
 
     with timer.working():
         check_folder(folder)
-        return run_at_low_priority(write(), nbytes_of(state) / _LEAST_NBYTES_PER_S if is_beside else 0.0)
+        return run_beside_training(write(), lambda: is_awaited() or time.monotonic() > late_s)
 
 
 def _as_written(stage: Stage, shards: tuple[Shard, ...], weights: Sequence[Piece]) -> Stage:

@@ -1,13 +1,13 @@
-"""Long work on every rank, with regular exchanges so that no rank times out, or at low priority beside training."""
+"""Long work on every rank, with regular exchanges so that no rank times out, or beside training, to which it yields."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import threading
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -16,8 +16,9 @@ from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 
 T = TypeVar("T")
 _ROUND_S = 2.0
-_NICENESS = 13  # the scheduler's weight 56, where that of others is 1024
-_LEAST_S = 0.2  # below, the work is over before it is noticed
+_SLICE_S = 0.002  # of processor time, between two looks at the cores
+_SHARE = 0.05  # of a core, while they are busy
+_LONGEST_PAUSE_S = 0.5
 
 
 def in_rounds(task: str, work: Callable[[threading.Event], T], group: dist.ProcessGroup | None = None) -> T:
@@ -65,45 +66,57 @@ def _failure_of(working: Future[T], task: str, group: dist.ProcessGroup | None) 
     return None
 
 
-def run_at_low_priority(steps: Generator[None, None, T], most_s: float) -> T:
-    """Run a generator to its end in a thread of low priority, and what remains after so many seconds in this one.
+def run_beside_training(
+    steps: Generator[None, None, T],
+    is_awaited: Callable[[], bool] = lambda: False,
+    are_cores_busy: Callable[[], bool] | None = None,
+    pause: Callable[[float], None] = time.sleep,
+) -> T:
+    """Run a generator to its end: while cores are busy, in a twentieth of one, until it is awaited.
 
-    A step should be short: this thread waits for the end of the one that has begun.
+    # Note [Yielding without priorities]
+    A thread of low priority that has the interpreter's lock keeps training from it until the scheduler lets it
+    continue, and one that runs on idle cores alone may never end. So this thread has the priority of training and
+    pauses: after a few milliseconds of work it looks whether more threads can run than there are cores, or whether it
+    waited for one. A step should be short: the pause comes after it.
     """
-    results: list[T] = []
-    is_late = threading.Event()
-
-    def run() -> None:
-        lower_priority()
-        with contextlib.suppress(StopIteration):
-            while not is_late.is_set():
-                _step(steps, results)
-
-    if most_s >= _LEAST_S:
-        with ThreadPoolExecutor(1, thread_name_prefix="background") as pool:
-            background = pool.submit(run)
-            wait((background,), most_s)
-            is_late.set()
-        background.result()
-    with contextlib.suppress(StopIteration):
-        while not results:
-            _step(steps, results)
-    return results[0]
+    are_cores_busy, used_s = are_cores_busy or _Contention().is_there, 0.0
+    while True:
+        begun_s = time.thread_time()
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        used_s += time.thread_time() - begun_s
+        if used_s >= _SLICE_S:
+            if not is_awaited() and are_cores_busy():
+                pause(min(used_s * (1 / _SHARE - 1), _LONGEST_PAUSE_S))
+            used_s = 0.0
 
 
-def lower_priority(niceness: int = _NICENESS) -> None:
-    """Let the calling thread have a twentieth of a core that is busy, by default, and all of one that is not.
+class _Contention:
+    """Whether the calling thread, or another of this machine, waits for a core, as far as Linux says it."""
 
-    Without privileges, that cannot be undone. SCHED_IDLE would starve it: on two cores with twelve busy threads, a step
-    of 4 ms then ends after up to 30 s.
-    """
-    if sys.platform == "linux":  # elsewhere it would lower that of the whole process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    def __init__(self) -> None:
+        self._waited_ns = _waited_ns()
+
+    def is_there(self) -> bool:
+        before_ns, self._waited_ns = self._waited_ns, _waited_ns()
+        return self._waited_ns - before_ns > _SLICE_S * 1e9 or _num_running() > (os.cpu_count() or 1)
 
 
-def _step(steps: Generator[None, None, T], results: list[T]) -> None:
+def _waited_ns() -> int:
+    """Return how long the calling thread has been ready to run, and did not."""
+    return int((_read_proc("thread-self/schedstat") or "0 0").split()[1])
+
+
+def _num_running() -> int:
+    return int((_read_proc("loadavg") or "0 0 0 0/0").split()[3].partition("/")[0])
+
+
+def _read_proc(name: str) -> str:
     try:
-        next(steps)
-    except StopIteration as end:
-        results.append(end.value)
-        raise
+        return Path("/proc", name).read_text()
+    except OSError:
+        return ""

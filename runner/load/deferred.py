@@ -3,24 +3,24 @@
 # Note [Used before verified]
 Each stored tensor that ranks of a stage have read is read again, whole, by one of them, and compared with its digest:
 mostly from the page cache, and in one block of memory, where a copy of what was read would take as much as the weights.
-So the file is verified, not the first reading of it (docs/adr/0020). The thread has the lowest priority. All ranks
-learn of a mismatch with the totals of a step, and nothing is saved before all of them have verified everything.
+So the file is verified, not the first reading of it (docs/adr/0020). The thread yields to training, see Note [Yielding
+without priorities]. All ranks learn of a mismatch with the totals of a step, and nothing is saved before all of them
+have verified everything.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import partial
 
 import torch.distributed as dist
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UserError
-from runner.distributed.rounds import in_rounds, lower_priority
+from runner.distributed.rounds import in_rounds, run_beside_training
 from runner.load.local_cache import LocalCache
 from runner.load.verify_parts import ToVerify, verify_whole
 from runner.rundir.exit_report import rank_label
@@ -28,7 +28,6 @@ from runner.rundir.exit_report import rank_label
 logger = logging.getLogger("runner")
 
 _POLL_S = 0.2
-_LOWEST_PRIORITY = 19
 # What damaged weights may cause before they are found to be damaged; all ranks raise these alike.
 _SYMPTOMS = ("rank.not-finite", "rank.tied-weights-differ", "shard.tied-weights-differ")
 
@@ -42,6 +41,7 @@ class DeferredVerification:
     def __init__(self, cache: LocalCache | None = None, *, is_needed: bool) -> None:
         self._cache, self._tensors = cache, list[ToVerify]()
         self._is_finished, self._ended = not is_needed, threading.Event()
+        self._is_awaited = threading.Event()
         self._running: Future[None] | None = None
 
     def __enter__(self) -> DeferredVerification:
@@ -58,8 +58,8 @@ class DeferredVerification:
     def start(self) -> None:
         """Start the thread, if it does not run yet and there is anything to verify."""
         if self._running is None and not self._is_finished:
-            pool = ThreadPoolExecutor(1, "digests", initializer=partial(lower_priority, _LOWEST_PRIORITY))
-            self._running = pool.submit(self._verify)
+            pool = ThreadPoolExecutor(1, "digests")
+            self._running = pool.submit(run_beside_training, self._verify(), self._is_awaited.is_set)
             pool.shutdown(wait=False)
 
     @property
@@ -77,6 +77,7 @@ class DeferredVerification:
         if self._is_finished:
             return
         self.start()
+        self._is_awaited.set()
         try:
             in_rounds("load", self._wait)
         except InputError:
@@ -100,11 +101,12 @@ class DeferredVerification:
                 self.finish()
             raise
 
-    def _verify(self) -> None:
+    def _verify(self) -> Generator[None, None, None]:
         for tensor in self._tensors:
-            if self._ended.is_set():
-                raise CancelledError
-            verify_whole(tensor)
+            for _ in verify_whole(tensor):
+                if self._ended.is_set():
+                    raise CancelledError
+                yield
 
     def _wait(self, stop: threading.Event) -> None:
         assert self._running is not None, "it was started"

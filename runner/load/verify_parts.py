@@ -9,6 +9,7 @@ memory are verified, whichever disk, cache or network they came through (docs/ad
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -79,7 +80,12 @@ def verify_parts(tensors: Sequence[ToVerify], num_threads: int = 2) -> int:
     Raises:
         ShardError: a tensor does not match its digest, or a rank read other bytes of it.
     """
-    for_each(tensors, lambda tensor, _: verify_whole(tensor), num_threads)
+
+    def verify(tensor: ToVerify, stop: threading.Event) -> None:
+        for _ in verify_whole(tensor):
+            pass
+
+    for_each(tensors, verify, num_threads)
     return sum(tensor.at.nbytes for tensor in tensors)
 
 
@@ -100,8 +106,8 @@ def choose_readers(sizes: Sequence[Mapping[_Key, int]]) -> dict[_Key, int]:
     return chosen
 
 
-def verify_whole(tensor: ToVerify) -> None:
-    """Read a tensor whole; raises as `verify_parts`."""
+def verify_whole(tensor: ToVerify) -> Iterator[None]:
+    """Read a tensor whole, block by block; raises as `verify_parts`."""
     at, regions = tensor.at, {region for parts in tensor.parts for region in parts}
     itemsize = STORED_DTYPES[at.dtype].itemsize
     whole, hashers = Hasher(), {region: _RangeHasher(ranges_of(at.shape, region, itemsize)) for region in regions}
@@ -113,6 +119,7 @@ def verify_whole(tensor: ToVerify) -> None:
             whole.update(piece)
             for hasher in hashers.values():
                 hasher.update(piece, position)
+            yield
     check_digest(at, whole.hexdigest())
     for parts in tensor.parts:
         for region, digest in parts.items():

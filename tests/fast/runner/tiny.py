@@ -14,7 +14,7 @@ from safetensors import safe_open
 from manifests.schema import Shard, TieGroup, TieMember
 from runner.checkpoint import save
 from runner.data.sequences import IGNORED, Batch
-from runner.distributed.rounds import run_at_low_priority
+from runner.distributed.rounds import run_beside_training
 from runner.pipeline.chunk import StageChunk, materialize, named_hf_parameters
 
 if TYPE_CHECKING:
@@ -101,4 +101,4 @@ def padded_batch(step: int, *, size: int = 8, seq_len: int = 32, vocab_size: int
 
 def write_shard(*args: Any, **options: Any) -> Shard:
     """Write a shard as `runner.checkpoint.save.write_shard`, all of it here."""
-    return run_at_low_priority(save.write_shard(*args, **options), 0)
+    return run_beside_training(save.write_shard(*args, **options), lambda: True)

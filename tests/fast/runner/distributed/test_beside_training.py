@@ -1,0 +1,73 @@
+"""Work beside training pauses while cores are busy, and is done at full speed when it is awaited."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator
+
+import pytest
+
+from runner.distributed import rounds
+from runner.distributed.rounds import run_beside_training
+
+
+def compute(count: int) -> Generator[None, None, int]:
+    """Take 4 ms of processor time in each step."""
+    for _ in range(count):
+        begun_s = time.thread_time()
+        while time.thread_time() - begun_s < 0.004:
+            pass
+        yield
+    return count
+
+
+def test_pauses_on_busy_cores_leave_a_twentieth_of_one() -> None:
+    pauses_s: list[float] = []
+    begun_s = time.thread_time()
+    assert run_beside_training(compute(10), are_cores_busy=lambda: True, pause=pauses_s.append) == 10
+    used_s = time.thread_time() - begun_s
+    assert len(pauses_s) == 10
+    assert 0.04 * 19 <= sum(pauses_s) <= used_s * 19 + 1e-6
+
+
+def test_idle_cores_and_work_that_is_awaited_mean_no_pause() -> None:
+    awaited, pauses_s = threading.Event(), list[float]()
+    run_beside_training(compute(5), are_cores_busy=lambda: False, pause=pauses_s.append)
+    assert not pauses_s
+
+    def pause(seconds: float) -> None:
+        pauses_s.append(seconds)
+        if len(pauses_s) == 2:
+            awaited.set()
+
+    assert run_beside_training(compute(5), awaited.is_set, lambda: True, pause) == 5
+    assert len(pauses_s) == 2
+
+
+def test_error_of_the_work_is_the_callers() -> None:
+    def fail() -> Generator[None, None, None]:
+        yield
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        run_beside_training(fail())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone counts threads that run")
+def test_threads_that_run_are_counted() -> None:
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        most = 0
+        for _ in range(600):  # until they have started
+            most = max(most, rounds._num_running())
+            if most >= 3:
+                break
+            time.sleep(0.05)
+        assert most >= 3
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
