@@ -47,6 +47,15 @@ class Fetch(Protocol):
 
 
 @runtime_checkable
+class LendingFetch(Fetch, Protocol):
+    """One whose client has memory of its own, which saves a copy."""
+
+    def lend(self, position: int, nbytes: int, stop: threading.Event) -> memoryview | None:
+        """Return the bytes at `position`; None where a call should fetch them, as with a slow server. Raises as it."""
+        ...
+
+
+@runtime_checkable
 class RemoteFile(Protocol):
     """A file whose ranges are fetched in concurrent requests, each as one of its server's streams."""
 
@@ -119,6 +128,10 @@ class Prefetcher:
             self._running += 1
             self.most_running = max(self.most_running, self._running)
         try:
+            # A longer response would take twice its memory for a moment.
+            lending = fetch if isinstance(fetch, LendingFetch) and end - begin <= REQUEST_NBYTES else None
+            if lending is not None and (lent := lending.lend(begin, end - begin, self.stop)) is not None:
+                return lent
             memory = self._memory_of(end - begin)
             fetch(memory, begin, self.stop)
             return memory

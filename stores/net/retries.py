@@ -170,6 +170,8 @@ def answered_within(
 
 
 FIRST_LIMIT = 16
+_LONG_NBYTES = 1 << 20  # of a response whose speed counts
+_FAST_BYTES_PER_S = 4 << 20
 _LOOK_UP_S = 0.2  # polling interval for cancellation
 
 
@@ -177,7 +179,8 @@ class Streams:
     """A limit on concurrent requests to one server, by all threads.
 
     It grows while requests wait for it and that raises the throughput; `fixed`, it does not. A "busy" response halves
-    it; from then on, as many good responses raise it by one.
+    it; from then on, as many good responses raise it by one. `is_fast`: the last long response took no longer than one
+    that need not be watched, or resumed where it breaks.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -185,7 +188,7 @@ class Streams:
         self._clock = clock
         self._num_running = self._num_waiting = 0
         self._growth = Growth(FIRST_LIMIT)
-        self._was_busy = self._is_fixed = False
+        self._was_busy = self._is_fixed = self.is_fast = False
 
     @property
     def limit(self) -> float:
@@ -206,13 +209,17 @@ class Streams:
             CancelledError: `stop` was set while waiting.
         """
         self._begin(stop)
+        stream = Stream(self, self._clock)
         try:
-            yield Stream(self, self._clock)
+            yield stream
         except PassingError as error:
+            self.is_fast = False
             if error.is_busy:
                 self._slow_down()
             raise
         else:
+            if stream.nbytes >= _LONG_NBYTES:
+                self.is_fast = stream.nbytes > _FAST_BYTES_PER_S * (self._clock() - stream.begun_s)
             self._speed_up()
         finally:
             with self._free:
@@ -256,11 +263,11 @@ class Stream:
 
     def __init__(self, streams: Streams, clock: Callable[[], float]) -> None:
         self._streams, self._clock = streams, clock
-        self._asked_s: float | None = clock()
+        self.begun_s, self.nbytes, self._has_begun = clock(), 0, False
 
     def take(self, nbytes: int) -> None:
-        answer_s = 0.0 if self._asked_s is None else self._clock() - self._asked_s
-        self._asked_s = None
+        answer_s = 0.0 if self._has_begun else self._clock() - self.begun_s
+        self.nbytes, self._has_begun = self.nbytes + nbytes, True
         self._streams.arrived(nbytes, answer_s)
 
 

@@ -25,7 +25,7 @@ from stores.objects.errors import changed, cloud_of, explained
 from stores.objects.uplink import LONGEST_PART_S, NUM_PARTS, Sent, Uplink, part_nbytes
 
 if TYPE_CHECKING:
-    from obstore import GetOptions, WritableFile
+    from obstore import GetOptions, GetResult, WritableFile
     from obstore.store import BackoffConfig, ClientConfig, ObjectStore, RetryConfig
 
 logger = logging.getLogger(__name__)
@@ -96,15 +96,9 @@ class ObstoreClient:
             InputError: it cannot be read.
         """
         where = f"{self.url}/{entry.name}"
-        options: GetOptions = {"range": (begin, end)}
-        if entry.etag:
-            options["if_match"] = f'"{entry.etag}"'
+        answer = self._get(entry, begin, end)
         with explained(where):
-            answer = self.reading.get(entry.name, options=options)
             chunks = iter(answer.stream(min_chunk_size=_CHUNK_NBYTES))
-        current = _entry(entry.name, answer.meta["size"], answer.meta["e_tag"])
-        if current != entry:  # a server may ignore the condition
-            raise changed(where)
         yield memoryview(b"")
         while True:
             with explained(where):
@@ -112,6 +106,24 @@ class ObstoreClient:
             if chunk is None:
                 return
             yield memoryview(chunk)
+
+    def read_at_once(self, entry: ObjectEntry, begin: int, end: int) -> memoryview:
+        """Return the bytes of a range in obstore's own memory; raises as `read`."""
+        answer = self._get(entry, begin, end)
+        with explained(f"{self.url}/{entry.name}"):
+            return memoryview(answer.bytes())
+
+    def _get(self, entry: ObjectEntry, begin: int, end: int) -> GetResult:
+        where = f"{self.url}/{entry.name}"
+        options: GetOptions = {"range": (begin, end)}
+        if entry.etag:
+            options["if_match"] = f'"{entry.etag}"'
+        with explained(where):
+            answer = self.reading.get(entry.name, options=options)
+        current = _entry(entry.name, answer.meta["size"], answer.meta["e_tag"])
+        if current != entry:  # a server may ignore the condition
+            raise changed(where)
+        return answer
 
     def load(self, name: str) -> bytes:
         with explained(f"{self.url}/{name}"):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-from functools import partial
+from typing import TypeVar
 
 from manifests.errors import InputError, SourceError, StoreError, UnreachableError
 from manifests.invariants import MANIFEST_NAME
@@ -14,8 +14,9 @@ from manifests.paths import problem_with_path
 from stores.base import LOCK_NAME, PROGRESS_NAME, SOURCE_CHANGED, Range, is_hidden
 from stores.net.retries import Pace, PassingError, Retries, Stream, Streams, keep_trying
 from stores.objects.client import ObjectEntry, ObstoreClient, open_client
-from stores.prefetch import Fetch, RangeReader
+from stores.prefetch import LendingFetch, RangeReader
 
+T = TypeVar("T")
 _MAX_COUNT = 100_000  # objects in a checkpoint's folder
 
 
@@ -107,11 +108,11 @@ class ObjectFile:
         return f"{self.entry.nbytes} bytes, etag {self.entry.etag}"
 
     def open(self, ranges: Sequence[Range]) -> RangeReader:
-        return RangeReader(partial(_fetch, self), ranges)
+        return RangeReader(_ObjectFetch(self), ranges)
 
-    def fetching(self) -> Fetch:
+    def fetching(self) -> LendingFetch:
         """Return the function that fetches its bytes; see `stores.base.RemoteFile`."""
-        return partial(_fetch, self)
+        return _ObjectFetch(self)
 
 
 def list_objects(client: ObstoreClient) -> dict[str, ObjectEntry]:
@@ -143,42 +144,73 @@ def _parents(names: Iterable[str]) -> Iterator[str]:
             yield name
 
 
-def _fetch(file: ObjectFile, into: memoryview, position: int, stop: threading.Event) -> None:
-    """Fill `into` with the bytes at `position`. Bytes that arrived before a connection broke are kept."""
-    end, filled = position + len(into), 0
-    if end > file.nbytes:
-        raise SourceError(
-            str(file),
-            f"ends at byte {file.nbytes}",
-            "it was cut short after its header was read",
-            code=SOURCE_CHANGED,
-        )
+@dataclass(frozen=True, slots=True)
+class _ObjectFetch:
+    """Fetches ranges of an object: see `stores.prefetch.LendingFetch`."""
 
-    def attempt(stream: Stream) -> None:
-        nonlocal filled
-        pace = Pace(str(file), file.retries.window_s)
-        for chunk in file.client.read(file.entry, position + filled, end):
+    file: ObjectFile
+
+    def __call__(self, into: memoryview, position: int, stop: threading.Event) -> None:
+        """Fill `into` with the bytes at `position`. Bytes that arrived before a connection broke are kept."""
+        file, end, filled = self.file, position + len(into), 0
+        self._check_end(end)
+
+        def attempt(stream: Stream) -> None:
+            nonlocal filled
+            pace = Pace(str(file), file.retries.window_s)
+            for chunk in file.client.read(file.entry, position + filled, end):
+                if stop.is_set():
+                    raise CancelledError
+                if filled + len(chunk) > len(into):
+                    raise _wrong_length(file, len(into), position, "more")
+                into[filled : filled + len(chunk)] = chunk
+                filled += len(chunk)
+                pace.take(len(chunk))
+                stream.take(len(chunk))
+
+        keep_trying(lambda: self._as_stream(attempt, stop), str(file), file.retries, stop, nbytes_done=lambda: filled)
+        if filled < len(into):
+            raise _wrong_length(file, len(into), position, str(filled))
+
+    def lend(self, position: int, nbytes: int, stop: threading.Event) -> memoryview | None:
+        """Return the bytes in obstore's memory, where the store is so fast that no response needs to be resumed."""
+        file = self.file
+        self._check_end(position + nbytes)
+
+        def attempt(stream: Stream) -> memoryview | None:
             if stop.is_set():
                 raise CancelledError
-            if filled + len(chunk) > len(into):
-                raise _wrong_length(file, into, position, "more")
-            into[filled : filled + len(chunk)] = chunk
-            filled += len(chunk)
-            pace.take(len(chunk))
-            stream.take(len(chunk))
+            if not file.streams.is_fast:  # as the last response that ended while this one waited for its turn
+                return None
+            data = file.client.read_at_once(file.entry, position, position + nbytes)
+            stream.take(len(data))
+            return data
 
-    def step() -> None:
-        with file.streams.slot(stop) as stream:
+        try:
+            data = self._as_stream(attempt, stop)
+        except PassingError:
+            return None
+        if data is not None and len(data) != nbytes:
+            raise _wrong_length(file, nbytes, position, str(len(data)))
+        return data
+
+    def _check_end(self, end: int) -> None:
+        if end > self.file.nbytes:
+            raise SourceError(
+                str(self.file),
+                f"ends at byte {self.file.nbytes}",
+                "it was cut short after its header was read",
+                code=SOURCE_CHANGED,
+            )
+
+    def _as_stream(self, attempt: Callable[[Stream], T], stop: threading.Event) -> T:
+        with self.file.streams.slot(stop) as stream:
             try:
-                attempt(stream)
+                return attempt(stream)
             except UnreachableError as error:
                 raise PassingError(error.problem, error.hint, code=error.code) from error
 
-    keep_trying(step, str(file), file.retries, stop, nbytes_done=lambda: filled)
-    if filled < len(into):
-        raise _wrong_length(file, into, position, str(filled))
 
-
-def _wrong_length(file: ObjectFile, into: memoryview, position: int, num_received: str) -> InputError:
-    problem = f"asked for {len(into)} bytes at {position}, the server sent {num_received}"
+def _wrong_length(file: ObjectFile, nbytes: int, position: int, num_received: str) -> InputError:
+    problem = f"asked for {nbytes} bytes at {position}, the server sent {num_received}"
     return StoreError(str(file), problem, code="store.wrong-answer")

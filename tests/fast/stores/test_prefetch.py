@@ -213,3 +213,30 @@ def test_local_files_are_not_planned() -> None:
     file: InputFile = Local()
     with Prefetcher(1, threading.Event()) as prefetcher:
         assert Lane(prefetcher).plan([(file, 0, 10)]) == {}
+
+
+class _Lending:
+    """A fetch with memory of its own, while `is_fast`."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.is_fast, self.num_filled = data, True, 0
+
+    def __call__(self, into: memoryview, position: int, stop: threading.Event) -> None:
+        self.num_filled += 1
+        into[:] = self.data[position : position + len(into)]
+
+    def lend(self, position: int, nbytes: int, stop: threading.Event) -> memoryview | None:
+        return memoryview(self.data)[position : position + nbytes] if self.is_fast else None
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_bytes_in_the_memory_of_a_client_are_lent_from_there(is_fast: bool) -> None:
+    fetch = _Lending(pattern(8 * MIB, 1))
+    fetch.is_fast = is_fast
+    with Prefetcher(1, threading.Event(), num_streams=2, memory_nbytes=8 * MIB) as prefetcher:
+        reader = PlannedReader(lane := Lane(prefetcher), fetch)
+        lane.add(reader, [(0, 4 * MIB), (4 * MIB, 8 * MIB)])
+        lane.fill()
+        lent = [reader.lend(at, MIB) for at in range(0, 8 * MIB, MIB)]
+        assert all(part is not None and part.obj is fetch.data for part in lent) == is_fast
+        assert fetch.num_filled == (0 if is_fast else 2)

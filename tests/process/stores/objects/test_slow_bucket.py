@@ -94,3 +94,21 @@ def test_slow_response_is_resumed_where_it_ended(monkeypatch: pytest.MonkeyPatch
     with served(monkeypatch, 400_000) as asked:
         assert read(opened(50)) == DATA
     assert len(set(asked)) > 2
+
+
+def test_fast_store_is_read_at_once_and_streamed_again_once_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(monkeypatch, len(DATA)) as asked:
+        file, stop = opened(1), threading.Event()
+        fetch = file.fetching()
+        assert fetch.lend(0, 1000, stop) is None  # its speed is not known
+        assert not asked
+        fetch(memoryview(into := bytearray(len(DATA))), 0, stop)
+        file.streams.is_fast = True  # whatever this machine is doing
+        lent = fetch.lend(5, 1000, stop)
+        assert lent is not None
+        assert bytes(lent) == DATA[5:1005] == into[5:1005]
+    with served(monkeypatch, 0):
+        file = opened(1)
+        file.streams.is_fast = True
+        assert file.fetching().lend(0, len(DATA), threading.Event()) is None
+        assert not file.streams.is_fast
