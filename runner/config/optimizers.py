@@ -36,6 +36,7 @@ _MOMENTUM = {"SGD": 0.9, "Muon": 0.95}
 _MOST_NBYTES = 1 << 20
 _ANEW = "leave it in a group of that algorithm and its options, or start a new run with --resume-weights-only"
 _OF_GROUP = {"algorithm", "patterns", "rate_factor", "weight_decay", "clip"}
+_RATE = "--lr is the learning rate of all groups, which rate_factor of a group multiplies"
 
 
 def algorithm_of(group: ParameterGroup, name: str) -> str:
@@ -44,8 +45,7 @@ def algorithm_of(group: ParameterGroup, name: str) -> str:
 
 def is_elementwise(group: ParameterGroup, name: str) -> bool:
     """Whether a group's algorithm computes the same for a slice; what a file does not declare needs whole tensors."""
-    algorithm = algorithm_of(group, name)
-    return algorithm in ADAMS or algorithm == "SGD" or options_of(group).get(ELEMENTWISE) is True
+    return bool(options_of(group).get(ELEMENTWISE, algorithm_of(group, name) in (*ADAMS, "SGD")))
 
 
 def options_of(group: ParameterGroup) -> dict[str, Any]:
@@ -135,9 +135,10 @@ def describe_groups(
             count[1] += math.prod(dims)
     for number, group in enumerate(optimizer.groups):
         shown = ", ".join(group.fqns[:3]) + (", ..." if len(group.fqns) > 3 else "") if group.fqns else "all others"
-        rate = "" if group.rate_factor is None else f", learning rate x {group.rate_factor:g}"
+        details = "" if group.rate_factor is None else f", learning rate x {group.rate_factor:g}"
+        details += f", weight decay {group.weight_decay:g}" + (", not clipped" if group.skips_clipping else "")
         yield (
-            f"group {number}: {algorithm_of(group, optimizer.name)}{rate}, weight decay {group.weight_decay:g}, "
+            f"group {number}: {algorithm_of(group, optimizer.name)}{details}, "
             f"{counts[number][0]} tensors, {counts[number][1]:,} parameters: {shown}"
         )
 
@@ -200,6 +201,9 @@ def _groups_in(file: Path, optim: OptimOptions) -> Iterator[ParameterGroup]:
     is_list = isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
     if not tables or not is_list or document.keys() != {"group"}:
         raise UsageError(where, "expected [[group]] tables and nothing else", code="options.optimizer-file")
+    if sum(not table.get("patterns") for table in tables) > 1:
+        problem = "expected patterns in all groups but one, which has all other parameters"
+        raise UsageError(where, problem, code="options.optimizer-file")
     for number, table in enumerate(tables):
         yield _group(optim, table, f"{where}: group {number}")
 
@@ -213,6 +217,10 @@ def _group(optim: OptimOptions, table: Mapping[str, Any], where: str) -> Paramet
         problem = f"expected {presets} or a class by its dotted name as the algorithm, found {str(algorithm)[:80]!r}"
         raise UsageError(where, problem, code="options.optimizer-file")
     options = {key: value for key, value in table.items() if key not in _OF_GROUP}
+    if "lr" in options:
+        raise UsageError(f"{where}: lr", "is not supported", _RATE, code="options.optimizer-file")
+    if not isinstance(options.get(ELEMENTWISE, False), bool):
+        raise UsageError(f"{where}: {ELEMENTWISE}", "expected true or false", code="options.optimizer-file")
     beta1 = beta2 = eps = 0.0
     if algorithm in ADAMS:
         betas = options.pop("betas", [optim.beta1, optim.beta2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,9 @@ def test_file_has_groups_whose_first_match_wins_and_the_last_has_the_rest(tmp_pa
         ('[[group]]\nalgorithm = "adamw"\nmaximize = 2026-01-01', "options.optimizer-file"),
         ('[[group]]\nalgorithm = "tests.toy_optimizers.Renamed"', "options.optimizer"),
         ('[[group]]\nalgorithm = "tests.toy_optimizers.Splitting"', "options.optimizer"),
-        ('[[group]]\nalgorithm = "adamw"\n[[group]]\nalgorithm = "sgd"', "options.optimizer"),
+        ('[[group]]\nalgorithm = "adamw"\n[[group]]\nalgorithm = "sgd"', "options.optimizer-file"),
+        ('[[group]]\nalgorithm = "adamw"\nlr = 0.1', "options.optimizer-file"),
+        ('[[group]]\nalgorithm = "adamw"\nelementwise = 1', "options.optimizer-file"),
         ("group = []", "options.optimizer-file"),
         ("group = 1", "options.optimizer-file"),
     ],
@@ -143,6 +146,18 @@ def test_file_has_groups_whose_first_match_wins_and_the_last_has_the_rest(tmp_pa
 def test_file_with_a_mistake_is_refused_in_one_sentence(tmp_path: Path, text: str, code: str) -> None:
     error = refused_with(code, "--optimizer", write(tmp_path, text))
     assert "\n" not in error.problem
+
+
+def test_what_a_class_says_of_an_argument_is_shown_where_it_takes_matrices_alone(tmp_path: Path) -> None:
+    text = (
+        '[[group]]\nalgorithm = "muon"\npatterns = ["*_proj.weight"]\nns_steps = "five"\n[[group]]\nalgorithm = "adamw"'
+    )
+    assert "2D parameters" not in refused_with("options.optimizer", "--optimizer", write(tmp_path, text)).problem
+
+
+def test_elementwise_class_may_be_declared_to_need_whole_tensors(tmp_path: Path) -> None:
+    plan = plan_of("--optimizer", write(tmp_path, '[[group]]\nalgorithm = "adamw"\nelementwise = false'))
+    assert [algorithm.is_elementwise for algorithm in algorithms_of(plan)] == [False]
 
 
 def test_class_of_another_package_needs_whole_tensors_unless_it_says_otherwise(tmp_path: Path) -> None:
@@ -173,6 +188,15 @@ def planned(*flags: str, stored: OptimizerState | None = None) -> tuple[str, ...
 ADAMWS = (
     '[[group]]\nalgorithm = "adamw"\npatterns = ["*norm.weight"]\n[[group]]\nalgorithm = "adamw"\nweight_decay = 0.3'
 )
+
+
+def test_groups_of_muon_are_few_patterns_in_a_manifest_of_92_000_tensors() -> None:
+    config = json.loads((Path(__file__).parents[3] / "data" / "configs" / "deepseek-v3.json").read_text())
+    shape = model_shape(config, "config.json")
+    assert len(shape.tensors) > 45_000
+    plan = optimizer_of(OptimOptions(optimizer="muon"), shape)
+    assert sum(len(fqn) for group in plan.groups for fqn in group.fqns) < 2_000
+    assert numbers_of(plan, shape).of("model.layers.60.mlp.experts.255.down_proj.weight") == 0
 
 
 def test_groups_are_shown_unless_flags_of_adamw_describe_them(tmp_path: Path) -> None:
