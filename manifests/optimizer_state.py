@@ -27,6 +27,12 @@ def is_plain(group: ParameterGroup) -> bool:
     return (group.algorithm, group.rate_factor, group.skips_clipping, group.options) == (None, None, False, ())
 
 
+def describe_optimizer(optimizer: OptimizerState) -> str:
+    """Return the classes of an optimizer's groups, and that there is an average of the weights."""
+    names = dict.fromkeys(group.algorithm or optimizer.name for group in optimizer.groups)
+    return " and ".join((*names, *(["an average of the weights"] if optimizer.ema else [])))
+
+
 def stored_kinds(manifest: Manifest) -> tuple[Holds, ...]:
     """Return what a manifest's shards contain: weights first."""
     optimizer = manifest.training.optimizer if manifest.training else None

@@ -11,6 +11,7 @@ from manifests.codec import manifest_document
 from manifests.command.sizes import show_bytes
 from manifests.errors import printable
 from manifests.index import INDEX_NAME, has_index
+from manifests.optimizer_state import describe_optimizer
 from manifests.safetensors import nbytes_of
 from manifests.schema import Manifest
 from reshard.formats.table import Listing, export_targets
@@ -253,12 +254,13 @@ def inspect_text(manifest: Manifest, bundles: Bundles, with_tensors: bool) -> st
     ]
     head = ("stage", "rank", "virtual", "modules", "tensors", "params", "bytes")
     training = manifest.training
+    optimizer = training.optimizer if training else None
     lines = [
         f"{manifest.model.architecture}, {manifest.model.num_layers} layers, {manifest.model.num_params:,} parameters",
         f"from {manifest.source.kind}: {manifest.source.location}",
         f"written by {manifest.created_by}"
         + (f" after step {training.step}, {training.num_tokens:,} tokens" if training else "")
-        + (f", with the optimizer state of {training.optimizer.name}" if training and training.optimizer else ""),
+        + (f", with the optimizer state of {describe_optimizer(optimizer)}" if optimizer else ""),
         f"layout {layout.spec}: {layout.num_stages} stages on {layout.num_ranks} ranks, style {layout.style}",
         table(head, rows, left_columns=frozenset({"modules"})),
         *tie_lines(manifest.ties),

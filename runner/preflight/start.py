@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from manifests.optimizer_state import describe_optimizer
 from manifests.schema import TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
@@ -56,7 +57,7 @@ def log_start(start: Start) -> None:
         logger.info(
             "starting at step 0 with the weights of %s; not resumed: %s state at step %d, learning-rate schedule, "
             "data position and RNG state",
-            origin.root, stored_state.optimizer.name, stored_state.step,
+            origin.root, describe_optimizer(stored_state.optimizer), stored_state.step,
         )  # fmt: skip
     for sentence in start.notes:
         logger.info("note: %s", sentence)

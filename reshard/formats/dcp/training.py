@@ -107,7 +107,7 @@ def _state(saved: DcpMetadata, where: str) -> dict[str, dict[Holds, DcpTensor]]:
                 others[parameter] = kind
     state = {parameter: kinds for parameter, kinds in state.items() if kinds.keys() != {_STEP}}
     if more := sorted(state.keys() & others.keys()):
-        problem = f"{more[0]!r} has {others[more[0]]!r}, which no state of {', '.join(CLASSES)} is"
+        problem = f"{more[0]!r} has {others[more[0]]!r}, which {', '.join(CLASSES)} do not have"
         raise bad_optimizer(where, problem)
     return state
 

@@ -83,6 +83,7 @@ def test_every_kind_is_resharded_with_its_weights(tmp_path: Path, tied: bool) ->
     out = pack(trained, tmp_path / "out", "pp=3")
     assert reshard("verify", out).code == 0, reshard("verify", out).out
     assert reshard("diff", trained, out).code == 0
+    assert "of Muon and Adafactor and an average" in reshard("inspect", out).out
     stages = [api.open(str(out)).stage(index) for index in range(3)]
     for kind, tensors in expected.items():
         stored = {fqn: info.shape for stage in stages for fqn, info in stage.tensors(kind).items()}
@@ -111,6 +112,14 @@ def test_state_that_its_kind_does_not_have_is_refused_by_name(tmp_path: Path) ->
     assert refusal("pack", trained, "--layout", "pp=2", "--out", tmp_path / "out").found[1] == "source.missing-tensor"
     write_moments(trained, 0, "row_var", {**rows, "lm_head.weight": expected["ema"]["lm_head.weight"]})
     assert refusal("pack", trained, "--layout", "pp=2", "--out", tmp_path / "out").found[1] == "source.shape-mismatch"
+
+
+@pytest.mark.parametrize("names", [(), ("--for", "torchtitan")])
+def test_dcp_export_refuses_kinds_that_no_class_of_torch_has(tmp_path: Path, names: tuple[str, ...]) -> None:
+    trained, _ = write_state(tmp_path, "pp=1", tied=False)
+    refused = refusal("export", trained, "--to", "dcp", *names, "--out", tmp_path / "out")
+    assert refused.found[1] == "checkpoint.other-optimizer"
+    assert ("row_var" if names else "mu_product") in str(refused.text)
 
 
 @pytest.mark.parametrize("target", ["universal", "megatron"])
