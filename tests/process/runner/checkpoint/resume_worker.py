@@ -4,7 +4,8 @@ usage: resume_worker.py JOBS
 
 JOBS is a JSON list of {"root": …, "args": […], "log": …}; a job's log gets what rank 0 logs, the code and place of its
 error, and how many stages it has in memory whenever it has loaded some. With "opened", a file of that name and the
-rank's number gets the weight files that a rank opens; "path" is a folder that modules are imported from.
+rank's number gets the weight files that a rank opens; "path" is a folder that modules are imported from; "round" is
+how many elements of an owner's tensors are exchanged at a time.
 {rank} in an argument is the rank's number: a path on a disk that is its node's own.
 """
 
@@ -28,8 +29,10 @@ from runner.distributed.fail_together import raise_on_all_ranks
 from runner.distributed.world import World, join_world
 from runner.pipeline.chunk import StageChunk
 from runner.train import run
+from runner.training import whole_matrix
 
 CPU = torch.device("cpu")
+ROUND = whole_matrix._ROUND
 
 
 class Log(logging.FileHandler):
@@ -53,6 +56,7 @@ def run_job(job: dict[str, Any], world: World) -> None:
     sys.path[:0] = [job["path"]] if "path" in job else []
     if "opened" in job:
         note_opened(job["opened"])
+    whole_matrix._ROUND = job.get("round", ROUND)
     gc.collect()  # what the job before has left
     try:
         with raise_on_all_ranks("manifest"):
