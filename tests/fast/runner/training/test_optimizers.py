@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from manifests.errors import UsageError
 from manifests.models import model_shape
 from manifests.optimizer_state import kinds_of
 from manifests.placement import Placement
@@ -150,6 +151,16 @@ def test_state_is_held_by_name_and_fills_another_set_of_stages(flags: str) -> No
     weights = {piece.fqn: piece.memory for chunk in first for piece in hf_pieces(chunk)}
     for piece in (piece for chunk in second for piece in hf_pieces(chunk)):
         assert torch.equal(piece.memory, weights[piece.fqn]), piece.fqn
+
+
+def test_parts_of_one_parameter_in_two_groups_are_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "groups.toml"
+    file.write_text('[[group]]\nalgorithm = "muon"\npatterns = ["*.experts.0.*"]\n[[group]]\nalgorithm = "adamw"')
+    chunks = chunks_of("moe", 1)
+    with pytest.raises(UsageError) as error:
+        Optimizer(lead_parameters(chunks, ()), optim_of("moe", "--optimizer", str(file)), chunks)
+    assert error.value.code == "options.optimizer-pattern"
+    assert "experts.1." in str(error.value.where)
 
 
 def test_tied_weights_are_one_parameter_with_one_state() -> None:
