@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase, translate
 from math import prod
@@ -113,6 +113,13 @@ def preset_for(name: str, shape: ModelShape) -> OptimizerState:
     }
     declared = tuple(StateKind(name=kind, shape=shape) for kind, shape in shapes.get(name, ())) or None
     return OptimizerState(name=name, max_norm=0.0, groups=(plain,), kinds=declared)
+
+
+def state_counter(name: str, shape: ModelShape) -> Callable[[str], float]:
+    """Return a function of FQNs: how many numbers of state --optimizer has for each of a tensor's parameters."""
+    is_adam = name in ("adamw", "adam")
+    counts = {} if is_adam else count_state(preset_for(name, shape), shape.tensors, shape.ties)
+    return lambda fqn: counts.get(fqn, 2.0)
 
 
 class GroupNumbers:

@@ -232,7 +232,7 @@ def _search(
     batch, hardware = assumed.global_batch or max(512, search["gpus"]), read_hardware(search["hardware"])
     request = SearchRequest(
         **numbers, memory_limit=assumed.memory_limit, global_batch=batch, seq_len=seq_len, hardware=hardware,
-        fixed=fixed, measured=times,
+        fixed=fixed, measured=times, optimizer=assumed.optimizer,
     )  # fmt: skip
     return find_layouts(source, request, drop=drop, model=model)
 

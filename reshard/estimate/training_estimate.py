@@ -12,7 +12,7 @@ from manifests.models import ModelShape
 from manifests.models.memory import MemoryEstimate, estimate_memory
 from manifests.models.training import POLICIES, Training, check_expert_degree
 from manifests.module_times import ModuleTime
-from manifests.optimizer_state import count_state, preset_for
+from manifests.optimizer_state import state_counter
 from manifests.placement import Placement
 from manifests.schedules import StageCosts, Timeline, simulate
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
@@ -123,9 +123,6 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
 
 def training_of(assumed: Assumptions, shape: ModelShape) -> Training:
     """Return the assumptions that a model's memory depends on."""
-    state: dict[str, float] = {}
-    if assumed.optimizer not in ("adamw", "adam"):
-        state = count_state(preset_for(assumed.optimizer, shape), shape.tensors, shape.ties)
     return Training(
         policy=POLICIES[assumed.policy],
         microbatch=assumed.microbatch,
@@ -138,7 +135,7 @@ def training_of(assumed: Assumptions, shape: ModelShape) -> Training:
         recompute=assumed.recompute,
         loss_chunk=assumed.loss_chunk,
         host_memory=assumed.host_memory,
-        state_of=lambda fqn: state.get(fqn, 2.0),
+        state_of=state_counter(assumed.optimizer, shape),
     )
 
 

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import asdict
 from typing import Any
 
+from manifests.command import defaults
 from manifests.command.sizes import show_bytes, write_size
 from manifests.schedules import default_schedule
 from reshard.formats.open import find_config
@@ -92,7 +93,7 @@ def launch_command(result: SearchResult, choice: Choice) -> str:
         "microbatch": (candidate.microbatch, 1), "dtype": (dtype, None), "master-dtype": (master, dtype),
         "ac": (candidate.recompute, "none"), "schedule": (candidate.schedule, schedule),
         "dp-replicate": (candidate.replicate, 1), "dp-shard": (candidate.shard, 1), "tp": (candidate.tensor, 1),
-        "ep": (candidate.expert, 1),
+        "ep": (candidate.expert, 1), "optimizer": (request.optimizer, defaults.OPTIMIZER),
     }  # fmt: skip
     words = [
         _folder(result, choice),

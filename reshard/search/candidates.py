@@ -8,6 +8,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+from manifests.command import defaults
 from manifests.errors import UserError
 from manifests.models import ModelShape
 from manifests.models.combinations import check_combination, check_divides, combination_of
@@ -50,6 +51,7 @@ class SearchRequest:
     hardware: Hardware
     efficiency: float
     gpus_per_node: int
+    optimizer: str = defaults.OPTIMIZER
     measured: MeasuredTimes | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
 

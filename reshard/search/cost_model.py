@@ -22,6 +22,7 @@ from manifests.models.memory import MOST_IN_TRANSIT, Memory, estimate_memory
 from manifests.models.shape import BACKWARD_SHARE
 from manifests.models.training import POLICIES, Recompute, Training, parse_recompute
 from manifests.module_times import ModuleTime
+from manifests.optimizer_state import state_counter
 from manifests.placement import Placement
 from manifests.schedules import Action, StageCosts, Table, schedule_table, simulate
 from reshard.estimate.costs import times_of
@@ -73,10 +74,11 @@ class CostModel:
             }
         self._times, self._kinds_memory = cache(self._make_times), cache(self._make_kinds_memory)
         self._profiles = cache(self._make_profiles)
+        self._state_of = state_counter(request.optimizer, shape)
 
     def estimate(self, candidate: Candidate) -> CandidateForecast:
         """Return what a candidate takes, in closed form; see `_chunks_in_flight` and `_fill`."""
-        training, seconds = candidate.training(self.request.seq_len), self._seconds(candidate)
+        training, seconds = self._training(candidate), self._seconds(candidate)
         state = self._kinds_memory(replace(training, microbatch=1, recompute="none"))
         used = self._kinds_memory(replace(training, expert=1, shard=min(2, training.shard)))
         most, slowest, virtual = 0, 0.0, candidate.layout.placement.num_virtual
@@ -97,6 +99,9 @@ class CostModel:
         step_s = makespan + self._reduction_s(candidate, weights, gradients)
         return CandidateForecast(memory=most + transfers, bubble=max(0.0, 1 - busy), step_s=step_s)
 
+    def _training(self, candidate: Candidate) -> Training:
+        return replace(candidate.training(self.request.seq_len), state_of=self._state_of)
+
     def simulate(self, candidate: Candidate) -> CandidateForecast:
         """Return what a candidate takes, by its schedule's own table of actions.
 
@@ -108,7 +113,7 @@ class CostModel:
         is_long = number * placement.num_stages > _MOST_ACTIONS and number % size == 0
         simulated = min(number, _ROUNDS * size) if is_long else number
         table = schedule_table(candidate.schedule, placement, simulated)
-        ranks = estimate_memory(self.shape, stages, table, candidate.training(self.request.seq_len)).ranks
+        ranks = estimate_memory(self.shape, stages, table, self._training(candidate)).ranks
         seconds = self._seconds(candidate)
         times = [[seconds[self.kind_of[module]] for module in stage] for stage in stages]
         costs = StageCosts.of(

@@ -59,13 +59,14 @@ def test_what_is_refused_for_a_model_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "memory", "batch"),
-    [("llama-3.1-70b", 64, 80, 512), ("llama-3.1-8b", 8, 24, 512)],
+    ("name", "gpus", "memory", "batch", "optimizer"),
+    [("llama-3.1-70b", 64, 80, 512, "adamw"), ("llama-3.1-8b", 8, 24, 512, "muon")],
 )
-def test_first_layout_needs_what_its_plan_says(name: str, gpus: int, memory: int, batch: int) -> None:
+def test_first_layout_needs_what_its_plan_says(name: str, gpus: int, memory: int, batch: int, optimizer: str) -> None:
     config = CONFIGS / f"{name}.json"
-    words = ("--gpus", gpus, "--gpu-memory", f"{memory}GB", "--global-batch", batch, "--json")
+    words = ("--gpus", gpus, "--gpu-memory", f"{memory}GB", "--global-batch", batch, "--optimizer", optimizer, "--json")
     shown = reshard("plan", config, *map(str, words)).json
+    assert ("--optimizer muon" in json.dumps(shown)) == (optimizer == "muon")
     first = shown["layouts"][0]
     ranks = first["replicate"] * first["shard"] * first["tensor"]
     assert first["memory"] <= 0.9 * (memory << 30)
@@ -78,7 +79,7 @@ def test_first_layout_needs_what_its_plan_says(name: str, gpus: int, memory: int
         "plan", config, "--layout", layout, "--microbatches", "128", "--microbatch", str(first["microbatch"]),
         "--dtype", "bf16", "--master-dtype", masters[first["policy"]], "--dp-shard", str(first["shard"]),
         "--tp", str(first["tensor"]), "--ep", str(first["expert"]), "--ac", first["recompute"], "--seq-len", "4096",
-        "--json",
+        "--optimizer", optimizer, "--json",
     ).json  # fmt: skip
     assert plan["num_ranks"] * ranks == gpus
     assert max(rank["memory_nbytes"]["total"] for rank in plan["ranks"]) == first["memory"]
