@@ -48,7 +48,6 @@ class Combination:
     is_own: bool = False  # trained by a family of another package
     is_narrow: bool = False  # hidden states of some stages are narrower
     has_adapters: bool = False  # --lora-rank or --lora-from
-    has_expert_adapters: bool = False  # --lora-experts
     moves_biases: bool = False  # --router-bias-rate
 
 
@@ -175,13 +174,6 @@ REFUSED = (
         applies=lambda run: run.has_adapters and run.moves_biases,
         problem="changes biases of the base model, to which checkpoints of adapters refer",
         hint="leave it out",
-    ),
-    Refusal(
-        where="--lora-experts",
-        code="options.lora-combination",
-        applies=lambda run: run.has_expert_adapters and run.num_expert > 1,
-        problem="is not supported with --ep, which distributes experts and not their adapters",
-        hint="remove one of them",
     ),
     Refusal(
         where="--compile",

@@ -374,7 +374,7 @@ def _sizes_of(shape: ModelShape, training: Training) -> dict[str, dict[str, int]
 
 
 def _is_distributed(fqn: str, training: Training) -> bool:
-    return training.expert > 1 and is_expert(fqn)
+    return training.expert > 1 and is_expert(fqn) and fqn not in training.adapters
 
 
 def _shards_of(fqn: str, training: Training) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
@@ -205,6 +206,9 @@ def _with_experts(module: Any, forward: Callable[..., Any], rank: int, scale: fl
     is_turned = getattr(module, "is_transposed", False)
     try:
         for name, holder in module.lora_holders.items():
+            for part in (holder.lora_A, holder.lora_B):
+                if isinstance(part, FSDPModule):
+                    part.unshard()
             a, b = holder.lora_A.weight, holder.lora_B.weight
             a = a.reshape(-1, rank, a.shape[1])  # (experts, rank, in)
             b = b.reshape(b.shape[0], rank, -1).permute(2, 0, 1)  # (experts, out, rank)

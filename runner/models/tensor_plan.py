@@ -178,6 +178,7 @@ def distribute_experts(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMe
     names = [name for name, _ in (*model.named_parameters(), *model.named_modules())]
     here = {name: plan[_pattern(name)] for name in names if _pattern(name) in plan}
     apply_expert_parallelism(model, mesh, tensor_mesh, here, "all_to_all")
+    split_adapters(model)
 
 
 def without_experts(plan: Mapping[str, str], experts: Collection[str]) -> dict[str, str]:

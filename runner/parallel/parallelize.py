@@ -35,6 +35,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from manifests.errors import UsageError
+from manifests.models.adapters import is_adapter
 from runner.config.parallel_dims import EXPERT, EXPERT_FSDP, FSDP, REPLICATE, TENSOR, ParallelDims
 from runner.config.schema import ComputeOptions
 from runner.config.sharding import check_float32, is_sharded
@@ -132,7 +133,9 @@ def _shard(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
     )
     around = (REPLICATE,) if mesh.degrees.replicate > 1 else ()
     experts = [module for module in chunk.body.modules() if any(map(_is_expert, module.parameters(recurse=False)))]
-    for module in (*experts, *(layer for _, layer in layers_of(chunk)), chunk.body):
+    # Adapters of experts are whole on every rank: each is gathered by itself, where its product is computed.
+    adapters = [part for module in experts for name, part in module.named_modules() if is_adapter(f".{name}.weight")]
+    for module in (*adapters, *experts, *(layer for _, layer in layers_of(chunk)), chunk.body):
         # Zero-bubble schedules need the parameters after the forward has ended.
         shard = partial(fully_shard, module, reshard_after_forward=False, mp_policy=policy)
         if module in experts:

@@ -68,7 +68,6 @@ def sharing_ranks(manifest: Manifest, options: TrainOptions) -> Combination:
         is_compiled=options.compute.is_compiled,
         has_loss_chunks=options.compute.loss_chunk is not None,
         has_adapters=options.lora is not None,
-        has_expert_adapters=options.lora is not None and options.lora.experts,
         moves_biases=bool(options.balance.bias_rate),
         is_narrow=any(NARROW in stage.modules for stage in manifest.stages),
     )

@@ -62,7 +62,6 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"num_context": 2, "implementation": "transformers", "is_compiled": True}, "--cp", "options.cp-combination"),
     ({"has_adapters": True}, "--lora-rank", "options.lora-architecture"),
     ({**LORA, "moves_biases": True}, "--router-bias-rate", "options.lora-combination"),
-    ({**LORA, "has_expert_adapters": True, "num_expert": 2}, "--lora-experts", "options.lora-combination"),
     ({**LORA, "is_compiled": True}, "--compile", "options.lora-combination"),
     ({"num_mtp_layers": 1}, "manifest", "manifest.mtp-layers"),
 ]

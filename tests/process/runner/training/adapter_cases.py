@@ -60,6 +60,7 @@ NORMAL = (
     Case("ep", QWEN, "pp=1", 2, ("--dp-shard", "2", "--ep", "2")),
     Case("tp", LLAMA, "pp=1", 2, ("--tp", "2"), modules=tuple(ALL)),
     Case("tp_experts", QWEN, "pp=1", 2, ("--tp", "2"), experts=True),
+    Case("ep_experts", QWEN, "pp=1", 2, ("--dp-shard", "2", "--ep", "2"), experts=True),
     Case(
         "frozen_first",
         LLAMA,
@@ -75,6 +76,9 @@ SLOW = (
     Case("alone_tied", LLAMA, "pp=1", 1, modules=tuple(ALL)),
     Case("four", LLAMA, "pp=4", 4, modules=tuple(ALL)),
     Case("four_experts", QWEN, "pp=2", 4, ("--dp-shard", "2"), experts=True),
+    Case("four_ep", GPT, "pp=1", 4, ("--dp-shard", "2", "--tp", "2", "--ep", "2"), experts=True),
+    Case("four_tp", MIXTRAL, "pp=2", 4, ("--tp", "2"), dtype="fp32", experts=True),  # its scores are float32
+    Case("four_stages", QWEN, "pp=4", 4, experts=True),
     Case("four_mixed", MIXTRAL, "pp=2", 4, ("--dp-replicate", "2"), dtype="fp32", experts=True),
 )  # fmt: skip
 

@@ -22,6 +22,7 @@ from tests.builders import (
     without_digest,
     write_model,
 )
+from tests.fast.reshard.transforms.adapters import write_adapter
 from tests.process.stores.objects.buckets import BUCKET, MIB, measured, objects_in, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server
 
@@ -109,6 +110,15 @@ def test_checkpoint_goes_through_buckets_and_comes_back(
     run("export", tmp_path / "third", "--to", "hf", "--out", tmp_path / "here")
     run("export", second, "--to", "hf", "--out", url_of("round/there"))
     assert files_in(tmp_path / "here") == objects_in(s3, "round/there") == files_in(source)
+
+
+def test_merge_of_a_base_and_an_adapter_in_buckets_is_that_of_folders(s3: S3Server, tmp_path: Path) -> None:
+    write_model(tmp_path / "base", num_shards=2)
+    adapter = write_adapter(tmp_path / "adapter")
+    run("merge", tmp_path / "base", adapter, "--out", tmp_path / "out")
+    base = upload(s3, tmp_path / "base", "merge/base")
+    run("merge", base, upload(s3, adapter, "merge/adapter"), "--out", url_of("merge/out"))
+    assert objects_in(s3, "merge/out") == files_in(tmp_path / "out")
 
 
 def test_verbs_that_read_take_a_manifest_in_a_bucket(s3: S3Server, source: Path, packed: Path) -> None:
