@@ -34,6 +34,7 @@ from manifests.errors import (
 if TYPE_CHECKING:
     from runner.checkpoint.own_module import save_stages
     from runner.data.own import DataRequest, Dataset
+    from runner.evaluation.api import Evaluation, evaluate
     from runner.load.own_module import LoadResult, StateDictAdapter, load_stages
     from runner.models.family import Family
     from runner.models.own import FamilyRequest, NamedFamily, generic_family
@@ -46,6 +47,7 @@ __all__ = [
     "DataError",
     "DataRequest",
     "Dataset",
+    "Evaluation",
     "Family",
     "FamilyRequest",
     "InputError",
@@ -71,6 +73,7 @@ __all__ = [
     "UsageError",
     "UserError",
     "__version__",
+    "evaluate",
     "generic_family",
     "load_stages",
     "save_stages",
@@ -82,6 +85,7 @@ __getattr__, __dir__ = lazy_attributes(
         "runner.checkpoint.own_module": ("save_stages",),
         "runner.load.own_module": ("LoadResult", "StateDictAdapter", "load_stages"),
         "runner.data.own": ("DataRequest", "Dataset"),
+        "runner.evaluation.api": ("Evaluation", "evaluate"),
         "runner.models.family": ("Family",),
         "runner.models.own": ("FamilyRequest", "NamedFamily", "generic_family"),
         "runner.pipeline.losses": ("LossFunction", "PerRow", "PerToken"),

@@ -36,6 +36,8 @@ class Sample:
     cursor: Cursor | None = None  # of the next sequence
     begins: tuple[int, ...] = ()  # where documents begin in `ids`, but for the one at 0
     is_masked: bool = False  # whether documents are kept apart: none predicts the first token of the next one
+    is_packed: bool = False  # whether its first document may have begun in an earlier sequence
+    document: int = 0  # the number of its first label's, in one epoch
 
     @property
     def num_labels(self) -> int:
@@ -120,6 +122,7 @@ class Batch:
     num_documents: int | None = None  # in the rows of the whole batch; None: the data has no documents
     state: str | None = None  # of a package's own dataset after it, as JSON
     fields: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what the loss reads: (B, L) or (B,), float32
+    samples: tuple[Sample, ...] = ()  # of one epoch: the sequences of the whole batch, without those that fill it up
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -226,10 +229,10 @@ def read_once(
     vocabulary, sources = _open(data, batch, folder, vocab_size, form)
     begin = first_cursor(len(sources))
     documents = draw_documents(data, sources, vocabulary, begin, is_endless=False, skipped=_counted(data, skipped))
-    samples, empty = _samples(documents, data, batch.seq_len), Sample(ids=array("i"))
+    samples, empty = _numbered(_samples(documents, data, batch.seq_len)), Sample(ids=array("i"))
     for seq_len, group in _of_one_length(samples, batch, padded_length, keeps_all=form is not None):
         filled = tuple(islice(chain(group, repeat(empty)), batch.global_batch))
-        yield build_batch(filled, seq_len, vocabulary.filler, form=form)
+        yield replace(build_batch(filled, seq_len, vocabulary.filler, form=form), samples=tuple(group))
 
 
 def build_batch(
@@ -262,6 +265,14 @@ def rows_of(batch: Batch, rows: Rows) -> Batch:
     """Return these rows of a whole batch; `num_tokens` is still the whole batch's."""
     part = rows.within(len(batch.tokens))
     return batch.rows(part.start, part.stop - part.start)
+
+
+def _numbered(samples: Iterable[Sample]) -> Iterator[Sample]:
+    """Number the documents of sequences, which begin in a packed one, or are one each."""
+    number = 0
+    for sample in samples:
+        yield replace(sample, document=number)
+        number += len(sample.begins) if sample.is_packed else 1
 
 
 def _of_one_length(
@@ -318,11 +329,13 @@ def _packed(documents: Iterable[Drawn], seq_len: int, *, is_masked: bool) -> Ite
         for begin in range(0, num_used, seq_len):
             cursor = _cursor_at(num_cut + begin + seq_len, runs)
             begins = _begins_in(firsts, num_cut + begin, seq_len)
-            yield Sample(ids=ids[begin : begin + seq_len + 1], cursor=cursor, begins=begins, is_masked=is_masked)
+            yield Sample(
+                ids=ids[begin : begin + seq_len + 1], cursor=cursor, begins=begins, is_masked=is_masked, is_packed=True
+            )
         del ids[:num_used]
         num_cut += num_used
     if len(ids) > 1:
-        yield Sample(ids=ids, begins=_begins_in(firsts, num_cut, seq_len), is_masked=is_masked)
+        yield Sample(ids=ids, begins=_begins_in(firsts, num_cut, seq_len), is_masked=is_masked, is_packed=True)
 
 
 def _marked(documents: Iterable[Drawn]) -> Iterator[tuple[bool, Cursor, array[int]]]:

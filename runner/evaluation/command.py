@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import click
 
+from manifests.errors import DataError
 from manifests.models.trainable import check_trainable
 from runner.bundle.packed import check_tokenizer, open_packed
-from runner.evaluation.options import PARAMETERS, PLAIN, eval_options
+from runner.evaluation.options import PARAMETERS, PLAIN, EvalOptions, eval_options
 from runner.launch.here import launch_here
+from runner.launch.nodes import check_ranks
 from runner.preflight.preflight import check_device, check_documents, check_model
-from stores.folders.probe import check_stdout
+from stores.folders.probe import check_new_file, check_stdout
 from stores.open import open_manifest
 
 _ARGS = "runner.args"
@@ -33,11 +36,12 @@ class _Verb(click.Command):
 def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> None:
     """Print the loss of MANIFEST's model over a text: the mean over all tokens, each predicted once.
 
-    Starts one rank for each pipeline rank of the manifest, on this machine, under torchrun.
+    Starts one rank for each pipeline rank of the manifest, on this machine, under torchrun; with more ranks, replicas
+    share the text. On several nodes, run it on each.
 
     \b
     Example:
-      runner eval ./Llama-3.2-1B-pp2 --data held-out.jsonl --seq-len 2048
+      runner eval ./Llama-3.2-1B-pp2 --data held-out.jsonl --seq-len 2048 --out scores.parquet
     """
     options = eval_options(values)
     read = open_manifest(options.manifest)
@@ -45,6 +49,15 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
     check_trainable(manifest.model.architecture, is_described=manifest.model.description is not None)
     check_model(open_packed(read))
     check_stdout()
+    num_ranks = manifest.layout.num_ranks
+    nproc_per_node = options.nproc_per_node or max(1, num_ranks // options.nnodes)
+    check_ranks(num_ranks, options.nnodes, nproc_per_node)
+    if options.out is not None and options.node_rank == 0:
+        check_new_file(options.out, "--out", force=options.force)
+        if find_spec("pyarrow") is None:
+            raise DataError(
+                "--out", "writing Parquet requires pyarrow", "pip install pyarrow", code="data.needs-pyarrow"
+            )
     if not dry_run:
         check_device(options.device)
         check_documents("--data", options.data)
@@ -52,5 +65,21 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
         check_tokenizer(read.root)
     # --dry-run is for the launcher, which prints the command.
     words = [word for word in context.meta[_ARGS] if word != "--dry-run"]
-    num_ranks, worker = manifest.layout.num_ranks, "runner.evaluation.evaluate"
-    launch_here(words, nproc_per_node=num_ranks, dry_run=dry_run, worker=worker, quiet=options.is_quiet)
+    launch_here(
+        words,
+        nproc_per_node=nproc_per_node,
+        dry_run=dry_run,
+        worker="runner.evaluation.evaluate",
+        quiet=options.is_quiet,
+        meeting=_meeting(options),
+    )
+
+
+def _meeting(options: EvalOptions) -> tuple[str, ...]:
+    """Return torchrun's flags for where nodes meet."""
+    if options.nnodes == 1:
+        return ("--standalone",)
+    assert options.rendezvous is not None, "checked with the options"
+    host, _, port = options.rendezvous.rpartition(":")
+    numbers = ("--nnodes", str(options.nnodes), "--node-rank", str(options.node_rank))
+    return (*numbers, "--master-addr", host, "--master-port", port)

@@ -8,7 +8,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 
@@ -19,13 +21,16 @@ from runner.config.flags import parse_training
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import SYNTHETIC, BatchOptions, ComputeOptions
 from runner.data.bad import Skipped, log_skipped
-from runner.data.sequences import Batch, read_once
-from runner.distributed.fail_together import errors_of_rank, raise_on_all_ranks
+from runner.data.sequences import Batch, Rows, read_once, rows_of
+from runner.distributed.fail_together import errors_of_rank, from_all_ranks, raise_on_all_ranks
 from runner.distributed.rank_process import run_rank
 from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.options import EvalOptions, parse_eval
+from runner.evaluation.scores import Scores, writing_scores
+from runner.evaluation.token_losses import Recorded, TokenLosses
 from runner.load.load import load_tensors
 from runner.models import Family, family_for
+from runner.parallel.mesh import Mesh, build_mesh
 from runner.parallel.rows import keep_documents
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
 from runner.pipeline.schedule import Schedule, build_schedule
@@ -40,7 +45,6 @@ from runner.rundir.exit_report import set_rank_label, stages_of
 from runner.tensors.heap import compact_heap
 from runner.tensors.local_shard import FLAG_DTYPES
 from runner.training.build import Stages
-from runner.training.gradient_norm import StepTotals
 from runner.training.ties import check_loaded
 from stores.bundles import Bundles
 from stores.folders.probe import print_result
@@ -75,28 +79,51 @@ def loss_over(
     options: EvalOptions, packed: Packed, world: World, device: torch.device, skipped: Skipped | None = None
 ) -> tuple[float, int]:
     """Return the mean loss over the tokens of a text, and their number; the ranks have met."""
-    family, schedule = read_model(packed, options, world, device)
-    # One microbatch per rank keeps all of them busy.
     num_ranks = packed.manifest.placement.num_ranks
+    degrees = ParallelDims(pipeline=num_ranks, replicate=world.size // num_ranks)
+    mesh = build_mesh(degrees, world.rank, device, timedelta(seconds=options.timeout_s))
+    scores = TokenLosses(options.top_k, keeps_rows=options.out is not None)
+    family, schedule = read_model(packed, options, world, mesh, device, scores)
+    # One microbatch per rank keeps all of them busy.
     sizes = BatchOptions(
         global_batch=num_ranks * options.microbatch, microbatch=options.microbatch, seq_len=options.seq_len
     )
-    totals = StepTotals((), (), device=device)
     with raise_on_all_ranks("data"):
         # Every rank reads all of it, and so knows where it ends.
         batches = read_once(
             options.data,
-            sizes,
+            replace(sizes, global_batch=degrees.replicate * sizes.global_batch),
             folder=packed.root,
             vocab_size=family.vocab_size,
             padded_length=family.padded_length,
             skipped=skipped,
         )
+    rows, sums = Rows(number=mesh.data_rank, count=degrees.replicate), list[tuple[float, int]]()
+    with ExitStack() as stack:
+        file: Scores | None = None
+        for batch in batches:
+            schedule.evaluate(rows_of(batch, rows), cut_as(sizes, batch))
+            ranks = from_all_ranks(scores.take())
+            sums += [part for of_rank, _ in ranks for part in of_rank]
+            if options.out is not None:
+                with raise_on_all_ranks("scores"):
+                    if world.rank == 0:
+                        file = file or stack.enter_context(writing_scores(options.out, options))
+                        file.add(batch, _join([recorded for _, recorded in ranks]))
+        num_tokens = sum(count for _, count in sums)
+        loss = math.fsum(part for part, _ in sums) / max(1, num_tokens)
+        check_loss(loss, num_tokens)
+        with raise_on_all_ranks("scores"):
+            stack.close()
+    return loss, num_tokens
 
-    def loss_of(batch: Batch) -> tuple[float, None]:
-        return totals.reduce_loss(schedule.evaluate(batch, cut_as(sizes, batch)))[0], None
 
-    return mean_loss(loss_of, batches)
+def _join(ranks: Iterable[Recorded]) -> Recorded:
+    """Return what was recorded of all rows of a batch: ranks of a stage are in the order of their rows."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in (item for recorded in ranks for item in recorded.items()):
+        parts.setdefault(name, []).append(tensor)
+    return {name: torch.cat(tensors) for name, tensors in parts.items()}
 
 
 def mean_loss(
@@ -116,13 +143,23 @@ def mean_loss(
         losses.append(loss * batch.num_tokens)
         counts.append(batch.num_tokens if count is None else count)
         num_tokens += batch.num_tokens
+    loss = math.fsum(losses) / (math.fsum(counts) or 1)
+    check_loss(loss, num_tokens, where)
+    return loss, num_tokens
+
+
+def check_loss(loss: float, num_tokens: int, where: str = "--data") -> None:
+    """Check a mean loss.
+
+    Raises:
+        DataError: it is of no tokens.
+        ModelError: it is infinite or not a number.
+    """
     if not num_tokens:
         raise DataError(where, "expected text, found no token to predict", code="data.no-tokens")
-    loss = math.fsum(losses) / (math.fsum(counts) or 1)
     if not math.isfinite(loss):
         hint = "check that the weights are finite, or use --dtype fp32"
         raise ModelError("", f"the loss is {loss}", hint, code="model.not-finite")
-    return loss, num_tokens
 
 
 def cut_as(cut: BatchOptions, batch: Batch) -> BatchOptions:
@@ -143,8 +180,12 @@ def meet(options: EvalOptions, world: World) -> tuple[ReadManifest, torch.device
     return read, device
 
 
-def read_model(packed: Packed, options: EvalOptions, world: World, device: torch.device) -> tuple[Family, Schedule]:
+def read_model(
+    packed: Packed, options: EvalOptions, world: World, mesh: Mesh, device: torch.device, scores: TokenLosses
+) -> tuple[Family, Schedule]:
     """Build this rank's stages and read their weights; return the family, and a schedule that evaluates batches.
+
+    It records the losses of tokens in `scores`.
 
     Raises:
         UserError: on all ranks alike, whichever rank met it.
@@ -170,12 +211,12 @@ def read_model(packed: Packed, options: EvalOptions, world: World, device: torch
     if options.text.document_mask and isinstance(family, SelfChecked):
         training = parse_training(("--data", SYNTHETIC, "--timeout", str(options.timeout_s)))
         stages = Stages(modules=packed.stage_modules, placement=placement, ties=manifest.ties)
-        degrees = ParallelDims(pipeline=placement.num_ranks)
-        sizes = replace(whole, global_batch=whole.global_batch * options.microbatch, microbatch=options.microbatch)
-        prove(Combination(family=family, stages=stages, timetable=timetable, degrees=degrees,
+        num_rows = whole.global_batch * options.microbatch * mesh.degrees.replicate
+        sizes = replace(whole, global_batch=num_rows, microbatch=options.microbatch)
+        prove(Combination(family=family, stages=stages, timetable=timetable, degrees=mesh.degrees,
                           options=replace(training, batch=sizes), has_documents=True))  # fmt: skip
     with raise_on_all_ranks("load"):
-        chunks = build_chunks(family, packed.stage_modules, manifest.placement.stages_on(world.rank))
+        chunks = build_chunks(family, packed.stage_modules, manifest.placement.stages_on(mesh.pipeline_rank))
         if device.type == "cpu":
             compact_heap(is_sharded=False)  # nothing is planned for an evaluation
         for chunk in chunks:
@@ -183,6 +224,8 @@ def read_model(packed: Packed, options: EvalOptions, world: World, device: torch
         weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk))]
         report = load_tensors(weights, Bundles(manifest, packed.root), packed.shape, num_ranks=world.local_size)
         check_loaded(manifest.ties, chunks)
+        if options.hidden_states is not None:
+            scores.watch(chunks, options.hidden_states)
     if world.rank == 0:
         for name in packed.unnamed:
             logger.warning("warning: %s is not listed in %s, so it is not verified", name, packed.where)
@@ -191,7 +234,8 @@ def read_model(packed: Packed, options: EvalOptions, world: World, device: torch
                 "warning: tensors of virtual bundles have no digests: size, mtime and header of their files were "
                 "checked, their bytes were not verified"
             )
-    return family, build_schedule(timetable, chunks, plan_stage_metadata(family, packed.stage_modules, dtype), whole)
+    metadata = plan_stage_metadata(family, packed.stage_modules, dtype)
+    return family, build_schedule(timetable, chunks, metadata, whole, mesh.pipeline, scores)
 
 
 def _print(loss: float, num_tokens: int, took_s: float, counts: Mapping[str, int], *, is_json: bool) -> None:

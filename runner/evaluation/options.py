@@ -40,6 +40,27 @@ class EvalOptions:
     device: Device = flag(
         "--device", type=click.Choice(get_args(Device)), written_default="auto", help="Device to compute on."
     )
+    out: Path | None = flag(
+        "--out", default=None, type=click.Path(path_type=Path), metavar="FILE",
+        help="Parquet file with the loss of each token, a row for each document.",
+    )  # fmt: skip
+    top_k: int = flag(
+        "--top-k", type=WholeNumber(min=0), written_default=0, help="Largest logits of each token to write, too."
+    )
+    hidden_states: str | None = flag(
+        "--hidden-states", default=None, metavar="MODULE",
+        help="Module whose hidden states are written, too, such as model.layers.3.",
+    )  # fmt: skip
+    force: bool = flag("--force", is_flag=True, help="Replace an existing --out.")
+    nproc_per_node: int | None = flag(
+        "--nproc-per-node", default=None, type=WholeNumber(min=1), metavar="N",
+        help="Ranks on each node: a multiple of the manifest's pipeline ranks, over all nodes, evaluates on replicas.",
+    )  # fmt: skip
+    nnodes: int = flag("--nnodes", type=WholeNumber(min=1), written_default=1, help="Nodes; run the command on each.")
+    node_rank: int = flag("--node-rank", type=WholeNumber(min=0), written_default=0, help="The number of this node.")
+    rendezvous: str | None = flag(
+        "--rendezvous", default=None, metavar="HOST:PORT", help="Address of node 0, where nodes meet."
+    )
     timeout_s: int = flag(
         "--timeout", type=WholeNumber(min=1), written_default=600, help="Seconds to wait for another rank."
     )
@@ -54,11 +75,25 @@ class EvalOptions:
         if SYNTHETIC in self.sources:
             problem = f"expected files, found {SYNTHETIC}, which is endless"
             raise UsageError("--data", problem, "choose files to evaluate on", code="options.synthetic")
+        if self.out is None and (self.top_k or self.hidden_states is not None or self.force):
+            flag_name = "--top-k" if self.top_k else "--force" if self.force else "--hidden-states"
+            raise UsageError(flag_name, "is written to --out, which is missing", code="options.scores")
+        if self.node_rank >= self.nnodes:
+            problem = f"expected a number below {self.nnodes} (--nnodes), found {self.node_rank}"
+            raise UsageError("--node-rank", problem, code="launch.nodes")
+        if self.nnodes > 1 and not _is_address(self.rendezvous):
+            problem = f"expected HOST:PORT of node 0, found {self.rendezvous or 'none'}"
+            raise UsageError("--rendezvous", problem, "name a free port, the same on all nodes", code="launch.nodes")
 
     @property
     def data(self) -> DataOptions:
         how = {member.name: getattr(self.text, member.name) for member in fields(TextOptions)}
         return DataOptions(sources=self.sources, **how)
+
+
+def _is_address(text: str | None) -> bool:
+    host, _, port = (text or "").rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
 PARAMETERS = (click.Argument(["manifest"], type=click.Path(path_type=Path)), *parameters_of(EvalOptions))

@@ -36,9 +36,11 @@ class LocalJob:
 
 def launch_here(
     arguments: Sequence[str], *, nproc_per_node: int, dry_run: bool, job: LocalJob | None = None,
-    worker: str = "runner.train", quiet: bool = False,
+    worker: str = "runner.train", quiet: bool = False, meeting: Sequence[str] = ("--standalone",),
 ) -> None:  # fmt: skip
     """Replace this process by torchrun with so many workers. A `job` is recorded in `log_dir`.
+
+    `meeting` has the flags of torchrun that say where nodes meet.
 
     Raises:
         UserError: torch is not installed or too old, or another job uses the log folder.
@@ -47,7 +49,7 @@ def launch_here(
     check_torch()
     os.getcwd()  # where ranks start: a deleted folder is refused before anything is written
     command = [
-        *module_command("runner.launch.agent.agent"), "--standalone", "--nproc-per-node", str(nproc_per_node),
+        *module_command("runner.launch.agent.agent"), *meeting, "--nproc-per-node", str(nproc_per_node),
         *(stopping(job.shutdown_s) if job else ()), "-m", worker, *arguments,
     ]  # fmt: skip
     if dry_run:

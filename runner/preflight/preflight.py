@@ -148,14 +148,13 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
 
 
 def check_world(manifest: Manifest, world_size: int) -> None:
-    """Check that there is one rank for each pipeline rank of the manifest."""
+    """Check that there are as many ranks for each pipeline rank of the manifest."""
     num_ranks = manifest.layout.num_ranks
-    if world_size != num_ranks:
+    if world_size % num_ranks:
         raise LaunchError(
             "",
-            f"manifest needs {num_ranks} ranks, WORLD_SIZE is {world_size}",
-            f"runner launch MANIFEST --nproc-per-node {num_ranks}, or "
-            f"reshard pack MANIFEST --layout pp={world_size} --out DIR",
+            f"manifest needs {num_ranks} ranks or a multiple, WORLD_SIZE is {world_size}",
+            f"use --nproc-per-node {num_ranks}, or reshard pack MANIFEST --layout pp={world_size} --out DIR",
             code="launch.world-size",
         )
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-import runner
 from manifests.digest import digest_bytes
 from runner.distributed.fail_together import from_rank_0
 from runner.proof.combination import Combination
@@ -68,7 +67,7 @@ def _digest(run: Combination, config: Mapping[str, Any]) -> str:
 
 def _code() -> str:
     """Return the digest of the runner's own code, whose version may stay while it changes."""
-    paths = sorted(Path(runner.__file__).parent.rglob("*.py"))
+    paths = sorted(Path(__file__).parents[1].rglob("*.py"))
     return digest_bytes(b"".join(path.read_bytes() for path in paths))
 
 

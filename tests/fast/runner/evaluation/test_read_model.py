@@ -11,9 +11,12 @@ import torch
 from torch import distributed as dist
 
 from runner.bundle.packed import open_packed
+from runner.config.parallel_dims import ParallelDims
 from runner.distributed.world import World
 from runner.evaluation.evaluate import read_model
 from runner.evaluation.options import parse_eval
+from runner.evaluation.token_losses import TokenLosses
+from runner.parallel.mesh import Mesh
 from tests.builders import pack
 from tests.fast.manifests.models.catalogued import save_tiny
 
@@ -33,5 +36,6 @@ def test_generic_family_is_compared_with_the_whole_model_before_it_is_read(
     pack(tmp_path / "source", tmp_path / "packed", "pp=1", "--quiet")
     options = parse_eval([str(tmp_path / "packed"), "--data", "a.txt", "--seq-len", "8", *flags])
     with caplog.at_level(logging.INFO, "runner"):
-        read_model(open_packed(tmp_path / "packed"), options, world, torch.device("cpu"))
+        mesh = Mesh(degrees=ParallelDims(pipeline=1), rank=0)
+        read_model(open_packed(tmp_path / "packed"), options, world, mesh, torch.device("cpu"), TokenLosses())
     assert ("self-check: a tiny Olmo3ForCausalLM" in caplog.text) == (not flags)

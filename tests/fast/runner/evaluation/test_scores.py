@@ -1,0 +1,131 @@
+"""`runner eval --out`: losses, logits and hidden states of tokens, by one rank here, against transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyarrow import parquet
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import distributed as dist
+from torch.nn.functional import cross_entropy
+
+from manifests.errors import UsageError
+from runner.bundle.packed import open_packed
+from runner.distributed.world import World
+from runner.evaluation.evaluate import loss_over
+from runner.evaluation.options import parse_eval
+from tests.builders import pack
+from tests.fast.runner.tiny import load_model, save_model
+
+SEQ_LEN, EOS = 16, 301
+DOCUMENTS = [[(7 * row + place * place) % 300 for place in range(3 + row * 5 % 23)] + [EOS] for row in range(20)]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(rank=0, local_rank=0, size=1, local_size=1)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("scores")
+    save_model(place / "source", bos_token_id=300, eos_token_id=EOS)
+    words = {f"w{number}": number for number in range(300)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(place / "source" / "tokenizer.json"))
+    texts = (" ".join(f"w{token}" for token in document[:-1]) for document in DOCUMENTS)
+    (place / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    pack(place / "source", place / "packed", "pp=1")
+    return place
+
+
+def score(place: Path, out: Path, world: World, *flags: str) -> tuple[float, int, list[dict[str, Any]]]:
+    words = ["--data", str(place / "text.jsonl"), "--seq-len", str(SEQ_LEN), "--microbatch", "2", "--no-self-check"]
+    options = parse_eval([str(place / "packed"), *words, "--out", str(out), *flags])
+    loss, num_tokens = loss_over(options, open_packed(place / "packed"), world, torch.device("cpu"))
+    return loss, num_tokens, parquet.read_table(out).to_pylist()
+
+
+def outputs_of(place: Path, ids: Sequence[int]) -> dict[str, list[Any]]:
+    """Return what transformers' model computes of each token that predicts one."""
+    with torch.no_grad():
+        output = load_model(place / "source")(torch.tensor([ids[:-1]]), output_hidden_states=True)
+    largest = output.logits[0].topk(3)
+    return {
+        "losses": cross_entropy(output.logits[0], torch.tensor(ids[1:]), reduction="none").tolist(),
+        "top_ids": largest.indices.tolist(),
+        "top_logits": largest.values.tolist(),
+        "hidden_states": output.hidden_states[1][0].tolist(),  # of the first layer
+    }
+
+
+def check(rows: list[dict[str, Any]], expected: list[dict[str, list[Any]]]) -> None:
+    assert len(rows) == len(expected)
+    for row in rows:
+        values = expected[row["document"]]
+        assert row["labels"] == values["labels"]
+        for name in ("losses", "top_logits", "hidden_states"):
+            if name in row:
+                torch.testing.assert_close(torch.tensor(row[name]), torch.tensor(values[name]), rtol=1e-4, atol=1e-5)
+        assert row.get("top_ids", values["top_ids"]) == values["top_ids"]
+        assert (row["loss"], row["num_tokens"]) == (math.fsum(row["losses"]), len(row["labels"]))
+
+
+def test_packed_documents_have_the_losses_of_their_own_tokens(place: Path, world: World, tmp_path: Path) -> None:
+    flags = ("--top-k", "3", "--hidden-states", "model.layers.0")
+    loss, num_tokens, rows = score(place, tmp_path / "scores.parquet", world, *flags)
+    joined = [token for document in DOCUMENTS for token in document]
+    numbers = [number for number, document in enumerate(DOCUMENTS) for _ in document]
+    expected: list[dict[str, list[Any]]] = [{} for _ in DOCUMENTS]
+    for begin in range(0, len(joined) - 1, SEQ_LEN):
+        window = joined[begin : begin + SEQ_LEN + 1]
+        values = {"tokens": window[:-1], "labels": window[1:], **outputs_of(place, window)}
+        for index, number in enumerate(numbers[begin + 1 : begin + SEQ_LEN + 1]):
+            for name, column in values.items():
+                expected[number].setdefault(name, []).append(column[index])
+    check(rows, expected)
+    assert [row["document"] for row in rows] == list(range(len(DOCUMENTS)))
+    assert [token for row in rows for token in row["tokens"]] == joined[:-1]
+    tokens = [loss for row in rows for loss in row["losses"]]
+    assert num_tokens == len(tokens) == len(joined) - 1
+    assert loss == pytest.approx(math.fsum(tokens) / num_tokens, rel=1e-15)
+
+
+def test_documents_that_are_rows_are_scored_alone(place: Path, world: World, tmp_path: Path) -> None:
+    loss, num_tokens, rows = score(place, tmp_path / "scores.parquet", world, "--no-pack")
+    texts = [document[: SEQ_LEN + 1] for document in DOCUMENTS]
+    check(rows, [{"labels": text[1:], **outputs_of(place, text)} for text in texts])
+    assert num_tokens == sum(len(text) - 1 for text in texts)
+    assert loss == pytest.approx(math.fsum(row["loss"] for row in rows) / num_tokens, rel=1e-15)
+
+
+def test_file_of_an_evaluation_that_fails_is_not_left(place: Path, world: World, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        score(place, tmp_path / "scores.parquet", world, "--hidden-states", "model.layers.9")
+    assert (caught.value.where, caught.value.code) == ("rank 0: --hidden-states model.layers.9", "options.scores")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (("--top-k", "2"), "options.scores"),
+        (("--hidden-states", "model.norm"), "options.scores"),
+        (("--nnodes", "2", "--node-rank", "2", "--rendezvous", "a:1"), "launch.nodes"),
+        (("--nnodes", "2"), "launch.nodes"),
+        (("--nnodes", "2", "--rendezvous", "a"), "launch.nodes"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(flags: tuple[str, ...], code: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_eval(["packed", "--data", "a.txt", *flags])
+    assert caught.value.code == code
