@@ -87,7 +87,7 @@ REFUSED = (
     Refusal(
         where="--loss-chunk",
         code="options.tp-loss-chunk",
-        applies=lambda run: run.num_tensor > 1 and run.has_loss_chunks,
+        applies=lambda run: run.num_tensor > 1 and run.has_loss_chunks and not run.is_own,
         problem="conflicts with --tp: a tensor-parallel LM head computes the logits of all tokens at once",
         hint="remove --loss-chunk",
     ),

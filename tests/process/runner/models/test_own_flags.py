@@ -42,6 +42,17 @@ CASES: dict[tuple[str, int], dict[str, tuple[str, tuple[object, ...]]]] = {
         "experts": ("pp=1", ("--dp-shard", 2, "--ep", 2)),
         "shards": ("pp=1", ("--dp-shard", 2, "--loss-chunk", 5)),
     },
+    (TINY, 4): {
+        "tp and chunks": ("pp=2", ("--tp", 2, "--loss-chunk", 5, "--ac", "full")),
+        "tp and shards": ("pp=1", ("--tp", 2, "--dp-shard", 2)),
+        "tp, zero bubble": ("pp=2,vpp=2", ("--tp", 2, *ZERO_BUBBLE)),
+        "compiled": ("pp=2", ("--dp-shard", 2, "--compile", "--loss-chunk", 5)),
+    },
+    (TREE, 4): {
+        "experts": ("pp=2", ("--dp-shard", 2, "--ep", 2)),
+        "experts, zero bubble": ("pp=2,vpp=2", ("--dp-shard", 2, "--ep", 2, *ZERO_BUBBLE)),
+        "compiled": ("pp=4", ("--compile",)),
+    },
     (TREE, 3): {"skip": ("pp=3", ()), "zero bubble": ("pp=3,vpp=2", ZERO_BUBBLE)},
 }
 
@@ -148,6 +159,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("own")
 
 
-@pytest.mark.parametrize(("architecture", "num_ranks"), CASES)
+@pytest.mark.parametrize(
+    ("architecture", "num_ranks"),
+    [pytest.param(*case, marks=pytest.mark.slow if case[1] == 4 else ()) for case in CASES],
+)
 def test_own_model_trains_under_each_flag_as_one_process(architecture: str, num_ranks: int, place: Path) -> None:
     check(place, architecture, num_ranks, CASES[architecture, num_ranks])
