@@ -88,11 +88,11 @@ def writing_scores(path: Path, options: EvalOptions) -> Iterator[Scores]:
     Raises:
         OutputError: the file cannot be written.
     """
-    try:
-        with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
-            scores = Scores(Path(folder) / path.name, options)
-            yield scores
+    with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
+        scores = Scores(Path(folder) / path.name, options)
+        yield scores
+        try:
             scores.close()
             os.replace(Path(folder) / path.name, path)
-    except OSError as error:
-        raise refused_by_system(str(path), error, "cannot be written", code="output.unwritable") from error
+        except OSError as error:
+            raise refused_by_system(str(path), error, "cannot be written", code="output.unwritable") from error
