@@ -1,1 +1,1 @@
-"""Transforms of stored values: casts and dequantization. Only `arithmetic` imports numpy."""
+"""Transforms of stored values: casts and dequantization. Only `arithmetic` and `encoders` import numpy."""

@@ -1,4 +1,4 @@
-"""Arithmetic on stored values, block by block. The only module that imports numpy, and itself imported lazily.
+"""Arithmetic on stored values, block by block. It and `encoders` alone import numpy, and are imported lazily.
 
 Bit patterns and rounding (to nearest, ties to even) are those of torch, except that NaNs keep sign and payload.
 """
@@ -20,7 +20,7 @@ from stores.bundles import TensorAt
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-_STEP = STEP_NBYTES // 4  # values at a time
+STEP = STEP_NBYTES // 4  # values at a time
 
 # By dtype: an unsigned integer, which of its bits tell NaN and infinity, and what they are then, and signs.
 FLOATS: Mapping[str, tuple[str, int, int, int]] = {
@@ -47,7 +47,7 @@ def cast_blocks(tensor: TensorAt, dtype: str) -> Iterator[Buffer]:
         SourceError: a finite value would become infinite.
     """
     for block in read_blocks(tensor):
-        encoded = _encoded(_decoded(block, tensor.dtype), dtype)
+        encoded = encode(decode(block, tensor.dtype), dtype)
         if _num_infinite(encoded, dtype) > _num_infinite(block, tensor.dtype):
             problem = f"a value is too large for {dtype} and would become infinite"
             raise SourceError(
@@ -65,16 +65,14 @@ def fp8_blocks(weight: TensorAt, scale: TensorAt, block: tuple[int, int], dtype:
     Source: deepseek-ai/DeepSeek-V3, `inference/kernel.py`, `weight_dequant`.
     """
     columns = weight.shape[1]
-    scales = np.concatenate([_decoded(part, scale.dtype) for part in map(bytes, read_blocks(scale))]).reshape(
-        scale.shape
-    )
-    height = max(1, _STEP // columns)
+    scales = np.concatenate([decode(part, scale.dtype) for part in map(bytes, read_blocks(scale))]).reshape(scale.shape)
+    height = max(1, STEP // columns)
     for number, part in enumerate(read_blocks(weight, height * columns)):
         values = _E4M3[np.frombuffer(part, np.uint8)].reshape(-1, columns)
         rows = np.arange(number * height, number * height + len(values)) // block[0]
         with np.errstate(over="ignore", invalid="ignore"):
             values *= np.repeat(scales[rows], block[1], axis=1)[:, :columns]
-        yield _encoded(values, dtype)
+        yield encode(values, dtype)
 
 
 def fp4_blocks(packed: TensorAt, scale: TensorAt, dtype: str) -> Iterator[Buffer]:
@@ -83,14 +81,14 @@ def fp4_blocks(packed: TensorAt, scale: TensorAt, dtype: str) -> Iterator[Buffer
     Source: transformers 5.23, `integrations/finegrained_fp8.py`, `Fp8Dequantize`.
     """
     (_, half), groups = packed.shape, scale.shape[1]
-    height = max(1, _STEP // (2 * half))  # rows at a time
+    height = max(1, STEP // (2 * half))  # rows at a time
     for nibbles, exponents in zip(
         read_blocks(packed, height * half), read_blocks(scale, height * groups), strict=True
     ):  # fmt: skip
         values = _FP4_TWICE[np.frombuffer(nibbles, np.uint8)].reshape(-1, groups, 2 * half // groups) * np.float32(0.5)
         with np.errstate(over="ignore", invalid="ignore"):
-            values *= _decoded(exponents, scale.dtype).reshape(-1, groups, 1)
-        yield _encoded(values, dtype)
+            values *= decode(exponents, scale.dtype).reshape(-1, groups, 1)
+        yield encode(values, dtype)
 
 
 def mxfp4_blocks(packed: TensorAt, scales: TensorAt, dtype: str) -> Iterator[Buffer]:
@@ -100,7 +98,7 @@ def mxfp4_blocks(packed: TensorAt, scales: TensorAt, dtype: str) -> Iterator[Buf
     Source: transformers 5.23, `integrations/mxfp4.py`, `convert_moe_packed_tensors`.
     """
     _, outputs, groups, _ = packed.shape
-    width = max(1, _STEP // (outputs * 32))  # groups at a time
+    width = max(1, STEP // (outputs * 32))  # groups at a time
     experts = read_blocks(packed, outputs * groups * 16), read_blocks(scales, outputs * groups)
     for nibbles, exponents in zip(*experts, strict=True):
         pairs = np.frombuffer(nibbles, np.uint8).reshape(outputs, groups, 16)
@@ -109,75 +107,7 @@ def mxfp4_blocks(packed: TensorAt, scales: TensorAt, dtype: str) -> Iterator[Buf
             part = slice(first, first + width)
             with np.errstate(over="ignore", invalid="ignore"):
                 values = _FP4_TWICE[pairs[:, part]].reshape(outputs, -1, 32) * halves[:, part]
-            yield _encoded(np.ascontiguousarray(values.reshape(outputs, -1).T), dtype)
-
-
-def quantize_fp8(
-    plain: TensorAt, sizes: tuple[int, int], scale_dtype: str, *, is_power: bool, wants_scales: bool
-) -> Iterator[Buffer]:
-    """Yield a matrix as float8, or the scales of its blocks, by which values are multiplied; see Note [Encoders].
-
-    Raises:
-        SourceError: a block has NaN or infinity, or values so small that their scale would be one.
-    """
-    _, columns = plain.shape
-    starts = np.arange(0, columns, sizes[1])
-    for block in read_blocks(plain, sizes[0] * columns * _NBYTES[plain.dtype]):
-        values = _decoded(block, plain.dtype).reshape(-1, columns)
-        largest = np.maximum.reduceat(np.abs(values).max(axis=0), starts)
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            # As torch divides a number.
-            scales: Floats = np.where(largest > 0, np.float32(448) * (1 / largest), np.float32(1)).astype(np.float32)
-            inverse = np.reciprocal(scales)
-        if not np.isfinite([largest, scales, inverse]).all():
-            raise _not_quantizable(plain)
-        if is_power:
-            bounded = np.maximum(inverse, np.finfo(np.float32).tiny).astype(np.float64)
-            inverse = np.exp2(np.ceil(np.log2(bounded).astype(np.float32))).astype(np.float32)
-            scales = np.reciprocal(inverse)
-        if wants_scales:
-            exponents = (inverse.view(np.uint32) >> 23).astype(np.uint8)
-            yield exponents.data if scale_dtype == "F8_E8M0" else _encoded(inverse, scale_dtype)
-        else:
-            yield _to_float8(values * np.repeat(scales, sizes[1])[:columns]).data
-
-
-def quantize_mxfp4(plain: TensorAt, *, wants_scales: bool) -> Iterator[Buffer]:
-    """Yield experts (inputs, outputs) as 4-bit floats of groups of 32 inputs, or the scales; see Note [Encoders].
-
-    Memory: one expert's packed matrix per reader.
-
-    Raises:
-        SourceError: a group has NaN or infinity.
-    """
-    _, inputs, outputs = plain.shape
-    groups = inputs // 32
-    width = max(1, min(groups, _STEP // (outputs * 32)))  # groups at a time, of one expert
-    while groups % width:
-        width -= 1
-    expert = np.empty((outputs, groups) if wants_scales else (outputs, groups, 16), np.uint8)
-    first = 0
-    for block in read_blocks(plain, width * 32 * outputs * _NBYTES[plain.dtype]):
-        values = _decoded(_encoded(_decoded(block, plain.dtype), "BF16"), "BF16").reshape(width, 32, outputs)
-        largest = np.abs(values).max(axis=1)
-        if not np.isfinite(largest).all():
-            raise _not_quantizable(plain)
-        powers = ((largest / np.float32(6)).view(np.uint32) + 0x007F_FFFF) & 0x7F80_0000
-        if wants_scales:
-            expert[:, first : first + width] = (powers >> 23).T
-        else:
-            scales = powers.view(np.float32)
-            inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=powers > 0)
-            codes = _to_float4(values * inverse[:, None]).reshape(width, 16, 2, outputs)
-            expert[:, first : first + width] = (codes[:, :, 0] | codes[:, :, 1] << 4).transpose(2, 0, 1)
-        first = (first + width) % groups
-        if not first:
-            yield expert.tobytes()
-
-
-def _not_quantizable(plain: TensorAt) -> SourceError:
-    problem = "has NaN, an infinity, or values too small for a scale, and cannot be quantized"
-    return SourceError(plain.place, problem, "export it without quantization", code=WOULD_OVERFLOW)
+            yield encode(np.ascontiguousarray(values.reshape(outputs, -1).T), dtype)
 
 
 def merged_blocks(base: TensorAt, terms: Sequence[Term]) -> Iterator[Buffer]:
@@ -189,11 +119,11 @@ def merged_blocks(base: TensorAt, terms: Sequence[Term]) -> Iterator[Buffer]:
         SourceError: a finite value would become infinite or NaN.
     """
     *_, rows, columns = base.shape
-    height = max(1, min(rows, _STEP // 2 // columns))
+    height = max(1, min(rows, STEP // 2 // columns))
     while rows % height and len(base.shape) > 2:  # blocks of one expert each
         height -= 1
     number = 0
-    for block in read_blocks(base, height * columns * _NBYTES[base.dtype]):
+    for block in read_blocks(base, height * columns * NBYTES[base.dtype]):
         values = _wide(block, base.dtype).reshape(-1, columns)
         num_broken = _num_not_finite(block, base.dtype)
         expert, first = divmod(number, rows)
@@ -218,8 +148,18 @@ def _rows(term: Term, expert: int, first: int, count: int) -> NDArray[np.float64
     first += term.first
     if term.is_transposed:
         a, b = b.T, a.T
-    product: NDArray[np.float64] = b[first : first + count].astype(np.float64) @ a.astype(np.float64)
-    return product * term.scale
+    return _product(b[first : first + count].astype(np.float64), a.astype(np.float64)) * term.scale
+
+
+def _product(b: NDArray[np.float64], a: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return B A, by products so small that OpenBLAS starts no threads for them, which take longer than a low rank."""
+    out = np.empty((len(b), a.shape[1]))
+    width, whole = max(1, (1 << 16) // len(a)), len(b) // 4 * 4
+    for first in range(0, a.shape[1], width):
+        part = slice(first, first + width)
+        np.matmul(b[:whole].reshape(-1, 4, len(a)), a[:, part], out=out[:whole].reshape(-1, 4, a.shape[1])[..., part])
+        np.matmul(b[whole:], a[:, part], out=out[whole:, part])
+    return out
 
 
 @lru_cache(maxsize=8)  # of the weights that are merged at the moment; an adapter of experts is of many weights
@@ -258,7 +198,7 @@ def _num_not_finite(block: Buffer, dtype: str) -> int:
 
 def _values(tensor: TensorAt) -> Iterator[NDArray[np.float64]]:
     """Yield a tensor's values, the same number at a time for every dtype."""
-    for block in read_blocks(tensor, _STEP * _NBYTES[tensor.dtype]):
+    for block in read_blocks(tensor, STEP * NBYTES[tensor.dtype]):
         yield _wide(block, tensor.dtype)
 
 
@@ -266,23 +206,31 @@ def _wide(block: Buffer, dtype: str) -> NDArray[np.float64]:
     if dtype == "F64":
         return np.frombuffer(block, "<f8")
     with np.errstate(invalid="ignore"):  # a signaling NaN
-        return _decoded(block, dtype).astype(np.float64)
+        return decode(block, dtype).astype(np.float64)
 
 
 def _encoded_once(values: NDArray[np.float64], dtype: str) -> Buffer:
     if dtype != "BF16":
         with np.errstate(over="ignore", invalid="ignore"):
             return values.astype(_NUMPY[dtype]).view(np.uint8).data
+    # Rounded to 8 bits, ties to even, a value is a BF16, unless it is not finite or smaller than all of 8 bits are.
+    bits = values.view(np.uint64)
+    rounded = (bits + (np.uint64(0x0FFF_FFFF_FFFF) + (bits >> 45 & 1))) & np.uint64(0xFFFF_E000_0000_0000)
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = rounded.view(np.float64).astype(np.float32)
+    exponents = narrow.view(np.uint32) & 0x7F80_0000
+    if len(values) and exponents.min() and exponents.max() < 0x7F80_0000:
+        return (narrow.view(np.uint32) >> 16).astype("<u2").view(np.uint8).data
     with np.errstate(over="ignore", invalid="ignore"):
         narrow = values.astype(np.float32)
     # Rounded to odd, a value is rounded once more as if it had been exact.
-    bits, exact = narrow.view(np.uint32), narrow.astype(np.float64)
-    bits -= np.abs(exact) > np.abs(values)
-    bits |= (exact != values) & ~np.isnan(values)
-    return _encoded(narrow, dtype)
+    odd, exact = narrow.view(np.uint32), narrow.astype(np.float64)
+    odd -= np.abs(exact) > np.abs(values)
+    odd |= (exact != values) & ~np.isnan(values)
+    return encode(narrow, dtype)
 
 
-def _decoded(block: Buffer, dtype: str) -> Floats:
+def decode(block: Buffer, dtype: str) -> Floats:
     if dtype == "BF16":
         return (np.frombuffer(block, "<u2").astype(np.uint32) << 16).view(np.float32)
     if dtype == "F8_E8M0":
@@ -293,7 +241,7 @@ def _decoded(block: Buffer, dtype: str) -> Floats:
         return np.frombuffer(block, _NUMPY[dtype]).astype(np.float32, copy=False)
 
 
-def _encoded(values: Floats, dtype: str) -> Buffer:
+def encode(values: Floats, dtype: str) -> Buffer:
     if dtype == "BF16":
         return _to_bf16(values).view(np.uint8).data
     with np.errstate(over="ignore", invalid="ignore"):
@@ -315,27 +263,6 @@ def _to_bf16(values: Floats) -> NDArray[np.uint16]:
         cut = bits[nans] >> 16
         upper[nans] = np.where(cut & 0x7F, cut, cut | 0x40)  # a NaN whose payload is cut off must not become infinity
     return upper.astype("<u2")
-
-
-def _to_float8(values: Floats) -> Bytes:
-    """Round to the nearest E4M3, ties to even, and those too large to the largest."""
-    sizes = np.minimum(np.abs(values), np.float32(448))
-    bits = sizes.view(np.uint32)
-    normal = ((bits + 0x7_FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    codes: Bytes = np.where(bits < 121 << 23, np.rint(sizes * 512).astype(np.uint32), normal).astype(np.uint8)
-    codes[np.signbit(values)] |= 0x80
-    return codes
-
-
-def _to_float4(values: Floats) -> Bytes:
-    """Round values of at most 6 to the nearest E2M1 code, ties away from zero."""
-    bits = values.view(np.uint32)
-    exponents, mantissas = (bits >> 23) & 0xFF, bits & 0x7F_FFFF
-    small = (0x40_0000 | mantissas >> 1) >> np.minimum(126 - exponents, 31)
-    halves = (np.maximum(exponents, 126) - 126 << 2 | np.where(exponents < 127, small, mantissas) >> 21) + 1
-    codes: Bytes = np.minimum(halves >> 1, 7).astype(np.uint8)
-    codes[np.signbit(values)] |= 8
-    return codes
 
 
 def _half_powers(exponents: Bytes) -> Floats:
@@ -366,7 +293,7 @@ def _twice_float4() -> Floats:
 
 
 _NUMPY: Mapping[str, str] = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
-_NBYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+NBYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _E4M3, _FP4_TWICE = _float8(), _twice_float4()
 
 

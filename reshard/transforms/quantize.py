@@ -34,7 +34,7 @@ def quantize_weight(
     Raises:
         SourceError: the scheme is one for which there is no encoder.
     """
-    from reshard.transforms.arithmetic import quantize_fp8, quantize_mxfp4  # numpy
+    from reshard.transforms.encoders import quantize_fp8, quantize_mxfp4  # numpy
 
     kinds = (weight.dtype, scale.dtype)
     if kinds == ("U8", "U8"):

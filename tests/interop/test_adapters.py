@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.numpy import load_file
 
-from reshard.transforms.arithmetic import quantize_mxfp4
+from reshard.transforms.encoders import quantize_mxfp4
 from tests.builders import pack
 from tests.fast.reshard.transforms.test_quantize import BF16, at, bytes_of, codes_and_scales
 from tests.interop.test_readers import HERE, functions_in, part_of_interop

@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from manifests.errors import SourceError
 from reshard.tensors.lazy import MemoryFile
-from reshard.transforms.arithmetic import quantize_fp8, quantize_mxfp4
+from reshard.transforms.encoders import quantize_fp8, quantize_mxfp4
 from reshard.transforms.quantize import quantize_weight
 from stores.bundles import TensorAt
 from tests.builders import Tensor, files_in, refusal, run, tensors_in, write_model
