@@ -95,14 +95,14 @@ REFUSED = (
         where="--compile",
         code="options.tp-compiled-layers",
         applies=lambda run: run.is_compiled and run.num_tensor > 1,
-        problem="is not supported together with --tp",
+        problem="is not verified together with --tp: the self-check compares compiled code on one rank",
         hint="remove --compile or --tp",
     ),
     Refusal(
         where="--compile",
         code="options.ep-compiled-layers",
         applies=lambda run: run.is_compiled and run.num_expert > 1,
-        problem="is not supported together with --ep",
+        problem="is not verified together with --ep: the self-check compares compiled code on one rank",
         hint="remove --compile or --ep",
     ),
     Refusal(

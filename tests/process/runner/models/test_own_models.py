@@ -192,3 +192,28 @@ def imported(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_class_of_transformers_kind_trains_under_flags_by_the_plan_of_its_config(
+    packages: Path, tmp_path: Path
+) -> None:
+    new = imported(packages / "new_model.py")
+    fields = {name: value for name, value in NEW_CONFIG.items() if name not in ("architectures", "model_type")}
+    torch.manual_seed(0)
+    model: nn.Module = new.NewForCausalLM(new.NewConfig(**fields)).eval()
+    pack(tmp_path, NEW_CONFIG, NEW_MODEL, model)
+    run("pack", tmp_path / "pp2", "--layout", "pp=1", "--out", tmp_path / "pp1")
+    cases = {
+        "tp": ("pp1", ("--tp", 2)),
+        "shards": ("pp1", ("--dp-shard", 2, "--loss-chunk", 5)),
+        "chunks": ("pp2", ("--loss-chunk", 5, "--ac", "full")),
+    }
+    jobs = [
+        job(tmp_path / layout, tmp_path / name, *FLAGS, *more, path=packages) for name, (layout, more) in cases.items()
+    ]
+    run_jobs(2, jobs, timeout_s=500)
+    expected = train(model, 64, tmp_path, lambda model, tokens: model(tokens, use_cache=False).logits)
+    for name in cases:
+        assert losses_of(tmp_path / name) == pytest.approx(expected, rel=1e-5), name
