@@ -34,7 +34,7 @@ ELEMENTWISE = "elementwise"  # an option that is not the class's: its result for
 _PRESETS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon"}
 _MOMENTUM = {"SGD": 0.9, "Muon": 0.95}
 _MOST_NBYTES = 1 << 20
-_ANEW = "leave it in a group of that algorithm and its options, or start a new run with --resume-weights-only"
+_ANEW = "train it with the same algorithm and options, or start a new run with --resume-weights-only"
 _OF_GROUP = {"algorithm", "patterns", "rate_factor", "weight_decay", "clip"}
 _RATE = "--lr is the learning rate of all groups, which rate_factor of a group multiplies"
 
