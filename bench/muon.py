@@ -4,7 +4,8 @@
 
 A small Llama on one rank, with `runner launch MANIFEST -- --optimizer muon`, and a plain loop over transformers' model
 with torch.optim.Muon for the matrices of layers, AdamW for the rest, and clip_grad_norm_. Both read the same rows, and
-must reach the same losses. A step's processor time is the difference of runs of many steps and of few.
+must reach the same losses. A step's processor time is the difference of runs of many steps and of few. The optimizer's
+part of a step is compared in one process, on the same weights and gradients, which must stay equal bit for bit.
 
 The balance is that of `assign_owners` for each stage of four, whose matrices four ranks share: the operations of the
 busiest rank over the mean, and the same of elements, that is, of state in memory and of what is exchanged.
@@ -35,6 +36,8 @@ FEW, MANY = 2, 8  # steps of a run
 SEQ_LEN, GLOBAL_BATCH, LR, SAME = 128, 4, 1e-3, 1e-5
 LLAMA = {**measure.LLAMA, "vocab_size": 2048, "num_hidden_layers": 2}
 PP, SHARDS = 4, 4
+TURNS = 10  # of the optimizer's step
+BUSY = "more processes than cores: seconds are the machine's, and processor time includes refilled caches"
 MODELS: dict[str, dict[str, Any]] = {
     "Llama 3.1 8B": {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -90,6 +93,8 @@ def main() -> None:
         "ratio_to_plain, processor time": measure.median_ratio(taken["runner"]["cpu_s"], taken["plain"]["cpu_s"]),
         "median": {name: {of: round(statistics.median(each), 3) for of, each in taken[name].items()} for name in taken},
         "each": {name: {of: [round(it, 3) for it in each] for of, each in taken[name].items()} for name in taken},
+        **({"note": BUSY} if max(average) > (os.cpu_count() or 1) else {}),
+        "optimizer step": optimizer_step(TURNS),
         f"balance of owners, pp={PP}, dp_shard={SHARDS}": {
             name: dict(balance(config)) for name, config in MODELS.items()
         },
@@ -147,12 +152,7 @@ def train_plainly(root: Path, num_steps: int) -> None:
 
     model = transformers.LlamaForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
     weights = dict(model.named_parameters())
-    hidden = [weight for name, weight in weights.items() if ".layers." in name and weight.dim() == 2]
-    others = [weight for name, weight in weights.items() if ".layers." not in name or weight.dim() == 1]
-    optimizers = [
-        torch.optim.Muon(hidden, lr=LR, weight_decay=0.1, momentum=0.95),
-        torch.optim.AdamW(others, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
-    ]
+    optimizers = torch_optimizers(weights)
     rows = [json.loads(line)["input_ids"] for line in (root / "rows.jsonl").read_text().splitlines()]
     lines = []
     for step in range(num_steps):
@@ -168,6 +168,60 @@ def train_plainly(root: Path, num_steps: int) -> None:
             optimizer.zero_grad()
         lines.append({"time": time.time(), "loss": total})
     print(json.dumps(lines))
+
+
+def torch_optimizers(weights: dict[str, Any]) -> list[Any]:
+    import torch
+
+    hidden = [weight for name, weight in weights.items() if ".layers." in name and weight.dim() == 2]
+    others = [weight for name, weight in weights.items() if ".layers." not in name or weight.dim() == 1]
+    return [
+        torch.optim.Muon(hidden, lr=LR, weight_decay=0.1, momentum=0.95),
+        torch.optim.AdamW(others, lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+    ]
+
+
+def optimizer_step(num_turns: int) -> dict[str, object]:
+    """Return the processor time of the runner's optimizer step and of torch's, in alternating order."""
+    from dataclasses import replace
+
+    import torch
+
+    from manifests.models import model_shape
+    from runner.config.optimizers import optimizer_of
+    from runner.config.schema import OptimOptions
+    from runner.models import family_for
+    from runner.pipeline.chunk import build_chunks, materialize, named_hf_parameters
+    from runner.training.algorithms import declare_kinds
+    from runner.training.optimizer import Optimizer
+    from runner.training.ties import lead_parameters
+
+    torch.set_num_threads(1)
+    config = {"architectures": ["LlamaForCausalLM"], **LLAMA}
+    shape, options = model_shape(config, "config.json"), OptimOptions(lr=LR, optimizer="muon")
+    options = replace(options, plan=declare_kinds(optimizer_of(options, shape), shape))
+    family = family_for(config, max_seq_len=SEQ_LEN)
+    chunks = build_chunks(family, (tuple(family.modules),), range(1))
+    materialize(chunks[0], device=torch.device("cpu"), dtype=torch.float32)
+    ours = dict(named_hf_parameters(chunks[0]))
+    for parameter in ours.values():
+        parameter.data.normal_(std=0.02, generator=torch.Generator().manual_seed(parameter.numel()))
+    theirs = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in ours.items()}
+    runner, plain = Optimizer(lead_parameters(chunks, ()), options, chunks), torch_optimizers(theirs)
+    steps = {"runner": runner.step, "plain": lambda step: [optimizer.step() for optimizer in plain]}
+    cpu_s: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(num_turns + 1):
+        for name, parameter in ours.items():
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(turn))
+            theirs[name].grad = parameter.grad.clone()
+        for name in sorted(steps, reverse=turn % 2 == 1):
+            began_s = time.process_time()
+            steps[name](turn)
+            cpu_s[name].append(time.process_time() - began_s)
+    assert all(torch.equal(parameter, theirs[name]) for name, parameter in ours.items())
+    taken = {name: [round(each, 4) for each in every[1:]] for name, every in cpu_s.items()}
+    ratio = measure.median_ratio(taken["runner"], taken["plain"])
+    return {"ratio_to_plain, processor time": ratio, "turns": num_turns, "cpu_s": taken}
 
 
 def balance(config: dict[str, Any]) -> Iterator[tuple[str, float]]:
