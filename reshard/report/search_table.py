@@ -28,6 +28,8 @@ def search_text(result: SearchResult) -> str:
         f"--dtype {_DTYPES[result.policy][0]} --master-dtype {_DTYPES[result.policy][1]}",
         f"assumed: {request.hardware} (--hardware); {_computing(request)}, and wait for what they send",
     ]
+    if any(choice.candidate.expert > 1 for choice in result.best):
+        lines.append("--ep: all-to-alls send tokens to experts and back at these rates, evenly over ranks")
     if result.best:
         rows = [_row(result, choice) for choice in result.best]
         lines += [

@@ -55,6 +55,9 @@ def test_a_search_says_what_it_assumes_of_the_networks_that_all_to_alls_cross(pa
     done = reshard("plan", packed, "--gpus", "2048", "--ep", "64", "--tp", "1", *GPU_MEMORY)
     assert done.code == 0, done.err
     assert re.search(r"450 GB/s on a node, 50 GB/s between nodes", done.out)
+    assert "\n--ep: all-to-alls " in done.out
+    alone = reshard("plan", packed, "--gpus", "2048", "--ep", "1", *GPU_MEMORY)
+    assert "all-to-alls" not in alone.out
 
 
 def test_a_job_of_256_nodes_is_written_for_slurm(packed: Path) -> None:
