@@ -166,10 +166,10 @@ def cast_checkpoint(checkpoint: Checkpoint, wanted: ExportDtype, parameter: Para
 
 
 def casts_in(checkpoint: Checkpoint) -> Mapping[tuple[str, str], int]:
-    """Count the tensors that are cast, by dtypes before and after."""
+    """Count the tensors that are cast, by dtypes before and after; those that are quantized are not cast."""
     derived = ((tensor, tensor.file) for tensor in checkpoint.tensors.values() if isinstance(tensor.file, DerivedFile))
     pairs = ((file.origins[0].dtype, tensor.dtype) for tensor, file in derived)
-    return Counter((before, after) for before, after in pairs if before != after)
+    return Counter((before, after) for before, after in pairs if before != after and after in FLOATS)
 
 
 def _dtypes_of_source(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
