@@ -20,7 +20,7 @@ from runner.models.document_mask import documents_at, mask_rows
 from runner.models.reference import ParameterGradient, name_gradients, no_reference, read_whole
 from runner.pipeline.microbatches import token_loss
 from runner.proof.dump import TOKENS, Dump, Rows, refused
-from runner.training.gradient_norm import split_squares
+from runner.training.gradient_norm import sum_squares
 
 _TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
 _NORM, _OF_LARGEST = 1e-4, 1e-3  # see Note [Tolerances of dumps]
@@ -138,7 +138,7 @@ def _run(folder: Path, rows: Rows, dtype: torch.dtype, device: torch.device) -> 
         loss, gradients = run_rows(model, rows, device)
     except Exception as error:  # such as of rows that are longer than its table of positions
         raise no_reference(str(folder), error, "check that its rows are not longer than the model takes") from error
-    norm = math.sqrt(math.fsum(split_squares(list(gradients.values())).tolist()))
+    norm = math.sqrt(math.fsum(sum_squares(list(gradients.values())).tolist()))
     return _Step(loss=loss, norm=norm, gradients=tuple(name_gradients(model, gradients)))
 
 
