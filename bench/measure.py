@@ -120,19 +120,19 @@ def step_s(packed: Path, num_steps: int, *, checkout: Path = ROOT, **environment
 
 
 def take_turns(
-    measures: Mapping[str, Callable[[], Found]], num_turns: int, *, pause_s: float = 0.0
+    measures: Mapping[str, Callable[[], Found]], num_turns: int, *, pause_s: float = 0.0, num_warmup: int = 1
 ) -> list[dict[str, Found]]:
-    """Return the results of all measures, turn by turn, after one more of warmup; each begins with the next of them."""
+    """Return the results of all measures, turn by turn, after those of warmup; each begins with the next of them."""
 
     def one(measure: Callable[[], Found]) -> Found:
         time.sleep(pause_s)
         return measure()
 
     names, turns = list(measures), list[dict[str, Found]]()
-    for turn in range(num_turns + 1):
+    for turn in range(num_turns + num_warmup):
         first = turn % len(names)
         turns.append({name: one(measures[name]) for name in (*names[first:], *names[:first])})
-    return turns[1:]
+    return turns[num_warmup:]
 
 
 def median_ratio(ours: Iterable[float], theirs: Iterable[float], digits: int = 3) -> float:
