@@ -168,7 +168,8 @@ def cast_checkpoint(checkpoint: Checkpoint, wanted: ExportDtype, parameter: Para
 def casts_in(checkpoint: Checkpoint) -> Mapping[tuple[str, str], int]:
     """Count the tensors that are cast, by dtypes before and after; those that are quantized are not cast."""
     derived = ((tensor, tensor.file) for tensor in checkpoint.tensors.values() if isinstance(tensor.file, DerivedFile))
-    pairs = ((file.origins[0].dtype, tensor.dtype) for tensor, file in derived)
+    same = ((tensor, file.origins[0]) for tensor, file in derived if tensor.shape == file.origins[0].shape)
+    pairs = ((origin.dtype, tensor.dtype) for tensor, origin in same)
     return Counter((before, after) for before, after in pairs if before != after and after in FLOATS)
 
 
