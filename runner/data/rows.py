@@ -56,7 +56,11 @@ class Fields:
 
 def fields_of(data: DataOptions, row: RowForm | None = None) -> Fields:
     """Return the fields that data options read; `row` is the form of rows, where the data has any."""
-    return Fields(data.text_field, data.completion_field, (row or RowForm()) if data.is_tokenized else None)
+    return Fields(
+        data.text_field,
+        data.completion_field,
+        (row or RowForm(is_masked=data.document_mask)) if data.is_tokenized else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

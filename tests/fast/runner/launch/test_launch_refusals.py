@@ -303,3 +303,12 @@ def test_torch_is_not_imported(place: Path) -> None:
     script = f"import sys; sys.argv = {words}; from runner.cli import main; main(); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_rows_of_several_documents_are_checked_with_the_mask_that_keeps_them_apart(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2, 3, 4], "document_ids": [0, 0, 1, 1]}\n')
+    words = ["--data", str(tmp_path / "rows.jsonl"), "--tokenized"]
+    check_documents("--data", parse_training([*words, "--document-mask"]).data)
+    with pytest.raises(UserError) as caught:
+        check_documents("--data", parse_training(words).data)
+    assert caught.value.code == "data.bad-row"
