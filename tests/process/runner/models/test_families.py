@@ -102,8 +102,8 @@ def train_transformers(source: Path, experts: str | None) -> Run:
             torch.autograd.backward(loss)
             losses.append(loss.item())
         run.losses.append(math.fsum(losses))
-        squares = [parameter.grad.double().square().sum().item() for parameter in model.parameters()]
-        run.norms.append(math.sqrt(math.fsum(squares)))
+        norms = [torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) for parameter in model.parameters()]
+        run.norms.append(math.sqrt(math.fsum(norm.square().item() for norm in norms)))
         if step == 0:
             run.gradients = in_files(model, source, gradients=True)
         optimizer.step()

@@ -146,7 +146,8 @@ def worst(found: Tensors, expected: Tensors) -> float:
 
 
 def norm_of(parameters: Iterable[torch.Tensor]) -> float:
-    return math.sqrt(math.fsum(grad_of(p).double().square().sum().item() for p in parameters))
+    norms = (torch.linalg.vector_norm(grad_of(p), dtype=torch.float64) for p in parameters)
+    return math.sqrt(math.fsum(norm.square().item() for norm in norms))
 
 
 def microbatches(batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
