@@ -38,7 +38,7 @@ from runner.load.local_cache import CacheReport, check_same_manifest, local_cach
 from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
 from runner.models import family_for
-from runner.models.family import OnTransformers
+from runner.models.family import OnTransformers, WithMtp
 from runner.parallel.mesh import Mesh, build_mesh
 from runner.parallel.parallelize import check_plans
 from runner.parallel.rows import keep_documents, split_rows
@@ -54,7 +54,7 @@ from runner.proof.proving import OF_COMBINATION
 from runner.proof.record import prove_once
 from runner.proof.stages import Proven
 from runner.tensors.heap import set_up_heap
-from runner.training.build import Stages, build_engine, build_stages
+from runner.training.build import Stages, build_engine, build_stages, names_of, ties_of
 from runner.training.mixed_precision import master_of, round_masters
 from runner.training.rng import restore_rng, seed_rng
 from runner.training.step import Engine
@@ -199,6 +199,8 @@ def _begin(
         if options.lora is not None:
             assert isinstance(family, OnTransformers), "refused before"
             family.add_adapters(options.lora, checks_names=options.adapter is None)
+        if isinstance(family, WithMtp):
+            family.mtp_weight = options.loss.mtp_weight
         loss = loss_of_run(options, is_split=mesh.degrees.context > 1)
         if options.data.document_mask:
             keep_documents(family, options.batch.seq_len)
@@ -228,7 +230,8 @@ def _begin(
     with raise_on_all_ranks("load"):
         world.start.end("self_check_s")
         base_nbytes = memory_nbytes(device)
-        trains = trained_by(options, launched.shape.ties)
+        ties = ties_of(family, stages)
+        trains = trained_by(options, map(names_of, ties))
         chunks = build_stages(family, stages, options.compute, mesh, device, trains)
         pieces = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk))]
     world.start.end("build_s")
@@ -244,7 +247,7 @@ def _begin(
         save_context = replace(save_context, trained=tuple({fqn for of_rank in names for fqn in of_rank}))
     with deferred.comes_first(), raise_on_all_ranks("load"):
         round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
-        check_loaded(launched.manifest.ties, chunks)
+        check_loaded(ties, chunks)
     _log_loaded(loaded, chunks, mesh)
     batch = part_of(options.batch, mesh.degrees)
     engine = build_engine(stages, chunks, options, timetable, mesh, batch, loss)

@@ -33,6 +33,7 @@ class Combination:
     splits_backward: bool = False  # see `runner.pipeline.timetable.Timetable`
     is_compiled: bool = False
     num_mtp_layers: int = 0
+    has_own_loss: bool = False  # another loss than cross-entropy
     num_tensor: int = 1  # tensor-parallel ranks
     num_expert: int = 1  # expert-parallel ranks
     architecture: str = "LlamaForCausalLM"
@@ -60,6 +61,16 @@ class Refusal:
     applies: Callable[[Combination], bool]
     problem: str  # fields of the combination in braces are filled in
     hint: str
+
+
+def _refuse_mtp(where: str, feature: str, most: int) -> Refusal:
+    return Refusal(
+        where=where,
+        code="options.mtp-combination",
+        applies=lambda run: run.num_mtp_layers > 0 and getattr(run, feature) > most,
+        problem="is not supported with multi-token prediction (MTP) layers",
+        hint=f"leave {where} out, or pack again without the layers: --drop each of their modules",
+    )
 
 
 REFUSED = (
@@ -185,9 +196,21 @@ REFUSED = (
     Refusal(
         where="manifest",
         code="manifest.mtp-layers",
-        applies=lambda run: run.num_mtp_layers > 0,
-        problem="training multi-token prediction (MTP) layers is not supported",
-        hint="pack again without them: set num_nextn_predict_layers to 0 in config.json, and --drop their tensors",
+        applies=lambda run: run.num_mtp_layers > 0 and (run.implementation == "torchtitan" or run.is_own),
+        problem="multi-token prediction (MTP) layers train on transformers' modules alone",
+        hint="use --implementation transformers, or pack again without them: --drop each of their modules",
+    ),
+    *map(
+        _refuse_mtp,
+        ("--tp", "--cp", "--ep", "--dp-shard"),
+        ("num_tensor", "num_context", "num_expert", "num_shards"),
+        (1,) * 4,
+    ),
+    *map(
+        _refuse_mtp,
+        ("--compile", "--loss-chunk", "--lora-rank", "--loss"),
+        ("is_compiled", "has_loss_chunks", "has_adapters", "has_own_loss"),
+        (0,) * 4,
     ),
 )
 

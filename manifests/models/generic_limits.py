@@ -114,7 +114,7 @@ def check_modules(
             if module not in trainable:
                 raise ModelError(
                     where,
-                    f"{module} is for multi-token prediction, which cannot be trained",
+                    f"{module} is for multi-token prediction, of a form that is not trained",
                     f"pack the source again with --drop for the tensors of {module}",
                     code="config.mtp-layers",
                 )

@@ -213,7 +213,7 @@ def _digest(options: TrainOptions, listed: Sequence[_Files], tokenizer: str | No
         how["weights"] = data.weights
     if framing is not None:
         how["frame"] = [framing.frame.before, framing.frame.after]
-    if loss := {name: value for name, value in asdict(options.loss).items() if value}:
+    if loss := {name: value for name, value in asdict(options.loss).items() if value and name != "mtp_weight"}:
         how["loss"] = loss
     # Without weights, the files of all sources are one list.
     files = listed if data.weights else [file for source in listed for file in source]

@@ -278,7 +278,7 @@ _GROUPS = {
         "optimizer", "beta1", "beta2", "eps", "weight_decay", "weight_decay_1d", "momentum", "ema", "max_norm",
         "warmup_steps", "stable_steps", "decay", "decay_steps", "min_lr",
     ),
-    "Loss": ("own_loss", "label_smoothing", "z_loss", "token_weights"),
+    "Loss": ("own_loss", "label_smoothing", "z_loss", "token_weights", "mtp_loss_weight"),
     "Experts": ("router_bias_rate", "router_aux_loss"),
     "Precision and memory": (
         "master_dtype", "reduce_dtype", "ac", "loss_chunk", "is_compiled", "implementation", "device", "host_memory",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from manifests.errors import UsageError
 from runner.config.declared import Number, flag
 
+MTP_WEIGHT = 0.1  # Megatron-Core's default
 LOSSES = "runner.losses"  # the entry points of losses
 
 
@@ -35,6 +36,15 @@ class LossOptions:
         "--token-weights", default=None, metavar="FIELD", show_default="1 each",
         help="Field of rows with a weight for each token: the training loss is the weighted mean.",
     )  # fmt: skip
+    mtp_weight: float = flag(
+        "--mtp-loss-weight", "mtp_loss_weight", type=Number(min=0), default=MTP_WEIGHT,
+        help="Weight of the mean loss of multi-token prediction (MTP) layers, if the model has some.",
+    )  # fmt: skip
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is not plain cross-entropy."""
+        return bool(self.entry_point or self.label_smoothing or self.z_loss or self.token_weights)
 
     def __post_init__(self) -> None:
         built_in = {

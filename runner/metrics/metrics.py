@@ -117,6 +117,7 @@ class Metrics:
         self._write(
             step=step,
             loss=report.loss,
+            **({} if report.mtp_loss is None else {"mtp_loss": report.mtp_loss}),
             grad_norm=report.grad_norm,
             lr=report.lr,
             num_tokens=report.num_tokens,
@@ -133,7 +134,9 @@ class Metrics:
             self._progress.step(
                 step,
                 f"loss {report.loss:.4f}, {rate:,.0f} tokens/s",
-                f"step {step}/{self._progress.num_steps}  loss {report.loss:.6f}  grad norm {report.grad_norm:.4f}"
+                f"step {step}/{self._progress.num_steps}  loss {report.loss:.6f}"
+                + ("" if report.mtp_loss is None else f"  MTP loss {report.mtp_loss:.6f}")
+                + f"  grad norm {report.grad_norm:.4f}"
                 f"  lr {report.lr:.3g}  {rate:,.0f} tokens/s"
                 + "".join(f"  MFU {mfu:.1%}" for mfu in utilization.values()),
             )

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from manifests.errors import InputError
 from manifests.jsontext import with_floats
 from manifests.models import ModelShape, architecture_of, is_sized_by_files, model_shape
+from manifests.models.mtp import MtpLayers
 from manifests.models.trainable import (
     TORCHTITAN,
     Implementation,
@@ -34,7 +35,8 @@ def family_for(
 ) -> Family:
     """Return the family of a Hugging Face config, for sequences of at most `max_seq_len` tokens.
 
-    `shape` is the packed model's, which a family of another package requires; `description` is its manifest's.
+    `shape` is the packed model's, which a family of another package requires, and which says whether there are MTP
+    layers; `description` is its manifest's.
 
     Raises:
         InputError: an unknown architecture, a field that the family does not support, or a missing package.
@@ -57,7 +59,7 @@ def family_for(
 
         check_model_type(config, architecture, where)
     if chosen == "transformers":
-        return _generic(architecture, config, max_seq_len, where)
+        return _generic(architecture, config, max_seq_len, where, shape)
     return _titan(architecture, config, max_seq_len, where)
 
 
@@ -81,13 +83,15 @@ def _titan(architecture: str, config: Mapping[str, object], max_seq_len: int, wh
     return FAMILIES[architecture](config, max_seq_len=max_seq_len, where=where)
 
 
-def _generic(architecture: str, config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
+def _generic(
+    architecture: str, config: Mapping[str, object], max_seq_len: int, where: str, shape: ModelShape | None
+) -> Family:
     _check_installed("transformers", f"{architecture} trains on its model code", "pip install 'reshard[runner]'")
     from runner.models.generic import Generic
 
     entry = generic_entry(architecture)
     assert entry is not None, architecture
-    return Generic(entry, config, max_seq_len=max_seq_len, where=where)
+    return Generic(entry, config, max_seq_len=max_seq_len, where=where, mtp=MtpLayers.find(entry, shape))
 
 
 def _check_installed(package: str, why: str, hint: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from manifests.errors import ModelError
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from manifests.schema import TieGroup
     from runner.config.lora import LoraOptions
     from runner.models.adapters import Adapters
     from runner.tensors.local_shard import Piece
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 RowInput = Literal["position_ids", "attention_mask"]
 Plan = Literal["tp", "ep"]
+BORROWED = "borrowed."  # of names of parameters in what `build` returns; see Note [Borrowed weights] in mtp.py
 
 
 class FamilyOutputError(ModelError):
@@ -164,6 +166,19 @@ def row_inputs_of(
         counts = tokens.new_ones(tokens.shape) if labels is None else (labels >= 0).long()
         inputs["attention_mask"] = counts.flip(1).cummax(1).values.flip(1)
     return inputs
+
+
+@runtime_checkable
+class WithMtp(Family, Protocol):
+    """A family that may have MTP layers, see Note [MTP layers] in mtp.py."""
+
+    mtp_weight: float  # of their mean loss
+
+    @property
+    def mtp(self) -> object | None: ...
+    def mtp_ties(self, stage_modules: Sequence[Sequence[str]]) -> tuple[TieGroup, ...]:
+        """Return what stages with these modules tie beside what the manifest says."""
+        ...
 
 
 def check_output(module: nn.Module, tokens: torch.Tensor, output: object) -> None:

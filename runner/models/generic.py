@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,12 +24,17 @@ from manifests.models import ARCHITECTURES, ModelShape
 from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
 from manifests.models.generic_limits import check_fields, check_modules, check_positions, modules_together
+from manifests.models.mtp import MtpLayers
 from manifests.models.trainable import NARROW
+from manifests.schema import TieGroup
 from runner.config.lora import LoraOptions
+from runner.config.loss import MTP_WEIGHT
 from runner.models.adapters import Adapters
+from runner.models.computed_buffers import computed_buffers, with_buffers_alone
 from runner.models.document_mask import mask_rows
-from runner.models.family import Plan, RowInput
+from runner.models.family import BORROWED, Plan, RowInput
 from runner.models.implementations import check_length, class_and_fields, without_implementations
+from runner.models.mtp import MtpStage, add_mtp_layers, reference_of
 from runner.models.regions import Region, keeping_views, pieces_in, regions_of
 from runner.models.routers import recorded_routers
 from runner.models.shrink import shrink
@@ -66,6 +71,7 @@ class Generic:
         max_seq_len: int,
         where: str = "config.json",
         model_class: type[PreTrainedModel] | None = None,
+        mtp: MtpLayers | None = None,
     ) -> None:
         self.architecture, self._where = entry.architecture, where
         self._float32_names: dict[torch.dtype, frozenset[str]] = {}
@@ -79,8 +85,9 @@ class Generic:
         self._entry = entry = entry if shape is None else _with_modules(entry, shape)
         self._keeps_documents = False
         self._parts: RowParts | None = None  # with context parallelism
+        self.mtp, self.mtp_weight = mtp, MTP_WEIGHT
         self.adapters: Adapters | None = None
-        self.hands_on_trees = entry.hands_on_trees or NARROW in entry.inputs
+        self.hands_on_trees = entry.hands_on_trees or NARROW in entry.inputs or mtp is not None
         with _refusals(self._where):
             self._class, self._given = (model_class, fields) if model_class else class_and_fields(entry, fields)
             config_class: Any = self._class.config_class
@@ -91,10 +98,15 @@ class Generic:
             self.adds_in_float32 = bool(getattr(self._config.get_text_config(), "residual_in_fp32", False))
         if shape is not None:
             self._fit(shape, config)
-        whole = self._whole("meta")
+        whole = self._build("meta")
         self._layers_name, num_layers = self._list_of_layers(whole)
-        layers = tuple(f"{entry.layers}.{index}" for index in range(num_layers))
-        self.modules: tuple[str, ...] = (*entry.inputs, *layers, *entry.outputs)
+        layers = [f"{entry.layers}.{index}" for index in range(num_layers)]
+        self.modules: tuple[str, ...] = (*entry.inputs, *layers, *(mtp.modules if mtp else ()), *entry.outputs)
+        if mtp:
+            whole = self._whole("meta")
+            if self._is_tied:
+                problem, hint = "is not supported with MTP layers", "pack without them: --drop their modules"
+                raise ModelError(f"{where}: tie_word_embeddings", problem, hint, code="config.mtp-layers")
         self.hidden_size: int = self._config.get_text_config().hidden_size
         self._regions = self._find_regions(whole)
         if shape is None:
@@ -117,7 +129,8 @@ class Generic:
         complete_plan(model, self._layers_name)
         if self._keeps_documents or self._parts:
             mask_rows(model, self._parts)
-        stage = StageOfAny(model, self._entry, self._layers_name, frozenset(modules), self._outside)
+        build = partial(MtpStage, mtp=self.mtp) if self.mtp else StageOfAny
+        stage = build(model, self._entry, self._layers_name, frozenset(modules), self._outside)
         stage.parts = self._parts
         return stage
 
@@ -141,6 +154,9 @@ class Generic:
     def split_rows(self, parts: RowParts) -> None:
         self._parts = parts
 
+    def mtp_ties(self, stage_modules: Sequence[Sequence[str]]) -> tuple[TieGroup, ...]:
+        return tuple(self.mtp.ties(self._entry, stage_modules)) if self.mtp else ()
+
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
         """Compute buffers that are in no file, in the dtypes that they have."""
         assert isinstance(module, StageOfAny)
@@ -163,9 +179,12 @@ class Generic:
         return self._float32_names[dtype]
 
     def to_hf(self, name: str) -> str:
-        return self._regions[name.removeprefix(_PREFIX)][0].fqn
+        prefix = BORROWED if name.startswith(BORROWED) else _PREFIX
+        return self._regions[name.removeprefix(prefix)][0].fqn
 
     def pieces(self, name: str, memory: torch.Tensor, offset: tuple[int, ...]) -> tuple[Piece, ...]:
+        if name.startswith(BORROWED):
+            return ()
         pieces = (pieces_in(region, memory, offset) for region in self._regions[name.removeprefix(_PREFIX)])
         return tuple(piece for piece in pieces if piece is not None)
 
@@ -181,7 +200,8 @@ class Generic:
         if self._entry.section:
             small = {self._entry.section: small}
         given = None if self._entry.section else self._class
-        family = Generic(self._entry, small, max_seq_len=1, where=self._where, model_class=given)
+        family = Generic(self._entry, small, max_seq_len=1, where=self._where, model_class=given, mtp=self.mtp)
+        family.mtp_weight = self.mtp_weight
         family._config._experts_implementation = "eager"  # in any dtype and of any size, unlike grouped products
         if self.adapters:
             family.add_adapters(replace(self.adapters.lora, rank=min(self.adapters.lora.rank, 4)))
@@ -196,6 +216,9 @@ class Generic:
             config = type(self._config).from_dict(copy.deepcopy({**self._given, "use_cache": False}))
             config._experts_implementation = self._config._experts_implementation
             model = self._class(config)
+        if self.mtp:
+            mtp = reference_of(self.mtp, model, self._layers_name, self._entry.outputs[0])
+            return WholeModel(model, self._in_files, mtp, self.mtp_weight)
         if self.adapters:
             self.adapters.add_to(model)
         return WholeModel(model, self._in_files)
@@ -252,15 +275,22 @@ class Generic:
                 code="system.wrong-version",
             )
 
-    def _whole(self, device: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    def _build(self, device: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
         config = copy.deepcopy(self._config)
         config.dtype = dtype or config.dtype
         with _refusals(self._where), torch.device(device), no_init_weights():
             return self._class(config)
 
+    def _whole(self, device: str, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        model = self._build(device, dtype)
+        if self.mtp:
+            with torch.device(device), no_init_weights():
+                add_mtp_layers(self.mtp, model, self._layers_name, self._entry.outputs[0])
+        return model
+
     @cached_property
     def _buffers(self) -> Mapping[str, torch.Tensor]:
-        return dict(_computed_buffers(self._with_buffers()))
+        return dict(computed_buffers(with_buffers_alone(lambda: self._whole("cpu"))))
 
     def _find_float32_names(self, dtype: torch.dtype) -> frozenset[str]:
         if dtype.itemsize >= torch.float32.itemsize:
@@ -275,28 +305,13 @@ class Generic:
         listed = build_glob_alternation(list(plan))[0].search if plan else lambda name: None
         stored = model.state_dict()
         names = {name for name, tensor in stored.items() if tensor.dtype == torch.float32 or listed(name)}
-        names |= {name for name, buffer in _computed_buffers(model) if buffer.dtype == torch.float32}
+        names |= {name for name, buffer in computed_buffers(model) if buffer.dtype == torch.float32}
         if self._is_tied:  # to a parameter that has its own dtype
             name_of = {regions[0].fqn: name for name, regions in self._regions.items()}
             for owner, replica in self._entry.ties:
                 names.discard(name_of[replica])
                 names |= {name_of[replica]} if name_of[owner] in names else set()
         return frozenset(_PREFIX + name for name in names)
-
-    def _with_buffers(self) -> PreTrainedModel:
-        """Return the model with its buffers computed and its parameters on the meta device."""
-        register = nn.Module.register_parameter
-
-        def register_empty(part: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            if parameter is not None:
-                parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-            register(part, name, parameter)
-
-        nn.Module.register_parameter = register_empty  # type: ignore[assignment, method-assign]
-        try:
-            return self._whole("cpu")
-        finally:
-            nn.Module.register_parameter = register  # type: ignore[method-assign]
 
     def _list_of_layers(self, model: PreTrainedModel) -> tuple[str, int]:
         """Return the name in memory of the list of layers, and how many they are."""
@@ -381,13 +396,3 @@ def _with_modules(entry: CatalogueEntry, shape: ModelShape) -> CatalogueEntry:
     modules = [module for module in shape.modules if module not in shape.optional]
     layers = [position for position, module in enumerate(modules) if module.startswith(f"{entry.layers}.")]
     return replace(entry, inputs=tuple(modules[: layers[0]]), outputs=tuple(modules[layers[-1] + 1 :]))
-
-
-def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, part in model.named_modules():
-        for leaf in part._non_persistent_buffers_set:
-            if (buffer := part._buffers.get(leaf)) is not None:
-                yield f"{name}.{leaf}".lstrip("."), buffer
-        for leaf, value in vars(part).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{name}.{leaf}".lstrip("."), value

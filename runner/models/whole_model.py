@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -23,11 +23,18 @@ def with_defaults(architecture: str, config: Mapping[str, object]) -> dict[str, 
 
 
 class WholeModel(nn.Module):
-    """A model of transformers as it is; see `runner.proof.stages.WholeModel`."""
+    """A model of transformers as it is; see `runner.proof.stages.WholeModel`.
 
-    def __init__(self, model: PreTrainedModel, in_files: Callable[[str], str]) -> None:
+    With `mtp`, transformers' MTP layers, logits are those of all depths (B + K B, L, V), and the loss has their mean
+    loss, times `mtp_weight`, in training: sums over the labels that are there, divided by the model's own number.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, in_files: Callable[[str], str], mtp: Any = None, mtp_weight: float = 0.0
+    ) -> None:
         super().__init__()
         self.model, self._in_files = model, in_files
+        self._mtp, self._mtp_weight = (mtp,), mtp_weight  # in a tuple: its parameters are the model's
         with torch.no_grad():
             for parameter in model.parameters():  # no norm at 1, no bias at 0
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
@@ -40,8 +47,30 @@ class WholeModel(nn.Module):
         return self
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        output = self.model(input_ids=tokens, labels=tokens if labels is None else labels, use_cache=False)
+        labels = tokens if labels is None else labels
+        if self._mtp[0] is not None:
+            return self._predict_further(tokens, labels)
+        output = self.model(input_ids=tokens, labels=labels, use_cache=False)
         return output.logits, output.loss
+
+    def _predict_further(self, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (mtp,), model = self._mtp, cast(Any, self.model)
+        mtp.train(self.training)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        hidden = [model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state]
+        for number in range(mtp.num_mtp_layers):
+            following = nn.functional.pad(tokens[:, number + 1 :], (0, number + 1))
+            hidden.append(mtp.forward_layer(number, hidden[-1], positions, None, input_ids=following))
+        logits: torch.Tensor = model.get_output_embeddings()(torch.cat(hidden))
+        sums = []
+        for further, of_depth in enumerate(torch.split(logits, len(tokens)), 1):
+            predicted = of_depth[:, :-further].flatten(0, 1)
+            predicted = predicted.to(torch.promote_types(predicted.dtype, torch.float32))
+            sums.append(nn.functional.cross_entropy(predicted, labels[:, further:].flatten(), reduction="sum"))
+        loss, *of_mtp = sums
+        if torch.is_grad_enabled():
+            loss = loss + self._mtp_weight * torch.stack(of_mtp).mean()
+        return logits, loss / (labels[:, 1:] != -100).sum()
 
     def in_files(self) -> Mapping[str, torch.Tensor]:
         adapters = {name: weight.detach() for name, weight in self.model.named_parameters() if is_adapter(name)}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.func import functional_call
 
 from manifests.errors import UsageError
 from runner.data.sequences import Batch
-from runner.models.family import Family, row_inputs_of
+from runner.models.family import Family, WithMtp, row_inputs_of
 from runner.pipeline.chunk import ChunkedHead, StageChunk, build_chunks, part_of, width_of
-from runner.pipeline.losses import Loss
+from runner.pipeline.losses import Loss, MtpLoss
 from runner.pipeline.microbatches import token_loss
 from runner.pipeline.stage_io import Form, form_of
 from runner.pipeline.stage_metadata import TracedMetadata
@@ -45,17 +45,30 @@ def chunk_head(chunks: Sequence[StageChunk], num_stages: int, num_tokens: int) -
         chunk.head = ChunkedHead(module, num_tokens)
 
 
-def loss_of(chunks: Iterable[StageChunk], loss: Loss | None = None) -> Callable[[torch.Tensor, Batch], torch.Tensor]:
+def loss_of(
+    chunks: Sequence[StageChunk], loss: Loss | MtpLoss | None = None
+) -> Callable[[torch.Tensor, Batch], torch.Tensor]:
     """Return the function from the last stage's output to a microbatch's contribution to the loss."""
+    if isinstance(loss, MtpLoss):
+        return loss
     if loss is not None:
         return lambda output, batch: loss(output, batch.labels, num_tokens=batch.num_tokens, **batch.fields)
     plain = next((chunk.head.loss for chunk in chunks if chunk.head is not None), token_loss)
+    if loss_with_mtp(chunks):  # an evaluation: of the model alone
+        return lambda output, batch: plain(output[: len(batch.labels)], batch.labels, num_tokens=batch.num_tokens)
     return lambda output, batch: plain(output, batch.labels, num_tokens=batch.num_tokens)
 
 
-def of_evaluation(loss: Loss | None) -> Loss | None:
+def loss_with_mtp(chunks: Sequence[StageChunk]) -> MtpLoss | None:
+    """Return the loss that trains a model with MTP layers; None: it has none."""
+    family = chunks[0].family
+    is_with = isinstance(family, WithMtp) and family.mtp is not None
+    return MtpLoss(family.mtp_weight, chunks[0].device) if is_with else None  # type: ignore[attr-defined]
+
+
+def of_evaluation(loss: Loss | MtpLoss | None) -> Loss | None:
     """Return the loss that evaluates what is trained with another."""
-    return loss if loss is not None and loss.is_own else None
+    return loss if isinstance(loss, Loss) and loss.is_own else None
 
 
 def output_form(chunk: StageChunk, form: Form) -> Form:

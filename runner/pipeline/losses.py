@@ -21,6 +21,8 @@ from runner.config.entry_points import load_entry_point
 from runner.config.flags import TrainOptions
 from runner.config.loss import LOSSES, LossOptions
 from runner.data.rows import IGNORED, RowForm
+from runner.data.sequences import Batch
+from runner.pipeline.microbatches import token_loss, total
 
 # Fields of rows that a loss takes as keyword-only arguments: (B, L), shifted as labels are, and (B,); float32.
 PerToken: TypeAlias = Annotated[torch.Tensor, "per token"]
@@ -55,6 +57,52 @@ class Loss:
         count = torch.stack(self._counts).sum() if self._counts else 0.0
         self._counts.clear()
         return count
+
+
+class MtpLoss:
+    """The loss of a model and of its MTP layers, and the sums of the latter since `take`.
+
+    # Note [Loss of MTP layers]
+    It is the cross-entropy of the model and `weight` times the mean of those of the MTP layers, all divided by the
+    number of the model's labels, as in equations 24 and 25 of the DeepSeek-V3 Technical Report. The k-th layer
+    predicts the k-th label after each token's own: none where that is beyond the row, does not count for the model, or
+    is of another document than the token.
+    """
+
+    is_own = False
+
+    def __init__(self, weight: float, device: torch.device) -> None:
+        self._weight, self._device, self._sums = weight, device, list[torch.Tensor]()
+
+    def __call__(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return a microbatch's contribution to the loss. Shapes: output (B + K B, L, V), see `MtpStage`."""
+        logits, *further = torch.split(output, len(batch.labels))
+        losses = [
+            token_loss(of_layer, _further_labels(batch, number), num_tokens=batch.num_tokens)
+            for number, of_layer in enumerate(further, 1)
+        ]
+        mean = torch.stack(losses).mean()
+        self._sums.append(mean.detach().double())
+        return token_loss(logits, batch.labels, num_tokens=batch.num_tokens) + self._weight * mean
+
+    def take(self) -> torch.Tensor:
+        """Return the mean loss of the layers over the batch: (1), 0 on ranks without the last stage."""
+        mean = total(self._sums) if self._sums else torch.zeros((), dtype=torch.float64, device=self._device)
+        self._sums.clear()
+        return mean[None]
+
+    def without(self, loss: float, mean: float) -> float:
+        """Return the loss of the model alone."""
+        return loss - self._weight * mean
+
+
+def _further_labels(batch: Batch, number: int) -> torch.Tensor:
+    """Return the label that is `number` after each token's own, see Note [Loss of MTP layers]."""
+    labels = nn.functional.pad(batch.labels[:, number:], (0, number), value=IGNORED)
+    if batch.positions is not None:
+        for between in range(1, number + 1):
+            labels[:, :-between].masked_fill_(batch.positions[:, between:] == 0, IGNORED)
+    return labels
 
 
 def loss_of_run(run: TrainOptions, *, is_split: bool) -> Loss | None:

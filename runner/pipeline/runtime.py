@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from runner.config.schema import BatchOptions
 from runner.data.sequences import Batch
 from runner.pipeline.chunk import StageChunk
 from runner.pipeline.heads import loss_of, of_evaluation, output_form
-from runner.pipeline.losses import Loss
+from runner.pipeline.losses import Loss, MtpLoss
 from runner.pipeline.microbatches import check_shape, context_of, evaluating, total
 from runner.pipeline.stage_io import StageIO
 from runner.pipeline.stage_metadata import StageMetadata
@@ -52,7 +52,7 @@ class Pipeline:
         metadata: StageMetadata,
         options: BatchOptions,
         group: dist.ProcessGroup | None = None,
-        loss: Loss | None = None,
+        loss: Loss | MtpLoss | None = None,
     ) -> None:
         self._loss = loss
         self._timetable, self._chunks, self._metadata = timetable, tuple(chunks), metadata
@@ -150,7 +150,7 @@ class Pipeline:
             **context,
             "target": torch.arange(len(batch.tokens)),  # split as the rows are
             "losses": losses,
-            "loss_kwargs": {"batch": replace(batch, positions=None).map(lambda tensor: tensor.to(self._device))},
+            "loss_kwargs": {"batch": batch.map(lambda tensor: tensor.to(self._device))},
         }
 
 

@@ -12,7 +12,7 @@ from runner.config.schema import BatchOptions
 from runner.data.sequences import Batch
 from runner.pipeline.chunk import StageChunk
 from runner.pipeline.heads import loss_of, of_evaluation
-from runner.pipeline.losses import Loss
+from runner.pipeline.losses import Loss, MtpLoss
 from runner.pipeline.microbatches import check_shape, context_of, evaluating, total
 from runner.pipeline.runtime import Pipeline
 from runner.pipeline.stage_metadata import StageMetadata
@@ -66,7 +66,7 @@ def build_schedule(
     metadata: StageMetadata,
     options: BatchOptions,
     group: dist.ProcessGroup | None = None,
-    loss: Loss | None = None,
+    loss: Loss | MtpLoss | None = None,
 ) -> Schedule:
     """Build the schedule that runs this rank's chunks, which are allocated; `options` has the run's batch shape.
 
@@ -83,7 +83,7 @@ class _Plain:
 
     has_first = has_last = True
 
-    def __init__(self, chunks: Sequence[StageChunk], options: BatchOptions, loss: Loss | None) -> None:
+    def __init__(self, chunks: Sequence[StageChunk], options: BatchOptions, loss: Loss | MtpLoss | None) -> None:
         self._chunks, self._options, self._loss = tuple(chunks), options, loss
         self._device = chunks[0].device
         self.recorder = Recorder(self._device)

@@ -67,6 +67,7 @@ def sharing_ranks(manifest: Manifest, options: TrainOptions) -> Combination:
         num_context=options.degrees.context,
         is_compiled=options.compute.is_compiled,
         has_loss_chunks=options.compute.loss_chunk is not None,
+        has_own_loss=options.loss.is_own,
         has_adapters=options.lora is not None,
         moves_biases=bool(options.balance.bias_rate),
         is_narrow=any(NARROW in stage.modules for stage in manifest.stages),

@@ -11,6 +11,7 @@ from manifests.errors import DataError, InputError, LaunchError, OutputError, Us
 from manifests.models import ConfigReader
 from manifests.models.combinations import check_combination, check_divides, check_heads
 from manifests.models.generic_limits import check_fields, check_modules, check_positions
+from manifests.models.mtp import MtpLayers
 from manifests.models.trainable import TORCHTITAN, Implementation, choose_implementation, generic_entry
 from manifests.schema import Manifest, TrainingState
 from runner.bundle.packed import Packed, check_tokenizer, open_packed
@@ -201,8 +202,9 @@ def check_model(launched: Packed, implementation: Implementation | None = None) 
         TITAN_FIELDS[shape.architecture](config, where).check_modules(modules)
     elif (entry := generic_entry(shape.architecture)) is not None and launched.manifest.model.description is None:
         check_fields(entry, ConfigReader(config, where))
-        required = set(shape.modules) - shape.optional
-        check_modules(entry, required, launched.stage_modules, where)
+        mtp = MtpLayers.find(entry, shape)
+        trainable = (set(shape.modules) - shape.optional).union(mtp.modules if mtp else ())
+        check_modules(entry, trainable, launched.stage_modules, where)
 
 
 def check_length(launched: Packed, options: TrainOptions) -> None:

@@ -30,7 +30,7 @@ from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims
 from runner.models import family_for
-from runner.models.family import OnTransformers
+from runner.models.family import OnTransformers, WithMtp
 from runner.parallel.rows import keep_documents
 from runner.pipeline.losses import loss_of_run
 from runner.pipeline.timetable import choose_timetable
@@ -86,6 +86,8 @@ def combination_of(request: Request) -> Combination:
         family.add_adapters(options.lora)
     if options.data.document_mask:
         keep_documents(family, options.batch.seq_len)
+    if isinstance(family, WithMtp):
+        family.mtp_weight = options.loss.mtp_weight
     assert isinstance(family, Proven), family.architecture
     return Combination(
         family=family,

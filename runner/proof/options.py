@@ -23,11 +23,9 @@ import torch
 
 from manifests.errors import ModelError, UserError
 from runner.config.schema import ComputeOptions
-from runner.data.rows import IGNORED
-from runner.data.sequences import Batch
 from runner.models.family import Family
 from runner.pipeline.chunk import StageChunk, build_chunks, cast
-from runner.pipeline.heads import loss_of, output_form
+from runner.pipeline.heads import loss_of, loss_with_mtp, output_form
 from runner.pipeline.stage_io import StageIO
 from runner.pipeline.torch_runtime import backward_input
 from runner.proof.stages import (
@@ -37,6 +35,7 @@ from runner.proof.stages import (
     Tensors,
     TinyRun,
     backward,
+    batch_of,
     build_filled,
     check_plain,
     describe,
@@ -234,13 +233,11 @@ def _stage_outcome(tiny: TinyRun, stage_modules: Sequence[tuple[str, ...]], run:
         assert chunk.io is not None
         outputs = output_form(chunk, chunk.io.outputs)
         chunk.io = StageIO(inputs=chunk.io.inputs, outputs=outputs) if len(chunks) > 1 else None  # nothing is sent
-    loss_fn, losses, crossed = loss_of(chunks), [], []
+    loss_fn, losses, crossed = loss_of(chunks, loss_with_mtp(chunks)), [], []
     for result in tiny.results:
         crossings = forward(chunks, result.tokens)
-        labels = torch.nn.functional.pad(result.tokens[:, 1:], (0, 1), value=IGNORED)
-        batch = Batch(tokens=result.tokens, labels=labels, num_tokens=labels.shape[1] - 1)
         (output,) = crossings[-1][1]
-        losses.append(loss_fn(output, batch))
+        losses.append(loss_fn(output, batch_of(result.tokens)))
         crossed.append(crossings)
     logits = [] if chunks[-1].head else [crossings[-1][1][0].detach() for crossings in crossed]
     is_split = run.splitting is not None

@@ -23,9 +23,11 @@ import torch
 from torch import nn
 
 from manifests.errors import ModelError, UserError
-from runner.models.family import Family, FamilyOutputError, row_inputs_of
+from runner.data.rows import IGNORED
+from runner.data.sequences import Batch
+from runner.models.family import BORROWED, Family, FamilyOutputError, row_inputs_of
 from runner.pipeline.chunk import StageChunk, build_chunks, cast, hf_constants, hf_pieces, materialize
-from runner.pipeline.microbatches import token_loss
+from runner.pipeline.heads import loss_of, loss_with_mtp
 from runner.pipeline.stage_io import StageIO
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.tensors.dtensor import local_of, whole_of
@@ -170,12 +172,16 @@ def gradients_of(
 
     A tied parameter has the sum of what its members in stages have.
     """
-    in_stages = {name: parameter for chunk in chunks for name, parameter in chunk.body.named_parameters()}
+    in_stages: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in (named for chunk in chunks for named in chunk.body.named_parameters()):
+        name = name.replace(BORROWED, "model.", 1) if name.startswith(BORROWED) else name
+        in_stages.setdefault(name, []).append(parameter)
     members: dict[nn.Parameter, list[str]] = {}
     for name, parameter in whole.body.named_parameters(remove_duplicate=False):
         members.setdefault(parameter, []).append(name)
     for parameter, names in members.items():
-        yield parameter, _gradient(parameter), sum((_gradient(in_stages[name]) for name in names), torch.zeros(()))
+        of_members = (_gradient(member) for name in names for member in in_stages[name])
+        yield parameter, _gradient(parameter), sum(of_members, torch.zeros(()))
 
 
 def run_tiny(family: SelfChecked, dtype: torch.dtype = torch.float32) -> TinyRun:
@@ -272,7 +278,7 @@ def _compare(
     return (
         Compared(
             logits=max(_largest(computed - result.logits) for computed, result in zip(logits, results, strict=True)),
-            loss=max(loss_difference(computed, result) for computed, result in zip(logits, results, strict=True)),
+            loss=max(_loss_difference(chunks, *pair) for pair in zip(logits, results, strict=True)),
             gradients=max(difference(computed, expected) for _, expected, computed in gradients_of(whole, chunks)),
         ),
         whole,
@@ -309,6 +315,9 @@ def build_filled(
             for piece in (*hf_pieces(chunk), *hf_constants(chunk)):
                 sizes = zip(piece.offset, piece.memory.shape, strict=True)
                 piece.memory.copy_(files[piece.fqn][tuple(slice(low, low + size) for low, size in sizes)])
+            for name, parameter in chunk.body.named_parameters():
+                if name.startswith(BORROWED):
+                    parameter.copy_(files[family.to_hf(name)])
         chunk.body.train(is_training)
         if is_training:
             _seed_by_name(chunk.body)
@@ -345,9 +354,14 @@ def _seed_by_name(model: nn.Module) -> None:
         part.register_forward_pre_hook(partial(seed, name=name))
 
 
-def loss_difference(logits: torch.Tensor, expected: WholeResult) -> float:
-    labels = expected.tokens[:, 1:]
-    loss = token_loss(logits[:, :-1], labels, num_tokens=labels.numel()).item()
+def batch_of(tokens: torch.Tensor) -> Batch:
+    """Return a batch of one text, in which each token predicts the next."""
+    labels = nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+    return Batch(tokens=tokens, labels=labels, num_tokens=labels.shape[1] - 1)
+
+
+def _loss_difference(chunks: Sequence[StageChunk], logits: torch.Tensor, expected: WholeResult) -> float:
+    loss = loss_of(chunks, loss_with_mtp(chunks))(logits, batch_of(expected.tokens)).item()
     return abs(loss - expected.loss) / abs(expected.loss)
 
 

@@ -33,7 +33,7 @@ from runner.proof.reference import LENGTH, Reference, draw_rows, run_reference
 from runner.proof.saved import reload_problem
 from runner.proof.stages import errors_of_tiny, tiny_of
 from runner.tensors.local_shard import FLAG_DTYPES, Piece
-from runner.training.build import build_engine, build_stages
+from runner.training.build import build_engine, build_stages, names_of, ties_of
 from runner.training.mixed_precision import master_of, round_masters
 from runner.training.step import Engine, eval_counted, train_step
 
@@ -113,12 +113,13 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
         form = None if run.loss is None else run.loss.form
         num_rows = batch.global_batch * degrees.data
         rows = draw_rows(seed, num_rows, family.vocab_size, is_masked=run.has_documents, form=form)
-        trains = trained_by(options, [tuple(member.fqn for member in group.members) for group in run.stages.ties])
+        ties = ties_of(family, run.stages)
+        trains = trained_by(options, map(names_of, ties))
         reference: Reference | None = None
         if rank == 0:
             with errors_of_tiny(family):
                 dtypes = (FLAG_DTYPES[dtype], FLAG_DTYPES[run.compute(dtype).master_dtype])
-                reference = run_reference(seed, family, run.stages.ties, rows, options.optim, *dtypes, trains, run.loss)
+                reference = run_reference(seed, family, ties, rows, options.optim, *dtypes, trains, run.loss)
         reference = from_rank_0(reference)
         assert reference is not None
         if degrees.tensor > 1 and not reference.is_training:
@@ -142,6 +143,7 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
         rank_rows = rows_of(rows.batch(), RankRows(number=mesh.data_rank, count=degrees.data))
         rank_rows = rank_rows.part(mesh.context_rank, degrees.context)
         report = train_step(engine, rank_rows, 0)
+        loss = report.loss + options.loss.mtp_weight * (report.mtp_loss or 0.0)
         weights = _weight_distances(chunks, reference)
         gradients = _gradient_distances(engine, chunks, reference)
         evaluation, count = eval_counted(engine, rank_rows)
@@ -149,7 +151,7 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
         present = {fqn for names in from_all_ranks((*weights,)) for fqn in names}
         distances = Distances(
             dtype=dtype,
-            loss=abs(report.loss - reference.loss) / abs(reference.loss),
+            loss=abs(loss - reference.loss) / abs(reference.loss),
             norm=abs(report.grad_norm - reference.norm) / reference.norm,
             evaluation=abs(evaluation - reference.evaluation) / abs(reference.evaluation),
             gradients=gradients,

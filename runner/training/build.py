@@ -16,10 +16,11 @@ from runner.config.schema import BatchOptions, ComputeOptions
 from runner.config.sharding import is_sharded
 from runner.config.trained import Trains
 from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks
-from runner.models.family import Family
+from runner.models.family import Family, WithMtp
 from runner.parallel.mesh import Mesh
 from runner.parallel.parallelize import Parallel, parallelize, share_matrices
 from runner.pipeline.chunk import StageChunk, build_chunks, cast, materialize
+from runner.pipeline.heads import loss_with_mtp
 from runner.pipeline.losses import Loss
 from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
@@ -32,7 +33,7 @@ from runner.training.gradient_norm import StepTotals
 from runner.training.mixed_precision import keep_masters
 from runner.training.optimizer import Optimizer
 from runner.training.step import Engine
-from runner.training.ties import build_ties, lead_parameters
+from runner.training.ties import build_ties, follow_leaders, lead_parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,25 +80,29 @@ def build_engine(
     loss: Loss | None = None,
 ) -> Engine:
     """Tie, schedule and optimize the loaded stages; this creates process groups. `batch` is one pipeline's share."""
-    chunks, placement, compute = tuple(chunks), stages.placement, options.compute
+    chunks, placement, compute, family = tuple(chunks), stages.placement, options.compute, chunks[0].family
     timetable = from_rank_0(timetable)  # a schedule file of that name may differ on another machine
     share = partial(share_matrices, mesh=mesh)
-    metadata = plan_stage_metadata(chunks[0].family, stages.modules, FLAG_DTYPES[compute.dtype], share)
-    ties = build_ties(stages.ties, chunks, placement, timedelta(seconds=options.timeout_s), mesh.pipelines)
+    metadata = plan_stage_metadata(family, stages.modules, FLAG_DTYPES[compute.dtype], share)
+    groups = ties_of(family, stages)
+    ties = build_ties(groups, chunks, placement, timedelta(seconds=options.timeout_s), mesh.pipelines)
     parameters = lead_parameters(chunks, ties)
+    follow_leaders(ties)  # what is borrowed was not loaded
     with raise_on_all_ranks("compute"):
         apply_compute_options(chunks, placement.num_stages, compute)
     reduce_dtype, dtype = FLAG_DTYPES[compute.reduce_dtype], FLAG_DTYPES[compute.master_dtype]
     parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=reduce_dtype, dtype=dtype)
     parallel.reshard()
-    optimizer = Optimizer(parameters, options.optim, chunks, mesh, [_names(group) for group in stages.ties])
+    optimizer = Optimizer(parameters, options.optim, chunks, mesh, [names_of(group) for group in groups])
     with raise_on_all_ranks("experts"):
         balance = balance_experts(chunks, options.balance, batch, mesh, is_compiled=compute.is_compiled)
     table, is_cuda = timetable.planned(batch.num_microbatches), chunks[0].device.type == "cuda"
     clock = Clock(table, mesh.pipeline_rank, options.traced, is_cuda=is_cuda)
+    mtp_loss = loss_with_mtp(chunks)
     return Engine(
-        schedule=build_schedule(timetable, chunks, metadata, batch, mesh.pipeline, loss),
+        schedule=build_schedule(timetable, chunks, metadata, batch, mesh.pipeline, mtp_loss or loss),
         loss=loss,
+        mtp_loss=mtp_loss,
         ties=ties,
         totals=StepTotals(
             parameters, ties, device=chunks[0].device, mesh=mesh, num_times=clock.num_times, counts=optimizer.is_clipped
@@ -109,5 +114,11 @@ def build_engine(
     )
 
 
-def _names(group: TieGroup) -> tuple[str, ...]:
+def ties_of(family: Family, stages: Stages) -> tuple[TieGroup, ...]:
+    """Return what is tied: what files say, and MTP layers with the model."""
+    more = family.mtp_ties(stages.modules) if isinstance(family, WithMtp) else ()
+    return (*stages.ties, *more)
+
+
+def names_of(group: TieGroup) -> tuple[str, ...]:
     return tuple(member.fqn for member in group.members)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
+
+import torch
 
 from manifests.errors import RankError
 from runner.config.schema import BatchOptions
@@ -11,7 +14,7 @@ from runner.data.rows import RowForm
 from runner.data.sequences import Batch
 from runner.parallel.parallelize import Parallel
 from runner.pipeline.heads import of_evaluation
-from runner.pipeline.losses import Loss
+from runner.pipeline.losses import Loss, MtpLoss
 from runner.pipeline.schedule import Schedule
 from runner.profiling.trace import Clock
 from runner.training.expert_balance import ExpertBalance, ExpertReport
@@ -31,6 +34,7 @@ class Engine:
     parallel: Parallel | None = None  # None: no other rank shares the stages of this one
     clock: Clock | None = None  # None: steps are not timed
     loss: Loss | None = None  # of the schedule; None: cross-entropy
+    mtp_loss: MtpLoss | None = None  # of the schedule, if the model has MTP layers
     balance: ExpertBalance | None = None  # None: nothing watches routers
 
     @property
@@ -43,13 +47,14 @@ class Engine:
 class StepReport:
     """The result of a step; the same on every rank."""
 
-    loss: float  # mean over the valid tokens of the global batch, before the step
+    loss: float  # mean over the valid tokens of the global batch, before the step; without that of MTP layers
     num_tokens: int  # valid ones
     grad_norm: float  # before clipping
     lr: float
     is_last: bool = False  # a rank was asked to stop, see `runner.distributed.watchdog`
     is_damaged: bool = False  # a rank has found that what it loaded is damaged, see `runner.load.deferred`
     experts: ExpertReport | None = None
+    mtp_loss: float | None = None  # the mean of those of MTP layers
 
 
 def train_step(
@@ -93,7 +98,7 @@ def train_step(
             is_last=is_last,
             is_damaged=is_damaged,
             times_s=times_s,
-            addends=engine.balance.addends if engine.balance else None,
+            addends=_addends(engine),
         )
     except RankError as error:
         raise error.within(f"step {step + 1}") from error
@@ -106,9 +111,14 @@ def train_step(
     clip_gradients(stepped, totals.norm, optimizer.options.max_norm)
     lr = optimizer.step(step)
     follow_leaders(engine.ties)
-    experts = None if engine.balance is None else engine.balance.finish(totals.sums)
+    own_loss, sums, mtp_loss = totals.loss, totals.sums, None
+    if engine.mtp_loss is not None:
+        mtp_loss, sums = math.fsum(row[0] for row in sums), tuple(row[1:] for row in sums)
+        own_loss = engine.mtp_loss.without(own_loss, mtp_loss)
+    experts = None if engine.balance is None else engine.balance.finish(sums)
     return StepReport(
-        loss=totals.loss,
+        loss=own_loss,
+        mtp_loss=mtp_loss,
         num_tokens=totals.num_tokens,
         grad_norm=totals.norm,
         lr=lr,
@@ -132,6 +142,15 @@ def eval_counted(
         engine.parallel.reshard()
     mean, count = engine.totals.reduce_loss(loss, _count(engine))
     return mean, count if of_evaluation(engine.loss) else None
+
+
+def _addends(engine: Engine) -> torch.Tensor | None:
+    """Return what is summed over the ranks that share a stage: first, the loss of MTP layers."""
+    addends = None if engine.balance is None else engine.balance.addends
+    if engine.mtp_loss is None:
+        return addends
+    mean = engine.mtp_loss.take()
+    return mean if addends is None else torch.cat([mean, addends])
 
 
 def _count(engine: Engine) -> Number | None:

@@ -5,6 +5,9 @@ Every rank that has a member of a tie group keeps one copy of the weight. On one
 share the storage of the copy and have separate gradients; the first member is the leader. After the backward
 the leader's gradient becomes the sum over all members on all ranks, so every copy takes the same
 optimizer step. The gradient norm counts the group once, on the rank of its owner.
+
+A rank that has nothing of a group but what it borrows (see Note [Borrowed weights] in mtp.py: a member of the owner's
+name) does not step it: the owner sends the new value.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ class Tie:
     is_counted_here: bool  # in the gradient's norm
     group: dist.ProcessGroup | None = None  # of `ranks`; None when there is one
     shares_storage: bool = True  # the members here; sharded ones cannot, and follow the leader by a copy
+    lender: int | None = None  # the rank in `group` that sends the value to those that borrow it; None: none does
+    is_borrowed: bool = False  # by this rank
 
     @property
     def leader(self) -> nn.Parameter:
@@ -89,6 +94,8 @@ def build_ties(
             replica.data = members[0].data
         share_master(members)
         owner_here = (group.owner.fqn, group.owner.stage) in parameters
+        borrowers = {placement.rank_of(member.stage) for member in group.replicas if member.fqn == group.owner.fqn}
+        owner_rank = placement.rank_of(group.owner.stage)
         ties.append(
             Tie(
                 fqn=group.owner.fqn,
@@ -97,14 +104,25 @@ def build_ties(
                 is_counted_here=owner_here,
                 group=process_group,
                 shares_storage=shares_storage,
+                lender=ranks.index(owner_rank) if borrowers - {owner_rank} else None,
+                is_borrowed=not owner_here
+                and all(
+                    member.fqn == group.owner.fqn
+                    for member in group.replicas
+                    if (member.fqn, member.stage) in parameters
+                ),
             )
         )
     return tuple(ties)
 
 
 def follow_leaders(ties: Iterable[Tie]) -> None:
-    """Copy the leader's new value to members that have a separate storage."""
+    """Copy the leader's new value to members that have a separate storage, and to ranks that borrow it."""
     for tie in ties:
+        if tie.lender is not None:
+            dist.broadcast(local_of(tie.leader.detach()), group=tie.group, group_src=tie.lender)
+        if tie.is_borrowed:
+            zero_gradient(tie.leader)  # as the optimizer does with what it steps
         for member in () if tie.shares_storage else tie.members[1:]:
             local_of(member.detach()).copy_(local_of(tie.leader.detach()))
 
@@ -112,6 +130,7 @@ def follow_leaders(ties: Iterable[Tie]) -> None:
 def lead_parameters(chunks: Sequence[StageChunk], ties: Sequence[Tie]) -> tuple[NamedParameter, ...]:
     """Return the parameters that this rank's optimizer steps, with their FQNs: each storage once, and no frozen one."""
     led = {id(member) for tie in ties for member in tie.members[1:]}
+    led |= {id(tie.leader) for tie in ties if tie.is_borrowed}
     led = led.union(*(chunk.frozen_ids() for chunk in chunks))
     return tuple(
         (fqn, parameter)
@@ -156,7 +175,7 @@ def check_equal(
     """
     if not dist.is_initialized():
         return
-    tied = [(tie.fqn, of(tie.leader)) for tie in ties if tie.group is not None]
+    tied = [(tie.fqn, of(tie.leader)) for tie in ties if tie.group is not None and tie.lender is None]
     mine = {(fqn, local_offset(tensor)): _digest(local_of(tensor)) for fqn, tensor in tied if tensor is not None}
     everyone: list[dict[tuple[str, tuple[int, ...]], str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)

@@ -32,6 +32,7 @@ ZERO_BUBBLE: dict[str, Any] = {"schedule": "ZBVZeroBubble", "splits_backward": T
 GENERIC: dict[str, Any] = {"is_generic": True, "architecture": "Olmo3ForCausalLM"}
 OWN: dict[str, Any] = {"is_unverified": True, "architecture": "MineForCausalLM"}
 LORA: dict[str, Any] = {"has_adapters": True, "implementation": "transformers"}
+MTP: dict[str, Any] = {"num_mtp_layers": 1, "implementation": "transformers"}
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({**ZERO_BUBBLE, "is_compiled": True}, "--compile", "schedule.compiled-layers"),
     (
@@ -64,6 +65,19 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({**LORA, "moves_biases": True}, "--router-bias-rate", "options.lora-combination"),
     ({**LORA, "is_compiled": True}, "--compile", "options.lora-combination"),
     ({"num_mtp_layers": 1}, "manifest", "manifest.mtp-layers"),
+    *(
+        ({**MTP, **found}, where, "options.mtp-combination")
+        for found, where in (
+            ({"num_tensor": 2}, "--tp"),
+            ({"num_context": 2}, "--cp"),
+            ({"num_expert": 2}, "--ep"),
+            ({"num_shards": 2}, "--dp-shard"),
+            ({"is_compiled": True}, "--compile"),
+            ({"has_loss_chunks": True}, "--loss-chunk"),
+            ({"has_adapters": True}, "--lora-rank"),
+            ({"has_own_loss": True}, "--loss"),
+        )
+    ),
 ]
 
 
