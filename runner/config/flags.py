@@ -335,7 +335,7 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 def _check_together(values: Mapping[str, Any]) -> None:
     if values["eval_every"] is not None and not values["eval_data"]:
         raise UsageError("--eval-every", "needs --eval-data", "add --eval-data PATH", code="options.missing-value")
-    if values["loss_chunk"] is not None and any(values[name] for name in _GROUPS["Loss"]):
+    if values["loss_chunk"] is not None and any(values[name] for name in _GROUPS["Loss"] if name != "mtp_loss_weight"):
         problem = "computes plain cross-entropy, and no other loss"
         raise UsageError("--loss-chunk", problem, "remove it", code="options.loss-chunk")
     counted = "--loss" if values["own_loss"] else "--token-weights" if values["token_weights"] else None

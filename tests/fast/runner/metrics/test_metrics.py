@@ -35,7 +35,7 @@ from tests.fast.manifests.models.built import read_config
 
 DOCS = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
 EXPERTS = ExpertReport(load=((3, (5, 0)), (12, (4, 1))), aux_loss=1.25)
-STEP = StepReport(loss=2.5, num_tokens=600, grad_norm=1.5, lr=1e-3, experts=EXPERTS)
+STEP = StepReport(loss=2.5, mtp_loss=3.5, num_tokens=600, grad_norm=1.5, lr=1e-3, experts=EXPERTS)
 TIMES = StepTimes(
     step_s=2.0,
     data_s=(0.5, 0.0),
@@ -88,7 +88,7 @@ def test_lines_say_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "step": 4, "loss": 2.5, "grad_norm": 1.5, "lr": 1e-3, "num_tokens": 600, "step_s": 2.0,
         "data_s": [0.5, 0.0], "compute_s": [1.0, 0.75], "communication_s": [0.25, 0.5], "bubble_s": [0.125, 0.625],
         "tokens_per_s": 300.0, "peak_nbytes": 4096, "mfu": 0.25, "skipped_documents": 1,
-        "aux_loss": 1.25, "expert_load": {"3": [5, 0], "12": [4, 1]},
+        "mtp_loss": 3.5, "aux_loss": 1.25, "expert_load": {"3": [5, 0], "12": [4, 1]},
     }  # fmt: skip
     assert evaluation == {"step": 4, "eval_loss": 2.25, "eval_num_tokens": 1000, "eval_skipped_documents": 1}
     assert checkpoint == {
