@@ -122,7 +122,7 @@ def compare_shared(family: SelfChecked, mesh: Mesh, dtype: torch.dtype | None = 
         parallel.reduce_gradients()
     return Compared(
         logits=max(difference(logits.detach(), result.logits) for logits, result in crossed),
-        loss=max(loss_difference(logits.detach(), result) for logits, result in crossed),
+        loss=max(loss_difference((chunk,), logits.detach(), result) for logits, result in crossed),
         gradients=max(difference(gradient, expected) for _, expected, gradient in gradients_of(tiny.whole, (chunk,))),
     )
 

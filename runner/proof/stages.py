@@ -278,7 +278,7 @@ def _compare(
     return (
         Compared(
             logits=max(_largest(computed - result.logits) for computed, result in zip(logits, results, strict=True)),
-            loss=max(_loss_difference(chunks, *pair) for pair in zip(logits, results, strict=True)),
+            loss=max(loss_difference(chunks, *pair) for pair in zip(logits, results, strict=True)),
             gradients=max(difference(computed, expected) for _, expected, computed in gradients_of(whole, chunks)),
         ),
         whole,
@@ -360,7 +360,7 @@ def batch_of(tokens: torch.Tensor) -> Batch:
     return Batch(tokens=tokens, labels=labels, num_tokens=labels.shape[1] - 1)
 
 
-def _loss_difference(chunks: Sequence[StageChunk], logits: torch.Tensor, expected: WholeResult) -> float:
+def loss_difference(chunks: Sequence[StageChunk], logits: torch.Tensor, expected: WholeResult) -> float:
     loss = loss_of(chunks, loss_with_mtp(chunks))(logits, batch_of(expected.tokens)).item()
     return abs(loss - expected.loss) / abs(expected.loss)
 
