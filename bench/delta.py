@@ -7,19 +7,22 @@ density: the demo's model, trained at 3e-3 for 30 steps, is trained on at each o
 published in bf16: the fraction of elements and bytes that change, and zstd's ratio at several levels. What it prints
 does not depend on how busy the machine is.
 
-speed: a checkpoint of which 2 % of the elements change, spread over all tensors. Publish with a copy of the version
-before is compared with one read and BLAKE3 of both; apply with a read and a write of what differs, which is all shards;
-and both with a full copy, `rsync --inplace` and `zstd --patch-from`, as far as they are installed. Turn by turn, on a
-quiet machine, files in the page cache.
+speed: a checkpoint in four shards, in three of which 2 % of the elements change. Publish, with a copy of the version
+before, beside one read of both, and one read and BLAKE3 of both; apply beside a read and a write of the shards that
+differ; and a full copy, `rsync --inplace` and `zstd --patch-from`, which are required. Turn by turn, rotated, with
+pauses; files are in the page cache, unless the name says cold, and every writer ends with its bytes on disk.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +35,8 @@ from checkpoints import llama_of, write_checkpoint
 RATES = (1e-6, 1e-5, 1e-4)
 LEVELS = (1, 3, 9, 19)
 SHARE = 0.02  # of the elements that change
+NUM_SHARDS, PAUSE_S = 4, 2.0
+HASH = "import sys, blake3\nfor path in sys.argv[1:]: blake3.blake3(max_threads=-1).update_mmap(path).digest()"
 BATCH = ("--seq-len", 128, "--global-batch", 32, "--microbatch", 4)
 
 
@@ -118,46 +123,89 @@ def bf16_in(step: Path, out: Path) -> np.ndarray:
 
 
 def speed(root: Path, gb: float, num_turns: int) -> dict[str, object]:
-    old, new = root / "old", root / "new"
-    nbytes = write_checkpoint(old, llama_of(gb * 1e9 / 2, 1024, least_layers=4), num_shards=4)
+    old, new, chain, served = root / "old", root / "new", root / "chain", root / "served"
+    nbytes = write_checkpoint(old, llama_of(gb * 1e9 / 2, 1024, least_layers=4), num_shards=NUM_SHARDS)
     shutil.copytree(old, new)
-    change(new)
-    reshard("delta", "publish", old, "--chain", root / "chain")
-    reshard("delta", "publish", new, "--chain", root / "chain", "--base", old)
-    reshard("delta", "apply", root / "chain", "--to", root / "served", "--version", "1")
-    shutil.copytree(root / "chain/weight_v000001", root / "one/weight_v000001")
+    differing = change(new)
+    shutil.copytree(old, served)
+    delta(root, "publish", old, "--chain", chain)
+    publish = ("publish", new, "--chain", chain, "--base", old, "--quiet")
+    delta(root, *publish)
+    delta_nbytes = sum(path.stat().st_size for path in (chain / "weight_v000002").iterdir())
+    done = json.loads(reshard("delta", "apply", chain, "--to", served, "--json"))
+    assert done["write_nbytes"] < 1.001 * sum(path.stat().st_size for path in differing), "only what differs"
+    assert same_weights(served, new)
+    verified_s = list[float]()
+
+    def publish_again() -> measure.Run:
+        shutil.rmtree(chain / "weight_v000002")
+        return delta(root, *publish)
+
+    def cold(run: Callable[[], measure.Run]) -> measure.Run:
+        for path in files:
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return run()
+
+    def read_both() -> measure.Run:
+        return shell(None, f"cat {words(files)} > /dev/null")
+
+    def apply(version: int) -> measure.Run:
+        flags = ("--to", served, "--version", version, "--json")
+        run = delta(root, "apply", chain, *flags)
+        if version == 2:
+            verified_s.append(json.loads((root / "printed").read_text())["verify_s"])
+        return run
+
+    files, shards = [*old.glob("*.safetensors"), *new.glob("*.safetensors")], sorted(new.glob("*.safetensors"))
+    copy = root / "copy"
     measures = {
-        "publish": lambda: timed(root / "one/weight_v000002", "delta", "publish", new, "--chain", root / "one",
-                                 "--base", old),
-        "hash both": lambda: hashed(root, old, new),
-        "apply": lambda: applied(root, 2),
-        "apply back": lambda: applied(root, 1),
-        "cp -r": lambda: measure.run_measured(["cp", "-r", str(new), str(root / "copy")], root / "copy"),
+        "apply": lambda: apply(2),
+        "apply back to the full version": lambda: apply(1),
+        "copy of what differs": lambda: shell(copy, f"mkdir {copy}; cp {words(differing)} {copy}; sync -f {copy}"),
+        "publish": publish_again,
+        "read both": read_both,
+        "BLAKE3 of both": lambda: measure.run_measured([sys.executable, "-c", HASH, *map(str, files)]),
+        "publish, cold": lambda: cold(publish_again),
+        "read both, cold": lambda: cold(read_both),
+        "full copy": lambda: shell(copy, f"cp -r {new} {copy}; sync -f {copy}"),
+        "rsync --inplace": lambda: rsynced(root, old, new),
+        "zstd --patch-from": lambda: shell(
+            copy,
+            f"mkdir {copy}\n"
+            + "\n".join(f"zstd -q -1 --long=31 --patch-from {old / shard.name} {shard} -o {copy / shard.name}.zst"
+                        for shard in shards),
+        ),
     }  # fmt: skip
-    if shutil.which("rsync"):
-        measures["rsync --inplace"] = lambda: rsynced(root, old, new)
-    if shutil.which("zstd"):
-        measures["zstd --patch-from"] = lambda: patched(root, old, new)
-    turns = measure.take_turns(measures, num_turns)
-    delta = sum(path.stat().st_size for path in (root / "chain/weight_v000002").iterdir())
+    turns = measure.take_turns(measures, num_turns, pause_s=PAUSE_S)
+
+    def ratios(ours: str, theirs: str) -> dict[str, float]:
+        pairs = [(turn[ours], turn[theirs]) for turn in turns]
+        wall = measure.median_ratio((a.wall_s for a, _ in pairs), (b.wall_s for _, b in pairs))
+        return {"wall": wall, "cpu": measure.median_ratio((a.cpu_s for a, _ in pairs), (b.cpu_s for _, b in pairs))}
+
     return {
-        "what": f"publish and apply of {gb} GB, {SHARE:.0%} of whose elements change",
+        "what": f"{gb} GB in {NUM_SHARDS} shards, of all of which but one {SHARE:.0%} of the elements change",
         "nbytes": nbytes,
-        "delta_nbytes": delta,
+        "delta_nbytes": delta_nbytes,
+        "differing_nbytes": sum(path.stat().st_size for path in differing),
         **{name: measure.summary([turn[name] for turn in turns]) for name in measures},
-        "publish_of_hash_both": measure.median_ratio(
-            (turn["publish"].wall_s for turn in turns), (turn["hash both"].wall_s for turn in turns)
-        ),
-        "apply_of_cp": measure.median_ratio(
-            (turn["apply"].wall_s for turn in turns), (turn["cp -r"].wall_s for turn in turns)
-        ),
-    }
+        "apply_verify_of_the_rest_s": [round(seconds, 3) for seconds in verified_s[1:]],
+        "publish_of_read_both_cold": ratios("publish, cold", "read both, cold"),
+        "publish_of_read_both": ratios("publish", "read both"),
+        "publish_of_blake3_of_both": ratios("publish", "BLAKE3 of both"),
+        "apply_of_copy_of_what_differs": ratios("apply", "copy of what differs"),
+        "apply_of_full_copy": ratios("apply", "full copy"),
+        "apply_of_rsync": ratios("apply", "rsync --inplace"),
+        "publish_of_zstd": ratios("publish", "zstd --patch-from"),
+    }  # fmt: skip
 
 
-def change(folder: Path) -> None:
-    """Flip the lowest bit of 2 % of the bf16 elements of each shard, chosen at random."""
+def change(folder: Path) -> list[Path]:
+    """Flip the lowest bit of 2 % of the bf16 elements of each shard but the last, at random; return these shards."""
     generator = np.random.default_rng(0)
-    for shard in sorted(folder.glob("*.safetensors")):
+    shards = sorted(folder.glob("*.safetensors"))[:-1]
+    for shard in shards:
         first = 8 + int.from_bytes(shard.read_bytes()[:8], "little")
         data = np.memmap(shard, np.uint8, "r+", offset=first)
         elements = data[: len(data) // 2 * 2].view(np.uint16)
@@ -165,41 +213,31 @@ def change(folder: Path) -> None:
             part = elements[begin : begin + (1 << 24)]
             part ^= (generator.random(len(part), np.float32) < SHARE).astype(np.uint16)
         data.flush()
+    return shards
 
 
-def timed(out: Path, *arguments: object) -> measure.Run:
-    return measure.run_measured([*measure.RESHARD, *map(str, arguments)], out)
+def same_weights(folder: Path, other: Path) -> bool:
+    return bool(json.loads(reshard("diff", folder, other, "--json"))["equal"])
 
 
-def hashed(root: Path, old: Path, new: Path) -> measure.Run:
-    digests = [["check", str(folder), "--digests", "write"] for folder in (old, new)]
-    script = "import sys, json; from reshard.cli import main\n" + "".join(
-        f"sys.argv = ['reshard', *{arguments!r}]\ntry: main()\nexcept SystemExit as e: assert not e.code\n"
-        for arguments in digests
-    )
-    run = measure.run_measured([sys.executable, "-c", script])
-    for folder in (old, new):
-        (folder / "digests.json").unlink()
-    return run
+def delta(root: Path, *arguments: object) -> measure.Run:
+    """Run a command of `reshard delta`; what it prints is in the file `printed`."""
+    command = " ".join(map(shlex.quote, [*measure.RESHARD, "delta", *map(str, arguments)]))
+    return measure.run_measured(["bash", "-c", f"exec {command} > {root / 'printed'}"])
 
 
-def applied(root: Path, version: int) -> measure.Run:
-    arguments = ["delta", "apply", root / "chain", "--to", root / "served", "--version", version]
-    return measure.run_measured([*measure.RESHARD, *map(str, arguments)])
+def shell(out: Path | None, script: str) -> measure.Run:
+    return measure.run_measured(["bash", "-euc", script], out)
+
+
+def words(paths: Iterable[Path]) -> str:
+    return " ".join(map(str, paths))
 
 
 def rsynced(root: Path, old: Path, new: Path) -> measure.Run:
-    shutil.rmtree(root / "rsync", ignore_errors=True)
     shutil.copytree(old, root / "rsync")
-    return measure.run_measured(["rsync", "-r", "--inplace", "--no-whole-file", f"{new}/", f"{root / 'rsync'}/"])
-
-
-def patched(root: Path, old: Path, new: Path) -> measure.Run:
-    shards = [path.name for path in sorted(new.glob("*.safetensors"))]
-    commands = [
-        f"zstd -q -f --long=31 -1 --patch-from {old / name} {new / name} -o {root / name}.zst" for name in shards
-    ]
-    return measure.run_measured(["bash", "-euc", "; ".join(commands)])
+    command = f"rsync -r --inplace --no-whole-file {new}/ {root}/rsync/; sync -f {root}/rsync"
+    return shell(root / "rsync", command)
 
 
 def reshard(*arguments: object) -> str:
