@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from manifests.versions import VERSION_INDEX
+
 METADATA_NAME = ".metadata"
 DATA_SUFFIX = ".distcp"
 MARK_NAME = "metadata.json"  # of Megatron-Core: which format this is; it writes it last
@@ -13,7 +15,6 @@ _DEEPSPEED = re.compile(
     r"(?:[^/]+/)?(?:(?:layer|mp_rank|(?:bf16_|fp16_)?zero_pp_rank)_\d+[^/]*_states\.pt|zero/[^/]+/fp32\.pt)"
 )
 
-VERSION_INDEX = re.compile(r"weight_v(\d{6,12})/model\.safetensors\.index\.json")  # of a chain of versions
 
 _OF_TRANSFORMERS = re.compile(r".+\.safetensors|(?:.+/)?pytorch_model[^/]*\.bin")
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from manifests.digest import PREFIX
 from manifests.errors import InputError, Parameter, check_count
 from manifests.index import INDEX_NAME
+from manifests.versions import LOCK_NAME, folder_of
 from reshard.checks.compare import hash_each
 from reshard.copy.runs import Progress, counting
-from reshard.delta.publish import LOCK_NAME, open_base
-from reshard.formats.delta.chain import Chain, Version, folder_of, open_versions
+from reshard.delta.publish import open_base
+from reshard.formats.delta.chain import Chain, Version, open_versions
 from reshard.formats.delta.codec import BAD_DELTA, check_packages
 from reshard.formats.delta.read import check_state, open_version
 from reshard.tensors.comparison import Finding, Findings

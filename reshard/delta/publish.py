@@ -7,7 +7,6 @@ are spooled to disk, since a header needs their sizes, and comes first. Memory: 
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,13 +22,14 @@ from manifests.invariants import SOURCE_FILES
 from manifests.jsontext import parse_json_object
 from manifests.paths import root_shard_path
 from manifests.store import read_small_file
+from manifests.versions import LOCK_NAME, encode_version, folder_of, metadata_of
 from reshard.copy.destination import FolderTarget, Target, check_apart, check_unchanged, copy_files, open_target
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import Progress, counting
 from reshard.delta.difference import compare_states, delta_shards
-from reshard.formats.delta.chain import Chain, folder_of, open_chain, open_versions, state_digest
-from reshard.formats.delta.codec import BLAKE3, XOR, ZSTD, check_packages
+from reshard.formats.delta.chain import Chain, open_chain, open_versions, state_digest
+from reshard.formats.delta.codec import check_packages
 from reshard.formats.delta.read import open_version, other_base, with_header_digests
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.huggingface.write import with_config_for
@@ -46,7 +46,7 @@ from stores.folders.publish import writing_to
 from stores.local import LocalFolder
 from stores.open import Address, open_store
 
-LOCK_NAME, _SPOOL_NAME = ".publish.lock", ".publish.spool"
+_SPOOL_NAME = ".publish.spool"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +183,7 @@ class _Publisher:
                 tensors += tensors_in(file, header, header.digest_table(str(file)))
             state = state_digest(tensors)
             check_unchanged(shards, auxiliary)
-            metadata = {"total_size": total, "version": f"{self.number:06d}", "state": state}
+            metadata = {"total_size": total, **metadata_of(self.number, state, is_full=True)}
             _commit(target, metadata, files, shards)
         return PublishResult(
             location=str(self.place),
@@ -234,15 +234,7 @@ class _Publisher:
             target.write_shards(shards, WriteOptions(parallelism=self.parallelism))
             origins = [OutputShard(path="", origins=tuple(b for _, b in unread), header_nbytes=0)]
             check_unchanged(origins, auxiliary)
-            metadata = {
-                "version": f"{self.number:06d}",
-                "base_version": f"{self.number - 1:06d}",
-                "delta_encoding": XOR,
-                "compression_format": ZSTD,
-                "checksum_format": BLAKE3,
-                "state": state,
-                "base_state": base_state,
-            }
+            metadata = metadata_of(self.number, state, base_state, is_full=False)
             _commit(target, metadata, digests, shards)
         return replace(result, nbytes=sum(shard.nbytes for shard in shards))
 
@@ -269,12 +261,8 @@ def _commit(
     target: Target, metadata: Mapping[str, object], files: Mapping[str, str], shards: Iterable[OutputShard]
 ) -> None:
     """Write the index, with which the version exists."""
-    flat = {key: value for key, value in metadata.items() if value is not None}
-    index = {
-        "metadata": {**flat, "files": json.dumps(files, sort_keys=True)},
-        "weight_map": {origin.name: shard.path for shard in shards for origin in shard.origins},
-    }
-    target.commit(INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
+    weight_map = {origin.name: shard.path for shard in shards for origin in shard.origins}
+    target.commit(INDEX_NAME, encode_version(metadata, files, weight_map))
 
 
 def open_base(base: str | Path) -> Checkpoint:

@@ -22,6 +22,7 @@ from manifests.models.shape import description_problems
 from manifests.safetensors import nbytes_of
 from manifests.schema import ModelDescription, Source
 from manifests.store import links_out_of, read_config
+from manifests.versions import CONFIG_DTYPES
 from reshard.formats import table
 from reshard.formats.delta.chain import ChainAt, split_version
 from reshard.formats.megatron.names import find_iteration
@@ -29,7 +30,6 @@ from reshard.formats.table import Format, OpenOptions
 from reshard.formatting import list_words, nearest_word
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.source_index import SourceRecord
-from reshard.transforms.conversion import CONFIG_DTYPES
 from stores.address import is_url
 from stores.base import Folder
 from stores.bundles import TensorAt

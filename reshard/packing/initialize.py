@@ -20,13 +20,14 @@ from manifests.models.catalogue import entry_of
 from manifests.models.config import CONFIG_NAME, ConfigReader
 from manifests.schema import Source
 from manifests.store import read_config, write_file
+from manifests.versions import CONFIG_DTYPES
 from reshard.copy.destination import check_space
 from reshard.copy.runs import Progress, counting
 from reshard.estimate.meta_model import SHARD_NAME, SHARD_NBYTES, InitialWeights, write_initial
 from reshard.formats.open import DEFAULT_DTYPE, find_config, open_config, open_source
 from reshard.packing.options import PackOptions
 from reshard.tensors.checkpoint import Checkpoint
-from reshard.transforms.conversion import CONFIG_DTYPES, STORED, Conversion
+from reshard.transforms.conversion import STORED, Conversion
 from stores.address import is_url
 from stores.folders.owned import files_of_manifest
 from stores.folders.publish import check_target, scratch_beside, writing_to

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from manifests.errors import Parameter, SourceError, UsageError, check_choice
 from manifests.models import model_shape
 from manifests.models.config import CONFIG_NAME
+from manifests.versions import encode_config, with_dtype
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.comparison import check_coverage, stored_in, without_absent
 from reshard.tensors.lazy import DerivedFile, MemoryFile
@@ -106,7 +106,7 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     shape = without_absent(shape, tensors)
     check_coverage(plain, shape, checkpoint.location)
     kinds = {old: (tensor.name, tensor.dtype, tensor.shape) for old, tensor in tensors.values()}
-    text = (json.dumps(with_dtype(config, dtype), indent=2, ensure_ascii=False) + "\n").encode()
+    text = encode_config(with_dtype(config, dtype))
     config_file = AuxiliaryAt(path=CONFIG_NAME, file=MemoryFile(f"{config_at.file} without {SECTION}", text))
     return replace(
         checkpoint,
@@ -131,9 +131,6 @@ def _record(record: SourceRecord, kinds: Mapping[str, TargetTensor]) -> SourceRe
     index = None if record.index is None else index_anew(record.index, entries)
     return SourceRecord(shards=tuple(shards), index=index)
 
-
-CONFIG_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-CONFIG_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, 4 the second
 
 ExportDtype = Literal["source", "fp32", "bf16", "fp16"]
 
@@ -195,9 +192,3 @@ def _one_dtype(checkpoint: Checkpoint, wanted: str, parameter: Parameter) -> Ite
                 code="source.cannot-cast",
             )
         yield fqn, wanted
-
-
-def with_dtype(config: Mapping[str, Any], stored: str) -> dict[str, Any]:
-    """Return the config with this dtype (as in safetensors headers) wherever it names one, since readers cast to it."""
-    name = next(name for name, dtype in CONFIG_DTYPES.items() if dtype == stored)
-    return {**config, **{key: name for key in CONFIG_DTYPE_KEYS if key in config}}

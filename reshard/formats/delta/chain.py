@@ -15,7 +15,6 @@ others has checksums of changed tensors alone.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,16 +23,16 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from manifests.digest import PREFIX, Hasher, digest_bytes, is_digest, split_digests
+from manifests.digest import PREFIX, digest_bytes, is_digest, split_digests
 from manifests.errors import SourceError
 from manifests.index import ADAPTER_NAMES, INDEX_NAME
 from manifests.jsontext import parse_json_object
 from manifests.paths import problem_with_path
 from manifests.safetensors import DIGESTS_KEY
 from manifests.store import write_file
-from reshard.archives.names import VERSION_INDEX
+from manifests.versions import BLAKE3, ZSTD, digest_of_state, folder_of
 from reshard.formats.auxiliary import names_weights
-from reshard.formats.delta.codec import BAD_DELTA, BLAKE3, CHECKSUMS, ENCODINGS, ZSTD, Patch
+from reshard.formats.delta.codec import BAD_DELTA, CHECKSUMS, ENCODINGS, Patch
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formatting import list_words
 from stores.address import SCHEME, is_url
@@ -41,6 +40,7 @@ from stores.base import Blocks, Folder, InputFile, read_file_header, read_whole
 from stores.bundles import TensorAt, tensors_in
 from stores.local import LocalFile, LocalFolder
 from stores.open import Address, open_store
+from stores.versions import numbers_in
 from stores.workers import at_once
 
 _AT_VERSION = re.compile(r"(.+)@(\d{1,12})", re.DOTALL)
@@ -70,10 +70,6 @@ class Version:
     @property
     def folder(self) -> str:
         return folder_of(self.number)
-
-
-def folder_of(number: int) -> str:
-    return f"weight_v{number:06d}"
 
 
 def split_version(source: str) -> tuple[str, int | None]:
@@ -193,19 +189,7 @@ def open_versions(address: Address) -> Chain:
 
 
 def list_versions(folder: Folder) -> Chain:
-    if isinstance(folder, LocalFolder):  # no walk: a publisher may be writing and renaming there
-        try:
-            entries = os.listdir(folder.path)
-        except FileNotFoundError:
-            entries = []
-        except OSError as error:
-            raise SourceError(str(folder), f"cannot be listed: {error.strerror}", code="source.not-a-folder") from error
-        names: Iterable[str] = [
-            f"{name}/{INDEX_NAME}" for name in entries if (folder.path / name / INDEX_NAME).is_file()
-        ]
-    else:
-        names = folder.names()
-    return Chain(folder, tuple(sorted(number for name in names if (number := _number_of(name)) is not None)))
+    return Chain(folder, numbers_in(folder))
 
 
 def read_patches(folder: Folder, version: Version, scratch: Path | None = None) -> dict[str, Patch]:
@@ -256,23 +240,13 @@ def _copied(file: InputFile, scratch: Path) -> InputFile:
 
 
 def state_digest(tensors: Iterable[TensorAt]) -> str | None:
-    """Return the digest of a state: of the name, dtype, shape and digest of each tensor; None if one is not known."""
-    hasher = Hasher()
-    for tensor in sorted(tensors, key=lambda tensor: tensor.name):
-        if tensor.blake3 is None:
-            return None
-        line = json.dumps([tensor.name, tensor.dtype, list(tensor.shape), tensor.blake3.hex()], ensure_ascii=False)
-        hasher.update(f"{line}\n".encode())
-    return PREFIX + hasher.hexdigest()
+    """Return the digest of a state; None if that of a tensor is not known."""
+    parts = [(tensor.name, tensor.dtype, tensor.shape, tensor.digest) for tensor in tensors]
+    hashed = [(name, dtype, shape, digest) for name, dtype, shape, digest in parts if digest is not None]
+    return digest_of_state(hashed) if len(hashed) == len(parts) else None
 
 
 _AGAIN = "the version is damaged; copy or publish it again"
-
-
-def _number_of(name: str) -> int | None:
-    """Return the number of the version that a file is the index of."""
-    match = VERSION_INDEX.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def _read_version(folder: Folder, number: int) -> Version:

@@ -19,6 +19,7 @@ from zlib import adler32
 
 from manifests.digest import Hasher
 from manifests.errors import SourceError, StoreError
+from manifests.versions import BLAKE3, LEVEL, XOR
 from reshard.tensors.lazy import STEP_NBYTES, derive, read_blocks
 from stores.base import InputFile
 from stores.bundles import TensorAt
@@ -26,12 +27,9 @@ from stores.bundles import TensorAt
 if TYPE_CHECKING:
     from reshard.transforms import arithmetic
 
-XOR, OVERWRITE = "xor", "overwrite"
+OVERWRITE = "overwrite"
 ENCODINGS = (XOR, OVERWRITE)
-BLAKE3 = "blake3"  # what is written; the others are read
 CHECKSUMS = (BLAKE3, "xxh3-128", "adler32")
-ZSTD = "zstd"
-LEVEL = 1  # of zstd: higher ones take longer than the disk
 BAD_DELTA = "source.bad-delta"
 _MOST_WINDOW_NBYTES = 128 << 20  # what a frame may ask for while it is decompressed
 _POSITION_NBYTES = 4

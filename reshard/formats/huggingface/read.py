@@ -16,7 +16,7 @@ from manifests.models.config import CONFIG_NAME
 from manifests.paths import problem_with_path
 from manifests.schema import Source
 from manifests.store import newest_below
-from reshard.archives.names import VERSION_INDEX
+from manifests.versions import VERSION_INDEX
 from reshard.formats.auxiliary import auxiliary_files, describes_files, names_weights
 from reshard.formats.huggingface.weight_map import (
     TORCH_INDEX_NAME,

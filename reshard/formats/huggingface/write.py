@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -10,6 +9,7 @@ from manifests.errors import ManifestError
 from manifests.index import INDEX_NAME
 from manifests.models.config import CONFIG_NAME
 from manifests.trained import TRAINED_NAME
+from manifests.versions import encode_config, with_dtype
 from reshard.formats.auxiliary import with_source_files
 from reshard.formats.export import ExportPlan, publish_export
 from reshard.formats.table import ExportOptions, ExportResult
@@ -17,7 +17,7 @@ from reshard.plans.pack_plan import GivenHeader, OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import RecordedShard, index_anew, lay_out_anew, new_header_text
-from reshard.transforms.conversion import STORED, ExportDtype, cast_checkpoint, casts_in, with_dtype
+from reshard.transforms.conversion import STORED, ExportDtype, cast_checkpoint, casts_in
 from stores.base import read_config, read_whole
 from stores.bundles import TensorAt
 from stores.open import Address
@@ -113,6 +113,5 @@ def with_config_for(checkpoint: Checkpoint, dtype: ExportDtype) -> Checkpoint:
     updated = with_dtype(config, STORED[dtype])
     if updated == config:
         return checkpoint
-    text = json.dumps(updated, indent=2, ensure_ascii=False) + "\n"
-    new = AuxiliaryAt(path=CONFIG_NAME, file=MemoryFile(f"{item.file} for {dtype}", text.encode()))
+    new = AuxiliaryAt(path=CONFIG_NAME, file=MemoryFile(f"{item.file} for {dtype}", encode_config(updated)))
     return replace(checkpoint, auxiliary=tuple(new if file is item else file for file in checkpoint.auxiliary))

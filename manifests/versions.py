@@ -1,0 +1,63 @@
+"""Versions of a chain of weights, as `reshard delta publish` and a run with `--publish` write them.
+
+See Note [A version of a chain] in `reshard.formats.delta.chain`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from manifests.digest import PREFIX, Hasher
+
+VERSION_INDEX = re.compile(r"weight_v(\d{6,12})/model\.safetensors\.index\.json")
+LOCK_NAME = ".publish.lock"  # of the process that publishes to a chain in a folder
+XOR, BLAKE3, ZSTD = "xor", "blake3", "zstd"  # what is written
+LEVEL = 1  # of zstd: higher ones take longer than the disk
+CONFIG_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # as in safetensors headers
+CONFIG_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, 4 the second
+
+
+def folder_of(number: int) -> str:
+    return f"weight_v{number:06d}"
+
+
+def digest_of_state(tensors: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
+    """Return the digest of a state: of the name, dtype, shape and digest in hex of each tensor."""
+    hasher = Hasher()
+    for name, dtype, shape, digest in sorted(tensors):
+        hasher.update(f"{json.dumps([name, dtype, list(shape), digest], ensure_ascii=False)}\n".encode())
+    return PREFIX + hasher.hexdigest()
+
+
+def metadata_of(number: int, state: str | None, base_state: str | None = None, *, is_full: bool) -> dict[str, str]:
+    """Return the metadata of a version's index: a full one, or a delta of the version before."""
+    fields = {"version": f"{number:06d}", "state": state}
+    if not is_full:
+        fields |= {
+            "base_version": f"{number - 1:06d}", "delta_encoding": XOR, "compression_format": ZSTD,
+            "checksum_format": BLAKE3, "base_state": base_state,
+        }  # fmt: skip
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def encode_version(metadata: Mapping[str, object], files: Mapping[str, str], weight_map: Mapping[str, str]) -> bytes:
+    """Return the index of a version, with the digests of its auxiliary files."""
+    index = {"metadata": {**metadata, "files": encode_files(files)}, "weight_map": weight_map}
+    return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def encode_files(files: Mapping[str, str]) -> str:
+    return json.dumps(files, sort_keys=True)
+
+
+def with_dtype(config: Mapping[str, Any], stored: str) -> dict[str, Any]:
+    """Return the config with this dtype (as in safetensors headers) wherever it names one, since readers cast to it."""
+    name = next(name for name, dtype in CONFIG_DTYPES.items() if dtype == stored)
+    return {**config, **{key: name for key in CONFIG_DTYPE_KEYS if key in config}}
+
+
+def encode_config(config: Mapping[str, Any]) -> bytes:
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,31 @@
+"""The versions that a chain of weights has: folders or prefixes with an index."""
+
+from __future__ import annotations
+
+import os
+
+from manifests.errors import SourceError
+from manifests.index import INDEX_NAME
+from manifests.versions import VERSION_INDEX
+from stores.base import Folder
+from stores.local import LocalFolder
+
+
+def numbers_in(folder: Folder) -> tuple[int, ...]:
+    """Return the numbers of the complete versions below a folder, in ascending order; one that is missing has none.
+
+    Raises:
+        SourceError: it is not a folder, or cannot be listed.
+        InputError: a bucket cannot be listed.
+    """
+    if isinstance(folder, LocalFolder):  # no walk: a publisher may be writing and renaming there
+        try:
+            entries = os.listdir(folder.path)
+        except FileNotFoundError:
+            entries = []
+        except OSError as error:
+            raise SourceError(str(folder), f"cannot be listed: {error.strerror}", code="source.not-a-folder") from error
+        names = [f"{name}/{INDEX_NAME}" for name in entries if (folder.path / name / INDEX_NAME).is_file()]
+    else:
+        names = list(folder.names())
+    return tuple(sorted(int(match[1]) for match in map(VERSION_INDEX.fullmatch, names) if match))
