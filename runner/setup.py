@@ -123,7 +123,7 @@ class Ready:
         is_writer = self.mesh.replicate_rank == self.mesh.writer == 0
         with raise_on_all_ranks("save"):
             weights = whole_weights(self.chunks, self.launched.manifest.ties, is_writer=is_writer)
-        return weights, replace(self.save_context, writer=0, num_writers=1)
+        return weights, replace(self.save_context, num_writers=1)
 
 
 def begin(
@@ -164,7 +164,7 @@ def _begin(
         start = read_start(launched, found, options)
         options, origin, training = start.options, start.origin, start.training
         named = None if options.resume.source in (None, "auto") else origin.root
-        save_context = SaveContext.of(launched, origin, writer=mesh.writer, num_writers=mesh.num_writers, named=named)
+        save_context = SaveContext.of(launched, origin, num_writers=mesh.num_writers, named=named)
         check_launched(launched)
         check_adapters(origin, options, training)
         # From which weights are read that have no adapters.

@@ -62,8 +62,10 @@ class Saver:
         state: Held,
         timeout: timedelta,
         timer: StallTimer | None = None,
+        before: Path | None = None,
     ) -> None:
         self._context, self._options, self._timer = context, options, timer
+        self._before = before  # the checkpoint of this run that the next one shares files with
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         # Allocating takes long: it is done during the first steps.
@@ -125,8 +127,9 @@ class Saver:
             nbytes = save(
                 state, self._context, path, training,
                 data_files=data_files, force=True, group=self._group, timer=self._timer,
-                is_awaited=self._is_awaited.is_set,
+                is_awaited=self._is_awaited.is_set, before=self._before,
             )  # fmt: skip
+            self._before = path
         except UserError as error:
             failure = error
         ended_s = time.perf_counter()

@@ -307,8 +307,7 @@ def _share_of(packed: Packed, pieces: Mapping[Holds, _Pieces], parts: Sequence[_
         }
         for stage in pieces[WEIGHTS]
     }
-    writer, num_writers = (peers.index(position), len(peers)) if is_sliced else (0, 1)
-    return state, SaveContext.of(packed, packed, writer=writer, num_writers=num_writers)
+    return state, SaveContext.of(packed, packed, num_writers=len(peers) if is_sliced else 1)
 
 
 def _all_of(pieces: _Pieces) -> Iterator[Piece]:

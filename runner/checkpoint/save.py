@@ -15,34 +15,31 @@ from pathlib import Path, PurePosixPath
 import torch.distributed as dist
 
 from manifests import __version__
-from manifests.digest import Hasher, digest_bytes
+from manifests.digest import digest_bytes
 from manifests.errors import CheckpointError, InputError, refused_by_system
-from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES, encode_index, is_indexed
+from manifests.index import INDEX_NAME, encode_index
 from manifests.invariants import MANIFEST_NAME, SOURCE_FILES
 from manifests.models.adapters import RECORD_NAME
-from manifests.safetensors import header_template, layout_tensors
-from manifests.schema import WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, RandomState, Shard, Stage, TrainingState
-from manifests.slices import slice_metadata
-from manifests.store import sync_folder, write_file, write_manifest
+from manifests.schema import WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Shard, Stage, TrainingState
+from manifests.store import write_file, write_manifest
 from manifests.trained import TRAINED_NAME, encode_trained
 from runner.bundle.packed import Packed
 from runner.checkpoint.adapter_record import AdapterRecord
 from runner.checkpoint.data_position import FILES, with_files
-from runner.checkpoint.state import Held, ShardToWrite, nbytes_of, slices_in_stage_folders, whole_in_root
+from runner.checkpoint.shard_file import header_of, shard_of, write_shard
+from runner.checkpoint.state import Divide, Held, ShardToWrite, nbytes_of, slices_in_stage_folders, whole_in_root
+from runner.checkpoint.stored_once import Before, Digests, hash_pieces
+from runner.distributed.fail_together import from_all_ranks
 from runner.distributed.rounds import in_rounds, run_beside_training
 from runner.distributed.watchdog import StallTimer
-from runner.load.fill import bytes_of
-from runner.tensors.local_shard import STORED_DTYPES, Piece
+from runner.tensors.local_shard import Piece
 from stores.base import Blocks
 from stores.folders.owned import files_of_manifest
 from stores.folders.publish import publishing
 from stores.local import LocalFile
 
 logger = logging.getLogger(__name__)
-_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
-_SYNC_NBYTES = 1 << 30  # fsync after so many bytes, so that the last fsync takes no longer than the others
 _Planned = dict[str, tuple[list[str], int] | None]  # FQNs and bytes of the shards that the index lists, by path
-_PART_NBYTES = 4 << 20  # written at a time: a tensor may have many GiB, and a disk may be slow
 _LEAST_NBYTES_PER_S = 128 << 20  # a save beside training that is slower yields to it no longer
 _PAUSES_S = (0.1, 0.3, 1.0, 3.0)
 _HINT = "--checkpoint and --save must be in a folder that all nodes share"
@@ -53,15 +50,14 @@ _ABSENT = (FileNotFoundError, NotADirectoryError)
 class SaveContext:
     """What all checkpoints of a run have in common: the manifest that it trains, in `root`, and its parents.
 
-    `num_writers` ranks write a stage, each its own shards; this one is number `writer`. The run was started from
-    `root` or `named`, and never prunes them.
+    `num_writers` ranks write a stage, each its own shards. The run was started from `root` or `named`, and never prunes
+    them.
     """
 
     manifest: Manifest
     root: Path
     parents: tuple[Parent, ...]
     named: Path | None = None  # the checkpoint of --resume, unless that is auto
-    writer: int = 0
     num_writers: int = 1
     adapters: AdapterRecord | None = None  # of a run that trains adapters; see Note [Checkpoints of adapters]
     trained: tuple[str, ...] | None = None  # of a run that freezes other parameters
@@ -73,9 +69,7 @@ class SaveContext:
         return records if self.trained is None else {TRAINED_NAME: encode_trained(self.trained)}
 
     @classmethod
-    def of(
-        cls, launched: Packed, origin: Packed, *, writer: int, num_writers: int, named: Path | None = None
-    ) -> SaveContext:
+    def of(cls, launched: Packed, origin: Packed, *, num_writers: int, named: Path | None = None) -> SaveContext:
         """Return the context of a run that trains `launched`, and started from the weights of `origin`."""
         made_anew = (SOURCE_FILES, TRAINED_NAME)
         files = tuple(file for file in launched.manifest.files if not file.path.startswith(made_anew))
@@ -84,7 +78,6 @@ class SaveContext:
             root=launched.root,
             parents=(*origin.manifest.parents, origin.read.parent),
             named=named,
-            writer=writer,
             num_writers=num_writers,
         )
 
@@ -100,9 +93,11 @@ def save(
     group: dist.ProcessGroup | None = None,
     timer: StallTimer | None = None,
     is_awaited: Callable[[], bool] = lambda: True,
+    before: Path | None = None,
 ) -> int:
-    """Write the state of all ranks as a checkpoint at `out`, and return the bytes of all its shards.
+    """Write the state of all ranks as a checkpoint at `out`, and return the bytes that were written.
 
+    Shards that are as in `before`, a checkpoint of the same run, are linked: see Note [Tensors that are stored once].
     Every rank of the group calls this, with the same `training` but for `random`, the RNG state of each rank, and the
     data cursor and `data_files`, small files about the data, which are rank 0's. `timer` beats while this rank writes.
     Until it `is_awaited`, training continues, and comes first. Nothing is at `out` before every bundle is on disk.
@@ -115,7 +110,13 @@ def save(
         UserError: the same on every rank, whichever rank failed.
     """
     timer, is_rank_0 = timer or StallTimer(), dist.get_rank() == 0
-    shards = _shards_of(state, context, group)
+    past = Before.read(before, state.keys())
+    digests = in_rounds("save", partial(_hash_own, state, timer, is_awaited), group) if before else {}
+
+    def divide(stage: int, holds: Holds, pieces: Sequence[Piece]) -> list[list[Piece]]:
+        return past.divide(stage, holds, pieces, digests, context.trained)
+
+    shards = _shards_of(state, context, divide, group)
     planned = _gather_planned(shards, group)
     with ExitStack() as stack:
 
@@ -132,84 +133,29 @@ def save(
         shared: list[list[str]] = [in_rounds("save", begin, group)]
         dist.broadcast_object_list(shared, src=0, group=group)
         target = Path(shared[0][0])
-        write = partial(_write_own, state, context, target, shards, timer, is_awaited)
-        written = in_rounds("save", write, group)
-        gathered: list[tuple[list[Stage], tuple[RandomState, ...]]] = [([], ())] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, (written, training.random), group=group)
+        write = partial(_write_own, state, context, target, shards, timer, is_awaited, (past, digests))
+        written, nbytes = in_rounds("save", write, group)
+        gathered = from_all_ranks((written, training.random, nbytes), group)
 
         def finish(stop: threading.Event) -> None:
             if not is_rank_0:
                 return
-            stages = _join_stages(stage for part, _ in gathered for stage in part)
-            random = tuple(state for _, states in gathered for state in states)
+            stages = _join_stages(stage for part, _, _ in gathered for stage in part)
+            random = tuple(state for _, states, _ in gathered for state in states)
             with timer.working():
                 _commit(context, stages, target, replace(training, random=random), data_files or {}, planned, timer)
                 stack.close()
 
         in_rounds("save", finish, group)
-    return sum(shard.nbytes for part, _ in gathered for stage in part for shard in stage.shards)
+    return sum(nbytes for _, _, nbytes in gathered)
 
 
-def write_shard(
-    pieces: Sequence[Piece],
-    root: Path,
-    path: str,
-    holds: Holds = WEIGHTS,
-    is_cancelled: Callable[[], bool] = lambda: False,
-) -> Generator[None, None, Shard]:
-    """Write a shard of these tensors or slices, in this order, with their digests, part by part, and fsync it.
-
-    `is_cancelled` is called before each part of them.
-
-    Raises:
-        InputError: it cannot be written: the disk is full, or the folder is read-only.
-        CheckpointError: it was cancelled.
-    """
-    entries = layout_tensors((piece.fqn, _NAMES[piece.memory.dtype], tuple(piece.memory.shape)) for piece in pieces)
-    slices = {} if all(piece.is_whole for piece in pieces) else {piece.fqn: piece.part for piece in pieces}
-    metadata = slice_metadata(slices) if slices else {}
-    header, digests, file = header_template(entries, metadata), dict[str, str](), root / path
-    unsynced_nbytes = 0
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "wb") as stream:
-            stream.write(header)
-            for piece in pieces:
-                data, hasher = bytes_of(piece.memory.detach().cpu().contiguous()), Hasher()
-                for start in range(0, len(data), _PART_NBYTES):
-                    if is_cancelled():
-                        raise CheckpointError(
-                            str(file), "was not finished, because another rank failed", code="checkpoint.unfinished"
-                        )
-                    part = data[start : start + _PART_NBYTES]
-                    hasher.update(part)
-                    stream.write(part)
-                    unsynced_nbytes += len(part)
-                    if unsynced_nbytes >= _SYNC_NBYTES:
-                        stream.flush()
-                        os.fsync(stream.fileno())
-                        unsynced_nbytes = 0
-                    yield
-                digests[piece.fqn] = hasher.hexdigest()
-            header = header_template(entries, metadata, digests)
-            stream.seek(0)
-            stream.write(header)
-            stream.flush()
-            os.fsync(stream.fileno())
-        sync_folder(file.parent)
-        if len(header) > MOST_READ_HEADER_NBYTES and is_indexed(holds, path):
-            what = "%s: the header takes %d bytes, and Hugging Face readers stop at 25 MB: pack with more stages"
-            logger.warning(what, file, len(header))
-    except OSError as error:
-        raise refused_by_system(str(file), error, "cannot be written", code="output.unwritable") from error
-    nbytes = len(header) + sum(entry.nbytes for entry in entries)
-    return Shard(path=path, nbytes=nbytes, digest=digest_bytes(header), holds=holds)
-
-
-def _shards_of(state: Held, context: SaveContext, group: dist.ProcessGroup | None) -> dict[int, list[ShardToWrite]]:
+def _shards_of(
+    state: Held, context: SaveContext, divide: Divide, group: dist.ProcessGroup | None
+) -> dict[int, list[ShardToWrite]]:
     if context.num_writers > 1 or context.adapters is not None:  # no reader takes a folder of these for a model
-        return slices_in_stage_folders(state, context.writer, context.num_writers)
-    return whole_in_root(state, context.manifest.ties, group)
+        return slices_in_stage_folders(state, group, divide)
+    return whole_in_root(state, context.manifest.ties, group, divide)
 
 
 def _gather_planned(shards: Mapping[int, Sequence[ShardToWrite]], group: dist.ProcessGroup | None) -> list[_Planned]:
@@ -226,6 +172,12 @@ def _gather_planned(shards: Mapping[int, Sequence[ShardToWrite]], group: dist.Pr
     return gathered or []
 
 
+def _hash_own(state: Held, timer: StallTimer, is_awaited: Callable[[], bool], stop: threading.Event) -> Digests:
+    """Return the digests of this rank's tensors; none of them if another rank has failed."""
+    with timer.working():
+        return run_beside_training(hash_pieces(state, partial(_is_cancelled, timer, stop)), hurrying(state, is_awaited))
+
+
 def _write_own(
     state: Held,
     context: SaveContext,
@@ -233,27 +185,45 @@ def _write_own(
     shards: Mapping[int, Sequence[ShardToWrite]],
     timer: StallTimer,
     is_awaited: Callable[[], bool],
+    stored: tuple[Before, Digests],
     stop: threading.Event,
-) -> list[Stage]:
-    """Write this rank's shards in the folder that rank 0 has created."""
-    late_s = time.monotonic() + nbytes_of(state) / _LEAST_NBYTES_PER_S
-
-    def is_cancelled() -> bool:
-        timer.beat()
-        return stop.is_set()
+) -> tuple[list[Stage], int]:
+    """Write or link this rank's shards in the folder that rank 0 has created; return them and the bytes written."""
+    past, digests = stored
+    is_cancelled, nbytes = partial(_is_cancelled, timer, stop), 0
 
     def write() -> Generator[None, None, list[Stage]]:
+        nonlocal nbytes
         stages = []
         for index, kinds in state.items():
             written = []
             for shard in shards[index]:
-                written.append((yield from write_shard(shard.pieces, folder, shard.path, shard.holds, is_cancelled)))
+                of_kind = digests.get((index, shard.holds))
+                if of_kind is not None:
+                    same = shard_of(shard.path, shard.holds, header_of(shard.pieces, of_kind), shard.pieces)
+                    if past.link(same, folder):
+                        written.append(same)
+                        continue
+                at = (folder, shard.path, shard.holds)
+                written.append((yield from write_shard(shard.pieces, *at, is_cancelled, of_kind)))
+                nbytes += written[-1].nbytes
             stages.append(_as_written(context.manifest.stages[index], tuple(written), kinds[WEIGHTS]))
         return stages
 
     with timer.working():
         check_folder(folder)
-        return run_beside_training(write(), lambda: is_awaited() or time.monotonic() > late_s)
+        return run_beside_training(write(), hurrying(state, is_awaited)), nbytes
+
+
+def hurrying(state: Held, is_awaited: Callable[[], bool]) -> Callable[[], bool]:
+    """Return whether work on a state that begins now no longer yields to training: it is awaited, or takes long."""
+    late_s = time.monotonic() + nbytes_of(state) / _LEAST_NBYTES_PER_S
+    return lambda: is_awaited() or time.monotonic() > late_s
+
+
+def _is_cancelled(timer: StallTimer, stop: threading.Event) -> bool:
+    timer.beat()
+    return stop.is_set()
 
 
 def _as_written(stage: Stage, shards: tuple[Shard, ...], weights: Sequence[Piece]) -> Stage:
@@ -294,7 +264,7 @@ def _commit(
     planned: Sequence[_Planned],
     timer: StallTimer,
 ) -> None:
-    check_shards(folder, [shard for stage in stages.values() for shard in stage.shards])
+    check_sizes(folder, {shard.path: shard.nbytes for stage in stages.values() for shard in stage.shards})
     files = with_files(context.manifest.files, data_files)
     for auxiliary in files:
         timer.beat()
@@ -345,13 +315,13 @@ def check_folder(folder: Path) -> None:
     _retry(find_error)
 
 
-def check_shards(folder: Path, shards: Sequence[Shard]) -> None:
+def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
     """Check that the shards which ranks have written in a folder are visible here; none of them is read.
 
     Raises:
         CheckpointError: one of them is not, or has another size, after some seconds.
     """
-    _retry(lambda: _first_wrong(folder, shards))
+    _retry(lambda: _first_wrong(folder, sizes))
 
 
 def _retry(find_error: Callable[[], InputError | None]) -> None:
@@ -364,13 +334,13 @@ def _retry(find_error: Callable[[], InputError | None]) -> None:
         raise error
 
 
-def _first_wrong(folder: Path, shards: Sequence[Shard]) -> InputError | None:
-    above = {folder / parent for shard in shards for parent in PurePosixPath(shard.path).parents}
+def _first_wrong(folder: Path, sizes: Mapping[str, int]) -> InputError | None:
+    above = {folder / parent for name in sizes for parent in PurePosixPath(name).parents}
     for parent in sorted(above):
         with suppress(OSError):
             os.listdir(parent)  # opening a folder makes NFS ask its server
-    for shard in shards:
-        path = folder / shard.path
+    for name, expected in sizes.items():
+        path = folder / name
         nbytes = _nbytes_of(path)
         if nbytes is None:
             return CheckpointError(
@@ -379,10 +349,10 @@ def _first_wrong(folder: Path, shards: Sequence[Shard]) -> InputError | None:
                 _HINT,
                 code="checkpoint.not-shared",
             )
-        if nbytes != shard.nbytes:
+        if nbytes != expected:
             return CheckpointError(
                 str(path),
-                f"expected the {shard.nbytes} bytes that a rank has written, found {nbytes}",
+                f"expected the {expected} bytes that a rank has written, found {nbytes}",
                 _HINT,
                 code="checkpoint.not-shared",
             )

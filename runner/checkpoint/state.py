@@ -26,6 +26,11 @@ _CPU = torch.device("cpu")
 # By stage, then by kind; of one kind, a piece for each Hugging Face FQN.
 Held = Mapping[int, Mapping[Holds, tuple[Piece, ...]]]
 _Chosen = Callable[[torch.Tensor], bool]
+Divide = Callable[[int, Holds, Sequence[Piece]], list[list[Piece]]]  # the pieces of a stage and a kind, into shards
+
+
+def undivided(stage: int, holds: Holds, pieces: Sequence[Piece]) -> list[list[Piece]]:
+    return [list(pieces)]
 
 
 def held_weights(
@@ -85,13 +90,15 @@ class HostCopy:
     """Host memory for a copy of a rank's state, reused for each checkpoint.
 
     It is pinned memory where the tensors are on a GPU, and touched beforehand where they are not, so that
-    filling it takes no longer than copying.
+    filling it takes no longer than copying. `dtype_of` are the dtypes of the copies.
     """
 
-    def __init__(self, state: Held) -> None:
+    def __init__(self, state: Held, dtype_of: Callable[[Piece], torch.dtype] | None = None) -> None:
         self._copies: Held = {
             stage: {
-                kind: tuple(replace(piece, memory=_empty_like(piece.memory)) for piece in pieces)
+                kind: tuple(
+                    replace(piece, memory=_empty_like(piece.memory, dtype_of and dtype_of(piece))) for piece in pieces
+                )
                 for kind, pieces in kinds.items()
             }
             for stage, kinds in state.items()
@@ -124,20 +131,35 @@ class ShardToWrite:
         return is_indexed(self.holds, self.path)
 
 
-def slices_in_stage_folders(state: Held, writer: int, num_writers: int) -> dict[int, list[ShardToWrite]]:
-    """Return this rank's shards by stage, one of each kind, if `num_writers` ranks write each stage."""
-    return {
-        stage: [
-            ShardToWrite(path=shard_path(stage, holds, number=writer, of=num_writers), holds=holds, pieces=pieces)
-            for holds, pieces in kinds.items()
-            if pieces
-        ]
+def slices_in_stage_folders(
+    state: Held, group: dist.ProcessGroup | None = None, divide: Divide = undivided
+) -> dict[int, list[ShardToWrite]]:
+    """Return this rank's shards by stage, all in stage folders, numbered over the ranks that write the stage.
+
+    Every rank of the group calls this.
+    """
+    runs = {
+        (stage, holds): divide(stage, holds, pieces)
         for stage, kinds in state.items()
+        for holds, pieces in kinds.items()
+        if pieces
     }
+    counts = from_all_ranks({key: len(of_kind) for key, of_kind in runs.items()}, group)
+    rank, shards = dist.get_rank(group), dict[int, list[ShardToWrite]]({stage: [] for stage in state})
+    for (stage, holds), of_kind in runs.items():
+        numbers = [of_rank.get((stage, holds), 0) for of_rank in counts]
+        for number, pieces in enumerate(of_kind, sum(numbers[:rank])):
+            path = shard_path(stage, holds, number=number, of=sum(numbers))
+            shards[stage].append(ShardToWrite(path=path, holds=holds, pieces=pieces))
+    return shards
 
 
 def whole_in_root(
-    state: Held, ties: Iterable[TieGroup], group: dist.ProcessGroup | None = None, most_nbytes: int = MAX_SHARD_NBYTES
+    state: Held,
+    ties: Iterable[TieGroup],
+    group: dist.ProcessGroup | None = None,
+    divide: Divide = undivided,
+    most_nbytes: int = MAX_SHARD_NBYTES,
 ) -> dict[int, list[ShardToWrite]]:
     """Return this rank's shards by stage: weights in the root, numbered over all stages, the rest in stage folders.
 
@@ -145,9 +167,13 @@ def whole_in_root(
     See Note [A packed folder is a Hugging Face folder].
     """
     replicas = replicas_elsewhere(ties)
-    shards = {stage: list(_in_stage_folder(stage, kinds, replicas, most_nbytes)) for stage, kinds in state.items()}
+
+    def runs_of(stage: int, holds: Holds, pieces: Sequence[Piece]) -> list[list[Piece]]:
+        return [run for part in divide(stage, holds, pieces) for run in _split(part, most_nbytes)]
+
+    shards = {stage: list(_in_stage_folder(stage, kinds, replicas, runs_of)) for stage, kinds in state.items()}
     runs = {
-        stage: _split([piece for piece in kinds[WEIGHTS] if piece.fqn not in replicas], most_nbytes)
+        stage: runs_of(stage, WEIGHTS, [piece for piece in kinds[WEIGHTS] if piece.fqn not in replicas])
         for stage, kinds in state.items()
     }
     firsts, total = _number(from_all_ranks({stage: len(of_stage) for stage, of_stage in runs.items()}, group))
@@ -192,20 +218,21 @@ def _pieces(
     return join_pieces(piece for piece in hf_pieces(chunk, of) if piece.fqn not in left_out)
 
 
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+def _empty_like(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    dtype = dtype or tensor.dtype
     if tensor.is_cuda:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return empty_like(tensor, _CPU).zero_()
+        return torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
+    return empty_like(torch.empty(tensor.shape, dtype=dtype, device="meta"), _CPU).zero_()
 
 
 def _in_stage_folder(
-    stage: int, kinds: Mapping[Holds, Sequence[Piece]], replicas: frozenset[str], most_nbytes: int
+    stage: int, kinds: Mapping[Holds, Sequence[Piece]], replicas: frozenset[str], runs_of: Divide
 ) -> Iterable[ShardToWrite]:
     """Yield a stage's tied replicas, whose owner is on another stage, and its optimizer state."""
     if apart := [piece for piece in kinds[WEIGHTS] if piece.fqn in replicas]:
         yield ShardToWrite(path=replicas_path(stage), holds=WEIGHTS, pieces=apart)
     for holds, pieces in kinds.items():
-        runs = [] if holds == WEIGHTS else _split(pieces, most_nbytes)
+        runs = [] if holds == WEIGHTS else runs_of(stage, holds, pieces)
         for number, run in enumerate(runs):
             yield ShardToWrite(path=shard_path(stage, holds, number=number, of=len(runs)), holds=holds, pieces=run)
 

@@ -65,9 +65,7 @@ def reload_problem(
     is_rank_0 = dist.get_rank() == 0
     with TemporaryDirectory(prefix=".self-check-", dir=place) if is_rank_0 else nullcontext() as made:
         folder = Path(from_rank_0(made) or "") / "step-1"
-        context = SaveContext(
-            manifest=_manifest(run), root=folder, parents=(), writer=mesh.writer, num_writers=mesh.num_writers
-        )
+        context = SaveContext(manifest=_manifest(run), root=folder, parents=(), num_writers=mesh.num_writers)
         state = held_state(chunks, run.stages.ties, engine.ties, engine.optimizer, mesh.owns)
         try:
             training = TrainingState(step=1, num_tokens=1, optimizer=engine.optimizer.plan)

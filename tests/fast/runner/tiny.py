@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from manifests.schema import Shard, TieGroup, TieMember
-from runner.checkpoint import save
+from runner.checkpoint import shard_file
 from runner.data.sequences import IGNORED, Batch
 from runner.distributed.rounds import run_beside_training
 from runner.pipeline.chunk import StageChunk, materialize, named_hf_parameters
@@ -100,5 +100,5 @@ def padded_batch(step: int, *, size: int = 8, seq_len: int = 32, vocab_size: int
 
 
 def write_shard(*args: Any, **options: Any) -> Shard:
-    """Write a shard as `runner.checkpoint.save.write_shard`, all of it here."""
-    return run_beside_training(save.write_shard(*args, **options), lambda: True)
+    """Write a shard as `runner.checkpoint.shard_file.write_shard`, all of it here."""
+    return run_beside_training(shard_file.write_shard(*args, **options), lambda: True)

@@ -17,7 +17,7 @@ PIECES = whole_pieces({"model.norm.weight": torch.ones(2)})
 def test_long_header_of_weights_is_named_and_of_optimizer_state_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("runner.checkpoint.save.MOST_READ_HEADER_NBYTES", 10)
+    monkeypatch.setattr("runner.checkpoint.shard_file.MOST_READ_HEADER_NBYTES", 10)
     path = "model-00001-of-00001.safetensors"
     write_shard(PIECES, tmp_path, "stage-000/exp_avg/model.safetensors", "exp_avg")
     assert not caplog.messages

@@ -12,7 +12,7 @@ import pytest
 from manifests.errors import InputError
 from manifests.schema import Shard
 from runner.checkpoint import save as shared_folder
-from runner.checkpoint.save import check_folder, check_shards
+from runner.checkpoint.save import check_folder, check_sizes
 
 SHARD = Shard(path="stage-001/exp_avg/model.safetensors", nbytes=3, digest="blake3:" + 64 * "0")
 FIRST = replace(SHARD, path="stage-000/model.safetensors")
@@ -32,14 +32,14 @@ def test_what_is_here_is_seen_at_once(tmp_path: Path) -> None:
     for shard in (FIRST, SHARD):
         write(tmp_path, shard)
     check_folder(tmp_path)
-    check_shards(tmp_path, (FIRST, SHARD))
+    check_sizes(tmp_path, {shard.path: shard.nbytes for shard in (FIRST, SHARD)})
 
 
 def test_what_is_seen_late_is_waited_for(tmp_path: Path) -> None:
     write(tmp_path, FIRST)
     late = threading.Timer(0.3, write, (tmp_path, SHARD))
     late.start()
-    check_shards(tmp_path, (FIRST, SHARD))
+    check_sizes(tmp_path, {shard.path: shard.nbytes for shard in (FIRST, SHARD)})
     check_folder(tmp_path / "stage-001")
     late.join()
 
@@ -53,7 +53,7 @@ def test_shard_that_never_comes_is_refused(
     if data is not None:
         write(tmp_path, SHARD, data)
     with pytest.raises(InputError) as error:
-        check_shards(tmp_path, (FIRST, SHARD))
+        check_sizes(tmp_path, {shard.path: shard.nbytes for shard in (FIRST, SHARD)})
     assert (error.value.where, error.value.code) == (f"{tmp_path}/{SHARD.path}", code)
     wording(str(error.value))
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from manifests.errors import InputError, UnreachableError, refused_by_system
-from runner.checkpoint import save
+from runner.checkpoint import shard_file
 from runner.distributed.fail_together import (
     ExhaustedError,
     OneRankError,
@@ -236,8 +236,8 @@ def test_large_tensor_is_written_in_parts_and_whoever_waits_hears_of_each(
     tensors = {"a": torch.arange(1000.0), "b": torch.zeros(0), "c": torch.arange(7, dtype=torch.bfloat16)}
     whole = write_shard(whole_pieces(tensors), tmp_path, "whole", is_cancelled=is_cancelled)
     assert num_asked == 2
-    monkeypatch.setattr(save, "_PART_NBYTES", 999)
-    monkeypatch.setattr(save, "_SYNC_NBYTES", 1500)
+    monkeypatch.setattr(shard_file, "PART_NBYTES", 999)
+    monkeypatch.setattr(shard_file, "_SYNC_NBYTES", 1500)
     parts = write_shard(whole_pieces(tensors), tmp_path, "parts", is_cancelled=is_cancelled)
     assert num_asked == 2 + 5 + 1
     assert (tmp_path / "parts").read_bytes() == (tmp_path / "whole").read_bytes()

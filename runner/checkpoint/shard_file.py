@@ -1,0 +1,106 @@
+"""Shards as runs write them: safetensors files of tensors or slices, with their digests in the header."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from manifests.digest import Hasher, digest_bytes
+from manifests.errors import CheckpointError, refused_by_system
+from manifests.index import MOST_READ_HEADER_NBYTES, is_indexed
+from manifests.safetensors import header_template, layout_tensors
+from manifests.schema import WEIGHTS, Holds, Shard
+from manifests.slices import slice_metadata
+from manifests.store import sync_folder
+from runner.load.fill import bytes_of
+from runner.tensors.local_shard import STORED_DTYPES, Piece
+
+logger = logging.getLogger(__name__)
+PART_NBYTES = 4 << 20  # hashed or written at a time: a tensor may have many GiB, and a disk may be slow
+NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
+_SYNC_NBYTES = 1 << 30  # fsync after so many bytes, so that the last fsync takes no longer than the others
+
+
+def write_shard(
+    pieces: Sequence[Piece],
+    root: Path,
+    path: str,
+    holds: Holds = WEIGHTS,
+    is_cancelled: Callable[[], bool] = lambda: False,
+    digests: Mapping[str, str] | None = None,
+) -> Generator[None, None, Shard]:
+    """Write a shard of these tensors or slices, in this order, with their digests, part by part, and fsync it.
+
+    `is_cancelled` is called before each part of them. Digests that are known are not computed again.
+
+    Raises:
+        InputError: it cannot be written: the disk is full, or the folder is read-only.
+        CheckpointError: it was cancelled.
+    """
+    header, computed, file = header_of(pieces, digests), dict[str, str](), root / path
+    unsynced_nbytes = 0
+    with syncing(file) as stream:
+        stream.write(header)
+        for piece in pieces:
+            data, hasher = bytes_of(piece.memory.detach().cpu().contiguous()), Hasher()
+            for start in range(0, len(data), PART_NBYTES):
+                check_not_cancelled(file, is_cancelled)
+                part = data[start : start + PART_NBYTES]
+                if digests is None:
+                    hasher.update(part)
+                stream.write(part)
+                unsynced_nbytes += len(part)
+                if unsynced_nbytes >= _SYNC_NBYTES:
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                    unsynced_nbytes = 0
+                yield
+            computed[piece.fqn] = hasher.hexdigest()
+        if digests is None:
+            header = header_of(pieces, computed)
+            stream.seek(0)
+            stream.write(header)
+    if len(header) > MOST_READ_HEADER_NBYTES and is_indexed(holds, path):
+        what = "%s: the header takes %d bytes, and Hugging Face readers stop at 25 MB: pack with more stages"
+        logger.warning(what, file, len(header))
+    return shard_of(path, holds, header, pieces)
+
+
+@contextmanager
+def syncing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write it, and fsync it at the end.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        sync_folder(path.parent)
+    except OSError as error:
+        raise refused_by_system(str(path), error, "cannot be written", code="output.unwritable") from error
+
+
+def check_not_cancelled(path: Path, is_cancelled: Callable[[], bool]) -> None:
+    if is_cancelled():
+        problem = "was not finished, because another rank failed"
+        raise CheckpointError(str(path), problem, code="checkpoint.unfinished")
+
+
+def header_of(pieces: Sequence[Piece], digests: Mapping[str, str] | None) -> bytes:
+    """Return the header of a shard; while digests are not known, one of the same length."""
+    entries = layout_tensors((piece.fqn, NAMES[piece.memory.dtype], tuple(piece.memory.shape)) for piece in pieces)
+    slices = {} if all(piece.is_whole for piece in pieces) else {piece.fqn: piece.part for piece in pieces}
+    return header_template(entries, slice_metadata(slices) if slices else {}, digests)
+
+
+def shard_of(path: str, holds: Holds, header: bytes, pieces: Sequence[Piece]) -> Shard:
+    nbytes = len(header) + sum(piece.memory.nbytes for piece in pieces)
+    return Shard(path=path, nbytes=nbytes, digest=digest_bytes(header), holds=holds)

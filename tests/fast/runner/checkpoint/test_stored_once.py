@@ -1,0 +1,76 @@
+"""Which tensors are put apart and which shards are linked, one checkpoint after the other."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from manifests.schema import WEIGHTS, Shard
+from runner.checkpoint.shard_file import header_of, shard_of
+from runner.checkpoint.stored_once import Before, Digests, hash_pieces
+from runner.distributed.rounds import run_beside_training
+from runner.tensors.local_shard import Piece, whole_pieces
+from tests.fast.runner.tiny import write_shard
+
+KEY = (0, WEIGHTS)
+
+
+def hashed(pieces: tuple[Piece, ...]) -> Digests:
+    return run_beside_training(hash_pieces({0: {WEIGHTS: pieces}}, lambda: False), lambda: True)
+
+
+def next_checkpoint(before: Before, folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[Before, list[bool]]:
+    """Write the shards of a checkpoint, and return what the next one knows, and which of them were linked."""
+    pieces, known, paths, linked = whole_pieces(tensors), [], {}, []
+    digests = hashed(pieces)
+    for number, part in enumerate(before.divide(*KEY, pieces, digests, None)):
+        shard = shard_of(f"{number}.safetensors", WEIGHTS, header_of(part, digests[KEY]), part)
+        linked.append(before.link(shard, folder))
+        if not linked[-1]:
+            folder.mkdir(exist_ok=True)
+            assert write_shard(part, folder, shard.path, digests=digests[KEY]) == shard
+            assert write_shard(part, folder, "hashed").digest == shard.digest
+        known.append(tuple((piece.fqn, digests[KEY][piece.fqn]) for piece in part))
+        paths[shard.digest] = folder / shard.path
+    return Before(tensors={KEY: known}, paths=paths), linked
+
+
+def test_tensors_that_stay_are_apart_from_the_second_time_on_and_linked_from_the_third(tmp_path: Path) -> None:
+    tensors = {name: torch.full((4,), float(number)) for number, name in enumerate(("a", "b", "c"))}
+    known, links = Before(), []
+    for step in range(4):  # of experts, say, `b` gets no token
+        tensors |= {name: tensors[name] + 1 for name in ("a", "c")}
+        known, linked = next_checkpoint(known, tmp_path / str(step), tensors)
+        links.append(linked)
+    assert links == [[False], [False, False], [True, False], [True, False]]
+    assert [names for ((names, _),) in known.tensors[KEY][:1]] == ["b"]
+    assert os.stat(tmp_path / "3/0.safetensors").st_nlink == 3
+
+
+def test_what_is_not_trained_is_apart_from_the_first_time_on() -> None:
+    pieces = whole_pieces({name: torch.zeros(2) for name in ("a", "b", "c")})
+    parts = Before().divide(*KEY, pieces, {}, ("b",))
+    assert [[piece.fqn for piece in part] for part in parts] == [["a", "c"], ["b"]]
+    assert Before().divide(*KEY, pieces, {}, None) == [list(pieces)]
+
+
+@pytest.mark.parametrize("fault", ["gone", "cut", "no links"])
+def test_shard_that_cannot_be_linked_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    tensors = {"a": torch.arange(4.0)}
+    known, _ = next_checkpoint(Before(), tmp_path / "1", tensors)
+    (path,) = known.paths.values()
+    if fault == "gone":
+        path.unlink()
+    elif fault == "cut":
+        os.truncate(path, 10)
+    else:
+        monkeypatch.setattr(os, "link", lambda *_: os.stat("/nowhere"))
+    _, linked = next_checkpoint(known, tmp_path / "2", tensors)
+    assert linked == [False]
+    shard = Shard(
+        path="0.safetensors", nbytes=path.stat().st_size if fault == "no links" else 0, digest=next(iter(known.paths))
+    )
+    assert not known.link(shard, tmp_path / "3")
