@@ -115,6 +115,10 @@ class Ready:
         """Return the weights that this rank writes."""
         return held_weights(self.chunks, self.launched.manifest.ties, self.mesh.owns)
 
+    def published_weights(self) -> Held:
+        """Return the whole weights that this rank publishes; every rank calls this."""
+        return self.held_weights() if self.mesh.num_writers == 1 else self.whole_weights()[0]
+
     def whole_weights(self) -> tuple[Held, SaveContext]:
         """Gather whole weights on one rank of each stage, and return what this rank saves of them, and how.
 

@@ -16,6 +16,7 @@ from manifests.schedules import default_schedule
 from manifests.schema import TrainingState
 from runner.checkpoint.async_save import Saver
 from runner.checkpoint.data_position import FoundData, check_alike, encode_files, find_data, read_skipped, read_state
+from runner.checkpoint.publish import Publisher
 from runner.checkpoint.resume import advance, remember
 from runner.config.flags import TrainOptions
 from runner.data.bad import Skipped, log_skipped
@@ -43,13 +44,18 @@ from runner.training.ties import check_equal
 logger = logging.getLogger("runner")
 
 
-def train_steps(ready: Ready, metrics: Metrics, saver: Saver | None, watchdog: Watchdog) -> tuple[TrainingState, bool]:
-    """Take all steps that are left, saving checkpoints and evaluating in between.
+def train_steps(
+    ready: Ready, metrics: Metrics, saver: Saver | None, publisher: Publisher | None, watchdog: Watchdog
+) -> tuple[TrainingState, bool]:
+    """Take all steps that are left, saving checkpoints, publishing weights and evaluating in between.
 
     Returns the state after the last one, and whether a signal stopped the run before all were taken.
     """
     feed, trained = _open_feed(ready)
-    steps = _Steps(ready=ready, feed=feed, metrics=metrics, saver=saver, watchdog=watchdog, tracer=_tracer(ready))
+    steps = _Steps(
+        ready=ready, feed=feed, metrics=metrics, saver=saver, publisher=publisher, watchdog=watchdog,
+        tracer=_tracer(ready),
+    )  # fmt: skip
     watchdog.beat(trained.step)
     is_last = False  # a signal asks for a last step
     with feed.reader or nullcontext():
@@ -63,6 +69,7 @@ def train_steps(ready: Ready, metrics: Metrics, saver: Saver | None, watchdog: W
             trained = steps.advance(trained, report, batch)
             steps.check_ties(trained, is_last=report.is_last)
             steps.save(trained, is_last=report.is_last)
+            steps.publish(trained.step, is_last=report.is_last)
             if ready.options.evaluates_after(trained.step) and not report.is_last:
                 watchdog.beat(trained.step, "evaluation")  # which is not timed as a step
                 metrics.evaluation(trained.step, *evaluate(ready))
@@ -117,6 +124,7 @@ class _Steps:
     feed: _Feed
     metrics: Metrics
     saver: Saver | None
+    publisher: Publisher | None
     watchdog: Watchdog
     tracer: Tracer | None
 
@@ -192,6 +200,19 @@ class _Steps:
             watchdog.beat(trained.step)
         for ended in self.saver.reports():
             self.metrics.checkpoint(ended)
+
+    def publish(self, step: int, *, is_last: bool) -> None:
+        """Publish the weights if that is due, and report the versions that have ended."""
+        if self.publisher is None:
+            return
+        ready, watchdog = self.ready, self.watchdog
+        if ready.options.publishes_after(step) or is_last:
+            watchdog.beat(step, "publish")  # not timed as a step
+            ready.deferred.finish()
+            self.publisher.publish(ready.published_weights(), step)
+            watchdog.beat(step)
+        for ended in self.publisher.reports():
+            self.metrics.published(ended)
 
 
 def _open_feed(ready: Ready) -> tuple[_Feed, TrainingState]:

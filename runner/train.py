@@ -25,6 +25,7 @@ from runner.checkpoint.data_position import check_same_files, digests_of
 from runner.checkpoint.history import claim_history, claim_output, find_misnamed
 from runner.checkpoint.outputs import check_apart, check_outputs, check_space, replaced_note
 from runner.checkpoint.peft_folder import save_peft
+from runner.checkpoint.publish import Publisher
 from runner.checkpoint.resume import Origin, find_origins
 from runner.checkpoint.save import save
 from runner.checkpoint.state import nbytes_of
@@ -141,18 +142,24 @@ def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[O
 def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.device) -> None:
     """Take all steps, save, and evaluate; or stop at a signal with a checkpoint."""
     options, saving = ready.options, StallTimer()
-    with _watchdog(ready, world, saving) as watchdog, _saver(ready, saving) as saver:
+    with (
+        _watchdog(ready, world, saving) as watchdog,
+        _publisher(ready, saving) as publisher,
+        _saver(ready, saving) as saver,
+    ):
         # The saver is left first, and waits for its save while the watchdog watches that the disk answers.
         try:
-            trained, is_stopped = train_steps(ready, metrics, saver, watchdog)
+            trained, is_stopped = train_steps(ready, metrics, saver, publisher, watchdog)
         finally:
             watchdog.leave()
         ready.deferred.finish()
         check_equal(ready.engine.ties)
         if is_stopped:
+            _finish_publishing(publisher, metrics)
             _stop(saver, metrics, trained, options, world)
         # The weights are written first: neither a failed checkpoint nor what follows may lose them.
         failure = _finish_saving(saver, metrics)
+        failure = _finish_publishing(publisher, metrics) or failure
         if options.save is not None:
             _save_weights(ready, trained, options.save, saving)
             metrics.saved(options.save, *(() if options.lora is None else (PEFT_WEIGHTS, "adapters")))
@@ -246,6 +253,15 @@ def _finish_saving(saver: Saver | None, metrics: Metrics) -> UserError | None:
     return saver.failure
 
 
+def _finish_publishing(publisher: Publisher | None, metrics: Metrics) -> UserError | None:
+    """Wait for the version in flight; return the error of the last one, which makes the run fail."""
+    if publisher is None:
+        return None
+    for ended in publisher.reports(wait=True):
+        metrics.published(ended)
+    return publisher.failure
+
+
 def _save_weights(ready: Ready, trained: TrainingState, out: Path, timer: StallTimer) -> None:
     """Write the trained weights, without optimizer state; adapters as a PEFT folder."""
     weights_only = TrainingState(step=trained.step, num_tokens=trained.num_tokens, dtype=trained.dtype)
@@ -273,8 +289,17 @@ def _saver(ready: Ready, saving: StallTimer) -> AbstractContextManager[Saver | N
     options = ready.options
     if options.checkpoint is None:
         return nullcontext()
-    timeout = timedelta(seconds=options.timeout_s)
-    return Saver(ready.save_context, options.checkpoint, ready.held_state(), timeout, saving)
+    timeout, origin = timedelta(seconds=options.timeout_s), ready.origin.root
+    before = origin if origin.parent.resolve() == options.checkpoint.history.resolve() else None
+    return Saver(ready.save_context, options.checkpoint, ready.held_state(), timeout, saving, before)
+
+
+def _publisher(ready: Ready, saving: StallTimer) -> AbstractContextManager[Publisher | None]:
+    options = ready.options
+    if options.publish is None or ready.num_steps >= options.steps:
+        return nullcontext()
+    timeout, shape = timedelta(seconds=options.timeout_s), ready.launched.shape
+    return Publisher(options.publish, ready.save_context, shape, ready.published_weights(), timeout, saving)
 
 
 def _stop(

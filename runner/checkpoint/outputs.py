@@ -11,6 +11,7 @@ from manifests.errors import InputError, UsageError, refused_by_system
 from runner.checkpoint.adapter_record import files_of_peft
 from runner.checkpoint.history import find_checkpoints, step_of
 from runner.config.flags import TrainOptions
+from stores.address import is_url
 from stores.folders.owned import files_of_manifest
 from stores.folders.probe import check_room, check_writable, folder_of
 from stores.folders.publish import check_not_a_step, check_partial, check_target, exchange, partial_of
@@ -77,6 +78,8 @@ def _folders(options: TrainOptions, environment: Mapping[str, str] = os.environ)
     yield f"--log-dir {options.log_dir}", options.log_dir
     if options.checkpoint is not None:
         yield f"--checkpoint {options.checkpoint.history}", options.checkpoint.history
+    if (chain := _chain_of(options)) is not None:
+        yield f"--publish {chain}", chain
     if options.traced:
         yield "--trace", options.log_dir / "trace"
     if options.profiled or options.memory_snapshot:
@@ -85,6 +88,11 @@ def _folders(options: TrainOptions, environment: Mapping[str, str] = os.environ)
         yield "--tensorboard", options.log_dir / "tensorboard"
     if options.wandb:
         yield "--wandb", Path(environment.get("WANDB_DIR", options.log_dir)) / "wandb"
+
+
+def _chain_of(options: TrainOptions) -> Path | None:
+    """Return the folder of --publish; None if there is none, or it is in a bucket."""
+    return None if options.publish is None or is_url(options.publish.chain) else Path(options.publish.chain)
 
 
 def _nbytes_of(folder: Path) -> int:
@@ -106,8 +114,10 @@ def check_apart(options: TrainOptions, launched: Path) -> None:
             launched bundles.
     """
     history = options.checkpoint.history if options.checkpoint else None
+    chain = _chain_of(options)
     for where, saved, folder in (
         ("--save", options.save, options.save and options.save.parent), ("--checkpoint", history, history),
+        ("--publish", chain, chain),
     ):  # fmt: skip
         if folder is None or launched.resolve() not in (folder.resolve(), *folder.resolve().parents):
             continue
@@ -141,6 +151,8 @@ def _used(options: TrainOptions, launched: Path) -> Iterator[tuple[str, Path]]:
     yield f"--log-dir {options.log_dir}", options.log_dir
     if options.checkpoint is not None:
         yield f"--checkpoint {options.checkpoint.history}", options.checkpoint.history
+    if (chain := _chain_of(options)) is not None:
+        yield f"--publish {chain}", chain
     if options.resume.source not in (None, "auto"):
         yield f"--resume {options.resume.source}", Path(options.resume.source)
     for flag, data in (("--data", options.data), ("--eval-data", options.eval_data)):

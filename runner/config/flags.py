@@ -30,6 +30,7 @@ from runner.config.schema import (
     DataOptions,
     Dtype,
     OptimOptions,
+    PublishOptions,
     ResumeOptions,
 )
 
@@ -127,6 +128,7 @@ class TrainOptions:
         "--device", type=click.Choice(get_args(Device)), written_default="auto", help="Where the ranks compute."
     )
     checkpoint: CheckpointOptions | None = group(CheckpointOptions, unless_none="checkpoint")
+    publish: PublishOptions | None = group(PublishOptions, default=None, unless_none="publish")
     resume: ResumeOptions = group(ResumeOptions)
     save: Path | None = flag(
         "--save", type=click.Path(path_type=Path), help="Write the trained weights to this folder at the end."
@@ -201,6 +203,12 @@ class TrainOptions:
         if self.checkpoint is None:
             return False
         return step == self.steps or (self.checkpoint.every is not None and step % self.checkpoint.every == 0)
+
+    def publishes_after(self, step: int) -> bool:
+        """Whether a version of the weights is due after this step."""
+        if self.publish is None:
+            return False
+        return step == self.steps or (self.publish.every is not None and step % self.publish.every == 0)
 
 
 def parse_training(args: Sequence[str]) -> TrainOptions:
@@ -292,6 +300,7 @@ _GROUPS = {
         "stage_to_local", "timeout", "step_timeout",
     ),
     "Checkpoints": ("keep", "checkpoint_sync", "resume_weights_only", "force"),
+    "Published weights": ("publish", "publish_every", "publish_dtype"),
     "Checks": ("digests", "check_ties_every", "self_check"),
     "Logging": ("trace", "profile", "memory_snapshot", "log_every", "quiet", "tensorboard", "wandb"),
 }  # fmt: skip
@@ -362,7 +371,13 @@ def _check_together(values: Mapping[str, Any]) -> None:
             "environment variables of the node are expanded, such as '$TMPDIR/bundles'",
             code="options.relative-cache",
         )
+    if values["publish_every"] and values["publish"] is None:
+        raise UsageError("--publish-every", "needs --publish DIR", "add --publish DIR", code="options.missing-value")
     adapter = "--lora-rank" if values["lora_rank"] is not None else "--lora-from" if values["adapter"] else None
+    if adapter and values["publish"]:
+        problem = f"conflicts with {adapter}: whole weights are published, and adapters are apart"
+        hint = "reshard merge BASE ADAPTER --out DIR, then reshard delta publish DIR --chain CHAIN"
+        raise UsageError("--publish", problem, hint, code="options.conflict")
     if adapter and values["train_only"]:
         problem, hint = f"conflicts with {adapter}, which trains adapters alone", "remove one of them"
         raise UsageError("--train-only", problem, hint, code="options.conflict")

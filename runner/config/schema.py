@@ -344,6 +344,23 @@ class CheckpointOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PublishOptions:
+    """Where, how often and in which dtype weights are published; `every` None: after the last step alone."""
+
+    chain: str = flag(
+        "--publish", type=click.Path(), metavar="DIR|URL",
+        help="Publish the weights as versions of this chain, a folder or s3://BUCKET/PREFIX (gs://, az://), for "
+        "inference engines: after the last step, and every --publish-every steps; reshard delta reads it.",
+    )  # fmt: skip
+    every: int | None = flag(
+        "--publish-every", type=WholeNumber(min=1), metavar="N", help="Also publish the weights every N steps."
+    )
+    dtype: Dtype = flag(
+        "--publish-dtype", type=DtypeName(["fp32", "bf16"]), written_default="bf16", help="Dtype of published weights."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ResumeOptions:
     """What to resume from: `auto`, `step-N` or the path of a checkpoint; None: start from the manifest's weights."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from manifests.command.sizes import show_bytes
 from runner.checkpoint.async_save import SaveReport
+from runner.checkpoint.publish import PublishReport
 from runner.load.load import LoadReport
 from runner.load.local_cache import CacheReport
 from runner.metrics.progress import StepProgress
@@ -161,6 +162,28 @@ class Metrics:
         self._say(
             f"after step {report.step}: saved {report.path}, {show_bytes(report.nbytes)} in {report.save_s:.2f} s;"
             f" training paused for {report.stall_s:.3f} s"
+        )
+
+    def published(self, report: PublishReport) -> None:
+        if report.failure is not None:
+            self._write(step=report.step, published=report.location, publish_error=str(report.failure))
+            self._say(f"after step {report.step}: nothing was published: {report.failure}")
+            return
+        if report.number is None:
+            self._say(f"after step {report.step}: nothing to publish: weights are those of the newest version")
+            return
+        self._write(
+            step=report.step,
+            published=report.location,
+            publish_nbytes=report.nbytes,
+            num_changed=report.num_changed,
+            stall_s=report.stall_s,
+            publish_s=report.publish_s,
+        )
+        what = "all tensors" if report.is_full else f"{report.num_changed} of {report.num_tensors} tensors"
+        self._say(
+            f"after step {report.step}: published {report.location}, {what}, {show_bytes(report.nbytes)} in"
+            f" {report.publish_s:.2f} s; training paused for {report.stall_s:.3f} s"
         )
 
     def begin(self, lines: Iterable[str]) -> None:

@@ -19,17 +19,19 @@ _LAYER = re.compile(r"\.(\d+)$")  # numbered from the model's number of layers, 
 
 
 def check_sinks(options: TrainOptions) -> None:
-    """Check that the packages of the requested metrics are installed here.
+    """Check that the packages of the requested metrics, and of deltas, are installed here.
 
     Raises:
         UsageError: naming the extra that installs it.
     """
-    for name in ("tensorboard", "wandb"):
-        if getattr(options, name) and find_spec(name) is None:
+    for name, package, extra in (
+        ("tensorboard", "tensorboard", "tensorboard"), ("wandb", "wandb", "wandb"), ("publish", "zstandard", "delta"),
+    ):  # fmt: skip
+        if getattr(options, name) and find_spec(package) is None:
             raise UsageError(
                 f"--{name}",
-                f"{name} is not installed here",
-                f"pip install 'reshard[{name}]'",
+                f"{package} is not installed here",
+                f"pip install 'reshard[{extra}]'",
                 code="system.missing-package",
             )
 

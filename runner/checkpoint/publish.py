@@ -1,0 +1,318 @@
+"""Publish a run's weights as versions of a chain, which `reshard delta` reads, beside training.
+
+# Note [Publishing beside training]
+A rank keeps the last published state of its tensors, in the dtype of the chain, and memory for the next one. After a
+step its weights are cast into that memory, which is the only pause. Then a thread hashes them, and writes what changed
+of its own tensors as shards of the new version; nothing is gathered, unless ranks share a stage, as with --dp-shard:
+then one of them gathers its weights. Rank 0 writes the index when all shards are there, and the version exists. A delta
+is of the version before, by the digest of the whole state: a run whose weights at the start are not the newest
+version's, because it resumes from an earlier step, publishes a full version first. No version is ever removed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from manifests.digest import digest_bytes
+from manifests.errors import UserError
+from manifests.index import INDEX_NAME, replicas_elsewhere
+from manifests.invariants import SOURCE_NAME
+from manifests.jsontext import parse_config, parse_json_object
+from manifests.models import ModelShape
+from manifests.schema import WEIGHTS
+from manifests.store import read_small_file, write_file
+from manifests.versions import (
+    LOCK_NAME,
+    digest_of_state,
+    encode_config,
+    encode_files,
+    encode_version,
+    folder_of,
+    metadata_of,
+    with_dtype,
+)
+from runner.checkpoint.delta_file import write_delta
+from runner.checkpoint.save import SaveContext, check_folder, check_sizes
+from runner.checkpoint.shard_file import NAMES, write_shard
+from runner.checkpoint.state import Held, HostCopy, nbytes_of, whole_in_root
+from runner.checkpoint.stored_once import hash_pieces
+from runner.config.schema import PublishOptions
+from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
+from runner.distributed.rounds import in_rounds, run_at_low_priority
+from runner.distributed.watchdog import StallTimer
+from runner.tensors.local_shard import FLAG_DTYPES, Piece
+from stores.address import is_url
+from stores.base import Blocks, read_whole
+from stores.folders.lock import locking
+from stores.folders.publish import publishing
+from stores.local import LocalFile, LocalFolder
+from stores.objects.client import open_writable
+from stores.open import open_store
+from stores.versions import numbers_in
+
+_LEAST_NBYTES_PER_S = 256 << 20  # a slower one continues at the priority of training, as a save
+_CONFIG_NAME = "config.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishReport:
+    """The result of one publish: bytes over all ranks, and this rank's seconds.
+
+    `number` is None if nothing had changed, or it failed; `is_full` otherwise.
+    """
+
+    location: str
+    step: int
+    stall_s: float
+    number: int | None = None
+    is_full: bool = False
+    num_tensors: int = 0
+    num_changed: int = 0
+    nbytes: int = 0
+    publish_s: float = 0.0
+    failure: UserError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A rank's tensors in the dtype of the chain, their digests, and the digest of the whole state."""
+
+    pieces: Mapping[str, Piece]
+    digests: Mapping[str, str]
+    whole: str
+    num_tensors: int
+
+
+class Publisher:
+    """Publishes the weights of all ranks, one version at a time; see Note [Publishing beside training].
+
+    Every rank creates one, calls `publish` after the same steps, and uses it as a context manager, as `Saver`.
+    """
+
+    def __init__(
+        self,
+        options: PublishOptions,
+        context: SaveContext,
+        shape: ModelShape,
+        weights: Held,
+        timeout: timedelta,
+        timer: StallTimer,
+    ) -> None:
+        self._chain, self._is_remote, self._timer = options.chain.rstrip("/"), is_url(options.chain), timer
+        with raise_on_all_ranks("publish"):
+            self._files = _files_of(context, NAMES[FLAG_DTYPES[options.dtype]]) if dist.get_rank() == 0 else {}
+        self._file_digests = {name: digest_bytes(data) for name, data in self._files.items()}
+        self._replicas = replicas_elsewhere(context.manifest.ties)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        state, untrained = self._chosen(weights), shape.untrained_suffixes or ("\0",)
+        self._shards = {
+            shard.path: [piece.fqn for piece in shard.pieces]
+            for shards in whole_in_root(state, context.manifest.ties, self._group).values()
+            for shard in shards
+        }
+        self._paths = [path for of_rank in from_all_ranks([*self._shards]) for path in of_rank]
+
+        def dtype_of(piece: Piece) -> torch.dtype:
+            is_cast = piece.fqn in shape.tensors and not piece.fqn.endswith(untrained)
+            return FLAG_DTYPES[options.dtype] if is_cast else piece.memory.dtype
+
+        self._memory = [HostCopy(state, dtype_of), HostCopy(state, dtype_of)]  # of the last state, and the next
+        self._start = self._memory[0].fill(state)
+        self._last: _State | None = None
+        self._running: Future[PublishReport] | None = None
+        self._reports: list[PublishReport] = []
+        self.failure: UserError | None = None  # of the newest version
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(wait=error is None)
+
+    def publish(self, weights: Held, step: int) -> None:
+        """Publish the weights after a step."""
+        started_s = time.perf_counter()
+        self._wait()
+        state = self._memory[1].fill(self._chosen(weights))
+        report = PublishReport(location=self._chain, step=step, stall_s=time.perf_counter() - started_s)
+        self._running = self._pool.submit(self._publish, state, report, time.perf_counter())
+
+    def reports(self, *, wait: bool = False) -> tuple[PublishReport, ...]:
+        """Return the versions that have ended since the last call; with `wait`, also the one in flight."""
+        if wait or (self._running is not None and self._running.done()):
+            self._wait()
+        ended, self._reports = tuple(self._reports), []
+        return ended
+
+    def _wait(self) -> None:
+        if self._running is not None:
+            ended, self._running = self._running.result(), None
+            self._reports.append(ended)
+            self.failure = ended.failure
+
+    def _chosen(self, weights: Held) -> Held:
+        """Return what versions have of a rank's weights: each tensor of the model once."""
+        return {
+            stage: {WEIGHTS: tuple(piece for piece in kinds[WEIGHTS] if piece.fqn not in self._replicas)}
+            for stage, kinds in weights.items()
+        }
+
+    def _publish(self, state: Held, report: PublishReport, begun_s: float) -> PublishReport:
+        try:
+            report = self._write_version(state, report)
+        except UserError as error:
+            report = replace(report, failure=error)
+        return replace(report, publish_s=time.perf_counter() - begun_s)
+
+    def _write_version(self, state: Held, report: PublishReport) -> PublishReport:
+        """Write a version if anything has changed; every rank's thread calls this."""
+        last = self._last = self._last or self._hashed(self._start)
+        new = self._hashed(state)
+        with ExitStack() as stack:
+            shared = [in_rounds("publish", partial(self._begin, stack, last), self._group)]
+            dist.broadcast_object_list(shared, src=0, group=self._group)
+            assert shared[0] is not None
+            number, is_delta, folder = shared[0]
+            if is_delta and new.whole == last.whole:
+                return replace(report, num_tensors=new.num_tensors)
+            write = partial(self._write_own, number, folder, new, last if is_delta else None, nbytes_of(state))
+            shards = from_all_ranks(in_rounds("publish", write, self._group), self._group)
+            written = {path: shard for of_rank in shards for path, shard in of_rank.items()}
+            metadata = metadata_of(number, new.whole, last.whole, is_full=not is_delta)
+
+            def finish(stop: Event) -> None:
+                if dist.get_rank() == 0:
+                    with self._timer.working():
+                        self._commit(number, folder, metadata, written)
+                        stack.close()
+
+            in_rounds("publish", finish, self._group)
+        self._last, self._memory = new, self._memory[::-1]
+        return replace(
+            report,
+            location=f"{self._chain}/{folder_of(number)}",
+            number=number,
+            is_full=not is_delta,
+            num_tensors=new.num_tensors,
+            num_changed=sum(len(fqns) for fqns, _ in written.values()),
+            nbytes=sum(nbytes for _, nbytes in written.values()),
+        )
+
+    def _hashed(self, state: Held) -> _State:
+        def work(stop: Event) -> Mapping[str, str]:
+            with self._timer.working():
+                steps = hash_pieces(state, partial(self._is_cancelled, stop))
+                digests = run_at_low_priority(steps, nbytes_of(state) / _LEAST_NBYTES_PER_S)
+            return {fqn: digest for of_kind in digests.values() for fqn, digest in of_kind.items()}
+
+        digests = in_rounds("publish", work, self._group)
+        pieces = {piece.fqn: piece for kinds in state.values() for piece in kinds[WEIGHTS]}
+        tensors = [(fqn, NAMES[piece.memory.dtype], piece.shape, digests[fqn]) for fqn, piece in pieces.items()]
+        gathered = [tensor for of_rank in from_all_ranks(tensors, self._group) for tensor in of_rank]
+        return _State(pieces, digests, digest_of_state(gathered), len(gathered))
+
+    def _begin(self, stack: ExitStack, last: _State, stop: Event) -> tuple[int, bool, str | None] | None:
+        """Return, on rank 0, the number of the next version, whether it is a delta, and the folder to write in.
+
+        The folder is None for a bucket.
+        """
+        if dist.get_rank():
+            return None
+        with self._timer.working():
+            if self._is_remote:
+                numbers = numbers_in(store := open_store(self._chain))
+            else:
+                Path(self._chain).mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locking(Path(self._chain) / LOCK_NAME, self._chain, "publishes weights there"))
+                numbers = numbers_in(store := LocalFolder(Path(self._chain)))
+            number, is_delta = (numbers[-1] if numbers else 0) + 1, False
+            if numbers:
+                index = store.file(f"{folder_of(numbers[-1])}/{INDEX_NAME}")
+                metadata = parse_json_object(read_whole(index), str(index)).get("metadata")
+                newest = metadata if isinstance(metadata, dict) else {}
+                is_delta = newest.get("state") == last.whole and newest.get("files") == encode_files(self._file_digests)
+            if self._is_remote:  # a killed publisher may have left objects, which other ranks have put there
+                stale = [name for name in store.names() if name.startswith(f"{folder_of(number)}/")]
+                if stale:
+                    open_writable(self._chain).remove(stale)
+                return number, is_delta, None
+            wanted = (*self._paths, *self._files, INDEX_NAME)
+            out = Path(self._chain) / folder_of(number)
+            target = publishing(out, force=False, find_owned=lambda _: None, wanted=wanted)
+            return number, is_delta, str(stack.enter_context(target))
+
+    def _write_own(
+        self, number: int, folder: str | None, new: _State, base: _State | None, nbytes: int, stop: Event
+    ) -> dict[str, tuple[list[str], int]]:
+        """Write this rank's shards of a full version, or of a delta of `base`; return FQNs and bytes of each."""
+        is_cancelled, written = partial(self._is_cancelled, stop), dict[str, tuple[list[str], int]]()
+
+        def write(root: Path) -> Generator[None, None, list[str]]:
+            for path, fqns in self._shards.items():
+                if base is None:
+                    pieces = [new.pieces[fqn] for fqn in fqns]
+                    shard = yield from write_shard(pieces, root, path, WEIGHTS, is_cancelled, new.digests)
+                    written[path] = fqns, shard.nbytes
+                elif changed := [fqn for fqn in fqns if new.digests[fqn] != base.digests[fqn]]:
+                    pairs = {fqn: (base.pieces[fqn].memory, new.pieces[fqn].memory) for fqn in changed}
+                    written[path] = changed, (yield from write_delta(root / path, pairs, new.digests, is_cancelled))
+            return []
+
+        with self._timer.working(), nullcontext(folder) if folder else TemporaryDirectory(prefix="publish-") as root:
+            if folder:
+                check_folder(Path(folder))
+            run_at_low_priority(write(Path(root)), nbytes / _LEAST_NBYTES_PER_S)
+            for path, (_, size) in () if folder else written.items():
+                writer = open_writable(self._chain).writer(f"{folder_of(number)}/{path}", size, self._timer.beat)
+                writer.write_all(Blocks(LocalFile(Path(root) / path)))
+        return written
+
+    def _commit(
+        self, number: int, folder: str | None, metadata: Mapping[str, str], written: Mapping[str, tuple[list[str], int]]
+    ) -> None:
+        """Write the auxiliary files of a full version, and the index, with which it exists."""
+        weight_map = {fqn: path for path, (fqns, _) in written.items() for fqn in fqns}
+        files = {} if "base_version" in metadata else dict(self._files)
+        files[INDEX_NAME] = encode_version(metadata, self._file_digests, weight_map)  # the last
+        if folder:
+            check_sizes(Path(folder), {path: nbytes for path, (_, nbytes) in written.items()})
+        for name, data in files.items():
+            self._timer.beat()
+            if folder is None:
+                open_writable(self._chain).put(f"{folder_of(number)}/{name}", data)
+            else:
+                (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+                write_file(Path(folder) / name, data)
+
+    def _is_cancelled(self, stop: Event) -> bool:
+        self._timer.beat()
+        return stop.is_set()
+
+
+def _files_of(context: SaveContext, dtype: str) -> dict[str, bytes]:
+    """Return the model's auxiliary files, with the dtype of the chain in its config."""
+    files = {
+        file.path: read_small_file(context.root / file.path, file.compared_digest)
+        for file in context.manifest.files
+        if file.path != SOURCE_NAME  # of the files that were packed
+    }
+    config = parse_config(files[_CONFIG_NAME], str(context.root / _CONFIG_NAME))
+    if (updated := with_dtype(config, dtype)) != config:
+        files[_CONFIG_NAME] = encode_config(updated)
+    return files

@@ -1,0 +1,131 @@
+"""Runs that publish: each version has the bytes of the checkpoint of its step, and restarts go on in the chain."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import reshard
+from tests.builders import files_in, pack, run
+from tests.fast.reshard.delta import slime_decoder
+from tests.fast.reshard.delta.states import weights_in
+from tests.process.runner.training.test_frozen import FLAGS, train
+from tests.process.stores.objects.buckets import url_of
+from tests.servers.s3 import MotoServer
+
+pytestmark = pytest.mark.timeout(600)
+RATE = ("--lr", "1e-3")
+
+
+def versions(chain: str | Path) -> list[tuple[int, int | None]]:
+    assert reshard.verify_delta(chain).ok
+    return [(entry.number, entry.base) for entry in reshard.delta_log(chain)]
+
+
+def check_steps(chain: str | Path, checkpoints: Path, steps: dict[int, int], folder: Path) -> None:
+    """Compare versions with the checkpoints of their steps: as they are exported, and as they are published."""
+    states = {entry.number: entry.state for entry in reshard.delta_log(chain)}
+    for number, step in steps.items():
+        checkpoint = checkpoints / f"step-{step:06d}"
+        run("export", checkpoint, "--to", "hf", "--dtype", "bf16", "--out", folder / f"hf{number}")
+        run("export", f"{chain}@{number}", "--to", "hf", "--out", folder / f"version{number}")
+        assert weights_in(folder / f"version{number}") == weights_in(folder / f"hf{number}")
+        exported, version = (files_in(folder / f"{kind}{number}") for kind in ("hf", "version"))
+        others = {name for name in exported if "safetensors" not in name}
+        assert "config.json" in others
+        assert {name: version.get(name) for name in others} == {name: exported[name] for name in others}
+        published = reshard.publish_delta(checkpoint, folder / f"chain{number}", dtype="bf16")
+        assert published.state == states[number]
+
+
+def test_versions_are_the_weights_of_their_steps_and_slimes_decoder_gets_them(packed: Path, tmp_path: Path) -> None:
+    chain, checkpoints = tmp_path / "chain", tmp_path / "checkpoints"
+    train(packed, tmp_path / "log", *RATE, "--steps", "3", "--publish", chain, "--publish-every", "1",
+          "--checkpoint", checkpoints, "--checkpoint-every", "1")  # fmt: skip
+    assert versions(chain) == [(1, None), (2, 1), (3, 2)]
+    check_steps(chain, checkpoints, {1: 1, 2: 2, 3: 3}, tmp_path)
+    for number in (1, 3):
+        pulled = tmp_path / f"pulled{number}"
+        slime_decoder.pull(pulled, tmp_path / "nothing", chain, number)
+        assert weights_in(pulled) == weights_in(tmp_path / f"hf{number}")
+    lines = [json.loads(line) for line in (tmp_path / "log/metrics.jsonl").read_text().splitlines()]
+    published = [line for line in lines if "published" in line]
+    sizes = [sum(path.stat().st_size for path in (chain / f"weight_v{n:06d}").glob("*.safetensors")) for n in (1, 2, 3)]
+    assert [line["publish_nbytes"] for line in published] == sizes
+    assert all(line["stall_s"] > 0 for line in published)
+
+
+@pytest.mark.slow
+def test_restarts_go_on_in_the_chain_and_remove_nothing(packed: Path, tmp_path: Path) -> None:
+    chain, checkpoints = tmp_path / "chain", tmp_path / "checkpoints"
+    options = (*RATE, "--publish", chain, "--publish-every", "1", "--publish-dtype", "float32",
+               "--checkpoint", checkpoints, "--checkpoint-every", "1")  # fmt: skip
+    train(packed, tmp_path / "a", *options, "--steps", "2")
+    train(packed, tmp_path / "b", *options, "--steps", "3", "--resume", "auto")
+    assert versions(chain) == [(1, None), (2, 1), (3, 2)]  # it starts with the weights of version 2
+    shutil.rmtree(checkpoints / "step-000003")
+    train(packed, tmp_path / "c", *options, "--steps", "4", "--resume", "auto")
+    # It starts from an earlier step: step 3 again has the weights of version 3, and is published as a full version.
+    assert versions(chain) == [(1, None), (2, 1), (3, 2), (4, None), (5, 4)]
+    done = reshard.apply_delta(chain, tmp_path / "served", version=3)
+    done = reshard.apply_delta(chain, tmp_path / "served", version=4)
+    assert (done.before, done.num_changed, done.write_nbytes) == (3, 0, 0)
+    run("delta", "fold", chain)  # another process may publish, too
+    assert run("delta", "publish", checkpoints / "step-000004", "--chain", chain, "--json").json["is_new"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("--dp-shard", "2"), ("--tp", "2"), ("--dp-replicate", "2")])
+def test_ranks_that_share_a_stage_publish_it_once(packed: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    chain, checkpoints, alone = tmp_path / "chain", tmp_path / "checkpoints", pack(packed, tmp_path / "alone", "pp=1")
+    train(alone, tmp_path / "log", *RATE, *flags, "--steps", "2", "--publish", chain, "--publish-every", "1",
+          "--checkpoint", checkpoints, "--checkpoint-every", "1", "--global-batch", "2", "--microbatch", "1",
+          of_launch=("--nproc-per-node", "2"))  # fmt: skip
+    assert versions(chain) == [(1, None), (2, 1)]
+    check_steps(chain, checkpoints, {1: 1, 2: 2}, tmp_path)
+
+
+@pytest.mark.slow
+def test_chain_in_a_bucket(packed: Path, tmp_path: Path, moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, checkpoints = url_of("published"), tmp_path / "checkpoints"
+    for name, value in moto.environment().items():
+        monkeypatch.setenv(name, value)
+    for number in (1, 2):  # what killed publishers have left is no file of a version
+        key = f"published/weight_v{number:06d}/model-00009-of-00009.safetensors"
+        moto.client().put_object(Bucket=chain.split("/")[2], Key=key, Body=b"half")
+    train(packed, tmp_path / "log", *RATE, "--steps", "2", "--publish", chain, "--publish-every", "1",
+          "--checkpoint", checkpoints, "--checkpoint-every", "1")  # fmt: skip
+    assert versions(chain) == [(1, None), (2, 1)]
+    check_steps(chain, checkpoints, {1: 1, 2: 2}, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_kill_while_a_version_is_written_leaves_the_chain_whole(packed: Path, tmp_path: Path, number: int) -> None:
+    chain = tmp_path / "chain"
+    command = [sys.executable, "-m", "runner", "launch", packed, "--log-dir", tmp_path / "log", "--", *FLAGS, *RATE,
+               "--steps", 9999, "--publish", chain, "--publish-every", 1, "--quiet"]  # fmt: skip
+    with subprocess.Popen(list(map(str, command)), start_new_session=True, stderr=subprocess.PIPE) as process:
+        partial = chain / f".weight_v{number:06d}.partial"
+        while not partial.exists() and process.poll() is None:
+            time.sleep(0.001)
+        members = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+        for line in members.splitlines():
+            pid, _, words = line.strip().partition(" ")
+            if str(tmp_path) in words:
+                os.kill(int(pid), signal.SIGKILL)
+        process.wait()
+    numbers = [at for at, _ in versions(chain)] if (chain / "weight_v000001").exists() else []
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(numbers) >= number - 1
+    train(packed, tmp_path / "again", *RATE, "--steps", "1", "--publish", chain)
+    assert versions(chain)[-1] == (len(numbers) + 1, None)
+    assert not [path for path in chain.iterdir() if ".partial" in path.name]
