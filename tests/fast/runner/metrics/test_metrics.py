@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
 from manifests.schedules import schedule_table
 from runner.checkpoint.async_save import SaveReport
+from runner.checkpoint.publish import PublishReport
 from runner.config.flags import parse_training
 from runner.config.memory import planned_memory
 from runner.config.parallel_dims import ParallelDims
@@ -59,12 +61,21 @@ def saved(failure: RankError | None = None) -> SaveReport:
     return SaveReport(path=Path("step-000004"), step=4, nbytes=100, stall_s=0.1, save_s=0.2, failure=failure)
 
 
+def published() -> PublishReport:
+    return PublishReport(
+        location="chain/weight_v000002", step=4, stall_s=0.1, number=2, num_tensors=7, num_changed=3, nbytes=100,
+        publish_s=0.2,
+    )  # fmt: skip
+
+
 def tell_all(metrics: Metrics) -> None:
     metrics.loaded([LOADED])
     metrics.step(4, STEP, TIMES, peak_nbytes=4096, num_skipped=1)
     metrics.evaluation(4, 2.25, 1000, 1)
     metrics.checkpoint(saved())
     metrics.checkpoint(saved(RankError("rank 1", "the disk is full", code="output.disk-full")))
+    metrics.published(published())
+    metrics.published(replace(published(), failure=RankError("rank 1", "the disk is full", code="output.disk-full")))
     metrics.ended([10, 20], ["runner", "report"])
 
 
@@ -77,7 +88,9 @@ def write_all(path: Path, least_step_s: float | None) -> list[dict[str, object]]
 
 
 def test_lines_say_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loaded, step, evaluation, checkpoint, failed, *ended = write_all(tmp_path / "log" / "metrics.jsonl", 0.5)
+    loaded, step, evaluation, checkpoint, failed, version, unpublished, *ended = write_all(
+        tmp_path / "log" / "metrics.jsonl", 0.5
+    )
     assert loaded == {
         "rank": 1, "stages": [1, 3], "num_tensors": 7, "load_nbytes": 2 << 30, "load_s": 4.0, "load_gib_per_s": 0.5,
         "base_nbytes": 100, "planned_nbytes": 200,
@@ -96,6 +109,11 @@ def test_lines_say_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[s
     }  # fmt: skip
     problem = "rank 1: the disk is full [output.disk-full]"
     assert failed == {"step": 4, "checkpoint": "step-000004", "save_error": problem}
+    assert version == {
+        "step": 4, "published": "chain/weight_v000002", "publish_nbytes": 100, "num_changed": 3, "stall_s": 0.1,
+        "publish_s": 0.2,
+    }  # fmt: skip
+    assert unpublished == {"step": 4, "published": "chain/weight_v000002", "publish_error": problem}
     assert ended == [{"rank": 0, "peak_nbytes": 10}, {"rank": 1, "peak_nbytes": 20}]
     printed = capsys.readouterr().out.splitlines()
     assert (
