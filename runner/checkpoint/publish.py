@@ -12,7 +12,7 @@ version's, because it resumes from an earlier step, publishes a full version fir
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -45,13 +45,13 @@ from manifests.versions import (
     with_dtype,
 )
 from runner.checkpoint.delta_file import write_delta
-from runner.checkpoint.save import SaveContext, check_folder, check_sizes
+from runner.checkpoint.save import SaveContext, check_folder, check_sizes, hurrying
 from runner.checkpoint.shard_file import NAMES, write_shard
-from runner.checkpoint.state import Held, HostCopy, nbytes_of, whole_in_root
+from runner.checkpoint.state import Held, HostCopy, whole_in_root
 from runner.checkpoint.stored_once import hash_pieces
 from runner.config.schema import PublishOptions
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
-from runner.distributed.rounds import in_rounds, run_at_low_priority
+from runner.distributed.rounds import in_rounds, run_beside_training
 from runner.distributed.watchdog import StallTimer
 from runner.tensors.local_shard import FLAG_DTYPES, Piece
 from stores.address import is_url
@@ -63,7 +63,6 @@ from stores.objects.client import open_writable
 from stores.open import open_store
 from stores.versions import numbers_in
 
-_LEAST_NBYTES_PER_S = 256 << 20  # a slower one continues at the priority of training, as a save
 _CONFIG_NAME = "config.json"
 
 
@@ -134,6 +133,7 @@ class Publisher:
         self._start = self._memory[0].fill(state)
         self._last: _State | None = None
         self._running: Future[PublishReport] | None = None
+        self._is_awaited = Event()
         self._reports: list[PublishReport] = []
         self.failure: UserError | None = None  # of the newest version
 
@@ -143,6 +143,7 @@ class Publisher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_awaited.set()
         self._pool.shutdown(wait=error is None)
 
     def publish(self, weights: Held, step: int) -> None:
@@ -162,7 +163,9 @@ class Publisher:
 
     def _wait(self) -> None:
         if self._running is not None:
+            self._is_awaited.set()
             ended, self._running = self._running.result(), None
+            self._is_awaited.clear()
             self._reports.append(ended)
             self.failure = ended.failure
 
@@ -191,7 +194,14 @@ class Publisher:
             number, is_delta, folder = shared[0]
             if is_delta and new.whole == last.whole:
                 return replace(report, num_tensors=new.num_tensors)
-            write = partial(self._write_own, number, folder, new, last if is_delta else None, nbytes_of(state))
+            write = partial(
+                self._write_own,
+                number,
+                folder,
+                new,
+                last if is_delta else None,
+                hurrying(state, self._is_awaited.is_set),
+            )
             shards = from_all_ranks(in_rounds("publish", write, self._group), self._group)
             written = {path: shard for of_rank in shards for path, shard in of_rank.items()}
             metadata = metadata_of(number, new.whole, last.whole, is_full=not is_delta)
@@ -218,7 +228,7 @@ class Publisher:
         def work(stop: Event) -> Mapping[str, str]:
             with self._timer.working():
                 steps = hash_pieces(state, partial(self._is_cancelled, stop))
-                digests = run_at_low_priority(steps, nbytes_of(state) / _LEAST_NBYTES_PER_S)
+                digests = run_beside_training(steps, hurrying(state, self._is_awaited.is_set))
             return {fqn: digest for of_kind in digests.values() for fqn, digest in of_kind.items()}
 
         digests = in_rounds("publish", work, self._group)
@@ -258,7 +268,13 @@ class Publisher:
             return number, is_delta, str(stack.enter_context(target))
 
     def _write_own(
-        self, number: int, folder: str | None, new: _State, base: _State | None, nbytes: int, stop: Event
+        self,
+        number: int,
+        folder: str | None,
+        new: _State,
+        base: _State | None,
+        hurries: Callable[[], bool],
+        stop: Event,
     ) -> dict[str, tuple[list[str], int]]:
         """Write this rank's shards of a full version, or of a delta of `base`; return FQNs and bytes of each."""
         is_cancelled, written = partial(self._is_cancelled, stop), dict[str, tuple[list[str], int]]()
@@ -277,7 +293,7 @@ class Publisher:
         with self._timer.working(), nullcontext(folder) if folder else TemporaryDirectory(prefix="publish-") as root:
             if folder:
                 check_folder(Path(folder))
-            run_at_low_priority(write(Path(root)), nbytes / _LEAST_NBYTES_PER_S)
+            run_beside_training(write(Path(root)), hurries)
             for path, (_, size) in () if folder else written.items():
                 writer = open_writable(self._chain).writer(f"{folder_of(number)}/{path}", size, self._timer.beat)
                 writer.write_all(Blocks(LocalFile(Path(root) / path)))

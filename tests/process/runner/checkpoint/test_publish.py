@@ -88,7 +88,7 @@ def test_ranks_that_share_a_stage_publish_it_once(packed: Path, tmp_path: Path, 
     chain, checkpoints, alone = tmp_path / "chain", tmp_path / "checkpoints", pack(packed, tmp_path / "alone", "pp=1")
     train(alone, tmp_path / "log", *RATE, *flags, "--steps", "2", "--publish", chain, "--publish-every", "1",
           "--checkpoint", checkpoints, "--checkpoint-every", "1", "--global-batch", "2", "--microbatch", "1",
-          of_launch=("--nproc-per-node", "2"))  # fmt: skip
+          launch=("--nproc-per-node", "2"))  # fmt: skip
     assert versions(chain) == [(1, None), (2, 1)]
     check_steps(chain, checkpoints, {1: 1, 2: 2}, tmp_path)
 
