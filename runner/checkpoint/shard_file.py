@@ -35,7 +35,7 @@ def write_shard(
 ) -> Generator[None, None, Shard]:
     """Write a shard of these tensors or slices, in this order, with their digests, part by part, and fsync it.
 
-    `is_cancelled` is called before each part of them. Digests that are known are not computed again.
+    `is_cancelled` is called before each part of them. Known `digests` are taken as they are.
 
     Raises:
         InputError: it cannot be written: the disk is full, or the folder is read-only.

@@ -52,7 +52,18 @@ def test_completion_offers_paths_wherever_one_is_meant(command: str, words: tupl
 
 
 def test_flags_of_training_that_name_paths_are_paths() -> None:
-    names = {"data", "eval_data", "checkpoint", "resume", "save", "log_dir", "stage_to_local", "schedule", "adapter"}
+    names = {
+        "data",
+        "eval_data",
+        "checkpoint",
+        "resume",
+        "save",
+        "log_dir",
+        "stage_to_local",
+        "schedule",
+        "adapter",
+        "publish",
+    }
     paths = {option.name for option in training_command.params if isinstance(option.type, click.Path)}
     assert paths == names
 
