@@ -33,7 +33,7 @@ WARM = 3  # the first step that is traced
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A run: its layout, schedule and model width, and how long each of the 8 layers sleeps in its forward."""
+    """A run: its layout, schedule and model, and how long each layer sleeps in the forward of a sequence."""
 
     name: str
     layout: str
@@ -42,6 +42,7 @@ class Case:
     width: int
     seq_len: int
     wait_s: float = 0.0
+    num_layers: int = 8
 
 
 CASES = (
@@ -53,29 +54,34 @@ CASES = (
 )  # fmt: skip
 
 
-def be_rank(wait_s: float, arguments: Sequence[str]) -> None:
-    """Run one rank, whose layers sleep."""
+def make_layers_wait(wait_s: float) -> None:
+    """Let every layer sleep in this process, in its forward and twice as long in its backward."""
     import torch
     from torch.nn.modules.module import register_module_forward_hook
-
-    from runner import train as worker
 
     class Wait(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, crossing: torch.Tensor) -> torch.Tensor:
-            time.sleep(wait_s)
+            time.sleep(wait_s * len(crossing))
             return crossing.view_as(crossing)
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            time.sleep(2 * wait_s)
+            time.sleep(2 * wait_s * len(gradient))
             return gradient
 
     def wait(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
         return Wait.apply(output) if type(module).__name__.endswith("TransformerBlock") else None
 
+    register_module_forward_hook(wait)
+
+
+def be_rank(wait_s: float, arguments: Sequence[str]) -> None:
+    """Run one rank, whose layers sleep."""
+    from runner import train as worker
+
     if wait_s:
-        register_module_forward_hook(wait)
+        make_layers_wait(wait_s)
     sys.argv = ["runner.train", *arguments]
     worker.main()
 
@@ -95,10 +101,10 @@ def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dic
     from runner.report.read import read_run
 
     waits = f", layers wait {case.wait_s * 1e3:g} ms" if case.wait_s else ""
-    log, packed = scratch / f"Llama on {case.num_ranks} ranks, {case.schedule}{waits}", _packed(case, scratch)
+    log, folder = scratch / f"Llama on {case.num_ranks} ranks, {case.schedule}{waits}", packed(case, scratch)
     before = load_average()
     run_ranks(
-        case.num_ranks, __file__, "--as-rank", str(case.wait_s), str(packed / "manifest.json"),
+        case.num_ranks, __file__, "--as-rank", str(case.wait_s), str(folder / "manifest.json"),
         "--data", str(scratch / "text" / "train.jsonl"), "--seq-len", str(case.seq_len), "--global-batch", "8",
         "--lr", "1e-3", "--schedule", case.schedule, "--steps", str(num_steps), "--trace", f"{WARM}-{num_steps}",
         "--log-dir", str(log),
@@ -127,26 +133,26 @@ def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dic
     }
 
 
-def _packed(case: Case, scratch: Path) -> Path:
+def packed(case: Case, scratch: Path) -> Path:
     """Pack a model with the demo's tokenizer, and write its text beside it."""
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
     if not (scratch / "text").exists():
         run_quietly([sys.executable, str(ROOT / "demo" / "make_model.py"), str(scratch)])
-    source, packed = scratch / f"llama-{case.width}", scratch / f"packed-{case.name}"
+    source, out = scratch / f"llama-{case.width}-{case.num_layers}", scratch / f"packed-{case.name}"
     if not source.exists():
         set_seed(0)
         config = LlamaConfig(
-            hidden_size=case.width, intermediate_size=case.width * 11 // 4, num_hidden_layers=8,
+            hidden_size=case.width, intermediate_size=case.width * 11 // 4, num_hidden_layers=case.num_layers,
             num_attention_heads=8, num_key_value_heads=8, vocab_size=4096, tie_word_embeddings=False,
         )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(source)
         for path in (scratch / "model").glob("tokenizer*"):
             shutil.copy(path, source)
-    run_quietly(
-        [*RESHARD, "pack", str(source), "--layout", case.layout, "--pp", str(case.num_ranks), "--out", str(packed)]
-    )
-    return packed
+    if not out.exists():
+        words = ["--layout", case.layout, "--pp", str(case.num_ranks), "--out", str(out)]
+        run_quietly([*RESHARD, "pack", str(source), *words])
+    return out
 
 
 def main() -> None:

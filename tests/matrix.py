@@ -132,7 +132,7 @@ class Case:
             "--dp-shard": self.shard, "--cp": self.num_context,
             "--cp-method": self.context.partition("-")[0] or "gather",
             "--tp": self.tensor, "--ep": self.expert, "--ac": self.recompute, "--microbatch": self.microbatch,
-            "--seq-len": SEQ_LEN, "--global-batch": GLOBAL_BATCH, "--load": self.load,
+            "--seq-len": SEQ_LEN, "--global-batch": GLOBAL_BATCH, "--loading": self.load,
         }  # fmt: skip
         if self.loss_chunk:
             flags["--loss-chunk"] = self.loss_chunk

@@ -38,6 +38,7 @@ MOVED = {
     ),
     "reshard plan --memory-limit": "it is --gpu-memory",
     "reshard plan --dtype-policy": "--dtype and --master-dtype, as in training; mixed was bf16 and fp32",
+    "runner report --trace": "it is --perfetto FILE; --trace chooses the steps of a run",
     "runner measure --run": "a run with --trace writes times.json into its log folder, for reshard plan --from-run",
     "reshard plan --as": "--write FILE writes the layout, as .toml or .json",
     "reshard layout --as": "--write FILE writes the layout, as .toml or .json",

@@ -44,6 +44,10 @@ _TRAINING = {
     "--save-steps": "--checkpoint-every N",
     "--save-total-limit": "--keep N",
     "--resume-from-checkpoint": "--resume auto, step-N or DIR",
+    "--load": "--resume DIR (--checkpoint DIR --resume auto for the run's own), or pack the weights as MANIFEST",
+    "--pack": "--packing",
+    "--no-pack": "--no-packing",
+    "--host-memory": "--allocator auto, fast or compact",
     "--logging-steps": "--log-every N",
     "--seq-length": "--seq-len TOKENS",
     "--max-length": "--seq-len TOKENS",
@@ -72,10 +76,14 @@ _TRAINING = {
     **_DEGREES,
 }
 _PACKING = {
+    "--bf16": "--dtype bf16",
+    "--fp16": "--dtype bf16, or fp32",
     "--output": "--out DIR",
     "--output-dir": "--out DIR",
     "--save-dir": "--out DIR",
     "--overwrite": "--force",
+    "--memory": "--io-memory SIZE; of a GPU: --gpu-memory SIZE in reshard plan",
+    "--host-memory": "--allocator fast or compact",
     "--torch-dtype": "--dtype bf16, fp16 or fp32",
     "--format": "--to FORMAT, of reshard export",
     "--num-stages": "--layout pp=N",
@@ -89,7 +97,9 @@ _PACKING = {
     "--gradient-checkpointing": "--ac full, selective or N (every Nth layer)",
     **_DEGREES,
 }
-_RESHARD = {
+_VERBS = {
+    **{verb: f"runner {verb}" for verb in ("status", "logs", "list", "cancel", "measure", "report", "eval", "prove")},
+    **{verb: f"reshard {verb}" for verb in ("check", "verify", "diff", "inspect", "layout", "commit", "push", "sign")},
     "convert": "reshard export MANIFEST --to hf (or another format), or reshard pack SOURCE --layout SPEC",
     "info": "reshard inspect",
     "show": "reshard inspect",
@@ -101,9 +111,8 @@ _RESHARD = {
     "upload": "reshard push",
     "train": "runner launch MANIFEST -- --data PATH --steps N",
     "launch": "runner launch MANIFEST -- --data PATH --steps N",
-}
-_RUNNER = {
-    "train": "runner launch MANIFEST -- --data PATH --steps N",
+    "export": "reshard export MANIFEST --to hf --out DIR",
+    "merge": "reshard merge BASE ADAPTER --out DIR",
     "run": "runner launch MANIFEST -- --data PATH --steps N",
     "resume": "runner launch MANIFEST -- --data PATH --checkpoint DIR --resume auto",
     "evaluate": "runner eval",
@@ -116,9 +125,21 @@ _RUNNER = {
 }
 DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NEIGHBORS: Mapping[str, Mapping[str, str]] = {
-    "reshard": {**_PACKING, **_RESHARD},
-    "runner": {**_TRAINING, **_RUNNER},
+    "reshard": {**_TRAINING, **_PACKING, **_VERBS},
+    "runner": {**_TRAINING, **_VERBS},
 }
+# What to add where a parameter is missing: of a command, or of all that have it.
+_REQUIRED = {
+    "reshard plan --layout": "add --layout pp=2, or --gpus N --gpu-memory 80GB to search for the fastest layouts",
+    "--layout": "add --layout pp=2 (see docs/layouts.md); reshard plan SOURCE --gpus N --gpu-memory 80GB finds one",
+    "--out": "add --out and a folder, or a file, to write",
+    "--to": "add --to hf, or another of the formats",
+    "--data": "add --data and a text, .jsonl or .parquet file, or a folder of them; or --data synthetic",
+    "--layers": "add --layers and the number of decoder layers",
+    "SOURCE": "name a Hugging Face folder, a packed folder or a hub repository, such as ./Llama-3.2-1B",
+    "MANIFEST": "name a packed folder, such as ./Llama-3.2-1B-pp2",
+}
+_CLOSE = 0.65  # similarity of words that may be meant
 
 
 def usage_error(error: Any, where: str = "") -> UsageError:
@@ -134,17 +155,54 @@ def usage_error(error: Any, where: str = "") -> UsageError:
     word = getattr(error, "option_name", None) or getattr(error, "command_name", None) or _parameter(error)
     if not hasattr(error, "possibilities"):  # it knows the word
         problem = (error.message if word else error.format_message()).removeprefix(f"Option {word!r} ").rstrip(".")
-        hint = f"see {see}" if path else ""
-        return UsageError(word or where, problem or "is required", hint, code="usage.arguments")
-    words, kind = _known_words(context), "an option" if word.startswith("-") else "a command"
-    answer = NEIGHBORS.get(path.split(" ")[0], {}).get(word.lower().replace("_", "-"))
-    if answer is not None and kind == "an option":
-        flags = {*re.findall(r"--[a-z0-9-]+", answer)}
-        answer = f"use {answer}" if flags & words or path.startswith("runner launch") else None
-    if answer is None and (close := get_close_matches(word, sorted(words), n=3)):
-        answer = f"did you mean {' or '.join(close)}?"
+        if not problem or problem == "requires an argument":
+            return missing(path, word or where, "expects a value" if problem else "is required")
+        problem, place, _ = problem.partition(" (the job file)")
+        problem, hint = _in_our_words(problem)
+        return UsageError(
+            word or where, problem + place, hint or (f"see {see}" if path else ""), code="usage.arguments"
+        )
+    answer, kind = _answer(word, path, _known_words(context)), "an option" if word.startswith("-") else "a command"
     hint = f"{see} lists them"
     return UsageError(word, f"is not {kind} of {path}", f"{answer}; {hint}" if answer else hint, code="usage.arguments")
+
+
+def missing(path: str, word: str, problem: str = "is required") -> UsageError:
+    """Return the refusal of a command without one of its parameters."""
+    hint = _REQUIRED.get(f"{path} {word}") or _REQUIRED.get(word) or (f"see {path} --help" if path else "")
+    return UsageError(word, problem, hint, code="usage.arguments")
+
+
+def _answer(word: str, path: str, words: set[str]) -> str:
+    """Return what is said here for an unknown word: a neighbor's, or the closest ones."""
+    plain, table = word.lower().replace("_", "-"), NEIGHBORS.get(path.split(" ")[0], {})
+    if answer := table.get(plain):
+        if not word.startswith("-"):
+            return answer
+        if path.startswith("runner launch") or {*re.findall(r"--[a-z0-9-]+", answer)} <= words:
+            return f"use {answer}" + (", after --" if path == "runner launch" else "")
+    bare = {known.lstrip("-"): known for known in sorted(words)}
+    begun = [known for name, known in bare.items() if name.startswith(plain.lstrip("-"))]
+    close = begun[:3] or [bare[name] for name in get_close_matches(plain.lstrip("-"), bare, n=3, cutoff=_CLOSE)]
+    if not close and (foreign := get_close_matches(plain, table, n=1, cutoff=0.85)):
+        return _answer(foreign[0], path, words)
+    return f"did you mean {' or '.join(close)}?" if close else ""
+
+
+def _in_our_words(problem: str) -> tuple[str, str]:
+    """Return a sentence of click's about a value as this project says it, and a hint if a choice is close."""
+    if match := re.fullmatch(r"('.*') is not one of ('.*')", problem):
+        choices = re.findall(r"'([^']*)'", match[2])
+        close = get_close_matches(match[1].strip("'").lower(), choices, n=1)
+        return f"expected {' or '.join(choices)}, found {match[1]}", f"did you mean {close[0]}?" if close else ""
+    if match := re.fullmatch(r"('.*') is not a valid (integer|number|float)", problem):
+        return f"expected a {'whole ' * (match[2] == 'integer')}number, found {match[1]}", ""
+    if match := re.fullmatch(r"(.*) is not in the range (.*)", problem):
+        limits = re.sub(r"x>=(.*)", r"\1 or more", match[2])
+        return f"expected {limits}, found {match[1]}", ""
+    if match := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", problem):
+        return f"unexpected: {match[1]}", ""
+    return problem, ""
 
 
 def _known_words(context: Any) -> set[str]:

@@ -18,6 +18,7 @@ import click
 from manifests.command import defaults
 from manifests.command.console import GroupedHelp
 from manifests.command.neighbors import DTYPES as _TORCH_DTYPES
+from manifests.command.neighbors import missing
 from manifests.errors import UsageError, flag_like, naming_flags
 from manifests.optimizer_state import PRESETS
 from stores.address import hub_output, is_url
@@ -156,8 +157,8 @@ _PARALLELISM = (
         help="Concurrent requests to a remote SOURCE, and concurrent parts of uploads to a bucket.",
     ),
     click.option(
-        "--memory", "memory_nbytes", metavar="SIZE", default="640MB", show_default=True,
-        callback=lambda _, __, text: _size("--memory", text),
+        "--io-memory", "memory_nbytes", metavar="SIZE", default="640MB", show_default=True,
+        callback=lambda _, __, text: _size("--io-memory", text),
         help="Memory for requests to a remote SOURCE, and for parts of uploads; 10MB of it for each at most.",
     ),
 )  # fmt: skip
@@ -218,7 +219,7 @@ _TRAINING = (
         help="Compute logits and loss in chunks of this many tokens.",
     ),
     click.option(
-        "--host-memory", type=click.Choice(["fast", "compact"]), show_default="ranks on GPUs",
+        "--allocator", "host_memory", type=click.Choice(["fast", "compact"]), show_default="ranks on GPUs",
         help="Estimate the memory of ranks on CPUs that reuse freed memory (fast), or return it (compact).",
     ),
     click.option(
@@ -260,8 +261,7 @@ def layout_flags(command: Command) -> Command:
             from reshard.formats.open import names_manifest
 
             if not names_manifest(source):
-                hint = f"see {click.get_current_context().command_path} --help"
-                raise UsageError("--layout", "is required", hint, code="usage.arguments")
+                raise missing(click.get_current_context().command_path, "--layout")
         return command(source=source, layout=layout, **others)
 
     return with_flags(checked, (layout, ranks))

@@ -221,8 +221,8 @@ def pack(
     bytes.
 
     Objects in a bucket are written in order, and a shard's digests come first in it: tensors without a known digest are
-    read twice, unless SOURCE is remote and the longest shard fits into --memory (see --max-shard-size). If reading is
-    slow, pack into a folder, then pack that manifest into the bucket.
+    read twice, unless SOURCE is remote and the longest shard fits into --io-memory (see --max-shard-size). If reading
+    is slow, pack into a folder, then pack that manifest into the bucket.
 
     With --out hf://org/name[@branch], the model is packed below HF_HOME, pushed in one commit, and removed there; see
     reshard push.

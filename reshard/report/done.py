@@ -252,7 +252,7 @@ def inspect_text(manifest: Manifest, bundles: Bundles, with_tensors: bool) -> st
         )
         for stage in manifest.stages
     ]
-    head = ("stage", "rank", "virtual", "modules", "tensors", "params", "bytes")
+    head = ("stage", "rank", "vpp", "modules", "tensors", "params", "bytes")
     training = manifest.training
     optimizer = training.optimizer if training else None
     lines = [

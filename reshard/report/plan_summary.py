@@ -21,7 +21,7 @@ from reshard.packing.plan import PlanResult
 from reshard.plans.pack_plan import StagePlan, Traffic, traffic_of
 
 _USUAL = (1, "none", None)  # values that a plan does not show
-_HEAD = ("stage", "rank", "virtual", "modules", "params", "bytes", "fwd FLOP/token", "memory", "share")
+_HEAD = ("stage", "rank", "vpp", "modules", "params", "bytes", "fwd FLOP/token", "memory", "share")
 
 
 def plan_text(planned: PlanResult, traffic: Traffic | None = None) -> str:
@@ -188,7 +188,7 @@ def _shown(assumed: Assumptions) -> str:
         "ep": assumed.expert,
         "ac": assumed.recompute,
         "loss-chunk": assumed.loss_chunk,
-        "host-memory": assumed.host_memory,
+        "allocator": assumed.host_memory,
     }
     return ", ".join([assumed.dtypes, *(f"{name}={value}" for name, value in values.items() if value not in _USUAL)])
 
@@ -281,7 +281,7 @@ def layout_text(layout: StageLayout) -> str:
                 modules if len(run) == 1 else f"{modules}: {len(stages[run[0]])} each",
             )
         )
-    head = ("stage", "rank", "virtual", "modules")
+    head = ("stage", "rank", "vpp", "modules")
     return "\n".join([placement_line(layout), table(head, shorten_rows(rows, 3), left_columns=frozenset({"modules"}))])
 
 

@@ -235,7 +235,8 @@ def _named(source: str, history: Path | None) -> Path:
     if not (folder / MANIFEST_NAME).is_file():
         checkpoints = find_checkpoints(folder) or (find_checkpoints(history) if history else ())
         there = ", ".join(path.name for path in checkpoints[:5])
-        hint = f"found {there}" if there else "the checkpoint was never finished"
+        hint = "the checkpoint was never finished" if folder.exists() else "check the path for typos"
+        hint = f"found {there}" if there else hint
         raise CheckpointError(
             f"--resume {source}", f"no {MANIFEST_NAME} in {folder}", hint, code="resume.no-checkpoint"
         )

@@ -115,7 +115,7 @@ class TrainOptions:
         help="Check every N steps, and before every checkpoint, that replicas of tied weights are equal.",
     )  # fmt: skip
     host_memory: HostMemory | Literal["auto"] = flag(
-        "--host-memory", type=click.Choice(["auto", *get_args(HostMemory)]), default="auto",
+        "--allocator", "host_memory", type=click.Choice(["auto", *get_args(HostMemory)]), default="auto",
         help="On CPUs, reuse freed memory (fast), or return it to the system after every action, within 10% of the "
         "plan (compact); auto: fast if its plan and a tenth fit into what is free.",
     )  # fmt: skip
@@ -357,10 +357,12 @@ def _check_together(values: Mapping[str, Any]) -> None:
     checkpoint, resume, local = values["checkpoint"], values["resume"], values["stage_to_local"]
     for name in ("checkpoint_every", "keep"):
         if checkpoint is None and values[name]:
-            raise UsageError(flag_of(name), "needs --checkpoint DIR", code="options.needs-checkpoint")
+            hint = "add --checkpoint and a folder for the run's checkpoints"
+            raise UsageError(flag_of(name), "needs --checkpoint DIR", hint, code="options.needs-checkpoint")
     if checkpoint is None and resume and re.fullmatch(r"step-\d+", resume):
-        where = f"--resume {resume}"
-        raise UsageError(where, "needs --checkpoint DIR, the folder to find it in", code="options.needs-checkpoint")
+        where, hint = f"--resume {resume}", f"add --checkpoint DIR, or write the whole path: --resume DIR/{resume}"
+        problem = "needs --checkpoint DIR, the folder to find it in"
+        raise UsageError(where, problem, hint, code="options.needs-checkpoint")
     if values["restart_data"] and resume is None:
         problem = "needs --resume: a new run begins at the first sequence anyway"
         raise UsageError("--restart-data", problem, "remove it, or add --resume auto", code="options.needs-resume")

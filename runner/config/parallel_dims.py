@@ -129,7 +129,7 @@ class DegreeOptions:
         help="Expert-parallel degree: ranks of a replica, of all degrees above, that have different experts.",
     )  # fmt: skip
     load: Load = flag(
-        "--load", type=click.Choice(get_args(Load)), default="rows",
+        "--loading", "load", type=click.Choice(get_args(Load)), default="rows",
         help="rows: each rank reads its own rows; broadcast: one rank of a stage reads a tensor and broadcasts it.",
     )  # fmt: skip
 

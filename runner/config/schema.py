@@ -288,7 +288,7 @@ class DataOptions(TextOptions):
         if self.document_mask and not (self.pack or self.has_rows):
             raise UsageError(
                 "--document-mask",
-                "conflicts with --no-pack, which has one document in each sequence",
+                "conflicts with --no-packing, which has one document in each sequence",
                 "remove one of them",
                 code="options.document-mask",
             )

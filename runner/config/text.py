@@ -36,7 +36,7 @@ class TextOptions:
         "document_ids with --document-mask.",
     )  # fmt: skip
     pack: bool = flag(
-        "--pack/--no-pack", default=True,
+        "--packing/--no-packing", "pack", default=True,
         help="Pack documents end to end into sequences, or truncate and pad one document per sequence.",
     )  # fmt: skip
     document_mask: bool = flag(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from runner.config.parallel_dims import ParallelDims
 from runner.launch.here import LocalJob, launch_here
 from runner.launch.job import FlagKind, Job, read_environment, read_job_file, shown_address
 from runner.launch.nodes import check_groups, check_host_memory, check_memory, check_ranks, describe_nodes, parse_nnodes
+from runner.launch.plan import describe_plan
 from runner.launch.run_folder import RunFolder, choose_folder
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import share_of
@@ -85,7 +86,9 @@ class _BeforeTraining(GroupedHelp, click.Command):
         except click.BadParameter as error:
             name = error.param.name if error.param is not None else None
             if name is not None and ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
-                raise click.BadParameter(f"{error.message} (the job file)", error.ctx, error.param) from error
+                raise click.BadParameter(
+                    f"{error.message.rstrip('.')} (the job file)", error.ctx, error.param
+                ) from error
             raise
         except click.NoSuchOption as error:
             if is_training_flag(error.option_name):
@@ -187,6 +190,9 @@ def launch(
         options=options,
         is_chosen=is_chosen,
     )
+    if dry_run and not options.quiet:
+        for line in _plan(launched, options, degrees, is_here=scheduler == "local"):
+            click.echo(line, err=True)
     if scheduler == "local":
         here = LocalJob(name=name_of(launched.location), run=run, shutdown_s=options.timeout_s)
         launch_here((address, *training), nproc_per_node=num_per_node, dry_run=dry_run, job=here, quiet=options.quiet)
@@ -288,10 +294,25 @@ def _plan_memory(
     placement = launched.manifest.placement
     table = Table(placement=placement, num_microbatches=0, ranks=((),) * placement.num_ranks)
     if options.resume.source is None:  # a checkpoint may recall another batch size
-        number = share_of(options.batch, degrees.data).num_microbatches
-        group = options.microbatch_group
-        table = choose_timetable(options.schedule, launched.manifest, number, group).planned(number)
+        _, table = _timetable(launched, options, degrees)
     return planned_memory(launched.shape, launched.stage_modules, table, options, degrees, host_memory=host_memory)
+
+
+def _timetable(launched: Packed, options: TrainOptions, degrees: ParallelDims) -> tuple[str, Table]:
+    number = share_of(options.batch, degrees.data).num_microbatches
+    timetable = choose_timetable(options.schedule, launched.manifest, number, options.microbatch_group)
+    return timetable.name, timetable.planned(number)
+
+
+def _plan(launched: Packed, options: TrainOptions, degrees: ParallelDims, *, is_here: bool) -> Iterator[str]:
+    """Yield the lines of the job's plan; where a checkpoint recalls the batch, only where it resumes."""
+    if options.resume.source is not None:
+        yield f"resumes: --resume {options.resume.source}; batch, learning rate and dtypes are those of the checkpoint"
+        return
+    is_cpu = options.device == "cpu" or (is_here and options.device == "auto" and not has_gpu())
+    memory = _plan_memory(launched, options, degrees, host_memory="fast" if is_cpu else None)
+    name, table = _timetable(launched, options, degrees)
+    yield from describe_plan(launched, options, degrees, name, table, memory, "cpu" if is_cpu else "gpu")
 
 
 def _refuse_clusters(context: click.Context, num_nodes: int) -> None:

@@ -125,7 +125,8 @@ def cancel(log_dir: Path, force: bool) -> None:
 )
 @click.option("--compare", type=click.Path(path_type=Path), metavar="LOG_DIR", help="Draw this run beside it.")
 @click.option(
-    "--trace",
+    "--perfetto",
+    "trace",
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Write the traced steps of all ranks as one .json file for ui.perfetto.dev, too.",

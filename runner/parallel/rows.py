@@ -12,7 +12,7 @@ from runner.models.family import Family, OnTransformers
 from runner.parallel.mesh import Mesh
 from runner.tensors.row_parts import RowParts
 
-_APART = "leave --document-mask out, or use --no-pack, which has one document in each sequence"
+_APART = "leave --document-mask out, or use --no-packing, which has one document in each sequence"
 _WHOLE = "leave --cp out; more stages, --dp-shard and --ac save memory, too"
 
 

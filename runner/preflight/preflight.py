@@ -22,6 +22,7 @@ from runner.checkpoint.resume import Origin, check_fits, find_origins, remembere
 from runner.config.entry_points import find_entry_point
 from runner.config.flags import Device, TrainOptions, flag_of, recall
 from runner.config.loss import LOSSES
+from runner.config.optimizers import optimizer_of
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import DATASETS, SYNTHETIC, BatchOptions, DataOptions
 from runner.config.sharding import check_float32
@@ -105,6 +106,8 @@ def check_request(launched: Packed, options: TrainOptions, world_size: int) -> P
     check_heads(launched.config, options.degrees.context, options.degrees.context_method, options.degrees.tensor)
     check_launched(launched)
     check_trained(options, launched.shape)
+    if options.optim.optimizer is not None:
+        optimizer_of(options.optim, launched.shape)
     check_balance(launched, options, is_dtype_final=options.resume.source is None)
     degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world_size)
     if options.resume.source is None:  # a checkpoint may recall other batch sizes
@@ -309,7 +312,7 @@ def notes(
 def is_less_than_a_step(data: DataOptions, batch: BatchOptions) -> bool:
     """Whether text files have fewer bytes than a step has tokens; Parquet is compressed, which may be more text.
 
-    Without --pack this is not known: documents are padded.
+    Without --packing this is not known: documents are padded.
     """
     if not data.pack or data.has_rows or not data.files:
         return False

@@ -38,7 +38,7 @@ _MEMORY = "more stages, --dp-shard and --ac save memory, too"
 _HINTS: Mapping[str, str] = {
     "config.json": f"change the field, or try --layout pp=1; {ANYWAY}, and wrongly",
     "--cp": f"leave --cp out; {_MEMORY}",
-    "--document-mask": "leave it out, or use --no-pack, which has one document in each sequence",
+    "--document-mask": "leave it out, or use --no-packing, which has one document in each sequence",
     "--tp": f"remove --tp; {_MEMORY}",
     "--ep": f"remove --ep; {_MEMORY}",
 }

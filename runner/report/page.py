@@ -103,7 +103,7 @@ def write_trace(log_dir: Path, out: Path, *, force: bool = False) -> int:
         LogError: no step was traced.
         OutputError: it cannot be written.
     """
-    check_new_file(out, "--trace", force=force)
+    check_new_file(out, "--perfetto", force=force)
     traces = _read(log_dir).traces
     if traces is None:
         hint = "run with --trace FIRST-LAST"

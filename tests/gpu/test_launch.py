@@ -45,7 +45,7 @@ def test_run_is_checked_saved_resumed_and_exported(flags: tuple[str, ...], tmp_p
     launch("first", 4, "--checkpoint-every", 2, *seen, "--save", tmp_path / "trained")
     assert (tmp_path / "first" / "profile" / "memory-00000.pickle").stat().st_size
     merged = tmp_path / "merged.json"
-    assert runner("report", tmp_path / "first", "--trace", merged).returncode == 0
+    assert runner("report", tmp_path / "first", "--perfetto", merged).returncode == 0
     kernels = [event for event in json.loads(merged.read_text())["traceEvents"] if event.get("cat") == "kernel"]
     assert len(kernels) > 50
     launch("second", 6, "--resume", "auto", "--no-self-check")

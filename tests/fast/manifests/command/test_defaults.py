@@ -42,7 +42,7 @@ def test_plan_and_training_have_the_same_default_for_every_flag_of_a_step_that_b
         "--microbatch-group",
     }
     # Neither is of the step: what a plan overwrites, and what it prints.
-    assert of_plan.keys() & of_training.keys() == shared | {"--force", "--quiet", "--host-memory"}
+    assert of_plan.keys() & of_training.keys() == shared | {"--force", "--quiet", "--allocator"}
     differing = {flag: (of_plan[flag], of_training[flag]) for flag in shared if of_plan[flag] != of_training[flag]}
     assert differing == _DERIVED
 

@@ -18,15 +18,15 @@ def test_layout_is_the_same_in_a_table_and_in_json() -> None:
     args = ("layout", "E|t|t*2|t||(t|)*2,t*2,L", "--layers", "8", "--pp", "4")
     assert reshard(*args).out == (
         "8 stages on 4 pipeline ranks, style loop\n"
-        "stage  rank  virtual  modules\n"
-        "    0     0        0  embed_tokens\n"
-        "    1     1        0  layers.0\n"
-        "    2     2        0  layers.1-2\n"
-        "    3     3        0  layers.3\n"
-        "    4     0        1  (empty)\n"
-        "    5     1        1  layers.4\n"
-        "    6     2        1  layers.5\n"
-        "    7     3        1  layers.6-7, norm, lm_head\n"
+        "stage  rank  vpp  modules\n"
+        "    0     0    0  embed_tokens\n"
+        "    1     1    0  layers.0\n"
+        "    2     2    0  layers.1-2\n"
+        "    3     3    0  layers.3\n"
+        "    4     0    1  (empty)\n"
+        "    5     1    1  layers.4\n"
+        "    6     2    1  layers.5\n"
+        "    7     3    1  layers.6-7, norm, lm_head\n"
     )
     shown = reshard(*args, "--json").json
     assert {key: shown[key] for key in shown if key != "stages"} == {
@@ -68,11 +68,11 @@ def test_256_stages_fit_on_a_screen() -> None:
     lines = reshard("layout", "pp=256", "--layers", "600").out.splitlines()
     assert lines == [
         "256 stages on 256 pipeline ranks, style loop",
-        " stage    rank  virtual  modules",
-        "     0       0        0  embed_tokens, layers.0-1",
-        "  1-89    1-89        0  layers.2-268: 3 each",
-        "90-254  90-254        0  layers.269-598: 2 each",
-        "   255     255        0  layers.599, norm, lm_head",
+        " stage    rank  vpp  modules",
+        "     0       0    0  embed_tokens, layers.0-1",
+        "  1-89    1-89    0  layers.2-268: 3 each",
+        "90-254  90-254    0  layers.269-598: 2 each",
+        "   255     255    0  layers.599, norm, lm_head",
     ]
 
 

@@ -211,7 +211,7 @@ def test_shards_are_read_while_earlier_ones_are_sent(tmp_path: Path, monkeypatch
 
     with bucket_of(tmp_path / "source", monkeypatch) as bucket:
         bucket.on_read, bucket.on_write = count, write_late
-        pack = ("pack", "s3://bucket/source", "--layout", "pp=4", "--out", "s3://bucket/out", "--memory", "26MiB")
+        pack = ("pack", "s3://bucket/source", "--layout", "pp=4", "--out", "s3://bucket/out", "--io-memory", "26MiB")
         assert reshard(*pack).code == 0
         assert waited == [True]
         assert reshard("verify", "s3://bucket/out", "--against", tmp_path / "source").code == 0

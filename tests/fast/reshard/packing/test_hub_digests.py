@@ -73,7 +73,7 @@ def nbytes_read() -> int:
 
 
 def test_numbers_of_threads_and_requests_are_those_that_are_asked_for(served: Hub, tmp_path: Path) -> None:
-    ended = pack(tmp_path / "out", "--threads", "1", "--streams", "1", "--memory", "20MB")
+    ended = pack(tmp_path / "out", "--threads", "1", "--streams", "1", "--io-memory", "20MB")
     assert ended.code == 0, ended.err
     assert (ended.json["num_threads"], ended.json["num_streams"]) == (1, 1)
     assert reshard("verify", tmp_path / "out", "--against", tmp_path / "source").code == 0
@@ -84,7 +84,7 @@ def test_numbers_of_threads_and_requests_are_those_that_are_asked_for(served: Hu
     [
         (("--threads", "0"), "usage.arguments"),
         (("--streams", "1025"), "usage.arguments"),
-        (("--memory", "20"), "options.memory-size"),
+        (("--io-memory", "20"), "options.memory-size"),
     ],
 )
 def test_impossible_numbers_are_refused(served: Hub, tmp_path: Path, flags: tuple[str, str], code: str) -> None:

@@ -97,7 +97,7 @@ def test_cursor_of_other_sources_is_refused(place: Path) -> None:
     "args",
     [
         ("--seq-len", "9"),
-        ("--no-pack",),
+        ("--no-packing",),
         ("--data", "more.txt"),
         ("--shuffle",),
         ("--data-weight", "1"),

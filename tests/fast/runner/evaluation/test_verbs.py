@@ -46,7 +46,7 @@ def test_ranks_get_the_flags_as_they_were_written(
 def test_two_dashes_before_the_flags_mean_nothing(
     packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--data", "a.txt", "--no-pack", "--dry-run"]
+    flags = ["--data", "a.txt", "--no-packing", "--dry-run"]
     with_dashes = run(["eval", packed, "--", *flags], monkeypatch, capsys)
     assert with_dashes == run(["eval", packed, *flags], monkeypatch, capsys)
     assert parse_eval([str(packed), *flags[:-1]]).data == DataOptions(sources=("a.txt",), pack=False)

@@ -257,7 +257,7 @@ def test_job_file_holds_all_flags_and_those_given_win(packed: Path, tmp_path: Pa
     path.write_text(
         f'manifest = "{packed}"\nscheduler = "slurm"\nnnodes = 2\nnproc-per-node = 2\npartition = "main"\n'
         'env = ["A=1", "B=2"]\nrequeue = true\n\n[training]\ndata = ["synthetic"]\nsteps = 4\nlr = 0.001\n'
-        'checkpoint = "ck"\nresume = "auto"\npack = false\n'
+        'checkpoint = "ck"\nresume = "auto"\npacking = false\n'
     )
     done = launch("--job", path, "--partition", "urgent", "--dry-run", "--", "--steps", "9")
     assert done.exception is None, done.exception
@@ -265,17 +265,18 @@ def test_job_file_holds_all_flags_and_those_given_win(packed: Path, tmp_path: Pa
     command = shlex.split(done.stdout.splitlines()[-1])
     assert command[-2] == "--log-dir"
     assert command[command.index("--") + 1 : -2] == [
-        "--data", "synthetic", "--lr", "0.001", "--checkpoint", "ck", "--resume", "auto", "--no-pack", "--steps", "9",
+        "--data", "synthetic", "--lr", "0.001", "--checkpoint", "ck", "--resume", "auto", "--no-packing",
+        "--steps", "9",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("flags", "written", "expected"),
     [
-        ((), (), ["--data", "a", "--data", "b", "--pack", "--log-dir", "of-file"]),
-        ((), ("--log-dir", "mine"), ["--data", "a", "--data", "b", "--pack", "--log-dir", "mine"]),
-        (("--log-dir", "mine"), (), ["--data", "a", "--data", "b", "--pack", "--log-dir", "mine"]),
-        ((), ("--data=c", "--no-pack"), ["--log-dir", "of-file", "--data=c", "--no-pack"]),
+        ((), (), ["--data", "a", "--data", "b", "--packing", "--log-dir", "of-file"]),
+        ((), ("--log-dir", "mine"), ["--data", "a", "--data", "b", "--packing", "--log-dir", "mine"]),
+        (("--log-dir", "mine"), (), ["--data", "a", "--data", "b", "--packing", "--log-dir", "mine"]),
+        ((), ("--data=c", "--no-packing"), ["--log-dir", "of-file", "--data=c", "--no-packing"]),
     ],
 )
 def test_flag_of_a_job_file_gives_way_to_the_same_flag_wherever_it_is_written(
@@ -284,7 +285,7 @@ def test_flag_of_a_job_file_gives_way_to_the_same_flag_wherever_it_is_written(
     path = tmp_path / "job.toml"
     path.write_text(
         f'manifest = "{packed}"\nscheduler = "slurm"\nlog-dir = "of-file"\n\n'
-        '[training]\ndata = ["a", "b"]\npack = true\nlog-dir = "of-table"\n'
+        '[training]\ndata = ["a", "b"]\npacking = true\nlog-dir = "of-table"\n'
     )
     done = launch("--job", path, *flags, "--dry-run", "--", *written)
     assert done.exception is None, done.exception
@@ -352,7 +353,9 @@ def test_bad_job_file_is_refused_where_it_is_bad(tmp_path: Path, text: str, wher
 def test_value_of_a_job_file_that_no_flag_takes_is_said_to_be_of_it(packed: Path, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(f'manifest = "{packed}"\nscheduler = "slurm"\nrestarts = "x"\n[training]\ndata = "synthetic"\n')
-    assert "Invalid value for '--restarts': 'x' is not a valid integer. (the job file)" in launch("--job", path).stderr
+    shown = launch("--job", path).stderr
+    assert "'--restarts': 'x'" in shown
+    assert "(the job file)" in shown
 
 
 def test_training_flags_are_listed_without_a_manifest() -> None:

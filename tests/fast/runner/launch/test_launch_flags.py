@@ -9,13 +9,14 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UsageError, UserError
 from runner.commands import cli
 from runner.config.parallel_dims import ParallelDims
 from runner.launch.command import check_gpus, memories_gib
 from runner.launch.nodes import check_groups, check_ranks
 from runner.launch.schedulers.slurm import parse_time
-from tests.builders import llama_config, pack, write_model
+from tests.builders import llama_config, pack, reshard, write_model
 
 Wording = Callable[[str], None]
 TRAINING = ("--data", "synthetic", "--steps", "4")
@@ -122,7 +123,7 @@ def test_memory_of_a_gpu_without_a_unit_is_a_usage_error(packed: Path, value: st
 @pytest.mark.parametrize(
     ("flag", "value", "expected"),
     [
-        ("--scheduler", "ray", "Invalid value for '--scheduler': 'ray' is not one of 'local', 'slurm', 'jobset'."),
+        ("--scheduler", "ray", "Invalid value for '--scheduler': 'ray' "),
         ("--nproc-per-node", "0", "Invalid value for '--nproc-per-node': 0 "),
         ("--restarts", "-1", "Invalid value for '--restarts': -1 "),
         ("--partitions", "main", "No such option '--partitions'. Did you mean '--partition'?"),
@@ -141,7 +142,7 @@ def test_flag_of_the_launcher_after_the_dashes_is_refused(packed: Path, flag: st
     assert f" {flag} … -- " in error.hint
 
 
-@pytest.mark.parametrize("flag", ["--data", "--no-pack"])
+@pytest.mark.parametrize("flag", ["--data", "--no-packing"])
 def test_flag_of_training_before_the_dashes_is_refused(packed: Path, flag: str) -> None:
     error = refused(launch(packed, flag, "text"))
     assert (error.code, error.where) == ("launch.flag-order", flag)
@@ -345,3 +346,15 @@ def test_ranks_without_a_gpu_of_their_own_are_refused(wording: Wording) -> None:
         check_gpus(2, 4)
     assert (error.value.code, error.value.where) == ("launch.too-few-gpus", "--nproc-per-node")
     wording(str(error.value))
+
+
+def test_dry_run_prints_the_plan_of_reshard(packed: Path) -> None:
+    flags = ("--dtype", "bf16", "--seq-len", "64", "--global-batch", "8")
+    plan = reshard("plan", packed, *flags, "--json").json
+    ended = launch(packed, *SLURM, "--log-dir", packed / "log", training=(*TRAINING, *flags))
+    lines = ended.stderr.splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("rank  stages"))
+    rows = [line.split("  ") for line in lines[head + 1 : head + 5]]
+    assert [row[-1].strip() for row in rows] == [show_bytes(rank["memory_nbytes"]["total"]) for rank in plan["ranks"]]
+    assert f"bubble {plan['bubble']:.1%}" in lines[-1]
+    assert "rank  stages" not in ended.stdout  # which is a script

@@ -42,7 +42,7 @@ TWO = (
     Mode(name="stages", num_ranks=2, packed="pp2"),
     Mode(name="sharded", num_ranks=2, flags=SHARDED),
     Mode(name="cut", num_ranks=2, flags=CUT),
-    Mode(name="broadcast", num_ranks=2, flags=(*SHARDED, "--load", "broadcast")),
+    Mode(name="broadcast", num_ranks=2, flags=(*SHARDED, "--loading", "broadcast")),
     Mode(name="virtual", num_ranks=2, packed="virtual2"),
     Mode(name="virtual-sharded", num_ranks=2, packed="virtual1", flags=SHARDED),
     Mode(name="resumed-stages", num_ranks=2, packed="pp2", origin="stages"),

@@ -32,7 +32,7 @@ def data_of(name: str, place: Path) -> tuple[object, ...]:
     """Lines and rows by weight, end to end; or text and rows as one source, a document in each sequence."""
     shuffled = ("--shuffle", "--seed", 5, "--microbatch", 4)
     if name == PADDED:
-        return ("--data", place / "rows.parquet", "--data", place / "lines.jsonl", "--no-pack", *shuffled)
+        return ("--data", place / "rows.parquet", "--data", place / "lines.jsonl", "--no-packing", *shuffled)
     sources = {"lines.jsonl": 3, "rows.parquet": 1, "text.txt": 0.5}
     weights = (("--data", place / file, "--data-weight", weight) for file, weight in sources.items())
     return (*(part for each in weights for part in each), *shuffled)

@@ -134,7 +134,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
             save_titan(source, name, **changes, **ENDS)
             tokenizer.save(str(source / "tokenizer.json"))
             pack(source, packed, f"pp={num_ranks}")
-            text = ["--data", str(place / "text.jsonl"), "--seq-len", "16", "--no-pack"]
+            text = ["--data", str(place / "text.jsonl"), "--seq-len", "16", "--no-packing"]
             jobs += [[str(packed), *text]]
         (place / "jobs.json").write_text(json.dumps(jobs))
         launch(
@@ -182,7 +182,7 @@ def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
         packed = place / f"{name}-pp=2"
         pack(place / name, packed)
         text = ["--data", str(place / "text.jsonl"), "--seq-len"]
-        jobs += [[str(packed), *text, *how] for how in (["20", "--no-pack"], ["41", "--no-pack"], ["32"])]
+        jobs += [[str(packed), *text, *how] for how in (["20", "--no-packing"], ["41", "--no-packing"], ["32"])]
     (place / "jobs.json").write_text(json.dumps(jobs))
     launch(2, "runner/evaluation/reading_worker.py", place / "jobs.json", place / "found.jsonl")
     return place

@@ -81,7 +81,7 @@ def test_trained_weights_export_to_a_folder_that_transformers_loads_with_the_sam
 ) -> None:
     trained, exported = tmp_path / "trained", tmp_path / "exported"
     done = forked_runner(
-        "launch", packed, "--", "--data", text, "--eval-data", text, *SMALL, "--no-pack",
+        "launch", packed, "--", "--data", text, "--eval-data", text, *SMALL, "--no-packing",
         "--save", trained, "--log-dir", tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -113,7 +113,7 @@ def test_slices_are_merged_as_they_are_saved_and_transformers_has_the_same_loss(
     degrees: tuple[str, ...], packed: Path, text: Path, tmp_path: Path
 ) -> None:
     saved, history = tmp_path / "saved", tmp_path / "history"
-    asked = ("--data", text, "--eval-data", text, *SMALL, "--no-pack", "--save", saved, "--checkpoint", history)
+    asked = ("--data", text, "--eval-data", text, *SMALL, "--no-packing", "--save", saved, "--checkpoint", history)
     run_jobs(8 if "--tp" in degrees else 4, [job(packed, tmp_path, *asked, *degrees)])
     assert "--save merges them" in said(tmp_path)
     (checkpoint,) = history.glob("step-*")

@@ -149,7 +149,7 @@ def pack(
 
 
 def saving(place: Path) -> tuple[str | Path, ...]:
-    return "--save", place / "trained", "--no-pack"
+    return "--save", place / "trained", "--no-packing"
 
 
 def check_losses(

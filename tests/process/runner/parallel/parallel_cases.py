@@ -128,7 +128,7 @@ _V = Case(model="tied", layout="pp=2,vpp=2,style=v", shard=2, flags=_ZBV)
 NORMAL = (
     Case(model="tied", replicate=2),
     Case(model="tied", shard=2),
-    Case(model="untied", shard=2, flags=("--load", "broadcast")),
+    Case(model="untied", shard=2, flags=("--loading", "broadcast")),
     Case(model="tied", tensor=2),
     _LOOP,
     _V,
@@ -146,16 +146,16 @@ SLOW_4 = tuple(
     for case in (
         Case(model="qwen3", tensor=2),  # its norms of heads have seen the heads of one rank
         Case(model="tied", shard=2, flags=("--compile",)),
-        Case(model="untied", layout="pp=1", replicate=2, tensor=2, flags=("--load", "broadcast")),
+        Case(model="untied", layout="pp=1", replicate=2, tensor=2, flags=("--loading", "broadcast")),
         *(Case(model=model, tensor=2) for model in _EVEN),
         Case(model="even-deepseek-v3", shard=2, origin=_DEEPSEEK),
         replace(_DEEPSEEK, origin=_DEEPSEEK),
-        Case(model="even-qwen3-moe", tensor=2, flags=("--load", "broadcast")),
+        Case(model="even-qwen3-moe", tensor=2, flags=("--loading", "broadcast")),
         *_families(),
         Case(model="deepseek-v3", layout="pp=2,vpp=2,style=v", shard=2, flags=("--schedule", "DualPipeV")),
         Case(model="gpt-oss", layout="pp=2,vpp=2", shard=2, flags=("--schedule", "InterleavedZeroBubble")),
-        Case(model="deepseek-v3", shard=2, flags=("--load", "broadcast")),
-        Case(model="mixtral", shard=2, flags=("--load", "broadcast")),
+        Case(model="deepseek-v3", shard=2, flags=("--loading", "broadcast")),
+        Case(model="mixtral", shard=2, flags=("--loading", "broadcast")),
     )
     if case not in NORMAL
 )

@@ -315,7 +315,7 @@ def runs(place: Path) -> Runs:
     runs.add("pipeline", "tied-pp=4")
     runs.go()
     runs.resume("sharded again", "sharded", "tied-pp=2", *SHARDED)
-    runs.resume("sharded to cut", "sharded", "tied-pp=2", *CUT, "--load", "broadcast")
+    runs.resume("sharded to cut", "sharded", "tied-pp=2", *CUT, "--loading", "broadcast")
     runs.go()
     return runs
 

@@ -34,7 +34,7 @@ from tests.fast.runner.tiny import CPU, padded_batch
 
 def run_case(case: dict[str, Any], world: World) -> dict[str, Any]:
     launched = open_packed(Path(case["root"]))
-    options = parse_training(["--data", "synthetic", "--no-self-check", "--host-memory", case["policy"], *case["args"]])
+    options = parse_training(["--data", "synthetic", "--no-self-check", "--allocator", case["policy"], *case["args"]])
     low = resident_nbytes()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     ready = begin(launched, (Origin(folder=launched.root),), options, world, CPU)

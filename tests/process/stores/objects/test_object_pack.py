@@ -220,7 +220,7 @@ def test_pack_that_is_interrupted_leaves_nothing(s3: S3Server, large: Path, numb
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(s3: S3Server, large: Path) -> None:
     nbytes = (large / "model.safetensors").stat().st_size
-    peak_nbytes, _ = measured("pack", str(large), url_of("large"), "--memory", "80MiB")
+    peak_nbytes, _ = measured("pack", str(large), url_of("large"), "--io-memory", "80MiB")
     assert s3.uploads(BUCKET, "large/") == []
     assert peak_nbytes < (80 + 24) * MIB < nbytes  # parts, and Python
 
@@ -267,7 +267,7 @@ def test_source_is_read_once_where_digests_are_known_or_it_fits_into_memory_and_
         return sum(request.sent_nbytes for request in sent if request.path.endswith(".safetensors")) / nbytes
 
     for memory, times in (("640MB", 1), ("1MB", 2)):
-        pack = ("pack", model, "--layout", "pp=1", "--out", url_of(f"counted/a{times}"), "--memory", memory)
+        pack = ("pack", model, "--layout", "pp=1", "--out", url_of(f"counted/a{times}"), "--io-memory", memory)
         plan = json.loads(run(*pack, "--dry-run", "--json"))
         assert read(*pack) == pytest.approx(times, rel=0.04)
         assert plan["read_nbytes"] / nbytes == pytest.approx(times, rel=0.04)

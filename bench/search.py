@@ -1,0 +1,187 @@
+"""Compare the step times that `reshard plan` predicts, from one traced run, with those that are measured.
+
+    python bench/search.py [--steps 6] [--only "four ranks"] [--out bench/results/search.json]
+
+The first layout of a case is trained with --trace; `reshard plan --from-run` predicts the step of each layout from it,
+and each is trained. On four and eight ranks, which share cores, layers sleep as in `bench/bubble.py`: tensors and their
+transfers are real, only the time of a layer is simulated. Two ranks compute, on a core each; there, the predictions are
+those of the search, `plan --gpus 2`, with the degrees fixed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import bubble
+from measure import RESHARD, ROOT, circumstances, load_average, run_runner, write_result
+
+WARM = 1  # steps that do not count
+LAST_TRACED = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """A layout, the flags that plan and launch share, and the pipeline ranks of the layout."""
+
+    layout: str
+    flags: tuple[str, ...] = ()
+    pipeline: int = 0  # 0: all ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    name: str
+    num_ranks: int
+    num_layers: int
+    width: int
+    seq_len: int
+    global_batch: int
+    trials: tuple[Trial, ...]
+    wait_s: float = 0.0  # of a layer's forward, for each sequence of a microbatch; its backward takes twice that
+
+
+def _trials(num_ranks: int, *uneven: str) -> tuple[Trial, ...]:
+    """Return layouts of two layers a rank: even ones and uneven ones, with other schedules and microbatches."""
+    even = "Et*2|" + "t*2|" * (num_ranks - 2) + "t*2L"
+    virtual = "Et|" + "t|" * (2 * num_ranks - 2) + "tL"
+    return (
+        Trial(layout=even),
+        *(Trial(layout=layout) for layout in uneven),
+        Trial(layout=virtual, flags=("--schedule", "Interleaved1F1B")),
+        Trial(layout=even, flags=("--schedule", "GPipe")),
+        Trial(layout=even, flags=("--microbatch", "2")),
+    )
+
+
+CASES = (
+    Case(name="four ranks", num_ranks=4, num_layers=8, width=128, seq_len=32, global_batch=8, wait_s=0.1,
+         trials=_trials(4, "Et|t*2|t*2|t*3L", "Et*4|t|t|t*2L")),
+    Case(name="eight ranks", num_ranks=8, num_layers=16, width=128, seq_len=32, global_batch=16, wait_s=0.1,
+         trials=_trials(8, "Et|" + "t*2|" * 6 + "t*3L", "Et*4|t|t|" + "t*2|" * 4 + "t*2L")),
+    Case(name="two ranks", num_ranks=2, num_layers=8, width=768, seq_len=256, global_batch=8, trials=(
+        Trial(layout="pp=2"),
+        Trial(layout="pp=2", flags=("--microbatch", "2")),
+        Trial(layout="pp=2,vpp=2", flags=("--schedule", "Interleaved1F1B")),
+        Trial(layout="pp=1", flags=("--dp-replicate", "2"), pipeline=1),
+        Trial(layout="pp=1", flags=("--dp-shard", "2"), pipeline=1),
+        Trial(layout="pp=1", flags=("--tp", "2"), pipeline=1),
+    )),
+)  # fmt: skip
+
+
+def measure(case: Case, num_steps: int, scratch: Path) -> dict[str, object]:
+    """Return the predicted and the measured seconds of a step of each layout."""
+    before, rows = load_average(), list[dict[str, object]]()
+    traced = _train(case, 0, num_steps, scratch, "--trace", f"{WARM + 1}-{min(num_steps, LAST_TRACED)}")
+    for number, trial in enumerate(case.trials):
+        predicted = _predict(case, trial, traced, scratch)
+        measured = _step_s(_train(case, number, num_steps, scratch), case)
+        rows.append({
+            "layout": trial.layout, "flags": " ".join(trial.flags), "predicted_s": round(predicted, 4),
+            "measured_s": round(measured, 4), "error": round(predicted / measured - 1, 4),
+        })  # fmt: skip
+        print(rows[-1], file=sys.stderr, flush=True)
+    return {"layer_waits_s": case.wait_s, "load_average": before, **_summary(rows)}
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, object]:
+    predicted, measured = ([row[name] for row in rows] for name in ("predicted_s", "measured_s"))
+    by_measured = sorted(range(len(rows)), key=measured.__getitem__)
+    swapped = [
+        f"{rows[first]['layout']} {rows[first]['flags']} / {rows[second]['layout']} {rows[second]['flags']}"
+        for place, first in enumerate(by_measured)
+        for second in by_measured[place + 1 :]
+        # Times within 2 % are ties.
+        if predicted[first] > 1.02 * predicted[second] and measured[second] > 1.02 * measured[first]
+    ]
+    return {
+        "place_of_predicted_best": 1 + by_measured.index(predicted.index(min(predicted))),
+        "pairs_in_other_order": swapped,
+        "median_error": round(median(abs(row["error"]) for row in rows), 4),
+        "largest_error": max(abs(row["error"]) for row in rows),
+        "layouts": list(rows),
+    }
+
+
+def _train(case: Case, number: int, num_steps: int, scratch: Path, *flags: str) -> Path:
+    """Train with a layout, and return its log folder."""
+    trial = case.trials[number]
+    packed, log = _packed(case, trial, scratch), scratch / f"log-{case.num_ranks}-{number}{'-traced' * bool(flags)}"
+    run_runner(
+        "launch", packed, "--nproc-per-node", case.num_ranks, "--log-dir", log, "--", "--data", "synthetic",
+        "--seq-len", case.seq_len, "--global-batch", case.global_batch, "--steps", num_steps, "--no-self-check",
+        *trial.flags, *flags, PYTHONPATH=_path(case, scratch),
+    )  # fmt: skip
+    return log
+
+
+def _path(case: Case, scratch: Path) -> str:
+    """Return the PYTHONPATH of ranks, whose layers wait."""
+    if not case.wait_s:
+        return str(ROOT)
+    (scratch / "sitecustomize.py").write_text(f"import bubble; bubble.make_layers_wait({case.wait_s})\n")
+    return os.pathsep.join(map(str, (scratch, ROOT, ROOT / "bench")))
+
+
+def _packed(case: Case, trial: Trial, scratch: Path) -> Path:
+    packing = bubble.Case(
+        name=f"{case.num_layers}-{trial.layout}", layout=trial.layout, num_ranks=trial.pipeline or case.num_ranks,
+        schedule="", width=case.width, seq_len=case.seq_len, num_layers=case.num_layers,
+    )  # fmt: skip
+    return bubble.packed(packing, scratch)
+
+
+def _predict(case: Case, trial: Trial, traced: Path, scratch: Path) -> float:
+    """Return the seconds of a step as planned from the traced run."""
+    source, batch = scratch / f"llama-{case.width}-{case.num_layers}", ("--global-batch", str(case.global_batch))
+    words = [*RESHARD, "plan", str(source), "--from-run", str(traced), "--json", *batch, *trial.flags]
+    if case.wait_s:
+        words += ["--layout", trial.layout, "--pp", str(case.num_ranks)]
+    else:  # rates of gloo's rings on one machine
+        words += ["--gpus", "2", "--gpu-memory", "80GB", "--hardware", "1,1,1"]
+        words += ["--pp", str(trial.pipeline or case.num_ranks)]
+    shown = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE).stdout)
+    seconds: float = shown["step_s"] if case.wait_s else shown["layouts"][0]["step_s"]
+    return seconds
+
+
+def _step_s(log: Path, case: Case) -> float:
+    lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["tokens_per_s"] for line in lines if line.get("step", 0) > WARM and "tokens_per_s" in line]
+    return case.seq_len * case.global_batch / median(rates)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--only", help="the one case to run")
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    os.environ["PYTHONPATH"] = str(ROOT)
+    with tempfile.TemporaryDirectory(prefix="bench-search-") as scratch:
+        cases = {
+            case.name: measure(case, options.steps, Path(scratch))
+            for case in CASES
+            if options.only in (None, case.name)
+        }
+    result = {
+        "what": "seconds of a step, as `reshard plan --from-run` predicts them from one traced run, and as measured",
+        **circumstances(),
+        "cases": cases,
+    }
+    write_result(result, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What people type by mistake: each is refused before anything starts, in a few lines, with what to type instead."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from reshard.cli import main as reshard_main
+from runner.cli import main as runner_main
+from tests.builders import llama_config, pack, write_model
+
+LAUNCH = "runner launch pp2 --"
+TRAIN = f"{LAUNCH} --data text.txt"
+NO_HINT = ""  # the message itself says what is accepted
+MISTAKES = (
+    # Words of other tools.
+    (f"{TRAIN} --bf16", "--bf16", "--dtype bf16"),
+    (f"{TRAIN} --batch-size 8", "--batch-size", "--global-batch"),
+    (f"{TRAIN} --learning-rate 1e-3", "--learning-rate", "--lr"),
+    (f"{TRAIN} --epochs 3", "--epochs", "--steps"),
+    (f"{TRAIN} --num_train_epochs 3", "--num_train_epochs", "--steps"),
+    (f"{TRAIN} --gradient-checkpointing", "--gradient-checkpointing", "--ac"),
+    (f"{TRAIN} --output-dir out", "--output-dir", "--save"),
+    (f"{TRAIN} --load checkpoints/step-10", "--load", "--resume"),
+    (f"{TRAIN} --micro-batch-size 2", "--micro-batch-size", "--microbatch"),
+    (f"{TRAIN} --no-pack", "--no-pack", "--no-packing"),
+    (f"{TRAIN} --host-memory fast", "--host-memory", "--allocator"),
+    ("runner launch pp2 --bf16", "--bf16", "after --"),
+    ("runner train pp2", "train", "runner launch"),
+    ("runner resume pp2", "resume", "--resume auto"),
+    ("runner convert pp2", "convert", "reshard export"),
+    ("runner info pp2", "info", "reshard inspect"),
+    ("runner verify pp2", "verify", "reshard verify"),
+    ("reshard convert model", "convert", "reshard export"),
+    ("reshard info model", "info", "reshard inspect"),
+    ("reshard train model", "train", "runner launch"),
+    ("reshard resume model", "resume", "runner launch"),
+    ("reshard status log", "status", "runner status"),
+    ("reshard plan model --layout pp=2 --bf16", "--bf16", "--dtype bf16"),
+    ("reshard pack model --layout pp=2 --out x --overwrite", "--overwrite", "--force"),
+    ("reshard pack model --layout pp=2 --out x --memory 1GB", "--memory", "--io-memory"),
+    # What the commands are without.
+    ("reshard plan", "SOURCE", "./Llama"),
+    ("reshard plan model", "--layout", "--gpus"),
+    ("reshard pack model --out x", "--layout", "pp=2"),
+    ("reshard pack model --layout pp=2", "--out", "--out"),
+    ("reshard plan model --layout", "--layout", "pp=2"),
+    ("reshard export pp2 --out x", "--to", "--to hf"),
+    ("reshard plan model --gpus 8", "--gpu-memory", "80GB"),
+    ("runner launch pp2", "--data", ".jsonl"),
+    ("runner launch", "MANIFEST", "manifest.json"),
+    ("runner eval pp2", "--data", ".jsonl"),
+    # Typing errors, and values.
+    ("reshard plan model --layot pp=2", "--layot", "--layout"),
+    ("reshard plan model --lay pp=2", "--lay", "--layout"),
+    ("reshard pakc model", "pakc", "pack"),
+    (f"{TRAIN} --learing-rate 1", "--learing-rate", "--lr"),
+    (f"{TRAIN} --warmup 5", "--warmup", "--warmup-steps"),
+    (f"{TRAIN} --optimizer adma", "--optimizer adma", NO_HINT),
+    (f"{TRAIN} --lr fast", "--lr", "--help"),
+    (f"{TRAIN} --lr -1", "--lr", "--help"),
+    (f"{TRAIN} --dtype bf61", "--dtype", "bf16"),
+    (f"{TRAIN} --ac ful", "--ac", NO_HINT),
+    (f"{TRAIN} --schedule ZBV", "--schedule", "ZBVZeroBubble"),
+    (f"{TRAIN} --tp 3", "--tp", NO_HINT),
+    (f"{TRAIN} --global-batch 7 --microbatch 2", "--global-batch", "6 or 8"),
+    (f"{TRAIN} --trace 5-3", "--trace", NO_HINT),
+    ("reshard plan model --layout pp2", "layout", "pp=2"),
+    ("reshard plan model --layout 2", "layout", "pp=2"),
+    ("reshard plan model --layout pp=99", "layout", "at most"),
+    ("reshard plan model --layout nowhere.toml", "nowhere.toml", ".toml"),
+    ("reshard plan model --layout pp=2 --gpu-memory 80", "--gpu-memory", "80GB"),
+    ("reshard plan model --layout pp=2 --hardware h100", "--hardware", "--gpus"),
+    ("reshard plan model --gpus sixty --gpu-memory 80GB", "--gpus", "--help"),
+    ("reshard plan model pp=2", "unexpected", "--help"),
+    ("reshard plan model --layout pp=2 --from-run nowhere", "nowhere/times.json", "--trace"),
+    ("reshard export pp2 --to hugging --out x", "--to", "--help"),
+    # The wrong file, folder or order.
+    (f"{LAUNCH} --data empty.txt", "--data empty.txt", "empty"),
+    (f"{LAUNCH} --data nowhere.txt", "nowhere.txt", "path"),
+    (f"{LAUNCH} --data not-utf8.txt", "not-utf8.txt:1", "iconv"),
+    (f"{LAUNCH} --data other.jsonl", "other.jsonl:1", "--text-field"),
+    (f"{TRAIN} --eval-data empty.txt", "--eval-data empty.txt", "empty"),
+    (f"{TRAIN} --resume nowhere", "--resume nowhere", "typos"),
+    (f"{TRAIN} --resume step-10", "--resume step-10", "--checkpoint"),
+    (f"{TRAIN} --keep 2", "--keep", "--checkpoint"),
+    (f"{TRAIN} --save pp2", "--save pp2", "folder"),
+    (f"{TRAIN} --device cuda", "--device cuda", "--device cpu"),
+    (f"{LAUNCH} --data synthetic --seq-len 100000000 --device cpu", "--device cpu", "--seq-len"),
+    ("runner launch pp2 --data text.txt", "--data", "after --"),
+    ("runner launch pp2 -- --data text.txt --nproc-per-node 2", "--nproc-per-node", "before --"),
+    ("runner launch pp2 --nproc-per-node 3 -- --data text.txt", "manifest needs 2 ranks", "pp=3"),
+    ("runner launch model -- --data text.txt", "model", "reshard pack"),
+    ("runner launch nowhere -- --data text.txt", "nowhere", "typos"),
+    ("runner report nowhere", "nowhere", "log folder"),
+    ("runner status nowhere", "nowhere/job.json", "--log-dir"),
+    ("reshard pack modle --layout pp=2 --out x", "modle", "folder"),
+    ("reshard pack model --layout pp=2 --out pp2", "pp2", "--force"),
+    ("reshard pack https://huggingface.co/o/m --layout pp=2 --out x", "https", "hf://"),
+    ("reshard verify model", "model", "reshard pack"),
+    ("reshard export model --to hf --out x", "model", "reshard pack"),
+    ("reshard inspect text.txt", "text.txt", "folder"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mistakes")
+    write_model(folder / "model", llama_config())
+    pack(folder / "model", folder / "pp2", "pp=2")
+    (folder / "text.txt").write_text("some text")
+    (folder / "empty.txt").touch()
+    (folder / "not-utf8.txt").write_bytes(b"\xff\xfe\x00")
+    (folder / "other.jsonl").write_text('{"content": "x"}\n')
+    return folder
+
+
+@pytest.mark.parametrize(("typed", "where", "cure"), MISTAKES, ids=[typed for typed, _, _ in MISTAKES])
+def test_mistake_is_refused_in_a_few_lines_with_its_cure(
+    typed: str, where: str, cure: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("sys.argv", words := shlex.split(typed))
+    with pytest.raises(SystemExit) as ended:
+        (reshard_main if words[0] == "reshard" else runner_main)()
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert ended.value.code in (2, 3)
+    assert printed.out == ""
+    assert len(lines) <= 6
+    assert lines[0].startswith(f"error: {where}")
+    hint = next((line for line in lines if line.startswith("hint: ")), "")
+    assert cure in hint
+    assert not (place / "runner-log").exists()
