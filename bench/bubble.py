@@ -43,6 +43,7 @@ class Case:
     seq_len: int
     wait_s: float = 0.0
     num_layers: int = 8
+    vocab_size: int = 4096
 
 
 CASES = (
@@ -144,7 +145,7 @@ def packed(case: Case, scratch: Path) -> Path:
         set_seed(0)
         config = LlamaConfig(
             hidden_size=case.width, intermediate_size=case.width * 11 // 4, num_hidden_layers=case.num_layers,
-            num_attention_heads=8, num_key_value_heads=8, vocab_size=4096, tie_word_embeddings=False,
+            num_attention_heads=8, num_key_value_heads=8, vocab_size=case.vocab_size, tie_word_embeddings=False,
         )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(source)
         for path in (scratch / "model").glob("tokenizer*"):

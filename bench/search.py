@@ -130,7 +130,9 @@ def _path(case: Case, scratch: Path) -> str:
     """Return the PYTHONPATH of ranks, whose layers wait."""
     if not case.wait_s:
         return str(ROOT)
-    (scratch / "sitecustomize.py").write_text(f"import bubble; bubble.make_layers_wait({case.wait_s})\n")
+    # Run in the agent, too, and again in each rank that is forked from it.
+    lines = f'if "RANK" in os.environ:\n    import bubble; bubble.make_layers_wait({case.wait_s})'
+    (scratch / "sitecustomize.py").write_text(f"import os\n{lines}\n")
     return os.pathsep.join(map(str, (scratch, ROOT, ROOT / "bench")))
 
 
@@ -138,6 +140,8 @@ def _packed(case: Case, trial: Trial, scratch: Path) -> Path:
     packing = bubble.Case(
         name=f"{case.num_layers}-{trial.layout}", layout=trial.layout, num_ranks=trial.pipeline or case.num_ranks,
         schedule="", width=case.width, seq_len=case.seq_len, num_layers=case.num_layers,
+        # What waits in proportion to FLOPs is divided as the time of a run is: a head that does not has few.
+        vocab_size=64 if case.wait_s else 4096,
     )  # fmt: skip
     return bubble.packed(packing, scratch)
 
