@@ -101,7 +101,7 @@ def test_packed_documents_have_the_losses_of_their_own_tokens(place: Path, world
 
 
 def test_documents_that_are_rows_are_scored_alone(place: Path, world: World, tmp_path: Path) -> None:
-    loss, num_tokens, rows = score(place, tmp_path / "scores.parquet", world, "--no-pack")
+    loss, num_tokens, rows = score(place, tmp_path / "scores.parquet", world, "--no-packing")
     texts = [document[: SEQ_LEN + 1] for document in DOCUMENTS]
     check(rows, [{"labels": text[1:], **outputs_of(place, text)} for text in texts])
     assert num_tokens == sum(len(text) - 1 for text in texts)
