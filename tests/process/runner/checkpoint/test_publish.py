@@ -114,10 +114,10 @@ def test_kill_while_a_version_is_written_leaves_the_chain_whole(packed: Path, tm
     command = [sys.executable, "-m", "runner", "launch", packed, "--log-dir", tmp_path / "log", "--", *FLAGS, *RATE,
                "--steps", 9999, "--publish", chain, "--publish-every", 1, "--quiet"]  # fmt: skip
     with subprocess.Popen(list(map(str, command)), start_new_session=True, stderr=subprocess.PIPE) as process:
-        partial = chain / f".weight_v{number:06d}.partial"
-        while not partial.exists() and process.poll() is None:
+        name = f"weight_v{number:06d}"  # its partial folder is there for a moment only
+        while not any((chain / each).exists() for each in (f".{name}.partial", name)) and process.poll() is None:
             time.sleep(0.001)
-        members = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+        members = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
         for line in members.splitlines():
             pid, _, words = line.strip().partition(" ")
             if str(tmp_path) in words:
