@@ -51,7 +51,7 @@ COMMANDS = (
     "$RESHARD --help",
     "$RESHARD --version",
     "$RESHARD pack source --layout pp=2 --out dry --dry-run",
-    "$RUNNER launch packed --dry-run -- --data synthetic",
+    "$RUNNER launch packed --dry-run -- --data synthetic --quiet",
     "$RUNNER launch packed -- --help",
     "$RUNNER --help",
 )
