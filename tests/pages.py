@@ -150,7 +150,11 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "docs/folders.md": {"Llama-3.2-1B-pp2/": "compared with the files of a packed folder"},
     "docs/layouts.md": {'{"version": 1, "modules"': "the form of a file, which the block after it writes and reads"},
     "docs/my-loss-differs.md": {"from examples.dump_torchtitan": "tests/process/runner/proof/test_dumps.py runs it"},
-    "docs/own-models.md": {"[project.entry-points": "its test, test_own_models.py, has such a pyproject.toml"},
+    "docs/own-models.md": {
+        "[project.entry-points": "its test, test_own_models.py, has such a pyproject.toml",
+        "tp_plan = ": "test_own_flags.py trains families with such plans",
+    },
+    "docs/weights.md": {"runner launch ./pp2": "test_publish.py publishes from training"},
 }
 
 
