@@ -188,7 +188,7 @@ class Publisher:
         last = self._last = self._last or self._hashed(self._start)
         new = self._hashed(state)
         with ExitStack() as stack:
-            shared = [in_rounds("publish", partial(self._begin, stack, last), self._group)]
+            shared = [in_rounds("publish", partial(self._begin, stack, last, new), self._group)]
             dist.broadcast_object_list(shared, src=0, group=self._group)
             assert shared[0] is not None
             number, is_delta, folder = shared[0]
@@ -237,10 +237,10 @@ class Publisher:
         gathered = [tensor for of_rank in from_all_ranks(tensors, self._group) for tensor in of_rank]
         return _State(pieces, digests, digest_of_state(gathered), len(gathered))
 
-    def _begin(self, stack: ExitStack, last: _State, stop: Event) -> tuple[int, bool, str | None] | None:
+    def _begin(self, stack: ExitStack, last: _State, new: _State, stop: Event) -> tuple[int, bool, str | None] | None:
         """Return, on rank 0, the number of the next version, whether it is a delta, and the folder to write in.
 
-        The folder is None for a bucket.
+        The folder is None for a bucket, and where the newest version has these weights already.
         """
         if dist.get_rank():
             return None
@@ -257,6 +257,8 @@ class Publisher:
                 metadata = parse_json_object(read_whole(index), str(index)).get("metadata")
                 newest = metadata if isinstance(metadata, dict) else {}
                 is_delta = newest.get("state") == last.whole and newest.get("files") == encode_files(self._file_digests)
+            if is_delta and new.whole == last.whole:
+                return number, is_delta, None
             if self._is_remote:  # a killed publisher may have left objects, which other ranks have put there
                 stale = [name for name in store.names() if name.startswith(f"{folder_of(number)}/")]
                 if stale:

@@ -63,6 +63,14 @@ def test_versions_are_the_weights_of_their_steps_and_slimes_decoder_gets_them(pa
     assert all(line["stall_s"] > 0 for line in published)
 
 
+def test_steps_that_change_no_published_byte_add_no_version(packed: Path, tmp_path: Path) -> None:
+    chain = tmp_path / "chain"
+    train(packed, tmp_path / "log", "--lr", "1e-12", "--steps", "3", "--publish", chain, "--publish-every", "1")
+    assert [path.name for path in chain.glob("weight_v*")] == ["weight_v000001"]
+    train(packed, tmp_path / "again", *RATE, "--steps", "1", "--publish", chain, "--publish-every", "1")
+    assert versions(chain) == [(1, None), (2, 1)]
+
+
 @pytest.mark.slow
 def test_restarts_go_on_in_the_chain_and_remove_nothing(packed: Path, tmp_path: Path) -> None:
     chain, checkpoints = tmp_path / "chain", tmp_path / "checkpoints"
