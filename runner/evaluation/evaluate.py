@@ -25,7 +25,7 @@ from runner.data.sequences import Batch, Rows, read_once, rows_of
 from runner.distributed.fail_together import errors_of_rank, from_all_ranks, raise_on_all_ranks
 from runner.distributed.rank_process import run_rank
 from runner.distributed.world import World, device_of, join_world
-from runner.evaluation.options import EvalOptions, parse_eval
+from runner.evaluation.options import EvalOptions, implementation_of, parse_eval
 from runner.evaluation.scores import Scores, writing_scores
 from runner.evaluation.token_losses import Recorded, TokenLosses
 from runner.load.load import load_tensors
@@ -44,8 +44,8 @@ from runner.proof.stages import SelfChecked
 from runner.rundir.exit_report import set_rank_label, stages_of
 from runner.tensors.heap import compact_heap
 from runner.tensors.local_shard import FLAG_DTYPES
-from runner.training.build import Stages
-from runner.training.ties import check_loaded
+from runner.training.build import Stages, ties_of
+from runner.training.ties import build_ties, check_loaded, follow_leaders
 from stores.bundles import Bundles
 from stores.folders.probe import print_result
 from stores.open import ReadManifest, open_manifest
@@ -196,7 +196,7 @@ def read_model(
         family = family_for(
             packed.config,
             max_seq_len=options.seq_len,
-            implementation="transformers" if options.text.document_mask else None,
+            implementation=implementation_of(packed, options),
             shape=packed.shape,
             description=manifest.model.description,
         )
@@ -206,11 +206,11 @@ def read_model(
             compute = ComputeOptions(dtype=options.dtype, master_dtype=options.dtype)
             self_check(family, packed.stage_modules, RunOptions(compute=compute))
     placement = manifest.placement
+    stages = Stages(modules=packed.stage_modules, placement=placement, ties=manifest.ties)
     whole = BatchOptions(global_batch=2 * placement.num_stages, microbatch=1, seq_len=options.seq_len)
     timetable = find_timetable(default_schedule(placement), placement, whole.num_microbatches)
     if options.text.document_mask and isinstance(family, SelfChecked):
         training = parse_training(("--data", SYNTHETIC, "--timeout", str(options.timeout_s)))
-        stages = Stages(modules=packed.stage_modules, placement=placement, ties=manifest.ties)
         num_rows = whole.global_batch * options.microbatch * mesh.degrees.replicate
         sizes = replace(whole, global_batch=num_rows, microbatch=options.microbatch)
         prove(Combination(family=family, stages=stages, timetable=timetable, degrees=mesh.degrees,
@@ -234,6 +234,8 @@ def read_model(
                 "warning: tensors of virtual bundles have no digests: size, mtime and header of their files were "
                 "checked, their bytes were not verified"
             )
+    ties = ties_of(family, stages)
+    follow_leaders(build_ties(ties, chunks, placement, timedelta(seconds=options.timeout_s), mesh.pipelines))
     metadata = plan_stage_metadata(family, packed.stage_modules, dtype)
     return family, build_schedule(timetable, chunks, metadata, whole, mesh.pipeline, scores)
 

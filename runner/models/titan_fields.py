@@ -56,9 +56,9 @@ class TitanFields(ABC):
         if extra := self._extra & set(modules):
             raise ModelError(
                 f"{self.read.where}: num_nextn_predict_layers",
-                f"{min(extra)} predicts further tokens (MTP), which cannot be trained in a pipeline",
-                "they can be packed; to train, pack again without them: num_nextn_predict_layers 0 in config.json, "
-                "and --drop for each of their tensors",
+                f"{min(extra)} predicts further tokens (MTP), which torchtitan's modules do not train",
+                "use --implementation transformers, or pack again without them: num_nextn_predict_layers 0 in "
+                "config.json, and --drop for each of their tensors",
                 code="config.mtp-layers",
             )
 

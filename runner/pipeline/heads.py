@@ -51,12 +51,16 @@ def loss_of(
     """Return the function from the last stage's output to a microbatch's contribution to the loss."""
     if isinstance(loss, MtpLoss):
         return loss
-    if loss is not None:
-        return lambda output, batch: loss(output, batch.labels, num_tokens=batch.num_tokens, **batch.fields)
     plain = next((chunk.head.loss for chunk in chunks if chunk.head is not None), token_loss)
-    if loss_with_mtp(chunks):  # an evaluation: of the model alone
-        return lambda output, batch: plain(output[: len(batch.labels)], batch.labels, num_tokens=batch.num_tokens)
-    return lambda output, batch: plain(output, batch.labels, num_tokens=batch.num_tokens)
+    of_model: Callable[..., torch.Tensor] = plain if loss is None else loss
+    has_mtp = loss_with_mtp(chunks) is not None
+
+    def compute(output: torch.Tensor, batch: Batch) -> torch.Tensor:
+        fields = {} if loss is None else batch.fields
+        logits = output[: len(batch.labels)] if has_mtp else output  # an evaluation is of the model alone
+        return of_model(logits, batch.labels, num_tokens=batch.num_tokens, **fields)
+
+    return compute
 
 
 def loss_with_mtp(chunks: Sequence[StageChunk]) -> MtpLoss | None:
