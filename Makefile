@@ -125,8 +125,8 @@ fmt: setup  ## Format, and fix what the linter can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-# torch comes first, so that no other package chooses the build of it. uv installs in a sixth of pip's processor time,
-# and does not read pip's settings: pip installs where these name an index, and where uv does not succeed.
+# torch comes first, so that no other package chooses the build of it. uv is faster than pip, and does not read pip's
+# settings: pip installs where these name an index, and where uv does not succeed.
 EVERYTHING = -c constraints.txt --no-build-isolation -e '.[runner,torchtitan,test,docs,dev]'
 .venv/.stamp: pyproject.toml constraints.txt
 	@$(FIND_PYTHON); \

@@ -61,7 +61,8 @@ def main() -> None:
         "num_adapted": num_adapted,
         "load_average": [*load, measure.load_average()],
         "turns": options.runs,
-        "note": "under a load average above the number of cores, only processor time means much",
+        "note": "the base has random bits: nearly every block has a NaN, an infinity or a value below 2 ** -126, which "
+        "is the slower way of rounding; under a load average above the number of cores, only processor time means much",
         "ratios": {
             f"{name} to {other}": {kind: _ratio(turns, name, other, kind) for kind in ("wall_s", "cpu_s")}
             for name, other in (("merge", "cp_and_sync"), ("peft", "merge"))

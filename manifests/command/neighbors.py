@@ -44,7 +44,7 @@ _TRAINING = {
     "--save-steps": "--checkpoint-every N",
     "--save-total-limit": "--keep N",
     "--resume-from-checkpoint": "--resume auto, step-N or DIR",
-    "--load": "--resume DIR (--checkpoint DIR --resume auto for the run's own), or pack the weights as MANIFEST",
+    "--load": "--resume DIR, or --checkpoint DIR --resume auto for the run's own; --loading rows or broadcast",
     "--pack": "--packing",
     "--no-pack": "--no-packing",
     "--host-memory": "--allocator auto, fast or compact",

@@ -24,6 +24,7 @@ MISTAKES = (
     (f"{TRAIN} --gradient-checkpointing", "--gradient-checkpointing", "--ac"),
     (f"{TRAIN} --output-dir out", "--output-dir", "--save"),
     (f"{TRAIN} --load checkpoints/step-10", "--load", "--resume"),
+    (f"{TRAIN} --load broadcast", "--load", "--loading rows or broadcast"),
     (f"{TRAIN} --micro-batch-size 2", "--micro-batch-size", "--microbatch"),
     (f"{TRAIN} --no-pack", "--no-pack", "--no-packing"),
     (f"{TRAIN} --host-memory fast", "--host-memory", "--allocator"),
@@ -88,7 +89,7 @@ MISTAKES = (
     (f"{TRAIN} --keep 2", "--keep", "--checkpoint"),
     (f"{TRAIN} --save pp2", "--save pp2", "folder"),
     (f"{TRAIN} --device cuda", "--device cuda", "--device cpu"),
-    (f"{LAUNCH} --data synthetic --seq-len 100000000 --device cpu", "--device cpu", "--seq-len"),
+    (f"{LAUNCH} --data synthetic --seq-len 2000000000 --device cpu", "--device cpu", "--seq-len"),
     ("runner launch pp2 --data text.txt", "--data", "after --"),
     ("runner launch pp2 -- --data text.txt --nproc-per-node 2", "--nproc-per-node", "before --"),
     ("runner launch pp2 --nproc-per-node 3 -- --data text.txt", "manifest needs 2 ranks", "pp=3"),
@@ -121,6 +122,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_mistake_is_refused_in_a_few_lines_with_its_cure(
     typed: str, where: str, cure: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("ranks start")
+
+    monkeypatch.setattr("os.execve", start)
+    monkeypatch.setattr("runner.preflight.preflight.has_gpu", lambda: False)
     monkeypatch.chdir(place)
     monkeypatch.setattr("sys.argv", words := shlex.split(typed))
     with pytest.raises(SystemExit) as ended:

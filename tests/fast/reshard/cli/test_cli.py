@@ -115,6 +115,7 @@ def test_flag_without_its_value_is_named() -> None:
     told = reshard("pack", "x", "--layout")
     assert told.code == 2
     assert told.err.startswith("error: --layout: ")
+    assert told.err.splitlines()[0].endswith(" [usage.arguments]")
 
 
 @pytest.mark.parametrize("verb", VERBS)

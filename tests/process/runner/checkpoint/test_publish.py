@@ -125,12 +125,13 @@ def test_kill_while_a_version_is_written_leaves_the_chain_whole(packed: Path, tm
         name = f"weight_v{number:06d}"  # its partial folder is there for a moment only
         while not any((chain / each).exists() for each in (f".{name}.partial", name)) and process.poll() is None:
             time.sleep(0.001)
+        assert process.poll() is None
         members = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
         for line in members.splitlines():
             pid, _, words = line.strip().partition(" ")
             if str(tmp_path) in words:
                 os.kill(int(pid), signal.SIGKILL)
-        process.wait()
+        assert process.wait() == -signal.SIGKILL
     numbers = [at for at, _ in versions(chain)] if (chain / "weight_v000001").exists() else []
     assert numbers == list(range(1, len(numbers) + 1))
     assert len(numbers) >= number - 1
