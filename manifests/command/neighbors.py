@@ -77,7 +77,7 @@ _TRAINING = {
 }
 _PACKING = {
     "--bf16": "--dtype bf16",
-    "--fp16": "--dtype bf16, or fp32",
+    "--fp16": "--dtype fp16; to train, bf16 or fp32",
     "--output": "--out DIR",
     "--output-dir": "--out DIR",
     "--save-dir": "--out DIR",
@@ -184,7 +184,7 @@ def _answer(word: str, path: str, words: set[str]) -> str:
     bare = {known.lstrip("-"): known for known in sorted(words)}
     begun = [known for name, known in bare.items() if name.startswith(plain.lstrip("-"))]
     close = begun[:3] or [bare[name] for name in get_close_matches(plain.lstrip("-"), bare, n=3, cutoff=_CLOSE)]
-    if not close and (foreign := get_close_matches(plain, table, n=1, cutoff=0.85)):
+    if not close and plain not in table and (foreign := get_close_matches(plain, table, n=1, cutoff=0.85)):
         return _answer(foreign[0], path, words)
     return f"did you mean {' or '.join(close)}?" if close else ""
 
@@ -198,7 +198,8 @@ def _in_our_words(problem: str) -> tuple[str, str]:
     if match := re.fullmatch(r"('.*') is not a valid (integer|number|float)", problem):
         return f"expected a {'whole ' * (match[2] == 'integer')}number, found {match[1]}", ""
     if match := re.fullmatch(r"(.*) is not in the range (.*)", problem):
-        limits = re.sub(r"x>=(.*)", r"\1 or more", match[2])
+        limits = re.sub(r"(.+)<=x<=(.+)", r"\1 to \2", match[2])
+        limits = re.sub(r"x>=(.+)", r"\1 or more", re.sub(r"x>(?!=)(.+)", r"more than \1", limits))
         return f"expected {limits}, found {match[1]}", ""
     if match := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", problem):
         return f"unexpected: {match[1]}", ""

@@ -38,6 +38,7 @@ from reshard.plans.pack_plan import OutputShard, lay_out_readable
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.comparison import are_of_one_kind
 from reshard.transforms.conversion import ExportDtype, cast_checkpoint
+from reshard.transforms.quantize import forget_source
 from stores.address import is_url
 from stores.base import read_file_header, read_whole
 from stores.bundles import TensorAt, tensors_in
@@ -300,7 +301,7 @@ def _are_alike(old: Checkpoint, new: Checkpoint) -> bool:
 
 def _auxiliary(checkpoint: Checkpoint) -> list[AuxiliaryAt]:
     """Return the files that receivers get: none that describe the source's files."""
-    return [item for item in checkpoint.auxiliary if not item.path.startswith(SOURCE_FILES)]
+    return [item for item in forget_source(checkpoint).auxiliary if not item.path.startswith(SOURCE_FILES)]
 
 
 def _address(chain: str | Path) -> Address:

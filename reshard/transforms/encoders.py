@@ -77,7 +77,12 @@ def quantize_mxfp4(plain: TensorAt, *, wants_scales: bool) -> Iterator[Buffer]:
 
 def _not_quantizable(plain: TensorAt) -> SourceError:
     problem = "has NaN, an infinity, or values too small for a scale, and cannot be quantized"
-    return SourceError(plain.place, problem, "export it without quantization", code=WOULD_OVERFLOW)
+    return SourceError(
+        plain.place,
+        problem,
+        "leave --quantize out, or merge into plain weights: reshard pack BASE --dequantize bf16 --adapter ADAPTER",
+        code=WOULD_OVERFLOW,
+    )
 
 
 def _to_float8(values: Floats) -> Bytes:

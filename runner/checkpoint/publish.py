@@ -29,7 +29,7 @@ import torch.distributed as dist
 from manifests.digest import digest_bytes
 from manifests.errors import UserError
 from manifests.index import INDEX_NAME, replicas_elsewhere
-from manifests.invariants import SOURCE_NAME
+from manifests.invariants import QUANTIZED_CONFIG, QUANTIZED_SOURCE, SOURCE_NAME
 from manifests.jsontext import parse_config, parse_json_object
 from manifests.models import ModelShape
 from manifests.schema import WEIGHTS
@@ -328,7 +328,7 @@ def _files_of(context: SaveContext, dtype: str) -> dict[str, bytes]:
     files = {
         file.path: read_small_file(context.root / file.path, file.compared_digest)
         for file in context.manifest.files
-        if file.path != SOURCE_NAME  # of the files that were packed
+        if file.path not in (SOURCE_NAME, QUANTIZED_CONFIG, QUANTIZED_SOURCE)  # of the files that were packed
     }
     config = parse_config(files[_CONFIG_NAME], str(context.root / _CONFIG_NAME))
     if (updated := with_dtype(config, dtype)) != config:

@@ -176,6 +176,8 @@ class _ObjectFetch:
         """Return the bytes in obstore's memory, where the store is so fast that no response needs to be resumed."""
         file = self.file
         self._check_end(position + nbytes)
+        if not file.streams.is_fast:
+            return None
 
         def attempt(stream: Stream) -> memoryview | None:
             if stop.is_set():

@@ -139,10 +139,29 @@ def test_training_flags_of_other_tools_are_answered_with_ours(word: str) -> None
         assert NEIGHBORS["runner"][word] in error.value.hint
 
 
+@pytest.mark.parametrize(
+    ("command", "unknown"),
+    [("reshard verify", "--num-stages"), ("reshard inspect", "--lerning-rate"), ("runner status", "--bf16")],
+)
 def test_flag_of_another_tool_is_not_answered_where_ours_is_none_either(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, unknown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "--layout" not in misuse(["reshard", "verify", "x", "--num-stages"], monkeypatch, capsys)["hint"]
+    hint = misuse([*command.split(), "x", unknown], monkeypatch, capsys)["hint"]
+    assert not {"--layout", "--lr", "--dtype"} & set(hint.split())
+
+
+@pytest.mark.parametrize("program", NEIGHBORS)
+def test_every_word_of_other_tools_is_refused_by_every_verb(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verbs = ("inspect", "verify", "pack") if program == "reshard" else ("status", "eval")
+    for verb in verbs:
+        for word in (word for word in NEIGHBORS[program] if word.startswith("-")):
+            monkeypatch.setattr("sys.argv", [program, verb, "nowhere", word, "1"])
+            with pytest.raises(SystemExit) as ended:
+                (reshard_main if program == "reshard" else runner_main)()
+            assert ended.value.code in (2, 3)  # some are flags of a verb
+            assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_dtypes_are_taken_by_their_names_in_torch() -> None:

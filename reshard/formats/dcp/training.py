@@ -6,12 +6,13 @@ Optimizer.state_dict.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from manifests.errors import SourceError
-from manifests.schema import Holds, OptimizerState, ParameterGroup, TrainedDtype, TrainingState
+from manifests.schema import Holds, LearningRate, OptimizerState, ParameterGroup, TrainedDtype, TrainingState
 from reshard.archives.dcp import DcpMetadata, DcpTensor, DcpValue, read_chunks, read_values
 from reshard.archives.names import METADATA_NAME
 from reshard.formats.assemble import (
@@ -145,16 +146,30 @@ def training_state(
     tokens, num_replicas = counted.get("train_state.ntokens_seen", 0), counted.get("dataloader.world_size", 1)
     fqns = {name: tuple(fqns_of(name, tensor)) for of in optimizer.moments.values() for name, tensor in of.items()}
     dtypes = {weights[fqn].dtype for names in fqns.values() for fqn in names if fqn in weights}
-    first = first_of(optimizer.groups.values())
-    rates = [optimizer.rates[name] for name, group in optimizer.groups.items() if group == first]
     state = TrainingState(
         step=num_steps,
         num_tokens=tokens * num_replicas,
         dtype=_FLOATS.get(dtypes.pop()) if len(dtypes) == 1 else None,
-        learning_rate=constant_rate(rates),
+        learning_rate=_learning_rate(optimizer, where),
         optimizer=_optimizer(optimizer, fqns, where),
     )
     return checked_state(state, where)
+
+
+def _learning_rate(optimizer: SavedOptimizer, where: str) -> LearningRate | None:
+    """Return the rate that all groups follow, each by its factor; None: their schedules differ."""
+    first = first_of(optimizer.groups.values())
+    rates = {name: constant_rate([optimizer.rates[name]]) for name in optimizer.groups}
+    if first.rate_factor == 0 and any(group.rate_factor for group in optimizer.groups.values()):
+        raise bad_optimizer(where, "expected no learning rate that is a multiple of 0, found the one of a group")
+    common = next(rates[name] for name, group in optimizer.groups.items() if group == first)
+    for name, group in optimizer.groups.items():
+        rate, base, first_base = rates[name], group.rate_factor, first.rate_factor
+        if common is None or rate is None or base is None or first_base is None:
+            return None
+        if not math.isclose(rate.peak * first_base, common.peak * base, rel_tol=1e-6):
+            return None
+    return common
 
 
 def _optimizer(optimizer: SavedOptimizer, fqns: Mapping[str, Sequence[str]], where: str) -> OptimizerState:

@@ -70,8 +70,9 @@ def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:
     tied = {fqn for group in checkpoint.shape.ties for fqn in group}
     owners = {next(fqn for fqn in group if fqn in checkpoint.tensors) for group in checkpoint.shape.ties}
     groups = _Groups(checkpoint, trained, trained.optimizer)
-    for fqn in trained_part(checkpoint.shape).tensors.keys() & checkpoint.tensors.keys():
-        if fqn not in tied or fqn in owners:
+    of_optimizer = trained_part(checkpoint.shape).tensors
+    for fqn in checkpoint.tensors:  # in an order, so that each export has the same bytes
+        if fqn in of_optimizer and (fqn not in tied or fqn in owners):
             groups.add(fqn, place(checkpoint.tensors[fqn], is_fused=True))
     for kind in kinds_of(trained.optimizer):
         if kind.name not in SHAPES or (kind.shape != "parameter" and for_torchtitan):
