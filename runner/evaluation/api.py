@@ -48,7 +48,11 @@ def evaluate(
     sources = (data,) if isinstance(data, str | Path) else data
     words = [str(manifest), *(word for source in sources for word in ("--data", str(source)))]
     for name, value in {"out": out, **options}.items():
-        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+        word = name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [f"--{word}" if value else f"--no-{word}"]
+        else:
+            words += [] if value is None else [f"--{word}", str(value)]
     command = module_command("runner.cli", "eval", *words, *flags, "--quiet", "--json")
     done = subprocess.run(command, capture_output=True, text=True)
     try:

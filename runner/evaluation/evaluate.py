@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 
-from manifests.errors import DataError, ModelError
+from manifests.errors import DataError, ModelError, UsageError
 from manifests.schedules import default_schedule
 from runner.bundle.packed import Packed, open_packed
 from runner.config.flags import parse_training
@@ -200,6 +200,9 @@ def read_model(
             shape=packed.shape,
             description=manifest.model.description,
         )
+        if options.top_k > family.vocab_size:
+            problem = f"expected at most {family.vocab_size}, the size of the vocabulary, found {options.top_k}"
+            raise UsageError("--top-k", problem, code="options.scores")
         if options.text.document_mask:
             keep_documents(family, options.seq_len)
         if options.self_check and world.rank == 0:

@@ -80,7 +80,7 @@ class EvalOptions:
             raise UsageError("--data", problem, "choose files to evaluate on", code="options.synthetic")
         if self.out is None and (self.top_k or self.hidden_states is not None or self.force):
             flag_name = "--top-k" if self.top_k else "--force" if self.force else "--hidden-states"
-            raise UsageError(flag_name, "is written to --out, which is missing", code="options.scores")
+            raise UsageError(flag_name, "is for --out, which is missing", "add --out FILE", code="options.scores")
         if self.node_rank >= self.nnodes:
             problem = f"expected a number below {self.nnodes} (--nnodes), found {self.node_rank}"
             raise UsageError("--node-rank", problem, code="launch.nodes")

@@ -27,11 +27,11 @@ class Scores:
     Packed documents continue in the next row, which comes next; of others, a row is a document.
     """
 
-    def __init__(self, path: Path, options: EvalOptions) -> None:
+    def __init__(self, path: Path, target: Path, options: EvalOptions) -> None:
         import pyarrow
         from pyarrow import parquet
 
-        self._pyarrow = pyarrow
+        self._pyarrow, self._target = pyarrow, target  # which errors are about
         columns = {
             "document": pyarrow.int64(), "tokens": pyarrow.list_(pyarrow.int32()),
             "labels": pyarrow.list_(pyarrow.int32()), "losses": pyarrow.list_(pyarrow.float32()),
@@ -77,7 +77,8 @@ class Scores:
         for document in self._documents:
             losses = [loss for loss in document["losses"] if loss is not None]
             document |= {"loss": math.fsum(losses), "num_tokens": len(losses)}
-        self._writer.write_table(self._pyarrow.Table.from_pylist(self._documents, self._schema))
+        with _writing(self._target):
+            self._writer.write_table(self._pyarrow.Table.from_pylist(self._documents, self._schema))
         self._documents = []
 
 
@@ -89,10 +90,17 @@ def writing_scores(path: Path, options: EvalOptions) -> Iterator[Scores]:
         OutputError: the file cannot be written.
     """
     with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
-        scores = Scores(Path(folder) / path.name, options)
+        with _writing(path):
+            scores = Scores(Path(folder) / path.name, path, options)
         yield scores
-        try:
+        with _writing(path):
             scores.close()
             os.replace(Path(folder) / path.name, path)
-        except OSError as error:
-            raise refused_by_system(str(path), error, "cannot be written", code="output.unwritable") from error
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise refused_by_system(str(path), error, "cannot be written", code="output.unwritable") from error

@@ -109,11 +109,13 @@ def parallelize(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
 
 
 def check_plans(family: Family, degrees: ParallelDims) -> None:
-    """Check that a family has the plans that these degrees need, which nobody knows of those of other packages before.
+    """Check that a family has the plans that these degrees need: those of other packages are unknown until it is built.
 
     Raises:
         UsageError: it has none.
     """
+    if degrees.tensor == degrees.expert == 1:
+        return
     plans = family.plans() if isinstance(family, Planned) else ()
     for kind, degree in (("tp", degrees.tensor), ("ep", degrees.expert)):
         if degree > 1 and kind not in plans:

@@ -47,7 +47,8 @@ class StageChunk(nn.Module):
         """Train only the parameters of which it is true for one of the tensors that files have."""
         for name, parameter in self.body.named_parameters():
             pieces = self.family.pieces(name, parameter, (0,) * parameter.dim())
-            if not any(trains(piece.fqn) for piece in pieces):
+            fqns = [piece.fqn for piece in pieces] or [self.family.to_hf(name)]  # what is borrowed is its owner's
+            if not any(map(trains, fqns)):
                 self.frozen |= {name}
                 parameter.requires_grad_(False)
 

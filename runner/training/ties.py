@@ -55,7 +55,8 @@ def check_loaded(groups: Iterable[TieGroup], chunks: Sequence[StageChunk]) -> No
     """
     parameters = _by_name(chunks)
     for group in groups:
-        keys = [(member.fqn, member.stage) for member in group.members if (member.fqn, member.stage) in parameters]
+        read = (group.owner, *(member for member in group.replicas if member.fqn != group.owner.fqn))  # not borrowed
+        keys = [(member.fqn, member.stage) for member in read if (member.fqn, member.stage) in parameters]
         for key in keys[1:]:
             if not torch.equal(local_of(master_of(parameters[key])), local_of(master_of(parameters[keys[0]]))):
                 raise ShardError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import distributed as dist
 from torch.nn.functional import cross_entropy
 
-from manifests.errors import UsageError
+from manifests.errors import OutputError, UsageError
 from runner.bundle.packed import open_packed
 from runner.distributed.world import World
 from runner.evaluation.evaluate import loss_over
@@ -129,3 +130,23 @@ def test_flags_that_do_not_go_together_are_refused(flags: tuple[str, ...], code:
     with pytest.raises(UsageError) as caught:
         parse_eval(["packed", "--data", "a.txt", *flags])
     assert caught.value.code == code
+
+
+def test_more_logits_than_the_vocabulary_has_are_refused(place: Path, world: World, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        score(place, tmp_path / "scores.parquet", world, "--top-k", "999")
+    assert (error.value.where, error.value.code) == ("rank 0: --top-k", "options.scores")
+
+
+def test_disk_that_fills_while_scores_are_written_is_an_error_of_the_file(
+    place: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("runner.evaluation.scores._MOST_ROWS", 2)
+    monkeypatch.setattr(parquet.ParquetWriter, "write_table", fill)
+    with pytest.raises(OutputError) as error:
+        score(place, out := tmp_path / "scores.parquet", world)
+    assert (error.value.where, error.value.code) == (f"rank 0: {out}", "output.unwritable")
+    assert list(tmp_path.iterdir()) == []

@@ -26,7 +26,7 @@ def test_loss_is_that_of_transformers(tmp_path: Path, layout: str) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows.tolist()))
     pack(source, tmp_path / "packed", layout)
-    ended = runner.evaluate(tmp_path / "packed", data, seq_len=13, flags=["--tokenized", "--no-self-check"])
+    ended = runner.evaluate(tmp_path / "packed", data, seq_len=13, flags=["--tokenized"], self_check=False)
     model = DeepseekV3ForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = cross_entropy(model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())

@@ -40,6 +40,7 @@ class Case:
     depth: int = 1
     has_documents: bool = False
     recompute: str = "none"
+    is_chosen: bool = False  # every parameter is trained because of its name
 
     @property
     def placement(self) -> Placement:
@@ -66,8 +67,9 @@ class Case:
 
 CASES: Mapping[str, Case] = {
     "1F1B": Case(schedule="1F1B", layout="Ettt|tmL"),
-    "GPipe, two layers apart": Case(schedule="GPipe", layout="Ettttm|mL", depth=2),
+    "GPipe, two layers apart": Case(schedule="GPipe", layout="Ettttm|mL", depth=2, is_chosen=True),
     "Interleaved1F1B, alone": Case(schedule="Interleaved1F1B", layout="Et|ttt|m|L", recompute="full"),
+    "lent on its rank": Case(schedule="Interleaved1F1B", layout="Etttt|m|m|L", depth=2, is_chosen=True),
     "InterleavedZeroBubble": Case(schedule="InterleavedZeroBubble", layout="Ett|t|tm|mL", depth=2),
     "ZBV": Case(schedule="ZBVZeroBubble", layout="Et|tt|tm|L"),
     "DualPipeV": Case(schedule="DualPipeV", layout="Ett|t|t|mmL", depth=2),

@@ -22,9 +22,9 @@ from runner.parallel.rows import keep_documents
 from runner.pipeline.chunk import hf_constants, hf_pieces
 from runner.pipeline.timetable import find_timetable
 from runner.proof.float64 import float32_as_float64
-from runner.training.build import Stages, build_engine, build_stages
+from runner.training.build import Stages, build_engine, build_stages, ties_of
 from runner.training.step import train_step
-from runner.training.ties import check_equal
+from runner.training.ties import check_equal, check_loaded
 from tests.fast.runner.tiny import CPU
 from tests.process.runner.pipeline.mtp_oracle import (
     CASES,
@@ -49,12 +49,13 @@ def run(case: Case) -> dict[str, Any]:
     if case.has_documents:
         keep_documents(family, SEQ_LEN)
     stages = Stages(modules=case.stage_modules, placement=case.placement, ties=())
-    chunks = build_stages(family, stages, compute, mesh, CPU)
+    chunks = build_stages(family, stages, compute, mesh, CPU, (lambda fqn: True) if case.is_chosen else None)
     weights = random_weights(case.depth)
     with torch.no_grad():
         for piece in (piece for chunk in chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk))):
             sizes = zip(piece.offset, piece.memory.shape, strict=True)
             piece.memory.copy_(weights[piece.fqn][tuple(slice(low, low + size) for low, size in sizes)])
+    check_loaded(ties_of(family, stages), chunks)
     timetable = find_timetable(case.schedule, case.placement, CUT.num_microbatches)
     engine = build_engine(stages, chunks, options, timetable, mesh, CUT)
     reports = [train_step(engine, case.batch(step), step) for step in range(NUM_STEPS)]
