@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 
 import torch.distributed as dist
 
 from manifests.errors import UserError
 from manifests.schema import TrainingState
 from runner.checkpoint.history import checkpoint_path, prune, set_aside
+from runner.checkpoint.in_flight import InFlight
 from runner.checkpoint.save import SaveContext, save
 from runner.checkpoint.state import Held, HostCopy
 from runner.config.schema import CheckpointOptions
-from runner.distributed.fail_together import OneRankError, raise_on_all_ranks
+from runner.distributed.fail_together import raise_on_all_ranks
 from runner.distributed.watchdog import StallTimer
 
 logger = logging.getLogger("runner")
@@ -41,7 +39,7 @@ class SaveReport:
     failure: UserError | None = None
 
 
-class Saver:
+class Saver(InFlight[SaveReport]):
     """Saves the state of all ranks, one checkpoint at a time.
 
     # Note [Asynchronous saves]
@@ -51,8 +49,7 @@ class Saver:
     long as 128 MiB/s allow, or until training waits for the save. The threads exchange their progress while they
     write, so `timeout` does not limit a save that makes progress.
 
-    Every rank creates one, calls `save` after the same steps, and uses it as a context manager. Leaving the
-    context waits for the save in flight, unless a rank is lost.
+    Every rank calls `save` after the same steps.
     """
 
     def __init__(
@@ -64,26 +61,12 @@ class Saver:
         timer: StallTimer | None = None,
         before: Path | None = None,
     ) -> None:
+        super().__init__("save")
         self._context, self._options, self._timer = context, options, timer
         self._before = before  # the checkpoint of this run that the next one shares files with
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
         # Allocating takes long: it is done during the first steps.
         self._copy = self._pool.submit(HostCopy, state) if options.is_async else None
-        self._running: Future[SaveReport] | None = None
-        self._is_awaited = threading.Event()
-        self._reports: list[SaveReport] = []
-        self.failure: UserError | None = None  # of the newest save that has ended
-
-    def __enter__(self) -> Saver:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        all_know = error is None or (isinstance(error, UserError) and not isinstance(error, OneRankError))
-        self._is_awaited.set()
-        self._pool.shutdown(wait=all_know)
 
     def save(self, state: Held, training: TrainingState, data_files: Mapping[str, bytes] | None = None) -> None:
         """Save a checkpoint after a step; `training` has this rank's RNG state."""
@@ -91,24 +74,9 @@ class Saver:
         self._wait()
         if self._copy is not None:
             state = self._copy.result().fill(state)
-        self._running = self._pool.submit(self._save, state, training, data_files, started_s, time.perf_counter())
+        self._begin(self._save, state, training, data_files, started_s, time.perf_counter())
         if self._copy is None:
             self._wait()
-
-    def reports(self, *, wait: bool = False) -> tuple[SaveReport, ...]:
-        """Return the saves that have ended since the last call; with `wait`, also the one in flight."""
-        if wait or (self._running is not None and self._running.done()):
-            self._wait()
-        ended, self._reports = tuple(self._reports), []
-        return ended
-
-    def _wait(self) -> None:
-        if self._running is not None:
-            self._is_awaited.set()
-            ended, self._running = self._running.result(), None
-            self._is_awaited.clear()
-            self._reports.append(ended)
-            self.failure = ended.failure
 
     def _save(
         self,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -45,6 +43,7 @@ from manifests.versions import (
     with_dtype,
 )
 from runner.checkpoint.delta_file import write_delta
+from runner.checkpoint.in_flight import InFlight
 from runner.checkpoint.save import SaveContext, check_folder, check_sizes, hurrying
 from runner.checkpoint.shard_file import NAMES, write_shard
 from runner.checkpoint.state import Held, HostCopy, whole_in_root
@@ -95,10 +94,10 @@ class _State:
     num_tensors: int
 
 
-class Publisher:
+class Publisher(InFlight[PublishReport]):
     """Publishes the weights of all ranks, one version at a time; see Note [Publishing beside training].
 
-    Every rank creates one, calls `publish` after the same steps, and uses it as a context manager, as `Saver`.
+    Every rank calls `publish` after the same steps.
     """
 
     def __init__(
@@ -110,13 +109,13 @@ class Publisher:
         timeout: timedelta,
         timer: StallTimer,
     ) -> None:
+        super().__init__("publish")
         self._chain, self._is_remote, self._timer = options.chain.rstrip("/"), is_url(options.chain), timer
         with raise_on_all_ranks("publish"):
             self._files = _files_of(context, NAMES[FLAG_DTYPES[options.dtype]]) if dist.get_rank() == 0 else {}
         self._file_digests = {name: digest_bytes(data) for name, data in self._files.items()}
         self._replicas = replicas_elsewhere(context.manifest.ties)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="publish")
         state, untrained = self._chosen(weights), shape.untrained_suffixes or ("\0",)
         self._shards = {
             shard.path: [piece.fqn for piece in shard.pieces]
@@ -132,19 +131,6 @@ class Publisher:
         self._memory = [HostCopy(state, dtype_of), HostCopy(state, dtype_of)]  # of the last state, and the next
         self._start = self._memory[0].fill(state)
         self._last: _State | None = None
-        self._running: Future[PublishReport] | None = None
-        self._is_awaited = Event()
-        self._reports: list[PublishReport] = []
-        self.failure: UserError | None = None  # of the newest version
-
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._is_awaited.set()
-        self._pool.shutdown(wait=error is None)
 
     def publish(self, weights: Held, step: int) -> None:
         """Publish the weights after a step."""
@@ -152,22 +138,7 @@ class Publisher:
         self._wait()
         state = self._memory[1].fill(self._chosen(weights))
         report = PublishReport(location=self._chain, step=step, stall_s=time.perf_counter() - started_s)
-        self._running = self._pool.submit(self._publish, state, report, time.perf_counter())
-
-    def reports(self, *, wait: bool = False) -> tuple[PublishReport, ...]:
-        """Return the versions that have ended since the last call; with `wait`, also the one in flight."""
-        if wait or (self._running is not None and self._running.done()):
-            self._wait()
-        ended, self._reports = tuple(self._reports), []
-        return ended
-
-    def _wait(self) -> None:
-        if self._running is not None:
-            self._is_awaited.set()
-            ended, self._running = self._running.result(), None
-            self._is_awaited.clear()
-            self._reports.append(ended)
-            self.failure = ended.failure
+        self._begin(self._publish, state, report, time.perf_counter())
 
     def _chosen(self, weights: Held) -> Held:
         """Return what versions have of a rank's weights: each tensor of the model once."""
@@ -188,7 +159,7 @@ class Publisher:
         last = self._last = self._last or self._hashed(self._start)
         new = self._hashed(state)
         with ExitStack() as stack:
-            shared = [in_rounds("publish", partial(self._begin, stack, last, new), self._group)]
+            shared = [in_rounds("publish", partial(self._open_version, stack, last, new), self._group)]
             dist.broadcast_object_list(shared, src=0, group=self._group)
             assert shared[0] is not None
             number, is_delta, folder = shared[0]
@@ -237,7 +208,9 @@ class Publisher:
         gathered = [tensor for of_rank in from_all_ranks(tensors, self._group) for tensor in of_rank]
         return _State(pieces, digests, digest_of_state(gathered), len(gathered))
 
-    def _begin(self, stack: ExitStack, last: _State, new: _State, stop: Event) -> tuple[int, bool, str | None] | None:
+    def _open_version(
+        self, stack: ExitStack, last: _State, new: _State, stop: Event
+    ) -> tuple[int, bool, str | None] | None:
         """Return, on rank 0, the number of the next version, whether it is a delta, and the folder to write in.
 
         The folder is None for a bucket, and where the newest version has these weights already.
