@@ -57,8 +57,8 @@ class Run:
 _API = """\
 from examples.load_stage import Stage
 import reshard
-rank, model = 0, Stage(reshard.open("./Llama-3.2-1B-pp2"), "./Llama-3.2-1B-pp2", 0).whole
-exec(open("api.py").read())
+rank, model, adamw = 0, Stage(reshard.open("./pp1"), "./pp1", 0).whole, None
+exec(open("api.py").read().replace("./pp2", "./pp1"))
 assert not any(weight.is_meta for weight in model.model.layers[0].parameters())
 """
 
@@ -101,8 +101,14 @@ RUN: Mapping[str, Run] = {
     ),
     "docs/layouts.md": Run(
         needs=("model", "pp2", "configs"),
-        instead={"4096": "64"},
-        files={"num_ranks = 2": ("stages.toml", "reshard layout stages.toml --layers 30")},
+        instead={"4096": "64", r"\./Llama-3\.1-70B": "config.json"},
+        files={
+            "num_ranks = 2": ("stages.toml", "reshard layout stages.toml --layers 30"),
+            "0F0,": (
+                "table.csv",
+                "reshard plan ./Llama-3.2-1B --layout pp=2,vpp=2 --schedule table.csv --global-batch 5",
+            ),
+        },
         shown=("DOES NOT FIT: ",),
     ),
     "docs/my-loss-differs.md": Run(instead={"examples/": f"{ROOT}/examples/"}),
@@ -127,7 +133,11 @@ RUN: Mapping[str, Run] = {
     "docs/start.md": Run(files={"import reshard, runner": ("api.py", f"python -c '{_API}'")}),
     "docs/training.md": Run(
         needs=("model", "pp2"),
-        instead={"MANIFEST": "./pp2", "2048": "64"},
+        instead={
+            "MANIFEST": "./pp2",
+            "2048": "64",
+            r" \.\.\.$": " --data text/ --steps 2 --global-batch 4 --seq-len 64",
+        },
     ),
     "docs/your-model.md": Run(instead={"4096": "64", "--steps 100": "--steps 2"}),
 }
@@ -148,11 +158,23 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     },
     "docs/cluster.md": {"error: rank 2, stage 2": "output; the launcher's tests have its wording"},
     "docs/folders.md": {"Llama-3.2-1B-pp2/": "compared with the files of a packed folder"},
-    "docs/layouts.md": {'{"version": 1, "modules"': "the form of a file, which the block after it writes and reads"},
+    "docs/layouts.md": {
+        '{"version": 1, "modules"': "the form of a file, which the block after it writes and reads",
+        "reshard plan ./Llama-3.2-1B-pp2 --from-run": "test_search.py plans from a run that traced steps",
+    },
     "docs/my-loss-differs.md": {"from examples.dump_torchtitan": "tests/process/runner/proof/test_dumps.py runs it"},
     "docs/own-models.md": {
         "[project.entry-points": "its test, test_own_models.py, has such a pyproject.toml",
         "tp_plan = ": "test_own_flags.py trains families with such plans",
+    },
+    "docs/training.md": {
+        "[[group]]": "test_optimizers.py trains by such a file, with a class of a package",
+        "runner launch MANIFEST --nproc-per-node 16 -- --dp-shard 8 --ep 8": "its model has experts: test_matrix.py",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer": "transformers alone, with a folder of a run",
+        "self-check: a tiny Qwen3MoeForCausalLM": "what a launch prints",
+        "error: rank 0, stage 0, node": "what a launch prints",
+        "reshard pack ./gpt-oss-20b": "its model is quantized: test_quantize.py",
+        "runner prove ./Qwen3-30B-A3B-pp4": "it is large: test_prove.py proves a small one",
     },
     "docs/weights.md": {"runner launch ./pp2": "test_publish.py publishes from training"},
 }
