@@ -46,7 +46,7 @@ from stores.folders.lock import locking
 
 _EARLIER = "earlier"
 _FILES = ("metrics.jsonl", "job.json", "state.json", RUN_NAME, "report.html")
-_FOLDERS = ("trace", "heartbeat", "tensorboard", "wandb", "flight-recorder")
+_FOLDERS = ("trace", "heartbeat", "tensorboard", "wandb", "flight-recorder", "profile")
 _PACKAGES = ("reshard", "torch", "torchtitan", "transformers")
 _CLAIM = ".launch.lock"
 

@@ -85,6 +85,7 @@ def test_verbs_take_the_latest_run_where_none_is_named(place: Path) -> None:
 def test_named_folder_keeps_what_an_earlier_run_left_apart(place: Path) -> None:
     earlier = begin(place / "log")
     leave(place / "log", 1, 40, trace=earlier["id"])
+    (place / "log" / "profile").mkdir()
     (place / "log" / "mine.txt").write_text("mine")
     later = begin(place / "log")
     leave(place / "log", 1, 3)
@@ -95,6 +96,7 @@ def test_named_folder_keeps_what_an_earlier_run_left_apart(place: Path) -> None:
     assert run_id(aside) == earlier["id"]
     assert len(read_run(aside).steps) == 40
     assert read_run(aside).traces is not None
+    assert (aside / "profile").exists()
     assert (place / "log" / "mine.txt").exists()
 
 
