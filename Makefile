@@ -19,17 +19,23 @@ FIND_PYTHON = for python in $(PYTHON); do \
 	    exit 1; \
 	}
 
-.PHONY: help setup check test test-all test-gpu test-pythons test-interop interop test-torch wording explore fuzz demo bench bench-peers docs performance architecture catalogue models errors fmt constraints release clean
+.PHONY: help setup check types lint fast test test-all test-gpu test-pythons test-interop interop test-torch wording explore fuzz demo bench bench-peers docs performance architecture catalogue models errors fmt constraints release clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 setup: .venv/.stamp  ## Build .venv: everything, at the versions of constraints.txt
 
+# Side by side, as each but the tests is one process: types takes longest, so it starts first.
 check: setup  ## Format, lint, types, arrows, fast tests
+	$(MAKE) -j 2 types lint fast
+
+types: setup
+	$(BIN)/mypy
+
+lint: setup
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/architecture.py --check
 	$(BIN)/python tools/errors.py --check
@@ -37,6 +43,8 @@ check: setup  ## Format, lint, types, arrows, fast tests
 	$(BIN)/python tools/performance.py --check
 	$(BIN)/python tools/site.py
 	$(BIN)/python tools/compatibility.py --check
+
+fast: setup
 	$(BIN)/python -m pytest -q -n 2 -m "not process and not slow" --ignore tests/process --ignore tests/gpu
 
 test: check  ## check, and the tests that start processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -41,6 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("hypothesis_profile") is None:
         # Hypothesis also draws constants of the modules imported so far: another order of tests, other examples.
         providers._get_local_constants = lambda: providers._local_constants
+
+
+def pytest_collection_finish() -> None:
+    """Keep torch, transformers and the tests out of each collection of garbage: they stay to the end."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
