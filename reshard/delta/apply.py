@@ -23,7 +23,7 @@ from reshard.copy.runs import ByteCounter, Progress, counting
 from reshard.delta.switch import Work
 from reshard.formats.delta.chain import Chain, Version, open_versions, state_digest
 from reshard.formats.delta.codec import check_packages
-from reshard.formats.delta.read import check_state, follow, open_version, with_header_digests
+from reshard.formats.delta.read import check_state, follow, open_version, with_all_digests, with_header_digests
 from reshard.formats.huggingface.read import open_checkpoint as open_folder
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.table import OpenOptions
@@ -139,9 +139,7 @@ def _present(folder: Path) -> tuple[Checkpoint | None, int | None, Collection[st
             raise OutputError(str(folder), problem, hint, code="output.not-ours")
         return None, None, ()
     opened = with_header_digests(open_folder(LocalFolder(folder), OpenOptions()))
-    unknown = [tensor for tensor in opened.tensors.values() if tensor.blake3 is None]
-    digests = zip(unknown, map(bytes.fromhex, hash_tensors(unknown)), strict=True)
-    hashed = {tensor.name: replace(tensor, blake3=digest) for tensor, digest in digests}
+    hashed = {name for name, tensor in opened.tensors.items() if tensor.blake3 is None}
     number = None
     if (folder / INDEX_NAME).is_file():
         where = folder / INDEX_NAME
@@ -149,8 +147,7 @@ def _present(folder: Path) -> tuple[Checkpoint | None, int | None, Collection[st
         text = str(metadata.get("version")) if isinstance(metadata, dict) else ""
         number = int(text) if re.fullmatch(r"\d{1,12}", text) else None
     auxiliary = tuple(replace(item, digest=digest_bytes(read_whole(item.file))) for item in opened.auxiliary)
-    present = replace(opened, tensors={**opened.tensors, **hashed}, auxiliary=auxiliary)
-    return present, number, hashed.keys()
+    return replace(with_all_digests(opened), auxiliary=auxiliary), number, hashed
 
 
 def _target(

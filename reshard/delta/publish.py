@@ -28,9 +28,9 @@ from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import Progress, counting
 from reshard.delta.difference import compare_states, delta_shards
-from reshard.formats.delta.chain import Chain, open_chain, open_versions, state_digest
+from reshard.formats.delta.chain import Chain, Version, open_chain, open_versions, state_digest
 from reshard.formats.delta.codec import check_packages
-from reshard.formats.delta.read import open_version, other_base, with_header_digests
+from reshard.formats.delta.read import check_state, open_version, other_base, with_header_digests
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.huggingface.write import with_config_for
 from reshard.formats.open import open_source
@@ -142,16 +142,17 @@ def fold_delta(
     """
     check_packages()
     opened = open_versions(chain)
-    number = opened.numbers[-1] if version is None else version
-    state = open_version(opened, number)
+    folded = opened.version(opened.numbers[-1] if version is None else version)
+    state = open_version(opened, folded.number)
     place = _address(chain if out is None else out)
     with _publishing(place):
         there = open_chain(place)
         if out is not None and there.numbers:
             problem = f"has versions already, the newest of which is {there.numbers[-1]}"
             raise SourceError(str(place), problem, "fork to a new folder", code="source.chain-exists")
-        number = there.numbers[-1] + 1 if there.numbers else number
-        return _Publisher(place, number, parallelism or Parallelism()).write_full(state, progress)
+        number = there.numbers[-1] + 1 if there.numbers else folded.number
+        publisher = _Publisher(place, number, parallelism or Parallelism())
+        return publisher.write_full(state, progress, folded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,8 @@ class _Publisher:
         name = folder_of(self.number)
         return f"{self.chain.rstrip('/')}/{name}" if isinstance(self.chain, str) else self.chain / name
 
-    def write_full(self, new: Checkpoint, progress: Progress | None) -> PublishResult:
+    def write_full(self, new: Checkpoint, progress: Progress | None, folded: Version | None = None) -> PublishResult:
+        """Write a full version; that of a `folded` one must have its state."""
         runs = split_by_size(new.tensors.values(), lambda tensor: tensor.nbytes, MAX_SHARD_NBYTES)
         readable = [shard for run in runs for shard in lay_out_readable(run)]
         shards = [replace(shard, path=root_shard_path(at, len(readable))) for at, shard in enumerate(readable)]
@@ -182,7 +184,7 @@ class _Publisher:
             for shard in written:
                 header = read_file_header(file := root.file(shard.path))
                 tensors += tensors_in(file, header, header.digest_table(str(file)))
-            state = state_digest(tensors)
+            state = check_state(tensors, folded, new.location) if folded else state_digest(tensors)
             check_unchanged(shards, auxiliary)
             metadata = {"total_size": total, **metadata_of(self.number, state, is_full=True)}
             _commit(target, metadata, files, shards)

@@ -10,6 +10,7 @@ from manifests.digest import split_digests
 from manifests.errors import SourceError
 from manifests.safetensors import DIGESTS_KEY
 from manifests.schema import Source
+from reshard.copy.engine import hash_tensors
 from reshard.copy.journal import is_working_name
 from reshard.formats.delta.chain import Chain, ChainAt, Version, list_versions, read_patches, state_digest
 from reshard.formats.delta.codec import BAD_DELTA, Patch, patched
@@ -25,6 +26,8 @@ from stores.local import LocalFolder
 def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     """Open a chain at its newest version, or that of `CHAIN@N`.
 
+    Tensors without a digest are read if there is a recorded state to compare, which nobody else would.
+
     Raises:
         SourceError: there is no such version, its base is not in the chain, or the chain is inconsistent.
         InputError: see `reshard.formats.huggingface.read.open_checkpoint`, for the full version.
@@ -32,7 +35,11 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     at = folder if isinstance(folder, ChainAt) else ChainAt(folder, None)
     chain = list_versions(at.folder)
     number = chain.numbers[-1] if at.number is None and chain.numbers else at.number or 0
-    return open_version(chain, number, options)
+    opened = open_version(chain, number, options)
+    if state_digest(opened.tensors.values()) is None and (version := chain.version(number)).state is not None:
+        opened = with_all_digests(opened)
+        check_state(opened.tensors.values(), version, str(chain))
+    return opened
 
 
 def open_version(
@@ -143,6 +150,14 @@ def with_header_digests(checkpoint: Checkpoint) -> Checkpoint:
                 if fqn in tensors:
                     tensors[fqn] = replace(tensors[fqn], blake3=bytes.fromhex(digest))
     return replace(checkpoint, tensors=tensors)
+
+
+def with_all_digests(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the digests of all tensors; those that have none are read."""
+    unknown = [tensor for tensor in checkpoint.tensors.values() if tensor.blake3 is None]
+    digests = zip(unknown, map(bytes.fromhex, hash_tensors(unknown)), strict=True)
+    hashed = {tensor.name: replace(tensor, blake3=digest) for tensor, digest in digests}
+    return replace(checkpoint, tensors={**checkpoint.tensors, **hashed})
 
 
 def _auxiliary(base: Checkpoint, chain: Chain, deltas: Sequence[Version]) -> tuple[AuxiliaryAt, ...]:

@@ -418,8 +418,30 @@ def test_recorded_state_is_compared_where_a_delta_has_no_digests(tmp_path: Path,
     assert reshard.verify_delta(tmp_path / "chain").ok
     apply_delta(tmp_path / "chain", tmp_path / "served", version=1)
     set_state(tmp_path / "chain", 2)
-    assert refusal("delta", "apply", tmp_path / "chain", "--to", tmp_path / "served").found[:2] == (
-        3, "source.broken-chain"
-    )  # fmt: skip
+    chain, new = tmp_path / "chain", tmp_path / "new"
+    for arguments in (
+        ("delta", "apply", chain, "--to", tmp_path / "served"),
+        ("delta", "fold", chain),
+        ("delta", "fold", chain, "--out", new),
+        ("pack", chain, "--layout", "pp=1", "--out", new),
+        ("export", chain, "--to", "hf", "--out", new),
+        ("diff", chain, tmp_path / "v2"),
+    ):
+        assert refusal(*arguments).found[:2] == (3, "source.broken-chain")
     assert served(tmp_path / "served") == states[0]
+    assert not list(new.glob("*.json"))
+    assert [entry.number for entry in reshard.delta_log(chain)] == [1, 2]
     assert {finding.code for finding in reshard.verify_delta(tmp_path / "chain").findings} == {"source.broken-chain"}
+
+
+def test_chain_that_slime_began_and_we_go_on_with_is_a_source(tmp_path: Path) -> None:
+    states = write_states(tmp_path, 3)
+    shutil.copytree(tmp_path / "v1", tmp_path / "chain/weight_v000001")  # no digests in its headers
+    slime_decoder.publish(tmp_path / "chain", 2, *states[:2], "xor", "xxh3-128")
+    reshard.publish_delta(tmp_path / "v3", tmp_path / "chain")
+    run("pack", tmp_path / "chain", "--layout", "pp=2", "--out", tmp_path / "packed")
+    assert weights_in(tmp_path / "packed") == states[2]
+    done = reshard.fold_delta(tmp_path / "chain")
+    assert done.state == reshard.delta_log(tmp_path / "chain")[2].state
+    assert apply_delta(tmp_path / "chain", tmp_path / "served").is_recorded
+    assert served(tmp_path / "served") == states[2]
