@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from manifests.digest import Hasher
 from manifests.index import MAX_SHARD_NBYTES, split_by_size
 from manifests.paths import root_shard_path
 from manifests.safetensors import layout_tensors
@@ -15,6 +14,7 @@ from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import ByteCounter
 from reshard.formats.delta.codec import Encoder
 from reshard.plans.pack_plan import GivenHeader, OutputShard
+from reshard.tensors.checkpoint import check_digest
 from reshard.tensors.lazy import read_blocks
 from reshard.tensors.source_index import new_header_text
 from stores.bundles import TensorAt
@@ -48,20 +48,20 @@ def compare_states(
         with open(path, "ab") as file:
             while not stop.is_set() and (pair := take()) is not None:
                 old, new = pair
-                begin, hasher = file.tell(), Hasher() if old.blake3 is None else None
-                encoder = Encoder(new.nbytes, file.write)
-                for before, after in zip(read_blocks(old), read_blocks(new), strict=True):
+                begin, encoder = file.tell(), Encoder(new.nbytes, file.write)
+                blocks = (read_blocks(replace(tensor, blake3=None)) for tensor in pair)  # the encoder hashes them
+                for before, after in zip(*blocks, strict=True):
                     if stop.is_set():
                         return
                     encoder.add(before, after)
-                    if hasher is not None:
-                        hasher.update(before)
                     progress(len(before) + len(after))
-                encoder.finish()
+                digests = encoder.finish()
+                for tensor, digest in zip(pair, digests, strict=True):
+                    check_digest(tensor, digest.hex())
                 nbytes = file.tell() - begin
                 differences[new.name] = Difference(
-                    old=old if hasher is None else replace(old, blake3=hasher.digest()),
-                    new=replace(new, blake3=encoder.digest),
+                    old=replace(old, blake3=digests[0]),
+                    new=replace(new, blake3=digests[1]),
                     stored=TensorAt(new.name, "U8", (nbytes,), LocalFile(path, may_change=True), begin, nbytes)
                     if nbytes
                     else None,

@@ -303,10 +303,10 @@ def xor_into(state: memoryview, difference: memoryview) -> None:
     np.bitwise_xor(values, np.frombuffer(difference, np.uint8), out=values)
 
 
-def difference_of(old: memoryview, new: memoryview) -> tuple[memoryview, int]:
-    """Return `old ^ new`, and how many of its bytes are not zero."""
-    difference = np.bitwise_xor(np.frombuffer(old, np.uint8), np.frombuffer(new, np.uint8))
-    return difference.data, int(np.count_nonzero(difference))
+def xor_of(old: memoryview, new: memoryview, out: memoryview) -> int:
+    """Write `old ^ new` to `out`, and return how many of its bytes are not zero."""
+    difference = np.bitwise_xor(*(np.frombuffer(state, np.uint8) for state in (old, new)), np.frombuffer(out, np.uint8))
+    return int(np.count_nonzero(difference))
 
 
 class Changes:

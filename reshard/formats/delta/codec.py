@@ -97,8 +97,8 @@ class Patch:
 def patched(base: TensorAt, patches: Sequence[Patch], how: str, *, verifies_each: bool = False) -> TensorAt:
     """Return the tensor that deltas make of a base, which is computed when it is read; its digest is the last one's.
 
-    The base is read once, and no state between is stored. Its digest is verified, and the checksum of the last state
-    if it has no digest, or with `verifies_each` those of all.
+    The base is read once, and no state between is stored. The last state's digest, which whoever reads it compares, is
+    that of this base alone. Its checksum is compared here if it has no digest; with `verifies_each`, those of all are.
     """
     if not patches:
         return base
@@ -114,7 +114,7 @@ def _patched_blocks(base: TensorAt, patches: Sequence[Patch], verifies_each: boo
         SourceError: a delta is damaged, or of a tensor of another length; or the state has another checksum.
         InputError: it cannot be read.
     """
-    buffer, last = memoryview(bytearray(min(STEP_NBYTES, base.nbytes))), len(patches) - 1
+    last = len(patches) - 1
     hashers = {
         number: new_checksum(patch.checksum_format)
         for number, patch in enumerate(patches)
@@ -122,14 +122,12 @@ def _patched_blocks(base: TensorAt, patches: Sequence[Patch], verifies_each: boo
     }
     changes = [_Delta(patch, base.nbytes) for patch in patches]
     begin = 0
-    for block in read_blocks(base):
-        state = buffer[: len(block)]
-        state[:] = block
+    for state in read_blocks(base if verifies_each else replace(base, blake3=None)):
         for number, change in enumerate(changes):
             change.apply(state, begin)
             if number in hashers:
                 hashers[number].update(state)
-        begin += len(block)
+        begin += len(state)
         yield state
     for number, hasher in hashers.items():
         if hasher.hexdigest() != patches[number].checksum:
@@ -205,41 +203,43 @@ class _Stored:
 
 
 class Encoder:
-    """Compresses the difference of a tensor's states; nothing is written while they are equal."""
+    """Compresses the difference of a tensor's states, and hashes both; nothing is written while they are equal."""
 
     def __init__(self, nbytes: int, write: Callable[[bytes], object]) -> None:
         self._nbytes, self._write = nbytes, write
-        self._hasher, self._num_equal = Hasher(), 0  # bytes before the first that differs
-        self._frame: Any = None
+        self._hasher, self._num_equal = Hasher(), 0  # bytes before the first block that differs
+        self._new_hasher, self._frame = self._hasher, None  # of their own once the states differ
+        self._buffer = memoryview(bytearray(min(STEP_NBYTES, nbytes)))
         self.num_changed = 0  # bytes
 
     def add(self, old: memoryview, new: memoryview) -> None:
         """Add the next block of both states."""
-        from reshard.transforms.arithmetic import difference_of  # numpy
+        from reshard.transforms.arithmetic import xor_of  # numpy
 
-        self._hasher.update(new)
-        difference, num_changed = difference_of(old, new)
-        self.num_changed += num_changed
-        if self._frame is None and not num_changed:
-            self._num_equal += len(new)
-            return
+        difference = self._buffer[: len(new)]
+        num_changed = xor_of(old, new, difference)
         if self._frame is None:
+            if not num_changed:
+                self._hasher.update(new)
+                self._num_equal += len(new)
+                return
+            self._new_hasher = self._hasher.copy()
             self._frame = (
                 _package("zstandard").ZstdCompressor(level=LEVEL, write_checksum=True).compressobj(size=self._nbytes)
             )
             zeros = bytes(min(self._num_equal, STEP_NBYTES))
             for begin in range(0, self._num_equal, STEP_NBYTES):
                 self._write(self._frame.compress(zeros[: min(STEP_NBYTES, self._num_equal - begin)]))
+        self._hasher.update(old)
+        self._new_hasher.update(new)
+        self.num_changed += num_changed
         self._write(self._frame.compress(difference))
 
-    def finish(self) -> None:
+    def finish(self) -> tuple[bytes, bytes]:
+        """Return the BLAKE3 digests of both states."""
         if self._frame is not None:
             self._write(self._frame.flush())
-
-    @property
-    def digest(self) -> bytes:
-        """The BLAKE3 digest of the new state."""
-        return self._hasher.digest()
+        return self._hasher.digest(), self._new_hasher.digest()
 
 
 def _package(name: str) -> Any:
