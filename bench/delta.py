@@ -8,34 +8,45 @@ published in bf16: the fraction of elements and bytes that change, and zstd's ra
 does not depend on how busy the machine is.
 
 speed: a checkpoint in four shards, in three of which 2 % of the elements change. Publish, with a copy of the version
-before, beside one read of both, and one read and BLAKE3 of both; apply beside a read and a write of the shards that
-differ; and a full copy, `rsync --inplace` and `zstd --patch-from`, which are required. Turn by turn, rotated, with
-pauses; files are in the page cache, unless the name says cold, and every writer ends with its bytes on disk.
+before, beside one read of both, and one read and BLAKE3 of both; likewise where the 2 % are whole tensors; apply beside
+a read and a write of the shards that differ; and a full copy, `rsync --inplace` and `zstd --patch-from`, which are
+required, and timed once. Turn by turn, rotated, with pauses; files are in the page cache, unless the name says cold,
+and every writer ends with its bytes on disk. Of one core: seconds of its time for a GB of the shards that change.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import blake3
 import numpy as np
 import zstandard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
 from checkpoints import llama_of, write_checkpoint
+from measure import Found
+
+from manifests.versions import LEVEL
+from reshard.tensors.lazy import STEP_NBYTES
+from reshard.transforms.arithmetic import xor_of
 
 RATES = (1e-6, 1e-5, 1e-4)
 LEVELS = (1, 3, 9, 19)
 SHARE = 0.02  # of the elements that change
 NUM_SHARDS, PAUSE_S = 4, 2.0
+PARTS_NBYTES = 256 << 20  # of a shard
 HASH = "import sys, blake3\nfor path in sys.argv[1:]: blake3.blake3(max_threads=-1).update_mmap(path).digest()"
 BATCH = ("--seq-len", 128, "--global-batch", 32, "--microbatch", 4)
 
@@ -44,9 +55,10 @@ def main() -> None:
     parser = measure.options_of(__doc__, gb=4.0)
     parser.add_argument("what", choices=["density", "speed"])
     parser.add_argument("--steps", type=int, default=5, help="steps at each learning rate")
+    parser.add_argument("--prepared", type=Path, help="a folder that has, or gets, the checkpoints of speed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-delta-") as scratch:
-        root = Path(scratch)
+        root = Path(options.prepared or scratch)
         result = density(root, options.steps) if options.what == "density" else speed(root, options.gb, options.runs)
     measure.write_result({**result, **measure.circumstances()}, options.out)
 
@@ -123,97 +135,168 @@ def bf16_in(step: Path, out: Path) -> np.ndarray:
 
 
 def speed(root: Path, gb: float, num_turns: int) -> dict[str, object]:
-    old, new, chain, served = root / "old", root / "new", root / "chain", root / "served"
-    nbytes = write_checkpoint(old, llama_of(gb * 1e9 / 2, 1024, least_layers=4), num_shards=NUM_SHARDS)
-    shutil.copytree(old, new)
-    differing = change(new)
-    shutil.copytree(old, served)
-    delta(root, "publish", old, "--chain", chain)
-    publish = ("publish", new, "--chain", chain, "--base", old, "--quiet")
-    delta(root, *publish)
-    delta_nbytes = sum(path.stat().st_size for path in (chain / "weight_v000002").iterdir())
-    done = json.loads(reshard("delta", "apply", chain, "--to", served, "--json"))
-    assert done["write_nbytes"] < 1.001 * sum(path.stat().st_size for path in differing), "only what differs"
-    assert same_weights(served, new)
+    old, new, few, chain, served = (root / name for name in ("old", "new", "few", "chain", "served"))
+    copy, of_few = root / "copy", root / "chain-of-few"
+    if not (root / "ready").exists():
+        write_checkpoint(old, llama_of(gb * 1e9 / 2, 1024, least_layers=4), num_shards=NUM_SHARDS)
+        shutil.copytree(old, new)
+        differing = [change(shard) for shard in sorted(new.glob("*.safetensors"))[:-1]]
+        shutil.copytree(old, few, copy_function=os.link)
+        change_few(few)
+        shutil.copytree(old, served, copy_function=os.link)  # which apply never writes to
+        delta(root, "publish", old, "--chain", chain)
+        shutil.copytree(chain, of_few, copy_function=os.link)
+        delta(root, "publish", new, "--chain", chain, "--base", old, "--quiet")
+        done = json.loads(reshard("delta", "apply", chain, "--to", served, "--json"))
+        assert done["write_nbytes"] < 1.001 * sum(path.stat().st_size for path in differing), "only what differs"
+        assert same_weights(served, new)
+        os.sync()
+        (root / "ready").touch()
+    shards = sorted(new.glob("*.safetensors"))
+    differing, of_old, both = shards[:-1], sorted(old.glob("*.safetensors")), [*old.glob("*.safetensors"), *shards]
     verified_s = list[float]()
 
-    def publish_again() -> measure.Run:
-        shutil.rmtree(chain / "weight_v000002")
-        return delta(root, *publish)
+    def read_both() -> measure.Run:
+        return shell(None, f"cat {words(both)} > /dev/null")
 
-    def cold(run: Callable[[], measure.Run]) -> measure.Run:
-        for path in files:
+    def warm(run: Callable[..., measure.Run], *arguments: object) -> measure.Run:
+        read_both()
+        return run(*arguments)
+
+    def cold(run: Callable[..., measure.Run], *arguments: object) -> measure.Run:
+        for path in both:
             with open(path, "rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        return run()
+        return run(*arguments)
 
-    def read_both() -> measure.Run:
-        return shell(None, f"cat {words(files)} > /dev/null")
+    def publish(source: Path, to: Path) -> measure.Run:
+        shutil.rmtree(to / "weight_v000002", ignore_errors=True)
+        return delta(root, "publish", source, "--chain", to, "--base", old, "--quiet")
 
     def apply(version: int) -> measure.Run:
-        flags = ("--to", served, "--version", version, "--json")
-        run = delta(root, "apply", chain, *flags)
+        shell(None, f"cat {words(served.glob('*.safetensors'))} {chain}/*/*.safetensors > /dev/null")
+        run = delta(root, "apply", chain, "--to", served, "--version", version, "--json")
         if version == 2:
             verified_s.append(json.loads((root / "printed").read_text())["verify_s"])
         return run
 
-    files, shards = [*old.glob("*.safetensors"), *new.glob("*.safetensors")], sorted(new.glob("*.safetensors"))
-    copy = root / "copy"
+    apply(1)
     measures = {
         "apply": lambda: apply(2),
         "apply back to the full version": lambda: apply(1),
         "copy of what differs": lambda: shell(copy, f"mkdir {copy}; cp {words(differing)} {copy}; sync -f {copy}"),
-        "publish": publish_again,
-        "read both": read_both,
-        "BLAKE3 of both": lambda: measure.run_measured([sys.executable, "-c", HASH, *map(str, files)]),
-        "publish, cold": lambda: cold(publish_again),
+        "publish": lambda: warm(publish, new, chain),
+        "publish, few tensors": lambda: warm(publish, few, of_few),
+        "read both": lambda: warm(read_both),
+        "BLAKE3 of both": lambda: warm(measure.run_measured, [sys.executable, "-c", HASH, *map(str, both)]),
+        "publish, cold": lambda: cold(publish, new, chain),
         "read both, cold": lambda: cold(read_both),
         "full copy": lambda: shell(copy, f"cp -r {new} {copy}; sync -f {copy}"),
+    }
+    peers = {
         "rsync --inplace": lambda: rsynced(root, old, new),
         "zstd --patch-from": lambda: shell(
             copy,
             f"mkdir {copy}\n"
-            + "\n".join(f"zstd -q -1 --long=31 --patch-from {old / shard.name} {shard} -o {copy / shard.name}.zst"
-                        for shard in shards),
+            + "\n".join(f"zstd -q -1 --long=31 --patch-from {a} {b} -o {copy / b.name}.zst"
+                        for a, b in zip(of_old, shards, strict=True)),
         ),
     }  # fmt: skip
-    turns = measure.take_turns(measures, num_turns, pause_s=PAUSE_S)
+    turns = measure.take_turns(measures, num_turns, pause_s=PAUSE_S, num_warmup=0)
+    turns[0] |= measure.take_turns(peers, 1, pause_s=PAUSE_S, num_warmup=0)[0]
+    runs = {name: [turn[name] for turn in turns if name in turn] for name in (*measures, *peers)}
 
     def ratios(ours: str, theirs: str) -> dict[str, float]:
-        pairs = [(turn[ours], turn[theirs]) for turn in turns]
+        pairs = list(zip(runs[ours], runs[theirs], strict=False))
         wall = measure.median_ratio((a.wall_s for a, _ in pairs), (b.wall_s for _, b in pairs))
         return {"wall": wall, "cpu": measure.median_ratio((a.cpu_s for a, _ in pairs), (b.cpu_s for _, b in pairs))}
 
     return {
-        "what": f"{gb} GB in {NUM_SHARDS} shards, of all of which but one {SHARE:.0%} of the elements change",
-        "nbytes": nbytes,
-        "delta_nbytes": delta_nbytes,
+        "what": f"a delta of {gb} GB in {NUM_SHARDS} shards; in all but one, {SHARE:.0%} of the elements change; "
+        f"few tensors: {SHARE:.0%} of the bytes, in whole tensors",
+        "turns": num_turns,
+        "nbytes": sum(path.stat().st_size for path in shards),
+        "delta_nbytes": sum(path.stat().st_size for path in (chain / "weight_v000002").iterdir()),
         "differing_nbytes": sum(path.stat().st_size for path in differing),
-        **{name: measure.summary([turn[name] for turn in turns]) for name in measures},
-        "apply_verify_of_the_rest_s": [round(seconds, 3) for seconds in verified_s[1:]],
-        "publish_of_read_both_cold": ratios("publish, cold", "read both, cold"),
-        "publish_of_read_both": ratios("publish", "read both"),
-        "publish_of_blake3_of_both": ratios("publish", "BLAKE3 of both"),
-        "apply_of_copy_of_what_differs": ratios("apply", "copy of what differs"),
-        "apply_of_full_copy": ratios("apply", "full copy"),
-        "apply_of_rsync": ratios("apply", "rsync --inplace"),
-        "publish_of_zstd": ratios("publish", "zstd --patch-from"),
+        "apply_verify_of_the_rest_s": round(statistics.median(verified_s), 3),
+        "ratios": {
+            f"{ours} to {theirs}": ratios(ours, theirs)
+            for ours, theirs in [
+                ("publish, cold", "read both, cold"),
+                ("publish", "BLAKE3 of both"),
+                ("publish, few tensors", "BLAKE3 of both"),
+                ("apply", "copy of what differs"),
+                ("apply", "full copy"),
+                ("apply", "rsync --inplace"),
+                ("publish", "zstd --patch-from"),
+            ]
+        },
+        "of_one_core": parts(of_old[0], shards[0]),
+        "commands": {name: measure.summary(of_name) for name, of_name in runs.items()},
+        "load_average": os.getloadavg()[0],
     }  # fmt: skip
 
 
-def change(folder: Path) -> list[Path]:
-    """Flip the lowest bit of 2 % of the bf16 elements of each shard but the last, at random; return these shards."""
-    generator = np.random.default_rng(0)
-    shards = sorted(folder.glob("*.safetensors"))[:-1]
-    for shard in shards:
-        first = 8 + int.from_bytes(shard.read_bytes()[:8], "little")
-        data = np.memmap(shard, np.uint8, "r+", offset=first)
-        elements = data[: len(data) // 2 * 2].view(np.uint16)
-        for begin in range(0, len(elements), 1 << 24):
-            part = elements[begin : begin + (1 << 24)]
-            part ^= (generator.random(len(part), np.float32) < SHARE).astype(np.uint16)
-        data.flush()
-    return shards
+def parts(old: Path, new: Path) -> dict[str, float]:
+    """Return what one core takes for each part of publish and apply, in seconds for a GB of weights."""
+    blocks = [(before, after) for before, after in zip(blocks_of(old), blocks_of(new), strict=True)]
+    nbytes, times = sum(len(after) for _, after in blocks), dict[str, float]()
+
+    def timed(name: str, work: Callable[[], Found]) -> Found:
+        began_s = time.process_time()
+        result = work()
+        times[name] = round((time.process_time() - began_s) / nbytes * 1e9, 3)
+        return result
+
+    def compress() -> bytes:
+        frame = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compressobj(size=nbytes)
+        return b"".join([*map(frame.compress, differences), frame.flush()])
+
+    def decompress() -> None:
+        reader, buffer = zstandard.ZstdDecompressor().stream_reader(frame), bytearray(len(blocks[0][0]))
+        while reader.readinto(buffer):
+            pass
+
+    differences = [memoryview(bytearray(len(after))) for _, after in blocks]
+    timed("BLAKE3", lambda: functools.reduce(lambda hasher, block: hasher.update(block[1]), blocks, blake3.blake3()))
+    timed("compare", lambda: [xor_of(*block, differences[0][: len(block[0])]) for block in blocks])
+    for block, difference in zip(blocks, differences, strict=True):
+        xor_of(*block, difference)
+    frame = timed("zstd", compress)
+    timed("zstd, decompressed", decompress)
+    return times
+
+
+def blocks_of(shard: Path) -> list[memoryview]:
+    data = memoryview(np.fromfile(shard, np.uint8, PARTS_NBYTES)).cast("B")
+    return [data[begin : begin + STEP_NBYTES] for begin in range(0, len(data), STEP_NBYTES)]
+
+
+def change(shard: Path) -> Path:
+    """Flip the lowest bit of 2 % of a shard's bf16 elements, at random."""
+    data, generator = np.memmap(shard, np.uint8, "r+", offset=header_nbytes(shard)), np.random.default_rng(0)
+    elements = data[: len(data) // 2 * 2].view(np.uint16)
+    for begin in range(0, len(elements), 1 << 24):
+        part = elements[begin : begin + (1 << 24)]
+        part ^= (generator.random(len(part), np.float32) < SHARE).astype(np.uint16)
+    data.flush()
+    return shard
+
+
+def change_few(folder: Path) -> None:
+    """Change the first 2 % of a folder's bytes: all of some tensors in the first shard."""
+    shard = min(folder.glob("*.safetensors"))
+    nbytes = int(SHARE * sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+    shutil.copy(shard, folder / "changed")
+    os.replace(folder / "changed", shard)
+    data = np.memmap(shard, np.uint8, "r+", offset=header_nbytes(shard))
+    data[:nbytes] ^= 1
+    data.flush()
+
+
+def header_nbytes(shard: Path) -> int:
+    with open(shard, "rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
 
 
 def same_weights(folder: Path, other: Path) -> bool:
@@ -236,7 +319,8 @@ def words(paths: Iterable[Path]) -> str:
 
 def rsynced(root: Path, old: Path, new: Path) -> measure.Run:
     shutil.copytree(old, root / "rsync")
-    command = f"rsync -r --inplace --no-whole-file {new}/ {root}/rsync/; sync -f {root}/rsync"
+    os.sync()
+    command = f"rsync -rI --inplace --no-whole-file {new}/ {root}/rsync/; sync -f {root}/rsync"
     return shell(root / "rsync", command)
 
 
