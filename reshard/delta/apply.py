@@ -12,9 +12,8 @@ from pathlib import Path
 
 from manifests.digest import digest_bytes
 from manifests.errors import OutputError, Parameter, ShardError, SourceError
-from manifests.index import INDEX_NAME, MAX_SHARD_NBYTES, split_by_size
+from manifests.index import INDEX_NAME
 from manifests.invariants import MANIFEST_NAME
-from manifests.paths import root_shard_path
 from manifests.store import read_small_file
 from reshard.copy.destination import check_unchanged
 from reshard.copy.engine import WriteOptions, hash_tensors
@@ -27,7 +26,7 @@ from reshard.formats.delta.read import check_state, follow, open_version, with_a
 from reshard.formats.huggingface.read import open_checkpoint as open_folder
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.table import OpenOptions
-from reshard.plans.pack_plan import OutputShard, lay_out_readable, lay_out_shard
+from reshard.plans.pack_plan import OutputShard, lay_out_root, lay_out_shard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, check_digest
 from reshard.tensors.comparison import are_of_one_kind
 from reshard.tensors.lazy import stored_nbytes
@@ -212,9 +211,7 @@ def _plan(
         for name, tensor in here.items():
             groups.setdefault(Path(str(tensor.file)).name, []).append(tensors[name])
     else:
-        runs = split_by_size(tensors.values(), lambda tensor: tensor.nbytes, MAX_SHARD_NBYTES)
-        readable = [shard for run in runs for shard in lay_out_readable(run)]
-        groups = {root_shard_path(at, len(readable)): [*shard.origins] for at, shard in enumerate(readable)}
+        groups = {shard.path: [*shard.origins] for shard in lay_out_root(tensors.values())}
         changed = set(tensors)
     names = {Path(str(tensor.file)).name for tensor in here.values()}
     shards, unchanged, weight_map = list[OutputShard](), list[TensorAt](), dict[str, str]()
@@ -278,7 +275,10 @@ def _carry_out(
     changes = plan.shards or plan.auxiliary or before != number
     options = WriteOptions(progress=counter, parallelism=parallelism)
     digests = work.write(plan.shards, plan.auxiliary, options) if changes else {}
-    tensors = (replace(tensor, blake3=digests.get(name, tensor.blake3)) for name, tensor in target.tensors.items())
+    tensors = (
+        replace(tensor, blake3=bytes.fromhex(digests[name])) if name in digests else tensor
+        for name, tensor in target.tensors.items()
+    )
     state = check_state(tensors, version, target.location)  # that of a chain without digests is computed only now
     if changes:
         metadata = {"total_size": sum(tensor.nbytes for tensor in target.tensors.values()), "version": f"{number:06d}"}

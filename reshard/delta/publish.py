@@ -17,10 +17,9 @@ from typing import cast, get_args
 
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, Parameter, SourceError, check_choice
-from manifests.index import INDEX_NAME, MAX_SHARD_NBYTES, split_by_size
+from manifests.index import INDEX_NAME
 from manifests.invariants import SOURCE_FILES
 from manifests.jsontext import parse_json_object
-from manifests.paths import root_shard_path
 from manifests.store import read_small_file
 from manifests.versions import LOCK_NAME, encode_version, folder_of, metadata_of
 from reshard.copy.destination import FolderTarget, Target, check_apart, check_unchanged, copy_files, open_target
@@ -34,7 +33,7 @@ from reshard.formats.delta.read import check_state, open_version, other_base, wi
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.huggingface.write import with_config_for
 from reshard.formats.open import open_source
-from reshard.plans.pack_plan import OutputShard, lay_out_readable
+from reshard.plans.pack_plan import OutputShard, lay_out_root
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.comparison import are_of_one_kind
 from reshard.transforms.conversion import ExportDtype, cast_checkpoint
@@ -170,9 +169,7 @@ class _Publisher:
 
     def write_full(self, new: Checkpoint, progress: Progress | None, folded: Version | None = None) -> PublishResult:
         """Write a full version; that of a `folded` one must have its state."""
-        runs = split_by_size(new.tensors.values(), lambda tensor: tensor.nbytes, MAX_SHARD_NBYTES)
-        readable = [shard for run in runs for shard in lay_out_readable(run)]
-        shards = [replace(shard, path=root_shard_path(at, len(readable))) for at, shard in enumerate(readable)]
+        shards = lay_out_root(new.tensors.values())
         total = sum(tensor.nbytes for tensor in new.tensors.values())
         auxiliary = _auxiliary(new)
         with self._target(shards, auxiliary) as target:

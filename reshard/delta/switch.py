@@ -26,11 +26,11 @@ from manifests.jsontext import parse_json_object
 from manifests.paths import problem_with_path
 from manifests.safetensors import read_header
 from manifests.store import read_small_file, sync_folder, write_file
+from reshard.copy.destination import FolderTarget, copy_files
 from reshard.copy.engine import WriteOptions, write_shards
 from reshard.copy.journal import Journal, plan_key
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt
-from stores.base import Blocks
 from stores.folders.lock import locking
 
 
@@ -70,7 +70,7 @@ class Work:
 
     def write(
         self, shards: Sequence[OutputShard], auxiliary: Sequence[AuxiliaryAt], options: WriteOptions
-    ) -> dict[str, bytes]:
+    ) -> dict[str, str]:
         """Write the new shards, resuming an interrupted run of the same plan; return the digests of their tensors."""
         journal = Journal(self.new, plan_key(shards), self.folder / "journal")
         if not journal.is_begun:
@@ -78,14 +78,10 @@ class Work:
         self.new.mkdir(exist_ok=True)
         journal.begin()
         write_shards(shards, self.new, replace(options, journal=journal))
-        digests: dict[str, bytes] = {}
+        digests: dict[str, str] = {}
         for shard in shards:
-            header = read_header(self.new / shard.path)
-            digests |= zip(header.names, map(bytes.fromhex, header.digest_table(shard.path)), strict=True)
-        for item in auxiliary:
-            path = self.new / item.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, Blocks(item.file, item.digest))
+            digests |= read_header(self.new / shard.path).digests(shard.path)
+        copy_files(auxiliary, FolderTarget(self.new))
         return digests
 
     def prepare(self, index: Mapping[str, object], record: Mapping[str, Sequence[str]]) -> None:

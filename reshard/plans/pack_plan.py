@@ -301,6 +301,13 @@ def lay_out_readable(tensors: Sequence[TensorAt], holds: Holds = WEIGHTS) -> Ite
         yield from lay_out_readable(half, holds)
 
 
+def lay_out_root(tensors: Iterable[TensorAt]) -> list[OutputShard]:
+    """Plan whole tensors into numbered shards in the root of a folder, in order."""
+    runs = split_by_size(tensors, _nbytes_of, MAX_SHARD_NBYTES)
+    shards = [shard for run in runs for shard in lay_out_readable(run)]
+    return [replace(shard, path=root_shard_path(at, len(shards))) for at, shard in enumerate(shards)]
+
+
 def _nbytes_of(tensor: TensorAt) -> int:
     return tensor.nbytes
 
