@@ -68,7 +68,7 @@ def density(root: Path, num_steps: int) -> dict[str, object]:
     subprocess.run([sys.executable, measure.ROOT / "demo/make_model.py", root], check=True, stdout=subprocess.DEVNULL)
     reshard("pack", root / "model", "--layout", "pp=2", "--out", root / "pp2")
     train(root, "pp2", "--steps", 30, "--lr", 3e-3, "--warmup-steps", 5, "--save", root / "trained")
-    rows = []
+    rows = {}
     for rate in RATES:
         steps = root / f"steps-{rate}"
         flags = (
@@ -94,21 +94,18 @@ def density(root: Path, num_steps: int) -> dict[str, object]:
         old, new = states[-2:]
         difference = old ^ new
         raw = difference.tobytes()
-        rows.append(
-            {
-                "lr": rate,
-                "elements_changed": round(float(np.count_nonzero(difference)) / len(difference), 5),
-                "bytes_changed": round(float(np.count_nonzero(difference.view(np.uint8))) / len(raw), 5),
-                "delta_nbytes": published[-1]["nbytes"],
-                "state_nbytes": len(raw),
-                "zstd_of_state": {
-                    str(level): round(len(zstandard.ZstdCompressor(level=level).compress(raw)) / len(raw), 5)
-                    for level in LEVELS
-                },
-            }
-        )
+        rows[f"lr {rate:.0e}".replace("e-0", "e-")] = {
+            "elements_changed": round(float(np.count_nonzero(difference)) / len(difference), 5),
+            "bytes_changed": round(float(np.count_nonzero(difference.view(np.uint8))) / len(raw), 5),
+            "delta_nbytes": published[-1]["nbytes"],
+            "state_nbytes": len(raw),
+            **{
+                f"zstd_{level}_of_state": round(len(zstandard.ZstdCompressor(level=level).compress(raw)) / len(raw), 5)
+                for level in LEVELS
+            },
+        }
     what = "bf16 weights of the demo's model between the last two steps of a new AdamW, after 30 at 3e-3"
-    return {"what": what, "rows": rows}
+    return {"what": what, "by_learning_rate": rows}
 
 
 def train(root: Path, packed: str, *flags: object) -> None:
@@ -202,8 +199,10 @@ def speed(root: Path, gb: float, num_turns: int) -> dict[str, object]:
                         for a, b in zip(of_old, shards, strict=True)),
         ),
     }  # fmt: skip
+    loads = [measure.load_average()]
     turns = measure.take_turns(measures, num_turns, pause_s=PAUSE_S, num_warmup=0)
     turns[0] |= measure.take_turns(peers, 1, pause_s=PAUSE_S, num_warmup=0)[0]
+    loads.append(measure.load_average())
     runs = {name: [turn[name] for turn in turns if name in turn] for name in (*measures, *peers)}
 
     def ratios(ours: str, theirs: str) -> dict[str, float]:
@@ -233,7 +232,7 @@ def speed(root: Path, gb: float, num_turns: int) -> dict[str, object]:
         },
         "of_one_core": parts(of_old[0], shards[0]),
         "commands": {name: measure.summary(of_name) for name, of_name in runs.items()},
-        "load_average": os.getloadavg()[0],
+        "load_average": loads,
     }  # fmt: skip
 
 
