@@ -305,7 +305,8 @@ def xor_into(state: memoryview, difference: memoryview) -> None:
 
 def xor_of(old: memoryview, new: memoryview, out: memoryview) -> int:
     """Write `old ^ new` to `out`, and return how many of its bytes are not zero."""
-    difference = np.bitwise_xor(*(np.frombuffer(state, np.uint8) for state in (old, new)), np.frombuffer(out, np.uint8))
+    before, after, difference = (np.frombuffer(block, np.uint8) for block in (old, new, out))
+    np.bitwise_xor(before, after, out=difference)
     return int(np.count_nonzero(difference))
 
 

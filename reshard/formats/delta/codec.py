@@ -208,7 +208,8 @@ class Encoder:
     def __init__(self, nbytes: int, write: Callable[[bytes], object]) -> None:
         self._nbytes, self._write = nbytes, write
         self._hasher, self._num_equal = Hasher(), 0  # bytes before the first block that differs
-        self._new_hasher, self._frame = self._hasher, None  # of their own once the states differ
+        self._new_hasher = self._hasher  # another one once the states differ
+        self._frame: Any = None
         self._buffer = memoryview(bytearray(min(STEP_NBYTES, nbytes)))
         self.num_changed = 0  # bytes
 
