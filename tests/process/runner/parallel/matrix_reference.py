@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -18,9 +19,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from runner.data.sequences import IGNORED, Batch
 from tests.fast.manifests.models.catalogued import quiet, save_tiny
 from tests.fast.runner.tiny import padded_batch, read_config
-from tests.matrix import GLOBAL_BATCH, MODELS, SEQ_LEN, SKEWED, VOCAB_SIZE, Case
+from tests.matrix import MODELS, SEQ_LEN, SKEWED, VOCAB_SIZE, Case
 
-LR, EPS, MAX_NORM, STEPS = 1e-2, 0.1, 0.5, 3  # eps so large that AdamW does not amplify rounding
+LR, EPS, MAX_NORM = 1e-2, 0.1, 0.5  # eps so large that AdamW does not amplify rounding
 RECIPE = ("--lr", LR, "--eps", EPS, "--max-norm", MAX_NORM, "--weight-decay", 0)
 _ENDS = ((5, 6, 13), (), (2,), (11,))  # of all documents but the last one of a row
 _EMPTY = slice(SEQ_LEN // 4, -SEQ_LEN // 4)  # what the second of two ranks has of a row
@@ -28,16 +29,17 @@ _EMPTY = slice(SEQ_LEN // 4, -SEQ_LEN // 4)  # what the second of two ranks has 
 
 def matrix_batch(step: int, case: Mapping[str, Any]) -> Batch:
     """Return rows with few valid tokens or none, of which some ranks get only the latter if they are `empty`."""
-    batch = padded_batch(step, size=GLOBAL_BATCH, seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
+    size = case["global_batch"]
+    batch = padded_batch(step, size=size, seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
     labels, positions = batch.labels, None
     if case["documents"]:
         positions = torch.empty_like(labels)
-        for row in range(GLOBAL_BATCH):
+        for row in range(size):
             for begin, end in _documents_in(row):
                 positions[row, begin:end] = torch.arange(end - begin)
                 labels[row, end - 1] = IGNORED
     if case["rows"] == "empty":
-        labels[: GLOBAL_BATCH // 2] = IGNORED
+        labels[: size // 2] = IGNORED
         labels[:, _EMPTY] = IGNORED
     return replace(batch, positions=positions, num_tokens=int((labels != IGNORED).sum()))
 
@@ -59,33 +61,37 @@ def save_matrix_model(folder: Path, case: Case) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
 
 
+def reference(place: Path, case: Case, dtype: torch.dtype = torch.float32, steps: int = 1) -> dict[str, Any]:
+    return _reference(place / case.folder, case.documents, case.rows, case.global_batch, dtype, steps)
+
+
 @cache
-def reference(folder: Path, documents: bool, rows: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def _reference(folder: Path, documents: bool, rows: str, size: int, dtype: torch.dtype, steps: int) -> dict[str, Any]:
     """Train transformers' model, documents by themselves; return what `parallel_worker.run_case` does.
 
-    Weights are those after the first step. With another dtype, they are kept in float32 beside those of the model.
+    Weights are those after the first step. With another dtype, they are kept in float32 beside those of the model,
+    which gets one row at a time, as sums of gradients round.
     """
     (architecture,) = read_config(folder)["architectures"]
     with quiet():
         load = getattr(transformers, architecture).from_pretrained
-        masters, model = load(folder, dtype=torch.float32), load(folder, dtype=dtype)
+        masters = load(folder, dtype=torch.float32)
+        model = masters if dtype == torch.float32 else load(folder, dtype=dtype)
     model.config.use_cache = False
     model.train()
     optimizer = torch.optim.AdamW(masters.parameters(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0)
     found: dict[str, Any] = {"reports": []}
-    for step in range(STEPS):
-        batch = matrix_batch(step, {"documents": documents, "rows": rows})
+    for step in range(steps):
+        batch = matrix_batch(step, {"documents": documents, "rows": rows, "global_batch": size})
         loss = 0.0
-        for row in range(GLOBAL_BATCH):
-            for begin, end in _documents_in(row) if documents else ((0, SEQ_LEN),):
-                part = row, slice(begin, end)
-                logits = model(batch.tokens[part][None]).logits[0].float()
-                lost = cross_entropy(logits, batch.labels[part], reduction="sum", ignore_index=IGNORED)
-                torch.autograd.backward(lost / batch.num_tokens)
-                loss += lost.item() / batch.num_tokens
+        for part in _parts(size, documents, at_once=dtype == torch.float32):
+            logits = model(batch.tokens[part]).logits.float()
+            lost = cross_entropy(logits.mT, batch.labels[part], reduction="sum", ignore_index=IGNORED)
+            torch.autograd.backward(lost / batch.num_tokens)
+            loss += lost.item() / batch.num_tokens
         for master, parameter in zip(masters.parameters(), model.parameters(), strict=True):
-            master.grad = torch.zeros_like(master) if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
+            gradient, parameter.grad = parameter.grad, None
+            master.grad = torch.zeros_like(master) if gradient is None else gradient.float()
         norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), MAX_NORM).item()
         found["reports"].append((loss, norm, batch.num_tokens))
         if step == 0:
@@ -96,6 +102,17 @@ def reference(folder: Path, documents: bool, rows: str, dtype: torch.dtype = tor
         if step == 0:
             found["weights"] = _in_files(masters, lambda weight: weight.detach().clone())
     return found
+
+
+def _parts(size: int, documents: bool, *, at_once: bool) -> Iterator[tuple[list[int], slice]]:
+    """Yield the rows of each place of a document, together or one after the other; without documents, whole rows."""
+    places: Mapping[tuple[int, int], list[int]] = defaultdict(list)
+    for row in range(size):
+        for place in _documents_in(row) if documents else ((0, SEQ_LEN),):
+            places[place].append(row)
+    for place, in_rows in places.items():
+        for some in [in_rows] if at_once else [[row] for row in in_rows]:
+            yield some, slice(*place)
 
 
 def _in_files(model: Any, of: Any) -> dict[str, torch.Tensor]:

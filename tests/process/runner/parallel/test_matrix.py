@@ -62,6 +62,7 @@ def run_cases(place: Path, cases: Iterable[Case], **more: Any) -> None:
         args = [*map(str, RECIPE), *case.args]
         job = {"name": case.name, "root": str(place / case.packed), "args": args, "saves": 0, "until": 1}
         job |= {"origin": case.origin and case.origin.name, "rows": case.rows, "documents": case.documents}
+        job["global_batch"] = case.global_batch
         by_size[case.world_size].append({**job, **more})
     for num_ranks, jobs in by_size.items():
         for some in (jobs[at : at + AT_A_TIME] for at in range(0, len(jobs), AT_A_TIME)):
@@ -75,8 +76,7 @@ def results_of(place: Path, case: Case) -> list[dict[str, Any]]:
 
 def problems_of(place: Path, case: Case) -> list[str]:
     """Return what differs from transformers' whole model: each gradient and weight, losses, norms and reads."""
-    ranks, model = results_of(place, case), place / case.folder
-    expected = reference(model, case.documents, case.rows)
+    ranks, expected = results_of(place, case), reference(place, case)
     (report,), (loss, norm, num_tokens) = ranks[0]["reports"], expected["reports"][0]
     problems = [f"rank {number} reports otherwise" for number, rank in enumerate(ranks)
                 if rank["reports"] != [report]]  # fmt: skip
@@ -88,7 +88,7 @@ def problems_of(place: Path, case: Case) -> list[str]:
     problems += [f"{name} and its tie" for name in replicas
                  if not tensors["weights"][name].equal(tensors["weights"][owner])]  # fmt: skip
     if case.dtype != "fp32":
-        return problems + _problems_of_bf16(tensors, report[0], model, case)
+        return problems + _problems_of_bf16(tensors, report[0], place, case)
     problems += [f"{what} of {name}" for what, of in tensors.items() for name, tensor in expected[what].items()
                  if not is_close(of[name], tensor, TOLERANCE, FLOOR)]  # fmt: skip
     problems += [what for what, ours, theirs in (("loss", report[0], loss), ("norm", report[1], norm))
@@ -96,9 +96,9 @@ def problems_of(place: Path, case: Case) -> list[str]:
     return problems + (problems_of_reads(place, case, ranks) if case.expert > 1 and case.load == "rows" else [])
 
 
-def _problems_of_bf16(tensors: Any, loss: float, model: Path, case: Case) -> list[str]:
+def _problems_of_bf16(tensors: Any, loss: float, place: Path, case: Case) -> list[str]:
     """Return what is more than twice as far from float32 as transformers' own bf16."""
-    exact, rounded = (reference(model, case.documents, case.rows, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (reference(place, case, dtype) for dtype in (torch.float32, torch.bfloat16))
     first, second = (of["reports"][0][0] for of in (exact, rounded))
     problems = ["loss"] * (abs(loss - first) > 2 * abs(second - first) + 1e-3)
     for what in ("gradients", "weights"):
@@ -147,8 +147,9 @@ def test_a_dozen_combinations_train_as_transformers_does(place: Path) -> None:
 def test_all_combinations_train_as_transformers_does(num_ranks: int, part: int, place: Path) -> None:
     assert len(every_case()) >= NUM_CASES
     assert {case.world_size for case in every_case()} == _PARTS.keys()
-    by_model = sorted(every_case(), key=lambda case: case.name)
-    cases = [case for case in by_model if case.world_size == num_ranks][part :: _PARTS[num_ranks]]
+    by_model = sorted((case for case in every_case() if case.world_size == num_ranks), key=lambda case: case.name)
+    begin, end = (len(by_model) * number // _PARTS[num_ranks] for number in (part, part + 1))
+    cases = by_model[begin:end]  # which share references
     assert 0 < len(cases) <= AT_A_TIME
     run_cases(place, cases)
     assert not {case.name: problems for case in cases if (problems := problems_of(place, case))}
@@ -164,7 +165,7 @@ def test_checkpoints_resume_at_any_other_combination_twice(place: Path) -> None:
         by_hop += [near, far]
     run_cases(place, [case for cases in by_hop[::2] for case in cases], saves=2, until=2)
     run_cases(place, [case for cases in by_hop[1::2] for case in cases], until=3)
-    losses = [report[0] for report in reference(place / SAVED[0].folder, False, "uneven")["reports"]]
+    losses = [report[0] for report in reference(place, SAVED[0], steps=3)["reports"]]
     problems = dict[str, list[str]]()
     for case in SAVED:
         assert [report[0] for report in results_of(place, case)[0]["reports"]] == pytest.approx(losses, rel=1e-6)

@@ -46,9 +46,12 @@ class Case:
     args: tuple[Any, ...]
     saves: int = STEPS
     origin: str | None = None  # from whose checkpoint it resumes
+    layout: str = "pp=2"
+    flags: tuple[str, ...] = ()  # without values
 
 
 REPLICAS = ("--dp-replicate", 2, "--ac", "selective")
+TRANSFORMERS, LOOP, V = ("--implementation", "transformers"), "pp=2,vpp=2", "pp=2,vpp=2,style=v"
 CASES = (
     Case("deepseek-ep", "deepseek", ("--router-bias-rate", RATE, *SHARED), saves=1),
     Case("deepseek-resumed", "deepseek", ("--router-bias-rate", RATE, *REPLICAS), origin="deepseek-ep"),
@@ -61,6 +64,23 @@ SLOW_CASES = (
     Case("qwen-replicas", "qwen", ("--router-aux-loss", COEF, *REPLICAS)),
     Case("qwen-context", "qwen", ("--router-aux-loss", COEF, "--cp", 2, "--ac", "full")),
 )
+# Schedules with the backward in two parts; the last one has titan's modules.
+SPLIT_CASES = (
+    Case("deepseek-zbv", "deepseek", ("--router-bias-rate", RATE, "--schedule", "ZBVZeroBubble", *SHARED), layout=V),
+    Case("qwen-zbv", "qwen", ("--router-aux-loss", COEF, "--schedule", "ZBVZeroBubble", *SHARED), layout=V),
+    Case("qwen-dualpipe", "qwen", ("--router-aux-loss", COEF, "--schedule", "DualPipeV", *REPLICAS), layout=V),
+    Case("qwen-zero-bubble", "qwen", ("--router-aux-loss", COEF, "--schedule", "InterleavedZeroBubble", "--cp", 2),
+         layout=LOOP),
+    Case("deepseek-zero-bubble", "deepseek", ("--router-bias-rate", RATE, "--schedule", "InterleavedZeroBubble",
+         *REPLICAS), layout=LOOP),
+)  # fmt: skip
+COMPILED_CASES = (
+    Case("deepseek-compiled", "deepseek", ("--router-bias-rate", RATE, *REPLICAS), flags=("--compile",)),
+    Case("deepseek-transformers-compiled", "deepseek", ("--router-bias-rate", RATE, "--dp-shard", 2, *TRANSFORMERS),
+         flags=("--compile",)),
+    Case("qwen-compiled", "qwen", ("--router-aux-loss", COEF, "--dp-replicate", 2, *TRANSFORMERS),
+         flags=("--compile",)),
+)  # fmt: skip
 NUM_RANKS = 4
 
 
@@ -77,10 +97,11 @@ def run(place: Path, cases: Sequence[Case]) -> Path:
     for name in {case.model for case in cases}:
         architecture, changes = MODELS[name]
         save_tiny(place / name, architecture, vocab_size=VOCAB_SIZE, num_hidden_layers=4, **changes)
-        pack(place / name, place / f"{name}-packed", "pp=2")
+    for model, layout in {(case.model, case.layout) for case in cases}:
+        pack(place / model, place / f"{model}-{layout}", layout)
     jobs = [
-        {"name": case.name, "root": str(place / f"{case.model}-packed"), "origin": case.origin, "saves": case.saves,
-         "args": [str(arg) for arg in (*RECIPE, *case.args)]}
+        {"name": case.name, "root": str(place / f"{case.model}-{case.layout}"), "origin": case.origin,
+         "saves": case.saves, "args": [str(arg) for arg in (*RECIPE, *case.args, *case.flags)]}
         for case in cases
     ]  # fmt: skip
     (place / "cases.json").write_text(json.dumps(jobs))
@@ -95,7 +116,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def slow_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(tmp_path_factory.mktemp("balance"), SLOW_CASES)
+    return run(tmp_path_factory.mktemp("balance"), SLOW_CASES + SPLIT_CASES)
+
+
+@pytest.fixture(scope="module")
+def compiled_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("balance"), COMPILED_CASES)
 
 
 def train_alone(folder: Path, *, rate: float, coef: float, num_context: int) -> Reference:
@@ -175,8 +201,16 @@ def test_loads_biases_losses_and_weights_are_those_of_one_process(case: Case, pl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SLOW_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SLOW_CASES + SPLIT_CASES, ids=lambda case: case.name)
 def test_loads_biases_losses_and_weights_are_those_of_one_process_with_other_flags(
     case: Case, slow_place: Path
 ) -> None:
     check(case, slow_place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED_CASES, ids=lambda case: case.name)
+def test_loads_biases_losses_and_weights_are_those_of_one_process_where_layers_are_compiled(
+    case: Case, compiled_place: Path
+) -> None:
+    check(case, compiled_place)
