@@ -33,7 +33,7 @@ _GROUPS = {
 
 
 _FIXED = {"pp": "pipeline"}  # Candidate's fields of other names
-_SAME = ("schedule", "microbatch", "replicate", "shard", "tensor", "expert", "recompute")
+_SAME = ("schedule", "microbatch", "replicate", "shard", "context", "tensor", "expert", "recompute")
 
 
 @click.command(cls=options.Verb, groups=_GROUPS)
@@ -212,7 +212,7 @@ def _search(
     context = click.get_current_context()
     given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     alone = (
-        "layout", "num_microbatches", "loss_chunk", "host_memory", "measured", "context", "context_method",
+        "layout", "num_microbatches", "loss_chunk", "host_memory", "measured", "context_method",
         "microbatch_group", "write_schedule",
     )  # fmt: skip
     if conflicts := [name for name in alone if name in given]:

@@ -14,7 +14,7 @@ from reshard.formatting import table
 from reshard.search.candidates import MARGIN, SearchRequest
 from reshard.search.search import Choice, SearchResult
 
-_HEAD = ("step", "tokens/s", "memory", "bubble", "dp", "tp", "ep", "mb", "ac", "schedule", "layout")
+_HEAD = ("step", "tokens/s", "memory", "bubble", "dp", "tp", "cp", "ep", "mb", "ac", "schedule", "layout")
 _DTYPES = {"mixed": ("bf16", "fp32"), "bf16": ("bf16", "bf16"), "fp32": ("fp32", "fp32")}
 
 
@@ -31,9 +31,13 @@ def search_text(result: SearchResult) -> str:
     if any(choice.candidate.expert > 1 for choice in result.best):
         lines.append("--ep: all-to-alls send tokens to experts and back at these rates, evenly over ranks")
     if result.best:
-        rows = [_row(result, choice) for choice in result.best]
+        rows = [_HEAD, *(_row(result, choice) for choice in result.best)]
+        if any(choice.candidate.context > 1 for choice in result.best):
+            lines.append("--cp: a tiny model tries it before step 1, which some architectures fail: runner prove")
+        else:
+            rows = [(*row[:6], *row[7:]) for row in rows]
         lines += [
-            table(_HEAD, rows, left_columns=frozenset({"layout", "schedule", "ac"})),
+            table(rows[0], rows[1:], left_columns=frozenset({"layout", "schedule", "ac"})),
             "dp: replicas x shards; mb: --microbatch",
         ]
     elif result.choices:
@@ -95,7 +99,7 @@ def launch_command(result: SearchResult, choice: Choice) -> str:
         "microbatch": (candidate.microbatch, 1), "dtype": (dtype, None), "master-dtype": (master, dtype),
         "ac": (candidate.recompute, "none"), "schedule": (candidate.schedule, schedule),
         "dp-replicate": (candidate.replicate, 1), "dp-shard": (candidate.shard, 1), "tp": (candidate.tensor, 1),
-        "ep": (candidate.expert, 1), "optimizer": (request.optimizer, defaults.OPTIMIZER),
+        "cp": (candidate.context, 1), "ep": (candidate.expert, 1), "optimizer": (request.optimizer, defaults.OPTIMIZER),
     }  # fmt: skip
     words = [
         _folder(result, choice),
@@ -123,6 +127,6 @@ def _row(result: SearchResult, choice: Choice) -> tuple[str, ...]:
     return (
         f"{forecast.step_s:.3g} s", f"{_tokens_per_s(result, choice):,.0f}", show_bytes(forecast.memory),
         f"{forecast.bubble:.1%}", f"{candidate.replicate} x {candidate.shard}", str(candidate.tensor),
-        str(candidate.expert), str(candidate.microbatch), str(candidate.recompute), candidate.schedule,
-        candidate.layout.spec,
+        str(candidate.context), str(candidate.expert), str(candidate.microbatch), str(candidate.recompute),
+        candidate.schedule, candidate.layout.spec,
     )  # fmt: skip

@@ -69,6 +69,7 @@ class Candidate:
     schedule: ScheduleName
     replicate: int
     shard: int
+    context: int
     tensor: int
     expert: int
     microbatch: int
@@ -82,17 +83,18 @@ class Candidate:
 
     @property
     def per_stage(self) -> int:
-        return self.replicate * self.shard * self.tensor
+        return self.replicate * self.shard * self.context * self.tensor
 
     @property
     def degrees(self) -> tuple[int, ...]:
         """Those of which a search shows the best layout each."""
-        return self.pipeline, self.tensor, self.expert
+        return self.pipeline, self.tensor, self.expert, self.context
 
     def training(self, seq_len: int) -> Training:
         return Training(
-            policy=POLICIES[self.policy], microbatch=self.microbatch, seq_len=seq_len, shard=self.shard,
-            tensor=self.tensor, expert=self.expert, recompute=self.recompute,
+            policy=POLICIES[self.policy], microbatch=self.microbatch, seq_len=seq_len,
+            shard=self.shard * self.context, context=self.context, tensor=self.tensor, expert=self.expert,
+            recompute=self.recompute,
         )  # fmt: skip
 
 
@@ -110,13 +112,13 @@ class Space:
     refusals: dict[str, None] = field(default_factory=dict)
     _reasons: dict[tuple[object, ...], str] = field(default_factory=dict)
 
-    def candidates(self, policy: Policy) -> Iterator[Candidate]:
-        """Yield every candidate of a dtype policy."""
+    def candidates(self, policy: Policy, *, splits_rows: bool = False) -> Iterator[Candidate]:
+        """Yield every candidate of a dtype policy, with context parallelism or without it."""
         gpus, batch = self.request.gpus, self.request.global_batch
         choices = self._allowed("microbatch", _MICROBATCHES), self._allowed("recompute", RECOMPUTE)
         for pipeline in self._allowed("pipeline", divisors(gpus)):
             layouts = [] if gpus % pipeline else list(self._layouts(pipeline))
-            for degrees in self._degrees(gpus // pipeline) if layouts else ():
+            for degrees in self._degrees(gpus // pipeline, splits_rows=splits_rows) if layouts else ():
                 for (layout, schedule), microbatch, recompute in product(layouts, *choices):
                     number, rest = divmod(batch, microbatch * degrees["replicate"] * degrees["shard"])
                     if rest or not number:
@@ -164,17 +166,21 @@ class Space:
             self.refusals.setdefault(f"{spec}: {error.problem}")
             return None
 
-    def _degrees(self, per_stage: int) -> Iterator[dict[str, int]]:
+    def _degrees(self, per_stage: int, *, splits_rows: bool) -> Iterator[dict[str, int]]:
         node, has_experts = self.request.per_node, bool(self.kinds.count_experts())
-        for tensor in self._allowed("tensor", divisors(per_stage)):
-            data, rest = divmod(per_stage, tensor)
-            if rest or tensor > node or self._refusal(tensor):
+        contexts = self._allowed("context", divisors(node)[1:] if splits_rows else (1,))
+        for tensor, context in product(self._allowed("tensor", divisors(per_stage)), contexts):
+            data, rest = divmod(per_stage, tensor * context)
+            if rest or tensor > node or self._refusal(tensor, context=context):
                 continue
-            shards = {1, data, node // tensor}  # FSDP over all ranks or over those of a node
+            if context > 1 and self.request.seq_len % (2 * context):
+                self.refusals.setdefault(f"--seq-len {self.request.seq_len}: no multiple of 2 x --cp")
+                continue
+            shards = {1, data, node // tensor // context}  # FSDP over all ranks or over those of a node
             for shard in self._allowed("shard", tuple(sorted(shards))):
                 if not shard or data % shard or self._refusal(shards=shard):
                     continue
-                replicate, replica = data // shard, shard * tensor
+                replicate, replica = data // shard, shard * context * tensor
                 experts = (
                     tuple(number for number in divisors(replica) if number <= _MOST_EXPERT) if has_experts else (1,)
                 )
@@ -182,15 +188,22 @@ class Space:
                     if replica % expert or self._refusal(tensor, shard, expert):
                         continue
                     if replicate in self._allowed("replicate", (replicate,)):
-                        yield {"replicate": replicate, "shard": shard, "tensor": tensor, "expert": expert}
+                        yield {
+                            "replicate": replicate, "shard": shard, "context": context, "tensor": tensor,
+                            "expert": expert,
+                        }  # fmt: skip
 
-    def _refusal(self, tensor: int = 1, shards: int = 1, expert: int = 1, schedule: str = "1F1B") -> str:
+    def _refusal(
+        self, tensor: int = 1, shards: int = 1, expert: int = 1, context: int = 1, schedule: str = "1F1B"
+    ) -> str:
         """Return why a launch refuses these degrees, or nothing, and note the reason."""
-        key = tensor, shards > 1, expert, schedule
+        key = tensor, shards > 1, expert, context > 1, schedule
         if key not in self._reasons:
             architecture, reason = self.shape.architecture, ""
-            implementation = choose_implementation(architecture, "transformers" if tensor > 1 or expert > 1 else None)
-            features = {"num_tensor": tensor, "num_expert": expert, "num_shards": shards}
+            implementation = choose_implementation(
+                architecture, "transformers" if max(tensor, expert, context) > 1 else None
+            )
+            features = {"num_tensor": tensor, "num_expert": expert, "num_shards": shards, "num_context": context}
             is_own = self.is_described or find_family(architecture) is not None
             try:
                 check_combination(

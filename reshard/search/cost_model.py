@@ -3,7 +3,8 @@
 # Note [Time of a step]
 Ranks compute at a share of their GPU's peak, and wait for what they send: nothing overlaps. A layer's tensor-parallel
 ranks reduce two results forward and two gradients backward; its experts receive each token's hidden state, and send it
-back, as many times as a token has experts, each tensor-parallel rank for a part of the tokens. Gradients are reduced,
+back, as many times as a token has experts, each tensor-parallel rank for a part of the tokens. Context-parallel ranks
+gather the keys and values of whole rows (`--cp-method gather`), and reduce their gradients. Gradients are reduced,
 and sharded weights gathered, once per step. Rings move (n - 1) / n of a tensor to gather or to scatter it, and twice
 that to reduce it everywhere. Groups of adjacent ranks that fit on a node use its links.
 """
@@ -80,7 +81,7 @@ class CostModel:
         """Return what a candidate takes, in closed form; see `_chunks_in_flight` and `_fill`."""
         training, seconds = self._training(candidate), self._seconds(candidate)
         state = self._kinds_memory(replace(training, microbatch=1, recompute="none"))
-        used = self._kinds_memory(replace(training, expert=1, shard=min(2, training.shard)))
+        used = self._kinds_memory(replace(training, expert=1, shard=max(min(2, training.shard), training.context)))
         most, slowest, virtual = 0, 0.0, candidate.layout.placement.num_virtual
         for rank, counts in self._profiles(candidate.layout.placement, candidate.layout.stages):
             total = sum(count * state[kind].state for kind, count in counts)
@@ -151,16 +152,16 @@ class CostModel:
         return dict(zip(kinds, stages, strict=True))
 
     def _seconds(self, candidate: Candidate) -> Mapping[str, ModuleTime]:
-        degrees = candidate.tensor, candidate.expert
+        degrees = candidate.tensor, candidate.expert, candidate.context
         nbytes = POLICIES[candidate.policy].compute
         return self._times(*degrees, candidate.microbatch, candidate.recompute, nbytes)
 
     def _make_times(
-        self, tensor: int, expert: int, microbatch: int, recompute: Recompute, nbytes: int
+        self, tensor: int, expert: int, context: int, microbatch: int, recompute: Recompute, nbytes: int
     ) -> Mapping[str, ModuleTime]:
         """Return the seconds of each kind of module for one microbatch; see Note [Time of a step]."""
         request, hidden = self.request, self.shape.hidden_size * nbytes
-        tokens, times = microbatch * request.seq_len, {}
+        tokens, times = microbatch * request.seq_len // context, {}
         for kind in self.kinds.modules:
             forward, backward = self._compute(kind, tokens, tensor)
             sent, is_layer = 0.0, _is_layer(kind)
@@ -168,8 +169,10 @@ class CostModel:
                 sent += 2 * _NUM_REDUCED * _ring(tensor) * tokens * hidden / self._rate(tensor)
             if self.has_experts[kind]:
                 sent += 2 * _ring(expert) * tokens * self.top_k * hidden / tensor / self._rate(expert)
-            again = _recomputed(recompute) * (forward + sent) if is_layer else 0.0
-            times[kind] = ModuleTime(forward=forward + sent, backward=backward + sent + again)
+            row = microbatch * request.seq_len * self.shape.work[kind].keys * nbytes / tensor
+            gathered = _ring(context) * row / self._rate(tensor * context)
+            again = _recomputed(recompute) * (forward + sent + gathered) if is_layer else 0.0
+            times[kind] = ModuleTime(forward=forward + sent + gathered, backward=backward + sent + 2 * gathered + again)
         return times
 
     def _compute(self, kind: str, tokens: int, tensor: int) -> tuple[float, float]:
@@ -191,12 +194,12 @@ class CostModel:
         return hardware.node if self.request.per_node % num_adjacent == 0 else hardware.network
 
     def _hidden_nbytes(self, candidate: Candidate) -> int:
-        tokens = candidate.microbatch * self.request.seq_len
+        tokens = candidate.microbatch * self.request.seq_len // candidate.context
         return tokens * self.shape.hidden_size * POLICIES[candidate.policy].compute
 
     def _reduction_s(self, candidate: Candidate, weights: float, gradients: float) -> float:
         """Return the seconds in which a rank's gradients are reduced and its sharded weights gathered."""
-        shards = candidate.shard
+        shards = candidate.shard * candidate.context
         sharded_s = _ring(shards) * (weights + gradients) / self._rate(shards * candidate.tensor)
         return sharded_s + 2 * _ring(candidate.replicate) * gradients / shards / self._rate(candidate.per_stage)
 

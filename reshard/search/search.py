@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from manifests.command.interpreter import collector_paused
@@ -26,6 +27,7 @@ from stores.base import read_config
 NUM_SHOWN = 5
 _DEGREES = {
     "pipeline": "--pp", "tensor": "--tp", "expert": "--ep", "replicate": "--dp-replicate", "shard": "--dp-shard",
+    "context": "--cp",
 }  # fmt: skip
 _LEAST_SIMULATED, _MOST_TENSORS = 11, 1_000_000  # of all simulated candidates together
 _MOST_TRIED = 3  # candidates with the same degrees
@@ -109,11 +111,14 @@ def find_layouts(
         # A pack solves for a layout with the sequences that plans assume by default.
         costs=costs_of(shape, seq_len=Assumptions().seq_len, nbytes=sizes),
     )  # fmt: skip
-    for policy in (request.fixed["policy"],) if "policy" in request.fixed else _POLICIES:
-        choices = [
-            Choice(candidate=candidate, forecast=costs.estimate(candidate)) for candidate in space.candidates(policy)
-        ]
-        if best := _best(choices, costs, MARGIN * request.memory_limit):
+    policies: Sequence[Policy] = (request.fixed["policy"],) if "policy" in request.fixed else _POLICIES
+    choices, best = list[Choice](), tuple[Choice, ...]()
+    # Parts of rows only where whole ones do not fit: they are no faster.
+    for policy, splits_rows in product(policies, (False,) if "context" in request.fixed else (False, True)):
+        candidates = space.candidates(policy, splits_rows=splits_rows)
+        tried = [Choice(candidate=candidate, forecast=costs.estimate(candidate)) for candidate in candidates]
+        choices += tried
+        if best := _best(tried, costs, MARGIN * request.memory_limit):
             break
     return SearchResult(
         source=str(source), name=model_name(str(source)), shape=shape, request=request, policy=policy, best=best,

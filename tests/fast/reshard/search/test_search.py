@@ -88,13 +88,13 @@ def test_first_layout_needs_what_its_plan_says(name: str, gpus: int, memory: int
 
 
 def test_flags_are_what_every_layout_has(tmp_path: Path) -> None:
-    words = ("--tp", "2", "--ac", "full", "--schedule", "1f1b", "--microbatch", "2", "--dtype", "bf16")
+    words = ("--tp", "2", "--cp", "2", "--ac", "full", "--schedule", "1f1b", "--microbatch", "2", "--dtype", "bf16")
     config = CONFIGS / "llama-3.1-8b.json"
     shown = reshard("plan", config, "--gpus", "8", "--gpu-memory", "80GB", *words, "--json").json
     assert shown["layouts"]
     for layout in shown["layouts"]:
-        names = ("tensor", "recompute", "schedule", "microbatch", "policy")
-        assert [layout[name] for name in names] == [2, "full", "1F1B", 2, "bf16"]
+        names = ("tensor", "context", "recompute", "schedule", "microbatch", "policy")
+        assert [layout[name] for name in names] == [2, 2, "full", "1F1B", 2, "bf16"]
 
 
 def test_closed_form_is_near_the_simulated_step() -> None:
@@ -198,3 +198,21 @@ def test_run_without_times_is_refused(how: dict[str, object] | None, code: str, 
         write_run(log, config, **how)
     ended = reshard("plan", config, "--layout", "pp=2", "--from-run", log, "--json")
     assert ended.refusal[:2] == (3, code)
+
+
+def test_parts_of_rows_are_searched_where_whole_rows_do_not_fit() -> None:
+    config, shape = CONFIGS / "llama-3.1-8b.json", ("--seq-len", "65536", "--ac", "full", "--dtype", "bf16")
+    words = ("plan", config, "--gpus", "8", "--gpu-memory", "80GB", "--global-batch", "16", *shape, "--json")
+    assert not reshard(*words, "--cp", "1").json["layouts"]
+    shown = reshard(*words).json
+    first = shown["layouts"][0]
+    assert first["context"] > 1
+    assert f" --cp {first['context']}" in shown["launch"]
+    layout = first["layout"] + f",schedule={first['schedule']}"
+    plan = reshard(
+        "plan", config, "--layout", layout, "--microbatches", str(first["num_microbatches"]), *shape,
+        "--dp-shard", str(first["shard"]), "--cp", str(first["context"]), "--tp", str(first["tensor"]), "--json",
+    ).json  # fmt: skip
+    assert max(rank["memory_nbytes"]["total"] for rank in plan["ranks"]) == first["memory"]
+    refused = reshard(*words, "--cp", "3").refusal
+    assert refused == (2, "launch.degrees", "--cp")
