@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,6 +23,10 @@ _HEADS = (  # how configs name the number of heads, or that of each layer
     "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads", "swa_num_attention_heads",
     "num_attention_heads_per_layer",
 )  # fmt: skip
+_BY_LENGTH = {  # by flag, on what frequencies may depend besides, and the code of a refusal
+    "--cp": ("the largest position that a rank has", "options.cp-architecture"),
+    "--document-mask": ("the longest document of a microbatch", "options.document-mask"),
+}
 _UNSPLIT = "a schedule that does not split the backward, such as 1F1B or Interleaved1F1B"
 
 
@@ -286,3 +291,30 @@ def check_heads(config: Mapping[str, Any], num_context: int, method: ContextMeth
                 tensor = f" x --tp {num_tensor}" if num_tensor > 1 else ""
                 problem = f"expected a divisor of {count} ({name} of config.json), found {num_context}{tensor}"
                 raise UsageError("--cp", problem, "use --cp-method gather, or another --cp", code="options.cp-divisor")
+
+
+def constant_length(config: Mapping[str, Any]) -> float:
+    """Return up to which length of rows the frequencies of a RoPE are the same; infinite for most kinds."""
+    section, most = config.get("text_config"), math.inf
+    fields = section if isinstance(section, Mapping) else config
+    parameters = fields.get("rope_parameters") or fields.get("rope_scaling")
+    ropes = (parameters, *parameters.values()) if isinstance(parameters, Mapping) else ()  # those of layer types, too
+    for rope in (rope for rope in ropes if isinstance(rope, Mapping)):
+        kind = str(rope.get("rope_type", rope.get("type")))
+        name = "original_max_position_embeddings" if kind == "longrope" else "max_position_embeddings"
+        length = rope.get(name, fields.get(name))
+        if isinstance(length, int) and (kind == "longrope" or "dynamic" in kind):
+            most = min(most, length)
+    return most
+
+
+def check_constant(flag: str, architecture: str, seq_len: int, most: float) -> None:
+    """Check that rows of which ranks or documents have parts are not longer than `most`, see `constant_length`.
+
+    Raises:
+        UsageError: they are.
+    """
+    if seq_len > most:
+        cause, code = _BY_LENGTH[flag]
+        problem = f"is not supported for {architecture} with --seq-len {seq_len}: its RoPE depends on {cause}"
+        raise UsageError(flag, problem, f"use --seq-len {most}, or leave {flag} out", code=code)

@@ -6,6 +6,7 @@ Whether an architecture computes that right is not listed here: see Note [Proof 
 from __future__ import annotations
 
 from manifests.errors import UsageError
+from manifests.models.combinations import check_constant
 from manifests.models.training import ContextMethod
 from runner.config.parallel_dims import CONTEXT
 from runner.models.family import Family, OnTransformers
@@ -27,14 +28,7 @@ def keep_documents(family: Family, seq_len: int) -> None:
     if not isinstance(family, OnTransformers):
         problem = f"is not supported for {family.architecture}, whose family's modules take no position_ids"
         raise UsageError("--document-mask", problem, _APART, code="options.document-mask")
-    if family.padded_length(1, seq_len) < seq_len:
-        raise UsageError(
-            "--document-mask",
-            f"is not supported for {family.architecture} with --seq-len {seq_len}: its RoPE depends on the longest "
-            "document of a microbatch",
-            f"use --seq-len {family.padded_length(1, seq_len)}, or leave --document-mask out",
-            code="options.document-mask",
-        )
+    check_constant("--document-mask", family.architecture, seq_len, family.padded_length(1, seq_len))
     family.keep_documents()
 
 
@@ -47,13 +41,6 @@ def split_rows(family: Family, mesh: Mesh, method: ContextMethod, seq_len: int =
     if not isinstance(family, OnTransformers):
         problem = f"is not supported for {family.architecture}, which is not trained on transformers' modules"
         raise UsageError("--cp", problem, _WHOLE, code="options.cp-architecture")
-    if family.padded_length(1, seq_len) < seq_len:
-        raise UsageError(
-            "--cp",
-            f"is not supported for {family.architecture} with --seq-len {seq_len}: its RoPE depends on the largest "
-            "position that a rank has",
-            f"use --seq-len {family.padded_length(1, seq_len)}, or leave --cp out",
-            code="options.cp-architecture",
-        )
+    check_constant("--cp", family.architecture, seq_len, family.padded_length(1, seq_len))
     gathers, group = method == "gather", mesh.group(CONTEXT)
     family.split_rows(RowParts(rank=mesh.context_rank, size=mesh.degrees.context, gathers=gathers, group=group))

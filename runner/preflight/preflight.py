@@ -9,7 +9,13 @@ from typing import Any
 
 from manifests.errors import DataError, InputError, LaunchError, OutputError, UsageError
 from manifests.models import ConfigReader
-from manifests.models.combinations import check_combination, check_divides, check_heads
+from manifests.models.combinations import (
+    check_combination,
+    check_constant,
+    check_divides,
+    check_heads,
+    constant_length,
+)
 from manifests.models.generic_limits import check_fields, check_modules, check_positions
 from manifests.models.mtp import MtpLayers
 from manifests.models.trainable import TORCHTITAN, Implementation, choose_implementation, generic_entry
@@ -341,6 +347,9 @@ def _check_step(launched: Packed, options: TrainOptions, degrees: ParallelDims) 
     batch = part_of(options.batch, degrees)
     timetable = choose_timetable(options.schedule, manifest, batch.num_microbatches, options.microbatch_group)
     check_combination(combine(manifest, options, timetable, degrees))
+    splits = {"--cp": degrees.context > 1, "--document-mask": options.data.document_mask}
+    for flag in (flag for flag, is_used in splits.items() if is_used):
+        check_constant(flag, shape.architecture, options.batch.seq_len, constant_length(launched.config))
     if options.compute.dtype != "fp32" and shape.float32_suffixes:
         names = [name for name in shape.tensors if name.endswith(shape.float32_suffixes)]
         check_float32(shape.architecture, names, options.compute, degrees)

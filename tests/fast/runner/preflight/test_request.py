@@ -18,7 +18,7 @@ from runner.config.balance import BalanceOptions
 from runner.config.flags import parse_training, recall
 from runner.preflight.experts import check_balance, expert_notes
 from runner.preflight.preflight import check_length, is_less_than_a_step, notes
-from tests.builders import pack, without_file, write_model
+from tests.builders import llama_config, pack, without_file, write_model
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.models.decoders import save_decoder
 from tests.fast.trained import write_trained
@@ -56,12 +56,14 @@ HALF, RESUMED = ("--dtype", "bf16"), ("--resume", "auto", "--checkpoint", "PLACE
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models in one stage: of 4 heads; of experts with routers in float32; and with narrow hidden states."""
+    """Models in one stage: of 4 heads, also with dynamic RoPE; of experts with routers in float32; and narrow ones."""
     place = tmp_path_factory.mktemp("shared")
     write_model(place / "llama")
     save_tiny(place / "experts", EXPERTS)
     save_decoder(place / "narrow", "tiny-opt", word_embed_proj_dim=16)
-    for name in ("llama", "experts", "narrow"):
+    rope = {"type": "dynamic", "factor": 2.0}
+    write_model(place / "dynamic", llama_config(rope_scaling=rope, max_position_embeddings=16))
+    for name in ("llama", "dynamic", "experts", "narrow"):
         pack(place / name, place / f"{name}-packed", "pp=1")
     return place
 
@@ -77,6 +79,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("llama", 2, ("--cp", "2", "--compile", *RESUMED), "--cp", "options.cp-combination"),
         ("llama", 2, ("--tp", "2", "--loss-chunk", "8", *RESUMED), "--loss-chunk", "options.tp-loss-chunk"),
         ("narrow", 2, ("--cp", "2"), "--cp", "options.cp-architecture"),
+        ("dynamic", 2, ("--cp", "2", "--seq-len", "20"), "--cp", "options.cp-architecture"),
         ("experts", 2, (*HALF, "--dp-shard", "2"), "--dp-shard", "options.catalogue-combination"),
         ("experts", 2, (*HALF, "--cp", "2"), "--cp", "options.catalogue-combination"),
         ("experts", 2, (*HALF, "--dp-shard", "2", "--master-dtype", "fp32", "--reduce-dtype", "bf16"), "--dp-shard",
