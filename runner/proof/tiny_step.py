@@ -126,7 +126,7 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
             raise ModelError(
                 "--tp",
                 f"{run.family.architecture} with these fields draws random numbers in training, such as those of "
-                "dropout, and each tensor-parallel rank would draw its own",
+                "dropout, which tensor-parallel ranks would draw alike for different heads",
                 "remove --tp",
                 code="model.self-check-failed",
             )
