@@ -87,3 +87,9 @@ def test_each_trap_and_refusal_has_a_test(what: str) -> None:
         functions = [node.name for node in ast.parse((TESTS / path).read_text()).body
                      if isinstance(node, ast.FunctionDef)]  # fmt: skip
         assert name in functions, test
+
+
+def test_mistakes_are_planted_in_code_that_exists() -> None:
+    for name in plants.PLANTS:
+        with pytest.MonkeyPatch.context() as patch:
+            plants.plant(name, patch)

@@ -79,12 +79,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("llama", 2, ("--cp", "2", "--compile", *RESUMED), "--cp", "options.cp-combination"),
         ("llama", 2, ("--tp", "2", "--loss-chunk", "8", *RESUMED), "--loss-chunk", "options.tp-loss-chunk"),
         ("narrow", 2, ("--cp", "2"), "--cp", "options.cp-architecture"),
-        ("dynamic", 2, ("--cp", "2", "--seq-len", "20"), "--cp", "options.cp-architecture"),
         ("experts", 2, (*HALF, "--dp-shard", "2"), "--dp-shard", "options.catalogue-combination"),
         ("experts", 2, (*HALF, "--cp", "2"), "--cp", "options.catalogue-combination"),
         ("experts", 2, (*HALF, "--dp-shard", "2", "--master-dtype", "fp32", "--reduce-dtype", "bf16"), "--dp-shard",
          "options.catalogue-combination"),
         ("llama", 2, ("--tp", "2", "--implementation", "torchtitan"), "--tp", "options.tp-architecture"),
+        ("dynamic", 2, ("--cp", "2", "--seq-len", "20"), "--cp", "options.cp-architecture"),
     ],
 )  # fmt: skip
 def test_degrees_that_a_model_cannot_have_are_refused_before_ranks_start(

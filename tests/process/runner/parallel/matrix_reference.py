@@ -69,8 +69,8 @@ def reference(place: Path, case: Case, dtype: torch.dtype = torch.float32, steps
 def _reference(folder: Path, documents: bool, rows: str, size: int, dtype: torch.dtype, steps: int) -> dict[str, Any]:
     """Train transformers' model, documents by themselves; return what `parallel_worker.run_case` does.
 
-    Weights are those after the first step. With another dtype, they are kept in float32 beside those of the model,
-    which gets one row at a time, as sums of gradients round.
+    Weights are those after the first step. With another dtype, they are kept in float32 beside those of the model; in
+    bfloat16, it gets one row at a time, as sums of gradients round.
     """
     (architecture,) = read_config(folder)["architectures"]
     with quiet():
@@ -84,8 +84,9 @@ def _reference(folder: Path, documents: bool, rows: str, size: int, dtype: torch
     for step in range(steps):
         batch = matrix_batch(step, {"documents": documents, "rows": rows, "global_batch": size})
         loss = 0.0
-        for part in _parts(size, documents, at_once=dtype == torch.float32):
-            logits = model(batch.tokens[part]).logits.float()
+        for part in _parts(size, documents, at_once=dtype != torch.bfloat16):
+            logits = model(batch.tokens[part]).logits
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             lost = cross_entropy(logits.mT, batch.labels[part], reduction="sum", ignore_index=IGNORED)
             torch.autograd.backward(lost / batch.num_tokens)
             loss += lost.item() / batch.num_tokens

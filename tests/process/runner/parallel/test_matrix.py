@@ -89,11 +89,21 @@ def problems_of(place: Path, case: Case) -> list[str]:
                  if not tensors["weights"][name].equal(tensors["weights"][owner])]  # fmt: skip
     if case.dtype != "fp32":
         return problems + _problems_of_bf16(tensors, report[0], place, case)
-    problems += [f"{what} of {name}" for what, of in tensors.items() for name, tensor in expected[what].items()
-                 if not is_close(of[name], tensor, TOLERANCE, FLOOR)]  # fmt: skip
+    problems += [
+        f"{what} of {name}"
+        for what, of in tensors.items()
+        for name, tensor in expected[what].items()
+        if not is_close(of[name], tensor, TOLERANCE, FLOOR) and not _is_rounded(of, what, name, place, case)
+    ]
     problems += [what for what, ours, theirs in (("loss", report[0], loss), ("norm", report[1], norm))
                  if ours != pytest.approx(theirs, rel=1e-6)]  # fmt: skip
     return problems + (problems_of_reads(place, case, ranks) if case.expert > 1 and case.load == "rows" else [])
+
+
+def _is_rounded(of: Mapping[str, torch.Tensor], what: str, name: str, place: Path, case: Case) -> bool:
+    """Whether a tensor is about as near to float64's as transformers' own in float32 is: terms of a sum cancel out."""
+    rounded, exact = (reference(place, case, dtype)[what][name] for dtype in (torch.float32, torch.float64))
+    return bool((of[name] - exact).norm() <= 2 * (rounded - exact).norm())
 
 
 def _problems_of_bf16(tensors: Any, loss: float, place: Path, case: Case) -> list[str]:

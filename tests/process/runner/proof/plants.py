@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from manifests.slices import Slice
-from runner.checkpoint import save, state
+from runner.checkpoint import shard_file, state
 from runner.data.sequences import Batch
 from runner.parallel import mesh, parallelize
 from runner.pipeline import microbatches, runtime, schedule
@@ -362,7 +362,7 @@ def _slices_swapped_in_a_checkpoint(patch: Patch) -> None:
 
         return before({fqn: mirrored(part) for fqn, part in slices.items()})
 
-    _wrap(patch, save, "slice_metadata", metadata)
+    _wrap(patch, shard_file, "slice_metadata", metadata)
 
 
 PLANTS: Mapping[str, Callable[[Patch], None]] = {
