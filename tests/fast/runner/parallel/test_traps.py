@@ -34,7 +34,7 @@ TRAPS: Mapping[str, tuple[str, ...]] = {
     "a rank that no token is sent to leaves out collectives of the backward (all_reduce)": (_MATRIX,),  # one-expert
     "experts' implementation 'auto' is all_reduce, which GPT-OSS fails with": (_COLLECTIVES, _MATRIX),
     "the norm counts experts by the rule of dense parameters": (_DOZEN, "norm_by_the_dense_rule"),
-    "a mesh caches offsets without the rank: each rank reads its own experts alone": (_DOZEN, _MATRIX),
+    "a mesh caches offsets without the rank, and ranks read the experts of others": (_DOZEN, _MATRIX),
     "zig-zag positions look like packed documents, if the model gets no mask of ones": (_DOZEN,),
     "without a mask function of the same name, masks are None": ("mask_name_without_mask_function",),
     "frequencies of dynamic and longrope RoPE depend on the largest position of a rank": (

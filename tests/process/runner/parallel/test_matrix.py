@@ -41,7 +41,7 @@ SAVED = (
     Case(model="qwen3-moe", replicate=2, shard=2, expert=2),
     Case(model="qwen3-moe", pipeline=2, schedule="DualPipeV", context="gather", expert=2, recompute="full"),
 )
-_PARTS = {1: 3, 2: 8, 3: 1, 4: 10, 8: 6}  # by number of ranks: in how many launches all cases of it are trained
+_PARTS = {1: 3, 2: 8, 3: 1, 4: 12, 8: 10}  # by number of ranks: in how many launches all cases of it are trained
 # All pairs of different ones: from each, this many places on, and as many again.
 _HOPS = ((1, 2), (3, 4), (5, 6), (7, 1))
 
