@@ -111,9 +111,10 @@ def mxfp4_blocks(packed: TensorAt, scales: TensorAt, dtype: str) -> Iterator[Buf
 
 
 def merged_blocks(base: TensorAt, terms: Sequence[Term]) -> Iterator[Buffer]:
-    """Yield a weight with what adapters add to it, each value rounded once.
+    """Yield a weight with what adapters add to it, each value rounded once. A block is valid until the next.
 
-    Memory: the matrices of each adapter, and some blocks of rows.
+    Memory: the matrices of each adapter, and some blocks of rows, which are reused: to get memory anew from the kernel
+    for each block takes longer than the product.
 
     Raises:
         SourceError: a finite value would become infinite or NaN.
@@ -122,44 +123,48 @@ def merged_blocks(base: TensorAt, terms: Sequence[Term]) -> Iterator[Buffer]:
     height = max(1, min(rows, STEP // 2 // columns))
     while rows % height and len(base.shape) > 2:  # blocks of one expert each
         height -= 1
-    number = 0
+    wide, narrow = np.empty((2, height * columns)), np.empty(height * columns, np.float32)
+    number, factors = 0, list[tuple[NDArray[np.floating], NDArray[np.float64]]]()
     for block in read_blocks(base, height * columns * NBYTES[base.dtype]):
-        values = _wide(block, base.dtype).reshape(-1, columns)
-        num_broken = _num_not_finite(block, base.dtype)
+        values, product = wide[:, : len(block) // NBYTES[base.dtype]]
         expert, first = divmod(number, rows)
-        for term in terms:
-            with np.errstate(over="ignore", invalid="ignore"):
-                values = values + _rows(term, expert, first, len(values))
-        number += len(values)
-        encoded = _encoded_once(values.reshape(-1), base.dtype)
-        if _num_not_finite(encoded, base.dtype) > num_broken:
+        if not first:
+            factors = [_factors(term, expert) for term in terms]
+        last = first + len(values) // columns
+        with np.errstate(over="ignore", invalid="ignore"):
+            _widen(block, base.dtype, values, narrow[: len(values)])
+            for term, (b, a) in zip(terms, factors, strict=True):
+                _multiply(b[first:last].astype(np.float64), a, product.reshape(-1, columns))
+                product *= term.scale
+                values += product
+            encoded = _encoded_once(values, base.dtype, narrow[: len(values)], product)
+        number += last - first
+        num_broken = _num_not_finite(encoded, base.dtype)
+        if num_broken and num_broken > _num_not_finite(block, base.dtype):
             problem = f"with the adapters, a value would become infinite or NaN in {base.dtype}"
             hint = "an adapter has such values, or ones that are too large: cast the base to fp32 first"
             raise SourceError(base.place, problem, hint, code=WOULD_OVERFLOW)
         yield encoded
 
 
-def _rows(term: Term, expert: int, first: int, count: int) -> NDArray[np.float64]:
-    """Return the rows of what an adapter adds to a matrix."""
+def _factors(term: Term, expert: int) -> tuple[NDArray[np.floating], NDArray[np.float64]]:
+    """Return the matrices B and A whose product a term adds to a matrix, A in the dtype of products."""
     a, b = (_matrix_of(half, half.file.fingerprint) for half in (term.a, term.b))  # of the file as it is now
     if term.num_experts > 1:
         expert = expert if term.expert is None else term.expert
         a, b = a[expert * term.rank : (expert + 1) * term.rank], b[:, expert :: term.num_experts]
-    first += term.first
     if term.is_transposed:
         a, b = b.T, a.T
-    return _product(b[first : first + count].astype(np.float64), a.astype(np.float64)) * term.scale
+    return b[term.first :], a.astype(np.float64)
 
 
-def _product(b: NDArray[np.float64], a: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return B A, by products so small that OpenBLAS starts no threads for them, which take longer than a low rank."""
-    out = np.empty((len(b), a.shape[1]))
+def _multiply(b: NDArray[np.float64], a: NDArray[np.float64], out: NDArray[np.float64]) -> None:
+    """Compute B A, by products so small that OpenBLAS starts no threads for them, which take longer than a low rank."""
     width, whole = max(1, (1 << 16) // len(a)), len(b) // 4 * 4
     for first in range(0, a.shape[1], width):
         part = slice(first, first + width)
         np.matmul(b[:whole].reshape(-1, 4, len(a)), a[:, part], out=out[:whole].reshape(-1, 4, a.shape[1])[..., part])
         np.matmul(b[whole:], a[:, part], out=out[whole:, part])
-    return out
 
 
 @lru_cache(maxsize=8)  # of the weights that are merged at the moment; an adapter of experts is of many weights
@@ -209,25 +214,41 @@ def _wide(block: Buffer, dtype: str) -> NDArray[np.float64]:
         return decode(block, dtype).astype(np.float64)
 
 
-def _encoded_once(values: NDArray[np.float64], dtype: str) -> Buffer:
+def _widen(block: Buffer, dtype: str, values: NDArray[np.float64], narrow: Floats) -> None:
+    """Decode a block into `values`, by way of the memory of `narrow`."""
+    if dtype == "BF16":
+        np.left_shift(np.frombuffer(block, "<u2"), 16, out=narrow.view(np.uint32), dtype=np.uint32)
+        values[:] = narrow
+    else:
+        values[:] = np.frombuffer(block, _NUMPY[dtype])
+
+
+def _encoded_once(values: NDArray[np.float64], dtype: str, narrow: Floats, scratch: NDArray[np.float64]) -> Buffer:
+    """Round values to the nearest of a dtype, ties to even, in the memory of `narrow` and `scratch`."""
     if dtype != "BF16":
-        with np.errstate(over="ignore", invalid="ignore"):
-            return values.astype(_NUMPY[dtype]).view(np.uint8).data
-    # Rounded to 8 bits, ties to even, a value is a BF16, unless it is not finite or smaller than all of 8 bits are.
-    bits = values.view(np.uint64)
-    rounded = (bits + (np.uint64(0x0FFF_FFFF_FFFF) + (bits >> 45 & 1))) & np.uint64(0xFFFF_E000_0000_0000)
-    with np.errstate(over="ignore", invalid="ignore"):
-        narrow = rounded.view(np.float64).astype(np.float32)
-    exponents = narrow.view(np.uint32) & 0x7F80_0000
-    if len(values) and exponents.min() and exponents.max() < 0x7F80_0000:
-        return (narrow.view(np.uint32) >> 16).astype("<u2").view(np.uint8).data
-    with np.errstate(over="ignore", invalid="ignore"):
-        narrow = values.astype(np.float32)
+        return values.astype(_NUMPY[dtype]).view(np.uint8).data
+    narrow[:] = values
+    is_finite = narrow.max() < _BF16_END and narrow.min() > -_BF16_END
+    far = None if is_finite else ~(np.abs(narrow) < _BF16_END)
+    bits, lower = narrow.view(np.uint32), scratch.view(np.uint32)[: len(values)]
+    bits += 0x8000  # half of the last bit that stays
+    # Where float32 is the middle of two BF16, what it was rounded from decides. Nothing else is rounded twice wrongly.
+    is_middle = np.bitwise_and(bits, 0xFFFF, out=lower) == 0
+    doubtful = np.flatnonzero(is_middle if far is None else is_middle | far)
+    np.right_shift(bits, 16, out=lower)
+    codes = scratch.view("<u2")[-len(values) :]
+    np.copyto(codes, lower, casting="unsafe")
+    codes[doubtful] = _nearest_bf16(values[doubtful])
+    return codes.view(np.uint8).data
+
+
+def _nearest_bf16(values: NDArray[np.float64]) -> NDArray[np.uint16]:
+    narrow = values.astype(np.float32)
     # Rounded to odd, a value is rounded once more as if it had been exact.
     odd, exact = narrow.view(np.uint32), narrow.astype(np.float64)
     odd -= np.abs(exact) > np.abs(values)
     odd |= (exact != values) & ~np.isnan(values)
-    return encode(narrow, dtype)
+    return _to_bf16(narrow)
 
 
 def decode(block: Buffer, dtype: str) -> Floats:
@@ -295,6 +316,7 @@ def _twice_float4() -> Floats:
 _NUMPY: Mapping[str, str] = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 NBYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _E4M3, _FP4_TWICE = _float8(), _twice_float4()
+_BF16_END = np.uint32(0x7F7F_8000).view(np.float32)  # the smallest that rounds to infinity
 
 
 def xor_into(state: memoryview, difference: memoryview) -> None:

@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 
 from manifests.models.adapters import digest_of_base
+from reshard.tensors.lazy import MemoryFile
+from reshard.transforms.arithmetic import merged_blocks
+from reshard.transforms.terms import Term
+from stores.bundles import TensorAt
 from tests.builders import Tensor, llama_config, llama_shapes, pack, read_safetensors, refusal, run, write_model
 from tests.fast.reshard.transforms.adapters import MODULES, PREFIX, adapter_tensors, float32, write_adapter
 
@@ -63,6 +67,22 @@ def test_merged_values_are_rounded_once_and_other_tensors_keep_their_bytes(base:
             for neighbor in (bits + 1, bits - 1):  # of which none is nearer
                 other = (neighbor << 16).view("<f4").astype(float).reshape(new.shape)
                 assert (np.abs(values_of(new) - exact) <= np.abs(other - exact)).all()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_middles_of_all_neighboring_bf16_are_rounded_by_the_exact_value(sign: int) -> None:
+    codes = np.arange(0x7F7F, dtype=np.uint32)  # all finite values but the largest
+    lower, upper = (((codes + step) << 16).view(np.float32).astype(float) for step in (0, 1))
+    middles = (lower + upper) / 2
+    expected = np.concatenate([codes + (codes & 1), codes, codes + 1, codes[:1]]) | (0x8000 if sign < 0 else 0)
+    exact = np.concatenate([middles, np.nextafter(middles, lower), np.nextafter(middles, upper), [0]])
+    a, b = at("F64", exact[None] * sign), at("F64", np.ones((3, 1)))
+    base = np.zeros((3, len(exact)), "<u2")
+    base[1:, -1] = 0x7FC0, 0xFF80  # a NaN, and an infinity, which change no other value of their blocks
+    merged = b"".join(map(bytes, merged_blocks(at("BF16", base), (Term(a=a, b=b, rank=1),))))
+    rows = np.frombuffer(merged, "<u2").reshape(base.shape)
+    assert np.array_equal(rows[0, :-1], expected[:-1])
+    assert np.array_equal(rows[1:], np.stack([[*expected[:-1], code] for code in (0x7FC0, 0xFF80)]))
 
 
 def test_several_adapters_are_added_with_their_weights(base: Path, tmp_path: Path) -> None:
@@ -204,6 +224,11 @@ def test_weights_and_adapters_must_be_as_many(base: Path, tmp_path: Path) -> Non
     adapter = write_adapter(tmp_path / "adapter")
     refused = refusal("merge", base, adapter, "--weight", "1", "--weight", "2", "--out", tmp_path / "out")
     assert refused.found == (2, "options.conflict", "--weight")
+
+
+def at(dtype: str, values: Any) -> TensorAt:
+    data = values.tobytes()
+    return TensorAt(dtype, dtype, values.shape, MemoryFile("f", data, dtype), 0, len(data))
 
 
 def all_tensors(folder: Path) -> dict[str, Tensor]:
