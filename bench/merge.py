@@ -2,7 +2,8 @@
 
     python bench/merge.py --gb 4 --out bench/results/merge-4gb.json [--runs 3] [--folder DIR]
 
-The adapter has rank 16 on all projections of attention. DeepSeek-V3 has its true shape, float8 blocks in sparse files.
+Adapters have rank 16, on all projections of attention, or on q_proj and v_proj alone. `reshard pack` of the same base
+is a merge without arithmetic. DeepSeek-V3 has its true shape, float8 blocks in sparse files.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from sparse import write_sparse
 from manifests.models import model_shape
 
 WIDTH, RANK = 2048, 16
+FEW = ("q_proj", "v_proj")
 PREFIX = "base_model.model."
 
 
@@ -39,33 +41,49 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-merge-") as scratch:
         root = Path(scratch)
         config = llama_of(options.gb * 1e9 / 2, WIDTH, least_layers=4)
-        source, adapter, out = root / "source", root / "adapter", root / "out"
+        source, adapter, few, out = (root / name for name in ("source", "adapter", "few", "out"))
         nbytes = write_checkpoint(source, config, num_shards=4)
-        num_adapted = write_adapter(adapter, config)
-        merge = [*measure.RESHARD, "merge", str(source), str(adapter), "--out", str(out), "--quiet"]
+        num_adapted, num_few = write_adapter(adapter, config), write_adapter(few, config, FEW)
+        merge, merge_few = (
+            [*measure.RESHARD, "merge", str(source), str(some), "--out", str(out), "--quiet"] for some in (adapter, few)
+        )
+        pack = [*measure.RESHARD, "pack", str(source), "--layout", "pp=4", "--out", str(out), "--quiet"]
         measure.run_quietly(merge)
         check_merged(source, adapter, out)
         copy = ["sh", "-c", 'cp -r "$0" "$1" && sync "$1"/* "$1"', str(source), str(root / "copied")]
         peft = [sys.executable, __file__, "--child", str(source), str(adapter), str(root / "peft")]
-        commands = {"merge": (merge, out), "cp_and_sync": (copy, root / "copied"), "peft": (peft, root / "peft")}
+        commands = {
+            "merge": (merge, out),
+            "merge_q_v": (merge_few, out),
+            "cp_and_sync": (copy, root / "copied"),
+            "pack": (pack, out),
+            "peft": (peft, root / "peft"),
+        }
         subprocess.run(["rm", "-r", str(out)], check=True)
         load = [measure.load_average()]
         measures = {name: partial(measure.run_measured, *command) for name, command in commands.items()}
         turns = measure.take_turns(measures, options.runs)
         deepseek = plan_deepseek(root, options.runs)
     result = {
-        "what": f"reshard merge of an adapter of rank {RANK} into a Llama in bf16, cp -r and sync, and peft's "
-        "merge_and_unload with save_pretrained, in turn; warm cache; medians of ratios within a turn",
+        "what": f"reshard merge of an adapter of rank {RANK} into a Llama in bf16 (on all of attention, or q_proj and "
+        "v_proj), reshard pack of it, cp -r and sync, and peft's merge_and_unload with save_pretrained, in turn; warm "
+        "cache; medians of ratios within a turn",
         **measure.circumstances(),
         "nbytes": nbytes,
         "num_adapted": num_adapted,
+        "num_adapted_q_v": num_few,
         "load_average": [*load, measure.load_average()],
         "turns": options.runs,
-        "note": "the base has random bits: nearly every block has a NaN, an infinity or a value below 2 ** -126, which "
-        "is the slower way of rounding; under a load average above the number of cores, only processor time means much",
+        "note": "the base has random bits: nearly every block has NaNs and infinities, which are rounded apart; under "
+        "a load average above the number of cores, only processor time means much",
         "ratios": {
             f"{name} to {other}": {kind: _ratio(turns, name, other, kind) for kind in ("wall_s", "cpu_s")}
-            for name, other in (("merge", "cp_and_sync"), ("peft", "merge"))
+            for name, other in (
+                ("merge", "cp_and_sync"),
+                ("merge_q_v", "cp_and_sync"),
+                ("merge", "pack"),
+                ("peft", "merge"),
+            )
         },
         "commands": {name: measure.summary([turn[name] for turn in turns]) for name in commands},
         "deepseek": deepseek,
@@ -78,14 +96,14 @@ def _ratio(turns: list[dict[str, measure.Run]], name: str, other: str, kind: str
     return measure.median_ratio(ours, theirs)
 
 
-def write_adapter(folder: Path, config: dict[str, Any]) -> int:
-    """Write an adapter of all projections of attention, and return how many it has."""
+def write_adapter(folder: Path, config: dict[str, Any], leaves: tuple[str, ...] = ("_proj",)) -> int:
+    """Write an adapter of projections of attention with such names, and return how many it has."""
     import torch
     from safetensors.torch import save_file
 
     tensors = {}
     for fqn, shape in model_shape(config).tensors.items():
-        if ".self_attn." in fqn and "_proj" in fqn and fqn.endswith(".weight") and len(shape) == 2:
+        if ".self_attn." in fqn and any(leaf in fqn for leaf in leaves) and fqn.endswith(".weight") and len(shape) == 2:
             rows, columns = shape
             module = f"{PREFIX}{fqn.removesuffix('.weight')}"
             tensors[f"{module}.lora_A.weight"] = torch.randn(RANK, columns) / 100
