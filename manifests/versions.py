@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from manifests.digest import PREFIX, Hasher
 
@@ -16,8 +15,6 @@ VERSION_INDEX = re.compile(r"weight_v(\d{6,12})/model\.safetensors\.index\.json"
 LOCK_NAME = ".publish.lock"  # of the process that publishes to a chain in a folder
 XOR, BLAKE3, ZSTD = "xor", "blake3", "zstd"  # what is written
 LEVEL = 1  # of zstd: higher ones take longer than the disk
-CONFIG_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # as in safetensors headers
-CONFIG_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, 4 the second
 
 
 def folder_of(number: int) -> str:
@@ -51,13 +48,3 @@ def encode_version(metadata: Mapping[str, object], files: Mapping[str, str], wei
 
 def encode_files(files: Mapping[str, str]) -> str:
     return json.dumps(files, sort_keys=True)
-
-
-def with_dtype(config: Mapping[str, Any], stored: str) -> dict[str, Any]:
-    """Return the config with this dtype (as in safetensors headers) wherever it names one, since readers cast to it."""
-    name = next(name for name, dtype in CONFIG_DTYPES.items() if dtype == stored)
-    return {**config, **{key: name for key in CONFIG_DTYPE_KEYS if key in config}}
-
-
-def encode_config(config: Mapping[str, Any]) -> bytes:
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

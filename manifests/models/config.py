@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from manifests.errors import InputError, ModelError
 from manifests.jsontext import kind_of
 
 CONFIG_NAME = "config.json"
+CONFIG_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # as in safetensors headers
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, 4 the second
 
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 10_000
@@ -141,3 +145,13 @@ def check_readable(config: Mapping[str, object], where: str, prefix: str = "") -
 
 def _shown(value: object) -> str:
     return "nothing" if value is None else repr(value)[:80]
+
+
+def with_dtype(config: Mapping[str, Any], stored: str) -> dict[str, Any]:
+    """Return the config with this dtype (as in safetensors headers) wherever it names one, since readers cast to it."""
+    name = next(name for name, dtype in CONFIG_DTYPES.items() if dtype == stored)
+    return {**config, **{key: name for key in _DTYPE_KEYS if key in config}}
+
+
+def encode_config(config: Mapping[str, Any]) -> bytes:
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

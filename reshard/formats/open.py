@@ -17,12 +17,11 @@ from manifests.errors import ModelError, Parameter, UsageError, refused_by_syste
 from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import kind_of
 from manifests.models import ModelShape, architecture_of, check_experts, check_readable, is_sized_by_files, model_shape
-from manifests.models.config import CONFIG_NAME
+from manifests.models.config import CONFIG_DTYPES, CONFIG_NAME
 from manifests.models.shape import description_problems
 from manifests.safetensors import nbytes_of
 from manifests.schema import ModelDescription, Source
 from manifests.store import links_out_of, read_config
-from manifests.versions import CONFIG_DTYPES
 from reshard.formats import table
 from reshard.formats.delta.chain import ChainAt, split_version
 from reshard.formats.megatron.names import find_iteration

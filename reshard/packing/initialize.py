@@ -17,10 +17,9 @@ from manifests.errors import ModelError, Parameter, UsageError
 from manifests.index import INDEX_NAME
 from manifests.models import architecture_of
 from manifests.models.catalogue import entry_of
-from manifests.models.config import CONFIG_NAME, ConfigReader
+from manifests.models.config import CONFIG_NAME, ConfigReader, with_dtype
 from manifests.schema import Source
 from manifests.store import read_config, write_file
-from manifests.versions import CONFIG_DTYPES
 from reshard.copy.destination import check_space
 from reshard.copy.runs import Progress, counting
 from reshard.estimate.meta_model import SHARD_NAME, SHARD_NBYTES, InitialWeights, write_initial
@@ -66,7 +65,7 @@ def initial_model(
         raise UsageError(_INIT, problem, hint, code="options.init")
     _check_mtp(config, config_path)
     if stored := STORED.get(options.conversion.dtype or "source"):
-        config["dtype"] = next(name for name, dtype in CONFIG_DTYPES.items() if dtype == stored)
+        config = with_dtype({**config, "dtype": None}, stored)
     options = replace(options, conversion=Conversion())
     older = config.pop("torch_dtype", None)
     config["dtype"] = dtype = str(config.get("dtype") or older or DEFAULT_DTYPE)

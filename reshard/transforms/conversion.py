@@ -9,8 +9,7 @@ from typing import Literal, get_args
 
 from manifests.errors import Parameter, SourceError, UsageError, check_choice
 from manifests.models import model_shape
-from manifests.models.config import CONFIG_NAME
-from manifests.versions import encode_config, with_dtype
+from manifests.models.config import CONFIG_NAME, encode_config, with_dtype
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.comparison import check_coverage, stored_in, without_absent
 from reshard.tensors.lazy import DerivedFile, MemoryFile

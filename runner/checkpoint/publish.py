@@ -30,18 +30,10 @@ from manifests.index import INDEX_NAME, replicas_elsewhere
 from manifests.invariants import QUANTIZED_CONFIG, QUANTIZED_SOURCE, SOURCE_NAME
 from manifests.jsontext import parse_config, parse_json_object
 from manifests.models import ModelShape
+from manifests.models.config import CONFIG_NAME, encode_config, with_dtype
 from manifests.schema import WEIGHTS
 from manifests.store import read_small_file, write_file
-from manifests.versions import (
-    LOCK_NAME,
-    digest_of_state,
-    encode_config,
-    encode_files,
-    encode_version,
-    folder_of,
-    metadata_of,
-    with_dtype,
-)
+from manifests.versions import LOCK_NAME, digest_of_state, encode_files, encode_version, folder_of, metadata_of
 from runner.checkpoint.delta_file import write_delta
 from runner.checkpoint.in_flight import InFlight
 from runner.checkpoint.save import SaveContext, check_folder, check_sizes, hurrying
@@ -61,8 +53,6 @@ from stores.local import LocalFile, LocalFolder
 from stores.objects.client import open_writable
 from stores.open import open_store
 from stores.versions import numbers_in
-
-_CONFIG_NAME = "config.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,7 +293,7 @@ def _files_of(context: SaveContext, dtype: str) -> dict[str, bytes]:
         for file in context.manifest.files
         if file.path not in (SOURCE_NAME, QUANTIZED_CONFIG, QUANTIZED_SOURCE)  # of the files that were packed
     }
-    config = parse_config(files[_CONFIG_NAME], str(context.root / _CONFIG_NAME))
+    config = parse_config(files[CONFIG_NAME], str(context.root / CONFIG_NAME))
     if (updated := with_dtype(config, dtype)) != config:
-        files[_CONFIG_NAME] = encode_config(updated)
+        files[CONFIG_NAME] = encode_config(updated)
     return files

@@ -7,9 +7,8 @@ from itertools import zip_longest
 
 from manifests.errors import ManifestError
 from manifests.index import INDEX_NAME
-from manifests.models.config import CONFIG_NAME
+from manifests.models.config import CONFIG_NAME, encode_config, with_dtype
 from manifests.trained import TRAINED_NAME
-from manifests.versions import encode_config, with_dtype
 from reshard.formats.auxiliary import with_source_files
 from reshard.formats.export import ExportPlan, publish_export
 from reshard.formats.table import ExportOptions, ExportResult
