@@ -18,7 +18,7 @@ def quantize_fp8(
     """Yield a matrix as float8, or the scales of its blocks, by which values are multiplied; see Note [Encoders].
 
     Raises:
-        SourceError: a block has NaN or infinity, or values so small that their scale would be one.
+        SourceError: a block has NaN or an infinity, or values so small that their scale would be infinite.
     """
     _, columns = plain.shape
     starts = np.arange(0, columns, sizes[1])
@@ -29,8 +29,7 @@ def quantize_fp8(
             # As torch divides a number.
             scales: Floats = np.where(largest > 0, np.float32(448) * (1 / largest), np.float32(1)).astype(np.float32)
             inverse = np.reciprocal(scales)
-        if not np.isfinite([largest, scales, inverse]).all():
-            raise _not_quantizable(plain)
+        _check_scales(plain, largest, scales, inverse)
         if is_power:
             bounded = np.maximum(inverse, np.finfo(np.float32).tiny).astype(np.float64)
             inverse = np.exp2(np.ceil(np.log2(bounded).astype(np.float32))).astype(np.float32)
@@ -60,8 +59,7 @@ def quantize_mxfp4(plain: TensorAt, *, wants_scales: bool) -> Iterator[Buffer]:
     for block in read_blocks(plain, width * 32 * outputs * NBYTES[plain.dtype]):
         values = decode(encode(decode(block, plain.dtype), "BF16"), "BF16").reshape(width, 32, outputs)
         largest = np.abs(values).max(axis=1)
-        if not np.isfinite(largest).all():
-            raise _not_quantizable(plain)
+        _check_scales(plain, largest)
         powers = ((largest / np.float32(6)).view(np.uint32) + 0x007F_FFFF) & 0x7F80_0000
         if wants_scales:
             expert[:, first : first + width] = (powers >> 23).T
@@ -75,14 +73,13 @@ def quantize_mxfp4(plain: TensorAt, *, wants_scales: bool) -> Iterator[Buffer]:
             yield expert.tobytes()
 
 
-def _not_quantizable(plain: TensorAt) -> SourceError:
-    problem = "has NaN, an infinity, or values too small for a scale, and cannot be quantized"
-    return SourceError(
-        plain.place,
-        problem,
-        "leave --quantize out, or merge into plain weights: reshard pack BASE --dequantize bf16 --adapter ADAPTER",
-        code=WOULD_OVERFLOW,
-    )
+def _check_scales(plain: TensorAt, largest: Floats, *scales: Floats) -> None:
+    if np.isfinite([largest, *scales]).all():
+        return
+    broken = "NaN" if np.isnan(largest).any() else "an infinity" if np.isinf(largest).any() else ""
+    problem = f"has {broken or 'values so small that their scale would be infinite'}, and cannot be quantized"
+    hint = "leave --quantize out, or merge into plain weights: reshard pack BASE --dequantize bf16 --adapter ADAPTER"
+    raise SourceError(plain.place, problem, hint, code=WOULD_OVERFLOW)
 
 
 def _to_float8(values: Floats) -> Bytes:

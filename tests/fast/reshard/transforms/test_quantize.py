@@ -103,8 +103,11 @@ def test_mxfp4_codes_of_all_bf16_values_are_the_nearest_and_scales_the_least_tha
         assert codes_and_scales(partial(quantize_mxfp4, at(values))) == (bytes_of(codes), bytes_of(scales))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e-38])
-def test_value_that_has_no_code_is_refused(value: float) -> None:
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [(float("nan"), "NaN"), (float("inf"), "infinity"), (-float("inf"), "infinity"), (1e-38, "small")],
+)
+def test_value_that_has_no_code_is_refused(value: float, problem: str) -> None:
     values = torch.zeros(1, 32, 8)
     values[0, 3, 3] = value
     made = [partial(quantize_fp8, at(values[0]), (32, 8), "F32", is_power=False)]
@@ -114,6 +117,7 @@ def test_value_that_has_no_code_is_refused(value: float) -> None:
         with pytest.raises(SourceError) as error:
             codes_and_scales(make)
         assert error.value.code == "source.would-overflow"
+        assert problem in error.value.problem
 
 
 @pytest.mark.parametrize("kinds", [("I8", "F8_E8M0"), ("F8_E4M3", "BF16"), ("F4", "U8")])
