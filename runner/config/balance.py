@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from manifests.errors import UsageError
 from runner.config.declared import Number, flag
 
 
@@ -24,3 +26,23 @@ class BalanceOptions:
     @property
     def is_on(self) -> bool:
         return bool(self.bias_rate or self.aux_loss)
+
+    def check_routers(self, architecture: str, biases: Collection[str], *, takes_loss: bool) -> None:
+        """Check that this can balance routers with biases of these dtypes, or with a loss.
+
+        Raises:
+            UsageError: they have none, or biases are rounded to bfloat16.
+        """
+        bias, loss, problem = "--router-bias-rate", "--router-aux-loss", f"is not supported for {architecture}: "
+        if self.bias_rate and not biases:
+            where, hint = bias, f"use {loss}" if takes_loss else "leave it out"
+            problem += "its routers have no e_score_correction_bias that is a buffer"
+        elif self.bias_rate and "bfloat16" in biases:
+            where, hint = bias, "use --dtype fp32"
+            problem = f"is lost in rounding: {architecture} has its biases in bfloat16"
+        elif self.aux_loss and not takes_loss:
+            where, hint = loss, f"use {bias}" if biases else "leave it out"
+            problem += "no router of it is known to add such a loss"
+        else:
+            return
+        raise UsageError(where, problem, hint, code="options.router")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from manifests.errors import UsageError
 from manifests.models.trainable import generic_entry
 from runner.bundle.packed import Packed
 from runner.config.balance import BalanceOptions
@@ -27,18 +26,10 @@ def check_balance(launched: Packed, options: TrainOptions, *, is_dtype_final: bo
     if entry is None or launched.manifest.model.description is not None:
         return
     has_routers = has_experts(launched.shape.tensors)
-    biases = entry.router_bias if has_routers else ""
-    if balance.bias_rate and not biases:
-        problem = f"is not supported for {architecture}, whose routers have no e_score_correction_bias that is a buffer"
-        hint = f"use {_LOSS}" if entry.aux_loss and has_routers else "leave it out"
-        raise UsageError(_BIAS, problem, hint, code="options.router")
-    if balance.bias_rate and is_dtype_final and biases == "bfloat16" and options.compute.dtype == "bf16":
-        problem = f"is lost in rounding: {architecture} has its biases in bfloat16"
-        raise UsageError(_BIAS, problem, "use --dtype fp32", code="options.router")
-    if balance.aux_loss and not (entry.aux_loss and has_routers):
-        problem = f"is not supported for {architecture}: its forward in transformers adds no such loss"
-        hint = f"use {_BIAS}" if biases else "leave it out"
-        raise UsageError(_LOSS, problem, hint, code="options.router")
+    biases = {entry.router_bias} - {""} if has_routers else set[str]()
+    if not is_dtype_final or options.compute.dtype != "bf16":
+        biases = {bias.replace("bfloat16", "float32") for bias in biases}
+    balance.check_routers(architecture, biases, takes_loss=entry.aux_loss and has_routers)
 
 
 def has_experts(tensors: Iterable[str]) -> bool:

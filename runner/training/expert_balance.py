@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from manifests.errors import UsageError
 from runner.config.balance import BalanceOptions
 from runner.config.schema import BatchOptions
 from runner.models.routers import Router, routers_of
@@ -172,16 +171,7 @@ def balance_experts(
         UsageError: the options are for routers of another kind.
     """
     balance = ExpertBalance(chunks, options, batch, mesh)
-    architecture = chunks[0].family.architecture
-    if options.bias_rate and not balance.bias_dtypes:
-        problem = f"is not supported for {architecture}, whose routers have no e_score_correction_bias that is a buffer"
-        raise UsageError("--router-bias-rate", problem, "use --router-aux-loss", code="options.router")
-    if options.bias_rate and "bfloat16" in balance.bias_dtypes:
-        problem = f"is lost in rounding: {architecture} has its biases in bfloat16"
-        raise UsageError("--router-bias-rate", problem, "use --dtype fp32", code="options.router")
-    if options.aux_loss and not balance.num_routers:
-        problem = f"is not supported for {architecture}, which has no routers of a kind that is known"
-        raise UsageError("--router-aux-loss", problem, code="options.router")
+    options.check_routers(chunks[0].family.architecture, balance.bias_dtypes, takes_loss=balance.num_routers > 0)
     if not balance.num_routers or (is_compiled and not options.is_on):
         return None
     balance.watch()
