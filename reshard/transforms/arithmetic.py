@@ -113,8 +113,8 @@ def mxfp4_blocks(packed: TensorAt, scales: TensorAt, dtype: str) -> Iterator[Buf
 def merged_blocks(base: TensorAt, terms: Sequence[Term]) -> Iterator[Buffer]:
     """Yield a weight with what adapters add to it, each value rounded once. A block is valid until the next.
 
-    Memory: the matrices of each adapter, and some blocks of rows, which are reused: to get memory anew from the kernel
-    for each block takes longer than the product.
+    Memory: the matrices of each adapter, and some blocks of rows, which are reused: page faults of new memory take
+    longer than the product.
 
     Raises:
         SourceError: a finite value would become infinite or NaN.
