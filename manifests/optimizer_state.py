@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase, translate
+from functools import lru_cache
 from math import prod
 
-from manifests.models.shape import ModelShape
-from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, OptimizerState, ParameterGroup, StateKind, StateShape
+from manifests.schema import MOMENTS, WEIGHTS, Holds, Manifest, OptimizerState, ParameterGroup, StateKind
 
-PRESETS = ("adamw", "adam", "sgd", "adafactor", "muon")
 EMA = "ema"  # the kind of an exponential moving average of the weights
-_MOMENTS = tuple(StateKind(name=name, shape="parameter") for name in MOMENTS)
+MOMENT_KINDS = tuple(StateKind(name=name, shape="parameter") for name in MOMENTS)
 _PATTERN = re.compile(r"[*?\[]")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def kinds_of(optimizer: OptimizerState) -> tuple[StateKind, ...]:
     """Return the declared kinds; `exp_avg` and `exp_avg_sq` of every parameter if none are declared."""
-    return _MOMENTS if optimizer.kinds is None else optimizer.kinds
+    return MOMENT_KINDS if optimizer.kinds is None else optimizer.kinds
 
 
 def is_plain(group: ParameterGroup) -> bool:
@@ -93,37 +92,6 @@ def hidden_matrices(modules: Mapping[str, Iterable[str]], tensors: Mapping[str, 
     return {fqn for fqn in of_layers if len(dims := tensors[fqn]) >= 2 and min(dims[-2:]) > 1}
 
 
-def preset_for(name: str, shape: ModelShape) -> OptimizerState:
-    """Return the groups and kinds of a name of --optimizer for a model, without options: what its memory depends on."""
-    matrices = hidden_matrices(shape.by_module(), shape.tensors) if name == "muon" else set[str]()
-    plain = ParameterGroup(beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0)
-    if name == "muon":
-        groups = (
-            replace(plain, algorithm="Muon", fqns=compact_patterns(matrices, shape.tensors.keys() - matrices)),
-            plain,
-        )
-        kinds = (StateKind(name="momentum_buffer", shape="parameter", groups=(0,)),)
-        return OptimizerState(
-            name="AdamW",
-            max_norm=0.0,
-            groups=groups,
-            kinds=(*kinds, *(replace(kind, groups=(1,)) for kind in _MOMENTS)),
-        )
-    shapes: Mapping[str, tuple[tuple[str, StateShape], ...]] = {
-        "sgd": (("momentum_buffer", "parameter"),),
-        "adafactor": (("col_var", "columns"), ("row_var", "rows"), ("variance", "vector")),
-    }
-    declared = tuple(StateKind(name=kind, shape=shape) for kind, shape in shapes.get(name, ())) or None
-    return OptimizerState(name=name, max_norm=0.0, groups=(plain,), kinds=declared)
-
-
-def state_counter(name: str, shape: ModelShape) -> Callable[[str], float]:
-    """Return a function of FQNs: how many numbers of state --optimizer has for each of a tensor's parameters."""
-    is_adam = name in ("adamw", "adam")
-    counts = {} if is_adam else count_state(preset_for(name, shape), shape.tensors, shape.ties)
-    return lambda fqn: counts.get(fqn, 2.0)
-
-
 class GroupNumbers:
     """The number of each FQN's group: of the first with a pattern that matches it, else of the one without patterns.
 
@@ -151,13 +119,25 @@ class GroupNumbers:
 def compact_patterns(fqns: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
     """Return patterns that match these FQNs and none of the others: `*` for numbers wherever that tells them apart.
 
-    A manifest stays small: a pattern of layers or experts stands for all of them.
+    A manifest stays small: a pattern of layers or experts, or of a layer's experts, stands for all of them.
     """
-    taken = set(map(_numberless, others))
-    patterns = {fqn: _numberless(fqn) for fqn in fqns}
-    safe = {pattern for pattern in set(patterns.values()) if not any(fnmatchcase(other, pattern) for other in taken)}
-    return tuple(sorted({pattern if pattern in safe else fqn for fqn, pattern in patterns.items()}))
+    rest, others, patterns = set(fqns), tuple(others), set[str]()
+    for num_kept in (0, 1):
+        taken = {_numberless(other, num_kept) for other in others}
+        numberless = {fqn: _numberless(fqn, num_kept) for fqn in rest}
+        safe = {pattern for pattern in set(numberless.values()) if not any(_matches(pattern, other) for other in taken)}
+        patterns |= safe
+        rest = {fqn for fqn, pattern in numberless.items() if pattern not in safe}
+    return tuple(sorted(patterns | rest))
 
 
-def _numberless(fqn: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn)
+def _matches(pattern: str, fqn: str) -> bool:
+    return fqn.startswith(pattern.partition("*")[0]) and fnmatchcase(fqn, pattern)
+
+
+@lru_cache(maxsize=1 << 18)
+def _numberless(fqn: str, num_kept: int) -> str:
+    """Return an FQN with `*` for its numbers, but for the first `num_kept`."""
+    first = _NUMBER.search(fqn) if num_kept else None
+    end = first.end() if first else 0
+    return fqn[:end] + _NUMBER.sub("*", fqn[end:])

@@ -342,10 +342,11 @@ def _state_nbytes(
             by_shards[shards] -= tensors[fqn]
             optimizer += tensors[fqn] * policy.compute // shards if training.is_sharded else 0  # gathered from
         num_params = sum(tensors[fqn] for fqn in fqns if training.trains(fqn))
+        average = FP32_NBYTES / policy.master if training.keeps_average else 0.0
         state = Counter[int]()
         for fqn in fqns - followers:
             if training.trains(fqn):
-                state[_shards_of(fqn, training)] += round(tensors[fqn] * training.state_of(fqn))
+                state[_shards_of(fqn, training)] += round(tensors[fqn] * (training.state_of(fqn) + average))
         if training.is_sharded:  # see Note [Memory of a rank]
             gradients += num_params * policy.reduce
             optimizer += sum((count + state[shards]) * policy.master // shards for shards, count in by_shards.items())

@@ -20,7 +20,6 @@ from manifests.command.console import GroupedHelp
 from manifests.command.neighbors import DTYPES as _TORCH_DTYPES
 from manifests.command.neighbors import missing
 from manifests.errors import UsageError, flag_like, naming_flags
-from manifests.optimizer_state import PRESETS
 from stores.address import hub_output, is_url
 
 if TYPE_CHECKING:
@@ -196,8 +195,12 @@ _TRAINING = (
         help="Dtype of gradients, master weights and optimizer state.",
     ),
     click.option(
-        "--optimizer", type=click.Choice(PRESETS), default=defaults.OPTIMIZER,
-        help="Optimizer, whose state takes memory.",
+        "--optimizer", metavar="NAME|FILE.toml", default=defaults.OPTIMIZER,
+        help="Optimizer, whose state takes memory: adamw, adam, sgd, adafactor, muon, or a TOML file of groups.",
+    ),
+    click.option(
+        "--ema", type=click.FloatRange(0, 1, max_open=True), metavar="DECAY", default=0.0, show_default="none",
+        help="An average of the weights is kept, too.",
     ),
     _degree("--dp-replicate", "replicate", help="Data-parallel replicas of each stage (DDP, HSDP)."),
     _degree("--dp-shard", "shard", help="Data-parallel ranks that shard each stage (FSDP)."),

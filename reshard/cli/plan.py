@@ -24,8 +24,8 @@ _GROUPS = {
     "Search": ("gpus", "memory_limit", "gpus_per_node", "hardware", "efficiency"),
     "What and where": ("layout", "pp", "write", "draw", "theme", "force", "drop", "model", "as_json", "quiet"),
     "Training step": (
-        "global_batch", "num_microbatches", "microbatch", "seq_len", "dtype", "master_dtype", "optimizer", "recompute",
-        "loss_chunk",
+        "global_batch", "num_microbatches", "microbatch", "seq_len", "dtype", "master_dtype", "optimizer", "ema",
+        "recompute", "loss_chunk",
         "schedule", "microbatch_group", "write_schedule", "host_memory", "measured", "from_run",
     ),
     "Clusters": ("replicate", "shard", "tensor", "context", "context_method", "expert"),
@@ -232,7 +232,7 @@ def _search(
     batch, hardware = assumed.global_batch or max(512, search["gpus"]), read_hardware(search["hardware"])
     request = SearchRequest(
         **numbers, memory_limit=assumed.memory_limit, global_batch=batch, seq_len=seq_len, hardware=hardware,
-        fixed=fixed, measured=times, optimizer=assumed.optimizer,
+        fixed=fixed, measured=times, optimizer=assumed.optimizer, ema=assumed.ema,
     )  # fmt: skip
     return find_layouts(source, request, drop=drop, model=model)
 

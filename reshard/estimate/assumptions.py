@@ -11,7 +11,7 @@ from manifests.command import defaults
 from manifests.errors import Parameter, UsageError, check_choice, check_count
 from manifests.models.training import ContextMethod, HostMemory, Recompute
 from manifests.module_times import ModuleTime
-from manifests.optimizer_state import PRESETS
+from manifests.optimizer_groups import PRESETS
 from manifests.placement import Placement
 from manifests.schedules import (
     Table,
@@ -37,13 +37,13 @@ class Assumptions:
     data-parallel replica, or as many as `global_batch`, the sequences of a step, makes of them (default: as
     training's, or as many as there are stages if that is more); they are `microbatch` sequences of `seq_len` tokens.
     `dtype` is that of weights, "fp32" or "bf16"; `master_dtype` that of gradients, master weights and optimizer state,
-    by default the same; `optimizer` is that of `runner launch`, a name other than a class or a file. `replicate` is
-    the number of data-parallel replicas of each stage (DDP, HSDP), `shard` that of the ranks that shard it (FSDP),
-    `tensor` the tensor-parallel degree, and `expert` the number of ranks, of those that share one copy, that have
-    different experts. `recompute` is activation checkpointing: "none", "full", "selective" (all but matrix products),
-    or N for every Nth layer. Logits and loss are computed in chunks of `loss_chunk` tokens; None: of a whole
-    microbatch. `host_memory` is what ranks on CPUs do with freed memory; None: on GPUs. `measured` has the time of
-    each module.
+    by default the same; `optimizer` is that of `runner launch`, a name or a file, and `ema` the decay of an average of
+    the weights, or 0. `replicate` is the number of data-parallel replicas of each stage (DDP, HSDP), `shard` that of
+    the ranks that shard it (FSDP), `tensor` the tensor-parallel degree, and `expert` the number of ranks, of those that
+    share one copy, that have different experts. `recompute` is activation checkpointing: "none", "full", "selective"
+    (all but matrix products), or N for every Nth layer. Logits and loss are computed in chunks of `loss_chunk` tokens;
+    None: of a whole microbatch. `host_memory` is what ranks on CPUs do with freed memory; None: on GPUs. `measured` has
+    the time of each module.
 
     Units: `memory_limit` in bytes per rank, `measured` in seconds per microbatch.
     """
@@ -63,6 +63,7 @@ class Assumptions:
     context_method: ContextMethod = defaults.CONTEXT_METHOD
     expert: int = 1
     optimizer: str = defaults.OPTIMIZER
+    ema: float = 0.0
     recompute: Recompute = defaults.RECOMPUTE
     loss_chunk: int | None = None
     host_memory: HostMemory | None = None
@@ -139,7 +140,8 @@ def check_assumptions(assumed: Assumptions) -> None:
         check_choice(Parameter("assumed.recompute"), assumed.recompute, get_args(kinds))
     if assumed.host_memory is not None:
         check_choice(Parameter("assumed.host_memory"), assumed.host_memory, get_args(HostMemory))
-    check_choice(Parameter("assumed.optimizer"), assumed.optimizer, PRESETS)
+    if not assumed.optimizer.endswith(".toml"):
+        check_choice(Parameter("assumed.optimizer"), assumed.optimizer, (*PRESETS, "FILE.toml"))
     counts = {
         "microbatch_group": assumed.microbatch_group,
         "num_microbatches": assumed.num_microbatches,

@@ -12,7 +12,7 @@ from manifests.models import ModelShape
 from manifests.models.memory import MemoryEstimate, estimate_memory
 from manifests.models.training import POLICIES, Training, check_expert_degree
 from manifests.module_times import ModuleTime
-from manifests.optimizer_state import state_counter
+from manifests.optimizer_groups import state_counter
 from manifests.placement import Placement
 from manifests.schedules import StageCosts, Timeline, simulate
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
@@ -136,6 +136,7 @@ def training_of(assumed: Assumptions, shape: ModelShape) -> Training:
         loss_chunk=assumed.loss_chunk,
         host_memory=assumed.host_memory,
         state_of=state_counter(assumed.optimizer, shape),
+        keeps_average=assumed.ema > 0,
     )
 
 

@@ -100,6 +100,7 @@ def launch_command(result: SearchResult, choice: Choice) -> str:
         "ac": (candidate.recompute, "none"), "schedule": (candidate.schedule, schedule),
         "dp-replicate": (candidate.replicate, 1), "dp-shard": (candidate.shard, 1), "tp": (candidate.tensor, 1),
         "cp": (candidate.context, 1), "ep": (candidate.expert, 1), "optimizer": (request.optimizer, defaults.OPTIMIZER),
+        "ema": (request.ema, 0.0),
     }  # fmt: skip
     words = [
         _folder(result, choice),

@@ -52,6 +52,7 @@ class SearchRequest:
     efficiency: float
     gpus_per_node: int
     optimizer: str = defaults.OPTIMIZER
+    ema: float = 0.0
     measured: MeasuredTimes | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
 

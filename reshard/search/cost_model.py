@@ -23,7 +23,7 @@ from manifests.models.memory import MOST_IN_TRANSIT, Memory, estimate_memory
 from manifests.models.shape import BACKWARD_SHARE
 from manifests.models.training import POLICIES, Recompute, Training, parse_recompute
 from manifests.module_times import ModuleTime
-from manifests.optimizer_state import state_counter
+from manifests.optimizer_groups import state_counter
 from manifests.placement import Placement
 from manifests.schedules import Action, StageCosts, Table, schedule_table, simulate
 from reshard.estimate.costs import times_of
@@ -44,14 +44,18 @@ class CandidateForecast:
 
 
 class CostModel:
-    """Costs of a model's modules. Layers with the same tensors and the same work are one kind of module."""
+    """Costs of a model's modules. Layers with the same tensors, optimizer state and work are one kind of module."""
 
     def __init__(self, shape: ModelShape, config: Mapping[str, Any], request: SearchRequest) -> None:
         self.shape, self.request, first = shape, request, dict[object, str]()
-        owned = shape.by_module()
+        owned, self._state_of = shape.by_module(), state_counter(request.optimizer, shape)
         self.kind_of = {
             module: first.setdefault(
-                (shape.work[module], tuple((fqn[len(module) :], shape.tensors[fqn]) for fqn in fqns)), module
+                (
+                    shape.work[module],
+                    tuple((fqn[len(module) :], shape.tensors[fqn], self._state_of(fqn)) for fqn in fqns),
+                ),
+                module,
             )
             for module, fqns in owned.items()
         }
@@ -75,7 +79,6 @@ class CostModel:
             }
         self._times, self._kinds_memory = cache(self._make_times), cache(self._make_kinds_memory)
         self._profiles = cache(self._make_profiles)
-        self._state_of = state_counter(request.optimizer, shape)
 
     def estimate(self, candidate: Candidate) -> CandidateForecast:
         """Return what a candidate takes, in closed form; see `_chunks_in_flight` and `_fill`."""
@@ -101,7 +104,8 @@ class CostModel:
         return CandidateForecast(memory=most + transfers, bubble=max(0.0, 1 - busy), step_s=step_s)
 
     def _training(self, candidate: Candidate) -> Training:
-        return replace(candidate.training(self.request.seq_len), state_of=self._state_of)
+        training = candidate.training(self.request.seq_len)
+        return replace(training, state_of=self._state_of, keeps_average=self.request.ema > 0)
 
     def simulate(self, candidate: Candidate) -> CandidateForecast:
         """Return what a candidate takes, by its schedule's own table of actions.

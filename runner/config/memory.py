@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+from manifests.errors import UsageError
 from manifests.models import ModelShape
 from manifests.models.adapters import adapter_sizes
 from manifests.models.memory import MemoryEstimate, estimate_memory
 from manifests.models.training import DtypePolicy, HostMemory, Training
-from manifests.optimizer_state import EMA, PRESETS, count_state, preset_for
+from manifests.optimizer_groups import known_kinds
+from manifests.optimizer_state import EMA, count_state, kinds_of
 from manifests.schedules import Table
 from runner.config.flags import TrainOptions
+from runner.config.optimizers import optimizer_of
 from runner.config.parallel_dims import ParallelDims
 from runner.config.trained import trained_by
 
@@ -30,13 +34,14 @@ def planned_memory(
     """Estimate the memory of a run on each stage and pipeline rank; `host_memory` is None on GPUs."""
     compute, batch, lora = options.compute, options.batch, options.lora
     sizes = () if lora is None else adapter_sizes(shape, lora.target, lora.rank, has_experts=lora.experts)
-    plan = options.optim.plan  # the launcher has none
-    if plan is None and options.optim.optimizer in PRESETS:
-        plan = preset_for(options.optim.optimizer, shape)
-    if plan is not None and plan.kinds is not None:  # an average, which may be wider than other state, is added below
-        plan = replace(plan, kinds=tuple(kind for kind in plan.kinds if kind.name != EMA))
-    state = {} if plan is None else count_state(plan, shape.tensors, shape.ties)
-    average = max(1.0, _NBYTES["fp32"] / _NBYTES[compute.master_dtype]) if options.optim.ema else 0.0
+    plan, state = options.optim.plan, dict[str, float]()  # the launcher has no plan
+    if plan is None and options.optim.optimizer is not None:
+        plan = optimizer_of(options.optim, shape)
+        with suppress(UsageError):  # a class of another package, whose state is taken for AdamW's until it is tested
+            plan = replace(plan, kinds=known_kinds(plan))
+    if plan is not None:
+        kinds = tuple(kind for kind in kinds_of(plan) if kind.name != EMA)  # which may be wider than other state
+        state = count_state(replace(plan, kinds=kinds), shape.tensors, shape.ties)
     training = Training(
         policy=DtypePolicy(
             name=compute.dtype,
@@ -57,6 +62,7 @@ def planned_memory(
         host_memory=host_memory,
         trains=trained_by(options, shape.ties) or (lambda fqn: True),
         adapters=dict(sizes),
-        state_of=lambda fqn: state.get(fqn, 2.0) + average,  # adapters are trained by AdamW
+        state_of=lambda fqn: state.get(fqn, 2.0),  # adapters are trained by AdamW
+        keeps_average=bool(options.optim.ema),
     )
     return estimate_memory(shape, stages, table, training)

@@ -16,14 +16,12 @@ from torch import nn
 
 from manifests.errors import UsageError
 from manifests.models import ModelShape
+from manifests.optimizer_groups import ADAMS, ELEMENTWISE, algorithm_of, options_of, trained_tensors
 from manifests.optimizer_state import EMA, GroupNumbers, kinds_of, shape_of
 from manifests.schema import Holds, OptimizerState, ParameterGroup, StateKind, StateShape, TrainingState
 from manifests.training_state import state_problems
 from runner.config.flags import TrainOptions
 from runner.config.optimizers import (
-    ADAMS,
-    ELEMENTWISE,
-    algorithm_of,
     check_flags,
     check_flags_are_used,
     check_state_fits,
@@ -31,8 +29,6 @@ from runner.config.optimizers import (
     is_elementwise,
     is_flagged_for,
     optimizer_of,
-    options_of,
-    trained_tensors,
 )
 from runner.config.trained import trained_by
 

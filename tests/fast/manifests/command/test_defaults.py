@@ -32,6 +32,7 @@ def test_plan_and_training_have_the_same_default_for_every_flag_of_a_step_that_b
     shared = {"--global-batch", "--microbatch", "--seq-len", "--dtype", "--master-dtype", "--optimizer", "--schedule"}
     shared |= {
         "--ac",
+        "--ema",
         "--loss-chunk",
         "--dp-replicate",
         "--dp-shard",

@@ -307,3 +307,23 @@ def test_flags_of_a_step_that_conflict_are_refused(
 ) -> None:
     config = write_config(tmp_path / "tiny.json")
     assert refusal("plan", config, "--layout", "pp=2", *flags).found == (2, code, where)
+
+
+def test_state_of_an_average_and_of_groups_is_counted(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.json")
+    (tmp_path / "groups.toml").write_text('[[group]]\nalgorithm = "sgd"\n')
+
+    def state(*flags: str) -> int:
+        shown = reshard("plan", config, "--layout", "pp=1", "--dtype", "bf16", *flags, "--json").json
+        (rank,) = shown["ranks"]
+        return rank["memory_nbytes"]["optimizer"]
+
+    (stage,) = reshard("plan", config, "--layout", "pp=1", "--json").json["stages"]
+    params, groups = stage["params"], ("--optimizer", str(tmp_path / "groups.toml"))
+    assert state() == 4 * params
+    assert state("--ema", "0.99") == (4 + 4) * params  # in float32
+    assert state("--ema", "0.99", "--master-dtype", "fp32") == (8 + 4 + 4) * params
+    assert state(*groups) == 2 * params
+    assert refusal("plan", config, "--layout", "pp=1", "--optimizer", "groups.json").found == (
+        2, "options.invalid-value", "--optimizer"
+    )  # fmt: skip

@@ -20,6 +20,16 @@ from runner.commands import cli
 from tests.builders import reshard, run
 
 CONFIGS = Path(__file__).parents[3] / "data" / "configs"
+GROUPS = """
+[[group]]
+algorithm = "muon"
+patterns = ["model.layers.?.*_proj.weight"]
+[[group]]
+algorithm = "sgd"
+patterns = ["lm_head.weight"]
+[[group]]
+algorithm = "adamw"
+"""
 
 
 def request(gpus: int, memory: int, batch: int, **fixed: object) -> SearchRequest:
@@ -60,13 +70,22 @@ def test_what_is_refused_for_a_model_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "gpus", "memory", "batch", "optimizer"),
-    [("llama-3.1-70b", 64, 80, 512, "adamw"), ("llama-3.1-8b", 8, 24, 512, "muon")],
-)
-def test_first_layout_needs_what_its_plan_says(name: str, gpus: int, memory: int, batch: int, optimizer: str) -> None:
+    [
+        ("llama-3.1-70b", 64, 80, 512, ()), ("llama-3.1-8b", 8, 24, 512, ("--optimizer", "muon")),
+        ("llama-3.1-8b", 8, 24, 512, ("--optimizer", "groups.toml", "--ema", "0.999")),
+    ],
+)  # fmt: skip
+def test_first_layout_needs_what_its_plan_says(
+    name: str, gpus: int, memory: int, batch: int, optimizer: tuple[str, ...], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     config = CONFIGS / f"{name}.json"
-    words = ("--gpus", gpus, "--gpu-memory", f"{memory}GB", "--global-batch", batch, "--optimizer", optimizer, "--json")
+    monkeypatch.chdir(tmp_path)
+    Path("groups.toml").write_text(GROUPS)
+    words = ("--gpus", gpus, "--gpu-memory", f"{memory}GB", "--global-batch", batch, *optimizer, "--json")
     shown = reshard("plan", config, *map(str, words)).json
-    assert ("--optimizer muon" in json.dumps(shown)) == (optimizer == "muon")
+    assert shown["launch"].endswith(" ".join(optimizer))
+    assert bool(optimizer) == ("--optimizer" in shown["launch"])
     first = shown["layouts"][0]
     ranks = first["replicate"] * first["shard"] * first["tensor"]
     assert first["memory"] <= 0.9 * (memory << 30)
@@ -79,7 +98,7 @@ def test_first_layout_needs_what_its_plan_says(name: str, gpus: int, memory: int
         "plan", config, "--layout", layout, "--microbatches", "128", "--microbatch", str(first["microbatch"]),
         "--dtype", "bf16", "--master-dtype", masters[first["policy"]], "--dp-shard", str(first["shard"]),
         "--tp", str(first["tensor"]), "--ep", str(first["expert"]), "--ac", first["recompute"], "--seq-len", "4096",
-        "--optimizer", optimizer, "--json",
+        *optimizer, "--json",
     ).json  # fmt: skip
     assert plan["num_ranks"] * ranks == gpus
     assert max(rank["memory_nbytes"]["total"] for rank in plan["ranks"]) == first["memory"]
