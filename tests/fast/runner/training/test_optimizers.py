@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from manifests.errors import UsageError
 from manifests.models import model_shape
-from manifests.optimizer_state import kinds_of
+from manifests.optimizer_state import GroupNumbers, kinds_of
 from manifests.placement import Placement
 from manifests.schema import StateKind
 from runner.checkpoint.state import held_state
@@ -24,10 +26,12 @@ from runner.config.optimizers import optimizer_of
 from runner.config.schema import OptimOptions
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_pieces, materialize
-from runner.training.algorithms import declare_kinds
+from runner.tensors.local_shard import Piece
+from runner.training import whole_matrix
+from runner.training.algorithms import algorithms_of, declare_kinds
 from runner.training.optimizer import Optimizer
 from runner.training.ties import build_ties, lead_parameters
-from runner.training.whole_matrix import assign_owners, cost_of
+from runner.training.whole_matrix import WholeMatrices, assign_owners, cost_of
 from tests.fast.runner.tiny import CPU, EMBEDDING, HEAD, head_tie, split_evenly
 
 Named = Mapping[str, torch.Tensor]
@@ -219,6 +223,66 @@ def test_step_of_a_whole_tensor_looks_at_no_other() -> None:
     optimizer.step(1)
     assert set(counts) == {1}
     assert len(of_torch.param_groups[0]["params"]) == len(counts) > 1
+
+
+class Noted:
+    """A collective in flight, of which is noted when it is waited for."""
+
+    def __init__(self, work: Any, number: int, events: list[tuple[str, int]]) -> None:
+        self.work, self.number, self.events = work, number, events
+
+    def wait(self) -> None:
+        self.events.append(("waited", self.number))
+        self.work.wait()
+
+
+def test_exchanges_of_whole_tensors_are_in_flight_while_others_are_stepped(
+    one_rank: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks, alone, optim = chunks_of("llama", 1), chunks_of("llama", 1), optim_of("llama", *SETS["muon"])
+    assert optim.plan is not None
+    algorithms, groups = algorithms_of(optim.plan), GroupNumbers(optim.plan.groups)
+    for of in (chunks, alone):
+        gradients(of, 1)
+    numbers, others = (
+        {id(parameter): 0 for fqn, parameter in lead_parameters(of, ()) if groups.of(fqn) == 0}
+        for of in (chunks, alone)
+    )
+    events, exchange, number = list[tuple[str, int]](), dist.all_to_all_single, count()
+
+    def noted(*arguments: Any, **options: Any) -> Noted:
+        events.append(("sent", started := next(number)))
+        return Noted(exchange(*arguments, **options), started, events)
+
+    monkeypatch.setattr(dist, "all_to_all_single", noted)
+    monkeypatch.setattr(whole_matrix, "_ROUND", 1)  # each tensor by itself
+    whole = WholeMatrices(chunks, numbers, algorithms, one_rank)
+    whole.optimizers[0].register_step_pre_hook(lambda *_: events.append(("stepped", 0)))
+    whole.step()
+    WholeMatrices(alone, others, algorithms, None).step()
+    assert all(torch.equal(one.memory, two.memory) for one, two in zip(*map(all_pieces, (chunks, alone)), strict=True))
+    # Tensors arrive by the exchanges 0, 1, 3, 5, ..., and leave by 2, 4, 6, ..., the last.
+    last = len(whole.units) - 1
+    arriving, leaving = [0, *range(1, 2 * last, 2)], [*range(2, 2 * last + 1, 2), 2 * last + 1]
+    expected = [("sent", 0)]
+    for tensor in range(last + 1):
+        expected += [("waited", arriving[tensor]), *([("sent", arriving[tensor + 1])] if tensor < last else [])]
+        expected += [("stepped", 0), ("sent", leaving[tensor])]
+        expected += [("waited", leaving[tensor - 1])] if tensor else []
+    assert events == [*expected, ("waited", leaving[last])]
+
+
+def all_pieces(chunks: Iterable[StageChunk]) -> list[Piece]:
+    return [piece for chunk in chunks for piece in hf_pieces(chunk)]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    dist.destroy_process_group()
 
 
 def test_owners_are_balanced_by_cost() -> None:
