@@ -27,10 +27,10 @@ SCHEDULE = ("--lr", "8e-3", "--warmup-steps", "2", "--stable-steps", "2", "--dec
 BATCH = ("--seq-len", "16", "--global-batch", "4", "--microbatch", "1", "--data", "synthetic", "--seed", "1")
 
 
-def titan(folder: Path, degrees: Mapping[str, int], *, fused: bool, **job: Any) -> dict[int, float]:
+def titan(folder: Path, degrees: Mapping[str, object], **job: Any) -> dict[int, float]:
     """Train with torchtitan until step 9, saving every 3 steps, and return the loss of each step."""
     folder.mkdir(parents=True, exist_ok=True)
-    fixed = {"folder": str(folder), "steps": 9, "fused": fused, "out": str(folder / "losses.json")}
+    fixed = {"folder": str(folder), "steps": 9, "out": str(folder / "losses.json")}
     (folder / "job.json").write_text(json.dumps({**fixed, **degrees, **job}))
     launch(2, "runner/models/titan_worker.py", folder / "job.json")
     return {int(step): loss for step, loss in json.loads((folder / "losses.json").read_text()).items()}
@@ -59,6 +59,28 @@ def test_training_goes_from_torchtitan_to_the_runner_and_back(
     theirs = titan(tmp_path / "back", after, fused=not fused, data=[[2, 0]], excluded=["dataloader"])
     assert sorted(ours) == [4, 5, 6]
     assert sorted(theirs) == [7, 8, 9]
+    for step, loss in {**ours, **theirs}.items():
+        assert math.isclose(loss, alone[step], rel_tol=1e-5), (step, loss, alone[step])
+
+
+def test_trainer_with_muon_resumes_from_an_export_and_from_what_the_runner_trained(tmp_path: Path) -> None:
+    data, muon = [[0, 12], [1, 12], [2, 0]], {**FSDP, "fused": False, "muon": True}
+    alone = titan(tmp_path / "alone", muon, data=data)
+    source = tmp_path / "alone" / "checkpoint" / "step-3"
+    (source / "config.json").write_text(json.dumps(LLAMA))
+    run("pack", source, "--layout", "pp=2", "--out", tmp_path / "packed")
+    run("export", tmp_path / "packed", "--to", "dcp", "--for", "torchtitan",
+        "--out", tmp_path / "again" / "checkpoint" / "step-3")  # fmt: skip
+    again = titan(tmp_path / "again", muon, data=data[1:], excluded=["dataloader"])
+    assert again == {step: loss for step, loss in alone.items() if step > 3}
+
+    args = (*SCHEDULE, *BATCH, "--resume", "auto", "--steps", "6", "--checkpoint", tmp_path / "history")
+    run_jobs(2, [job(tmp_path / "packed", tmp_path / "log", *args)])
+    ours = {line["step"]: line["loss"] for line in lines_of(tmp_path / "log") if "loss" in line}
+    back = tmp_path / "back" / "checkpoint" / "step-6"
+    run("export", tmp_path / "history" / "step-000006", "--to", "dcp", "--for", "torchtitan", "--out", back)
+    theirs = titan(tmp_path / "back", muon, data=data[2:], excluded=["dataloader"])
+    assert (sorted(ours), sorted(theirs)) == ([4, 5, 6], [7, 8, 9])
     for step, loss in {**ours, **theirs}.items():
         assert math.isclose(loss, alone[step], rel_tol=1e-5), (step, loss, alone[step])
 

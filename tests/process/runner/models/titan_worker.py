@@ -3,15 +3,17 @@
 usage: titan_worker.py JOB
 
 JOB is a JSON file: "folder" (checkpoints are in folder/checkpoint), "steps", "pp" and "dp" (degrees), "fused" (whether
-query, key and value projections are one parameter), "data" (pairs of a seed and how many of its sequences are read; the
-last is endless), "excluded" (from loading), "start" (a packed folder), "dump" (a folder for what its first step
-computes) and "out", where the losses go. The data are the runner's synthetic tokens, so that both sides read the same.
+query, key and value projections are one parameter), "muon" (whether DistMuon trains the matrices of layers), "data"
+(pairs of a seed and how many of its sequences are read; the last is endless), "excluded" (from loading), "start" (a
+packed folder), "dump" (a folder for what its first step computes) and "out", where the losses go. The data are the
+runner's synthetic tokens, so that both sides read the same.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,9 +27,16 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    ParamGroupConfig,
+    default_adamw,
+)
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
+from torchtitan.distributed.flex_shard import BucketConfig, ComputeLayout, Owned
+from torchtitan.distributed.flex_shard.dist_muon import DistMuon
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
@@ -38,7 +47,7 @@ from runner.config.schema import BatchOptions, DataOptions
 from runner.data.sequences import read_batches
 from tests.fast.titans import VOCAB, llama
 
-SEQ_LEN, BATCH = 16, 4
+SEQ_LEN, BATCH, RATE = 16, 4, 8e-3
 
 
 class Data(BaseDataLoader):
@@ -71,6 +80,33 @@ class Data(BaseDataLoader):
         self.num_batches = state_dict[f"dp_rank_{self.rank}"]
 
 
+def muon(model: Any) -> OptimizersContainer.Config:
+    """Return the optimizers of torchtitan's recipe for Kimi K2, with matrices of a Llama, each on one rank."""
+    pattern = r"^layers\..*\.w[qkvo123]\.weight$"
+    with torch.device("meta"):
+        names = [name for name, _ in model.build().named_parameters() if re.search(pattern, name)]
+    config = default_adamw(lr=RATE)
+    options = {"lr": 3 * RATE, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw", "fused": False}
+    groups = [ParamGroupConfig(pattern=pattern, optimizer_name="DistMuon", optimizer_kwargs=options)]
+    layers = sorted({name.split(".")[1] for name in names})
+    return OptimizersContainer.Config(
+        param_groups=[*groups, *config.param_groups],
+        optimizer_factory_kwargs_by_name={
+            "DistMuon": {
+                "bucket_configs": [BucketConfig(patterns=(f"layers.{layer}.*",)) for layer in layers],
+                "compute_sharding_by_fqn": dict.fromkeys(names, ComputeLayout({"dp_shard": Owned(), "fsdp": Owned()})),
+            }
+        },
+    )
+
+
+def let_muon_run_on_cpu() -> None:
+    """DistMuon asks for CUDA's memory and streams, and for nothing else of CUDA: there is one stream here."""
+    DistMuon._validate_parameter_storage = lambda _: torch.device("cpu")  # type: ignore[method-assign]
+    init = torch.cpu.Stream.__init__
+    torch.cpu.Stream.__init__ = lambda self, device=None, priority=-1: init(self, priority)  # type: ignore
+
+
 def config_of(job: dict[str, Any]) -> Trainer.Config:
     spec = model_registry("debugmodel", attn_backend="flex")
     spec.model = llama(fused=job["fused"])
@@ -80,7 +116,7 @@ def config_of(job: dict[str, Any]) -> Trainer.Config:
         tokenizer=NoTokenizer.Config(),
         dataloader=Data.Config(segments=job["data"]),
         loss=CrossEntropyLoss.Config(),
-        optimizer=default_adamw(lr=8e-3),
+        optimizer=muon(spec.model) if job.get("muon") else default_adamw(lr=RATE),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, total_steps=10, decay_type="cosine", decay_ratio=0.6),
         training=TrainingConfig(
             local_batch_size=BATCH // job["dp"], seq_len=SEQ_LEN, steps=job["steps"], mixed_precision_param="float32",
@@ -102,6 +138,7 @@ def main(path: Path) -> None:
     job = json.loads(path.read_text())
     run_on_cpu()
     torch.set_num_threads(1)
+    let_muon_run_on_cpu()
     config = config_of(job)
     if "start" in job:
         start_from(job["start"], config)
