@@ -1,11 +1,11 @@
 """Compare the step times that `reshard plan` predicts, from one traced run, with those that are measured.
 
-    python bench/search.py [--steps 6] [--only "four ranks"] [--out bench/results/search.json]
+    python bench/search.py [--steps 3] [--only "four ranks"] [--out bench/results/search.json]
 
 The first layout of a case is trained with --trace; `reshard plan --from-run` predicts the step of each layout from it,
 and each is trained. On four and eight ranks, which share cores, layers sleep as in `bench/bubble.py`: tensors and their
 transfers are real, only the time of a layer is simulated. Two ranks compute, on a core each; there, the predictions are
-those of the search, `plan --gpus 2`, with the degrees fixed.
+those of the search, `plan --gpus 2`, with the degrees fixed. --only renews one case of --out, and keeps the others.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _trials(num_ranks: int, *uneven: str) -> tuple[Trial, ...]:
 CASES = (
     Case(name="four ranks", num_ranks=4, num_layers=8, width=128, seq_len=32, global_batch=8, wait_s=0.1,
          trials=_trials(4, "Et|t*2|t*2|t*3L", "Et*4|t|t|t*2L")),
-    Case(name="eight ranks", num_ranks=8, num_layers=16, width=128, seq_len=32, global_batch=16, wait_s=0.1,
+    Case(name="eight ranks", num_ranks=8, num_layers=16, width=128, seq_len=32, global_batch=16, wait_s=0.05,
          trials=_trials(8, "Et|" + "t*2|" * 6 + "t*3L", "Et*4|t|t|" + "t*2|" * 4 + "t*2L")),
     Case(name="two ranks", num_ranks=2, num_layers=8, width=768, seq_len=256, global_batch=8, trials=(
         Trial(layout="pp=2"),
@@ -168,11 +168,16 @@ def _step_s(log: Path, case: Case) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", help="the one case to run")
     parser.add_argument("--out")
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)
+    before = (
+        json.loads(Path(options.out).read_text())["cases"]
+        if options.only and options.out and Path(options.out).exists()
+        else {}
+    )
     with tempfile.TemporaryDirectory(prefix="bench-search-") as scratch:
         cases = {
             case.name: measure(case, options.steps, Path(scratch))
@@ -182,7 +187,7 @@ def main() -> None:
     result = {
         "what": "seconds of a step, as `reshard plan --from-run` predicts them from one traced run, and as measured",
         **circumstances(),
-        "cases": cases,
+        "cases": before | cases,
     }
     write_result(result, options.out)
 
