@@ -1,6 +1,8 @@
 """Colors of the pictures and pages of both programs, light and dark, and what they mean.
 
-Colors that mean something are the same in light and dark, so that one picture fits both; those of one panel differ in
+A hue has one meaning: blue is forward, amber and brown are backward, teal is a weight's gradient, green is the model's
+modules, rose is memory that a rank keeps from step to step, purple is a second run; grey is everything else. Colors
+that mean something are the same in light and dark, so that one picture fits both; those of one panel differ in
 lightness or hue with any of the three color blindnesses, and nothing is shown by color alone. Red is for alarm only:
 what does not fit, and what failed.
 """
@@ -10,32 +12,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-BLUE, AMBER, TEAL, BROWN, LAVENDER, PLAIN = "#2f74c0", "#f0a92e", "#5fc0a8", "#8a5a12", "#b9a4d6", "#8d939c"
+PLAIN, PURPLE = "#8d939c", "#895ac8"
 
 # Kinds of modules.
 KIND_COLORS: Mapping[str, str] = {
-    "embedding": AMBER,
-    "dense layers": BLUE,
-    "expert layers": TEAL,
-    "MTP layers": BROWN,
-    "norm and head": LAVENDER,
+    "embedding": "#c5e5c8",
+    "dense layers": "#4eaf56",
+    "expert layers": "#3f8c45",
+    "MTP layers": "#8acb90",
+    "norm and head": "#306a35",
 }
 # F, B, I and W of `manifests.schedules.Action`, and the loss.
 WORK_COLORS: Mapping[str, tuple[str, str]] = {
-    "F": ("forward", BLUE),
-    "B": ("backward", AMBER),
-    "I": ("backward, input gradients", BROWN),
-    "W": ("backward, weight gradients", TEAL),
-    "L": ("loss", LAVENDER),
+    "F": ("forward", "#2f74c0"),
+    "B": ("backward", "#f0a92e"),
+    "I": ("backward, input gradients", "#8a5a12"),
+    "W": ("backward, weight gradients", "#5fc0a8"),
+    "L": ("loss", PLAIN),
 }
 # Fields of `manifests.models.memory.Memory`.
 MEMORY_COLORS: Mapping[str, str] = {
-    "weights": "#17607d",
-    "gradients": "#4a9cbc",
-    "optimizer": "#a9d6e5",
-    "activations": "#d9822b",
-    "receive_buffers": PLAIN,
-    "temporary": "#f2c38b",
+    "weights": "#712e5d",
+    "gradients": "#bb599e",
+    "optimizer": "#d9a3c9",
+    "activations": "#616972",
+    "receive_buffers": "#ced2d5",
+    "temporary": "#959ca4",
 }
 
 

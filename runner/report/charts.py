@@ -11,17 +11,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from manifests.command.palette import AMBER, BLUE
+from manifests.command.palette import PURPLE
 from manifests.schedules.picture import STYLE as PIPELINE_STYLE
 from manifests.schedules.picture import text_anchor, ticks
 
 STYLE = f"""{PIPELINE_STYLE}
-:root {{ --own: {BLUE}; --other: {AMBER}; }}
-.grid {{ stroke: var(--faint); }} .mark {{ stroke: var(--quiet); stroke-dasharray: 2 3; }}
+:root {{ --own: var(--ink); --other: {PURPLE}; }}
+.grid {{ stroke: var(--faint); }} .attempt {{ stroke: var(--quiet); stroke-dasharray: 4 3; }}
+svg text.level {{ text-anchor: end; }} svg text.saved {{ text-anchor: middle; }}
 .reader {{ stroke: var(--ink); }}
 .curve {{ fill: none; stroke-width: 1.8px; vector-effect: non-scaling-stroke; }}
 .curve.own {{ stroke: var(--own); }} .curve.other {{ stroke: var(--other); }}
-circle.own {{ fill: var(--own); }} circle.other {{ fill: var(--other); }}
+circle {{ fill: var(--paper); stroke-width: 1.8px; }} circle.own {{ stroke: var(--own); }}
+circle.other {{ stroke: var(--other); }}
 """
 
 _MOST_POINTS = 2000  # of a curve
@@ -38,8 +40,18 @@ class Curve:
     is_dotted: bool = False
 
 
-def draw_curves(title: str, curves: Sequence[Curve], *, lines: Iterable[int] = (), from_zero: bool = False) -> str:
-    """Return curves over the steps, with upright lines at some of them. Values that are not finite leave a gap."""
+def draw_curves(
+    title: str,
+    curves: Sequence[Curve],
+    *,
+    attempts: Iterable[int] = (),
+    saved: Iterable[int] = (),
+    from_zero: bool = False,
+) -> str:
+    """Return curves over the steps, with a line where each later attempt began, and a triangle for each checkpoint.
+
+    Values that are not finite leave a gap.
+    """
     finite = [value for curve in curves for _, value in curve.points if math.isfinite(value)]
     steps = [step for curve in curves for step, _ in curve.points]
     if not finite:
@@ -58,7 +70,12 @@ def draw_curves(title: str, curves: Sequence[Curve], *, lines: Iterable[int] = (
     parts = []
     for at in ticks(low, high, 4):
         parts.append(f'<line class="grid" x1="0" x2="100%" y1="{y(at):.2f}%" y2="{y(at):.2f}%"/>')
-    parts += [f'<line class="mark" x1="{x(at):.2f}%" x2="{x(at):.2f}%" y1="0" y2="100%"/>' for at in lines]
+    parts += [
+        f'<line class="attempt" x1="{x(at):.2f}%" x2="{x(at):.2f}%" y1="0" y2="100%"/>'
+        f'<text class="tick" x="{x(at):.2f}%" y="8" dx="3">{number}</text>'
+        for number, at in enumerate(attempts, 2)
+    ]
+    parts += [f'<text class="saved" x="{x(at):.2f}%" y="100%">\N{BLACK UP-POINTING TRIANGLE}</text>' for at in saved]
     shown = [Curve(name=c.name, points=_thin(c.points), is_other=c.is_other, is_dotted=c.is_dotted) for c in curves]
     for curve in shown:
         kind = "other" if curve.is_other else "own"
@@ -72,7 +89,7 @@ def draw_curves(title: str, curves: Sequence[Curve], *, lines: Iterable[int] = (
                 f'<path class="curve {kind}" d="{path}"/></svg>'
             )
     for at in ticks(low, high, 4):
-        parts.append(f'<text class="tick" x="2" y="{y(at):.2f}%" dy="-3">{at:,.6g}</text>')
+        parts.append(f'<text class="level" x="-6" y="{y(at):.2f}%" dy="4">{at:,.6g}</text>')
     ranges = [
         f"{c.name}: {c.points[0][1]:.6g} at step {c.points[0][0]} to {c.points[-1][1]:.6g} at step {c.points[-1][0]}"
         for c in curves
@@ -81,9 +98,8 @@ def draw_curves(title: str, curves: Sequence[Curve], *, lines: Iterable[int] = (
     values = {c.name: [[s, v] for s, v in c.points if math.isfinite(v)] for c in shown}
     data = escape(json.dumps({"first": first, "last": last, "values": values}), quote=True)
     labels = "".join(
-        f'<text class="tick" x="{x(at):.2f}%" y="{_PLOT + 32}" text-anchor="{text_anchor(x(at))}">{at:g}</text>'
-        for at in ticks(first, last, 8)
-        if float(at).is_integer()
+        f'<text class="tick" x="{x(at):.2f}%" y="{_PLOT + 32}" text-anchor="{text_anchor(x(at))}">{word}{at:g}</text>'
+        for word, at in number_axis("step", ticks(first, last, 8))
     )
     return (
         f'<svg class="chart" role="img" tabindex="0" width="100%" height="{_PLOT + 40}" data-curves="{data}">'
@@ -91,6 +107,12 @@ def draw_curves(title: str, curves: Sequence[Curve], *, lines: Iterable[int] = (
         f'<svg class="plot" width="100%" y="14" height="{_PLOT}" overflow="visible">{"".join(parts)}</svg>'
         f"{labels}</svg>"
     )
+
+
+def number_axis(name: str, numbers: Iterable[float]) -> list[tuple[str, float]]:
+    """Return the whole numbers of an axis, each after what precedes it: the name, before the first."""
+    whole = (number for number in numbers if float(number).is_integer())
+    return [("" if place else f"{name} ", number) for place, number in enumerate(whole)]
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:

@@ -9,11 +9,10 @@ import math
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from manifests.command.palette import WORK_COLORS
 from manifests.errors import LaunchError, LogError, OutputError, UsageError, UserError
-from manifests.placement import Placement
 from manifests.schedules import Timeline, simulate
 from manifests.schedules.picture import legend_of, pipeline_svg
 from manifests.store import write_file
@@ -41,21 +40,23 @@ th, td { overflow-wrap: normal; }
 th:first-child, td:first-child, table.facts :is(th, td) { text-align: left; }
 table.facts td:not(:first-child) { overflow-wrap: anywhere; min-width: 9rem; }
 p.note, p.zoom { color: var(--quiet); } p.note { max-width: 50rem; }
-p.alarm { color: var(--alarm); font-weight: bold; }
-p.legend, p.zoom { font-size: 13px; margin: .4rem 0; }
+p.lead { font-size: 1.1rem; } p.alarm { color: var(--alarm); font-weight: bold; }
+p.legend, p.zoom { font-size: 13px; margin: .4rem 0; } p.legend span { margin-right: 1rem; white-space: nowrap; }
 button { font: inherit; color: var(--ink); background: var(--faint); border: 1px solid var(--quiet);
   border-radius: 4px; padding: .1rem .6rem; margin: 0 .3rem .3rem 0; }
-svg.chart, svg.pipeline { display: block; } svg.pipeline { touch-action: pan-y; }
+svg.chart, svg.pipeline, svg.heat { display: block; } svg.pipeline { touch-action: pan-y; }
+svg.chart, svg.heat { margin-left: 3rem; width: calc(100% - 3rem); overflow: visible; } .load { fill: var(--ink); }
 .tip { position: fixed; max-width: 20rem; padding: .3rem .6rem; border: 1px solid var(--quiet); border-radius: 4px;
   background: var(--paper); color: var(--ink); font-size: 13px; white-space: pre-line; pointer-events: none; }
-@media (max-width: 700px) { svg text.number:not([visibility=visible]) { visibility: hidden; } }
+@media (max-width: 700px) { svg text.number:not([visibility=visible]) { visibility: hidden; }
+  table { font-size: 13px; } th, td { padding-right: .5rem; } }
 @media print { .table { overflow: visible; } table { font-size: 8pt; } p.zoom, .tip { display: none; }
   body { margin: 0; max-width: none; } tr, svg.chart { break-inside: avoid; } h2 { break-after: avoid; } }
 """
 
 
 def write_report(log_dir: Path, out: Path, *, force: bool = False, other_dir: Path | None = None) -> str:
-    """Write the page about the run with this log folder, and return its summary in a sentence.
+    """Write the page about the run with this log folder, and return its first sentence.
 
     Another run is drawn beside it if its log folder is given.
 
@@ -78,21 +79,24 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False, other_dir: Pa
     if other_dir and other:
         name = other_dir.resolve().name
         runs[name if name not in runs else str(other_dir.resolve())] = other
-    parts = [f"<h1>{html.escape(title)}</h1>", *_alarms(runs), _identity(runs), _summary(runs), *_curves(runs)]
-    summary = f"{len(run.steps)} steps, last loss {run.steps[-1]['loss']:.6f}"
     plans = {name: planned(log.traces) for name, log in runs.items() if log.traces is not None}
-    if run.traces is not None:
-        plan = plans[next(iter(runs))]
-        summary += f"; bubble {run.traces.bubble:.1%} measured, {plan.bubble:.1%} planned"
-    else:
+    sentences = {name: _sentence(log, plans.get(name)) for name, log in runs.items()}
+    parts = [f"<h1>{html.escape(title)}</h1>", *_alarms(runs)]
+    parts += [
+        f"<p class=lead>{html.escape(f'{name}: {sentence}' if other else sentence)}.</p>"
+        for name, sentence in sentences.items()
+    ]
+    parts += _curves(runs)
+    if run.traces is None:
         parts.append("<p class=note>No step was traced: with --trace 20-30 the pipeline is drawn here.</p>")
     parts += _pipelines({name: (log.traces, plans[name]) for name, log in runs.items() if log.traces is not None})
     for name, log in runs.items():
         of = f": {html.escape(name)}" if other else ""
         sections = (*_times(log), *draw_load(log.steps), *_start(log), *_memory(log))
         parts += [part.replace("</h2>", f"{of}</h2>", 1) for part in sections]
+    parts += ["<h2>Run</h2>", _facts(runs)]
     _write(out, _page(title, parts).encode(errors="replace"))
-    return summary
+    return next(iter(sentences.values()))
 
 
 def write_trace(log_dir: Path, out: Path, *, force: bool = False) -> int:
@@ -154,15 +158,33 @@ def _alarms(runs: dict[str, RunLog]) -> list[str]:
 
 def tables_of(run: RunLog) -> tuple[str, ...]:
     """Return the tables of a run's page that need no trace."""
-    return (_identity({"": run}), _summary({"": run}), *_times(run), *_start(run), *_memory(run))
+    return (_facts({"": run}), *_times(run), *_start(run), *_memory(run))
 
 
-def _identity(runs: dict[str, RunLog]) -> str:
-    """Return what the runs are, from their records: nothing for runs without one."""
-    return _compare({name: _identity_of(run) for name, run in runs.items()})
+def _sentence(run: RunLog, plan: Timeline | None) -> str:
+    """Return what is asked first: loss, throughput, bubble and MFU, as far as they were measured."""
+    rates = [step["tokens_per_s"] for step in run.steps[1:] or run.steps]
+    text = f"{len(run.steps)} steps, loss {run.steps[0]['loss']:.4f} to {run.steps[-1]['loss']:.4f}"
+    text += f"; {median(rates):,.0f} tokens/s"
+    timed = [step for step in run.steps if step.get("bubble_s")]
+    if plan is not None and run.traces is not None:
+        text += f"; bubble {run.traces.bubble:.1%} measured, {plan.bubble:.1%} planned"
+    elif timed:
+        text += f"; bubble {median(mean(step['bubble_s']) / (step['step_s'] or 1) for step in timed):.1%} of a step"
+    utilizations = [step["mfu"] for step in run.steps if step.get("mfu") is not None]
+    return text + (f"; MFU {median(utilizations):.1%}" if utilizations else "")
+
+
+def _facts(runs: dict[str, RunLog]) -> str:
+    """Return a table of what the runs are and did, a column for each."""
+    facts = {name: {**_summary_of(run), **_identity_of(run)} for name, run in runs.items()}
+    names = dict.fromkeys(fact for of_run in facts.values() for fact in of_run)
+    rows = [(fact, *(of_run.get(fact, "") for of_run in facts.values())) for fact in names]
+    return _table(("", *(facts if len(facts) > 1 else ("",))), rows, kind="facts")
 
 
 def _identity_of(run: RunLog) -> dict[str, str]:
+    """Return what a run is, from its record: nothing without one."""
     config = {name: str(value) for name, value in config_of(run.record).items()}
     versions = [f"{name.removeprefix('version/')} {config[name]}" for name in config if name.startswith("version/")]
     facts = {"run": ("name", "run"), "model": ("manifest",), "manifest digest": ("manifest_digest",)}
@@ -171,34 +193,16 @@ def _identity_of(run: RunLog) -> dict[str, str]:
     return {fact: text for fact, text in {**texts, "versions": ", ".join(versions)}.items() if text}
 
 
-def _summary(runs: dict[str, RunLog]) -> str:
-    return _compare({name: _summary_of(run) for name, run in runs.items()})
-
-
 def _summary_of(run: RunLog) -> dict[str, str]:
-    last = run.steps[-1]
-    rates = [step["tokens_per_s"] for step in run.steps[1:] or run.steps]
-    facts = {
-        "steps": f"{run.steps[0]['step']} to {last['step']}",
-        **({"attempts": f"{len(run.begins)}, from steps {', '.join(map(str, run.begins))}"} if run.begins[1:] else {}),
-        "loss": f"{run.steps[0]['loss']:.4f} to {last['loss']:.4f}",
-        "tokens/s, median": f"{median(rates):,.0f}",
-        "checkpoints": f"{len(run.checkpoints)}",
-    }
+    facts = {"steps": f"{run.steps[0]['step']} to {run.steps[-1]['step']}"}
+    if run.begins[1:]:
+        facts["attempts"] = f"{len(run.begins)}, from steps {', '.join(map(str, run.begins))}"
     if run.checkpoints:
-        facts["stall of a save, median"] = f"{median(line['stall_s'] for line in run.checkpoints) * 1e3:.1f} ms"
+        stall_s = median(line["stall_s"] for line in run.checkpoints)
+        facts["checkpoints"] = f"{len(run.checkpoints)}; training paused for {stall_s * 1e3:.1f} ms, median"
     if run.evaluations:
         facts["evaluation loss, last"] = f"{run.evaluations[-1]['eval_loss']:.4f}"
-    if last.get("mfu") is not None:
-        facts["MFU, last"] = f"{last['mfu']:.1%}"
     return facts
-
-
-def _compare(facts: dict[str, dict[str, str]]) -> str:
-    """Return a table of facts, a column for each run."""
-    names = dict.fromkeys(fact for of_run in facts.values() for fact in of_run)
-    rows = [(fact, *(of_run.get(fact, "") for of_run in facts.values())) for fact in names]
-    return _table(("", *(facts if len(facts) > 1 else ("",))), rows, kind="facts") if rows else ""
 
 
 def _curves(runs: dict[str, RunLog]) -> list[str]:
@@ -223,22 +227,30 @@ def _curves(runs: dict[str, RunLog]) -> list[str]:
         for name, run in runs.items()
         if run.evaluations
     ]
-    saved = {line["step"] for line in first.checkpoints}
-    marks = ["Dotted lines: checkpoints."] if saved else []
-    marks += [f"Attempts began at steps {', '.join(map(str, first.begins))}."] if first.begins[1:] else []
-    colors = zip(("own", "other"), runs, strict=False) if len(runs) > 1 else ()
-    keys = " &nbsp; ".join(
-        f'<svg width="11" height="11" aria-hidden="true"><circle class="{color}" cx="5.5" cy="5.5" r="5"/></svg> '
-        f"{html.escape(name)}"
-        for color, name in colors
+    saved, attempts = sorted({line["step"] for line in first.checkpoints}), first.begins[1:]
+    line = '<line class="{}" x1="0" x2="11" y1="5.5" y2="5.5" stroke-width="2"/>'
+    circle = '<circle class="{}" cx="5.5" cy="5.5" r="4"/>'
+    keys = [
+        ((circle if curve.is_dotted else line).format("curve other" if curve.is_other else "curve own"), curve.name)
+        for curve in losses
+    ]
+    of = f" of {next(iter(runs))}" if len(runs) > 1 else ""
+    keys += [('<text class="saved" x="5.5" y="10">\N{BLACK UP-POINTING TRIANGLE}</text>', f"checkpoint{of}")] * bool(
+        saved
     )
+    keys += [('<line class="attempt" x1="5.5" x2="5.5" y2="11"/>', f"attempt{of} began, numbered")] * bool(attempts)
     return [
-        "<h2>Loss</h2>", f"<p class=legend>{keys}</p>" if keys else "",
-        draw_curves("Loss by step", losses, lines=sorted({*saved, *first.begins[1:]})),
-        f"<p class=note>{' '.join(marks)}</p>" if marks else "",
+        "<h2>Loss</h2>", _keys(keys) if len(keys) > 1 else "",
+        draw_curves("Loss by step", losses, attempts=attempts, saved=saved),
         "<h2>Throughput, in tokens/s</h2>",
         draw_curves("Throughput by step", curves("tokens_per_s", "tokens/s"), from_zero=True),
     ]  # fmt: skip
+
+
+def _keys(entries: Sequence[tuple[str, str]]) -> str:
+    """Return a legend: shapes of 11 pixels, and what they mean."""
+    svg = '<span><svg width="11" height="11" aria-hidden="true">{}</svg> {}</span>'
+    return f'<p class="legend">{" ".join(svg.format(shape, html.escape(text)) for shape, text in entries)}</p>'
 
 
 def _times(run: RunLog) -> list[str]:
@@ -306,9 +318,12 @@ def _pipeline(of: str, traces: Traces, step: StepTrace, plan: Timeline, end_s: f
         for stage in range(traces.placement.num_stages)
     ]  # fmt: skip
     title = f"Pipeline{of}: step {step.step} as it ran, and as {traces.schedule} plans it"
+    square = '<rect width="11" height="11" {}/>'
+    colors = [(square.format(f'fill="{color}"'), text) for text, color in legend_of(kinds, traces.placement)]
+    colors.append((square.format('class="wait"'), "waiting"))
     return [
         f"<h2>{html.escape(title)}</h2>",
-        _legend(kinds, traces.placement),
+        _keys(colors),
         pipeline_svg(title, {"ran": step.timeline, "planned": plan}, traces.placement, end_s),
         _table(
             ("", "measured", "planned"),
@@ -321,12 +336,6 @@ def _pipeline(of: str, traces: Traces, step: StepTrace, plan: Timeline, end_s: f
         f"<h2>Time of one microbatch on each stage{html.escape(of)}, in ms</h2>",
         _table(("stage", "rank", *(WORK_COLORS[kind][0] for kind in kinds)), rows),
     ]
-
-
-def _legend(kinds: Sequence[str], placement: Placement) -> str:
-    keys = [(name, f'fill="{color}"') for name, color in legend_of(kinds, placement)] + [("waiting", 'class="wait"')]
-    square = '<svg width="11" height="11" aria-hidden="true"><rect width="11" height="11" {}/></svg> {}'
-    return '<p class="legend">' + " &nbsp; ".join(square.format(style, name) for name, style in keys) + "</p>"
 
 
 def _memory(run: RunLog) -> list[str]:

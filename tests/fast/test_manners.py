@@ -320,6 +320,20 @@ def test_red_is_for_alarm_only() -> None:
     assert all(is_red(theme.alarm) for theme in THEMES.values())
 
 
+def test_a_hue_has_one_meaning() -> None:
+    hues = [
+        [
+            hue
+            for color in panel
+            for hue, _, saturation in [colorsys.rgb_to_hls(*(byte / 255 for byte in bytes.fromhex(color[1:])))]
+            if saturation > 0.2
+        ]
+        for panel in (*PANELS, (palette.PURPLE,))
+    ]
+    for some, others in combinations(hues, 2):
+        assert min(abs(one - other) for one in some for other in others) > 0.08
+
+
 @pytest.mark.parametrize("blindness", BLIND)
 def test_colors_of_a_panel_differ_with_any_color_blindness(blindness: str) -> None:
     for panel in PANELS:

@@ -58,8 +58,10 @@ def test_page_stands_alone_and_tells_measured_and_planned(tmp_path: Path) -> Non
     write_metrics(tmp_path)
     bubble = write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
     said = write_report(tmp_path, tmp_path / "report.html")
-    assert said == f"4 steps, last loss 3.600000; bubble {bubble:.1%} measured, {bubble:.1%} planned"
+    expected = f"4 steps, loss 3.9000 to 3.6000; 103 tokens/s; bubble {bubble:.1%} measured, {bubble:.1%} planned"
+    assert said == expected
     page = (tmp_path / "report.html").read_text()
+    assert f"</h1>\n<p class=lead>{expected}.</p>\n" in page
     assert page.count('<svg class="chart"') == 2
     assert page.count('<svg class="pipeline"') == 1
     assert "://" not in page.replace("'http://www.w3.org/2000/svg'", "")
@@ -222,22 +224,23 @@ def test_run_without_traces_has_no_merged_trace(tmp_path: Path) -> None:
     assert (error.value.code, error.value.where) == ("log.no-trace", str(tmp_path / "trace"))
 
 
-def test_page_begins_with_what_the_run_is(tmp_path: Path) -> None:
+def test_page_ends_with_what_the_run_is(tmp_path: Path) -> None:
     write_metrics(tmp_path)
     launch = {"argv": ["runner", "launch", "<packed>"], "host": "node-7", "versions": {"torch": "2.13.0"}}
     launch |= {"manifest": {"path": "/packed", "digest": "blake3:12"}, "resolved": {"num_ranks": 4, "lr": 0.5}}
     (tmp_path / "run.json").write_text(json.dumps({"id": "c0ffee", "name": "tiny", "launches": [launch]}))
     write_report(tmp_path, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    head = page[: page.index("<td>steps</td>")]
+    end = page[page.index("<h2>Run</h2>") :]
+    assert end.count("<h2>") == 1
     for fact in ("tiny c0ffee", "/packed", "blake3:12", "runner launch &#x27;&lt;packed&gt;&#x27;", "node-7", "4"):
-        assert f"<td>{fact}</td>" in head
-    assert "torch 2.13.0" in head
+        assert f"<td>{fact}</td>" in end
+    assert "torch 2.13.0" in end
 
 
 def test_run_without_traces_has_a_page_too(tmp_path: Path) -> None:
     write_metrics(tmp_path)
-    assert write_report(tmp_path, tmp_path / "report.html") == "4 steps, last loss 3.600000"
+    assert write_report(tmp_path, tmp_path / "report.html") == "4 steps, loss 3.9000 to 3.6000; 103 tokens/s"
 
 
 @pytest.mark.parametrize(
@@ -367,7 +370,8 @@ def test_steps_that_a_later_attempt_has_overtaken_are_forgotten(tmp_path: Path) 
     write_report(tmp_path, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "<td>attempts</td><td>3, from steps 1, 5, 7</td>" in page
-    assert "Attempts began at steps 1, 5, 7." in page
+    drawn = page[page.index('<svg class="chart"') :]
+    assert [drawn.count(f'class="{what}"') for what in ("attempt", "saved", "curve own")] == [2, 4, 2]
     assert "No step was traced" in page
     assert "<td>0</td><td>100.0</td><td>500.0</td><td>100.0</td><td>200.0</td>" in page  # ms: data, compute, …
     assert "<td>1</td><td>1</td><td>100.0</td><td>51.0</td><td>50.0</td><td>1.02</td>" in page  # memory of rank 1
@@ -388,7 +392,8 @@ def test_run_that_was_killed_is_drawn_as_far_as_it_came(tmp_path: Path) -> None:
     write_lines(tmp_path, [*attempt(1, 9, 3.0), *attempt(1, 3, 2.0)])
     with open(tmp_path / "metrics.jsonl", "a") as stream:
         stream.write('{"step": 4, "lo')
-    assert write_report(tmp_path, tmp_path / "report.html") == "3 steps, last loss 2.000000"
+    said = write_report(tmp_path, tmp_path / "report.html")
+    assert said == "3 steps, loss 2.0000 to 2.0000; 1 tokens/s; bubble 30.0% of a step"
     page = (tmp_path / "report.html").read_text()
     assert "<td>0</td><td>0</td><td>100.0</td><td>60.0</td><td>50.0</td><td>1.20</td>" in page  # the peak so far
     assert "<td>1</td><td>1</td><td>100.0</td><td></td><td>50.0</td><td></td>" in page

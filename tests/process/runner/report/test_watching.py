@@ -32,7 +32,7 @@ def test_run_that_is_watched_leaves_event_files_an_offline_run_and_a_page(packed
     page = tmp_path / "page.html"
     done = runner("report", log, "--out", page)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{page}: 6 steps, last loss {losses[-1]:.6f}; bubble ")
+    assert done.stdout.startswith(f"{page}: 6 steps, loss {losses[0]:.4f} to {losses[-1]:.4f}; ")
     for heading in ("Loss", "Throughput", "Where the time of a step goes", "Memory"):
         assert f"<h2>{heading}" in page.read_text()
 
