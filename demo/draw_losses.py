@@ -11,7 +11,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from manifests.command.palette import BLUE, BROWN, PLAIN, THEMES
+from manifests.command.palette import PLAIN, PURPLE, THEMES
 from reshard.draw.theme import describe, drawing, follow_reader
 
 TOLERANCE = 1e-5  # relative
@@ -21,18 +21,18 @@ def main(uninterrupted: Path, killed: Path, resumed: Path, picture: Path) -> Non
     whole, before, after = (_losses(folder) for folder in (uninterrupted, killed, resumed))
     picture.parent.mkdir(parents=True, exist_ok=True)
     with drawing(THEMES["light"]):
-        figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+        figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
         axes.plot(whole.keys(), whole.values(), color=PLAIN, linewidth=3.5, alpha=0.45, label="2 ranks, uninterrupted")
         axes.plot(
             before.keys(),
             before.values(),
             "o",
-            color=BLUE,
+            color=THEMES["light"].ink,
             markersize=4,
             label="2 ranks, until the kill",
         )
         axes.plot(
-            after.keys(), after.values(), "o", color=BROWN, markersize=7, markerfacecolor="none",
+            after.keys(), after.values(), "o", color=PURPLE, markersize=7, markerfacecolor="none",
             label="4 ranks, from the checkpoint",
         )  # fmt: skip
         axes.axvline(max(before) + 0.5, color=PLAIN, linewidth=0.8, linestyle=(0, (4, 3)))

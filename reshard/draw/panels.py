@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -10,19 +11,28 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 
-from manifests.command.palette import KIND_COLORS, MEMORY_COLORS, PLAIN, Theme, ink_on
+from manifests.command.palette import KIND_COLORS, MEMORY_COLORS, Theme, ink_on
 from manifests.command.sizes import show_bytes
 from manifests.models import module_of
 from manifests.placement import Placement
 from manifests.schedules.picture import Box, View, action_color, legend_of, ticks, view_of
 from manifests.schema import WEIGHTS, TieMember
-from reshard.draw.theme import SMALLEST_PT, Scale, byte_scale, draw_bars, height_of, label_numbers, width_of
+from reshard.draw.theme import (
+    SMALLEST_PT,
+    Scale,
+    byte_scale,
+    draw_bars,
+    height_of,
+    is_narrow,
+    label_numbers,
+    width_of,
+)
 from reshard.estimate.training_estimate import Forecast
 from reshard.formatting import number_runs, show_numbers
 from reshard.packing.plan import PlanResult
 
-_MOST_LABELLED = 20  # stages; with more, only some are numbered
-_MOST_SIZED = 30  # stages; with more, bytes do not fit above the bars
+_LABEL_PT = 42  # of a stage, at least; with less, only some are numbered
+_SIZE_PT = 28  # of a stage, at least; with less, bytes do not fit above the bars
 _MOST_TIES = 3  # drawn
 _CUBIC = (Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4)
 
@@ -34,15 +44,15 @@ def draw_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
     totals = [stage.nbytes for stage in planned.plan.stages]
     scale = byte_scale(max(totals))
     bottoms = [0.0] * num_stages
-    few = num_stages <= _MOST_SIZED
+    few = _are_sized(axes, num_stages)
     for kind, sizes in by_kind.items():
         parts = [(stage, size / scale.unit) for stage, size in enumerate(sizes) if size]
         half = 0.39 if few else 0.5
         bars = ((stage - half, stage + half, bottoms[stage], bottoms[stage] + height) for stage, height in parts)
-        draw_bars(axes, bars, KIND_COLORS[kind], label=kind, edgecolor=theme.paper, linewidth=0.5 if few else 0)
+        draw_bars(axes, bars, KIND_COLORS[kind], edgecolor=theme.paper, linewidth=0.5 if few else 0)
         for stage, height in parts:
             bottoms[stage] += height
-    lines = (num_stages <= _MOST_SIZED) + (planned.layout.placement.num_virtual > 1) + 1.5 * len(_ties(planned))
+    lines = few + (planned.layout.placement.num_virtual > 1) + 1.5 * len(_ties(planned))
     share = 1 - 1.35 * SMALLEST_PT * lines / height_of(axes)  # for text and arcs above the tallest bar
     axes.set(xlim=(-0.6, num_stages - 0.4), ylim=(0, (max(bottoms) or 1) / share))
     _draw_bands(axes, planned, theme)
@@ -52,7 +62,11 @@ def draw_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.set_title(f"Stages: {scale.name} as stored")
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(by_kind), borderaxespad=0.2)
+    put_legend(axes, [Patch(color=KIND_COLORS[kind], label=kind) for kind in by_kind], len(by_kind))
+
+
+def _are_sized(axes: Axes, num_stages: int) -> bool:
+    return num_stages <= width_of(axes) / _SIZE_PT
 
 
 def stage_bytes(planned: PlanResult) -> dict[str, list[int]]:
@@ -98,15 +112,18 @@ def _draw_bands(axes: Axes, planned: PlanResult, theme: Theme) -> None:
 
 
 def _write_sizes(axes: Axes, planned: PlanResult, tops: Sequence[float], scale: Scale) -> list[float]:
-    """Write the bytes above the bars, as far as they fit; return where the text ends."""
-    if len(tops) > _MOST_SIZED:
+    """Write the bytes above the bars, once for stages of equal size, as far as they fit; return where the text ends."""
+    if not _are_sized(axes, len(tops)):
         return list(tops)
     per_point = axes.get_ylim()[1] / height_of(axes)
-    for stage, top in zip(planned.plan.stages, tops, strict=True):
-        axes.annotate(
-            scale.show(stage.nbytes), (stage.index, top), (0, 2), textcoords="offset points", ha="center", va="bottom",
-            fontsize=SMALLEST_PT,
-        )  # fmt: skip
+    for size, group in groupby(planned.plan.stages, key=lambda stage: scale.show(stage.nbytes)):
+        stages = [stage.index for stage in group]
+        text = f"{len(stages)} x {size}" if len(stages) > 2 else size
+        for at in [sum(stages) / len(stages)] if len(stages) > 2 else stages:
+            axes.annotate(
+                text, (at, tops[stages[0]]), (0, 2), textcoords="offset points", ha="center", va="bottom",
+                fontsize=SMALLEST_PT,
+            )  # fmt: skip
     return [top + 1.35 * SMALLEST_PT * per_point for top in tops]
 
 
@@ -114,15 +131,18 @@ def _mark_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
     """Write the number, the rank and the layers of stages below the bars, and highlight the bottleneck."""
     placement = planned.layout.placement
     marked = [stage for rank in planned.forecast.bottleneck[:4] for stage in placement.stages_on(rank)]
-    shown = label_numbers(placement.num_stages, _MOST_LABELLED, marked if len(marked) <= _MOST_LABELLED // 2 else ())
-    texts = [f"{stage}\n{placement.rank_of(stage)}\n{_layers(planned, stage)}" for stage in shown]
+    most = int(width_of(axes) / _LABEL_PT)
+    shown = label_numbers(placement.num_stages, most, marked if len(marked) <= most // 2 else ())
+    ranks = {stage: f"{placement.rank_of(stage)}\n" if placement.num_virtual > 1 else "" for stage in shown}
+    texts = [f"{stage}\n{ranks[stage]}{_layers(planned, stage)}" for stage in shown]
     axes.set_xticks(shown, texts, fontsize=SMALLEST_PT)
     axes.tick_params(axis="x", length=0)
     for stage, label in zip(shown, axes.get_xticklabels(), strict=True):
         if placement.rank_of(stage) in planned.forecast.bottleneck:
             label.set(color=theme.ink, fontweight="bold")
+    heads = "stage\nrank\nlayers" if placement.num_virtual > 1 else "stage\nlayers"
     axes.annotate(
-        "stage\nrank\nlayers", (0, 0), (-8, -3.5), xycoords="axes fraction", textcoords="offset points", ha="right",
+        heads, (0, 0), (-8, -3.5), xycoords="axes fraction", textcoords="offset points", ha="right",
         va="top", fontsize=SMALLEST_PT, color=theme.quiet,
     )  # fmt: skip
 
@@ -156,9 +176,10 @@ def _draw_ties(axes: Axes, planned: PlanResult, feet: Sequence[float], theme: Th
             axes.add_patch(PathPatch(arc, fill=False, edgecolor=theme.ink, linewidth=1.1))
             for foot in (start, end):
                 axes.plot(*foot, marker="v", markersize=4, color=theme.ink)
+        text = f"tied: {copies}" if is_narrow(axes) else f"tied: {owner.fqn} = {replica.fqn} ({copies})"
         axes.text(
-            (owner.stage + replica.stage) / 2, height + 0.1 * line,
-            f"tied: {owner.fqn} = {replica.fqn} ({copies})", ha="center", va="bottom", fontsize=SMALLEST_PT,
+            (owner.stage + replica.stage) / 2, height + 0.1 * line, text, ha="center", va="bottom",
+            fontsize=SMALLEST_PT,
         )  # fmt: skip
         height -= 1.5 * line
 
@@ -168,7 +189,7 @@ _ROW = 0.82  # filled share of a row
 _MOST_BOXES = 6000  # of a schedule; more are drawn as pixels
 _DIGIT_PT = 0.64 * SMALLEST_PT
 _TICK_PT = 45  # between two numbers of the axis of time, at least
-_LEGEND_PT = 38  # below the axis
+_LEGEND_PT = 40  # below the axis
 _DASHED = (0, (4, 2))
 
 
@@ -186,8 +207,8 @@ def draw_schedule(axes: Axes, forecast: Forecast, theme: Theme) -> None:
         _number_microbatches(axes, boxes, placement)
     number_rows(axes, forecast, theme)
     _number_times(axes, view, forecast)
-    title = f"Schedule: {forecast.schedule}, {forecast.num_microbatches} microbatches"
-    axes.set_title(title, pad=20 if view.num_cut else 6)
+    title = f"{forecast.schedule}, {forecast.num_microbatches} microbatches"
+    axes.set_title(title if is_narrow(axes) else f"Schedule: {title}", pad=20 if view.num_cut else 6)
     if view.num_cut:
         _mark_cut(axes, view, theme)
     entries = legend_of({box.action.kind for box in boxes}, placement)
@@ -256,7 +277,7 @@ def _mark_cut(axes: Axes, view: View, theme: Theme) -> None:
     axes.axvspan(left, right, color=theme.paper, linewidth=0, zorder=4)
     for edge in (left, right):
         axes.axvline(edge, color=theme.quiet, linewidth=0.8, linestyle=(0, (2, 2)), zorder=5)
-    middle = f"steady state, {view.num_cut} microbatches cut"
+    middle = f"{view.num_cut} microbatches cut"
     names = (0.0, "warm-up", "left"), ((left + right) / 2, middle, "center"), (view.width_s, "drain", "right")
     for place, text, side in names:
         axes.annotate(
@@ -266,21 +287,22 @@ def _mark_cut(axes: Axes, view: View, theme: Theme) -> None:
 
 
 def draw_work(axes: Axes, forecast: Forecast, theme: Theme) -> None:
-    """Draw each rank's compute time for a microbatch, relative to the slowest rank."""
+    """Draw a dot at each rank's compute time for a microbatch, relative to the slowest rank."""
     times, marked = forecast.rank_times, forecast.bottleneck
     most = max(times) or 1.0
     shares = [100 * time / most for time in times]
-    rows = [(0.0, share, *row_edges(rank, len(times))) for rank, share in enumerate(shares)]
-    for color, is_marked in ((PLAIN, False), (theme.ink, True)):
-        draw_bars(axes, (row for rank, row in enumerate(rows) if (rank in marked) == is_marked), color, linewidth=0)
-    mean = sum(shares) / len(shares)
-    axes.axvline(mean, color=theme.ink, linewidth=0.9, linestyle=_DASHED)
+    low, mean = 10 * int((min(shares) - 2) / 10), sum(shares) / len(shares)
     if len(times) <= MOST_LABELLED:
-        for rank, share in enumerate(shares):
-            _write_right(axes, rank, f"{share:.0f} %", bold=rank in marked, color=theme.ink)
-    axes.set(xlim=(0, 165), xticks=(0, 50, 100), xlabel="% of the slowest rank's time")
-    axes.set_title("Work")
-    number_rows(axes, forecast, theme, labels=False)
+        axes.hlines(range(len(times)), low, 100, color=theme.faint, linewidth=1, zorder=0)
+    for rank, share in enumerate(shares):
+        axes.plot(share, rank, "o", color=theme.ink if rank in marked else theme.quiet, markersize=5, clip_on=False)
+    if marked and len(times) <= MOST_LABELLED:  # else the dots are one below the other
+        for rank in {marked[0], shares.index(min(shares))}:
+            _write_right(axes, rank, f"{shares[rank]:.0f} %", bold=rank in marked, color=theme.ink)
+    axes.axvline(mean, color=theme.ink, linewidth=0.9, linestyle=_DASHED, zorder=1)
+    axes.set(xlim=(low, 100 + 0.6 * (100 - low)), xticks=(low, 100), xlabel="% of the slowest rank's time")
+    axes.set_title("Work" if marked else "Work: even")
+    number_rows(axes, forecast, theme)
     put_legend(axes, [Line2D([], [], color=theme.ink, linewidth=0.9, linestyle=_DASHED, label=f"mean, {mean:.0f} %")])
 
 
@@ -312,7 +334,7 @@ def draw_memory(axes: Axes, forecast: Forecast, theme: Theme) -> None:
         xlabel=f"{scale.name}, estimated for {forecast.assumed.dtypes}",
     )
     axes.set_title(title, color=limit_color)
-    number_rows(axes, forecast, theme, labels=False)
+    number_rows(axes, forecast, theme)
     handles: list[Artist] = [
         Patch(color=color, label=part.removeprefix("receive_")) for part, color in MEMORY_COLORS.items()
     ]
@@ -331,14 +353,14 @@ def row_edges(rank: int, num_ranks: int) -> tuple[float, float]:
     return rank - half, rank + half
 
 
-def number_rows(axes: Axes, forecast: Forecast, theme: Theme, *, labels: bool = True) -> None:
-    """Number the rows, rank 0 on top, and mark the bottleneck's."""
+def number_rows(axes: Axes, forecast: Forecast, theme: Theme) -> None:
+    """Number the rows, rank 0 on top, unless panels to the left do, and mark the bottleneck's."""
     num_ranks, marked = forecast.placement.num_ranks, forecast.bottleneck
     axes.set_ylim(num_ranks - 0.45, -0.55)
     axes.tick_params(axis="y", length=0, pad=6)
     for first, last in number_runs(marked):
         axes.axhspan(first - 0.5, last + 0.5, facecolor=theme.faint, linewidth=0, zorder=0)
-    if not labels:
+    if axes.get_position().x0 > 0.3:
         axes.set_yticks([])
         return
     shown = label_numbers(num_ranks, MOST_LABELLED, marked[:8])
@@ -362,8 +384,9 @@ def _write_right(axes: Axes, rank: int, text: str, *, bold: bool, color: str) ->
 
 
 def put_legend(axes: Axes, handles: Sequence[Artist], ncols: int = 3) -> None:
-    height_pt = height_of(axes)
+    if is_narrow(axes):
+        ncols = 2 if all(len(str(handle.get_label())) < 20 for handle in handles) else 1
     axes.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(0, -_LEGEND_PT / height_pt), ncols=ncols, borderaxespad=0,
-        borderpad=0, handlelength=1, handleheight=0.9, columnspacing=1.1,
+        handles=handles, loc="upper left", bbox_to_anchor=(0, -_LEGEND_PT / height_of(axes)), ncols=ncols,
+        borderaxespad=0, borderpad=0, handlelength=1, handleheight=0.9, columnspacing=1.1,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matplotlib.figure import Figure
 
-from manifests.command.palette import Theme
+from manifests.command.palette import PLAIN, Theme
 from manifests.command.sizes import show_bytes
 from reshard.search.candidates import MARGIN
 from reshard.search.search import SearchResult
@@ -15,27 +15,31 @@ _GIB = 1 << 30
 
 def search_figure(result: SearchResult, theme: Theme) -> Figure:
     """Return the picture as a figure, drawn with the settings of `drawing`."""
-    axes = (figure := Figure(figsize=(8.0, 5.0))).add_axes((0.09, 0.11, 0.87, 0.79))
-    limit, most = result.limit / _GIB, 4 * result.limit / _GIB
+    axes = (figure := Figure(figsize=(5.2, 4.0))).add_axes((0.11, 0.15, 0.85, 0.71))
+    limit, most = result.limit / _GIB, 2 * result.limit / _GIB
     points = [(choice.forecast.memory / _GIB, 100 * choice.forecast.bubble) for choice in result.choices]
     cells = {(int(x / most * _CELLS), int(y / 100 * _CELLS)): (x, y) for x, y in points if x <= most}
     for color, dots in (
-        (theme.quiet, [point for point in cells.values() if point[0] > limit]),
+        (PLAIN, [point for point in cells.values() if point[0] > limit]),
         (theme.ink, [point for point in cells.values() if point[0] <= limit]),
     ):
-        axes.plot([x for x, _ in dots], [y for _, y in dots], ".", color=color, markersize=3)
-    axes.axvline(limit, color=theme.alarm, linewidth=1)
-    text = f" {MARGIN:.0%} of {show_bytes(result.request.memory_limit)}"
-    axes.text(limit, 0.98, text, transform=axes.get_xaxis_transform(), va="top", color=theme.alarm)
+        axes.plot([x for x, _ in dots], [y for _, y in dots], ".", color=color, markersize=3, clip_on=False)
+    axes.axvline(limit, color=theme.ink, linewidth=1, linestyle=(0, (4, 2)))
+    text = f" limit: {MARGIN:.0%} of {show_bytes(result.request.memory_limit)}"
+    axes.text(limit, 0.98, text, transform=axes.get_xaxis_transform(), va="top")
     for choice in result.best[:1]:
         x, y = choice.forecast.memory / _GIB, 100 * choice.forecast.bubble
-        axes.plot([x], [y], "o", markersize=11, markerfacecolor="none", color=theme.alarm)
-        axes.annotate(choice.candidate.layout.spec, (x, y), xytext=(9, 9), textcoords="offset points")
+        axes.plot([x], [y], "o", markersize=11, markerfacecolor="none", color=theme.ink)
+        axes.annotate(
+            f"ring: {choice.candidate.layout.spec}, the fastest within the limit", (0, 1), (0, 5),
+            xycoords="axes fraction", textcoords="offset points", color=theme.quiet,
+        )  # fmt: skip
     axes.set_xlim(0, most)
     axes.set_ylim(0, None)
-    axes.set_xlabel(f"memory of the fullest rank, GiB ({sum(x > most for x, _ in points):,} layouts need more)")
+    more = sum(x > most for x, _ in points)
+    axes.set_xlabel("memory of the fullest rank, GiB" + (f"\n{more:,} layouts need more than is shown" if more else ""))
     axes.set_ylabel("pipeline bubble, % of all ranks' time")
-    axes.set_title(search_title(result))
+    axes.set_title(search_title(result), pad=20)
     return figure
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from manifests.command.palette import THEMES, Theme
 from manifests.command.sizes import show_bytes
 from reshard.draw.panels import draw_memory, draw_schedule, draw_stages, draw_work
-from reshard.draw.theme import describe, drawing, follow_reader
+from reshard.draw.theme import NARROW, describe, drawing, follow_reader
 from reshard.formatting import shorten
 from reshard.packing.plan import PlanResult
 from reshard.plans.pack_plan import traffic_of
@@ -23,8 +23,9 @@ from reshard.report.plan_summary import bottleneck, memory_line, not_fitting, pl
 
 # Inches.
 _WIDTH, _LEFT, _RIGHT = 13.0, 0.62, 0.25
-_TITLE, _STAGES, _EACH_TIE, _BELOW_STAGES, _BELOW_RANKS, _GAP = 0.32, 0.8, 0.22, 1.2, 1.05, 0.22
-_SHARES = (0.6, 0.14, 0.26)  # of the width: schedule, work, memory
+_TITLE, _STAGES, _EACH_TIE, _BELOW_STAGES, _BELOW_RANKS, _GAP = 0.32, 0.8, 0.22, 1.3, 1.05, 0.22
+_MORE_NARROW = 0.6  # below panels: legends have more lines
+_PANELS = ((draw_schedule, 0.6), (draw_work, 0.14), (draw_memory, 0.26))  # shares of the width
 _DPI = 130
 
 _PAGE = Template("""\
@@ -47,6 +48,8 @@ p.lead { font-weight: bold; color: var(--ink); }
 p.alarm { font-weight: bold; color: var(--alarm); font-size: 1.15rem; }
 figure { margin: 1em 0; overflow-x: auto; }
 svg { display: block; width: 100%; min-width: 1248px; height: auto; }
+.narrow { display: none; }
+@media (max-width: 700px) { .wide { display: none; } .narrow { display: block; } .narrow svg { min-width: 365px; } }
 pre { overflow-x: auto; font-size: 12px; overflow-wrap: normal; }
 @page { size: landscape; }
 @media print {
@@ -58,8 +61,11 @@ pre { overflow-x: auto; font-size: 12px; overflow-wrap: normal; }
 <body>
 <h1>$title</h1>
 $facts
-<figure tabindex="0" aria-label="the plan, drawn">
+<figure class="wide" tabindex="0" aria-label="the plan, drawn">
 $picture
+</figure>
+<figure class="narrow" tabindex="0" aria-label="the plan, drawn for a narrow screen">
+$narrow
 </figure>
 <pre tabindex="0" aria-label="the plan, as a table">$table</pre>
 </body>
@@ -67,14 +73,16 @@ $picture
 """)
 
 
-def draw_sheet(planned: PlanResult, theme: Theme | None, form: Literal["svg", "png"], *, header: bool = True) -> bytes:
-    """Return the picture: what to know in words, stages below it, and then ranks.
+def draw_sheet(
+    planned: PlanResult, theme: Theme | None, form: Literal["svg", "png"], *, header: bool = True, width: float = _WIDTH
+) -> bytes:
+    """Return the picture: what to know in words, stages below it, and then ranks; if it is narrow, panel by panel.
 
     Without a theme, an SVG follows the reader's setting.
     """
     colors = theme or THEMES["light"]
     with drawing(colors):
-        picture = save_figure(sheet_of(planned, colors, header=header), form)
+        picture = save_figure(sheet_of(planned, colors, header=header, width=width), form)
     if form == "png":
         return picture
     description = ". ".join(text for text, *_ in facts(planned, colors)[1:])
@@ -87,32 +95,45 @@ def html_page(planned: PlanResult) -> str:
     texts = [text for text, *_ in facts(planned, THEMES["light"])[1:]]
     num_alarms = len(not_fitting(planned))
     kinds = ["alarm"] * num_alarms + ["lead"] + [""] * (len(texts) - num_alarms - 1)
-    svg = draw_sheet(planned, None, "svg", header=False).decode()
-    picture = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg") :]).rstrip()
+    wide, narrow = (_inline(draw_sheet(planned, None, "svg", header=False, width=width)) for width in (_WIDTH, NARROW))
     return _PAGE.substitute(
         title=escape(headline(planned)),
         light=THEMES["light"].css,
         dark=THEMES["dark"].css,
         facts="\n".join(f'<p class="{kind}">{escape(text)}</p>' for kind, text in zip(kinds, texts, strict=True)),
-        picture=picture,
+        picture=wide,
+        narrow=narrow,
         table=escape(plan_text(planned)),
     )
 
 
-def sheet_of(planned: PlanResult, theme: Theme, *, header: bool = True) -> Figure:
+def _inline(svg: bytes) -> str:
+    text = svg.decode()
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text[text.index("<svg") :]).rstrip()
+
+
+def sheet_of(planned: PlanResult, theme: Theme, *, header: bool = True, width: float = _WIDTH) -> Figure:
     """Return the picture as a figure, drawn with the settings of `drawing`."""
     lines = facts(planned, theme) if header else []
     top = 0.12 + sum(size for _, _, size, _ in lines) / 72 * 1.45 + _TITLE
     rows = _rows_height(planned.layout.placement.num_ranks)
     stages = _STAGES + _EACH_TIE * min(3, len(planned.plan.ties))
-    height = top + stages + _BELOW_STAGES + rows + _BELOW_RANKS
-    figure = Figure(figsize=(_WIDTH, height))
+    is_narrow = width == NARROW
+    panels = [[(draw, 1.0)] for draw, _ in _PANELS] if is_narrow else [[*_PANELS]]
+    below = _MORE_NARROW if is_narrow else 0.0
+    bottom = height = top + stages + _BELOW_STAGES + below / 2 + len(panels) * (rows + _BELOW_RANKS + below)
+    figure = Figure(figsize=(width, height))
     _write_header(figure, lines, height)
-    inner, x = _WIDTH - _LEFT - _RIGHT, _LEFT
-    draw_stages(_place(figure, _LEFT, height - top - stages, inner, stages), planned, theme)
-    for draw, share in zip((draw_schedule, draw_work, draw_memory), _SHARES, strict=True):
-        draw(_place(figure, x, _BELOW_RANKS, share * inner - _GAP, rows), planned.forecast, theme)
-        x += share * inner + (_GAP / 2)
+    inner = width - _LEFT - _RIGHT
+    bottom -= top + stages
+    draw_stages(_place(figure, _LEFT, bottom, inner, stages), planned, theme)
+    bottom -= _BELOW_STAGES + below / 2
+    for row in panels:
+        x = _LEFT
+        for draw, share in row:
+            draw(_place(figure, x, bottom - rows, share * inner - _GAP, rows), planned.forecast, theme)
+            x += share * inner + (_GAP / 2)
+        bottom -= rows + _BELOW_RANKS + below
     return figure
 
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 
 from manifests.command.palette import THEMES, Theme
 
 SMALLEST_PT = 8.25  # 11 px at 100 %
+NARROW = 3.8  # inches: 365 px
 Bar = tuple[float, float, float, float]  # left, right, bottom, top
 _CORNERS = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
 
@@ -114,16 +116,23 @@ def label_numbers(count: int, most: int, wanted: Sequence[int] = ()) -> list[int
 
 def width_of(axes: Axes) -> float:
     """Return the width of axes in points."""
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    return float(axes.get_position().width * figure.get_figwidth() * 72)
+    return float(axes.get_position().width * _figure_of(axes).get_figwidth() * 72)
 
 
 def height_of(axes: Axes) -> float:
     """Return the height of axes in points."""
+    return float(axes.get_position().height * _figure_of(axes).get_figheight() * 72)
+
+
+def is_narrow(axes: Axes) -> bool:
+    """Return whether the picture is as narrow as a phone."""
+    return float(_figure_of(axes).get_figwidth()) == NARROW
+
+
+def _figure_of(axes: Axes) -> Figure:
     figure = axes.get_figure(root=True)
     assert figure is not None
-    return float(axes.get_position().height * figure.get_figheight() * 72)
+    return figure
 
 
 def draw_bars(axes: Axes, bars: Iterable[Bar], color: str, **style: Any) -> None:
