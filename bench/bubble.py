@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measure import RESHARD, ROOT, circumstances, load_average, run_quietly, run_ranks, write_result
 
 WARM = 3  # the first step that is traced
+_LEGEND = 30  # pixels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,12 +89,26 @@ def be_rank(wait_s: float, arguments: Sequence[str]) -> None:
 
 
 def _standalone(picture: str, width: int) -> str:
-    """Return the picture of a pipeline as a file, this wide in pixels."""
+    """Return the picture of a pipeline as a file, this wide in pixels, with a legend, in letters for narrow screens."""
+    from manifests.command.palette import WORK_COLORS
     from manifests.schedules.picture import STYLE
 
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" style="background: var(--paper)" width="{width}"'
-    picture = picture.replace("<svg", opening, 1).replace(' width="100%"', "", 1).replace(' tabindex="0"', "", 1)
-    return picture.replace("</desc>", f"</desc><style>{STYLE}</style>", 1) + "\n"
+    height = int(re.findall(r'height="(\d+)"', picture)[0]) + _LEGEND
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" style="background: var(--paper)" viewBox="0 0 {width} {height}"'
+    entries = [*(WORK_COLORS[kind] for kind in "FB"), ("waiting", "var(--faint)")]
+    legend = [
+        f'<rect x="{120 * place}" y="3" width="14" height="14" fill="{color}"/>'
+        f'<text x="{120 * place + 19}" y="15">{text}</text>'
+        for place, (text, color) in enumerate(entries)
+    ]
+    legend.append(f'<text x="{120 * len(entries)}" y="15">thin rows: as simulated</text>')
+    inner = (
+        picture.replace("<svg", f'<svg y="{_LEGEND}"', 1)
+        .replace(' width="100%"', "", 1)
+        .replace(' tabindex="0"', "", 1)
+    )
+    style = f"<style>{STYLE} svg text {{ font-size: 14px; }}</style>"
+    return f'{opening} width="{width}">{style}{"".join(legend)}{inner}</svg>\n'
 
 
 def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dict[str, object]:
@@ -116,7 +131,7 @@ def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dic
         write_report(log, page)
         picture = re.search(r'<svg class="pipeline".*?</svg>', page.read_text(), re.DOTALL)
         assert picture is not None
-        page.with_suffix(".svg").write_text(_standalone(picture[0], 900))
+        page.with_suffix(".svg").write_text(_standalone(picture[0], 640))
     traces, plan, steps = run.traces, planned(run.traces), run.steps[WARM - 1 :]
     parts = {part: [sum(line[f"{part}_s"]) for line in steps] for part in ("compute", "communication", "bubble")}
     return {
