@@ -1,7 +1,7 @@
 """Colors of the pictures and pages of both programs, light and dark, and what they mean.
 
 A hue has one meaning: blue is forward, amber and brown are backward, teal is a weight's gradient, green is the model's
-modules, rose is memory that a rank keeps from step to step, purple is a second run; grey is everything else. Colors
+modules, rose is memory that a rank keeps from step to step, purple is a second run; gray is everything else. Colors
 that mean something are the same in light and dark, so that one picture fits both; those of one panel differ in
 lightness or hue with any of the three color blindnesses, and nothing is shown by color alone. Red is for alarm only:
 what does not fit, and what failed.
