@@ -130,7 +130,8 @@ def _time(
         with recorder.action("F", 0, repeat):
             outputs = chunk(arrived)
             if labels is not None:
-                outputs = token_loss(outputs, labels, num_tokens=labels.numel())
+                rows = labels.repeat(len(outputs) // len(labels), 1)  # those of MTP layers follow
+                outputs = token_loss(outputs, rows, num_tokens=rows.numel())
         return_holes(device)
         trained = [
             leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad

@@ -85,7 +85,7 @@ class Generic:
         self._entry = entry = entry if shape is None else _with_modules(entry, shape)
         self._keeps_documents = False
         self._parts: RowParts | None = None  # with context parallelism
-        self.mtp, self.mtp_weight = mtp, MTP_WEIGHT
+        self.mtp, self.mtp_weight, self.runs_mtp = mtp, MTP_WEIGHT, True
         self.adapters: Adapters | None = None
         self.hands_on_trees = entry.hands_on_trees or NARROW in entry.inputs or mtp is not None
         with _refusals(self._where):
@@ -129,7 +129,7 @@ class Generic:
         complete_plan(model, self._layers_name)
         if self._keeps_documents or self._parts:
             mask_rows(model, self._parts)
-        build = partial(MtpStage, mtp=self.mtp) if self.mtp else StageOfAny
+        build = partial(MtpStage, mtp=self.mtp, runs_mtp=self.runs_mtp) if self.mtp else StageOfAny
         stage = build(model, self._entry, self._layers_name, frozenset(modules), self._outside)
         stage.parts = self._parts
         return stage
@@ -155,7 +155,7 @@ class Generic:
         self._parts = parts
 
     def mtp_ties(self, stage_modules: Sequence[Sequence[str]]) -> tuple[TieGroup, ...]:
-        return tuple(self.mtp.ties(self._entry, stage_modules)) if self.mtp else ()
+        return tuple(self.mtp.ties(self._entry, stage_modules)) if self.mtp and self.runs_mtp else ()
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
         """Compute buffers that are in no file, in the dtypes that they have."""

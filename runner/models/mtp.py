@@ -82,7 +82,7 @@ class MtpStage(StageOfAny):
 
     Shapes: tokens (B, L) in at first. A dict between stages: `main`, as `StageOfAny` has it; `tokens` (B, L), or None
     after the last MTP layer; `depths`, a hidden state (B, L, D) of each MTP layer that has run. Logits (B + K B, L, V)
-    out at last, those of each of K depths after those of the depth before.
+    out at last, those of each of K depths after those of the depth before; K is 0 without `runs_mtp`.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class MtpStage(StageOfAny):
         owned: frozenset[str],
         names: Mapping[str, str],
         mtp: MtpLayers,
+        runs_mtp: bool = True,
     ) -> None:
         listed, (embedding, norm) = model.get_submodule(layers), (entry.inputs[0], entry.outputs[0])
         shared = {module: model.get_submodule(names[module]) for module in (embedding, norm)}
@@ -102,16 +103,16 @@ class MtpStage(StageOfAny):
         listed[-1].register_forward_pre_hook(self._note_inputs, with_kwargs=True)
         if self._gives_logits:
             model.get_submodule(names[entry.outputs[-1]]).register_forward_pre_hook(self._add_depths)
-        self._num_mtp = len(mtp.modules)
+        self._num_mtp = len(mtp.modules) if runs_mtp else 0
         self._mtp: dict[int, Any] = {}  # by how many layers run before
         for number, (module, layer) in enumerate(zip(mtp.modules, beyond, strict=True)):
             listed.append(layer if module in owned else nn.Identity())
-            if module in owned:
+            if module in owned and runs_mtp:
                 self._mtp[number] = layer
         needed = {norm} if 0 in self._mtp and norm not in owned else set()
         if self._mtp and EMBEDDING not in mtp.copies:
             needed |= {embedding}
-        if norm in owned and 0 not in self._mtp:
+        if norm in owned and runs_mtp and 0 not in self._mtp:
             shared[norm].forward = _pass  # the stage of the first MTP layer has applied it
         for module in sorted(needed - owned):
             self._borrow(names[module], shared[module])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from manifests.errors import UserError
@@ -22,6 +23,7 @@ from tests.builders import reshard
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.profiling.traced import write_metrics, write_traces
 from tests.fast.runner.tiny import save_model
+from tests.process.runner.pipeline.mtp_oracle import config_of, random_weights
 
 SEQ_LEN, ROWS = 16, 2
 SIZES = ("--seq-len", SEQ_LEN, "--microbatch", ROWS, "--repeats", 2, "--device", "cpu")
@@ -89,6 +91,26 @@ def test_modules_of_the_catalogue_are_measured(architecture: str, with_others: s
     planned = reshard(
         "plan", tmp_path / "packed", "--layout", "balance:time,pp=2", "--cost", tmp_path / "times.json", "--json"
     )
+    assert (planned.code, planned.json["assumed"]["times"]) == (0, "measured"), planned.err
+
+
+def test_mtp_layers_are_measured_and_their_rows_of_the_head(
+    tmp_path: Path, by_flops: Callable[..., dict[str, Any]]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config_of(2), "dtype": "float32"}))
+    weights = {name: tensor.clone() for name, tensor in random_weights(2).items()}
+    save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    packed = pack(tmp_path, "EttttmmL")
+    found, shape = by_flops(packed, *SIZES, "--implementation", "transformers"), open_packed(packed).shape
+    assert tuple(found) == shape.modules
+    vocab, width = shape.tensors["lm_head.weight"]
+    assert found["lm_head"]["forward_s"] == 3 * 2 * SEQ_LEN * ROWS * vocab * width
+    joined = 2 * SEQ_LEN * ROWS * 2 * width * width
+    for number in (4, 5):
+        ratio = found[f"model.layers.{number}"]["forward_s"] / (found["model.layers.3"]["forward_s"] + joined)
+        assert ratio == pytest.approx(1, rel=0.1)
+    planned = reshard("plan", packed, "--layout", "EttttmmL", "--cost", tmp_path / "times.json", "--json")
     assert (planned.code, planned.json["assumed"]["times"]) == (0, "measured"), planned.err
 
 

@@ -1,0 +1,66 @@
+"""Training with MTP layers through the commands' own flags: resumed at other degrees, and on replicas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from tests.builders import pack
+from tests.process.runner.pipeline.mtp_oracle import FLAGS, config_of, random_weights
+from tests.process.runner.training_jobs import job, lines_of, run_jobs
+
+pytestmark = pytest.mark.timeout(300)
+
+LAYOUTS = ("EttttmL", "Ettt|tmL", "Et|ttt|m|L")  # the third stage of the last borrows the norm
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mtp")
+    source = folder / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({**config_of(1), "dtype": "float32"}))
+    weights = {name: tensor.clone() for name, tensor in random_weights(1).items()}
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    for layout in LAYOUTS:
+        pack(source, folder / layout, layout)
+    return folder
+
+
+def train(place: Path, name: str, layout: str, steps: int, *flags: object) -> dict[str, Any]:
+    words = ("--microbatch", 1, "--steps", steps, "--device", "cpu", "--no-self-check")
+    return job(place / layout, place / f"log-{name}", *FLAGS, *words, *flags)
+
+
+def losses(place: Path, name: str) -> list[tuple[float, float]]:
+    lines = lines_of(place / f"log-{name}")
+    return [(line["loss"], line["mtp_loss"]) for line in lines if "loss" in line]
+
+
+def expected(place: Path) -> list[tuple[float, float]]:
+    if not (place / "log-alone").exists():
+        run_jobs(1, [train(place, "alone", LAYOUTS[0], STEPS)])
+    return losses(place, "alone")
+
+
+def test_checkpoint_resumes_at_another_degree(place: Path) -> None:
+    whole = expected(place)
+    saved, resumed = ("--checkpoint", place / "history", "--resume", "auto"), list[tuple[float, float]]()
+    for number, layout in enumerate(LAYOUTS, 1):
+        steps = number * STEPS // len(LAYOUTS)
+        run_jobs(layout.count("|") + 1, [train(place, f"hop {number}", layout, steps, *saved)])
+        resumed += losses(place, f"hop {number}")
+    assert len(resumed) == STEPS
+    assert resumed == [pytest.approx(of_step, rel=1e-6) for of_step in whole]
+    assert len(set(resumed)) == STEPS  # the weights move
+
+
+@pytest.mark.slow
+def test_replicas_train_as_one_process(place: Path) -> None:
+    run_jobs(4, [train(place, "replicas", LAYOUTS[1], STEPS, "--dp-replicate", 2)])
+    assert losses(place, "replicas") == [pytest.approx(of_step, rel=1e-6) for of_step in expected(place)]
