@@ -92,7 +92,11 @@ class ParallelDims:
             if count > 1
         ]
         experts = f", experts over {self.expert} ranks" if self.expert > 1 else ""
-        return f"{self.pipeline} pipeline ranks" + "".join(f" x {part}" for part in parts) + experts
+        return (
+            f"{self.pipeline} pipeline rank{'s' * (self.pipeline > 1)}"
+            + "".join(f" x {part}" for part in parts)
+            + experts
+        )
 
 
 def _parse_shards(text: str) -> int | None:

@@ -20,13 +20,14 @@ def opening(
     """
     compute, batch = options.compute, options.batch
     masters = "" if compute.master_dtype == compute.dtype else f" with masters in {compute.master_dtype}"
+    plural = "s" * (degrees.world_size > 1)
     size = batch.global_batch // degrees.data // batch.microbatch
     replicas = " on each data-parallel rank" if degrees.data > 1 else ""
     tokens, steps = batch.global_batch * batch.seq_len, options.steps - first_step + 1
     return (
         f"{shape.architecture}, {shape.num_params:,} parameters in {compute.dtype}{masters}",
-        f"{degrees.world_size} {device} ranks: {degrees}; {schedule}, {size} microbatches of {batch.microbatch} x "
-        f"{batch.seq_len} tokens{replicas}",
+        f"{degrees.world_size} {device} rank{plural}: {degrees}; {schedule}, {size} microbatches of {batch.microbatch} "
+        f"x {batch.seq_len} tokens{replicas}",
         f"steps {first_step} to {options.steps}, of {tokens:,} tokens each, {steps * tokens:,} in all: "
         + shlex.join(options.data.sources),
     )  # fmt: skip

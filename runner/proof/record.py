@@ -42,9 +42,9 @@ def prove_once(run: Combination, config: Mapping[str, Any], log_dir: Path, *, is
     if dist.get_rank():
         return
     logger.info(
-        "self-check: a tiny %s trains on %d ranks with %s%s as one process trains it: loss to %.0e, norm %.0e, "
+        "self-check: a tiny %s trains on %d rank%s with %s%s as one process trains it: loss to %.0e, norm %.0e, "
         "gradients %.0e, weights %.0e (%.1f s)",
-        run.family.architecture, len(run.ranks), run.timetable.name, f" {run}".rstrip(),
+        run.family.architecture, len(run.ranks), "s" * (len(run.ranks) > 1), run.timetable.name, f" {run}".rstrip(),
         proof["loss"], proof["norm"], proof["gradient"], proof["weight"], proof["seconds"],
     )  # fmt: skip
     record = read_run_record(log_dir)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from manifests.schema import Manifest, TrainingState
 from tests.builders import llama_config, pack, write_model
-from tests.pages import NOT_RUN, PAGES, ROOT, RUN, SECTIONS_OF, blocks_of
+from tests.pages import NOT_RUN, OUTPUT, PAGES, ROOT, RUN, SECTIONS_OF, blocks_of, missing_lines
 
 
 def test_every_block_is_run_or_listed() -> None:
@@ -38,7 +40,6 @@ def test_what_is_said_of_a_page_is_of_one_block_that_it_has(page: str) -> None:
     names = [
         *NOT_RUN.get(page, ()),
         *(run.files if run else ()),
-        *(run.shown if run else ()),
         *(run.codes if run else ()),
     ]
     assert {name: n for name in names if (n := sum(block.named_in([name]) is not None for block in blocks)) != 1} == {}
@@ -46,10 +47,54 @@ def test_what_is_said_of_a_page_is_of_one_block_that_it_has(page: str) -> None:
     assert [pattern for pattern in (run.instead if run else ()) if not re.search(pattern, text, re.MULTILINE)] == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_paste_as_they_are(page: str) -> None:
+    """Lines fit a column of the site, and what is said beside a command is a comment."""
+    lines = [
+        line
+        for block in blocks_of((ROOT / page).read_text())
+        if block.language != OUTPUT
+        for line in block.text.splitlines()
+    ]
+    assert [line for line in lines if len(line) > 76] == []
+    assert [line for line in lines if re.search(r"\S {3,}[^#\s]|^\$ ", line)] == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "missing"),
+    [
+        ("a\n…\nc 1.5 MiB\n", "a\nb\nc 1.5 MiB\n", []),
+        ("step 1  loss 8.37  1,112 tokens/s\n", "step 1  loss 8.4  9 tokens/s\n", []),
+        ("node …: killed\n", "node n7: killed\n", []),
+        ("18.03 MiB\n", "18.04 MiB\n", ["18.03 MiB"]),
+        ("b\na\n", "a\nb\n", ["a"]),
+        ("step 1  loss 8.37\n", "step 1  lr 8.37\n", ["step 1  loss 8.37"]),
+    ],
+)
+def test_output_that_a_command_does_not_print_is_found(shown: str, printed: str, missing: list[str]) -> None:
+    assert missing_lines(shown, printed) == missing
+
+
 def test_a_block_that_is_new_is_found() -> None:
     indented, fenced = "    reshard new\n      --flag\n\n    reshard another\n", "```bash\nreshard third\n```\n"
     found = blocks_of(f"Text\n\n{indented}\n{fenced}\n```mermaid\ngraph\n```\n")
     assert [block.text for block in found] == ["reshard new\n  --flag\n\nreshard another\n", "reshard third\n"]
+
+
+def first_cells(page: str) -> set[str]:
+    """Return the code in the first column of a page's tables."""
+    rows = re.findall(r"^\| (`[^|]+`) \|", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_every_reason_to_refuse_a_resume_has_a_row() -> None:
+    codes = tomllib.loads((ROOT / "docs" / "errors" / "resume.toml").read_text())
+    assert first_cells("resume-failed.md") == {f"resume.{code}" for code in codes}
+
+
+def test_every_field_of_a_manifest_has_a_row() -> None:
+    fields = {field.name for kind in (Manifest, TrainingState) for field in dataclasses.fields(kind)}
+    assert first_cells("manifest.md") == fields | {"format", "version", "digest"}
 
 
 def test_extras_that_pages_install_exist() -> None:

@@ -16,8 +16,8 @@ from runner.config.flags import training_command
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
-_COMMAND = re.compile(r"^(?:    |\t)\s*(?:\$ )?((?:reshard|runner) (?!\[)[a-z].*)$")
-_PROSE = re.compile(r"\s{3,}\S.*$|\s…|\s#.*$")  # what an example says after its command
+_COMMAND = re.compile(r"^(?:(?:    |\t)\s*|\$ )((?:reshard|runner) (?!\[)[a-z].*)$")
+_PROSE = re.compile(r"\s{3,}\S.*$|\s…|\s>\s.*$|\s#.*$")  # what follows a command
 
 
 def commands_in(text: str) -> Iterator[str]:

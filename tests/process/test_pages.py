@@ -147,14 +147,14 @@ def loads(*names: str) -> Callable[[Path], None]:
 
 
 def has_report(folder: Path) -> None:
-    assert (folder / "report.html").stat().st_size > 10_000
+    assert (folder / "build/start/report.html").stat().st_size > 10_000
 
 
 # What a page's commands leave, beyond that they end well.
 CHECKS: Mapping[str, tuple[Callable[[Path], None], ...]] = {
-    "README.md": (loads("trained", "Llama-3.2-1B-trained"),),
+    "README.md": (loads("build/try/trained", "build/try/exported"),),
     "docs/checkpoints.md": (loads("hf"),),
-    "docs/start.md": (loads("trained", "Llama-trained"), has_report),
+    "docs/start.md": (loads("build/start/trained", "build/start/exported"), has_report),
 }
 
 
