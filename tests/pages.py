@@ -101,7 +101,7 @@ RUN: Mapping[str, Run] = {
     ),
     "docs/layouts.md": Run(
         needs=("model", "pp2", "configs"),
-        instead={"4096": "64", r"\./Llama-3\.1-70B": "config.json"},
+        instead={"(?<!512 --seq-len )4096": "64", r"\./Llama-3\.1-70B": "config.json"},
         files={
             "num_ranks = 2": ("stages.toml", "reshard layout stages.toml --layers 30"),
             "0F0,": (
