@@ -60,7 +60,7 @@ def decode_manifest(text: bytes, where: str = "manifest.json") -> Manifest:
     """
     document = parse_json_object(text, where)
     if document.pop("format", None) != FORMAT:
-        hint = "this file was not written by reshard"
+        hint = "name a folder that reshard pack or a training run wrote, or the manifest.json in it"
         raise ManifestError(f"{where}: format", f"expected {FORMAT!r}", hint, code="manifest.not-a-manifest")
     version = document.pop("version", None)
     if type(version) is not int or version not in VERSIONS:

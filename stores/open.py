@@ -14,7 +14,7 @@ from pathlib import Path
 
 from manifests.codec import decode_manifest
 from manifests.digest import digest_bytes
-from manifests.errors import SourceError
+from manifests.errors import ManifestError, SourceError, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import Manifest, Parent
 from manifests.store import check_links, no_manifest
@@ -115,6 +115,10 @@ def locate_manifest(address: Address | Folder) -> tuple[Folder, str]:
     if not isinstance(address, str | Path):
         if isinstance(address, LocalFolder):
             return locate_manifest(address.path)
+        if not hasattr(address, "file"):
+            raise UsageError(
+                "source", f"expected a path or an address, found {address!r}", code="options.invalid-value"
+            )
         return address, MANIFEST_NAME
     if is_url(address):
         folder = open_store(str(address).removesuffix(f"/{MANIFEST_NAME}"))
@@ -125,6 +129,9 @@ def locate_manifest(address: Address | Folder) -> tuple[Folder, str]:
     file = path / MANIFEST_NAME if path.is_dir() else path
     if not file.exists():
         raise no_manifest(str(address), path)
+    if file.suffix != ".json":
+        hint = "name the folder that reshard pack or a training run wrote"
+        raise ManifestError(str(file), "is not a manifest", hint, code="manifest.not-a-manifest")
     target = file.resolve()
     if str(target) == os.path.abspath(file):
         return LocalFolder(file.parent), file.name

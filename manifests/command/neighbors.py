@@ -123,6 +123,7 @@ _VERBS = {
     "pack": "reshard pack SOURCE --layout pp=N --out DIR",
     "plan": "reshard plan MODEL --layout pp=N",
 }
+_VALUES = {"gpu": "cuda", "fp16": "bf16", "half": "bf16"}
 DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NEIGHBORS: Mapping[str, Mapping[str, str]] = {
     "reshard": {**_TRAINING, **_PACKING, **_VERBS},
@@ -193,12 +194,14 @@ def _in_our_words(problem: str) -> tuple[str, str]:
     """Return a sentence of click's about a value as this project says it, and a hint if a choice is close."""
     if match := re.fullmatch(r"('.*') is not one of ('.*')", problem):
         choices = re.findall(r"'([^']*)'", match[2])
-        close = get_close_matches(match[1].strip("'").lower(), choices, n=1)
-        return f"expected {' or '.join(choices)}, found {match[1]}", f"did you mean {close[0]}?" if close else ""
+        value = match[1].strip("'").lower()
+        close = get_close_matches(_VALUES.get(value, value), choices, n=1)
+        listed = f"{', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else choices[0]
+        return f"expected {listed}, found {match[1]}", f"did you mean {close[0]}?" if close else ""
     if match := re.fullmatch(r"('.*') is not a valid (integer|number|float)", problem):
         return f"expected a {'whole ' * (match[2] == 'integer')}number, found {match[1]}", ""
     if match := re.fullmatch(r"(.*) is not in the range (.*)", problem):
-        limits = re.sub(r"(.+)<=x<=(.+)", r"\1 to \2", match[2])
+        limits = re.sub(r"(.+)<=x<=(.+)", r"\1 to \2", re.sub(r"(.+)<=x<(?!=)(.+)", r"from \1 to below \2", match[2]))
         limits = re.sub(r"x>=(.+)", r"\1 or more", re.sub(r"x>(?!=)(.+)", r"more than \1", limits))
         return f"expected {limits}, found {match[1]}", ""
     if match := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", problem):

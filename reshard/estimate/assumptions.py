@@ -153,6 +153,7 @@ def check_assumptions(assumed: Assumptions) -> None:
         "tensor": assumed.tensor,
         "context": assumed.context,
         "expert": assumed.expert,
+        "memory_limit": assumed.memory_limit,
         "loss_chunk": assumed.loss_chunk,
         "recompute": assumed.recompute if type(assumed.recompute) is int else None,
     }

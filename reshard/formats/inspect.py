@@ -80,8 +80,8 @@ class PackedModel:
             UsageError: there is no such stage (`options.unknown-stage`).
         """
         num_stages = len(self.manifest.stages)
-        if not 0 <= index < num_stages:
-            problem = f"expected a stage from 0 to {num_stages - 1}, found {index}"
+        if type(index) is not int or not 0 <= index < num_stages:
+            problem = f"expected a stage from 0 to {num_stages - 1}, found {index!r}"
             raise UsageError("index", problem, "stages are numbered from 0", code="options.unknown-stage")
         return PackedStage(model=self, info=self.manifest.stages[index])
 

@@ -16,11 +16,12 @@ from click.core import ParameterSource
 from manifests.command.console import GroupedHelp
 from manifests.command.neighbors import usage_error
 from manifests.errors import UsageError
+from manifests.models.adapters import ALL_LINEAR
 from manifests.models.training import HostMemory
 from manifests.schedules import SCHEDULES
 from runner.config.balance import BalanceOptions
 from runner.config.declared import WholeNumber, build, flag, group, parameters_of
-from runner.config.lora import LoraOptions, read_lora
+from runner.config.lora import LoraOptions, check_adapters, read_lora
 from runner.config.loss import LossOptions
 from runner.config.parallel_dims import DegreeOptions
 from runner.config.schema import (
@@ -292,7 +293,7 @@ _GROUPS = {
         "master_dtype", "reduce_dtype", "ac", "loss_chunk", "is_compiled", "implementation", "device", "host_memory",
     ),
     "Adapters and freezing": (
-        "lora_rank", "lora_alpha", "lora_target", "lora_experts", "lora_dropout", "is_rank_scaled", "adapter",
+        "lora_rank", "lora_alpha", "lora_target", "lora_experts", "lora_dropout", "lora_rslora", "adapter",
         "train_only",
     ),
     "Parallelism": (
@@ -341,9 +342,25 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
+# Flags that would do nothing without another one.
+_NEEDS = {
+    "eval_every": "--eval-data PATH",
+    "publish_every": "--publish DIR",
+    "checkpoint_every": "--checkpoint DIR",
+    "keep": "--checkpoint DIR",
+    **dict.fromkeys(("lora_alpha", "lora_target", "lora_experts", "lora_dropout", "lora_rslora"), "--lora-rank R"),
+}
+
+
 def _check_together(values: Mapping[str, Any]) -> None:
-    if values["eval_every"] is not None and not values["eval_data"]:
-        raise UsageError("--eval-every", "needs --eval-data", "add --eval-data PATH", code="options.missing-value")
+    for name, needed in _NEEDS.items():
+        if values[name] not in (None, False, 0, ALL_LINEAR) and not values[needed[2:].split(" ")[0].replace("-", "_")]:
+            code = "options.needs-checkpoint" if needed == "--checkpoint DIR" else "options.missing-value"
+            raise UsageError(flag_of(name), f"needs {needed}", f"add {needed}, or remove {flag_of(name)}", code=code)
+    for name in ("trace", "profile"):
+        if (steps := _parse_steps(flag_of(name), values[name])) and steps.start > values["steps"]:
+            where, problem = f"{flag_of(name)} {values[name]}", f"begins after the last step, --steps {values['steps']}"
+            raise UsageError(where, problem, "choose earlier steps", code="options.invalid-value")
     if values["loss_chunk"] is not None and any(values[name] for name in _GROUPS["Loss"] if name != "mtp_loss_weight"):
         problem = "computes plain cross-entropy, and no other loss"
         raise UsageError("--loss-chunk", problem, "remove it", code="options.loss-chunk")
@@ -355,10 +372,6 @@ def _check_together(values: Mapping[str, Any]) -> None:
         problem = "conflicts with --implementation torchtitan, whose routers return no logits"
         raise UsageError("--router-aux-loss", problem, "remove --implementation", code="options.router")
     checkpoint, resume, local = values["checkpoint"], values["resume"], values["stage_to_local"]
-    for name in ("checkpoint_every", "keep"):
-        if checkpoint is None and values[name]:
-            hint = "add --checkpoint and a folder for the run's checkpoints"
-            raise UsageError(flag_of(name), "needs --checkpoint DIR", hint, code="options.needs-checkpoint")
     if checkpoint is None and resume and re.fullmatch(r"step-\d+", resume):
         where, hint = f"--resume {resume}", f"add --checkpoint DIR, or write the whole path: --resume DIR/{resume}"
         problem = "needs --checkpoint DIR, the folder to find it in"
@@ -373,19 +386,7 @@ def _check_together(values: Mapping[str, Any]) -> None:
             "environment variables of the node are expanded, such as '$TMPDIR/bundles'",
             code="options.relative-cache",
         )
-    if values["publish_every"] and values["publish"] is None:
-        raise UsageError("--publish-every", "needs --publish DIR", "add --publish DIR", code="options.missing-value")
-    adapter = "--lora-rank" if values["lora_rank"] is not None else "--lora-from" if values["adapter"] else None
-    if adapter and values["publish"]:
-        problem = f"conflicts with {adapter}: whole weights are published, and adapters are apart"
-        hint = "reshard merge BASE ADAPTER --out DIR, then reshard delta publish DIR --chain CHAIN"
-        raise UsageError("--publish", problem, hint, code="options.conflict")
-    if adapter and values["train_only"]:
-        problem, hint = f"conflicts with {adapter}, which trains adapters alone", "remove one of them"
-        raise UsageError("--train-only", problem, hint, code="options.conflict")
-    if values["lora_rank"] is not None and values["adapter"]:
-        problem, hint = "conflicts with --lora-from, whose folder says the rank", "remove one of them"
-        raise UsageError("--lora-rank", problem, hint, code="options.conflict")
+    check_adapters(values)
     if resume == "auto" and values["resume_weights_only"]:
         raise UsageError(
             "--resume-weights-only",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from manifests.errors import UsageError
 from manifests.models.adapters import ALL_LINEAR, PEFT_CONFIG, Target, parse_target
@@ -55,7 +57,7 @@ class LoraOptions:
         help="Dropout in front of adapters.",
     )  # fmt: skip
     is_rank_scaled: bool = flag(
-        "--lora-rslora", "is_rank_scaled", is_flag=True, written_default=False,
+        "--lora-rslora", is_flag=True, written_default=False,
         help="Multiply the product by A / sqrt(R) instead (rsLoRA).",
     )  # fmt: skip
 
@@ -75,6 +77,21 @@ class LoraOptions:
     @property
     def scale(self) -> float:
         return self.alpha / (math.sqrt(self.rank) if self.is_rank_scaled else self.rank)
+
+
+def check_adapters(values: Mapping[str, Any]) -> None:
+    """Refuse flags that conflict with adapters."""
+    adapter = "--lora-rank" if values["lora_rank"] is not None else "--lora-from" if values["adapter"] else None
+    if adapter and values["publish"]:
+        problem = f"conflicts with {adapter}: whole weights are published, and adapters are apart"
+        hint = "reshard merge BASE ADAPTER --out DIR, then reshard delta publish DIR --chain CHAIN"
+        raise UsageError("--publish", problem, hint, code="options.conflict")
+    if adapter and values["train_only"]:
+        problem, hint = f"conflicts with {adapter}, which trains adapters alone", "remove one of them"
+        raise UsageError("--train-only", problem, hint, code="options.conflict")
+    if values["lora_rank"] is not None and values["adapter"]:
+        problem, hint = "conflicts with --lora-from, whose folder says the rank", "remove one of them"
+        raise UsageError("--lora-rank", problem, hint, code="options.conflict")
 
 
 def read_lora(folder: Path) -> LoraOptions:

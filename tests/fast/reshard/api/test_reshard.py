@@ -7,7 +7,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -108,10 +108,18 @@ def test_missing_optimizer_state_and_stages_are_refused(model: Path, tmp_path: P
     with pytest.raises(reshard.InputError) as refused:
         packed.stage(0).state_dict("exp_avg")
     assert refused.value.code == "checkpoint.no-optimizer-state"
-    for index in (-1, 2):
+    for index in (-1, 2, "0", 1.0, None):
         with pytest.raises(reshard.UsageError) as refused_stage:
-            packed.stage(index)
+            packed.stage(cast("int", index))
         assert refused_stage.value.code == "options.unknown-stage"
+
+
+@pytest.mark.parametrize("place", [None, 3, ["pp2"]])
+def test_what_is_no_path_is_refused(place: Any) -> None:
+    for call in (reshard.open, reshard.verify):
+        with pytest.raises(reshard.UsageError) as refused:
+            call(place)
+        assert refused.value.code == "options.invalid-value"
 
 
 def test_damage_is_refused_when_a_stage_is_read_and_reported_by_verify(model: Path, tmp_path: Path) -> None:
