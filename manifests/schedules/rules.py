@@ -28,7 +28,7 @@ def schedule_named(name: str) -> ScheduleName:
     names = {schedule.lower(): schedule for schedule in SCHEDULES}
     if name.lower() in names:
         return names[name.lower()]
-    begun = [schedule for schedule in names if schedule.startswith(name.lower())]
+    begun = [schedule for schedule in names if name and schedule.startswith(name.lower())]
     close = begun or get_close_matches(name.lower(), names, n=1)
     guess = f"did you mean {names[close[0]]}? " if close else ""
     hint = f"{guess}known schedules: {', '.join(SCHEDULES)}"

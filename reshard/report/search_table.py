@@ -36,18 +36,19 @@ def search_text(result: SearchResult) -> str:
             lines.append("--cp: a tiny model tries it before step 1, which some architectures fail: runner prove")
         else:
             rows = [(*row[:6], *row[7:]) for row in rows]
+        over = sum(choice.forecast.memory > result.limit for choice in result.choices)
         lines += [
             table(rows[0], rows[1:], left_columns=frozenset({"layout", "schedule", "ac"})),
             "dp: replicas x shards; mb: --microbatch",
+            f"of {len(result.choices):,} layouts, {over:,} need more memory; the others are slower",
         ]
     elif result.choices:
         least = min(choice.forecast.memory for choice in result.choices)
-        lines.append(f"DOES NOT FIT: the layout that needs the least memory needs {show_bytes(least)}; use more GPUs")
+        lines.append(
+            f"DOES NOT FIT: of {len(result.choices):,} layouts, the smallest needs {show_bytes(least)}; use more GPUs"
+        )
     else:
         lines.append("NO LAYOUT: no combination of degrees is possible")
-    if result.choices:
-        over = sum(choice.forecast.memory > result.limit for choice in result.choices)
-        lines.append(f"of {len(result.choices):,} layouts, {over:,} need more memory; the others are slower")
     lines += [f"left out: {reason}" for reason in result.refusals]
     if result.best:
         lines += [pack_command(result, result.best[0]), launch_command(result, result.best[0])]
