@@ -61,7 +61,7 @@ def lazy_attributes(
         return attribute
 
     def names() -> list[str]:
-        return sorted({"__doc__", "__version__", *module_of})
+        return sorted(vars(sys.modules[package])["__all__"])
 
     return get, names
 
