@@ -357,10 +357,6 @@ def _check_together(values: Mapping[str, Any]) -> None:
         if values[name] not in (None, False, 0, ALL_LINEAR) and not values[needed[2:].split(" ")[0].replace("-", "_")]:
             code = "options.needs-checkpoint" if needed == "--checkpoint DIR" else "options.missing-value"
             raise UsageError(flag_of(name), f"needs {needed}", f"add {needed}, or remove {flag_of(name)}", code=code)
-    for name in ("trace", "profile"):
-        if (steps := _parse_steps(flag_of(name), values[name])) and steps.start > values["steps"]:
-            where, problem = f"{flag_of(name)} {values[name]}", f"begins after the last step, --steps {values['steps']}"
-            raise UsageError(where, problem, "choose earlier steps", code="options.invalid-value")
     if values["loss_chunk"] is not None and any(values[name] for name in _GROUPS["Loss"] if name != "mtp_loss_weight"):
         problem = "computes plain cross-entropy, and no other loss"
         raise UsageError("--loss-chunk", problem, "remove it", code="options.loss-chunk")

@@ -90,8 +90,6 @@ MISTAKES = (
     (f"{TRAIN} --lora-target q_proj", "--lora-target", "--lora-rank"),
     (f"{TRAIN} --lora-rslora", "--lora-rslora", "--lora-rank"),
     (f"{TRAIN} --eval-every 5", "--eval-every", "--eval-data"),
-    (f"{TRAIN} --trace 30-40", "--trace 30-40", "earlier"),
-    (f"{TRAIN} --profile 11", "--profile 11", "earlier"),
     (f"{TRAIN} --save pp2", "--save pp2", "folder"),
     (f"{TRAIN} --device cuda", "--device cuda", "--device cpu"),
     (f"{TRAIN} --device gpu", "--device: expected auto, cpu or cuda", "cuda"),
