@@ -278,8 +278,8 @@ def _mark_cut(axes: Axes, view: View, theme: Theme) -> None:
     for edge in (left, right):
         axes.axvline(edge, color=theme.quiet, linewidth=0.8, linestyle=(0, (2, 2)), zorder=5)
     middle = f"{view.num_cut} microbatches cut"
-    names = (0.0, "warm-up", "left"), ((left + right) / 2, middle, "center"), (view.width_s, "drain", "right")
-    for place, text, side in names:
+    names = ((left + right) / 2, middle, "center"), (0.0, "warm-up", "left"), (view.width_s, "drain", "right")
+    for place, text, side in names[: 1 if is_narrow(axes) else 3]:
         axes.annotate(
             text, (place, 1), (0, 4), xycoords=axes.get_xaxis_transform(), textcoords="offset points", ha=side,
             va="bottom", fontsize=SMALLEST_PT, color=theme.quiet,
@@ -294,8 +294,9 @@ def draw_work(axes: Axes, forecast: Forecast, theme: Theme) -> None:
     low, mean = 10 * int((min(shares) - 2) / 10), sum(shares) / len(shares)
     if len(times) <= MOST_LABELLED:
         axes.hlines(range(len(times)), low, 100, color=theme.faint, linewidth=1, zorder=0)
-    for rank, share in enumerate(shares):
-        axes.plot(share, rank, "o", color=theme.ink if rank in marked else theme.quiet, markersize=5, clip_on=False)
+    others = [rank for rank in range(len(times)) if rank not in marked]
+    for color, ranks in ((theme.quiet, others), (theme.ink, marked)):
+        axes.plot([shares[rank] for rank in ranks], ranks, "o", color=color, markersize=5, clip_on=False)
     if marked and len(times) <= MOST_LABELLED:  # else the dots are one below the other
         for rank in {marked[0], shares.index(min(shares))}:
             _write_right(axes, rank, f"{shares[rank]:.0f} %", bold=rank in marked, color=theme.ink)
