@@ -6,9 +6,10 @@ They are drawn with matplotlib, an extra (`reshard[draw]`) that is imported on u
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from manifests.errors import OutputError, UsageError
 from manifests.store import write_file
@@ -57,7 +58,6 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
         OutputError: the file cannot be written.
     """
     from manifests.command.interpreter import collector_paused
-    from manifests.command.palette import THEMES
     from reshard.draw.sheet import draw_sheet, html_page
 
     if planned.forecast.step is None:
@@ -67,14 +67,9 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
             "lower --microbatches",
             code="options.too-many-microbatches",
         )
-    suffix = path.suffix.lower()
     with collector_paused():
-        if suffix == ".html":
-            data = html_page(planned).encode()
-        elif suffix == ".svg":
-            data = draw_sheet(planned, THEMES.get(theme), "svg")
-        else:
-            data = draw_sheet(planned, THEMES.get(theme, THEMES["light"]), "png")
+        is_page = path.suffix.lower() == ".html"
+        data = html_page(planned).encode() if is_page else draw_sheet(planned, theme, _form(path))
     _write(path, data)
 
 
@@ -84,18 +79,15 @@ def draw_search(result: SearchResult, path: Path, theme: str = "auto") -> None:
     Raises:
         OutputError: the file cannot be written.
     """
-    from manifests.command.palette import THEMES
     from reshard.draw.search import search_figure, search_title
-    from reshard.draw.sheet import save_figure
-    from reshard.draw.theme import describe, drawing, follow_reader
+    from reshard.draw.sheet import draw_figure
 
-    colors, form = THEMES.get(theme, THEMES["light"]), "png" if path.suffix.lower() == ".png" else "svg"
-    with drawing(colors):
-        data = save_figure(search_figure(result, colors), form)
-    if form == "svg":
-        svg = describe(data.decode(), search_title(result), "memory against pipeline bubble")
-        data = (svg if theme in THEMES else follow_reader(svg)).encode()
-    _write(path, data)
+    figure_of, about = partial(search_figure, result), "memory against pipeline bubble"
+    _write(path, draw_figure(figure_of, theme, _form(path), search_title(result), about))
+
+
+def _form(path: Path) -> Literal["svg", "png"]:
+    return "png" if path.suffix.lower() == ".png" else "svg"
 
 
 def _write(path: Path, data: bytes) -> None:

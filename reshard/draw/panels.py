@@ -44,7 +44,7 @@ def draw_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
     totals = [stage.nbytes for stage in planned.plan.stages]
     scale = byte_scale(max(totals))
     bottoms = [0.0] * num_stages
-    few = _are_sized(axes, num_stages)
+    few = num_stages <= width_of(axes) / _SIZE_PT
     for kind, sizes in by_kind.items():
         parts = [(stage, size / scale.unit) for stage, size in enumerate(sizes) if size]
         half = 0.39 if few else 0.5
@@ -56,17 +56,13 @@ def draw_stages(axes: Axes, planned: PlanResult, theme: Theme) -> None:
     share = 1 - 1.35 * SMALLEST_PT * lines / height_of(axes)  # for text and arcs above the tallest bar
     axes.set(xlim=(-0.6, num_stages - 0.4), ylim=(0, (max(bottoms) or 1) / share))
     _draw_bands(axes, planned, theme)
-    feet = _write_sizes(axes, planned, bottoms, scale)
+    feet = _write_sizes(axes, planned, bottoms, scale) if few else bottoms
     _mark_stages(axes, planned, theme)
     _draw_ties(axes, planned, feet, theme)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.set_title(f"Stages: {scale.name} as stored")
     put_legend(axes, [Patch(color=KIND_COLORS[kind], label=kind) for kind in by_kind], len(by_kind))
-
-
-def _are_sized(axes: Axes, num_stages: int) -> bool:
-    return num_stages <= width_of(axes) / _SIZE_PT
 
 
 def stage_bytes(planned: PlanResult) -> dict[str, list[int]]:
@@ -112,9 +108,7 @@ def _draw_bands(axes: Axes, planned: PlanResult, theme: Theme) -> None:
 
 
 def _write_sizes(axes: Axes, planned: PlanResult, tops: Sequence[float], scale: Scale) -> list[float]:
-    """Write the bytes above the bars, once for stages of equal size, as far as they fit; return where the text ends."""
-    if not _are_sized(axes, len(tops)):
-        return list(tops)
+    """Write the bytes above the bars, once for stages of equal size; return where the text ends."""
     per_point = axes.get_ylim()[1] / height_of(axes)
     for size, group in groupby(planned.plan.stages, key=lambda stage: scale.show(stage.nbytes)):
         stages = [stage.index for stage in group]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from string import Template
 from typing import Literal
@@ -21,6 +21,7 @@ from reshard.packing.plan import PlanResult
 from reshard.plans.pack_plan import traffic_of
 from reshard.report.plan_summary import bottleneck, memory_line, not_fitting, placement_line, plan_text, schedule_line
 
+Form = Literal["svg", "png"]
 # Inches.
 _WIDTH, _LEFT, _RIGHT = 13.0, 0.62, 0.25
 _TITLE, _STAGES, _EACH_TIE, _BELOW_STAGES, _BELOW_RANKS, _GAP = 0.32, 0.8, 0.22, 1.3, 1.05, 0.22
@@ -73,21 +74,25 @@ $narrow
 """)
 
 
-def draw_sheet(
-    planned: PlanResult, theme: Theme | None, form: Literal["svg", "png"], *, header: bool = True, width: float = _WIDTH
-) -> bytes:
-    """Return the picture: what to know in words, stages below it, and then ranks; if it is narrow, panel by panel.
+def draw_sheet(planned: PlanResult, theme: str, form: Form, *, header: bool = True, width: float = _WIDTH) -> bytes:
+    """Return the picture: what to know in words, stages below it, and then ranks; if it is narrow, panel by panel."""
+    description = ". ".join(text for text, *_ in facts(planned, THEMES["light"])[1:])
 
-    Without a theme, an SVG follows the reader's setting.
-    """
-    colors = theme or THEMES["light"]
+    def figure_of(colors: Theme) -> Figure:
+        return sheet_of(planned, colors, header=header, width=width)
+
+    return draw_figure(figure_of, theme, form, headline(planned), description)
+
+
+def draw_figure(figure_of: Callable[[Theme], Figure], theme: str, form: Form, title: str, description: str) -> bytes:
+    """Return a figure in colors of a theme; with `auto`, an SVG follows the reader's setting, and a PNG is light."""
+    colors = THEMES.get(theme, THEMES["light"])
     with drawing(colors):
-        picture = save_figure(sheet_of(planned, colors, header=header, width=width), form)
+        picture = _save(figure_of(colors), form)
     if form == "png":
         return picture
-    description = ". ".join(text for text, *_ in facts(planned, colors)[1:])
-    svg = describe(picture.decode(), headline(planned), description)
-    return (svg if theme else follow_reader(svg)).encode()
+    svg = describe(picture.decode(), title, description)
+    return (svg if theme in THEMES else follow_reader(svg)).encode()
 
 
 def html_page(planned: PlanResult) -> str:
@@ -95,7 +100,9 @@ def html_page(planned: PlanResult) -> str:
     texts = [text for text, *_ in facts(planned, THEMES["light"])[1:]]
     num_alarms = len(not_fitting(planned))
     kinds = ["alarm"] * num_alarms + ["lead"] + [""] * (len(texts) - num_alarms - 1)
-    wide, narrow = (_inline(draw_sheet(planned, None, "svg", header=False, width=width)) for width in (_WIDTH, NARROW))
+    wide, narrow = (
+        _inline(draw_sheet(planned, "auto", "svg", header=False, width=width)) for width in (_WIDTH, NARROW)
+    )
     return _PAGE.substitute(
         title=escape(headline(planned)),
         light=THEMES["light"].css,
@@ -180,7 +187,7 @@ def _write_header(figure: Figure, lines: Sequence[tuple[str, str, float, str]], 
         top -= size / 72 * 1.45
 
 
-def save_figure(figure: Figure, form: str) -> bytes:
+def _save(figure: Figure, form: Form) -> bytes:
     """Return a figure as SVG or PNG."""
     buffer = io.BytesIO()
     # No time and no library version: the same plan gives the same bytes.
