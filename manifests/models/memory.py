@@ -333,20 +333,20 @@ def _state_nbytes(
     exact = {fqn for fqn in tensors if fqn.endswith(shape.float32_suffixes)} if shape.float32_suffixes else set()
     weights = gradients = optimizer = 0
     for policy, fqns in ((training.policy, tensors.keys() - exact), (POLICIES["fp32"], exact)):
-        by_shards = Counter[int]()
-        for fqn in fqns - followers:
-            by_shards[_shards_of(fqn, training)] += tensors[fqn]
-        weights += by_shards.total() * policy.compute
-        for fqn in [fqn for fqn in fqns - followers if not training.trains(fqn)]:
-            shards = _shards_of(fqn, training)
-            by_shards[shards] -= tensors[fqn]
-            optimizer += tensors[fqn] * policy.compute // shards if training.is_sharded else 0  # gathered from
-        num_params = sum(tensors[fqn] for fqn in fqns if training.trains(fqn))
         average = FP32_NBYTES / policy.master if training.keeps_average else 0.0
-        state = Counter[int]()
-        for fqn in fqns - followers:
-            if training.trains(fqn):
-                state[_shards_of(fqn, training)] += round(tensors[fqn] * (training.state_of(fqn) + average))
+        by_shards, state, num_params = Counter[int](), Counter[int](), 0
+        for fqn in fqns:
+            count, trains = tensors[fqn], training.trains(fqn)
+            num_params += count if trains else 0
+            if fqn in followers:
+                continue
+            weights += count * policy.compute
+            shards = _shards_of(fqn, training)
+            if trains:
+                by_shards[shards] += count
+                state[shards] += round(count * (training.state_of(fqn) + average))
+            elif training.is_sharded:
+                optimizer += count * policy.compute // shards  # gathered from
         if training.is_sharded:  # see Note [Memory of a rank]
             gradients += num_params * policy.reduce
             optimizer += sum((count + state[shards]) * policy.master // shards for shards, count in by_shards.items())

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from math import prod
 
 from manifests.brief import brief
@@ -146,6 +147,7 @@ class ModelShape:
         )
 
 
+@lru_cache(maxsize=1 << 17)
 def is_expert(fqn: str) -> bool:
     """Return whether a tensor is of an expert, or of all experts of a layer: not of those that every token goes to."""
     return _EXPERTS.search(fqn) is not None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import ExitStack
 from typing import NoReturn
 
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 logger = logging.getLogger("runner.progress")
 _noted = logging.getLogger("runner")
@@ -22,10 +24,12 @@ class StepProgress:
     def __init__(self, num_steps: int, *, first_step: int = 0, every: int = 1, quiet: bool = False) -> None:
         self.num_steps, self._every, self._quiet = num_steps, every, quiet
         self._bar: tqdm[NoReturn] | None = None
+        self._redirected = ExitStack()
         if sys.stdout.isatty() and _has_columns() and not quiet:
             self._bar = tqdm(
                 total=num_steps, initial=first_step, unit="step", file=sys.stderr, dynamic_ncols=True, smoothing=0.1
             )
+            self._redirected.enter_context(logging_redirect_tqdm())  # else notes end up on the bar's line
 
     def step(self, step: int, brief: str, line: str) -> None:
         """Show that a step was taken: `brief` beside the bar, and `line`."""
@@ -55,6 +59,7 @@ class StepProgress:
             _noted.warning("note: standard output: %s; the run continues, and its log has the steps", problem)
 
     def close(self) -> None:
+        self._redirected.close()
         if self._bar is not None:
             self._bar.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import pty
 import struct
@@ -97,3 +98,21 @@ def test_terminal_shows_a_bar_with_loss_and_time_left_and_other_lines_above_it(
     assert "loss 5.0000, 1,234 tokens/s]" in shown
     assert "<" in shown  # time gone < time left
     assert "saved step-000007\r\n" in shown
+
+
+def test_notes_are_lines_of_their_own_above_the_bar(
+    terminal: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, stream = terminal
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    handler = logging.StreamHandler(stream)
+    logging.getLogger().addHandler(handler)
+    try:
+        progress = StepProgress(2)
+        logging.getLogger("runner").warning("a note")
+        progress.close()
+    finally:
+        logging.getLogger().removeHandler(handler)
+    stream.flush()
+    assert "\ra note\r\n" in read_all(user)
