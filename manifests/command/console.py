@@ -44,6 +44,7 @@ MOVED = {
     "reshard layout --as": "--write FILE writes the layout, as .toml or .json",
     "runner generate": "a packed folder opens in transformers: AutoModelForCausalLM.from_pretrained(DIR).generate(...)",
 }
+_RED, _CYAN, _PLAIN = "\x1b[1;31m", "\x1b[36m", "\x1b[0m"
 _BROKEN_PIPE = 141  # 128 + SIGPIPE, as in shells
 
 
@@ -57,17 +58,17 @@ def run_command(act: Callable[[], int], *, is_json: bool) -> None:
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
     except UserError as error:
-        code = _say(error, is_json=is_json)
+        code = print_error(error, is_json=is_json)
     except KeyboardInterrupt as error:
         print("\nhint: ".join(("interrupted", *getattr(error, "__notes__", ()))), file=sys.stderr)
         code = INTERRUPTED
     except OSError as error:
         if _is_working_folder_gone():
             problem, hint = "the working folder was deleted or replaced", 'enter one that exists: cd "$PWD", or cd ..'
-            code = _say(InputError(".", problem, hint, code="system.no-working-folder"), is_json=is_json)
+            code = print_error(InputError(".", problem, hint, code="system.no-working-folder"), is_json=is_json)
         elif error.filename is not None:
             problem = f"cannot be used: {error.strerror}"
-            code = _say(InputError(str(error.filename), problem, code="system.refused"), is_json=is_json)
+            code = print_error(InputError(str(error.filename), problem, code="system.refused"), is_json=is_json)
         elif _unwritable() is None:
             raise
     if code := _finish(code):
@@ -208,10 +209,13 @@ class _Lenient(io.TextIOWrapper):
             super().flush()
 
 
-def _say(error: UserError, *, is_json: bool) -> int:
-    """Print an error and return its exit code."""
+def print_error(error: UserError, *, is_json: bool) -> int:
+    """Print an error, in color on a terminal unless NO_COLOR is set, and return its exit code."""
+    text = f"error: {error}"
+    if not is_json and sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+        text = text.replace("error:", f"{_RED}error:{_PLAIN}", 1).replace("\nhint:", f"\n{_CYAN}hint:{_PLAIN}")
     with contextlib.suppress(OSError):  # the exit code remains, and standard output is checked at the end
-        print(error_json(error) if is_json else f"error: {error}", file=sys.stdout if is_json else sys.stderr)
+        print(error_json(error) if is_json else text, file=sys.stdout if is_json else sys.stderr, flush=True)
     return error.exit_code
 
 
@@ -224,7 +228,7 @@ def _finish(code: int) -> int:
     if isinstance(error, BrokenPipeError):
         return _BROKEN_PIPE if code in (0, 1) else code  # click exits with 1
     if code in (0, 1):
-        return _say(_unprinted(error), is_json=False)
+        return print_error(_unprinted(error), is_json=False)
     return code
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from manifests.command.console import open_streams
+from manifests.command.console import open_streams, print_error
 from manifests.command.interpreter import leave_out_working_folder, safe_environment
 from manifests.command.signals import INTERRUPTED, end_at_signals, say_interrupted
-from manifests.errors import RankError, UserError, error_json
+from manifests.errors import RankError, UserError
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
 from runner.launch.agent.forked import FATAL, fork_ranks, import_worker, set_log_level
@@ -63,7 +63,7 @@ def _run(reports_dir: Path) -> int:
     try:
         note = check_torch()
     except UserError as error:
-        _print_error(error)
+        print_error(error, is_json="--json" in sys.argv)
         return error.exit_code
     log_dir = options.log_dir if options else None
     shows_waiting = options is not None and not options.quiet and _LOCAL in sys.argv
@@ -104,7 +104,7 @@ def _run(reports_dir: Path) -> int:
     except DistError as error:
         _finish()
         failed = _rendezvous_failure(error)
-        _print_error(failed.error)
+        print_error(failed.error, is_json="--json" in sys.argv)
         if log_dir is not None and read_state(log_dir) is None:
             _write_failure(failed, log_dir, 0)
         return failed.code
@@ -159,7 +159,7 @@ def _report(cause: ExitReport, log_dir: Path | None, beats: Sequence[Beat]) -> i
     """Report what ended the ranks, unless another node's agent does; return the exit code."""
     is_ours = cause.kind == "failed" and not cause.is_elsewhere
     if is_ours or not _is_reported(log_dir, _PATIENCE_ELSEWHERE_S if cause.is_elsewhere else _PATIENCE_S):
-        _print_error(cause.error)
+        print_error(cause.error, is_json="--json" in sys.argv)
         if log_dir is not None:
             _write_failure(cause, log_dir, max((beat.step for beat in beats), default=0))
     return cause.code
@@ -178,14 +178,6 @@ def _rendezvous_failure(error: DistError) -> ExitReport:
     return ExitReport(
         kind="failed", code=RankError.exit_code, where=where, problem=problem, hint=hint, error_code="rank.unmet"
     )
-
-
-def _print_error(error: UserError) -> None:
-    if "--json" in sys.argv:
-        with contextlib.suppress(OSError):  # nobody reads it; the exit code remains
-            print(error_json(error), flush=True)
-    else:
-        print(f"error: {error}", file=sys.stderr)
 
 
 def _is_reported(log_dir: Path | None, patience_s: float = _PATIENCE_S) -> bool:

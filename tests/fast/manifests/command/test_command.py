@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifests.command.console import expand_home
+from manifests.command.console import expand_home, print_error
 from manifests.command.interpreter import leave_out_working_folder, module_command, safe_environment
 from manifests.command.sizes import parse_size, read_size, write_size
 from manifests.errors import UsageError
@@ -75,3 +77,28 @@ def test_number_that_has_no_unit_or_is_no_size_is_refused(text: str) -> None:
 @given(st.integers(1, 1 << 50))
 def test_size_that_is_written_is_read_back(nbytes: int) -> None:
     assert parse_size(write_size(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "variables", "is_colored"),
+    [
+        (True, {"TERM": "xterm"}, True),
+        (True, {"TERM": "xterm", "NO_COLOR": "1"}, False),
+        (True, {"TERM": "dumb"}, False),
+        (False, {"TERM": "xterm"}, False),
+    ],
+)
+def test_errors_have_color_on_a_terminal_unless_it_is_unwanted(
+    is_terminal: bool, variables: dict[str, str], is_colored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code = print_error(UsageError("--lr", "is wrong", "fix it", code="usage.arguments"), is_json=False)
+    assert code == UsageError.exit_code
+    assert ("\x1b[" in stream.getvalue()) == is_colored
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    assert plain == "error: --lr: is wrong [usage.arguments]\nhint: fix it\n"
