@@ -164,7 +164,7 @@ class _Steps:
         """Write the metrics of a step that has ended."""
         ready = self.ready
         is_first, clock = ready.mesh.rank == 0, ready.clock
-        ranks = clock.split() if is_first and clock.times(step) else ()
+        ranks = clock.split(step) if is_first else ()
         times = StepTimes(step_s=time.perf_counter() - started_s, data_s=clock.data_s(), ranks=ranks)
         num_skipped = self.feed.num_skipped if ready.options.data.skip_bad_documents else None
         self.metrics.step(

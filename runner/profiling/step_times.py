@@ -7,14 +7,26 @@ the end of the previous step's exchange, which all ranks leave together; how lon
 when its schedule ended, and when its gradients were reduced. Simulating the schedule with those times and with free
 transfers yields the earliest time at which each rank could have ended. Any time beyond that is communication; the rest
 of a rank's waiting is the bubble: waits for ranks that read data, compute, or start late themselves.
+
+A large schedule is simulated by this module as a process of its own, since no rank can begin a step before rank 0.
 """
 
 from __future__ import annotations
 
+import logging
+import pickle
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from queue import Empty, SimpleQueue
 
 from manifests.schedules import StageCosts, Table, simulate
+
+logger = logging.getLogger("runner")
 
 DATA = 1  # where a rank's numbers have the seconds in which it waited for data
 KINDS = ("F", "B", "I", "W", "L")  # see `runner.profiling.trace.RanKind`
@@ -45,6 +57,40 @@ def split_step(table: Table, rows: Sequence[Sequence[float]], window_s: float) -
     timeline = simulate(table, costs, [times.begin_s for times in measured])
     ends_s = [spans[-1].end_s for spans in timeline.ranks]
     return tuple(_parts(times, end_s, window_s) for times, end_s in zip(measured, ends_s, strict=True))
+
+
+class SplitProcess:
+    """Splits steps of one schedule in another process, which begins with the first of them and ends with this one."""
+
+    def __init__(self, table: Table) -> None:
+        self._table, self._is_started = table, False
+        self._requests: SimpleQueue[tuple[Sequence[Sequence[float]], float]] = SimpleQueue()
+        self._results: SimpleQueue[tuple[RankTimes, ...]] = SimpleQueue()
+
+    def submit(self, rows: Sequence[Sequence[float]], window_s: float) -> None:
+        if not self._is_started:
+            self._is_started = True
+            threading.Thread(target=self._serve, name="step times", daemon=True).start()
+        self._requests.put((rows, window_s))
+
+    def take(self) -> tuple[RankTimes, ...]:
+        """Return the parts of the earliest step that is split and was not taken; empty if there is none."""
+        with suppress(Empty):
+            return self._results.get_nowait()
+        return ()
+
+    def _serve(self) -> None:
+        command = [sys.executable, "-P", "-m", __name__]
+        try:
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+                assert process.stdin is not None and process.stdout is not None
+                pickle.dump(self._table, process.stdin)
+                while True:
+                    pickle.dump(self._requests.get(), process.stdin)
+                    process.stdin.flush()
+                    self._results.put(tuple(RankTimes(**parts) for parts in pickle.load(process.stdout)))
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            logger.warning("note: the run continues without the breakdown of its step times: %s", error)
 
 
 def stage_costs(
@@ -99,3 +145,18 @@ def _parts(measured: _Measured, end_s: float, window_s: float) -> RankTimes:
         communication_s=communication_s,
         bubble_s=waited_s - communication_s,
     )
+
+
+def main() -> None:
+    """Split the steps that come from standard input, which begins with their table, until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks handle it
+    table, results = pickle.load(sys.stdin.buffer), sys.stdout.buffer
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            rows, window_s = pickle.load(sys.stdin.buffer)
+            pickle.dump([asdict(parts) for parts in split_step(table, rows, window_s)], results)
+            results.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ import torch
 
 from manifests.schedules import Table, actions_of
 from manifests.store import write_file
-from runner.profiling.step_times import DATA, KINDS, RankTimes, split_step
+from runner.profiling.step_times import DATA, KINDS, RankTimes, SplitProcess, split_step
 
 logger = logging.getLogger("runner")
 _SIMULATED_S = 3.1e-6  # of an action, at most: 2.0 to 2.6 us were measured on a core, with 4,096 and 131,072 actions
@@ -175,7 +175,9 @@ class Clock:
         self._window_s = 0.0  # between the last two exchanges
         self._rows: Sequence[Sequence[float]] = ()
         num_actions = sum(len(actions_of(step)) for steps in table.ranks for step in steps)
-        self._every = max(_EVERY_ON_CUDA if is_cuda else 1, 1 + int(num_actions * _SIMULATED_S / _MOST_S))
+        every = 1 + int(num_actions * _SIMULATED_S / _MOST_S)
+        self._every = max(_EVERY_ON_CUDA if is_cuda else 1, every)
+        self._process = SplitProcess(table) if every > 1 else None
 
     @property
     def num_times(self) -> int:
@@ -215,19 +217,23 @@ class Clock:
         self._rows = rows
 
     def times(self, step: int) -> bool:
-        """Return whether this step, counted from 1, is timed: so often that simulating it costs half a ms a step.
-
-        Until it is simulated no rank can begin the next step, since rank 0 simulates.
-        """
+        """Return whether this step, counted from 1, is timed: so often that simulating it costs half a ms a step."""
         return (step - 1) % self._every == 0 or step in self._traced
 
     def data_s(self) -> tuple[float, ...]:
         """Return how long each pipeline rank waited for its batch of the last step."""
         return tuple(row[DATA] for row in self._rows)
 
-    def split(self) -> tuple[RankTimes, ...]:
-        """Return the parts of the last step, which was timed, of each pipeline rank."""
-        return split_step(self.table, self._rows, self._window_s)
+    def split(self, step: int) -> tuple[RankTimes, ...]:
+        """Return the parts of the step that has just ended of each pipeline rank; empty if it was not timed.
+
+        Of a large schedule, they are those of an earlier step, once another process has simulated it.
+        """
+        if self._process is None:
+            return split_step(self.table, self._rows, self._window_s) if self.times(step) else ()
+        if self.times(step):
+            self._process.submit(self._rows, self._window_s)
+        return self._process.take()
 
 
 def _mean(seconds: Sequence[float]) -> float:

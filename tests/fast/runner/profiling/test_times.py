@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from manifests.placement import Placement
 from manifests.schedules import StageCosts, Table, Timeline, schedule_table, simulate
 from runner.pipeline.timetable import Timetable
-from runner.profiling.step_times import RankTimes, split_step
+from runner.profiling.step_times import RankTimes, SplitProcess, split_step
 from runner.profiling.trace import Clock, Recorder
 
 CASES = (("1F1B", 4, "loop", 6), ("Interleaved1F1B", 8, "loop", 8), ("ZBVZeroBubble", 8, "v", 8))
@@ -108,7 +110,7 @@ def test_clock_tells_what_a_rank_has_really_done(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("runner.profiling.trace.time.perf_counter", lambda: now[0])
     table = Timetable(name="1F1B", placement=Placement(num_stages=2, num_ranks=1)).planned(2)
     clock, recorder = Clock(table, 0), Recorder(torch.device("cpu"))
-    for _ in range(2):
+    for step in (1, 2):
         work(0.01)
         clock.note_data(0.01)
         recorder.start()
@@ -123,7 +125,7 @@ def test_clock_tells_what_a_rank_has_really_done(monkeypatch: pytest.MonkeyPatch
         told = clock.read(recorder)
         assert len(told) == clock.num_times
         clock.note_exchange([told])
-        (found,) = clock.split()
+        (found,) = clock.split(step)
         assert found.data_s == 0.01
         assert found.compute_s == pytest.approx(0.08)
         assert found.communication_s + found.bubble_s == pytest.approx(0)
@@ -158,6 +160,20 @@ def test_timing_of_a_large_schedule_is_spread_over_steps(num_microbatches: int, 
     assert [step for step in range(1, 15) if clock.times(step)][:4] == expected
     clock.note_exchange([[0.0, 0.25, 1.5, 2.0, 0.0, *[0.0] * 5]] * 4)
     assert clock.data_s() == (0.25,) * 4
+
+
+def test_large_schedule_is_split_by_another_process_as_this_one_would() -> None:
+    table = table_of("1F1B", 4, "loop", 256)
+    rows = [[0.0, 0.25, 1.5 + rank, 2.0, 0.125, *[0.001] * 5] for rank in range(4)]
+    process = SplitProcess(table)
+    process.submit(rows, 7.0)
+    process.submit(rows, 8.0)
+    results: list[tuple[RankTimes, ...]] = []
+    deadline_s = time.monotonic() + 60
+    while len(results) < 2 and time.monotonic() < deadline_s:
+        results += filter(None, [process.take()])
+        time.sleep(0.01)
+    assert results == [split_step(table, rows, window_s) for window_s in (7.0, 8.0)]
 
 
 def test_step_that_is_traced_is_timed() -> None:
