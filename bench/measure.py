@@ -92,13 +92,13 @@ def run_runner(*arguments: object, checkout: Path = ROOT, **environment: str) ->
     )
 
 
-def write_llama(folder: Path) -> None:
+def write_llama(folder: Path, config: Mapping[str, Any] = LLAMA) -> None:
     """Write a small Llama as Hugging Face has it."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).save_pretrained(folder)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).save_pretrained(folder)
 
 
 def train(packed: Path, log: Path, num_steps: int, *flags: object, checkout: Path = ROOT, **environment: str) -> None:

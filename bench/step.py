@@ -110,16 +110,14 @@ def main() -> None:
 
 def compare(row: Row, root: Path, num_turns: int) -> dict[str, Any]:
     """Run the contenders of one row in turn."""
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**row.config)).save_pretrained(root / "model")
+    measure.write_llama(root / "model", row.config)
     measure.run_quietly(
         [*measure.RESHARD, "pack", str(root / "model"), "--layout", row.layout, "--out", str(root / "packed")]
     )
     loop = partial(bare, row, root)
-    turns = measure.take_turns({"runner": partial(runner, row, root), "bare": loop, "again": loop}, num_turns, num_warmup=0)
+    turns = measure.take_turns(
+        {"runner": partial(runner, row, root), "bare": loop, "again": loop}, num_turns, num_warmup=0
+    )
     for turn in turns:
         for name in ("bare", "again"):
             same = map(partial(math.isclose, rel_tol=SAME), turn["runner"].losses, turn[name].losses)

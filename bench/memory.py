@@ -1,0 +1,88 @@
+"""Measure the peak memory of ranks with 8, 64 and 512 microbatches, by schedule, and compare it with the plan.
+
+    python bench/memory.py [--schedules 1F1B ...] [--host-memory compact] [--out bench/results/memory.json]
+
+`runner launch` on two pipeline ranks; a rank's peak is the most memory that its process had resident, over what it had
+before it built its stages. GPipe and LoopedBFS keep every microbatch until the backwards begin: they run with 8 and 64.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import measure
+
+CONFIG = {
+    **measure.LLAMA, "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8,
+}  # fmt: skip
+LAYOUTS = {
+    "1F1B": "pp=2", "Interleaved1F1B": "pp=2,vpp=2", "InterleavedZeroBubble": "pp=2,vpp=2",
+    "ZBVZeroBubble": "pp=2,style=v", "DualPipeV": "pp=2,style=v", "GPipe": "pp=2", "LoopedBFS": "pp=2,vpp=2",
+}  # fmt: skip
+KEEPS_ALL = ("GPipe", "LoopedBFS")
+SEQ_LEN, MICROBATCHES = 128, (8, 64, 512)
+
+
+def main() -> None:
+    parser = measure.options_of(__doc__)
+    parser.add_argument("--schedules", nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--host-memory", choices=("compact", "fast"), default="compact")
+    options = parser.parse_args()
+    rows = {}
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-memory-") as scratch:
+        root = Path(scratch)
+        measure.write_llama(root / "model", CONFIG)
+        for schedule in options.schedules:
+            layout = LAYOUTS[schedule]
+            if not (packed := root / layout).exists():
+                measure.run_quietly(
+                    [*measure.RESHARD, "pack", str(root / "model"), "--layout", layout, "--out", str(packed)]
+                )
+            rows[schedule] = compare(packed, schedule, options.host_memory)
+            print(schedule, rows[schedule], file=sys.stderr)
+    result = {
+        "what": "peak memory of the ranks of runner launch over what a rank had before it built its stages, by the "
+        "number of microbatches, and over what was planned",
+        **measure.circumstances(),
+        "model": CONFIG,
+        "host memory": options.host_memory,
+        "schedules": rows,
+    }
+    measure.write_result(result, options.out)
+
+
+def compare(packed: Path, schedule: str, host_memory: str) -> dict[str, Any]:
+    """Return the peaks of one schedule: the largest, and the ratios of both ranks."""
+    row: dict[str, Any] = {}
+    peaks: dict[int, list[tuple[int, int]]] = {}
+    for count in MICROBATCHES[:2] if schedule in KEEPS_ALL else MICROBATCHES:
+        peaks[count] = ranks = run(packed, schedule, count, host_memory)
+        row[f"{count}, MB"] = round(max(peak for peak, _ in ranks) / 1e6, 1)
+        ratios = [peak / planned for peak, planned in ranks]
+        row[f"{count}, over plan"] = f"{min(ratios):.3f} to {max(ratios):.3f}"
+    first, last = peaks[MICROBATCHES[0]], peaks[max(peaks)]
+    row["last over 8"] = round(max(most / few for (most, _), (few, _) in zip(last, first, strict=True)), 3)
+    return row
+
+
+def run(packed: Path, schedule: str, num_microbatches: int, host_memory: str) -> list[tuple[int, int]]:
+    """Return the peak and the planned bytes of each rank."""
+    with tempfile.TemporaryDirectory(dir=packed.parent) as log:
+        measure.run_runner(
+            "launch", packed, "--nproc-per-node", 2, "--log-dir", log, "--", "--data", "synthetic", "--seq-len",
+            SEQ_LEN, "--global-batch", num_microbatches, "--microbatch", 1, "--steps", 1 + (num_microbatches < 512),
+            "--schedule", schedule, "--host-memory", host_memory, "--no-self-check",
+        )  # fmt: skip
+        lines = [json.loads(line) for line in (Path(log) / "metrics.jsonl").read_text().splitlines()]
+    loads = {line["rank"]: line for line in lines if "load_s" in line}
+    ends = {line["rank"]: line["peak_nbytes"] for line in lines if "rank" in line and "load_s" not in line}
+    return [(ends[rank] - loads[rank]["base_nbytes"], loads[rank]["planned_nbytes"]) for rank in sorted(loads)]
+
+
+if __name__ == "__main__":
+    main()
