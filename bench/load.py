@@ -1,11 +1,12 @@
 """Compare how the runner loads one stage of four with plain reads of its bytes and with other loaders.
 
-    python bench/load.py [--gb 4] [--runs 5] [--device cuda] [--folder DIR] [--out bench/results/load.json]
+    python bench/load.py [--gb 4] [--runs 5] [--states cold warm touched] [--device cuda] [--out FILE]
 
-Each loader runs in a process of its own, which times itself after its imports; all but `cat` end with all
-bytes touched in their own memory. Measured once with a warm page cache, and once with a cold one, as on a node that
-the job is new to. With --device cuda they load to a GPU: the runner through pinned memory, and the others that can.
-fastsafetensors, Run:ai's streamer and accelerate are among them where they are installed: `make bench-peers`.
+Each loader runs in a process of its own, which times itself after its imports; all but `cat` end with all bytes touched
+in their own memory. Measured once with a warm page cache, once with a cold one, as on a node that the job is new to,
+and, for some loaders, once with a warm one into memory that the process has touched before. With --device cuda they
+load to a GPU: the runner through pinned memory, and the others that can. fastsafetensors, Run:ai's streamer and
+accelerate are among them where they are installed: `make bench-peers`.
 """
 
 from __future__ import annotations
@@ -48,18 +49,24 @@ def read_once(source: Path, packed: Path, device: str) -> int:
 
     shard = _shard(packed)
     nbytes = shard.stat().st_size
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    view, descriptor = memoryview(memory), os.open(shard, os.O_RDONLY)
+    descriptor = os.open(shard, os.O_RDONLY)
 
-    def read(begin: int, end: int) -> None:
-        while begin < end:
-            begin += os.preadv(descriptor, [view[begin : min(end, begin + (1 << 20))]], begin)
+    def allocate() -> memoryview:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        return memoryview(memory)
 
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(read, *half) for half in ((0, nbytes // 2), (nbytes // 2, nbytes))]:
-            done.result()
-    return nbytes
+    def fill(view: memoryview) -> int:
+        def read(begin: int, end: int) -> None:
+            while begin < end:
+                begin += os.preadv(descriptor, [view[begin : min(end, begin + (1 << 20))]], begin)
+
+        with ThreadPoolExecutor(2) as pool:
+            for done in [pool.submit(read, *half) for half in ((0, nbytes // 2), (nbytes // 2, nbytes))]:
+                done.result()
+        return nbytes
+
+    return _timed(allocate, fill)
 
 
 def runner(source: Path, packed: Path, device: str) -> int:
@@ -85,14 +92,17 @@ def _load_stage(packed: Path, device: str, *, hashes: bool) -> int:
     found, how = open_packed(packed), Reading(num_threads=threads_for_ranks(), hashes=hashes)
     family, modules = family_for(found.config, max_seq_len=512), found.stage_modules
 
-    def load() -> int:
+    def build() -> Any:
         (chunk,) = build_chunks(family, modules, (STAGE,))
         materialize(chunk, device=torch.device(device), dtype=torch.bfloat16)
+        return chunk
+
+    def fill(chunk: Any) -> int:
         bundles = Bundles(found.manifest, found.root)
         return read_tensors(hf_pieces(chunk), bundles, found.shape, how=how)[0].nbytes
 
     build_chunks(family, modules, (STAGE,))  # torchtitan is imported at the first build
-    return _timed(load, device)
+    return _timed(build, fill, device)
 
 
 def load_file(source: Path, packed: Path, device: str) -> int:
@@ -101,31 +111,40 @@ def load_file(source: Path, packed: Path, device: str) -> int:
 
     shard = _shard(packed)
     if device != "cpu":
-        return _timed(lambda: _nbytes(list(load(shard, device=device).values())), device)
-    return _timed(lambda: _nbytes([tensor.clone() for tensor in load(shard).values()]))
+        return _timed(dict, lambda _: _nbytes(list(load(shard, device=device).values())), device)
+
+    def fill(targets: dict[str, Any]) -> int:
+        for name, tensor in load(shard).items():
+            if name in targets:
+                targets[name].copy_(tensor)
+            else:
+                targets[name] = tensor.clone()
+        return _nbytes(list(targets.values()))
+
+    return _timed(dict, fill)
 
 
 def fastsafetensors(source: Path, packed: Path, device: str) -> int:
     """The fastsafetensors library, without GPUDirect Storage, which few file systems have."""
     from fastsafetensors import fastsafe_open
 
-    def load() -> int:
+    def load(_: object) -> int:
         with fastsafe_open(str(_shard(packed)), device=device, nogds=True) as file:
             return _nbytes([file.get_tensor(name) for name in file.keys()])  # noqa: SIM118 - not a dict
 
-    return _timed(load, device)
+    return _timed(dict, load, device)
 
 
 def runai(source: Path, packed: Path, device: str) -> int:
     """Run:ai's model streamer, with tensors copied out of its buffer, which it uses again."""
     from runai_model_streamer import SafetensorsStreamer
 
-    def load() -> int:
+    def load(_: object) -> int:
         with SafetensorsStreamer() as streamer:
             streamer.stream_file(str(_shard(packed)))
             return _nbytes([tensor.clone() for _, tensor in streamer.get_tensors()])
 
-    return _timed(load)
+    return _timed(dict, load)
 
 
 def accelerate(source: Path, packed: Path, device: str) -> int:
@@ -134,13 +153,13 @@ def accelerate(source: Path, packed: Path, device: str) -> int:
     from accelerate import init_empty_weights, load_checkpoint_in_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    def load() -> int:
+    def load(_: object) -> int:
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.bfloat16)
         load_checkpoint_in_model(model, str(source), device_map={"": "cpu"})
         return _nbytes(list(model.parameters()))
 
-    return _timed(load)
+    return _timed(dict, load)
 
 
 def whole(source: Path, packed: Path, device: str) -> int:
@@ -148,7 +167,7 @@ def whole(source: Path, packed: Path, device: str) -> int:
     from safetensors.torch import load_file as load
 
     shards = sorted(source.glob("*.safetensors"))
-    return _timed(lambda: _nbytes([tensor.clone() for shard in shards for tensor in load(shard).values()]))
+    return _timed(dict, lambda _: _nbytes([tensor.clone() for shard in shards for tensor in load(shard).values()]))
 
 
 def _nbytes(tensors: list[Any]) -> int:
@@ -177,17 +196,24 @@ LOADERS: dict[str, Callable[[Path, Path, str], int]] = {
 }
 GPU_LOADERS = ("read_once", "runner", "runner_background", "load_file", "fastsafetensors")
 _PACKAGES = {"fastsafetensors": "fastsafetensors", "runai": "runai_model_streamer", "accelerate": "accelerate"}
+TOUCHED = ("read_once", "runner", "runner_background", "load_file")
+STATES = ("cold", "warm", "touched")
 _began = (0.0, 0.0)  # seconds of the clock and of processors
+_is_touched = False
 
 
-def _timed(load: Callable[[], int], device: str = "cpu") -> int:
+def _timed(allocate: Callable[[], Any], fill: Callable[[Any], int], device: str = "cpu") -> int:
+    """Time both, or, into touched memory, the second one when it is called again."""
     global _began
     if device == "cuda":
         import torch
 
         torch.zeros(1, device=device)  # a process's first use of a GPU takes long
+    memory = None
+    if _is_touched:
+        fill(memory := allocate())
     _began = time.perf_counter(), time.process_time()
-    nbytes = load()
+    nbytes = fill(allocate() if memory is None else memory)
     if device == "cuda":
         torch.cuda.synchronize()
     return nbytes
@@ -199,8 +225,9 @@ def _loaders(device: str) -> dict[str, Callable[[Path, Path, str], int]]:
     return {name: LOADERS[name] for name in names if name not in lacking}
 
 
-def _child(name: str, source: Path, packed: Path, device: str) -> None:
-    global _began
+def _child(name: str, state: str, source: Path, packed: Path, device: str) -> None:
+    global _began, _is_touched
+    _is_touched = state == "touched"
     _began = time.perf_counter(), time.process_time()
     nbytes = LOADERS[name](source, packed, device)
     load_s, cpu_s = time.perf_counter() - _began[0], time.process_time() - _began[1]
@@ -212,22 +239,27 @@ def main() -> None:
     parser = measure.options_of(__doc__, gb=4.0)
     parser.add_argument("--width", type=int, default=2048, help="hidden size")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--states", nargs="*", choices=STATES, default=list(STATES))
+    parser.add_argument("--loaders", nargs="*", choices=list(LOADERS), help="default: all that are installed")
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        name, source, packed = options.child
-        _child(name, Path(source), Path(packed), options.device)
+        name, state, source, packed = options.child
+        _child(name, state, Path(source), Path(packed), options.device)
         return
-    loaders = _loaders(options.device)
+    loaders = [name for name in _loaders(options.device) if name in (options.loaders or LOADERS)]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-load-") as scratch:
         source, packed = Path(scratch, "source"), Path(scratch, "packed")
         write_checkpoint(source, llama_of(options.gb * 1e9 / 2, options.width, least_layers=4), num_shards=4)
         measure.run_quietly([*measure.RESHARD, "pack", str(source), "--layout", "pp=4", "--out", str(packed)])
         load = [measure.load_average()]
         turns = {}
-        for state in ("cold", "warm"):
-            is_cold = state == "cold"
-            measures = {name: partial(_run, name, source, packed, options.device, is_cold=is_cold) for name in loaders}
+        for state in options.states:
+            measures = {
+                name: partial(_run, name, state, source, packed, options.device)
+                for name in loaders
+                if state != "touched" or name in TOUCHED
+            }
             turns[state] = measure.take_turns(measures, options.runs)
     result = {
         "what": "one stage of four into its own memory, all bytes touched; whole: all four; cat: to /dev/null",
@@ -235,17 +267,17 @@ def main() -> None:
         "load_average": [*load, measure.load_average()],
         "device": options.device,
         "turns": options.runs,
-        **{state: {name: _summary(name, turns[state]) for name in loaders} for state in turns},
+        **{state: {name: _summary(name, turns[state]) for name in turns[state][0]} for state in turns},
     }
     measure.write_result(result, options.out)
 
 
-def _run(name: str, source: Path, packed: Path, device: str, *, is_cold: bool) -> dict[str, float]:
-    if is_cold:
+def _run(name: str, state: str, source: Path, packed: Path, device: str) -> dict[str, float]:
+    if state == "cold":
         for shard in [*source.glob("*.safetensors"), *packed.glob("**/*.safetensors")]:
             with open(shard, "rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    command = [sys.executable, __file__, "--device", device, "--child", name, str(source), str(packed)]
+    command = [sys.executable, __file__, "--device", device, "--child", name, state, str(source), str(packed)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -64,7 +64,7 @@ def compare(packed: Path, schedule: str, host_memory: str) -> dict[str, Any]:
         peaks[count] = ranks = run(packed, schedule, count, host_memory)
         row[f"{count}, MB"] = round(max(peak for peak, _ in ranks) / 1e6, 1)
         ratios = [peak / planned for peak, planned in ranks]
-        row[f"{count}, over plan"] = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        row[f"{count}, least over plan"], row[f"{count}, most over plan"] = round(min(ratios), 3), round(max(ratios), 3)
     first, last = peaks[MICROBATCHES[0]], peaks[max(peaks)]
     row["last over 8"] = round(max(most / few for (most, _), (few, _) in zip(last, first, strict=True)), 3)
     return row
