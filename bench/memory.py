@@ -1,6 +1,6 @@
 """Measure the peak memory of ranks with 8, 64 and 512 microbatches, by schedule, and compare it with the plan.
 
-    python bench/memory.py [--schedules 1F1B ...] [--host-memory compact] [--out bench/results/memory.json]
+    python bench/memory.py [--schedules 1F1B ...] [--allocator compact] [--out bench/results/memory.json]
 
 `runner launch` on two pipeline ranks; a rank's peak is the most memory that its process had resident, over what it had
 before it built its stages. GPipe and LoopedBFS keep every microbatch until the backwards begin: they run with 8 and 64.
@@ -31,7 +31,7 @@ SEQ_LEN, MICROBATCHES = 128, (8, 64, 512)
 def main() -> None:
     parser = measure.options_of(__doc__)
     parser.add_argument("--schedules", nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--host-memory", choices=("compact", "fast"), default="compact")
+    parser.add_argument("--allocator", choices=("compact", "fast"), default="compact")
     options = parser.parse_args()
     rows = {}
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-memory-") as scratch:
@@ -43,25 +43,25 @@ def main() -> None:
                 measure.run_quietly(
                     [*measure.RESHARD, "pack", str(root / "model"), "--layout", layout, "--out", str(packed)]
                 )
-            rows[schedule] = compare(packed, schedule, options.host_memory)
+            rows[schedule] = compare(packed, schedule, options.allocator)
             print(schedule, rows[schedule], file=sys.stderr)
     result = {
         "what": "peak memory of the ranks of runner launch over what a rank had before it built its stages, by the "
         "number of microbatches, and over what was planned",
         **measure.circumstances(),
         "model": CONFIG,
-        "host memory": options.host_memory,
+        "allocator": options.allocator,
         "schedules": rows,
     }
     measure.write_result(result, options.out)
 
 
-def compare(packed: Path, schedule: str, host_memory: str) -> dict[str, Any]:
+def compare(packed: Path, schedule: str, allocator: str) -> dict[str, Any]:
     """Return the peaks of one schedule: the largest, and the ratios of both ranks."""
     row: dict[str, Any] = {}
     peaks: dict[int, list[tuple[int, int]]] = {}
     for count in MICROBATCHES[:2] if schedule in KEEPS_ALL else MICROBATCHES:
-        peaks[count] = ranks = run(packed, schedule, count, host_memory)
+        peaks[count] = ranks = run(packed, schedule, count, allocator)
         row[f"{count}, MB"] = round(max(peak for peak, _ in ranks) / 1e6, 1)
         ratios = [peak / planned for peak, planned in ranks]
         row[f"{count}, least over plan"], row[f"{count}, most over plan"] = round(min(ratios), 3), round(max(ratios), 3)
@@ -70,13 +70,13 @@ def compare(packed: Path, schedule: str, host_memory: str) -> dict[str, Any]:
     return row
 
 
-def run(packed: Path, schedule: str, num_microbatches: int, host_memory: str) -> list[tuple[int, int]]:
+def run(packed: Path, schedule: str, num_microbatches: int, allocator: str) -> list[tuple[int, int]]:
     """Return the peak and the planned bytes of each rank."""
     with tempfile.TemporaryDirectory(dir=packed.parent) as log:
         measure.run_runner(
             "launch", packed, "--nproc-per-node", 2, "--log-dir", log, "--", "--data", "synthetic", "--seq-len",
             SEQ_LEN, "--global-batch", num_microbatches, "--microbatch", 1, "--steps", 1 + (num_microbatches < 512),
-            "--schedule", schedule, "--host-memory", host_memory, "--no-self-check",
+            "--schedule", schedule, "--allocator", allocator, "--no-self-check",
         )  # fmt: skip
         lines = [json.loads(line) for line in (Path(log) / "metrics.jsonl").read_text().splitlines()]
     loads = {line["rank"]: line for line in lines if "load_s" in line}
