@@ -186,7 +186,9 @@ def rank(root: Path, out: Path) -> None:
     dist.all_reduce(total)
     if number == 0:
         out.write_text(json.dumps({"loss": total.item(), "time": time.time()}))
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # at the end of an interpreter, threads of gloo abort it at times
 
 
 if __name__ == "__main__":

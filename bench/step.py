@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -58,7 +59,7 @@ ROWS = {
         num_steps=9, num_warm=2,
     ),
     "tiny 1F1B": Row(
-        config=TINY, seq_len=64, schedule="1F1B", layout="pp=2", microbatches=8, num_steps=150, num_warm=20
+        config=TINY, seq_len=64, schedule="1F1B", layout="pp=2", microbatches=8, num_steps=100, num_warm=20
     ),
     "tiny 1F1B, 64 microbatches": Row(
         config=TINY, seq_len=64, schedule="1F1B", layout="pp=2", microbatches=64, num_steps=30, num_warm=5
@@ -177,7 +178,9 @@ def rank(job_file: Path) -> None:
         lines.append({"loss": loss, "time": time.time()})
     if dist.get_rank() == 0:
         Path(job["out"]).write_text(json.dumps(lines))
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # at the end of an interpreter, threads of gloo abort it at times
 
 
 def _batches(row: Row, packed: Path) -> list[Any]:
