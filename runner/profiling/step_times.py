@@ -83,7 +83,8 @@ class SplitProcess:
         command = [sys.executable, "-P", "-m", __name__]
         try:
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-                assert process.stdin is not None and process.stdout is not None
+                assert process.stdin is not None
+                assert process.stdout is not None
                 pickle.dump(self._table, process.stdin)
                 while True:
                     pickle.dump(self._requests.get(), process.stdin)
