@@ -1,6 +1,6 @@
 """Time the steps of `runner launch` while a checkpoint is saved, beside those of the same run when none is.
 
-    python bench/beside.py [--runs 3] [--steps 20] [--every 7] [--folder DIR] [--out bench/results/beside.json]
+    python bench/beside.py [--runs 3] [--steps 13] [--every 5] [--folder DIR] [--out bench/results/beside.json]
 
 Two pipeline ranks of one thread each on a machine of two cores, so that training keeps the cores busy. A step is beside
 a save if it begins after training resumed and before the checkpoint is committed; its time is that between the ends of
@@ -28,8 +28,8 @@ SEQ_LEN = 64
 
 def main() -> None:
     parser = measure.options_of(__doc__, runs=3)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--every", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=13)
+    parser.add_argument("--every", type=int, default=5)
     options = parser.parse_args()
     load = [measure.load_average()]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-beside-") as scratch:
@@ -38,7 +38,10 @@ def main() -> None:
         measure.run_quietly(
             [*measure.RESHARD, "pack", str(root / "model"), "--layout", "pp=2", "--out", str(root / "packed")]
         )
-        runs = [run(root, options.steps, options.every) for _ in range(options.runs)]
+        runs = []
+        for _ in range(options.runs):
+            runs.append(run(root, options.steps, options.every))
+            print(runs[-1], file=sys.stderr)
     result = {
         "what": "steps of runner launch on two ranks and two cores while a checkpoint is saved, and when none is",
         **measure.circumstances(),
