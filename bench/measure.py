@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import resource
@@ -120,9 +121,18 @@ def step_s(packed: Path, num_steps: int, *, checkout: Path = ROOT, **environment
 
 
 def take_turns(
-    measures: Mapping[str, Callable[[], Found]], num_turns: int, *, pause_s: float = 0.0, num_warmup: int = 1
+    measures: Mapping[str, Callable[[], Found]],
+    num_turns: int,
+    *,
+    pause_s: float = 0.0,
+    num_warmup: int = 1,
+    most_s: float = math.inf,
 ) -> list[dict[str, Found]]:
-    """Return the results of all measures, turn by turn, after those of warmup; each begins with the next of them."""
+    """Return the results of all measures, turn by turn, after those of warmup; each begins with the next of them.
+
+    No turn begins if it might end later than `most_s` from the start.
+    """
+    began_s = time.monotonic()
 
     def one(measure: Callable[[], Found]) -> Found:
         time.sleep(pause_s)
@@ -130,6 +140,8 @@ def take_turns(
 
     names, turns = list(measures), list[dict[str, Found]]()
     for turn in range(num_turns + num_warmup):
+        if turn > num_warmup and (time.monotonic() - began_s) * (turn + 1) / turn > most_s:
+            break
         first = turn % len(names)
         turns.append({name: one(measures[name]) for name in (*names[first:], *names[:first])})
     return turns[num_warmup:]

@@ -86,6 +86,7 @@ class Ran:
 def main() -> None:
     parser = measure.options_of(__doc__, runs=5)
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of a row, at most, once it has a turn")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
@@ -95,21 +96,20 @@ def main() -> None:
     rows = {}
     for name in options.rows:
         with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-step-") as scratch:
-            rows[name] = compare(ROWS[name], Path(scratch), options.runs)
+            rows[name] = compare(ROWS[name], Path(scratch), options.runs, options.seconds)
         print(name, rows[name], file=sys.stderr)
     result = {
         "what": "an optimizer step of a Llama on two pipeline ranks by runner launch with its defaults, and by a bare "
         "loop over torch's schedule with clipping and AdamW, in rotating order; bare again: the loop's own spread",
         **measure.circumstances(),
         "load_average": [*load, measure.load_average()],
-        "turns": options.runs,
         "models": {"mid": measure.LLAMA, "tiny": TINY},
         "rows": rows,
     }
     measure.write_result(result, options.out)
 
 
-def compare(row: Row, root: Path, num_turns: int) -> dict[str, Any]:
+def compare(row: Row, root: Path, num_turns: int, most_s: float) -> dict[str, Any]:
     """Run the contenders of one row in turn."""
     measure.write_llama(root / "model", row.config)
     measure.run_quietly(
@@ -135,6 +135,7 @@ def compare(row: Row, root: Path, num_turns: int) -> dict[str, Any]:
         "ratio to bare": round(statistics.median(of_runner), 3),
         "lowest": round(min(of_runner), 3),
         "highest": round(max(of_runner), 3),
+        "turns": len(turns),
         "bare again to bare": round(statistics.median(spread), 3),
         "bare lowest": round(min(spread), 3),
         "bare highest": round(max(spread), 3),
@@ -149,7 +150,7 @@ def runner(row: Row, root: Path) -> Ran:
             "--schedule", row.schedule, "--no-self-check",
         )  # fmt: skip
         lines = [json.loads(line) for line in (Path(log) / "metrics.jsonl").read_text().splitlines()]
-    return Ran.of(row, [line for line in lines if "loss" in line])
+    return _shown("runner", Ran.of(row, [line for line in lines if "loss" in line]))
 
 
 def bare(row: Row, root: Path) -> Ran:
@@ -159,7 +160,12 @@ def bare(row: Row, root: Path) -> Ran:
         job.write_text(json.dumps({"row": name, "packed": str(root / "packed"), "out": f"{folder}/steps.json"}))
         measure.run_ranks(2, __file__, "--rank", str(job))
         lines = json.loads(Path(folder, "steps.json").read_text())
-    return Ran.of(row, lines)
+    return _shown("bare", Ran.of(row, lines))
+
+
+def _shown(name: str, ran: Ran) -> Ran:
+    print(f"{name}: {ran.step_s * 1e3:.2f} ms a step", file=sys.stderr, flush=True)
+    return ran
 
 
 def rank(job_file: Path) -> None:
