@@ -52,17 +52,17 @@ class Row:
 
 ROWS = {
     "mid 1F1B": Row(
-        config=measure.LLAMA, seq_len=128, schedule="1F1B", layout="pp=2", microbatches=8, num_steps=9, num_warm=2
+        config=measure.LLAMA, seq_len=128, schedule="1F1B", layout="pp=2", microbatches=8, num_steps=6, num_warm=2
     ),
     "mid Interleaved1F1B": Row(
         config=measure.LLAMA, seq_len=128, schedule="Interleaved1F1B", layout="pp=2,vpp=2", microbatches=8,
-        num_steps=9, num_warm=2,
+        num_steps=6, num_warm=2,
     ),
     "tiny 1F1B": Row(
-        config=TINY, seq_len=64, schedule="1F1B", layout="pp=2", microbatches=8, num_steps=100, num_warm=20
+        config=TINY, seq_len=64, schedule="1F1B", layout="pp=2", microbatches=8, num_steps=60, num_warm=10
     ),
     "tiny 1F1B, 64 microbatches": Row(
-        config=TINY, seq_len=64, schedule="1F1B", layout="pp=2", microbatches=64, num_steps=30, num_warm=5
+        config=TINY, seq_len=64, schedule="1F1B", layout="pp=2", microbatches=64, num_steps=16, num_warm=4
     ),
 }  # fmt: skip
 
