@@ -4,7 +4,7 @@
 
 Two pipeline ranks of one thread each on a machine of two cores, so that training keeps the cores busy. A step is beside
 a save if it begins after training resumed and before the checkpoint is committed; its time is that between the ends of
-two steps, of which the pause for the copy, `stall_s`, is no part: bench/saving.py compares that with a copy. The first
+two steps without the pause for the copy, `stall_s`, which bench/saving.py compares with a copy. The first
 steps, and those until the save after the last one, do not count.
 """
 
