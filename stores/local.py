@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from manifests.errors import InputError, SourceError, StoreError, refused_by_system
 from manifests.paths import is_unicode, open_regular
+from stores.address import OBJECT_SCHEMES
 from stores.base import HIDDEN_FOLDERS, SOURCE_CHANGED, Range
 
 
@@ -156,6 +157,9 @@ class LocalFolder:
         if not self.path.is_dir():
             problem = "is a file, not a folder" if self.path.exists() else "no such folder"
             hint = "name the folder of config.json and the weights"
+            scheme, _, rest = str(self).partition(":/")
+            if rest and scheme in ("hf", *OBJECT_SCHEMES):
+                hint = f"write {scheme}://{rest}"
             raise SourceError(str(self), problem, hint, code="source.not-a-folder")
         self.check_name()
         return tuple(_files_below(self.path))

@@ -105,6 +105,7 @@ MISTAKES = (
     ("runner launch pp2/model-00001-of-00002.safetensors -- --data text.txt", "pp2/model-00001", "folder"),
     ("runner report nowhere", "nowhere", "log folder"),
     ("runner status nowhere", "nowhere/job.json", "--log-dir"),
+    ("reshard plan s3:/bucket/model --layout pp=2", "s3:/bucket/model", "s3://bucket/model"),
     ("reshard pack modle --layout pp=2 --out x", "modle", "folder"),
     ("reshard pack model --layout pp=2 --out pp2", "pp2", "--force"),
     ("reshard pack https://huggingface.co/o/m --layout pp=2 --out x", "https", "hf://"),
