@@ -55,11 +55,16 @@ def main() -> None:
     parser = measure.options_of(__doc__, gb=4.0)
     parser.add_argument("what", choices=["density", "speed"])
     parser.add_argument("--steps", type=int, default=5, help="steps at each learning rate")
+    parser.add_argument("--without-peers", action="store_true", help="leave out rsync and zstd")
     parser.add_argument("--prepared", type=Path, help="a folder that has, or gets, the checkpoints of speed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-delta-") as scratch:
         root = Path(options.prepared or scratch)
-        result = density(root, options.steps) if options.what == "density" else speed(root, options.gb, options.runs)
+        result = (
+            density(root, options.steps)
+            if options.what == "density"
+            else speed(root, options.gb, options.runs, with_peers=not options.without_peers)
+        )
     measure.write_result({**result, **measure.circumstances()}, options.out)
 
 
@@ -131,7 +136,7 @@ def bf16_in(step: Path, out: Path) -> np.ndarray:
     return np.concatenate([tensors[name].view(torch.uint16).numpy().ravel() for name in sorted(tensors)])
 
 
-def speed(root: Path, gb: float, num_turns: int) -> dict[str, object]:
+def speed(root: Path, gb: float, num_turns: int, *, with_peers: bool) -> dict[str, object]:
     old, new, few, chain, served = (root / name for name in ("old", "new", "few", "chain", "served"))
     copy, of_few = root / "copy", root / "chain-of-few"
     if not (root / "ready").exists():
@@ -170,17 +175,15 @@ def speed(root: Path, gb: float, num_turns: int) -> dict[str, object]:
         shutil.rmtree(to / "weight_v000002", ignore_errors=True)
         return delta(root, "publish", source, "--chain", to, "--base", old, "--quiet")
 
-    def apply(version: int) -> measure.Run:
-        shell(None, f"cat {words(served.glob('*.safetensors'))} {chain}/*/*.safetensors > /dev/null")
-        run = delta(root, "apply", chain, "--to", served, "--version", version, "--json")
-        if version == 2:
-            verified_s.append(json.loads((root / "printed").read_text())["verify_s"])
+    def apply() -> measure.Run:
+        delta(root, "apply", chain, "--to", served, "--version", 1)
+        shell(None, f"sync -f {served}; cat {words(served.glob('*.safetensors'))} > /dev/null")
+        run = delta(root, "apply", chain, "--to", served, "--json")
+        verified_s.append(json.loads((root / "printed").read_text())["verify_s"])
         return run
 
-    apply(1)
     measures = {
-        "apply": lambda: apply(2),
-        "apply back to the full version": lambda: apply(1),
+        "apply": apply,
         "copy of what differs": lambda: shell(copy, f"mkdir {copy}; cp {words(differing)} {copy}; sync -f {copy}"),
         "publish": lambda: warm(publish, new, chain),
         "publish, few tensors": lambda: warm(publish, few, of_few),
@@ -191,6 +194,8 @@ def speed(root: Path, gb: float, num_turns: int) -> dict[str, object]:
         "full copy": lambda: shell(copy, f"cp -r {new} {copy}; sync -f {copy}"),
     }
     peers = {
+        "publish": measures["publish"],
+        "apply": measures["apply"],
         "rsync --inplace": lambda: rsynced(root, old, new),
         "zstd --patch-from": lambda: shell(
             copy,
@@ -201,12 +206,15 @@ def speed(root: Path, gb: float, num_turns: int) -> dict[str, object]:
     }  # fmt: skip
     loads = [measure.load_average()]
     turns = measure.take_turns(measures, num_turns, pause_s=PAUSE_S, num_warmup=0)
-    turns[0] |= measure.take_turns(peers, 1, pause_s=PAUSE_S, num_warmup=0)[0]
+    beside_peers = measure.take_turns(peers, int(with_peers), pause_s=PAUSE_S, num_warmup=0)
     loads.append(measure.load_average())
-    runs = {name: [turn[name] for turn in turns if name in turn] for name in (*measures, *peers)}
+    runs = dict[str, list[measure.Run]]()
+    for turn in (*turns, *beside_peers):
+        for name, run in turn.items():
+            runs.setdefault(name, []).append(run)
 
     def ratios(ours: str, theirs: str) -> dict[str, float]:
-        pairs = list(zip(runs[ours], runs[theirs], strict=False))
+        pairs = [(turn[ours], turn[theirs]) for turn in (*turns, *beside_peers) if theirs in turn]
         wall = measure.median_ratio((a.wall_s for a, _ in pairs), (b.wall_s for _, b in pairs))
         return {"wall": wall, "cpu": measure.median_ratio((a.cpu_s for a, _ in pairs), (b.cpu_s for _, b in pairs))}
 
@@ -229,6 +237,7 @@ def speed(root: Path, gb: float, num_turns: int) -> dict[str, object]:
                 ("apply", "rsync --inplace"),
                 ("publish", "zstd --patch-from"),
             ]
+            if theirs in runs
         },
         "of_one_core": parts(of_old[0], shards[0]),
         "commands": {name: measure.summary(of_name) for name, of_name in runs.items()},
