@@ -110,7 +110,8 @@ def _problems_of_bf16(tensors: Any, loss: float, place: Path, case: Case) -> lis
     """Return what is more than twice as far from float32 as transformers' own bf16."""
     exact, rounded = (reference(place, case, dtype) for dtype in (torch.float32, torch.bfloat16))
     first, second = (of["reports"][0][0] for of in (exact, rounded))
-    problems = ["loss"] * (abs(loss - first) > 2 * abs(second - first) + 1e-3)
+    is_far = abs(loss - first) > 2 * abs(second - first) + 1e-3
+    problems = [f"loss {loss}, in float32 {first}, of transformers' bf16 {second}"] * is_far
     for what in ("gradients", "weights"):
         ours, theirs = (
             torch.stack([(of[name] - tensor).norm() for name, tensor in exact[what].items()]).norm()
