@@ -147,7 +147,7 @@ _CONVERSION = (
 )  # fmt: skip
 _PARALLELISM = (
     click.option(
-        "--threads", "num_threads", type=WholeNumber(min=1, most=256), metavar="N", show_default="as many as cores",
+        "--threads", "num_threads", type=WholeNumber(min=1, most=256), metavar="N", show_default="by number of cores",
         help="Threads that read, hash and write.",
     ),
     click.option(

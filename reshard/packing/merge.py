@@ -20,6 +20,7 @@ from reshard.transforms.adapters import merge_adapters
 from reshard.transforms.dequantize import is_scale
 from reshard.transforms.quantize import forget_source
 from stores.address import is_url
+from stores.workers import threads_for_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +49,7 @@ def merge(
     `base` is any source of `pack`, `adapters` are PEFT folders, each with one of the `weights`, by default 1. A merged
     value is computed in float64 and rounded once to the weight's dtype; other tensors keep their bytes. Tensors are
     merged in blocks. `pack` with `Conversion(adapters=...)` writes bundles instead.
-    `out`, `force`, `io`, `sync` and `parallelism` are those of `pack`.
+    `out`, `force`, `io`, `sync` and `parallelism` are those of `pack`, by default with two threads more.
 
     Units: `nbytes` in bytes; progress is called with bytes done and bytes in total.
     Raises:
@@ -77,6 +78,9 @@ def merge(
     changed = [fqn for fqn, tensor in merged.tensors.items() if tensor.file is not before[fqn].file]
     num_merged = sum(not is_scale(fqn, before) for fqn in changed)
     total = sum(tensor.nbytes for tensor in merged.tensors.values())
-    write = WriteOptions(io=io, sync=sync, progress=counting(progress, total), parallelism=parallelism or Parallelism())
+    parallelism = parallelism or Parallelism()
+    # Two more than cores: these compute while others wait for the disk.
+    parallelism = replace(parallelism, num_threads=parallelism.num_threads or threads_for_ranks() + 2)
+    write = WriteOptions(io=io, sync=sync, progress=counting(progress, total), parallelism=parallelism)
     done = HUGGINGFACE.export(merged, address, ExportOptions(to="hf", force=force, write=write))
     return MergeResult(num_files=done.num_files, nbytes=done.nbytes, num_merged=num_merged)
