@@ -73,7 +73,7 @@ client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=
 RUN: Mapping[str, Run] = {
     "README.md": Run(
         needs=(),
-        instead={"demo/": f"{ROOT}/demo/", "--steps 20 ": "--steps 2 --seq-len 64 --global-batch 4 "},
+        instead={"demo/": f"{ROOT}/demo/", "--steps 10 ": "--steps 2 --seq-len 64 --global-batch 4 "},
     ),
     "docs/check.md": Run(needs=("tiny_model",), instead={"CHECKPOINT": "./Llama-3.2-1B"}, trains=False),
     "docs/checkpoints.md": Run(needs=("model", "pp2")),
