@@ -116,9 +116,8 @@ def compare(row: Row, root: Path, num_turns: int, most_s: float) -> dict[str, An
         [*measure.RESHARD, "pack", str(root / "model"), "--layout", row.layout, "--out", str(root / "packed")]
     )
     loop = partial(bare, row, root)
-    turns = measure.take_turns(
-        {"runner": partial(runner, row, root), "bare": loop, "again": loop}, num_turns, num_warmup=0
-    )
+    ways = {"runner": partial(runner, row, root), "bare": loop, "again": loop}
+    turns = measure.take_turns(ways, num_turns, num_warmup=0, most_s=most_s)
     for turn in turns:
         for name in ("bare", "again"):
             same = map(partial(math.isclose, rel_tol=SAME), turn["runner"].losses, turn[name].losses)
