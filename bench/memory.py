@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ LAYOUTS = {
     "ZBVZeroBubble": "pp=2,style=v", "DualPipeV": "pp=2,style=v", "GPipe": "pp=2", "LoopedBFS": "pp=2,vpp=2",
 }  # fmt: skip
 KEEPS_ALL = ("GPipe", "LoopedBFS")
-SEQ_LEN, MICROBATCHES = 32, (8, 64, 512)
+SEQ_LEN = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,7 @@ def main() -> None:
     parser = measure.options_of(__doc__)
     parser.add_argument("--schedules", nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--allocator", choices=("compact", "fast"), default="compact")
+    parser.add_argument("--microbatches", nargs="*", type=int, default=[8, 64, 512])
     options = parser.parse_args()
     rows = {}
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-memory-") as scratch:
@@ -51,7 +53,7 @@ def main() -> None:
                 measure.run_quietly(
                     [*measure.RESHARD, "pack", str(root / "model"), "--layout", layout, "--out", str(packed)]
                 )
-            rows[schedule] = compare(packed, schedule, options.allocator)
+            rows[schedule] = compare(packed, schedule, options.allocator, options.microbatches)
             print(schedule, rows[schedule], file=sys.stderr)
     result = {
         "what": "peak memory of the ranks of runner launch over what a rank had before it built its stages, by the "
@@ -64,18 +66,18 @@ def main() -> None:
     measure.write_result(result, options.out)
 
 
-def compare(packed: Path, schedule: str, allocator: str) -> dict[str, Any]:
+def compare(packed: Path, schedule: str, allocator: str, counts: Sequence[int]) -> dict[str, Any]:
     """Return the peaks of one schedule: the largest, and the ratios of both ranks."""
     row: dict[str, Any] = {}
     peaks: dict[int, list[Peak]] = {}
-    for count in MICROBATCHES[:2] if schedule in KEEPS_ALL else MICROBATCHES:
+    for count in (count for count in counts if count < 512 or schedule not in KEEPS_ALL):
         peaks[count] = ranks = run(packed, schedule, count, allocator)
         row[f"{count}, MB"] = round(max(peak.beyond_nbytes for peak in ranks) / 1e6, 1)
         ratios = [peak.beyond_nbytes / peak.planned_nbytes for peak in ranks]
         row[f"{count}, least over plan"], row[f"{count}, most over plan"] = round(min(ratios), 3), round(max(ratios), 3)
-    pairs = [*zip(peaks[max(peaks)], peaks[MICROBATCHES[0]], strict=True)]
-    row["last over 8"] = round(max(last.beyond_nbytes / first.beyond_nbytes for last, first in pairs), 3)
-    row["last over 8, whole process"] = round(max(last.nbytes / first.nbytes for last, first in pairs), 3)
+    pairs = [*zip(peaks[max(peaks)], peaks[min(peaks)], strict=True)]
+    row["most over least"] = round(max(last.beyond_nbytes / first.beyond_nbytes for last, first in pairs), 3)
+    row["most over least, whole process"] = round(max(last.nbytes / first.nbytes for last, first in pairs), 3)
     return row
 
 
