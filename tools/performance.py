@@ -99,9 +99,9 @@ def _sentences(results: Mapping[str, Any]) -> Iterator[str]:
     runner = results["trainers"]["trainers"]["runner"]
     four = results["bubble"]["cases"]["four ranks"]
     yield (
-        f"- On CPUs, where the runner returns freed memory after each action, a step takes "
-        f"{results['step']['ratio_to_plain']:.2f} times as long as a plain loop over torch's schedule and AdamW, with "
-        f"bitwise equal weights {_link('step')}, and {runner['step_s, ratio to torchtitan']:.2f} times as long as in "
+        f"- A step of `runner launch` takes, with equal losses, as many times as long as one of a bare loop over "
+        f"torch's schedule with clipping and AdamW: {_of_steps(results['step']['rows'])} {_link('step')}. It takes "
+        f"{runner['step_s, ratio to torchtitan']:.2f} times as long as in "
         f"torchtitan's trainer, with equal losses; from the launch to the end of the first step it is "
         f"{runner['launch_to_first_step_s, ratio to torchtitan']:.2f} times {_link('trainers')}. Four ranks with "
         f"simulated accelerator times had {four['bubble_ratio']:.2f} times the simulated bubble {_link('bubble')}."
@@ -121,6 +121,14 @@ def _sentences(results: Mapping[str, Any]) -> Iterator[str]:
         f"- DeepSeek-V3 at its true shape ({deepseek['num_tensors']:,} tensors, {deepseek['num_shards']} shards, "
         f"{deepseek['nbytes'] / 1e9:.0f} GB, sparse files) onto 32 stages: `plan` {plan:.1f} s, `pack --virtual` "
         f"{virtual:.1f} s, a manifest of {deepseek['manifest_nbytes'] / 1e3:.0f} kB {_link('deepseek')}."
+    )
+
+
+def _of_steps(rows: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{row['ratio to bare']:.2f} ({name}; two runs of the loop: {row['bare lowest']:.2f} to "
+        f"{row['bare highest']:.2f})"
+        for name, row in rows.items()
     )
 
 

@@ -259,7 +259,7 @@ def _times(run: RunLog) -> list[str]:
     ranks = range(next((len(line["bubble_s"]) for line in reversed(run.steps) if line.get("bubble_s")), 0))
     if not ranks:
         return []
-    # An earlier attempt may have had more ranks, or fewer. The first step, whose parts come first, is slower than others.
+    # An earlier attempt may have had more ranks, or fewer. The first step is slower than others; its parts come first.
     lines = [line for line in run.steps if len(line.get("bubble_s", ())) == len(ranks)]
     is_first = lines[0] is run.steps[0] or not run.steps[0].get("bubble_s")
     lines = lines[1:] if is_first and len(lines) > 1 else lines
