@@ -74,7 +74,8 @@ class Adapters:
         Raises:
             UsageError: there are none, or one is of a module whose forward is not called.
         """
-        everywhere = {path for path, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+        plain = (nn.Linear.forward, Conv1D.forward)  # of classes with another, some have several outputs
+        everywhere = {path for path, module in model.named_modules() if type(module).forward in plain}
         fused = {f"{path}.{leaf}" for path, module in model.named_modules() for leaf in _FUSED
                  if hasattr(module, "A_log") and hasattr(module, "D")}  # fmt: skip
         odd = [path for path in sorted(everywhere & fused) if matches_target(lora.target, path)]
@@ -83,16 +84,12 @@ class Adapters:
         linear = [path for path, _ in model.named_modules() if path in everywhere - fused - {head}
                   and matches_target(lora.target, path)]  # fmt: skip
         experts = {
-            path: names
-            for path, module in model.named_modules()
-            if lora.experts
-            and not isinstance(module, _ConvNd)
-            and (names := tuple(name for name, weight in module.named_parameters(recurse=False) if weight.dim() == 3))
+            path: names for path, module in model.named_modules() if lora.experts and (names := _stacks_of(module))
         }
         if not linear and not experts:
             raise no_adapters(lora.target, type(model).__name__)
         leaves = tuple(sorted({path.rpartition(".")[2] for path in linear}))
-        is_exact = {path for path in everywhere if matches_target(leaves, path)} == set(linear)
+        is_exact = {path for path, _ in model.named_modules() if matches_target(leaves, path)} == set(linear)
         names = (
             *(f"{path}.weight" for path in linear),
             *(f"{path}.{name}" for path in experts for name in experts[path]),
@@ -146,6 +143,12 @@ class Adapters:
                     holder = holder.base_layer
             module.lora_holders = holders
             module.forward = partial(_with_experts, module, module.forward, rank, scale)
+
+
+def _stacks_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a module's tensors that have the matrices of all experts of a layer."""
+    weights = () if isinstance(module, _ConvNd) else module.named_parameters(recurse=False)
+    return tuple(name for name, weight in weights if weight.dim() == 3 and len(weight) > 1)
 
 
 def _sizes(module: nn.Linear | Conv1D) -> tuple[int, int]:

@@ -9,10 +9,15 @@ import torch
 import transformers
 
 from manifests.errors import UserError
-from manifests.models.adapters import parse_target
+from manifests.models.adapters import ALL_LINEAR, PEFT_PREFIX, parse_target
+from manifests.models.catalogue import catalogued
+from manifests.models.trainable import generic_entry, is_generic
 from runner.config.lora import LoraOptions
 from runner.models.adapters import Adapters
+from runner.models.generic import Generic
 from runner.models.regions import Region
+from tests.fast.manifests.models.catalogued import quiet
+from tools.tiny_models import tiny_config
 
 SIZES = {
     "hidden_size": 32,
@@ -22,6 +27,12 @@ SIZES = {
     "vocab_size": 32,
 }
 MAMBA = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+FEW = ("GPT2LMHeadModel", "OlmoeForCausalLM")
+GENERIC = tuple(
+    name for name in catalogued()
+    if is_generic(name) and not name.endswith("ConditionalGeneration")  # files name decoders as in another class
+    and name not in ("FuyuForCausalLM", "XGLMForCausalLM")  # likewise; has no mask in float64
+)  # fmt: skip
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 
 
@@ -63,3 +74,65 @@ def test_each_name_must_match(name: str) -> None:
     with pytest.raises(UserError) as refused:
         adapters_of("Llama", f"q_proj,{name}").check_names("Llama")
     assert (refused.value.where, refused.value.code) == (f"--lora-target {name}", "options.trains-nothing")
+
+
+@pytest.mark.parametrize(
+    "architecture", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in GENERIC]
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning")  # of peft
+def test_adapters_of_every_architecture_have_the_names_and_gradients_of_peft(architecture: str) -> None:
+    from peft import LoraConfig, get_peft_model
+    from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+
+    family = family_of(architecture, ALL_LINEAR)
+    assert family.adapters is not None
+    if family.adapters.experts:  # beside experts, peft takes names of dense layers for older ones of experts
+        with quiet():
+            family.whole()(torch.zeros(1, 4, dtype=torch.long))
+        family = family_of(architecture, ".*att.*(?<!gate_proj)")
+    with quiet():
+        adapted = family.whole().model.double().eval()
+        plain = family_of(architecture, None).whole().model.double().eval()
+    adapters = family.adapters
+    assert adapters is not None
+    config = LoraConfig(
+        r=2, lora_alpha=4, target_modules=list(adapters.target), target_parameters=list(adapters.parameters) or None,
+        fan_in_fan_out=adapters.is_transposed,
+    )  # fmt: skip
+    adapted.load_state_dict(plain.state_dict(), strict=False)
+    names = {name: region.fqn for name, region in adapters.tensors.items()}
+    ours: dict[str, Any] = dict(adapted.named_parameters())
+    noise = torch.Generator().manual_seed(0)
+    for name in names:
+        ours[name].data.normal_(std=0.1, generator=noise)
+    peft: Any = get_peft_model(plain, config).eval()
+    saved = {f"{PEFT_PREFIX}{fqn}": ours[name].detach() for name, fqn in names.items()}
+    assert {name: value.shape for name, value in get_peft_model_state_dict(peft).items()} == {
+        name: value.shape for name, value in saved.items()
+    }
+    set_peft_model_state_dict(peft, saved)
+    theirs = {name.replace(".default", ""): weight for name, weight in peft.named_parameters()}
+    tokens = torch.randint(family.vocab_size, (2, 8), generator=noise)
+    logits = [model(input_ids=tokens, use_cache=False).logits for model in (adapted, peft)]
+    assert (logits[0] - logits[1]).abs().max() <= 1e-10 * logits[1].abs().max()
+    towards = torch.randn(logits[0].shape, generator=noise, dtype=torch.float64)
+    for some in logits:
+        some.backward(towards)
+    for name, fqn in names.items():
+        expected, gradient = theirs[f"{PEFT_PREFIX}{fqn}"].grad, ours[name].grad
+        assert (gradient is None) == (expected is None), name
+        if gradient is not None:
+            assert (gradient - expected).abs().max() <= 1e-10 * max(1, expected.abs().max()), name
+
+
+def family_of(architecture: str, target: str | None) -> Generic:
+    entry = generic_entry(architecture)
+    assert entry is not None
+    with quiet():
+        family = Generic(entry, tiny_config(getattr(transformers, architecture)).to_dict(), max_seq_len=16)
+        family._config._experts_implementation = "eager"  # in any dtype
+        if target is not None:
+            family.add_adapters(
+                LoraOptions(rank=2, alpha=4.0, target=target, experts=True, dropout=0.0, is_rank_scaled=False)
+            )
+    return family
