@@ -21,7 +21,7 @@ def search_figure(result: SearchResult, theme: Theme) -> Figure:
     cells = {(int(x / most * _CELLS), int(y / 100 * _CELLS)): (x, y) for x, y in points if x <= most}
     for color, dots in (
         (PLAIN, [point for point in cells.values() if point[0] > limit]),
-        (theme.ink, [point for point in cells.values() if point[0] <= limit]),
+        (theme.quiet, [point for point in cells.values() if point[0] <= limit]),
     ):
         axes.plot([x for x, _ in dots], [y for _, y in dots], ".", color=color, markersize=3, clip_on=False)
     axes.axvline(limit, color=theme.ink, linewidth=1, linestyle=(0, (4, 2)))
@@ -29,13 +29,14 @@ def search_figure(result: SearchResult, theme: Theme) -> Figure:
     axes.text(limit, 0.98, text, transform=axes.get_xaxis_transform(), va="top")
     for choice in result.best[:1]:
         x, y = choice.forecast.memory / _GIB, 100 * choice.forecast.bubble
-        axes.plot([x], [y], "o", markersize=11, markerfacecolor="none", color=theme.ink)
+        for color, width in ((theme.paper, 5.5), (theme.ink, 2)):  # a margin parts the ring from dots
+            axes.plot([x], [y], "o", mfc="none", markersize=13, color=color, markeredgewidth=width, clip_on=False)
         axes.annotate(
             f"ring: {choice.candidate.layout.spec}, the fastest within the limit", (0, 1), (0, 5),
             xycoords="axes fraction", textcoords="offset points", color=theme.quiet,
         )  # fmt: skip
     axes.set_xlim(0, most)
-    axes.set_ylim(0, None)
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])  # the words on the limit are above all dots
     more = sum(x > most for x, _ in points)
     axes.set_xlabel("memory of the fullest rank, GiB" + (f"\n{more:,} layouts need more than is shown" if more else ""))
     axes.set_ylabel("pipeline bubble, % of all ranks' time")
