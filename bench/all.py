@@ -44,6 +44,7 @@ SECTIONS = {
     "trainers": Section("Beside torchtitan's trainer", "trainers.py"),
     "balance": Section("Balanced by measured times", "balance.py"),
     "bubble": Section("The pipeline bubble", "bubble.py"),
+    "search": Section("Predicted step times", "search.py"),
     "growth": Section("What must not grow", "growth.py --runs 7"),
     "saving": Section("Saving", "saving.py"),
     "imports": Section("Checkpoints of other trainers", "imports.py --gb 4 --ranks 2"),

@@ -106,6 +106,15 @@ def _sentences(results: Mapping[str, Any]) -> Iterator[str]:
         f"{runner['launch_to_first_step_s, ratio to torchtitan']:.2f} times {_link('trainers')}. Four ranks with "
         f"simulated accelerator times had {four['bubble_ratio']:.2f} times the simulated bubble {_link('bubble')}."
     )
+    predicted = ", and ".join(
+        f"{case['median_error']:.1%} on {name}{' whose layers sleep' if case['layer_waits_s'] else ' that compute'}"
+        for name, case in results["search"]["cases"].items()
+    )
+    yield (
+        f"- From one traced run, `reshard plan --from-run` predicts the steps of other layouts, schedules and "
+        f"microbatches with a median error of {predicted}: what ranks send, and the optimizer's step, are not in its "
+        f"times {_link('search')}."
+    )
     yield (
         f"- Where FLOPs misjudge a model (experts and linear attention), the split by `balance:time` takes "
         f"{results['balance']['splits']['alone']['ratio_to_flops']:.2f} times as long a step as the split by FLOPs "
