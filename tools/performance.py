@@ -87,6 +87,16 @@ def _sentences(results: Mapping[str, Any]) -> Iterator[str]:
         f"times the time of one `cat` from a cold disk. From the page cache, where `cat` is limited by neither disk "
         f"nor memory, hashing dominates: {load['warm']['runner']['ratio_to_cat']:.1f} times {_link('load')}."
     )
+    delta = results["delta"]
+    of, core = {name: ratio["wall"] for name, ratio in delta["ratios"].items()}, delta["of_one_core"]
+    yield (
+        f"- Publishing a delta of {_gb(delta)}, of which 2 % of the elements changed, takes "
+        f"{of['publish to BLAKE3 of both']:.2f} times as long as BLAKE3 of both states from the page cache "
+        f"({of['publish, few tensors to BLAKE3 of both']:.2f} times where whole tensors changed): zstd of what changed "
+        f"takes a core {core['zstd'] / core['BLAKE3'] / 2:.1f} times as long as hashing both. Applying it takes "
+        f"{of['apply to copy of what differs']:.2f} times as long as copying and flushing the shards that differ, in "
+        f"{delta['commands']['apply']['peak_anonymous_mb']:.0f} MB {_link('delta')}."
+    )
     link = results["streams"]["links"]["40 ms, 8 MB/s"]
     yield (
         f"- From a server with 40 ms a request and 8 MB/s a connection, packing a bucket reaches "
