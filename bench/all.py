@@ -42,6 +42,8 @@ SECTIONS = {
     "load": Section("Loading a stage", "load.py --runs 3", needs_peers=True),
     "streams": Section("Reading from remote stores", "streams.py --runs 2"),
     "step": Section("A training step", "step.py"),
+    "memory": Section("Memory by microbatches", "memory.py --schedules 1F1B Interleaved1F1B"),
+    "launch": Section("From launch to first loss", "launch.py --runs 2"),
     "trainers": Section("Beside torchtitan's trainer", "trainers.py"),
     "balance": Section("Balanced by measured times", "balance.py"),
     "bubble": Section("The pipeline bubble", "bubble.py"),

@@ -125,6 +125,7 @@ def _sentences(results: Mapping[str, Any]) -> Iterator[str]:
         f"microbatches with a median error of {predicted}: what ranks send, and the optimizer's step, are not in its "
         f"times {_link('search')}."
     )
+    yield from _start(results)
     yield (
         f"- Where FLOPs misjudge a model (experts and linear attention), the split by `balance:time` takes "
         f"{results['balance']['splits']['alone']['ratio_to_flops']:.2f} times as long a step as the split by FLOPs "
@@ -140,6 +141,22 @@ def _sentences(results: Mapping[str, Any]) -> Iterator[str]:
         f"- DeepSeek-V3 at its true shape ({deepseek['num_tensors']:,} tensors, {deepseek['num_shards']} shards, "
         f"{deepseek['nbytes'] / 1e9:.0f} GB, sparse files) onto 32 stages: `plan` {plan:.1f} s, `pack --virtual` "
         f"{virtual:.1f} s, a manifest of {deepseek['manifest_nbytes'] / 1e3:.0f} kB {_link('deepseek')}."
+    )
+
+
+def _start(results: Mapping[str, Any]) -> Iterator[str]:
+    alone, proven = (results["launch"]["commands"][name] for name in ("runner, no self-check", "runner"))
+    yield (
+        f"- From `runner launch` to the first loss it takes {alone['first_loss_s, ratio to bare script']:.2f} times as "
+        f"long as in a bare script under torchrun over transformers' modules, and "
+        f"{alone['cpu_s, ratio to bare script']:.2f} times the processor time; with the self-check "
+        f"{proven['first_loss_s, ratio to bare script']:.2f} and {proven['cpu_s, ratio to bare script']:.2f} times "
+        f"{_link('launch')}."
+    )
+    ratios = [row["most over least, whole process"] for row in results["memory"]["schedules"].values()]
+    yield (
+        f"- With 512 microbatches, a rank's peak memory is at most {max(ratios):.3f} times that with 8 "
+        f"({', '.join(results['memory']['schedules'])}) {_link('memory')}."
     )
 
 
