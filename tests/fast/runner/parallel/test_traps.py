@@ -18,7 +18,6 @@ _COLLECTIVES = (
 _DOZEN = "process/runner/parallel/test_matrix.py::test_a_dozen_combinations_train_as_transformers_does"
 _MATRIX = "process/runner/parallel/test_matrix.py::test_all_combinations_train_as_transformers_does"
 _BY_NAME = "process/runner/proof/test_plants.py::test_right_combinations_pass_and_others_are_refused_by_name"
-_CATALOGUE = "process/runner/proof/test_parts_of_rows.py::test_architectures_train_on_parts_of_rows_or_are_refused"
 _DOCUMENTS = "fast/runner/pipeline/test_documents.py::test_architectures_keep_documents_apart_or_are_refused"
 _ROPE = (
     "fast/runner/parallel/test_rows.py::test_rope_that_depends_on_the_largest_position_is_refused_beyond_its_context"
@@ -67,7 +66,7 @@ REFUSALS: Mapping[str, tuple[str, ...]] = {
         "fast/runner/pipeline/test_documents.py::"
         "test_rope_that_depends_on_the_longest_document_is_refused_beyond_its_context",
     ),
-    "--cp where tokens meet outside of attention": (_BY_NAME, _CATALOGUE),
+    "--cp where tokens meet outside of attention": (_BY_NAME,),
     "--document-mask where tokens meet without a mask": (_DOCUMENTS,),
     "--router-aux-loss and --router-bias-rate of other routers": (
         "fast/runner/preflight/test_request.py::test_what_cannot_balance_experts_is_refused_by_architecture",
