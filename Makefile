@@ -47,8 +47,9 @@ lint: setup
 fast: setup
 	$(BIN)/python -m pytest -q -n 2 -m "not process and not slow" --ignore tests/process --ignore tests/gpu
 
+# Ranks wait for each other and for timeouts: three tests at a time keep two cores busy.
 test: check  ## check, and the tests that start processes
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "process and not slow and not gpu" tests/process tests/gpu
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "process and not slow and not gpu" tests/process tests/gpu
 
 test-all: test interop explore  ## test, and the slow tests
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not gpu"
