@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.modules.conv import _ConvNd
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from manifests.models.adapters import ALL_LINEAR, is_adapter, matches_target
@@ -74,7 +75,8 @@ class Adapters:
         Raises:
             UsageError: there are none, or one is of a module whose forward is not called.
         """
-        plain = (nn.Linear.forward, Conv1D.forward)  # of classes with another, some have several outputs
+        # Of classes with another forward, some have several outputs (routers), or weights of several matrices.
+        plain = (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
         everywhere = {path for path, module in model.named_modules() if type(module).forward in plain}
         fused = {f"{path}.{leaf}" for path, module in model.named_modules() for leaf in _FUSED
                  if hasattr(module, "A_log") and hasattr(module, "D")}  # fmt: skip

@@ -27,7 +27,7 @@ SIZES = {
     "vocab_size": 32,
 }
 MAMBA = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
-FEW = ("GPT2LMHeadModel", "OlmoeForCausalLM")
+FEW = ("FalconForCausalLM", "GPT2LMHeadModel", "OlmoeForCausalLM")
 GENERIC = tuple(
     name for name in catalogued()
     if is_generic(name) and not name.endswith("ConditionalGeneration")  # files name decoders as in another class
