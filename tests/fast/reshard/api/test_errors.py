@@ -170,6 +170,7 @@ OF_TRAINING = (
     "manifests/models/combinations.py",
     "manifests/models/generic_limits.py",
     "manifests/models/trainable.py",
+    "manifests/optimizer_groups.py",
 )
 OBJECTS = {"assumed": A, "conversion": C}
 # Of what no function of the API does: --ac and rates are text in commands alone, and layouts are drawn and written
