@@ -130,7 +130,7 @@ def test_help_ends_with_an_example_that_runs() -> None:
 
 
 def test_every_layout_in_the_docs_is_read(tmp_path: Path) -> None:
-    table = DOCS.read_text().partition("## Syntax")[2].partition("\n## ")[0]
+    table = DOCS.read_text().partition("## All forms of --layout")[2].partition("\n## ")[0]
     specs = re.findall(r"^\| `([^`]+)`", table.replace(r"\|", "|"), re.MULTILINE)
     assert len(specs) >= 11
     config = tmp_path / "config.json"
