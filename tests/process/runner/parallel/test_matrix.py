@@ -107,17 +107,22 @@ def _is_rounded(of: Mapping[str, torch.Tensor], what: str, name: str, place: Pat
 
 
 def _problems_of_bf16(tensors: Any, loss: float, place: Path, case: Case) -> list[str]:
-    """Return what is more than twice as far from float32 as transformers' own bf16."""
+    """Return what is more than twice as far from float32 as transformers' own bf16; with experts, four times.
+
+    A token of which two experts are nearly tied has another one in bf16, in ours or in transformers': of
+    deepseek-v3-titan on two shards, one such token doubles the distance of all layers below.
+    """
     exact, rounded = (reference(place, case, dtype) for dtype in (torch.float32, torch.bfloat16))
     first, second = (of["reports"][0][0] for of in (exact, rounded))
     is_far = abs(loss - first) > 2 * abs(second - first) + 1e-3
     problems = [f"loss {loss}, in float32 {first}, of transformers' bf16 {second}"] * is_far
+    limit = 4 if any(map(is_expert, exact["weights"])) else 2
     for what in ("gradients", "weights"):
         ours, theirs = (
             torch.stack([(of[name] - tensor).norm() for name, tensor in exact[what].items()]).norm()
             for of in (tensors[what], rounded[what])
         )
-        problems += [f"{what}: {ours / theirs:.1f} times as far"] * bool(ours > 2 * theirs)
+        problems += [f"{what}: {ours / theirs:.1f} times as far"] * bool(ours > limit * theirs)
     return problems
 
 
