@@ -26,7 +26,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.modules.conv import _ConvNd
-from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from manifests.models.adapters import ALL_LINEAR, is_adapter, matches_target
@@ -76,8 +75,9 @@ class Adapters:
             UsageError: there are none, or one is of a module whose forward is not called.
         """
         # Of classes with another forward, some have several outputs (routers), or weights of several matrices.
-        plain = (nn.Linear.forward, Conv1D.forward, FalconLinear.forward)
-        everywhere = {path for path, module in model.named_modules() if type(module).forward in plain}
+        plain, named = (nn.Linear.forward, Conv1D.forward), ("FalconLinear",)
+        kinds = ((path, type(module)) for path, module in model.named_modules())
+        everywhere = {path for path, kind in kinds if kind.forward in plain or kind.__name__ in named}
         fused = {f"{path}.{leaf}" for path, module in model.named_modules() for leaf in _FUSED
                  if hasattr(module, "A_log") and hasattr(module, "D")}  # fmt: skip
         odd = [path for path in sorted(everywhere & fused) if matches_target(lora.target, path)]
