@@ -21,7 +21,7 @@ from manifests.models.training import HostMemory
 from manifests.schedules import SCHEDULES
 from runner.config.balance import BalanceOptions
 from runner.config.declared import WholeNumber, build, flag, group, parameters_of
-from runner.config.lora import LoraOptions, check_adapters, read_lora
+from runner.config.lora import WITH_RANK, LoraOptions, check_adapters, read_lora
 from runner.config.loss import LossOptions
 from runner.config.parallel_dims import DegreeOptions
 from runner.config.schema import (
@@ -348,11 +348,12 @@ _NEEDS = {
     "publish_every": "--publish DIR",
     "checkpoint_every": "--checkpoint DIR",
     "keep": "--checkpoint DIR",
-    **dict.fromkeys(("lora_alpha", "lora_target", "lora_experts", "lora_dropout", "lora_rslora"), "--lora-rank R"),
+    **dict.fromkeys(WITH_RANK, "--lora-rank R"),
 }
 
 
 def _check_together(values: Mapping[str, Any]) -> None:
+    check_adapters(values)
     for name, needed in _NEEDS.items():
         if values[name] not in (None, False, 0, ALL_LINEAR) and not values[needed[2:].split(" ")[0].replace("-", "_")]:
             code = "options.needs-checkpoint" if needed == "--checkpoint DIR" else "options.missing-value"
@@ -382,7 +383,6 @@ def _check_together(values: Mapping[str, Any]) -> None:
             "environment variables of the node are expanded, such as '$TMPDIR/bundles'",
             code="options.relative-cache",
         )
-    check_adapters(values)
     if resume == "auto" and values["resume_weights_only"]:
         raise UsageError(
             "--resume-weights-only",

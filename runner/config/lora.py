@@ -79,6 +79,10 @@ class LoraOptions:
         return self.alpha / (math.sqrt(self.rank) if self.is_rank_scaled else self.rank)
 
 
+# Flags of adapters besides their rank.
+WITH_RANK = ("lora_alpha", "lora_target", "lora_experts", "lora_dropout", "lora_rslora")
+
+
 def check_adapters(values: Mapping[str, Any]) -> None:
     """Refuse flags that conflict with adapters."""
     adapter = "--lora-rank" if values["lora_rank"] is not None else "--lora-from" if values["adapter"] else None
@@ -89,9 +93,10 @@ def check_adapters(values: Mapping[str, Any]) -> None:
     if adapter and values["train_only"]:
         problem, hint = f"conflicts with {adapter}, which trains adapters alone", "remove one of them"
         raise UsageError("--train-only", problem, hint, code="options.conflict")
-    if values["lora_rank"] is not None and values["adapter"]:
-        problem, hint = "conflicts with --lora-from, whose folder says the rank", "remove one of them"
-        raise UsageError("--lora-rank", problem, hint, code="options.conflict")
+    for name in ("lora_rank", *WITH_RANK) if values["adapter"] else ():
+        if values[name] not in (None, False, 0, ALL_LINEAR):
+            problem, hint = "conflicts with --lora-from, whose folder has it", "remove one of them"
+            raise UsageError(f"--{name.replace('_', '-')}", problem, hint, code="options.conflict")
 
 
 def read_lora(folder: Path) -> LoraOptions:

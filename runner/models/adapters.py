@@ -35,6 +35,7 @@ from runner.models.regions import Region
 from runner.tensors.dtensor import local_regions
 
 _FUSED = ("out_proj", "x_proj", "dt_proj")  # of Mamba's mixers: a kernel takes their weights, and no hook runs
+_PLAIN = "FalconLinear"  # its own forward is a plain product; importing its module imports transformers twice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,10 +75,10 @@ class Adapters:
         Raises:
             UsageError: there are none, or one is of a module whose forward is not called.
         """
-        # Of classes with another forward, some have several outputs (routers), or weights of several matrices.
-        plain, named = (nn.Linear.forward, Conv1D.forward), ("FalconLinear",)
+        # Classes with a forward of their own may have several outputs (routers), or weights of several matrices.
+        plain = (nn.Linear.forward, Conv1D.forward)
         kinds = ((path, type(module)) for path, module in model.named_modules())
-        everywhere = {path for path, kind in kinds if kind.forward in plain or kind.__name__ in named}
+        everywhere = {path for path, kind in kinds if kind.forward in plain or kind.__name__ == _PLAIN}
         fused = {f"{path}.{leaf}" for path, module in model.named_modules() for leaf in _FUSED
                  if hasattr(module, "A_log") and hasattr(module, "D")}  # fmt: skip
         odd = [path for path in sorted(everywhere & fused) if matches_target(lora.target, path)]

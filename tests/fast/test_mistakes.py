@@ -89,6 +89,7 @@ MISTAKES = (
     (f"{TRAIN} --keep 2", "--keep", "--checkpoint"),
     (f"{TRAIN} --lora-target q_proj", "--lora-target", "--lora-rank"),
     (f"{TRAIN} --lora-rslora", "--lora-rslora", "--lora-rank"),
+    (f"{TRAIN} --lora-from nowhere --lora-alpha 8", "--lora-alpha: conflicts with --lora-from", "remove one"),
     (f"{TRAIN} --eval-every 5", "--eval-every", "--eval-data"),
     (f"{TRAIN} --save pp2", "--save pp2", "folder"),
     (f"{TRAIN} --device cuda", "--device cuda", "--device cpu"),
