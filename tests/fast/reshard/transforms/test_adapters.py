@@ -85,6 +85,25 @@ def test_middles_of_all_neighboring_bf16_are_rounded_by_the_exact_value(sign: in
     assert np.array_equal(rows[1:], np.stack([[*expected[:-1], code] for code in (0x7FC0, 0xFF80)]))
 
 
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64"])
+def test_blocks_that_reuse_memory_are_merged_as_the_whole_matrix(dtype: str) -> None:
+    noise, shape = np.random.default_rng(0), (600, 512)  # 256 rows at a time, and fewer at the end
+    plain = noise.standard_normal(shape).astype("<f4")
+    base = (plain.view("<u4") >> 16).astype("<u2") if dtype == "BF16" else plain.astype(f"<f{int(dtype[1:]) // 8}")
+    values = (base.astype("<u4") << 16).view("<f4").astype(float) if dtype == "BF16" else base.astype(float)
+    b, a = (noise.integers(-8, 8, sizes) / 8 for sizes in ((600, 2), (2, 512)))  # whose product is exact
+    merged = b"".join(map(bytes, merged_blocks(at(dtype, base), (Term(a=at("F64", a), b=at("F64", b), rank=2),))))
+    exact = values + b @ a
+    if dtype == "BF16":
+        codes = np.frombuffer(merged, "<u2").astype("<u4").reshape(shape)
+        result, *others = (
+            (near << 16).view("<f4").astype(float) for near in (codes, codes + 1, codes - (codes & 0x7FFF != 0))
+        )
+        assert all((np.abs(result - exact) <= np.abs(other - exact)).all() for other in others)
+    else:
+        assert merged == exact.astype(base.dtype).tobytes()
+
+
 def test_several_adapters_are_added_with_their_weights(base: Path, tmp_path: Path) -> None:
     some = [adapter_tensors(seed=seed) for seed in (0, 100)]
     folders = [write_adapter(tmp_path / str(number), tensors) for number, tensors in enumerate(some)]
