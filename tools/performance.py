@@ -95,7 +95,7 @@ def _sentences(results: Mapping[str, Any]) -> Iterator[str]:
         f"({of['publish, few tensors to BLAKE3 of both']:.2f} times where whole tensors changed): zstd of what changed "
         f"takes a core {core['zstd'] / core['BLAKE3'] / 2:.1f} times as long as hashing both. Applying it takes "
         f"{of['apply to copy of what differs']:.2f} times as long as copying and flushing the shards that differ, in "
-        f"{delta['commands']['apply']['peak_anonymous_mb']:.0f} MB {_link('delta')}."
+        f"{delta['commands']['apply']['peak_anonymous_mb']:.0f} MB, both beside other work {_link('delta')}."
     )
     link = results["streams"]["links"]["40 ms, 8 MB/s"]
     yield (
@@ -116,7 +116,7 @@ def _sentences(results: Mapping[str, Any]) -> Iterator[str]:
         f"{runner['launch_to_first_step_s, ratio to torchtitan']:.2f} times {_link('trainers')}. Four ranks with "
         f"simulated accelerator times had {four['bubble_ratio']:.2f} times the simulated bubble {_link('bubble')}."
     )
-    predicted = ", and ".join(
+    predicted = ", ".join(
         f"{case['median_error']:.1%} on {name}{' whose layers sleep' if case['layer_waits_s'] else ' that compute'}"
         for name, case in results["search"]["cases"].items()
     )
