@@ -6,22 +6,28 @@ Both train the same modules from the same weights in bfloat16, with master weigh
 1.2 billion parameters, Llama 3.2's shape, and fused AdamW), one step each in turn, in alternating order. The plain step
 is a loop over microbatches, `cross_entropy`, `clip_grad_norm_` and `torch.optim.AdamW`. Before anything is timed, both
 must give the same losses, to the rounding of bfloat16. MFU is of the matrix products of a forward and backward pass, at
-the peak FLOP/s of the GPU's data sheet.
+the peak FLOP/s of the GPU's data sheet. On a GPU, torch.profiler then sees one more step of each: how long no kernel ran
+between its first and its last. Last, `runner launch` trains the same model as its users start it.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
 import torch
+from safetensors.torch import save_file
 
 from manifests.models import model_shape
 from manifests.placement import Placement
@@ -56,6 +62,7 @@ SIZES = {
 }
 OPTIONS = OptimOptions(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, max_norm=1.0)
 CHECKED = 3  # steps after which both have the same losses
+NUM_WARM = 4  # steps of a launch that are not timed
 TOLERANCE = 2e-2
 
 
@@ -131,6 +138,49 @@ def batch_of(config: dict[str, Any], cut: BatchOptions, number: int) -> Batch:
     return Batch(tokens=tokens[:, :-1].contiguous(), labels=labels, num_tokens=labels.numel())
 
 
+def gaps_of(step: Callable[[int], float], number: int) -> dict[str, float]:
+    """Return how long no kernel ran, from the first to the last of a step, and the longest time between two."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step(number)
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    begin_us, end_us, gaps_us = spans[0][0], spans[0][1], [0.0]
+    for start, end in spans:
+        gaps_us.append(max(0.0, start - end_us))
+        end_us = max(end_us, end)
+    return {
+        "kernels": len(spans),
+        "idle_share": round(sum(gaps_us) / (end_us - begin_us), 4),
+        "longest_gap_us": round(max(gaps_us), 1),
+        "gaps_above_20_us": sum(gap > 20 for gap in gaps_us),
+    }
+
+
+def launched_step_s(model: Path, cut: BatchOptions, device: str, num_steps: int) -> float:
+    """Return the median seconds of a step of `runner launch`, with its defaults otherwise."""
+    packed, log = model.with_name("packed"), model.with_name("log")
+    measure.run_quietly([*measure.RESHARD, "pack", str(model), "--layout", "pp=1", "--out", str(packed)])
+    measure.run_runner(
+        "launch", packed, "--log-dir", log, "--", "--data", "synthetic", "--device", device, "--dtype", "bf16",
+        "--master-dtype", "fp32", "--seq-len", cut.seq_len, "--global-batch", cut.global_batch, "--microbatch",
+        cut.microbatch, "--steps", NUM_WARM + num_steps,
+    )  # fmt: skip
+    lines: Iterable[Any] = map(json.loads, (log / "metrics.jsonl").read_text().splitlines())
+    ends_s = [line["time"] for line in lines if "loss" in line][NUM_WARM - 1 :]
+    return statistics.median(after - before for before, after in pairwise(ends_s))
+
+
+def write_model(folder: Path, config: dict[str, Any], chunk: StageChunk) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "bfloat16", **config}))
+    tensors = {fqn: parameter.detach().cpu() for fqn, parameter in named_hf_parameters(chunk)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=tuple(SIZES), default="cuda")
@@ -151,7 +201,18 @@ def main() -> None:
             if options.device == "cuda":
                 torch.cuda.synchronize()
             found[name].append(time.perf_counter() - began_s)
-    medians = {name: statistics.median(took) for name, took in found.items()}
+    gaps = None
+    if options.device == "cuda":
+        gaps = {name: gaps_of(step, CHECKED + options.turns) for name, step in steps.items()}
+    steps.clear()
+    gc.collect()
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder, "model"), config, filled(config, cut, device))
+        if options.device == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+        launched_s = launched_step_s(Path(folder, "model"), cut, options.device, options.turns)
+    medians = {name: statistics.median(took) for name, took in found.items()} | {"launch": launched_s}
     shape = model_shape(config)
     flops = shape.train_flops(cut.seq_len) * cut.global_batch * cut.seq_len
     peak = peak_flops(torch.cuda.get_device_name()) if options.device == "cuda" else None
@@ -164,6 +225,8 @@ def main() -> None:
         "losses": losses,
         "turns": options.turns,
         "ratio_to_plain": measure.median_ratio(found["runner"], found["plain"]),
+        "launch_to_plain": round(launched_s / medians["plain"], 3),
+        "gaps": gaps,
         "median_step_s": {name: round(median, 5) for name, median in medians.items()},
         "tflops_per_s": {name: round(flops / median / 1e12, 3) for name, median in medians.items()},
         "mfu": {name: round(flops / median / peak, 4) for name, median in medians.items()} if peak else None,
