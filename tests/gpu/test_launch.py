@@ -12,6 +12,7 @@ from tests.builders import run
 from tests.fast.runner.tiny import save_model
 from tests.gpu.jobs import pack
 from tests.process.local_jobs import runner
+from tests.process.runner.checkpoint.test_publish import check_steps, versions
 
 pytestmark = [
     pytest.mark.process,
@@ -29,7 +30,12 @@ def losses(log: Path) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     "flags",
-    [("--master-dtype", "fp32"), ("--compile",), ("--optimizer", "muon", "--ema", "0.9"), ("--lora-rank", "4")],
+    [
+        ("--master-dtype", "fp32"),
+        ("--compile",),
+        ("--optimizer", "muon", "--ema", "0.9"),
+        ("--lora-rank", "4"),
+    ],
     ids=" ".join,
 )
 def test_run_is_checked_saved_resumed_and_exported(flags: tuple[str, ...], tmp_path: Path) -> None:
@@ -54,6 +60,18 @@ def test_run_is_checked_saved_resumed_and_exported(flags: tuple[str, ...], tmp_p
     assert max(after.values()) < max(before.values()) * 1.1
     if "--lora-rank" not in flags:
         run("export", tmp_path / "trained", "--to", "hf", "--out", tmp_path / "exported", "--quiet")
+
+
+def test_published_versions_have_the_weights_of_their_steps(tmp_path: Path) -> None:
+    """They are compared with the version before from the GPU, while training goes on."""
+    save_model(tmp_path / "llama", num_hidden_layers=2)
+    packed, chain, saves = pack(tmp_path / "llama", 1), tmp_path / "chain", tmp_path / "saves"
+    where = ("--publish", chain, "--publish-every", 2, "--checkpoint", saves, "--checkpoint-every", 2)
+    flags = ("--master-dtype", "fp32", "--lr", "1e-3", "--steps", 4, "--no-self-check")
+    ended = runner("launch", packed, "--", *TRAINING, *flags, *where, "--log-dir", tmp_path / "log")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert versions(chain) == [(1, None), (2, 1)]
+    check_steps(chain, saves, {1: 2, 2: 4}, tmp_path)
 
 
 def test_ranks_of_a_proof_leave_gpus_alone(tmp_path: Path) -> None:
