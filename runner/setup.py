@@ -116,8 +116,10 @@ class Ready:
         return held_weights(self.chunks, self.launched.manifest.ties, self.mesh.owns)
 
     def published_weights(self) -> Held:
-        """Return the whole weights that this rank publishes; every rank calls this."""
-        return self.held_weights() if self.mesh.num_writers == 1 else self.whole_weights()[0]
+        """Return the whole weights that this rank publishes: a part of its stages'. Every rank calls this."""
+        if self.mesh.num_writers == 1:
+            return self.held_weights()
+        return self._gather(None if self.mesh.replicate_rank else self.mesh.writer, self.mesh.num_writers)
 
     def whole_weights(self) -> tuple[Held, SaveContext]:
         """Gather whole weights on one rank of each stage, and return what this rank saves of them, and how.
@@ -125,9 +127,11 @@ class Ready:
         Every rank calls this.
         """
         is_writer = self.mesh.replicate_rank == self.mesh.writer == 0
+        return self._gather(0 if is_writer else None, 1), replace(self.save_context, num_writers=1)
+
+    def _gather(self, writer: int | None, num_writers: int) -> Held:
         with raise_on_all_ranks("save"):
-            weights = whole_weights(self.chunks, self.launched.manifest.ties, is_writer=is_writer)
-        return weights, replace(self.save_context, num_writers=1)
+            return whole_weights(self.chunks, self.launched.manifest.ties, writer=writer, num_writers=num_writers)
 
 
 def begin(

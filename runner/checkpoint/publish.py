@@ -3,10 +3,11 @@
 # Note [Publishing beside training]
 A rank keeps the last published state of its tensors, in the dtype of the chain, and memory for the next one. After a
 step its weights are cast into that memory, which is the only pause. Then a thread hashes them, and writes what changed
-of its own tensors as shards of the new version; nothing is gathered, unless ranks share a stage, as with --dp-shard:
-then one of them gathers its weights. Rank 0 writes the index when all shards are there, and the version exists. A delta
-is of the version before, by the digest of the whole state: a run whose weights at the start are not the newest
-version's, because it resumes from an earlier step, publishes a full version first. No version is ever removed.
+of its own tensors as shards of the new version. Ranks that share a stage, as with --dp-shard, gather one tensor after
+the other, and each keeps and publishes a part of them. Rank 0 writes the index when all shards are there, and the
+version exists. A delta is of the version before, by the digest of the whole state: a run whose weights at the start are
+not the newest version's, because it resumes from an earlier step, publishes a full version first. No version is ever
+removed.
 """
 
 from __future__ import annotations

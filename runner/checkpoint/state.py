@@ -48,17 +48,22 @@ def held_weights(
     )
 
 
-def whole_weights(chunks: Sequence[StageChunk], groups: Iterable[TieGroup], *, is_writer: bool) -> Held:
-    """Return the whole weights of a rank's stages, gathered from the ranks that share them, in host memory.
+def whole_weights(
+    chunks: Sequence[StageChunk], groups: Iterable[TieGroup], *, writer: int | None, num_writers: int = 1
+) -> Held:
+    """Return whole weights of a rank's stages, gathered from the ranks that share them, in host memory.
 
-    Every one of these ranks calls this; those that are not the stage's writer get none. As `held_weights` otherwise.
+    Every one of these ranks calls this, and gets a part of the tensors of about equal bytes if it is a `writer`: a
+    number below `num_writers`. The others get none. As `held_weights` otherwise.
     """
+    nbytes, writers = [0] * num_writers, dict[str, int]()
 
-    def gather(weight: nn.Parameter) -> torch.Tensor | None:
-        whole = whole_of(master_of(weight))
-        return whole.cpu() if is_writer else None
+    def choose(piece: Piece) -> Piece | None:
+        chosen = writers.setdefault(piece.fqn, nbytes.index(min(nbytes)))
+        nbytes[chosen] += piece.memory.nbytes
+        return replace(piece, memory=piece.memory.cpu()) if chosen == writer else None
 
-    return _weights(chunks, groups, gather, constants=lambda _: is_writer)
+    return _weights(chunks, groups, lambda weight: whole_of(master_of(weight)), constants=lambda _: True, choose=choose)
 
 
 def held_state(
@@ -176,7 +181,8 @@ def whole_in_root(
         stage: runs_of(stage, WEIGHTS, [piece for piece in kinds[WEIGHTS] if piece.fqn not in replicas])
         for stage, kinds in state.items()
     }
-    firsts, total = _number(from_all_ranks({stage: len(of_stage) for stage, of_stage in runs.items()}, group))
+    counts = from_all_ranks({stage: len(of_stage) for stage, of_stage in runs.items()}, group)
+    firsts, total = _number(counts, dist.get_rank(group))
     return {
         stage: [
             *(
@@ -201,21 +207,17 @@ def _weights(
     of: Callable[[nn.Parameter], torch.Tensor | None],
     *,
     constants: _Chosen,
+    choose: Callable[[Piece], Piece | None] = lambda piece: piece,
 ) -> Held:
     """Return the weights that `of` returns, and chosen constants; of a run that trains adapters, these alone."""
     left_out, weights = _left_out(groups), dict[int, dict[Holds, tuple[Piece, ...]]]()
     for chunk in chunks:
         base = chunk.frozen_ids() if chunk.has_adapters else set[int]()
-        pieces = _pieces(chunk, left_out, lambda weight, base=base: None if id(weight) in base else of(weight))  # type: ignore[misc]
-        besides = () if chunk.has_adapters else (piece for piece in hf_constants(chunk) if constants(piece.memory))
-        weights[chunk.stage] = {WEIGHTS: (*pieces, *besides)}
+        pieces = hf_pieces(chunk, lambda weight, base=base: None if id(weight) in base else of(weight))  # type: ignore[misc]
+        trained = (choose(piece) for piece in pieces if piece.fqn not in left_out)
+        besides = (choose(piece) for piece in hf_constants(chunk) if not chunk.has_adapters and constants(piece.memory))
+        weights[chunk.stage] = {WEIGHTS: (*join_pieces(filter(None, trained)), *filter(None, besides))}
     return weights
-
-
-def _pieces(
-    chunk: StageChunk, left_out: frozenset[str], of: Callable[[nn.Parameter], torch.Tensor | None]
-) -> tuple[Piece, ...]:
-    return join_pieces(piece for piece in hf_pieces(chunk, of) if piece.fqn not in left_out)
 
 
 def _empty_like(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -241,14 +243,11 @@ def _split(pieces: Sequence[Piece], most_nbytes: int) -> list[list[Piece]]:
     return split_by_size(pieces, lambda piece: piece.memory.nbytes, most_nbytes)
 
 
-def _number(counts: Sequence[Mapping[int, int]]) -> tuple[dict[int, int], int]:
-    """Return the number of each stage's first shard, and of all shards; one rank at most has shards of a stage."""
-    by_stage: dict[int, int] = {}
-    for of_rank in counts:
-        for stage, number in of_rank.items():
-            by_stage[stage] = by_stage.get(stage, 0) + number
+def _number(counts: Sequence[Mapping[int, int]], rank: int) -> tuple[dict[int, int], int]:
+    """Return the number of a rank's first shard of each stage, and of all shards."""
     firsts, total = {}, 0
-    for stage in sorted(by_stage):
-        firsts[stage] = total
-        total += by_stage[stage]
+    for stage in sorted({stage for of_rank in counts for stage in of_rank}):
+        numbers = [of_rank.get(stage, 0) for of_rank in counts]
+        firsts[stage] = total + sum(numbers[:rank])
+        total += sum(numbers)
     return firsts, total

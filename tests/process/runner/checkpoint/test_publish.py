@@ -92,13 +92,19 @@ def test_restarts_go_on_in_the_chain_and_remove_nothing(packed: Path, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [("--dp-shard", "2"), ("--tp", "2"), ("--dp-replicate", "2")])
-def test_ranks_that_share_a_stage_publish_it_once(packed: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_ranks_that_share_a_stage_publish_parts_of_it(packed: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     chain, checkpoints, alone = tmp_path / "chain", tmp_path / "checkpoints", pack(packed, tmp_path / "alone", "pp=1")
     train(alone, tmp_path / "log", *RATE, *flags, "--steps", "2", "--publish", chain, "--publish-every", "1",
           "--checkpoint", checkpoints, "--checkpoint-every", "1", "--global-batch", "2", "--microbatch", "1",
           launch=("--nproc-per-node", "2"))  # fmt: skip
     assert versions(chain) == [(1, None), (2, 1)]
     check_steps(chain, checkpoints, {1: 1, 2: 2}, tmp_path)
+    shards = sorted(path.stat().st_size for path in (chain / "weight_v000001").glob("*.safetensors"))
+    if "--dp-replicate" in flags:
+        assert len(shards) == 1
+    else:  # each of both writes about half
+        assert len(shards) == 2
+        assert shards[1] < 2 * shards[0]
 
 
 @pytest.mark.slow
