@@ -9,13 +9,15 @@ does not depend on how busy the machine is.
 
 speed: a checkpoint in four shards, in three of which 2 % of the elements change. Publish, with a copy of the version
 before, beside one read of both, and one read and BLAKE3 of both; likewise where the 2 % are whole tensors; apply beside
-a read and a write of the shards that differ; and a full copy, `rsync --inplace` and `zstd --patch-from`, which are
+a read and a write of the shards that differ; a bare loop that reads, hashes and compares both and compresses what
+differs, which is the least that a publish can do; and a full copy, `rsync --inplace` and `zstd --patch-from`, which are
 required, and timed once. Turn by turn, rotated, with pauses; files are in the page cache, unless the name says cold,
 and every writer ends with its bytes on disk. Of one core: seconds of its time for a GB of the shards that change.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -27,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import blake3
@@ -47,17 +50,22 @@ LEVELS = (1, 3, 9, 19)
 SHARE = 0.02  # of the elements that change
 NUM_SHARDS, PAUSE_S = 4, 2.0
 PARTS_NBYTES = 256 << 20  # of a shard
+BARE_NBYTES = 64 << 20  # that a thread of the bare loop takes at a time
 HASH = "import sys, blake3\nfor path in sys.argv[1:]: blake3.blake3(max_threads=-1).update_mmap(path).digest()"
 BATCH = ("--seq-len", 128, "--global-batch", 32, "--microbatch", 4)
 
 
 def main() -> None:
     parser = measure.options_of(__doc__, gb=4.0)
-    parser.add_argument("what", choices=["density", "speed"])
+    parser.add_argument("what", choices=["density", "speed", "bare"])
+    parser.add_argument("folders", nargs="*", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=5, help="steps at each learning rate")
     parser.add_argument("--without-peers", action="store_true", help="leave out rsync and zstd")
     parser.add_argument("--prepared", type=Path, help="a folder that has, or gets, the checkpoints of speed")
     options = parser.parse_args()
+    if options.what == "bare":
+        bare(*options.folders)
+        return
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-delta-") as scratch:
         root = Path(options.prepared or scratch)
         result = (
@@ -188,6 +196,9 @@ def speed(root: Path, gb: float, num_turns: int, *, with_peers: bool) -> dict[st
         "publish": lambda: warm(publish, new, chain),
         "publish, few tensors": lambda: warm(publish, few, of_few),
         "read both": lambda: warm(read_both),
+        "bare loop": lambda: warm(
+            measure.run_measured, [sys.executable, __file__, "bare", *map(str, (old, new, copy))], copy
+        ),
         "BLAKE3 of both": lambda: warm(measure.run_measured, [sys.executable, "-c", HASH, *map(str, both)]),
         "publish, cold": lambda: cold(publish, new, chain),
         "read both, cold": lambda: cold(read_both),
@@ -231,6 +242,8 @@ def speed(root: Path, gb: float, num_turns: int, *, with_peers: bool) -> dict[st
             for ours, theirs in [
                 ("publish, cold", "read both, cold"),
                 ("publish", "BLAKE3 of both"),
+                ("bare loop", "BLAKE3 of both"),
+                ("publish", "bare loop"),
                 ("publish, few tensors", "BLAKE3 of both"),
                 ("apply", "copy of what differs"),
                 ("apply", "full copy"),
@@ -243,6 +256,39 @@ def speed(root: Path, gb: float, num_turns: int, *, with_peers: bool) -> dict[st
         "commands": {name: measure.summary(of_name) for name, of_name in runs.items()},
         "load_average": loads,
     }  # fmt: skip
+
+
+def bare(old: Path, new: Path, out: Path) -> None:
+    """Read, hash and compare both states, and compress what differs, in a thread for each core, with no checks."""
+
+    def work(part: tuple[Path, int]) -> None:
+        shard, begin = part
+        hashers, frame = (blake3.blake3(), blake3.blake3()), None
+        before, after, difference = (np.empty(STEP_NBYTES, np.uint8) for _ in range(3))
+        with (
+            open(old / shard.name, "rb", 0) as left,
+            open(shard, "rb", 0) as right,
+            open(out / f"{shard.name}-{begin}", "wb") as file,
+        ):
+            left.seek(begin)
+            right.seek(begin)
+            for _ in range(BARE_NBYTES // STEP_NBYTES):
+                nbytes = left.readinto(before.data) and right.readinto(after.data)
+                blocks = [memoryview(block)[:nbytes] for block in (before, after, difference)]
+                if xor_of(*blocks) and frame is None:
+                    frame = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compressobj()
+                hashers[0].update(blocks[0])
+                if frame is not None:
+                    hashers[1].update(blocks[1])
+                    file.write(frame.compress(blocks[2]))
+            if frame is not None:
+                file.write(frame.flush())
+
+    out.mkdir()
+    shards = sorted(new.glob("*.safetensors"))
+    parts = [(shard, begin) for shard in shards for begin in range(0, shard.stat().st_size, BARE_NBYTES)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(work, parts))
 
 
 def parts(old: Path, new: Path) -> dict[str, float]:
