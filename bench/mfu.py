@@ -6,8 +6,8 @@ Both train the same modules from the same weights in bfloat16, with master weigh
 1.2 billion parameters, Llama 3.2's shape, and fused AdamW), one step each in turn, in alternating order. The plain step
 is a loop over microbatches, `cross_entropy`, `clip_grad_norm_` and `torch.optim.AdamW`. Before anything is timed, both
 must give the same losses, to the rounding of bfloat16. MFU is of the matrix products of a forward and backward pass, at
-the peak FLOP/s of the GPU's data sheet. On a GPU, torch.profiler then sees one more step of each: how long no kernel ran
-between its first and its last. Last, `runner launch` trains the same model as its users start it.
+the peak FLOP/s of the GPU's data sheet. On a GPU, torch.profiler then sees one more step of each: how long no kernel
+ran between its first and its last. Last, `runner launch` trains the same model as its users start it.
 """
 
 from __future__ import annotations
