@@ -178,7 +178,10 @@ def _gpu_sentences(results: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"- A step of a Llama of {mfu['parameters'] / 1e9:.1f} billion parameters in bfloat16 with float32 masters "
         f"takes {mfu['ratio_to_plain']:.3f} times as long as the same in plain PyTorch, at {mfu['mfu']['runner']:.1%} "
-        f"MFU (plain: {mfu['mfu']['plain']:.1%}), without --compile {_link('gpu-mfu')}."
+        f"MFU (plain: {mfu['mfu']['plain']:.1%}), without --compile; through `runner launch` with its defaults "
+        f"{mfu['launch_to_plain']:.3f} times. Between its first and its last kernel, none runs for "
+        f"{mfu['gaps']['runner']['idle_share']:.1%} of the step (plain: {mfu['gaps']['plain']['idle_share']:.1%}) "
+        f"{_link('gpu-mfu')}."
     )
     ranks = {name: rank for name, ranks in results["gpu-memory"]["runs"].items() for rank in ranks}
     of_plan = {name: rank["peak_nbytes"] / rank["planned_nbytes"] for name, rank in ranks.items()}

@@ -13,6 +13,7 @@ from manifests.slices import Slice
 from stores.base import Reader
 
 BLOCK_NBYTES = 1 << 20  # stays in the processor's cache between read, hash and copy
+_PINNED_NBYTES = 4 << 20  # a copy to a GPU costs its start; bench/results/gpu-load.json
 _GAP_NBYTES = 4096  # a smaller gap between two wanted parts is read along with them: disks read pages
 _NUM_PINNED = 4  # copies to a GPU in flight while the next block is read and hashed
 _Index = tuple[int | slice, ...]
@@ -39,7 +40,7 @@ def fill(
     if scalar:
         target, stored, region = target.view(1), (1,), Slice(offset=(0,), shape=(1,), whole_shape=(1,))
     pinned = blocks or PinnedBlocks(target.device)
-    for block in blocks_of(stored, region, dtype.itemsize):
+    for block in blocks_of(stored, region, dtype.itemsize, pinned.nbytes):
         rows = target[block.index]
         direct = _is_direct(rows, block, dtype)
         read = rows if direct else pinned.take(dtype, block.nbytes // dtype.itemsize).view(block.rows)
@@ -71,6 +72,7 @@ class PinnedBlocks:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
+        self.nbytes = _PINNED_NBYTES if self._is_cuda else BLOCK_NBYTES
         self._blocks: list[torch.Tensor] = []
         self._copied: list[torch.cuda.Event | None] = [None] * (_NUM_PINNED if self._is_cuda else 1)
         self._next = 0
@@ -78,7 +80,7 @@ class PinnedBlocks:
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         """Return room for `count` elements, at most a block."""
         if len(self._blocks) == self._next:
-            self._blocks.append(torch.empty(BLOCK_NBYTES, dtype=torch.uint8, pin_memory=self._is_cuda))
+            self._blocks.append(torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self._is_cuda))
         if (copied := self._copied[self._next]) is not None:
             copied.synchronize()
         return self._blocks[self._next].view(dtype)[:count]
@@ -116,12 +118,14 @@ def intersect(region: Slice, other: Slice) -> Slice | None:
     return Slice(offset=begin, shape=shape, whole_shape=region.whole_shape) if all(n > 0 for n in shape) else None
 
 
-def blocks_of(stored: tuple[int, ...], region: Slice, itemsize: int) -> Iterator[Block]:
+def blocks_of(
+    stored: tuple[int, ...], region: Slice, itemsize: int, most_nbytes: int = BLOCK_NBYTES
+) -> Iterator[Block]:
     """Split a region of a stored tensor into blocks, in the order of their bytes.
 
     The region has at least one element, the stored tensor at least one dimension; `region.offset` is within it.
     """
-    return _split(stored, region.offset, region.shape, itemsize, 0, ())
+    return _split(stored, region.offset, region.shape, itemsize, most_nbytes, 0, ())
 
 
 def ranges_of(stored: tuple[int, ...], region: Slice, itemsize: int) -> Iterator[tuple[int, int]]:
@@ -135,13 +139,19 @@ def _is_direct(rows: torch.Tensor, block: Block, dtype: torch.dtype) -> bool:
 
 
 def _split(
-    stored: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], itemsize: int, begin: int, index: _Index
+    stored: tuple[int, ...],
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    itemsize: int,
+    most_nbytes: int,
+    begin: int,
+    index: _Index,
 ) -> Iterator[Block]:
     row_nbytes = prod(stored[1:]) * itemsize
     gap_nbytes = row_nbytes - _span(stored[1:], shape[1:]) * itemsize
     first = begin + offset[0] * row_nbytes
-    if row_nbytes <= BLOCK_NBYTES and gap_nbytes < _GAP_NBYTES:
-        step = BLOCK_NBYTES // row_nbytes
+    if row_nbytes <= most_nbytes and gap_nbytes < _GAP_NBYTES:
+        step = most_nbytes // row_nbytes
         for row in range(0, shape[0], step):
             count = min(step, shape[0] - row)
             yield Block(
@@ -153,7 +163,8 @@ def _split(
             )
     else:
         for row in range(shape[0]):
-            yield from _split(stored[1:], offset[1:], shape[1:], itemsize, first + row * row_nbytes, (*index, row))
+            at = first + row * row_nbytes, (*index, row)
+            yield from _split(stored[1:], offset[1:], shape[1:], itemsize, most_nbytes, *at)
 
 
 def _span(stored: tuple[int, ...], shape: tuple[int, ...]) -> int:

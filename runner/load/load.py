@@ -25,6 +25,7 @@ from stores.bundles import Bundles, TensorAt, join_slices
 from stores.workers import Take, share_out, threads_for_ranks
 
 _RUN_NBYTES = 64 << 20  # one unit of work of a thread
+_MOST_TO_GPU = 8  # threads that copy to a GPU: more wait for each other; bench/results/gpu-load.json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,13 +172,15 @@ def read_all(reads: Sequence[Read], how: Reading = Reading()) -> list[PartRead]:
         return []
     runs = tuple(_runs(sorted(reads, key=lambda read: (str(read.at.file), read.ranges[0]))))
     parts: list[PartRead] = []
+    device = reads[0].into.memory.device
 
     def fill_runs(take: Take[list[Read]], stop: threading.Event) -> None:
-        blocks = PinnedBlocks(reads[0].into.memory.device)
+        blocks = PinnedBlocks(device)
         while not stop.is_set() and (run := take()) is not None:
             parts.extend(_fill_run(run, blocks, stop, hashes=how.hashes))
 
-    share_out(runs, fill_runs, min(how.num_threads, len(runs)))
+    most = _MOST_TO_GPU if device.type == "cuda" else len(runs)
+    share_out(runs, fill_runs, min(how.num_threads, len(runs), most))
     return parts
 
 
