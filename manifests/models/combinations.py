@@ -68,11 +68,11 @@ class Refusal:
     hint: str
 
 
-def _refuse_mtp(where: str, feature: str, most: int) -> Refusal:
+def _refuse_mtp(where: str, feature: str) -> Refusal:
     return Refusal(
         where=where,
         code="options.mtp-combination",
-        applies=lambda run: run.num_mtp_layers > 0 and getattr(run, feature) > most,
+        applies=lambda run: run.num_mtp_layers > 0 and getattr(run, feature),
         problem="is not supported with multi-token prediction (MTP) layers",
         hint=f"leave {where} out, or pack again without the layers: --drop each of their modules",
     )
@@ -205,18 +205,7 @@ REFUSED = (
         problem="multi-token prediction (MTP) layers train on transformers' modules alone",
         hint="use --implementation transformers, or pack again without them: --drop each of their modules",
     ),
-    *map(
-        _refuse_mtp,
-        ("--tp", "--cp", "--ep", "--dp-shard"),
-        ("num_tensor", "num_context", "num_expert", "num_shards"),
-        (1,) * 4,
-    ),
-    *map(
-        _refuse_mtp,
-        ("--compile", "--loss-chunk", "--lora-rank", "--loss"),
-        ("is_compiled", "has_loss_chunks", "has_adapters", "has_own_loss"),
-        (0,) * 4,
-    ),
+    *map(_refuse_mtp, ("--compile", "--lora-rank", "--loss"), ("is_compiled", "has_adapters", "has_own_loss")),
 )
 
 

@@ -1,4 +1,12 @@
-"""Layers for multi-token prediction (MTP), as DeepSeek-V3's files and others of that form have them. No torch."""
+"""Layers for multi-token prediction (MTP), as files have them. No torch.
+
+# Note [Names of MTP layers]
+DeepSeek-V3's files and others of that form have MTP layers after the decoder's, numbered on. Qwen3-Next's have one
+beside the decoder: `mtp.layers.0` is a decoder layer like the last one, and `_BESIDE` has the names of the rest. Stages
+have it under the names of DeepSeek-V3's form.
+
+Source: Megatron-Bridge, `qwen3_next_bridge.py`; vLLM, `qwen3_next_mtp.py`; transformers 5.23, `conversion_mapping.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +18,20 @@ from manifests.models.catalogue import CatalogueEntry
 from manifests.schema import TieGroup, TieMember
 
 EMBEDDING, HEAD = "embed_tokens", "shared_head.head"
-_OWN = frozenset(f"{name}.weight" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+BESIDE = "mtp"  # a module
+_BESIDE = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
+_WITH_ONE_BESIDE = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+_OWN = frozenset(f"{name}.weight" for name in _BESIDE)
+
+
+def is_beside(architecture: str, module: str) -> bool:
+    """Return whether a module of an architecture is an MTP layer beside its decoder."""
+    return module == BESIDE and architecture in _WITH_ONE_BESIDE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,23 +39,39 @@ class MtpLayers:
     """The MTP layers of a model's files, in the order they run."""
 
     modules: tuple[str, ...]
-    copies: frozenset[str]  # what each has a copy of: the embedding, the head
+    copies: frozenset[str] = frozenset()  # what each has a copy of: the embedding, the head
+    in_stages: str = ""  # where stages have the one that is beside the decoder in files
 
     @classmethod
     def find(cls, entry: CatalogueEntry, shape: ModelShape | None) -> MtpLayers | None:
         """Return those of a packed model; None: it has none, or none that are trained.
 
-        Those are of DeepSeek-V3's form, in models whose stages hand on nothing but the hidden state.
+        Those are of the forms of Note [Names of MTP layers], in models whose stages hand on nothing but the hidden
+        state.
         """
-        if shape is None or entry.mtp is None or entry.hands_on_trees:
+        if shape is None or entry.hands_on_trees:
             return None
+        by_module = shape.by_module()
         listed = [module for module in shape.modules if module.startswith(f"{entry.layers}.")]
-        modules = tuple(listed[shape.num_layers :])
-        leaves = [{fqn.removeprefix(f"{module}.") for fqn in shape.by_module()[module]} for module in modules]
-        if not modules or not all(map(_OWN.issubset, leaves)):
+        last, modules = listed[: shape.num_layers][-1], tuple(listed[shape.num_layers :])
+        if is_beside(entry.architecture, BESIDE) and BESIDE in by_module:
+            layer = cls(modules=(BESIDE,), in_stages=f"{entry.layers}.{shape.num_layers}.")
+            names = {f"{layer.in_stages}{leaf}" for leaf in _OWN}
+            names |= {f"{layer.in_stages}{fqn.removeprefix(f'{last}.')}" for fqn in by_module[last]}
+            return layer if set(map(layer.in_files, names)) == set(by_module[BESIDE]) else None
+        leaves = [{fqn.removeprefix(f"{module}.") for fqn in by_module[module]} for module in modules]
+        if entry.mtp is None or not modules or not all(map(_OWN.issubset, leaves)):
             return None
         copies = (name for name in (EMBEDDING, HEAD) if all(f"{name}.weight" in names for names in leaves))
         return cls(modules=modules, copies=frozenset(copies))
+
+    def in_files(self, fqn: str) -> str:
+        """Return the name in files of a tensor by its name in DeepSeek-V3's form."""
+        leaf = fqn.removeprefix(self.in_stages)
+        if leaf == fqn:
+            return fqn
+        beside = _BESIDE.get(leaf.removesuffix(".weight"))
+        return f"{BESIDE}.layers.0.{leaf}" if beside is None else f"{BESIDE}.{beside}.weight"
 
     def ties(self, entry: CatalogueEntry, stage_modules: Sequence[Sequence[str]]) -> Iterator[TieGroup]:
         """Yield what stages with these modules tie beside what the manifest says: copies, and what is borrowed."""

@@ -30,7 +30,6 @@ from runner.evaluation.scores import Scores, writing_scores
 from runner.evaluation.token_losses import Recorded, TokenLosses
 from runner.load.load import load_tensors
 from runner.models import Family, family_for
-from runner.models.family import WithMtp
 from runner.parallel.mesh import Mesh, build_mesh
 from runner.parallel.rows import keep_documents
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
@@ -204,8 +203,6 @@ def read_model(
         if options.top_k > family.vocab_size:
             problem = f"expected at most {family.vocab_size}, the size of the vocabulary, found {options.top_k}"
             raise UsageError("--top-k", problem, code="options.scores")
-        if isinstance(family, WithMtp):
-            family.runs_mtp = False
         if options.text.document_mask:
             keep_documents(family, options.seq_len)
         if options.self_check and world.rank == 0:

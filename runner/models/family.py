@@ -173,7 +173,7 @@ class WithMtp(Family, Protocol):
     """A family that may have MTP layers, see Note [MTP layers] in mtp.py."""
 
     mtp_weight: float  # of their mean loss
-    runs_mtp: bool  # False: stages have the layers, and compute the model alone
+    parts: RowParts | None  # of rows, with context parallelism
 
     @property
     def mtp(self) -> object | None: ...

@@ -84,8 +84,8 @@ class Generic:
         shape = described(reader) if described else None
         self._entry = entry = entry if shape is None else _with_modules(entry, shape)
         self._keeps_documents = False
-        self._parts: RowParts | None = None  # with context parallelism
-        self.mtp, self.mtp_weight, self.runs_mtp = mtp, MTP_WEIGHT, True
+        self.parts: RowParts | None = None  # with context parallelism
+        self.mtp, self.mtp_weight = mtp, MTP_WEIGHT
         self.adapters: Adapters | None = None
         self.hands_on_trees = entry.hands_on_trees or NARROW in entry.inputs or mtp is not None
         with _refusals(self._where):
@@ -127,11 +127,11 @@ class Generic:
         check_modules(self._entry, self.modules, (modules,), self._where)
         model = self._with_adapters()
         complete_plan(model, self._layers_name)
-        if self._keeps_documents or self._parts:
-            mask_rows(model, self._parts)
-        build = partial(MtpStage, mtp=self.mtp, runs_mtp=self.runs_mtp) if self.mtp else StageOfAny
+        if self._keeps_documents or self.parts:
+            mask_rows(model, self.parts)
+        build = partial(MtpStage, mtp=self.mtp) if self.mtp else StageOfAny
         stage = build(model, self._entry, self._layers_name, frozenset(modules), self._outside)
-        stage.parts = self._parts
+        stage.parts = self.parts
         return stage
 
     def keep_documents(self) -> None:
@@ -152,10 +152,10 @@ class Generic:
         return model
 
     def split_rows(self, parts: RowParts) -> None:
-        self._parts = parts
+        self.parts = parts
 
     def mtp_ties(self, stage_modules: Sequence[Sequence[str]]) -> tuple[TieGroup, ...]:
-        return tuple(self.mtp.ties(self._entry, stage_modules)) if self.mtp and self.runs_mtp else ()
+        return tuple(self.mtp.ties(self._entry, stage_modules)) if self.mtp else ()
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
         """Compute buffers that are in no file, in the dtypes that they have."""
@@ -232,9 +232,9 @@ class Generic:
 
     def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
         assert isinstance(module, StageOfAny)
-        embedding, *others = (module.model.get_submodule(self._outside[name]) for name in self._entry.inputs)
-        whole = {embedding, *others, *(part for part in module.modules() if is_stand_in(part))}
-        shard_model(module.model, mesh, embedding, whole, self._regions)
+        inputs = (module.model.get_submodule(self._outside[name]) for name in self._entry.inputs)
+        whole = {*inputs, *(part for part in module.modules() if is_stand_in(part))}
+        shard_model(module.model, mesh, module.embedding[0], whole, self._regions)
 
     def distribute_experts(self, module: nn.Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
         assert isinstance(module, StageOfAny)
@@ -339,10 +339,11 @@ class Generic:
         return by_name
 
     def _place(self, name: str) -> tuple[str | None, str]:
-        """Return the number of the layer that a parameter is in, if it is in one, and its name in the layer."""
+        """Return the number of the layer that files have a parameter in, if it is in one, and its name in the layer."""
         inside = name.removeprefix(f"{self._layers_name}.")
         number, _, leaf = inside.partition(".")
-        return (number, leaf) if inside != name else (None, name)
+        is_beside = self.mtp is not None and self.mtp.in_files(name) != name
+        return (None, name) if inside == name or is_beside else (number, leaf)
 
     def _regions_of(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> tuple[Region, ...]:
         files = revert_weight_conversion(model, {name: tensor})
@@ -356,7 +357,7 @@ class Generic:
     def _in_files(self, fqn: str) -> str:
         """Return the name that files have for a tensor that the decoder's own files name `fqn`."""
         if not self._entry.section:
-            return fqn
+            return self.mtp.in_files(fqn) if self.mtp else fqn
         around, head = self._entry.layers.removesuffix("layers"), self._entry.outputs[-1]
         return (
             f"{around}{fqn.removeprefix('model.')}" if fqn.startswith("model.") else f"{head}.{fqn.partition('.')[2]}"

@@ -13,13 +13,15 @@ Files have a copy of the embedding and of the head in each MTP layer. They are p
 A stage whose MTP layer needs the last norm, or an embedding of which files have no copy, and which has not the module
 itself, borrows it: its parameter is in no file and no optimizer, its gradient is added to the owner's, and after a step
 it takes the owner's value. See `runner.training.ties`. The owner of the norm then receives what it would return.
+Without gradients, as in an evaluation, no MTP layer runs, and the owner applies the norm.
 
 Source: DeepSeek-V3 Technical Report, 2.2, equations 21 to 25; transformers 5.23, `MtpModel`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from manifests.models.catalogue import CatalogueEntry
 from manifests.models.mtp import EMBEDDING, HEAD, MtpLayers
 from runner.models.family import BORROWED
 from runner.models.stage_of_any import StageOfAny
+from runner.tensors.row_parts import later_in_rows
 
 _BY_LAYER = ("layer_types", "mlp_layer_types")  # lists in configs without entries for MTP layers: they are as the last
 
@@ -82,7 +85,7 @@ class MtpStage(StageOfAny):
 
     Shapes: tokens (B, L) in at first. A dict between stages: `main`, as `StageOfAny` has it; `tokens` (B, L), or None
     after the last MTP layer; `depths`, a hidden state (B, L, D) of each MTP layer that has run. Logits (B + K B, L, V)
-    out at last, those of each of K depths after those of the depth before; K is 0 without `runs_mtp`.
+    out at last, those of each of K depths after those of the depth before; K is 0 without gradients.
     """
 
     def __init__(
@@ -93,7 +96,6 @@ class MtpStage(StageOfAny):
         owned: frozenset[str],
         names: Mapping[str, str],
         mtp: MtpLayers,
-        runs_mtp: bool = True,
     ) -> None:
         listed, (embedding, norm) = model.get_submodule(layers), (entry.inputs[0], entry.outputs[0])
         shared = {module: model.get_submodule(names[module]) for module in (embedding, norm)}
@@ -103,21 +105,22 @@ class MtpStage(StageOfAny):
         listed[-1].register_forward_pre_hook(self._note_inputs, with_kwargs=True)
         if self._gives_logits:
             model.get_submodule(names[entry.outputs[-1]]).register_forward_pre_hook(self._add_depths)
-        self._num_mtp = len(mtp.modules) if runs_mtp else 0
+        self._num_mtp = len(mtp.modules)
         self._mtp: dict[int, Any] = {}  # by how many layers run before
         for number, (module, layer) in enumerate(zip(mtp.modules, beyond, strict=True)):
             listed.append(layer if module in owned else nn.Identity())
-            if module in owned and runs_mtp:
+            if module in owned:
                 self._mtp[number] = layer
         needed = {norm} if 0 in self._mtp and norm not in owned else set()
         if self._mtp and EMBEDDING not in mtp.copies:
             needed |= {embedding}
-        if norm in owned and runs_mtp and 0 not in self._mtp:
-            shared[norm].forward = _pass  # the stage of the first MTP layer has applied it
+        if norm in owned and 0 not in self._mtp:  # the stage of the first MTP layer applies it
+            shared[norm].forward = partial(_without_gradients, shared[norm].forward)
         for module in sorted(needed - owned):
             self._borrow(names[module], shared[module])
-        self._norm = (shared[norm],) if norm in needed else ()  # in tuples, which register no module
-        self._embedding = (shared[embedding],) if embedding in needed else ()
+        self._norm = (shared[norm],) if norm in needed else ()
+        self._embeds = embedding in needed  # in place of its MTP layers
+        self.embedding = (shared[embedding],) if self._embeds else self.embedding
         self._depths: list[torch.Tensor] = []
         self._tokens: torch.Tensor | None = None
         self._inputs: Mapping[str, Any] = {}
@@ -129,9 +132,11 @@ class MtpStage(StageOfAny):
             main, self._tokens, self._depths = given, given, []
         output = super().forward(main, position_ids)
         if not self._gives_logits:
-            output = self._norm[0](output) if self._norm else output
-            self._run_mtp(output)
-            tokens = self._tokens if len(self._depths) < self._num_mtp else None
+            if torch.is_grad_enabled():
+                output = self._norm[0](output) if self._norm else output
+                self._run_mtp(output)
+            is_needed = torch.is_grad_enabled() and len(self._depths) < self._num_mtp
+            tokens = self._tokens if is_needed else None
             output = {"main": output, "tokens": tokens, "depths": tuple(self._depths)}
         self._tokens, self._depths, self._inputs = None, [], {}
         return output
@@ -141,12 +146,14 @@ class MtpStage(StageOfAny):
         for number, layer in self._mtp.items():
             before = self._depths[-1] if number else hidden
             assert self._tokens is not None
-            tokens = nn.functional.pad(self._tokens[:, number + 1 :], (0, number + 1))
-            (embedding,) = self._embedding or (layer.embed_tokens,)
-            self._depths.append(layer(before, embedding(tokens), **self._inputs))
+            following = later_in_rows(self._tokens, number + 1, self.parts)
+            given = self.embedding[0](following) if self._embeds else following
+            self._depths.append(layer(before, given, **self._inputs))
 
-    def _add_depths(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[torch.Tensor]:
-        (hidden,) = args
+    def _add_depths(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[torch.Tensor] | None:
+        hidden, *labels = args
+        if labels or not torch.is_grad_enabled():  # labels: in a loss in chunks, of what has left this stage
+            return None
         self._run_mtp(hidden)
         return (torch.cat([hidden, *self._depths]),)
 
@@ -163,15 +170,17 @@ class MtpStage(StageOfAny):
         around.add_module(name.rpartition(".")[2], module)
 
 
-def _pass(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden
+def _without_gradients(forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    return hidden if torch.is_grad_enabled() else forward(hidden)
 
 
 def _class_of(layer_class: Any) -> Any:
     """Return the class of MTP layers around this class of decoder layers."""
 
     class MtpLayer(layer_class):  # type: ignore[misc]
-        def forward(self, hidden_states: torch.Tensor, embedded: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        def forward(self, hidden_states: torch.Tensor, following: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            # Tokens are embedded here, where FSDP has gathered the layer's copy of the embedding.
+            embedded = following if following.is_floating_point() else self.embed_tokens(following)
             joined = torch.cat([self.enorm(embedded), self.hnorm(hidden_states)], dim=-1)
             output = super().forward(self.eh_proj(joined), **kwargs)
             hidden: torch.Tensor = self.shared_head.norm(output[0] if isinstance(output, tuple) else output)

@@ -81,6 +81,7 @@ class StageOfAny(nn.Module):
         for module, path in names.items():
             if module not in owned:
                 model.set_submodule(path, _skip(model.get_submodule(path), keeps_width=not self._hands_on_trees))
+        self.embedding = (model.get_submodule(names[entry.inputs[0]]),)  # in a tuple, which registers no module
         if entry.inputs[-1] not in owned:
             for name, part in list(model.named_modules()):
                 if isinstance(part, nn.Dropout) and not name.startswith(f"{layers}."):

@@ -25,6 +25,7 @@ from transformers.distributed.tensor_parallel import MoeExpertsParallel
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
 
 from manifests.errors import ModelError, UsageError
+from manifests.models.mtp import EMBEDDING, HEAD
 from runner.models.adapters import sharded_adapters, split_adapters
 from runner.models.family import Plan
 from runner.models.regions import Region
@@ -56,7 +57,9 @@ PLANS: Mapping[str, Mapping[str, str]] = {
 
 def complete_plan(model: PreTrainedModel, layers: str) -> None:
     """Add what transformers' plan of a model lacks; `layers` is the name of its list of layers."""
-    plan = PLANS.get(model.config.get_text_config().model_type, {})
+    plan = dict(PLANS.get(model.config.get_text_config().model_type, {}))
+    if (head := model.tp_plan.get("lm_head")) is not None:
+        plan |= {EMBEDDING: _ROWS, HEAD: head}  # copies in MTP layers
     model._tp_plan = {**model.tp_plan, **{f"{layers}.*.{name}": style for name, style in plan.items()}}
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manifests.models import module_of
+from manifests.models.mtp import is_beside
 from runner.data.rows import IGNORED
 from runner.models.family import Family, OnTransformers, check_output
 from runner.pipeline.stage_io import StageIO
@@ -209,5 +210,5 @@ def layers_of(chunk: StageChunk) -> Iterator[tuple[int, nn.Module]]:
     """Yield a chunk's decoder layers, numbered as in the whole model."""
     for module in chunk.module_names:
         number = module.rpartition(".")[2]
-        if number.isdecimal():
-            yield int(number), part_of(chunk, module)
+        if number.isdecimal() or is_beside(chunk.family.architecture, module):
+            yield int(number) if number.isdecimal() else 0, part_of(chunk, module)

@@ -51,14 +51,11 @@ def loss_of(
     """Return the function from the last stage's output to a microbatch's contribution to the loss."""
     if isinstance(loss, MtpLoss):
         return loss
-    plain = next((chunk.head.loss for chunk in chunks if chunk.head is not None), token_loss)
-    of_model: Callable[..., torch.Tensor] = plain if loss is None else loss
-    has_mtp = loss_with_mtp(chunks) is not None
+    of_model: Callable[..., torch.Tensor] = _plain_loss(chunks) if loss is None else loss
 
     def compute(output: torch.Tensor, batch: Batch) -> torch.Tensor:
         fields = {} if loss is None else batch.fields
-        logits = output[: len(batch.labels)] if has_mtp else output  # an evaluation is of the model alone
-        return of_model(logits, batch.labels, num_tokens=batch.num_tokens, **fields)
+        return of_model(output, batch.labels, num_tokens=batch.num_tokens, **fields)
 
     return compute
 
@@ -66,8 +63,13 @@ def loss_of(
 def loss_with_mtp(chunks: Sequence[StageChunk]) -> MtpLoss | None:
     """Return the loss that trains a model with MTP layers; None: it has none."""
     family = chunks[0].family
-    is_with = isinstance(family, WithMtp) and family.mtp is not None
-    return MtpLoss(family.mtp_weight, chunks[0].device) if is_with else None  # type: ignore[attr-defined]
+    if not isinstance(family, WithMtp) or family.mtp is None:
+        return None
+    return MtpLoss(family.mtp_weight, chunks[0].device, _plain_loss(chunks), family.parts)
+
+
+def _plain_loss(chunks: Sequence[StageChunk]) -> Callable[..., torch.Tensor]:
+    return next((chunk.head.loss for chunk in chunks if chunk.head is not None), token_loss)
 
 
 def of_evaluation(loss: Loss | MtpLoss | None) -> Loss | None:

@@ -23,6 +23,7 @@ from runner.config.loss import LOSSES, LossOptions
 from runner.data.rows import IGNORED, RowForm
 from runner.data.sequences import Batch
 from runner.pipeline.microbatches import token_loss, total
+from runner.tensors.row_parts import RowParts, later_in_rows
 
 # Fields of rows that a loss takes as keyword-only arguments: (B, L), shifted as labels are, and (B,); float32.
 PerToken: TypeAlias = Annotated[torch.Tensor, "per token"]
@@ -71,19 +72,26 @@ class MtpLoss:
 
     is_own = False
 
-    def __init__(self, weight: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        weight: float,
+        device: torch.device,
+        of_model: Callable[..., torch.Tensor] = token_loss,
+        parts: RowParts | None = None,
+    ) -> None:
         self._weight, self._device, self._sums = weight, device, list[torch.Tensor]()
+        self._of_model, self._parts = of_model, parts
 
     def __call__(self, output: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return a microbatch's contribution to the loss. Shapes: output (B + K B, L, V), see `MtpStage`."""
         logits, *further = torch.split(output, len(batch.labels))
         losses = [
-            token_loss(of_layer, _further_labels(batch, number), num_tokens=batch.num_tokens)
+            self._of_model(of_layer, _further_labels(batch, number, self._parts), num_tokens=batch.num_tokens)
             for number, of_layer in enumerate(further, 1)
         ]
         mean = torch.stack(losses).mean()
         self._sums.append(mean.detach().double())
-        return token_loss(logits, batch.labels, num_tokens=batch.num_tokens) + self._weight * mean
+        return self._of_model(logits, batch.labels, num_tokens=batch.num_tokens) + self._weight * mean
 
     def take(self) -> torch.Tensor:
         """Return the mean loss of the layers over the batch: (1), 0 on ranks without the last stage."""
@@ -96,12 +104,14 @@ class MtpLoss:
         return loss - self._weight * mean
 
 
-def _further_labels(batch: Batch, number: int) -> torch.Tensor:
+def _further_labels(batch: Batch, number: int, parts: RowParts | None) -> torch.Tensor:
     """Return the label that is `number` after each token's own, see Note [Loss of MTP layers]."""
-    labels = nn.functional.pad(batch.labels[:, number:], (0, number), value=IGNORED)
+    labels = later_in_rows(batch.labels, number, parts, IGNORED)
     if batch.positions is not None:
         for between in range(1, number + 1):
-            labels[:, :-between].masked_fill_(batch.positions[:, between:] == 0, IGNORED)
+            begins = nn.functional.pad(batch.positions[:, between:] == 0, (0, between))
+            begins = begins if parts is None else begins[:, parts.places(begins.shape[1])]
+            labels = labels.masked_fill(begins, IGNORED)
     return labels
 
 

@@ -92,7 +92,7 @@ class Pipeline:
         tables = self._timetable.training if purpose == "train" else self._timetable.forward
         table = tables(num_microbatches)
         forms = {
-            boundary: self._metadata.form(boundary, cut.microbatch, cut.seq_len)
+            boundary: self._metadata.form(boundary, cut.microbatch, cut.seq_len, is_training=purpose == "train")
             for chunk in self._chunks
             for boundary in (chunk.stage, chunk.stage + 1)
         }

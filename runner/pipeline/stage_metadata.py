@@ -22,7 +22,7 @@ Content = Literal["tokens", "hidden", "logits"]
 class StageMetadata(Protocol):
     """The forms at the boundaries between stages: boundary s is before stage s, the last one after the last stage."""
 
-    def form(self, boundary: int, batch: int, seq_len: int) -> Form:
+    def form(self, boundary: int, batch: int, seq_len: int, *, is_training: bool = True) -> Form:
         """Return the form at a boundary for microbatches of `batch` sequences of `seq_len` tokens."""
         ...
 
@@ -39,7 +39,7 @@ class TensorMetadata:
     vocab_size: int
     dtypes: tuple[torch.dtype, ...]  # at each boundary, but of tokens
 
-    def form(self, boundary: int, batch: int, seq_len: int) -> Form:
+    def form(self, boundary: int, batch: int, seq_len: int, *, is_training: bool = True) -> Form:
         contents = self.contents[boundary]
         if contents == "tokens":
             return form_of(torch.empty(batch, seq_len, dtype=torch.int64, device="meta"))
@@ -61,16 +61,18 @@ class TracedMetadata:
     dtype: torch.dtype
     share: Callable[[StageChunk], None] = lambda chunk: None  # shards the matrices of a stage, as ranks have it
     chunks: tuple[StageChunk, ...] = ()  # built at the first run
-    _forms: dict[tuple[int, int], tuple[Form, ...]] = field(default_factory=dict)  # of the most recent shapes
+    _forms: dict[tuple[int, int, bool], tuple[Form, ...]] = field(default_factory=dict)  # of the most recent shapes
 
-    def form(self, boundary: int, batch: int, seq_len: int) -> Form:
-        if (batch, seq_len) not in self._forms:
+    def form(self, boundary: int, batch: int, seq_len: int, *, is_training: bool = True) -> Form:
+        is_training |= getattr(self.family, "mtp", None) is None  # otherwise the same
+        key = (batch, seq_len, is_training)
+        if key not in self._forms:
             if len(self._forms) == _MOST_SHAPES:
                 del self._forms[next(iter(self._forms))]
-            self._forms[batch, seq_len] = self.run(torch.empty(batch, seq_len, dtype=torch.int64, device="meta"))
-        return self._forms[batch, seq_len][boundary]
+            self._forms[key] = self.run(torch.empty(batch, seq_len, dtype=torch.int64, device="meta"), is_training)
+        return self._forms[key][boundary]
 
-    def run(self, crossing: Any) -> tuple[Form, ...]:
+    def run(self, crossing: Any, is_training: bool = True) -> tuple[Form, ...]:
         """Return the forms of what enters the first stage, which is given, and of what leaves each."""
         if not self.chunks:
             self.chunks = build_chunks(self.family, self.stage_modules, range(len(self.stage_modules)))
@@ -80,7 +82,7 @@ class TracedMetadata:
                 self.family.init_buffers(chunk.body, chunk.device)
         # transformers looks at the values of masks, unless a tensor is fake,
         # or counts the tokens of an expert, unless sizes may be symbols.
-        with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.enable_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.set_grad_enabled(is_training):
             crossing = torch.empty_like(crossing)
             context = row_inputs_of(self.family, crossing)
             forms = [form_of(crossing)]

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from manifests.errors import UsageError
 from manifests.models.combinations import Combination, combination_of
+from manifests.models.mtp import is_beside
 from manifests.models.trainable import NARROW, choose_implementation, find_family
 from manifests.schema import Manifest
 from runner.config.flags import TrainOptions
@@ -42,7 +43,7 @@ def combine(
     """Return the combination of these options; without `degrees`, for one pipeline."""
     degrees = degrees or ParallelDims(pipeline=manifest.layout.num_ranks)
     sharing = sharing_ranks(manifest, options)
-    modules = (module for stage in manifest.stages for module in stage.modules)
+    modules = [module for stage in manifest.stages for module in stage.modules]
     numbers = [int(match[1]) for match in map(_LAYER.search, modules) if match]
     return replace(
         sharing,
@@ -52,7 +53,8 @@ def combine(
         num_expert=degrees.expert,
         num_context=degrees.context,
         num_shards=degrees.shard,
-        num_mtp_layers=sum(number >= manifest.model.num_layers for number in numbers),
+        num_mtp_layers=sum(number >= manifest.model.num_layers for number in numbers)
+        + sum(is_beside(manifest.model.architecture, module) for module in modules),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +21,22 @@ class RowParts:
     def places(self, length: int) -> torch.Tensor:
         """Return the places in a row of `length` tokens that this rank has."""
         return places_of(self.rank, self.size, length)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the whole rows of which ranks have parts, without gradients. Shapes: (B, L / size), (B, L)."""
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        rows = part.new_empty(part.shape[0], part.shape[1] * self.size)
+        for rank, tensor in enumerate(parts):
+            rows[:, places_of(rank, self.size, rows.shape[1])] = tensor
+        return rows
+
+
+def later_in_rows(tensor: torch.Tensor, number: int, parts: RowParts | None, filler: int = 0) -> torch.Tensor:
+    """Return what is `number` places after each in its row, or a filler. Shapes: (B, L), of these parts of rows."""
+    whole = tensor if parts is None else parts.gather(tensor)
+    later = nn.functional.pad(whole[:, number:], (0, number), value=filler)
+    return later if parts is None else later[:, parts.places(whole.shape[1])]
 
 
 def places_of(rank: int, size: int, length: int) -> torch.Tensor:

@@ -99,7 +99,7 @@ class StepTotals:
             RankError: on all ranks alike, if a gradient or the loss is not finite, or the loss counts nothing.
         """
         num_here, head = num_tokens / self._num_losses, list[Number]([0.0, 0.0, 0.0])
-        if loss is not None and self._counts_loss:
+        if loss is not None and self.counts_loss:
             head = [loss, num_here, num_here if count is None else count]
         shared = self._mesh.degrees.per_stage if self._mesh else 1
         squares = _squared_norms(self._counted, self._mesh)
@@ -133,7 +133,7 @@ class StepTotals:
 
     def reduce_loss(self, loss: Number | None, count: Number | None = None) -> tuple[float, float]:
         """Return the loss and its count on every rank; only ranks with the last stage know their parts of them."""
-        counted = [0.0 if number is None or not self._counts_loss else number for number in (loss, count)]
+        counted = [0.0 if number is None or not self.counts_loss else number for number in (loss, count)]
         rows = self._gather(counted)
         return math.fsum(row[0] for row in rows), math.fsum(row[1] for row in rows)
 
@@ -148,7 +148,7 @@ class StepTotals:
         raise RankError(where, f"the gradient of {name} is not finite", _CURE, code="rank.not-finite")
 
     @property
-    def _counts_loss(self) -> bool:
+    def counts_loss(self) -> bool:
         return self._mesh is None or self._mesh.counts_loss
 
     @property

@@ -149,7 +149,7 @@ def _addends(engine: Engine) -> torch.Tensor | None:
     addends = None if engine.balance is None else engine.balance.addends
     if engine.mtp_loss is None:
         return addends
-    mean = engine.mtp_loss.take()
+    mean = engine.mtp_loss.take() * engine.totals.counts_loss
     return mean if addends is None else torch.cat([mean, addends])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from torch.utils import _pytree as pytree
 from transformers import DeepseekV3ForCausalLM
 
 from manifests.models import model_shape
+from manifests.models.mtp import MtpLayers
+from manifests.models.trainable import generic_entry
 from runner.models import family_for
-from runner.models.family import WithMtp
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
+from runner.proof.stages import compare_stages
 from tests.fast.runner.tiny import CPU
-from tests.process.runner.pipeline.mtp_oracle import Case, config_of, random_weights
+from tests.process.runner.pipeline.mtp_oracle import Case, config_of, random_weights, shape_of
 
 
 @pytest.mark.parametrize("layout", ["EttttmL", "Et|ttt|m|L", "Ett|tt|m|mL"])
@@ -24,15 +27,12 @@ def test_stages_compute_the_model_alone(layout: str, tmp_path: Path) -> None:
     depth = layout.count("m")
     config, weights = config_of(depth), random_weights(depth)
     family = family_for(config, max_seq_len=8, implementation="transformers", shape=model_shape(config))
-    assert isinstance(family, WithMtp)
-    family.runs_mtp = False
     stage_modules = Case(schedule="1F1B", layout=layout).stage_modules
     chunks = build_chunks(family, stage_modules, range(len(stage_modules)))
     for chunk in chunks:
         materialize(chunk, device=CPU, dtype=torch.float32)
         for piece in (*hf_pieces(chunk), *hf_constants(chunk)):
             piece.memory.copy_(weights[piece.fqn] if "eh_proj" not in piece.fqn else torch.full((), torch.nan))
-    assert family.mtp_ties(stage_modules) == ()
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
     save_file({name: weight.clone() for name, weight in weights.items()}, tmp_path / "model.safetensors")
     model = DeepseekV3ForCausalLM.from_pretrained(tmp_path).eval()
@@ -47,3 +47,20 @@ def test_stages_compute_the_model_alone(layout: str, tmp_path: Path) -> None:
         expected = model(tokens).logits
     assert isinstance(crossing, torch.Tensor)
     torch.testing.assert_close(crossing, expected, rtol=0, atol=1e-5)
+
+
+def test_a_layer_beside_the_decoder_is_as_transformers_has_it() -> None:
+    config, shape = config_of(1, is_beside=True), shape_of(1, is_beside=True)
+    family = family_for(config, max_seq_len=8, shape=shape)
+    case = Case(schedule="1F1B", layout="Ett|tt|m|L", is_beside=True)
+    compared, _, _ = compare_stages(family.tiny(), case.stage_modules)  # type: ignore[attr-defined]
+    assert compared.is_equal
+
+
+def test_a_layer_beside_the_decoder_with_other_names_is_not_trained() -> None:
+    shape = shape_of(1, is_beside=True)
+    entry = generic_entry("Qwen3NextForCausalLM")
+    assert entry is not None
+    assert MtpLayers.find(entry, shape) is not None
+    tensors = {name.replace("mtp.fc.", "mtp.projection."): dims for name, dims in shape.tensors.items()}
+    assert MtpLayers.find(entry, replace(shape, tensors=tensors)) is None

@@ -68,12 +68,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     *(
         ({**MTP, **found}, where, "options.mtp-combination")
         for found, where in (
-            ({"num_tensor": 2}, "--tp"),
-            ({"num_context": 2}, "--cp"),
-            ({"num_expert": 2}, "--ep"),
-            ({"num_shards": 2}, "--dp-shard"),
             ({"is_compiled": True}, "--compile"),
-            ({"has_loss_chunks": True}, "--loss-chunk"),
             ({"has_adapters": True}, "--lora-rank"),
             ({"has_own_loss": True}, "--loss"),
         )

@@ -1,4 +1,8 @@
-"""DeepSeek-V3 with MTP modules, written from its report on transformers' own decoder layers, and what trains it."""
+"""Models with MTP modules, written from DeepSeek-V3's report on transformers' own decoder layers, and what trains them.
+
+Qwen3-Next's is the same with one module, in which the decoder layer has full attention: as vLLM computes it
+(`qwen3_next_mtp.py`), and as Megatron-Bridge names it (`qwen3_next_bridge.py`).
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import DeepseekV3ForCausalLM, Qwen3NextForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRMSNorm
 
-from manifests.models import model_shape
+from manifests.models import ModelShape, StoredTensors, model_shape
 from manifests.placement import Placement
 from runner.config.schema import BatchOptions
 from runner.data.sequences import Batch, Sample, build_batch
 from tests.fast.manifests.models.built import read_config
+from tests.fast.manifests.models.catalogued import config_of as tiny_config
 from tests.fast.runner.tiny import padded_batch
 
 SEQ_LEN, WEIGHT = 12, 0.3
@@ -41,6 +47,13 @@ class Case:
     has_documents: bool = False
     recompute: str = "none"
     is_chosen: bool = False  # every parameter is trained because of its name
+    flags: tuple[str, ...] = ()  # of a run on four ranks
+    is_beside: bool = False  # Qwen3-Next's, with names of its own
+    is_slow: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return 4 if self.flags else 2
 
     @property
     def placement(self) -> Placement:
@@ -50,6 +63,7 @@ class Case:
     @property
     def stage_modules(self) -> tuple[tuple[str, ...], ...]:
         names = {"E": iter(["model.embed_tokens"]), "L": iter(["model.norm"])}
+        names |= {"m": iter(["mtp"])} if self.is_beside else {}
         layers = (f"model.layers.{number}" for number in range(99))
         stages = [[next(names.get(letter, layers)) for letter in stage] for stage in self.layout.split("|")]
         return (*map(tuple, stages[:-1]), (*stages[-1], "lm_head"))
@@ -74,6 +88,45 @@ CASES: Mapping[str, Case] = {
     "ZBV": Case(schedule="ZBVZeroBubble", layout="Et|tt|tm|L"),
     "DualPipeV": Case(schedule="DualPipeV", layout="Ett|t|t|mmL", depth=2),
     "documents": Case(schedule="Interleaved1F1B", layout="Ett|tt|m|mL", depth=2, has_documents=True),
+    "--dp-shard": Case(
+        schedule="Interleaved1F1B",
+        layout="Etttt|m|m|L",
+        depth=2,
+        flags=("--dp-shard", "2"),
+        recompute="full",
+        is_slow=True,
+    ),
+    "--tp": Case(schedule="InterleavedZeroBubble", layout="Ett|t|tm|mL", depth=2, flags=("--tp", "2")),
+    "--ep": Case(schedule="1F1B", layout="Etttt|mmL", depth=2, flags=("--dp-shard", "2", "--ep", "2"), is_slow=True),
+    "--cp": Case(schedule="ZBVZeroBubble", layout="Et|tt|tm|mL", depth=2, flags=("--cp", "2")),
+    "--cp, documents": Case(
+        schedule="Interleaved1F1B",
+        layout="Ett|tt|m|mL",
+        depth=2,
+        has_documents=True,
+        flags=("--cp", "2", "--cp-method", "ulysses"),
+        is_slow=True,
+    ),
+    "--tp --ep": Case(schedule="GPipe", layout="Ettt|tmL", flags=("--tp", "2", "--ep", "2"), is_slow=True),
+    "--loss-chunk": Case(
+        schedule="1F1B",
+        layout="Ettt|tmmL",
+        depth=2,
+        flags=("--dp-replicate", "2", "--loss-chunk", "5"),
+        is_slow=True,
+    ),
+    "Qwen3-Next": Case(schedule="1F1B", layout="Ettt|tmL", is_beside=True, recompute="full", is_slow=True),
+    "Qwen3-Next, apart": Case(schedule="InterleavedZeroBubble", layout="Ett|tt|m|L", is_beside=True),
+    "Qwen3-Next, --tp": Case(
+        schedule="Interleaved1F1B",
+        layout="Ett|tt|m|L",
+        is_beside=True,
+        flags=("--tp", "2", "--ep", "2"),
+        is_slow=True,
+    ),
+    "Qwen3-Next, --dp-shard": Case(
+        schedule="1F1B", layout="Ettt|tmL", is_beside=True, flags=("--dp-shard", "2"), is_slow=True
+    ),
 }
 
 
@@ -82,22 +135,37 @@ def documents(step: int) -> list[list[torch.Tensor]]:
     return [[torch.randint(1, 96, (length,), generator=drawn) for length in row] for row in _LENGTHS]
 
 
-def config_of(depth: int) -> dict[str, Any]:
-    return read_config("tiny-deepseek-v3", num_nextn_predict_layers=depth)
+def config_of(depth: int, *, is_beside: bool = False) -> dict[str, Any]:
+    if not is_beside:
+        return read_config("tiny-deepseek-v3", num_nextn_predict_layers=depth)
+    kinds = ["linear_attention", "full_attention"] * 2
+    config = tiny_config("Qwen3NextForCausalLM", vocab_size=96, num_hidden_layers=4, layer_types=kinds)
+    return {**config.to_dict(), "architectures": ["Qwen3NextForCausalLM"]}
+
+
+def shape_of(depth: int, *, is_beside: bool = False) -> ModelShape:
+    stored = {name: tuple(tensor.shape) for name, tensor in Oracle(depth, is_beside=is_beside).names()}
+    return model_shape(config_of(depth, is_beside=is_beside), stored=StoredTensors(tensors=stored, where="the oracle"))
 
 
 class Oracle(nn.Module):
     """Equations 21 to 25: a module for each depth, which shares the embedding and the head."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, *, is_beside: bool = False) -> None:
         super().__init__()
-        config = DeepseekV3Config(**config_of(depth))
+        classes: Any = (DeepseekV3ForCausalLM, DeepseekV3DecoderLayer, DeepseekV3RMSNorm)
+        if is_beside:
+            classes = (Qwen3NextForCausalLM, Qwen3NextDecoderLayer, Qwen3NextRMSNorm)
+        whole, layer, norm = classes
+        config = whole.config_class(**config_of(depth, is_beside=is_beside))
         config._attn_implementation, config._experts_implementation = "sdpa", "eager"
-        self.main, width = DeepseekV3ForCausalLM(config), config.hidden_size
+        self.main, width, self.is_beside = whole(config), config.hidden_size, is_beside
         beyond = range(config.num_hidden_layers, config.num_hidden_layers + depth)
-        self.blocks = nn.ModuleList(DeepseekV3DecoderLayer(config, number) for number in beyond)
+        self.blocks = nn.ModuleList(layer(config, 3 if is_beside else number) for number in beyond)
         self.norms = nn.ModuleList(
-            nn.ModuleDict({name: DeepseekV3RMSNorm(width) for name in ("enorm", "hnorm", "shared_head/norm")})
+            nn.ModuleDict(
+                {name: norm(width, eps=config.rms_norm_eps) for name in ("enorm", "hnorm", "shared_head/norm")}
+            )
             for _ in beyond
         )
         self.projections = nn.ModuleList(nn.Linear(2 * width, width, bias=False) for _ in beyond)
@@ -132,9 +200,15 @@ class Oracle(nn.Module):
         for name, tensor in self.main.state_dict(keep_vars=True).items():
             yield from _split(name, tensor)
         for depth, (block, norms, project) in enumerate(zip(self.blocks, self.norms, self.projections, strict=True)):
-            prefix = f"model.layers.{num_layers + depth}."
+            prefix = "mtp.layers.0." if self.is_beside else f"model.layers.{num_layers + depth}."
             for name, tensor in block.state_dict(keep_vars=True).items():
                 yield from _split(prefix + name, tensor)
+            if self.is_beside:
+                yield "mtp.pre_fc_norm_embedding.weight", norms["enorm"].weight
+                yield "mtp.pre_fc_norm_hidden.weight", norms["hnorm"].weight
+                yield "mtp.norm.weight", norms["shared_head/norm"].weight
+                yield "mtp.fc.weight", project.weight
+                continue
             for name, norm in norms.items():
                 yield f"{prefix}{name.replace('/', '.')}.weight", norm.weight
             yield f"{prefix}eh_proj.weight", project.weight
@@ -164,12 +238,12 @@ def _split(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
             yield f"{name.rpartition('.')[0]}.{number}.{part}.weight", matrix
 
 
-def random_weights(depth: int) -> dict[str, torch.Tensor]:
+def random_weights(depth: int, *, is_beside: bool = False) -> dict[str, torch.Tensor]:
     """Return the tensors of files; the copies are equal to what they are copies of."""
     drawn = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(dims, generator=drawn) * 0.1 + (1.0 if len(dims) == 1 and "bias" not in name else 0.0)
-        for name, dims in model_shape(config_of(depth)).tensors.items()
+        for name, dims in shape_of(depth, is_beside=is_beside).tensors.items()
     }
     for name in tensors:
         for copy, owner in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
@@ -189,8 +263,8 @@ class Trained:
 
 def train_alone(case: Case, optim: Any) -> Trained:
     """Train the oracle in float64, with torch's own AdamW."""
-    oracle = Oracle(case.depth)
-    weights = random_weights(case.depth)
+    oracle = Oracle(case.depth, is_beside=case.is_beside)
+    weights = random_weights(case.depth, is_beside=case.is_beside)
     names = [name for name, _ in oracle.names()]
     assert set(names) == set(weights)
     with torch.no_grad():
