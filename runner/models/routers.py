@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -52,7 +52,12 @@ def recorded_routers(model_class: Any, module: nn.Module) -> Iterator[tuple[str,
 
 def routers_of(family: Family, module: nn.Module) -> Iterator[Router]:
     """Yield the routers of what a family built."""
-    for name, part in family.routers(module) if isinstance(family, Routed) else ():
+    return routers_among(family.routers(module) if isinstance(family, Routed) else (), module)
+
+
+def routers_among(named: Iterable[tuple[str, nn.Module]], module: nn.Module) -> Iterator[Router]:
+    """Yield these parts of a module as routers."""
+    for name, part in named:
         around = module.get_submodule(name.rpartition(".")[0])
         buffers = [*part.named_buffers(recurse=False), *around.named_buffers(recurse=False)]
         bias = next((buffer for leaf, buffer in buffers if leaf in _BIASES), None)

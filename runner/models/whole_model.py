@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from manifests.models.adapters import is_adapter
+from runner.models.routers import Router, recorded_routers, routers_among
 
 
 def with_defaults(architecture: str, config: Mapping[str, object]) -> dict[str, object]:
@@ -71,6 +72,9 @@ class WholeModel(nn.Module):
         if torch.is_grad_enabled():
             loss = loss + self._mtp_weight * torch.stack(of_mtp).mean()
         return logits, loss / (labels[:, 1:] != -100).sum()
+
+    def routers(self) -> Iterator[Router]:
+        return routers_among(recorded_routers(type(self.model), self), self)
 
     def in_files(self) -> Mapping[str, torch.Tensor]:
         adapters = {name: weight.detach() for name, weight in self.model.named_parameters() if is_adapter(name)}

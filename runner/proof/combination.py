@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from manifests.errors import UserError
+from runner.config.balance import BalanceOptions
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions, ComputeOptions
+from runner.models.family import WithMtp
+from runner.models.routers import Routed
 from runner.pipeline.losses import Loss
 from runner.pipeline.timetable import Timetable
 from runner.proof.reference import LENGTH
@@ -18,6 +21,7 @@ from runner.training.build import Stages
 
 Dtype = Literal["fp32", "fp64"]  # of a tiny model
 _MOST_LARGE = 32  # microbatches of a pipeline that have several rows
+_RATE = 0.01  # by which biases of routers move
 _CHUNK = 5  # tokens of a chunk of the loss: fewer than a tiny microbatch has
 
 
@@ -68,6 +72,14 @@ class Combination:
             microbatch = max(microbatch, self.loss.num_together)
         return BatchOptions(global_batch=count * microbatch, microbatch=microbatch, seq_len=LENGTH)
 
+    @property
+    def balance(self) -> BalanceOptions:
+        """What acts on routers, by amounts that show in a step; nothing with MTP layers, which see other tokens."""
+        run, family = self.options.balance, self.family
+        if not isinstance(family, Routed) or (isinstance(family, WithMtp) and family.mtp is not None):
+            return BalanceOptions()
+        return BalanceOptions(bias_rate=_RATE if run.bias_rate else 0.0, aux_loss=1.0 if run.aux_loss else 0.0)
+
     def _supports(self, num_microbatches: int) -> bool:
         try:
             self.timetable.check(num_microbatches)
@@ -95,7 +107,9 @@ class Combination:
             degrees=ParallelDims(pipeline=degrees.pipeline),
             has_documents=False,
             loss=None,
-            options=replace(self.options, compute=replace(run, recompute="none", loss_chunk=None)),
+            options=replace(
+                self.options, compute=replace(run, recompute="none", loss_chunk=None), balance=BalanceOptions()
+            ),
         )
         if self.has_documents:
             yield "--document-mask", replace(plain, has_documents=True)
@@ -119,6 +133,11 @@ class Combination:
         if run.loss_chunk is not None:
             alone = replace(plain.options.compute, loss_chunk=run.loss_chunk)
             yield f"--loss-chunk {run.loss_chunk}", replace(plain, options=replace(plain.options, compute=alone))
+        for flag, name in (("--router-bias-rate", "bias_rate"), ("--router-aux-loss", "aux_loss")):
+            if getattr(self.balance, name):
+                value = getattr(self.options.balance, name)
+                balance = BalanceOptions(**{name: value})
+                yield f"{flag} {value:g}", replace(plain, options=replace(plain.options, balance=balance))
         if self.loss is not None:
             yield "--loss", replace(plain, loss=self.loss)
         yield "", plain

@@ -60,7 +60,7 @@ def _digest(run: Combination, config: Mapping[str, Any]) -> str:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     facts = (run.stages, run.timetable, run.degrees, run.has_documents, run.batch, options.compute, options.optim,
-             options.degrees.context_method, options.lora, options.train_only, options.loss, versions,
+             options.balance, options.degrees.context_method, options.lora, options.train_only, options.loss, versions,
              _code())  # fmt: skip
     return digest_bytes(f"{json.dumps(config, sort_keys=True, default=str)} {facts}".encode())
 

@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from runner.data.rows import IGNORED, RowForm
 from runner.data.sequences import Batch, Sample, build_batch
 from runner.pipeline.heads import of_evaluation
 from runner.pipeline.losses import Loss
+from runner.proof.balance import Balance, Routing, route
 from runner.proof.stages import Proven
 from runner.training.algorithms import algorithms_of
 from runner.training.optimizer import plain_adamw
@@ -25,6 +27,7 @@ from runner.training.optimizer import plain_adamw
 LENGTH = 12  # tokens of a row: longer than the windows, chunks and blocks of a tiny config
 # Of the documents of rows, in turn: a row has a label more than tokens, and one has none.
 _DOCUMENTS = ((1, 9, 3), (5, 8), (1,), (3, 7))
+_FULL = ((4, 9), (5, 8))  # where routers count tokens: one process has no padding between documents
 # Where rows are one text. The last token is that of padding, so that rows of one process are the same.
 _ROWS = ((12,), (10,), (1,), (6,))
 _FILLER = 0
@@ -52,9 +55,11 @@ class Rows:
         return replace(build_batch(samples, LENGTH, filler=_FILLER), fields=self.fields)
 
 
-def draw_rows(seed: int, num_rows: int, vocab_size: int, *, is_masked: bool, form: RowForm | None = None) -> Rows:
+def draw_rows(
+    seed: int, num_rows: int, vocab_size: int, *, is_masked: bool, is_full: bool = False, form: RowForm | None = None
+) -> Rows:
     drawn = torch.Generator().manual_seed(seed)
-    lengths = _DOCUMENTS if is_masked else _ROWS
+    lengths = (_FULL if is_full else _DOCUMENTS) if is_masked else _ROWS
     rows = [lengths[number % len(lengths)] for number in range(num_rows)] if num_rows > 1 else lengths[:1]
     documents = [tuple(torch.randint(vocab_size, (length,), generator=drawn) for length in row) for row in rows]
     for (text,) in () if is_masked else documents:
@@ -70,7 +75,7 @@ class Reference:
 
     weights: Mapping[str, torch.Tensor]
     gradients: Mapping[str, torch.Tensor]  # clipped
-    stepped: Mapping[str, torch.Tensor]  # weights after the step, of those that the loss depends on
+    stepped: Mapping[str, torch.Tensor]  # weights after the step, of those that the loss depends on, and buffers
     loss: float
     scales: Mapping[str, float]  # the largest of each, or what is more than rounding may leave of one that is 0
     rounding: Mapping[str, float]  # by how much a gradient computed in the stages' dtype differs
@@ -100,6 +105,7 @@ def run_reference(
     dtype: torch.dtype,
     trains: Trains | None = None,
     loss_function: Loss | None = None,
+    balance: Balance | None = None,
 ) -> Reference:
     """Take a step with the whole of a tiny model, with these options but for the learning rate and epsilon.
 
@@ -120,11 +126,15 @@ def run_reference(
     if not is_training:
         whole.eval()
         loss = _loss(whole, rows, loss_function)
+    if balance is not None:
+        routed = _route(whole, rows)
+        loss = loss + balance.loss(routed)
     torch.autograd.backward(loss)
     parameters = list(whole.body.parameters())
     gradients = {parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
                  for parameter in parameters}  # fmt: skip
-    rounded = gradients if compute_dtype == dtype else _rounded_gradients(whole, rows, compute_dtype, loss_function)
+    rounded = gradients if compute_dtype == dtype else _rounded_gradients(
+        whole, rows, compute_dtype, loss_function, balance)  # fmt: skip
     in_files = _in_files(whole, gradients)
     fqns = _fqns_of(whole, parameters)
     plan = optim.plan or plain_adamw(((fqn, in_files[fqn]) for fqn in fqns), optim)
@@ -141,6 +151,8 @@ def run_reference(
     )
     used = [parameter for parameter in parameters if parameter.grad is not None]  # the optimizer leaves others alone
     coarse = _take_step(whole, {fqn: clipped[fqn] for fqn in _fqns_of(whole, used)}, optim, numbers)
+    if balance is not None:
+        balance.move_biases(routed)
     stepped = _in_files(whole, {})
     with torch.no_grad():
         evaluation = _loss(whole.eval(), rows, of_evaluation(loss_function)).item()
@@ -154,7 +166,7 @@ def run_reference(
         gradients=expected,
         scales=scales,
         rounding={fqn: _largest(rounded_clipped[fqn] - expected[fqn]) / scale for fqn, scale in scales.items()},
-        stepped={fqn: stepped[fqn] for fqn in _fqns_of(whole, used)},
+        stepped={fqn: stepped[fqn] for fqn in stepped.keys() - _fqns_of(whole, parameters) | _fqns_of(whole, used)},
         loss=loss.item(),
         norm=norm,
         evaluation=evaluation,
@@ -204,14 +216,15 @@ def _squares(tensors: Iterable[torch.Tensor]) -> Iterator[float]:
 
 
 def _rounded_gradients(
-    whole: Any, rows: Rows, dtype: torch.dtype, loss_function: Loss | None
+    whole: Any, rows: Rows, dtype: torch.dtype, loss_function: Loss | None, balance: Balance | None
 ) -> dict[torch.nn.Parameter, torch.Tensor]:
     """Return the gradients of a whole model in another dtype, as those of its own."""
     weights = {parameter: (parameter.data, parameter.grad) for parameter in whole.body.parameters()}
     try:
         for parameter in weights:
             parameter.grad, parameter.data = None, parameter.data.to(dtype)
-        torch.autograd.backward(_loss(whole, rows, loss_function))
+        loss = _loss(whole, rows, loss_function)
+        torch.autograd.backward(loss if balance is None else loss + balance.loss(_route(whole, rows)))
         return {
             parameter: torch.zeros_like(data) if parameter.grad is None else parameter.grad.to(data.dtype)
             for parameter, (data, _) in weights.items()
@@ -278,6 +291,10 @@ def _logits(whole: Any, rows: Rows) -> torch.Tensor:
         logits = torch.cat([whole(text[None])[0][0] for text in texts])[:LENGTH]
         padded.append(torch.nn.functional.pad(logits, (0, 0, 0, LENGTH - len(logits))))
     return torch.stack(padded)
+
+
+def _route(whole: Any, rows: Rows) -> list[Routing]:
+    return route([*whole.routers()], partial(_logits, whole, rows), len(rows.documents), LENGTH)
 
 
 def _fqns_of(whole: Any, parameters: Iterable[torch.nn.Parameter]) -> set[str]:

@@ -19,7 +19,6 @@ from datetime import timedelta
 import torch
 
 from manifests.errors import ModelError
-from runner.config.balance import BalanceOptions
 from runner.config.trained import trained_by
 from runner.data.sequences import Rows as RankRows
 from runner.data.sequences import rows_of
@@ -27,6 +26,7 @@ from runner.distributed.fail_together import from_all_ranks, from_rank_0
 from runner.parallel.mesh import build_mesh
 from runner.parallel.rows import keep_documents, split_rows
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
+from runner.proof.balance import Balance, parts_of
 from runner.proof.combination import Combination, Dtype
 from runner.proof.float64 import float32_as_float64
 from runner.proof.reference import LENGTH, Reference, draw_rows, run_reference
@@ -103,8 +103,7 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
     wide = float32_as_float64() if dtype == "fp64" else nullcontext()
     with torch.random.fork_rng(devices=()), _without_schedules(), wide:
         degrees, timeout = run.tiny_degrees, timeout_of(run)
-        # One process has the loss alone, and nothing that acts on routers.
-        options = replace(run.options, timeout_s=int(timeout.total_seconds()), balance=BalanceOptions())
+        options = replace(run.options, timeout_s=int(timeout.total_seconds()), balance=run.balance)
         mesh = build_mesh(degrees, rank, _CPU, timeout)
         family = tiny_of(run.family)
         batch = run.batch
@@ -112,14 +111,17 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
             keep_documents(family, 1)
         form = None if run.loss is None else run.loss.form
         num_rows = batch.global_batch * degrees.data
-        rows = draw_rows(seed, num_rows, family.vocab_size, is_masked=run.has_documents, form=form)
+        is_balanced = run.balance.is_on
+        rows = draw_rows(seed, num_rows, family.vocab_size, is_masked=run.has_documents, is_full=is_balanced, form=form)
         ties = ties_of(family, run.stages)
         trains = trained_by(options, map(names_of, ties))
         reference: Reference | None = None
         if rank == 0:
             with errors_of_tiny(family):
                 dtypes = (FLAG_DTYPES[dtype], FLAG_DTYPES[run.compute(dtype).master_dtype])
-                reference = run_reference(seed, family, ties, rows, options.optim, *dtypes, trains, run.loss)
+                parts = parts_of(rows.batch(), batch.microbatch, degrees)
+                balance = Balance(options=run.balance, parts=parts) if is_balanced else None
+                reference = run_reference(seed, family, ties, rows, options.optim, *dtypes, trains, run.loss, balance)
         reference = from_rank_0(reference)
         assert reference is not None
         if degrees.tensor > 1 and not reference.is_training:
@@ -144,6 +146,8 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
         rank_rows = rank_rows.part(mesh.context_rank, degrees.context)
         report = train_step(engine, rank_rows, 0)
         loss = report.loss + options.loss.mtp_weight * (report.mtp_loss or 0.0)
+        if report.experts is not None:
+            loss += run.balance.aux_loss * (report.experts.aux_loss or 0.0)
         weights = _weight_distances(chunks, reference)
         gradients = _gradient_distances(engine, chunks, reference)
         evaluation, count = eval_counted(engine, rank_rows)
@@ -197,8 +201,9 @@ def _gradient_distances(engine: Engine, chunks: Sequence[StageChunk], reference:
 
 
 def _weight_distances(chunks: Sequence[StageChunk], reference: Reference) -> dict[str, float]:
-    """Return by how much masters, and what stages compute with, differ after the step."""
+    """Return by how much masters, what stages compute with, and buffers differ after the step."""
     pieces = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_pieces(chunk))]
+    pieces += [piece for chunk in chunks for piece in hf_constants(chunk) if piece.memory.is_floating_point()]
     return farthest((piece.fqn, reference.weight_distance(piece.memory, piece.fqn, _region(piece))) for piece in pieces)
 
 

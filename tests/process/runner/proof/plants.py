@@ -15,7 +15,7 @@ from runner.data.sequences import Batch
 from runner.parallel import mesh, parallelize
 from runner.pipeline import microbatches, runtime, schedule
 from runner.tensors import row_parts
-from runner.training import activation_checkpoint, build, gradient_norm, optimizer, step, ties
+from runner.training import activation_checkpoint, build, expert_balance, gradient_norm, optimizer, step, ties
 
 Patch = pytest.MonkeyPatch
 
@@ -363,6 +363,32 @@ def _slices_swapped_in_a_checkpoint(patch: Patch) -> None:
         return before({fqn: mirrored(part) for fqn, part in slices.items()})
 
     _wrap(patch, shard_file, "slice_metadata", metadata)
+
+
+def _auxiliary_loss_of_each_rank_in_full(patch: Patch) -> None:
+    def start(before: Any, self: Any, *args: Any) -> None:
+        before(self, *args)
+        self._share *= self._mesh.degrees.data
+
+    _wrap(patch, expert_balance.ExpertBalance, "start", start)
+
+
+def _tokens_of_one_rank_counted(patch: Patch) -> None:
+    before = expert_balance.ExpertBalance.addends.fget
+
+    def addends(self: Any) -> torch.Tensor | None:
+        counted: torch.Tensor | None = before(self)  # type: ignore[misc]
+        return counted if counted is None or self._mesh.rank == 0 else torch.zeros_like(counted)
+
+    patch.setattr(expert_balance.ExpertBalance, "addends", property(addends))
+
+
+def _biases_moved_on_one_rank(patch: Patch) -> None:
+    def finish(before: Any, self: Any, *args: Any) -> Any:
+        self._options = replace(self._options, bias_rate=self._options.bias_rate * (self._mesh.rank == 0))
+        return before(self, *args)
+
+    _wrap(patch, expert_balance.ExpertBalance, "finish", finish)
 
 
 PLANTS: Mapping[str, Callable[[Patch], None]] = {

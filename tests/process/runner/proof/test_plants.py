@@ -14,6 +14,7 @@ from tests.process.torchrun import launch
 pytestmark = pytest.mark.timeout(400)
 
 MOST_CASES = 12  # of a launch: threads of gloo stay
+DOCUMENTS = 1e-12  # how much gradients of packed documents may differ from the sum over each by itself
 
 
 def case(
@@ -24,7 +25,8 @@ def case(
     return {**described, **more}
 
 
-EXPERTS, TIED = "Qwen3MoeForCausalLM", {"tie_word_embeddings": True}
+EXPERTS, DEEPSEEK, TIED = "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", {"tie_word_embeddings": True}
+AUX_LOSS, BIAS_RATE = "--router-aux-loss 0.001", "--router-bias-rate 0.001"
 # On two ranks: a dozen in a launch.
 TWO = (
     case("norm_by_the_dense_rule", EXPERTS, 1, "--dp-shard 2 --ep 2"),
@@ -68,10 +70,17 @@ REST = (
     case("copies_saved_instead_of_masters", "LlamaForCausalLM", 2, "--dtype bf16 --master-dtype fp32"),
     case("slices_swapped_in_a_checkpoint", "LlamaForCausalLM", 1, "--dp-shard 2"),
 )
+ROUTERS = (
+    case("auxiliary_loss_of_each_rank_in_full", EXPERTS, 1, f"--dp-shard 2 --ep 2 {AUX_LOSS}"),
+    case("tokens_of_one_rank_counted", DEEPSEEK, 1, f"--dp-shard 2 --ep 2 {BIAS_RATE}"),
+    case("biases_moved_on_one_rank", DEEPSEEK, 1, f"--dp-shard 2 --ep 2 {BIAS_RATE}"),
+)
 # Without a mistake, and what is refused by name.
 RIGHT = (
-    *(case("", name, 1, "--cp 2") for name in ("GptOssForCausalLM", "AfmoeForCausalLM")),
-    case("", EXPERTS, 1, "--dp-shard 2 --ep 2 --ac full"),
+    case("", "GptOssForCausalLM", 1, f"--cp 2 --document-mask {AUX_LOSS}"),
+    case("", "AfmoeForCausalLM", 1, "--cp 2"),
+    case("", EXPERTS, 1, f"--dp-shard 2 --ep 2 --ac full {AUX_LOSS}"),
+    case("", DEEPSEEK, 1, f"--dp-shard 2 --ep 2 --document-mask {BIAS_RATE}"),
     case("", "LlamaForCausalLM", 2, "--document-mask --loss-chunk 5", changes=TIED),
     case("", "LlamaForCausalLM", 2, "--dtype bf16 --master-dtype fp32", schedule="ZBVZeroBubble"),
 )
@@ -92,7 +101,7 @@ def prove_all(out: Path, cases: Sequence[dict[str, Any]], num_ranks: int = 2) ->
 
 
 @pytest.mark.parametrize(
-    "cases", [TWO, pytest.param(MORE, marks=pytest.mark.slow), pytest.param(REST, marks=pytest.mark.slow)]
+    "cases", [TWO, *(pytest.param(cases, marks=pytest.mark.slow) for cases in (MORE, REST, ROUTERS))]
 )
 def test_every_planted_mistake_is_found(cases: Sequence[dict[str, Any]], tmp_path: Path) -> None:
     results = prove_all(tmp_path, cases)
@@ -106,8 +115,18 @@ def test_right_combinations_pass_and_others_are_refused_by_name(tmp_path: Path) 
     assert dropout == {"code": "model.self-check-failed", "where": "--tp"}
     for right, result in zip(RIGHT, results, strict=False):
         assert not result["problem"], (right, result)
+        assert "--document-mask" not in right["flags"] or result["largest"]["gradient"] <= DOCUMENTS
     for refused in results[len(RIGHT) :]:
         assert refused == {"code": "model.no-context-parallelism", "where": "--cp 2"}
+
+
+@pytest.mark.slow
+def test_packed_documents_in_stages_and_parts_are_the_sum_over_each_by_itself(tmp_path: Path) -> None:
+    cases = [case("", name, 2, "--cp 2 --document-mask", **more)
+             for name in ("LlamaForCausalLM", "MistralForCausalLM", "GptOssForCausalLM", "Gemma3ForCausalLM", DEEPSEEK)
+             for more in ({}, {"schedule": "ZBVZeroBubble"})]  # fmt: skip
+    for tried, result in zip(cases, prove_all(tmp_path, cases, num_ranks=4), strict=True):
+        assert max(result["largest"][name] for name in ("loss", "gradient")) <= DOCUMENTS, (tried, result)
 
 
 def test_a_stage_that_fails_ends_the_proof_on_all_ranks_at_once(tmp_path: Path) -> None:
