@@ -47,10 +47,11 @@ class Case:
     saves: int = STEPS
     origin: str | None = None  # from whose checkpoint it resumes
     layout: str = "pp=2"
+    flags: tuple[str, ...] = ()  # without values
 
 
 REPLICAS = ("--dp-replicate", 2, "--ac", "selective")
-LOOP, V = "pp=2,vpp=2", "pp=2,vpp=2,style=v"
+TRANSFORMERS, LOOP, V = ("--implementation", "transformers"), "pp=2,vpp=2", "pp=2,vpp=2,style=v"
 CASES = (
     Case("deepseek-ep", "deepseek", ("--router-bias-rate", RATE, *SHARED), saves=1),
     Case("deepseek-resumed", "deepseek", ("--router-bias-rate", RATE, *REPLICAS), origin="deepseek-ep"),
@@ -73,6 +74,13 @@ SPLIT_CASES = (
     Case("deepseek-zero-bubble", "deepseek", ("--router-bias-rate", RATE, "--schedule", "InterleavedZeroBubble",
          *REPLICAS), layout=LOOP),
 )  # fmt: skip
+COMPILED_CASES = (
+    Case("deepseek-compiled", "deepseek", ("--router-bias-rate", RATE, *REPLICAS), flags=("--compile",)),
+    Case("deepseek-transformers-compiled", "deepseek", ("--router-bias-rate", RATE, "--dp-shard", 2, *TRANSFORMERS),
+         flags=("--compile",)),
+    Case("qwen-compiled", "qwen", ("--router-aux-loss", COEF, "--dp-replicate", 2, *TRANSFORMERS),
+         flags=("--compile",)),
+)  # fmt: skip
 NUM_RANKS = 4
 
 
@@ -93,7 +101,7 @@ def run(place: Path, cases: Sequence[Case]) -> Path:
         pack(place / model, place / f"{model}-{layout}", layout)
     jobs = [
         {"name": case.name, "root": str(place / f"{case.model}-{case.layout}"), "origin": case.origin,
-         "saves": case.saves, "args": [str(arg) for arg in (*RECIPE, *case.args)]}
+         "saves": case.saves, "args": [str(arg) for arg in (*RECIPE, *case.args, *case.flags)]}
         for case in cases
     ]  # fmt: skip
     (place / "cases.json").write_text(json.dumps(jobs))
@@ -109,6 +117,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def slow_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("balance"), SLOW_CASES + SPLIT_CASES)
+
+
+@pytest.fixture(scope="module")
+def compiled_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(tmp_path_factory.mktemp("balance"), COMPILED_CASES)
 
 
 def train_alone(folder: Path, *, rate: float, coef: float, num_context: int) -> Reference:
@@ -193,3 +206,11 @@ def test_loads_biases_losses_and_weights_are_those_of_one_process_with_other_fla
     case: Case, slow_place: Path
 ) -> None:
     check(case, slow_place)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED_CASES, ids=lambda case: case.name)
+def test_loads_biases_losses_and_weights_are_those_of_one_process_where_layers_are_compiled(
+    case: Case, compiled_place: Path
+) -> None:
+    check(case, compiled_place)
