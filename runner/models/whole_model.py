@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from manifests.models.adapters import is_adapter
 from runner.models.routers import Router, recorded_routers, routers_among
@@ -21,6 +22,13 @@ def with_defaults(architecture: str, config: Mapping[str, object]) -> dict[str, 
     config_class: Any = getattr(transformers, architecture).config_class
     fields: dict[str, object] = config_class.from_dict(copy.deepcopy(dict(config))).to_dict()
     return fields
+
+
+def router_loss(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Return the auxiliary loss of a router. Shapes: logits (N, E)."""
+    loss = load_balancing_loss_func((logits,), logits.shape[-1], top_k)
+    assert isinstance(loss, torch.Tensor)
+    return loss
 
 
 class WholeModel(nn.Module):

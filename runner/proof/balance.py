@@ -34,13 +34,9 @@ class Balance:
         """Return the mean of transformers' auxiliary loss of each router and part, times the coefficient."""
         if not self.options.aux_loss:
             return torch.zeros(())
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+        from runner.models.whole_model import router_loss
 
-        losses: list[Any] = [
-            load_balancing_loss_func((router.logits[part],), router.logits.shape[-1], router.chosen.shape[-1])
-            for router in routed
-            for part in self.parts
-        ]
+        losses = [router_loss(router.logits[part], router.chosen.shape[-1]) for router in routed for part in self.parts]
         return self.options.aux_loss * torch.stack(losses).mean()
 
     @torch.no_grad()
