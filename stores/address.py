@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from manifests.errors import StoreError
+from manifests.errors import Parameter, StoreError, UsageError
 
 SCHEME = "hf://"
 OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")  # of buckets, and of folders
@@ -34,6 +34,18 @@ class HubAddress:
 def is_url(address: str | Path) -> TypeGuard[str]:
     """Return whether this is a URL, `scheme://…`, and not a local path."""
     return isinstance(address, str) and "://" in address
+
+
+def output_address(out: object) -> str | Path:
+    """Return an output as a URL or a local path.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if not isinstance(out, str | Path):
+        problem = f"expected a path or an address, found {str(out)[:80]}"
+        raise UsageError(Parameter("out"), problem, code="options.invalid-value")
+    return out if is_url(out) else Path(out)
 
 
 def split_url(url: str) -> tuple[str, str, str]:

@@ -111,7 +111,7 @@ def verify(
         public_key=None if public_key is None else Path(public_key),
         quick=quick,
         against=None if against is None else open_source(str(against), description=read.manifest.model.description),
-        stages=None if stages is None else frozenset(stages),
+        stages=None if stages is None else _indices(stages),
     )
     return verify_manifest(read, options, counting(progress, _nbytes_to_read(read.manifest, options)))
 
@@ -196,6 +196,14 @@ def _nbytes_to_read(manifest: Manifest, options: VerifyOptions) -> int:
     if options.against is not None:
         nbytes += sum(stage.nbytes * (2 if stage.spans else 1) for stage in stages)
     return nbytes
+
+
+def _indices(stages: object) -> frozenset[int]:
+    indices = tuple(stages) if isinstance(stages, Iterable) else (stages,)
+    if not isinstance(stages, Iterable) or any(type(index) is not int for index in indices):
+        problem = f"expected indices of stages, such as [0, 1], found {str(stages)[:80]}"
+        raise UsageError(Parameter("stages"), problem, code="options.invalid-value")
+    return frozenset(indices)
 
 
 def _choose(manifest: Manifest, indices: frozenset[int] | None) -> list[Stage]:

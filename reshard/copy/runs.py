@@ -10,6 +10,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple, Protocol
 
 from manifests.digest import Hasher
+from manifests.errors import Parameter, UsageError
 from reshard.copy.direct_io import BLOCK_NBYTES, OutputFile, aligned_buffer
 from reshard.tensors.checkpoint import check_digest
 from reshard.tensors.checksums import stored_file
@@ -329,9 +330,16 @@ class Progress(Protocol):
 
 
 def counting(progress: Progress | None, total_nbytes: int) -> ByteCounter:
-    """Return a callback that takes the bytes of each step and reports their sum to `progress`."""
+    """Return a callback that takes the bytes of each step and reports their sum to `progress`.
+
+    Raises:
+        UsageError: it cannot be called.
+    """
     if progress is None:
         return lambda nbytes: None
+    if not callable(progress):
+        problem = f"expected a function of bytes done and bytes in total, found {str(progress)[:80]}"
+        raise UsageError(Parameter("progress"), problem, code="options.invalid-value")
     lock, done_nbytes = threading.Lock(), 0
 
     def count(nbytes: int) -> None:

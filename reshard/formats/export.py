@@ -48,7 +48,7 @@ from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import SUFFIX
 from reshard.transforms.conversion import ExportDtype, cast_checkpoint, casts_in
 from reshard.transforms.quantize import forget_source, quantize_like_source
-from stores.address import is_inside, is_url, place_of
+from stores.address import is_inside, is_url, output_address, place_of
 from stores.bundles import TensorAt
 from stores.local import LocalFile, LocalFolder
 from stores.open import Address, open_manifest, open_store
@@ -124,7 +124,7 @@ def export(
         problem = f"is not for {other}: files and dtypes are those of the source"
         raise UsageError(Parameter("quantize", quantize), problem, "remove one of them", code="options.conflict")
     checkpoint = _open_to_export(str(manifest))
-    address = str(out) if is_url(out) else Path(out)
+    address = output_address(out)
     check_export_to(address, checkpoint, force=force)
     has_state = checkpoint.moments and target.has_state and not weights_only and weights != EMA
     if has_state and any(item.path == TRAINED_NAME for item in checkpoint.auxiliary):

@@ -239,7 +239,7 @@ def inspect(checkpoint: str | Path) -> PackedModel | Listing:
         >>> reshard.inspect("model-pp2").layout.spec
         'pp=2'
     """
-    if Path(checkpoint).suffix != ".json":
+    if not str(checkpoint).endswith(".json"):
         format_, folder = find_format(str(checkpoint))
         if listing := format_.list_tensors(folder):
             return listing

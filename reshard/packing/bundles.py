@@ -168,9 +168,9 @@ def choose_stages(plan: PackPlan, virtual: bool, wanted: str | None) -> frozense
         raise UsageError(Parameter("stages"), problem, "leave one of the two out", code="options.conflict")
     if virtual or wanted is None:
         return frozenset() if virtual else None
-    chosen = parse_numbers(wanted)
+    chosen = parse_numbers(wanted) if isinstance(wanted, str) else None
     if chosen is None:
-        problem = f"expected numbers, found {wanted[:80]!r}"
+        problem = f"expected numbers, found {str(wanted)[:80]!r}"
         raise UsageError(Parameter("stages"), problem, "write 0-3, or 0,2,5-7", code="options.bad-stages")
     if max(chosen) >= len(plan.stages):
         raise UsageError(

@@ -19,7 +19,7 @@ from reshard.packing.bundles import check_stored_ties
 from reshard.transforms.adapters import merge_adapters
 from reshard.transforms.dequantize import is_scale
 from reshard.transforms.quantize import forget_source
-from stores.address import is_url
+from stores.address import output_address
 from stores.workers import threads_for_ranks
 
 
@@ -67,7 +67,7 @@ def merge(
         problem = f"expected one for each of {len(adapters)} adapters, found {len(weights)}"
         raise UsageError(Parameter("weights"), problem, "leave it out to add them as they are", code="options.conflict")
     checkpoint = open_source(str(base))
-    address = str(out) if is_url(out) else Path(out)
+    address = output_address(out)
     check_export_to(address, checkpoint, force=force)
     pairs = list(zip(map(str, adapters), weights or [1.0] * len(adapters), strict=True))
     merged = merge_adapters(checkpoint, pairs)

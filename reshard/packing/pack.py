@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from manifests.errors import Parameter
+from manifests.errors import Parameter, check_count
 from manifests.index import MAX_SHARD_NBYTES, MOST_READ_HEADER_NBYTES
 from reshard.copy.destination import check_apart
 from reshard.copy.direct_io import Io
@@ -24,7 +24,7 @@ from reshard.packing.plan import LayoutRequest, PlanResult, StagedModel, estimat
 from reshard.plans.pack_plan import OutputShard, Sharding, Traffic, plan_pack, traffic_of
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.transforms.conversion import Conversion, convert
-from stores.address import HubAddress, hub_output, is_url, place_of
+from stores.address import HubAddress, hub_output, output_address, place_of
 from stores.bundles import TensorAt
 from stores.folders.publish import check_not_a_step
 
@@ -192,8 +192,9 @@ def pack(
         >>> reshard.pack("model-pp2", "model-pp4", "pp=4").num_stages
         4
     """
+    check_count(Parameter("max_shard_nbytes"), max_shard_nbytes)
     options = PackOptions(
-        out=str(out) if is_url(out) else Path(out),
+        out=output_address(out),
         layout=LayoutRequest(spec=layout, num_ranks=pp),
         conversion=conversion or Conversion(),
         drop=drop,

@@ -36,7 +36,7 @@ from reshard.packing.parts_place import OF_PART, BucketParts, FileFacts, FolderP
 from reshard.plans.pack_plan import OutputShard, PackPlan
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.checksums import verify_records
-from stores.address import is_url
+from stores.address import is_url, output_address
 from stores.base import PART_NAME
 from stores.open import Address
 
@@ -131,7 +131,7 @@ def commit(out: str | Path, *, force: bool = False, wait: bool = False) -> PackR
         >>> reshard.commit("model-parts").num_stages
         2
     """
-    address: Address = str(out) if is_url(out) else Path(out)
+    address = output_address(out)
     place = _open_place(address, force=force)
     while True:
         files = place.files()

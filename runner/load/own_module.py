@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,7 +87,10 @@ def load_stages(
     Example: see examples/load_stage.py and examples/train.py.
     """
     packed, stages = open_stages(manifest, rank)
-    models = [model] if isinstance(model, nn.Module) else list(model)
+    models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else []
+    if not models or not all(isinstance(module, nn.Module) for module in models):
+        problem = f"expected a module, or a list of modules, found {str(model)[:80]}"
+        raise UsageError("model", problem, code="options.invalid-value")
     for module in models:
         _give_memory(module, torch.device(device))
     if adapter is None:
@@ -115,7 +118,7 @@ def open_stages(manifest: str | Path, rank: int) -> tuple[Packed, tuple[int, ...
         raise UsageError(str(manifest), "is not on this machine", hint, code="options.remote-manifest")
     packed = open_packed(manifest)
     placement = packed.manifest.placement
-    if not 0 <= rank < placement.num_ranks:
+    if type(rank) is not int or not 0 <= rank < placement.num_ranks:
         problem = f"there is no pipeline rank {rank}: the layout has {placement.num_ranks}"
         raise UsageError("rank", problem, "ranks are counted from 0", code="options.no-such-rank")
     return packed, tuple(placement.stages_on(rank))

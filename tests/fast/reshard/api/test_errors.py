@@ -27,7 +27,30 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
         lambda at: reshard.verify(at / "packed", stages=[2]),
         lambda at: reshard.verify(at / "packed", stages=[-1]),
     ),
-    ("stages", "options.bad-stages"): (lambda at: reshard.pack(at / "model", at / "new", "pp=2", stages="x"),),
+    ("stages", "options.bad-stages"): (
+        lambda at: reshard.pack(at / "model", at / "new", "pp=2", stages="x"),
+        lambda at: reshard.pack(at / "model", at / "new", "pp=2", stages=[0]),
+    ),
+    ("stages", "options.invalid-value"): (
+        lambda at: reshard.verify(at / "packed", stages=3),
+        lambda at: reshard.verify(at / "packed", stages="0"),
+    ),
+    ("progress", "options.invalid-value"): (
+        lambda at: reshard.pack(at / "model", at / "new", "pp=2", progress=3),
+        lambda at: reshard.verify(at / "packed", progress=3),
+        lambda at: reshard.export(at / "packed", at / "new", progress=3),
+    ),
+    ("max_shard_nbytes", "options.invalid-value"): (
+        lambda at: reshard.pack(at / "model", at / "new", "pp=2", max_shard_nbytes="1GB"),
+        lambda at: reshard.pack(at / "model", at / "new", "pp=2", max_shard_nbytes=0),
+    ),
+    ("out", "options.invalid-value"): (
+        lambda at: reshard.pack(at / "model", None, "pp=2"),
+        lambda at: reshard.export(at / "packed", 3),
+        lambda at: reshard.merge(at / "model", [at / "packed"], b"new"),
+        lambda at: reshard.commit(None),
+    ),
+    ("None", "source.not-a-folder"): (lambda at: reshard.inspect(None),),
     ("stages", "options.conflict"): (
         lambda at: reshard.pack(at / "model", at / "new", "pp=2", stages="0", virtual=True),
     ),
