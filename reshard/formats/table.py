@@ -195,7 +195,7 @@ MANIFEST = Format(
     is_in=lambda names: MANIFEST_NAME in names,
     read="reshard.formats.manifest.read",
 )
-DELTA = Format(name="delta", is_in=is_chain, read="reshard.formats.delta.read")
+DELTA = Format(name="delta", is_in=is_chain, read="reshard.formats.delta.read", listing="reshard.formats.delta.read")
 FORMATS: tuple[Format, ...] = (
     HUGGINGFACE,
     MANIFEST,

@@ -15,7 +15,7 @@ from reshard.copy.journal import is_working_name
 from reshard.formats.delta.chain import Chain, ChainAt, Version, list_versions, read_patches, state_digest
 from reshard.formats.delta.codec import BAD_DELTA, Patch, patched
 from reshard.formats.huggingface.read import open_checkpoint as open_folder
-from reshard.formats.table import OpenOptions
+from reshard.formats.table import ListedTensor, Listing, OpenOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.source_index import record_anew
 from stores.base import Folder, InputFile
@@ -32,14 +32,30 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
         SourceError: there is no such version, its base is not in the chain, or the chain is inconsistent.
         InputError: see `reshard.formats.huggingface.read.open_checkpoint`, for the full version.
     """
-    at = folder if isinstance(folder, ChainAt) else ChainAt(folder, None)
-    chain = list_versions(at.folder)
-    number = chain.numbers[-1] if at.number is None and chain.numbers else at.number or 0
+    chain, number = _chain_at(folder)
     opened = open_version(chain, number, options)
     if state_digest(opened.tensors.values()) is None and (version := chain.version(number)).state is not None:
         opened = with_all_digests(opened)
         check_state(opened.tensors.values(), version, str(chain))
     return opened
+
+
+def list_tensors(folder: Folder) -> Listing:
+    """Return the tensors of a chain at its newest version, or that of `CHAIN@N`."""
+    chain, number = _chain_at(folder)
+    tensors = tuple(
+        ListedTensor(name=tensor.name, part="model", dtype=tensor.dtype, shape=tensor.shape)
+        for tensor in open_version(chain, number).tensors.values()
+    )
+    num_files = sum(len(set(version.weight_map.values())) for version in chain.line(number))
+    return Listing(format="delta", title=f"version {number} of a chain", num_files=num_files, tensors=tensors)
+
+
+def _chain_at(folder: Folder) -> tuple[Chain, int]:
+    at = folder if isinstance(folder, ChainAt) else ChainAt(folder, None)
+    chain = list_versions(at.folder)
+    number = chain.numbers[-1] if at.number is None and chain.numbers else at.number or 0
+    return chain, number
 
 
 def open_version(
