@@ -50,6 +50,15 @@ def find_checkpoints(history: Path) -> tuple[Path, ...]:
     return tuple(path for path, step in _stored_steps(history) if step in (None, step_of(path)))
 
 
+def find_newest(history: Path, most_steps: int) -> Path | None:
+    """Return the checkpoint with the most steps, up to so many; no manifests of earlier ones are read.
+
+    Raises:
+        InputError: as `find_checkpoints`.
+    """
+    return next((path for path, step in _stored_steps(history) if step == step_of(path) and step <= most_steps), None)
+
+
 def find_misnamed(history: Path) -> tuple[tuple[Path, int], ...]:
     """Return the folders whose name has another step than their manifest, with the manifest's; 0: not trained.
 
@@ -59,18 +68,18 @@ def find_misnamed(history: Path) -> tuple[tuple[Path, int], ...]:
     return tuple((path, step) for path, step in _stored_steps(history) if step not in (None, step_of(path)))
 
 
-def _stored_steps(history: Path) -> list[tuple[Path, int | None]]:
-    """Return each folder with the name of a step and the step in its manifest, by name, the latest first."""
+def _stored_steps(history: Path) -> Iterator[tuple[Path, int | None]]:
+    """Yield each folder with the name of a step and the step in its manifest, by name, the latest first."""
     paths = []
     try:
         for name in os.listdir(history):
             if step_of(history / name) is not None and _is_whole(history / name):
                 paths.append(history / name)
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        return
     except OSError as error:
         raise refused_by_system(str(error.filename or history), error, code="checkpoint.unreadable") from error
-    return [(path, _stored_step(path)) for path in sorted(paths, key=lambda path: step_of(path) or 0, reverse=True)]
+    yield from ((path, _stored_step(path)) for path in sorted(paths, key=lambda path: step_of(path) or 0, reverse=True))
 
 
 def _stored_step(checkpoint: Path) -> int | None:

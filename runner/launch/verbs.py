@@ -18,6 +18,7 @@ from manifests.errors import (
     UsageError,
     UserError,
 )
+from runner.checkpoint.history import find_newest
 from runner.config.declared import WholeNumber
 from runner.launch.schedulers import Print
 from runner.launch.schedulers.table import scheduler_of
@@ -172,7 +173,12 @@ def find_status(log_dir: Path) -> dict[str, Any]:
     config = config_of(read_run_record(log_dir))
     report |= {"num_steps": config.get("steps"), "layout": config.get("layout")}
     report["last_heartbeat_s"] = max((beat.time for beat in read_beats(log_dir)), default=None)  # since the epoch
-    return report | _progress(log_dir / "metrics.jsonl")
+    report |= _progress(log_dir / "metrics.jsonl")
+    # A checkpoint is committed before its line is written, which a kill may prevent.
+    if (history := config.get("checkpoint")) and report["last_step"]:
+        newest = find_newest(Path(str(history)), report["last_step"])
+        report["last_checkpoint"] = str(newest) if newest else report["last_checkpoint"]
+    return report
 
 
 def show_changes(look: Callable[[], tuple[bool, Sequence[str]] | None], *, is_repeated: bool) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from runner.checkpoint.history import (
     set_aside,
     step_of,
 )
+from runner.launch.verbs import find_status
+from runner.rundir.records import JobRecord, write_job_record, write_run_record
 from tests.builders import files_in
 from tests.fast.reshard.forged import change_manifest
 from tests.fast.trained import write_trained
@@ -65,6 +68,20 @@ def test_newest_is_the_one_of_the_most_steps_whatever_the_clock_says(trained: Pa
     (tmp_path / "notes").mkdir()
     assert [step_of(path) for path in find_checkpoints(tmp_path)] == [1_000_000, 999_999, 20, 3]
     assert find_checkpoints(tmp_path / "nowhere") == ()
+
+
+def test_newest_checkpoint_is_named_by_the_status_though_a_kill_came_before_its_line(
+    trained: Path, tmp_path: Path
+) -> None:
+    log, history = tmp_path / "log", tmp_path / "history"
+    fill(history, trained, 2, 4, 6)
+    (history / "step-000004/manifest.json").write_text("{}")  # it cannot be read, and step 6 is of another run
+    log.mkdir()
+    record = JobRecord(scheduler="local", id="1", name="x", output="", host=socket.gethostname(), birth="never")
+    write_job_record(log, record)
+    write_run_record(log, {"id": "x", "launches": [{"resolved": {"steps": 12, "checkpoint": str(history)}}]})
+    (log / "metrics.jsonl").write_text('{"rank": 0, "load_s": 0.1}\n{"step": 5, "loss": 1.0}\n')
+    assert find_status(log)["last_checkpoint"] == str(history / "step-000002")
 
 
 def test_copy_under_the_name_of_another_step_is_no_checkpoint_and_does_not_push_out_the_newest(
