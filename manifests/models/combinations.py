@@ -11,12 +11,14 @@ from manifests.errors import UsageError
 from manifests.models import ARCHITECTURES, ModelShape
 from manifests.models.trainable import (
     Implementation,
+    choose_implementation,
+    find_family,
     hands_on_trees,
     is_generic,
     why_not_expert_parallel,
     why_not_tensor_parallel,
 )
-from manifests.models.training import ContextMethod, check_expert_degree
+from manifests.models.training import ContextMethod, Training, check_expert_degree
 
 _CUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
 _HEADS = (  # how configs name the number of heads, or that of each layer
@@ -246,6 +248,35 @@ def check_combination(combination: Combination) -> None:
 
 def _problem_of(rule: Refusal, combination: Combination) -> str:
     return rule.problem.format_map(asdict(combination))
+
+
+def check_degrees(
+    shape: ModelShape, config: Mapping[str, Any], training: Training, *, is_described: bool, **features: Any
+) -> None:
+    """Check that `runner launch` accepts these degrees of parallelism, and `features` of a combination.
+
+    It chooses the modules, as it does without --implementation.
+
+    Raises:
+        UsageError: it refuses them.
+    """
+    architecture, tensor, expert, context = shape.architecture, training.tensor, training.expert, training.context
+    shards, shares = training.shard // context, max(tensor, expert, context) > 1
+    check_combination(
+        combination_of(
+            architecture, choose_implementation(architecture, "transformers" if shares else None),
+            is_own=is_described or find_family(architecture) is not None,
+            num_tensor=tensor, num_expert=expert, num_context=context, num_shards=shards, **features,
+        )
+    )  # fmt: skip
+    check_divides(shape, config, tensor, expert)
+    check_heads(config, context, "ulysses" if training.exchanges_heads else "gather", tensor)
+    if context > 1:
+        check_constant("--cp", architecture, training.seq_len, constant_length(config))
+    suffixes = shape.float32_suffixes if training.policy.name == "bf16" and training.is_sharded else ()
+    if suffixes and any(fqn.endswith(suffixes) for fqn in shape.tensors):
+        problem = f"{architecture} keeps some parameters in float32, which FSDP cannot shard beside others in bfloat16"
+        raise UsageError("--dtype bf16", problem, "use --master-dtype fp32", code="options.catalogue-combination")
 
 
 def check_divides(shape: ModelShape, config: Mapping[str, Any], num_tensor: int, num_expert: int) -> None:

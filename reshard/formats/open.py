@@ -31,6 +31,7 @@ from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.source_index import SourceRecord
 from stores.address import is_url
 from stores.base import Folder
+from stores.base import read_config as read_stored_config
 from stores.bundles import TensorAt
 from stores.local import LocalFile, LocalFolder
 from stores.open import locate_manifest, open_store
@@ -135,6 +136,14 @@ def find_config(source: str) -> Path | None:
         return path
     alone = os.path.isdir(path) and os.listdir(path) == [CONFIG_NAME]
     return path / CONFIG_NAME if alone else None
+
+
+def config_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return the config.json of a checkpoint, or the config that it consists of."""
+    if checkpoint.source.kind == CONFIG_ONLY:
+        return read_config(Path(checkpoint.source.location))
+    file = next((item.file for item in checkpoint.auxiliary if item.path == CONFIG_NAME), None)
+    return read_stored_config(file) if file else {}
 
 
 def open_config(path: Path) -> Checkpoint:

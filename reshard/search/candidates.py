@@ -11,9 +11,9 @@ from typing import Any
 from manifests.command import defaults
 from manifests.errors import UserError
 from manifests.models import ModelShape
-from manifests.models.combinations import check_combination, check_divides, combination_of
+from manifests.models.combinations import check_degrees
 from manifests.models.generic_limits import check_modules
-from manifests.models.trainable import choose_implementation, find_family, generic_entry
+from manifests.models.trainable import generic_entry
 from manifests.models.training import POLICIES, Recompute, Training
 from manifests.module_times import MeasuredTimes
 from manifests.placement import Placement
@@ -119,24 +119,17 @@ class Space:
         choices = self._allowed("microbatch", _MICROBATCHES), self._allowed("recompute", RECOMPUTE)
         for pipeline in self._allowed("pipeline", divisors(gpus)):
             layouts = [] if gpus % pipeline else list(self._layouts(pipeline))
-            for degrees in self._degrees(gpus // pipeline, splits_rows=splits_rows) if layouts else ():
+            for degrees in self._degrees(gpus // pipeline, policy, splits_rows=splits_rows) if layouts else ():
                 for (layout, schedule), microbatch, recompute in product(layouts, *choices):
                     number, rest = divmod(batch, microbatch * degrees["replicate"] * degrees["shard"])
                     if rest or not number:
                         reason = f"--global-batch {batch}: no multiple of --microbatch x data-parallel ranks"
                         self.refusals.setdefault(reason)
-                    elif policy == "bf16" and degrees["shard"] > 1 and self._has_float32:
-                        self.refusals.setdefault("--dtype bf16: FSDP cannot shard parameters kept in float32")
                     elif self._runs(layout.placement, schedule, number):
                         yield Candidate(
                             layout=layout, schedule=schedule, microbatch=microbatch, num_microbatches=number,
                             recompute=recompute, policy=policy, **degrees,
                         )  # fmt: skip
-
-    @property
-    def _has_float32(self) -> bool:
-        suffixes = self.kinds.float32_suffixes
-        return bool(suffixes) and any(fqn.endswith(suffixes) for fqn in self.kinds.tensors)
 
     def _allowed(self, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self.request.fixed[name],) if name in self.request.fixed else values
@@ -167,53 +160,45 @@ class Space:
             self.refusals.setdefault(f"{spec}: {error.problem}")
             return None
 
-    def _degrees(self, per_stage: int, *, splits_rows: bool) -> Iterator[dict[str, int]]:
+    def _degrees(self, per_stage: int, policy: Policy, *, splits_rows: bool) -> Iterator[dict[str, int]]:
         node, has_experts = self.request.per_node, bool(self.kinds.count_experts())
         contexts = self._allowed("context", divisors(node)[1:] if splits_rows else (1,))
         for tensor, context in product(self._allowed("tensor", divisors(per_stage)), contexts):
             data, rest = divmod(per_stage, tensor * context)
-            if rest or tensor > node or self._refusal(tensor, context=context):
+            if rest or tensor > node or self._refusal(tensor=tensor, context=context):
                 continue
             if context > 1 and self.request.seq_len % (2 * context):
                 self.refusals.setdefault(f"--seq-len {self.request.seq_len}: no multiple of 2 x --cp")
                 continue
             shards = {1, data, node // tensor // context}  # FSDP over all ranks or over those of a node
             for shard in self._allowed("shard", tuple(sorted(shards))):
-                if not shard or data % shard or self._refusal(shards=shard):
+                if not shard or data % shard:
                     continue
                 replicate, replica = data // shard, shard * context * tensor
                 experts = (
                     tuple(number for number in divisors(replica) if number <= _MOST_EXPERT) if has_experts else (1,)
                 )
                 for expert in self._allowed("expert", experts):
-                    if replica % expert or self._refusal(tensor, shard, expert):
+                    degrees = {"shard": shard, "context": context, "tensor": tensor, "expert": expert}
+                    if replica % expert or self._refusal(policy=policy, **degrees):
                         continue
                     if replicate in self._allowed("replicate", (replicate,)):
-                        yield {
-                            "replicate": replicate, "shard": shard, "context": context, "tensor": tensor,
-                            "expert": expert,
-                        }  # fmt: skip
+                        yield {"replicate": replicate, **degrees}
 
     def _refusal(
-        self, tensor: int = 1, shards: int = 1, expert: int = 1, context: int = 1, schedule: str = "1F1B"
-    ) -> str:
+        self, *, policy: Policy = "mixed", shard: int = 1, context: int = 1, tensor: int = 1, expert: int = 1,
+        schedule: str = "1F1B",
+    ) -> str:  # fmt: skip
         """Return why a launch refuses these degrees, or nothing, and note the reason."""
-        key = tensor, shards > 1, expert, context > 1, schedule
+        key = policy, shard, context, tensor, expert, schedule
         if key not in self._reasons:
-            architecture, reason = self.shape.architecture, ""
-            implementation = choose_implementation(
-                architecture, "transformers" if max(tensor, expert, context) > 1 else None
-            )
-            features = {"num_tensor": tensor, "num_expert": expert, "num_shards": shards, "num_context": context}
-            is_own = self.is_described or find_family(architecture) is not None
+            reason, training = "", Training(
+                policy=POLICIES[policy], microbatch=1, seq_len=self.request.seq_len, shard=shard * context,
+                context=context, tensor=tensor, expert=expert,
+            )  # fmt: skip
+            features = {"schedule": schedule, "splits_backward": schedule in SPLIT}
             try:
-                check_combination(
-                    combination_of(
-                        architecture, implementation, is_own=is_own, schedule=schedule,
-                        splits_backward=schedule in SPLIT, **features,
-                    )
-                )  # fmt: skip
-                check_divides(self.kinds, self.config, tensor, expert)
+                check_degrees(self.kinds, self.config, training, is_described=self.is_described, **features)
             except UserError as error:
                 reason = f"{error.where}: {error.problem.splitlines()[0]}"
             self._note(key, reason)

@@ -14,15 +14,13 @@ from manifests.models import ConfigReader, ModelShape
 from manifests.models.config import CONFIG_NAME
 from manifests.models.generic_limits import check_fields, check_positions
 from manifests.models.trainable import check_trainable, choose_implementation, generic_entry
-from manifests.store import read_config as read_lone_config
 from reshard.estimate.assumptions import Assumptions, Policy
 from reshard.estimate.costs import costs_of
-from reshard.formats.open import find_config
+from reshard.formats.open import config_of
 from reshard.layouts.model import inventory_of_modules
 from reshard.packing.plan import model_name, open_model
 from reshard.search.candidates import LOOP, MARGIN, RECOMPUTE, Candidate, SearchRequest, Space, V
 from reshard.search.cost_model import CandidateForecast, CostModel
-from stores.base import read_config
 
 NUM_SHOWN = 5
 _DEGREES = {
@@ -91,9 +89,7 @@ def find_layouts(
     """
     _check(request)
     checkpoint = open_model(str(source), frozenset(drop), None if model is None else Path(model))
-    alone = find_config(str(source))
-    file = next((item.file for item in checkpoint.auxiliary if item.path == CONFIG_NAME), None)
-    config = read_lone_config(alone) if alone else read_config(file) if file else {}
+    config = config_of(checkpoint)
     shape, is_described = checkpoint.shape, checkpoint.description is not None
     check_trainable(shape.architecture, is_described=is_described)
     is_own = is_described or choose_implementation(shape.architecture) != "transformers"

@@ -58,6 +58,36 @@ def test_pack_and_launch_accept_what_is_suggested(name: str, tmp_path: Path, mon
         assert done.exception is None, (words, done.exception, done.output)
 
 
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt-oss", "tiny-gpt2", "tiny-deepseek-v3"])
+def test_no_plan_has_degrees_that_a_launch_refuses(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    write_sparse(tmp_path / "model", {**config, "quantization_config": None}, 1)
+    assert reshard("pack", "model", "--layout", "pp=2", "--out", "packed", "--virtual").code == 0
+    chance, outcomes = random.Random(name), set[bool]()
+    for _ in range(8):
+        degrees = {flag: chance.choice((1, 1, 2, 3)) for flag in ("--tp", "--ep", "--cp", "--dp-shard")}
+        per_stage = degrees["--tp"] * degrees["--cp"] * degrees["--dp-shard"]
+        words = [word for flag, degree in degrees.items() if degree > 1 for word in (flag, str(degree))]
+        words += ["--seq-len", "24", "--global-batch", "12", "--dtype", chance.choice(("fp32", "bf16"))]
+        words += ["--schedule", chance.choice(("1F1B", "GPipe"))]
+        planned = reshard("plan", "packed", *words)
+        launch = ["launch", "packed", "--nproc-per-node", str(2 * per_stage), "--dry-run", "--", "--data", "synthetic"]
+        done = CliRunner().invoke(cli, [*launch, *words])
+        assert (planned.code == 0) == (done.exception is None), (words, planned.err, done.exception)
+        outcomes.add(planned.code == 0)
+    assert outcomes == {True, False}
+
+
+def test_degrees_that_do_not_divide_the_model_are_not_planned() -> None:
+    words = ("--layout", "pp=2", "--json")
+    refused = reshard("plan", CONFIGS / "llama-3.1-8b.json", *words, "--tp", "3").refusal
+    assert refused == (2, "options.tp-divisor", "--tp")
+    assert reshard("plan", CONFIGS / "gpt-oss-120b.json", *words, "--ep", "2").refusal[:2] == (2, "launch.degrees")
+
+
 def test_what_is_refused_for_a_model_is_named(tmp_path: Path) -> None:
     result = find_layouts(CONFIGS / "gpt-oss-120b.json", request(8, 80, 64))
     assert not result.best
