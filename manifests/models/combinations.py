@@ -12,7 +12,6 @@ from manifests.models import ARCHITECTURES, ModelShape
 from manifests.models.trainable import (
     Implementation,
     choose_implementation,
-    find_family,
     hands_on_trees,
     is_generic,
     why_not_expert_parallel,
@@ -251,22 +250,23 @@ def _problem_of(rule: Refusal, combination: Combination) -> str:
 
 
 def check_degrees(
-    shape: ModelShape, config: Mapping[str, Any], training: Training, *, is_described: bool, **features: Any
+    shape: ModelShape, config: Mapping[str, Any], training: Training, *, is_own: bool, **features: Any
 ) -> None:
     """Check that `runner launch` accepts these degrees of parallelism, and `features` of a combination.
 
-    It chooses the modules, as it does without --implementation.
+    It chooses the modules, or --implementation transformers does for MTP layers; with `is_own`, a family of another
+    package has them.
 
     Raises:
         UsageError: it refuses them.
     """
     architecture, tensor, expert, context = shape.architecture, training.tensor, training.expert, training.context
-    shards, shares = training.shard // context, max(tensor, expert, context) > 1
+    shards, has_mtp = training.shard // context, features.get("num_mtp_layers", 0) > 0
+    shares = has_mtp or max(tensor, expert, context) > 1
     check_combination(
         combination_of(
             architecture, choose_implementation(architecture, "transformers" if shares else None),
-            is_own=is_described or find_family(architecture) is not None,
-            num_tensor=tensor, num_expert=expert, num_context=context, num_shards=shards, **features,
+            is_own=is_own, num_tensor=tensor, num_expert=expert, num_context=context, num_shards=shards, **features,
         )
     )  # fmt: skip
     check_divides(shape, config, tensor, expert)

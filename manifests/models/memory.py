@@ -53,8 +53,6 @@ from manifests.schedules import (
 MOST_IN_TRANSIT = 2  # results of a stage in one direction that have been computed, and of which one is in transit
 # Matrices that every tensor-parallel rank has whole, by the end of their names: routers and projections to latents.
 _WHOLE = (".gate.weight", ".router.weight", ".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
-
-
 _Sharded = tuple[int, int]  # parameters of a tensor on a rank, and the ranks over which FSDP shards these
 
 
@@ -105,7 +103,7 @@ class MemoryEstimate:
 def estimate_memory(
     shape: ModelShape, stages: Sequence[Sequence[str]], table: Table, training: Training
 ) -> MemoryEstimate:
-    """Estimate the memory of each stage, a list of modules, and of each rank when training on a schedule.
+    """Estimate the memory of each stage, a list of modules (like ones by one name), and of each rank on a schedule.
 
     Tied parameters on one rank are one parameter with a gradient per name; each other rank has a copy.
     Activations: see `manifests.models.shape.Work`, for as many microbatches as the schedule has in flight.
@@ -138,14 +136,13 @@ def estimate_memory(
     for stage, modules in enumerate(stages):
         led = {
             module: [
-                (n, _shards_of(fqn, training))
+                (n * shape.copies.get(fqn, 1), _shards_of(fqn, training))
                 for fqn, n in sizes[module].items()
                 if fqn not in followers and training.trains(fqn)
             ]
             for module in modules
         }
-        tensors = {fqn: n for module in modules for fqn, n in sizes[module].items()}
-        weights, gradients, optimizer = _state_nbytes(shape, training, tensors, followers)
+        weights, gradients, optimizer = _state_nbytes(shape, training, sizes, modules, followers)
         in_step = _step_nbytes(led, training)
         by_stage.append(
             Memory(
@@ -191,8 +188,8 @@ def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str
     sizes = _sizes_of(shape, training)
     costs = _costs_of(shape, training, sizes)
     return {
-        module: sum(_state_nbytes(shape, training, tensors)) + in_flight * costs[module].activations
-        for module, tensors in sizes.items()
+        module: sum(_state_nbytes(shape, training, sizes, [module])) + in_flight * costs[module].activations
+        for module in sizes
     }
 
 
@@ -324,29 +321,32 @@ def _is_layer(module: str) -> bool:
 
 
 def _state_nbytes(
-    shape: ModelShape, training: Training, tensors: Mapping[str, int], followers: frozenset[str] = frozenset()
-) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and optimizer state of tensors with so many parameters each.
+    shape: ModelShape, training: Training, sizes: Mapping[str, Mapping[str, int]], modules: Sequence[str],
+    followers: frozenset[str] = frozenset(),
+) -> tuple[int, int, int]:  # fmt: skip
+    """Return the bytes of weights, gradients and optimizer state of modules, of which several may have one name.
 
     `followers` share the weight of another tensor.
     """
-    exact = {fqn for fqn in tensors if fqn.endswith(shape.float32_suffixes)} if shape.float32_suffixes else set()
+    numbers, copies = Counter(modules), shape.copies
+    owned = [(fqn, n, numbers[module] * copies.get(fqn, 1)) for module in numbers for fqn, n in sizes[module].items()]
+    suffixes = shape.float32_suffixes or ("\0",)
     weights = gradients = optimizer = 0
-    for policy, fqns in ((training.policy, tensors.keys() - exact), (POLICIES["fp32"], exact)):
+    for policy, is_exact in ((training.policy, False), (POLICIES["fp32"], True)):
         average = FP32_NBYTES / policy.master if training.keeps_average else 0.0
         by_shards, state, num_params = Counter[int](), Counter[int](), 0
-        for fqn in fqns:
-            count, trains = tensors[fqn], training.trains(fqn)
-            num_params += count if trains else 0
+        for fqn, count, times in (tensor for tensor in owned if tensor[0].endswith(suffixes) is is_exact):
+            trains = training.trains(fqn)
+            num_params += times * count if trains else 0
             if fqn in followers:
                 continue
-            weights += count * policy.compute
+            weights += times * count * policy.compute
             shards = _shards_of(fqn, training)
             if trains:
-                by_shards[shards] += count
-                state[shards] += round(count * (training.state_of(fqn) + average))
+                by_shards[shards] += times * count
+                state[shards] += times * round(count * (training.state_of(fqn) + average))
             elif training.is_sharded:
-                optimizer += count * policy.compute // shards  # gathered from
+                optimizer += times * (count * policy.compute // shards)  # gathered from
         if training.is_sharded:  # see Note [Memory of a rank]
             gradients += num_params * policy.reduce
             optimizer += sum((count + state[shards]) * policy.master // shards for shards, count in by_shards.items())

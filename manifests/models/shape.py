@@ -83,6 +83,8 @@ class ModelShape:
     work: Mapping[str, Work] = field(default_factory=dict)  # of each module
     hidden_size: int = 0  # width of what one module hands to the next
     is_estimated: bool = False  # whether `work` was made of the sizes of tensors, not of the modules' arithmetic
+    # How many tensors of its module, all alike, a tensor stands for, where it is not one: in estimates for GPUs.
+    copies: Mapping[str, int] = field(default_factory=dict)
     base: str = ""  # what files of the model without its head leave out in front of every name
     _owned: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 

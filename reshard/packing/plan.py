@@ -5,27 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manifests.brief import brief
 from manifests.command.interpreter import collector_paused
 from manifests.command.sizes import parse_size, write_size
-from manifests.errors import Parameter, UsageError, UserError, check_count
+from manifests.errors import Parameter, UsageError, check_count
 from manifests.invariants import MANIFEST_NAME
-from manifests.models import ConfigReader, ModelShape
-from manifests.models.combinations import check_degrees
+from manifests.models import ModelShape
 from manifests.models.config import CONFIG_NAME, MAX_LAYERS
-from manifests.models.generic_limits import check_fields, check_modules, check_positions
-from manifests.models.trainable import check_trainable, choose_implementation, generic_entry, hands_on_trees
 from manifests.module_times import ModuleTime
 from manifests.placement import Placement
 from manifests.schedules import in_flight, is_schedule_file
 from manifests.schema import Manifest, TieGroup
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, check_assumptions, num_passes
 from reshard.estimate.costs import costs_of
-from reshard.formats.open import config_of, find_config, links_of, open_config, open_with_model_file
+from reshard.formats.open import find_config, links_of, open_config, open_with_model_file
 from reshard.formatting import shorten
 from reshard.layouts import StageLayout, parse_layout
 from reshard.layouts.balance import balances_memory, balances_time, unsolved
@@ -162,40 +158,10 @@ def plan(
     checkpoint = open_model(str(source), frozenset(drop), None if model is None else Path(model))
     request = LayoutRequest(spec=layout, num_ranks=pp)
     planned = estimate_step(lay_out(model_name(str(source)), checkpoint, request, assumed))
-    _check_launch(planned)
+    from reshard.packing.launchable import check_launch  # nor does it train
+
+    check_launch(planned)
     return planned
-
-
-def _check_launch(planned: PlanResult) -> None:
-    """Refuse what `runner launch` refuses; a model that it does not train is planned as it is packed, on single ranks.
-
-    Raises:
-        UsageError, ModelError: it refuses the model on these ranks, or the assumed training.
-    """
-    checkpoint, assumed, forecast = planned.checkpoint, planned.assumed, planned.forecast
-    shape, config, is_described = planned.shape, config_of(checkpoint), checkpoint.description is not None
-    reader, entry = ConfigReader(config, CONFIG_NAME), None if is_described else generic_entry(shape.architecture)
-    try:
-        check_trainable(shape.architecture, is_described=is_described)
-        if entry is not None:
-            check_modules(entry, shape.modules, planned.layout.stages, CONFIG_NAME)
-            if choose_implementation(shape.architecture) == "transformers":
-                check_fields(entry, reader)
-    except UserError:
-        if max(assumed.num_per_stage, assumed.expert) > 1:
-            raise
-        return
-    check_positions(shape.architecture, reader, assumed.seq_len)
-    hands_on = forecast.step is not None and hands_on_trees(shape.architecture)
-    actions = chain.from_iterable(forecast.timeline.ranks) if hands_on else ()
-    from reshard.estimate.training_estimate import training_of
-
-    check_degrees(
-        shape, config, training_of(assumed, shape), is_described=is_described, schedule=forecast.schedule,
-        splits_backward=any(timed.action.kind == "W" for timed in actions),
-        num_mtp_layers=planned.inventory.layers_stop - planned.inventory.mtp_start,
-        has_loss_chunks=assumed.loss_chunk is not None,
-    )  # fmt: skip
 
 
 def estimate_step(staged: StagedModel) -> PlanResult:

@@ -110,6 +110,7 @@ class Space:
     costs: Mapping[str, ModuleCosts]
     request: SearchRequest
     is_described: bool
+    is_own: bool  # trained by a family of another package
     refusals: dict[str, None] = field(default_factory=dict)
     _reasons: dict[tuple[object, ...], str] = field(default_factory=dict)
 
@@ -190,15 +191,16 @@ class Space:
         schedule: str = "1F1B",
     ) -> str:  # fmt: skip
         """Return why a launch refuses these degrees, or nothing, and note the reason."""
-        key = policy, shard, context, tensor, expert, schedule
+        training = Training(
+            policy=POLICIES[policy], microbatch=1, seq_len=self.request.seq_len, shard=min(2, shard) * context,
+            context=context, tensor=tensor, expert=expert,
+        )  # fmt: skip
+        key = policy, training.shard, context, tensor, expert, schedule
         if key not in self._reasons:
-            reason, training = "", Training(
-                policy=POLICIES[policy], microbatch=1, seq_len=self.request.seq_len, shard=shard * context,
-                context=context, tensor=tensor, expert=expert,
-            )  # fmt: skip
+            reason = ""
             features = {"schedule": schedule, "splits_backward": schedule in SPLIT}
             try:
-                check_degrees(self.kinds, self.config, training, is_described=self.is_described, **features)
+                check_degrees(self.kinds, self.config, training, is_own=self.is_own, **features)
             except UserError as error:
                 reason = f"{error.where}: {error.problem.splitlines()[0]}"
             self._note(key, reason)

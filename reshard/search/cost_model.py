@@ -11,6 +11,7 @@ that to reduce it everywhere. Groups of adjacent ranks that fit on a node use it
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,14 +23,16 @@ from manifests.models import ModelShape, is_expert
 from manifests.models.memory import MOST_IN_TRANSIT, Memory, estimate_memory
 from manifests.models.shape import BACKWARD_SHARE
 from manifests.models.training import POLICIES, Recompute, Training, parse_recompute
-from manifests.module_times import ModuleTime
+from manifests.module_times import ModuleTime, reduction_nbytes, ring
 from manifests.optimizer_groups import state_counter
 from manifests.placement import Placement
 from manifests.schedules import Action, StageCosts, Table, schedule_table, simulate
+from reshard.estimate.assumptions import Policy
 from reshard.estimate.costs import times_of
 from reshard.search.candidates import SPLIT, Candidate, SearchRequest
 
 _MOST_ACTIONS = 4096  # forwards of a step that is simulated whole
+_NUMBER = re.compile(r"\.\d+(?=\.)")  # of an expert
 _ROUNDS = 4  # each of as many microbatches as there are pipeline ranks
 _NUM_REDUCED = 2  # results of a layer that its tensor-parallel ranks sum
 
@@ -60,10 +63,20 @@ class CostModel:
             for module, fqns in owned.items()
         }
         self.counts = Counter(self.kind_of.values())
+        self._params = {kind: sum(map(shape.count_params, owned[kind])) for kind in self.counts}
         self.kinds = replace(
             shape, modules=tuple(self.counts), ties=(), work={kind: shape.work[kind] for kind in self.counts},
             tensors={fqn: shape.tensors[fqn] for kind in self.counts for fqn in owned[kind]},
         )  # fmt: skip
+        copies, alike = Counter[str](), dict[object, str]()
+        for kind in self.counts:
+            for fqn in owned[kind]:
+                name = _NUMBER.sub(".N", fqn[len(kind) :])
+                copies[alike.setdefault((kind, name, shape.tensors[fqn], self._state_of(fqn)), fqn)] += 1
+        # Each layer by the name of the first that is like it, and each expert.
+        self._alike = replace(self.kinds, tensors={fqn: shape.tensors[fqn] for fqn in copies}, copies=copies)
+        tied = [fqn for group in shape.ties for fqn in group]
+        self._has_alike = self._alike.tensors.keys() >= set(tied)
         self.has_experts = {kind: any(map(is_expert, owned[kind])) for kind in self.counts}
         fields = section if isinstance(section := config.get("text_config"), Mapping) else config
         self.top_k = fields.get("num_experts_per_tok") or 1
@@ -82,16 +95,19 @@ class CostModel:
 
     def estimate(self, candidate: Candidate) -> CandidateForecast:
         """Return what a candidate takes, in closed form; see `_chunks_in_flight` and `_fill`."""
-        training, seconds = self._training(candidate), self._seconds(candidate)
-        state = self._kinds_memory(replace(training, microbatch=1, recompute="none"))
-        used = self._kinds_memory(replace(training, expert=1, shard=max(min(2, training.shard), training.context)))
-        most, slowest, virtual = 0, 0.0, candidate.layout.placement.num_virtual
+        seconds, context = self._seconds(candidate), candidate.context
+        degrees = candidate.policy, candidate.tensor, context
+        state = self._kinds_memory(*degrees, candidate.shard * context, candidate.expert, 1, "none")
+        shards = max(min(2, candidate.shard * context), context)
+        used = self._kinds_memory(*degrees, shards, 1, candidate.microbatch, candidate.recompute)
+        most, slowest, stepped, virtual = 0, 0.0, 0, candidate.layout.placement.num_virtual
         for rank, counts in self._profiles(candidate.layout.placement, candidate.layout.stages):
             total = sum(count * state[kind].state for kind, count in counts)
             activations = sum(count * used[kind].activations for kind, count in counts)
             total += activations * _chunks_in_flight(candidate, rank) // virtual
             most = max(most, total + max(used[kind].temporary for kind, _ in counts))
             slowest = max(slowest, sum(count * seconds[kind].total for kind, count in counts))
+            stepped = max(stepped, sum(count * self._params[kind] for kind, count in counts))
         transfers = 2 * MOST_IN_TRANSIT * (candidate.pipeline > 1) * self._hidden_nbytes(candidate)
         makespan = slowest * (candidate.num_microbatches + _fill(candidate))
         ratio = candidate.num_microbatches / candidate.pipeline / makespan
@@ -100,12 +116,8 @@ class CostModel:
             sum(count * getattr(state[kind], name) for kind, count in self.counts.items()) / candidate.pipeline
             for name in ("weights", "gradients")
         )
-        step_s = makespan + self._reduction_s(candidate, weights, gradients)
+        step_s = makespan + self._reduction_s(candidate, weights, gradients) + self._rest_s(candidate, stepped)
         return CandidateForecast(memory=most + transfers, bubble=max(0.0, 1 - busy), step_s=step_s)
-
-    def _training(self, candidate: Candidate) -> Training:
-        training = candidate.training(self.request.seq_len)
-        return replace(training, state_of=self._state_of, keeps_average=self.request.ema > 0)
 
     def simulate(self, candidate: Candidate) -> CandidateForecast:
         """Return what a candidate takes, by its schedule's own table of actions.
@@ -118,9 +130,16 @@ class CostModel:
         is_long = number * placement.num_stages > _MOST_ACTIONS and number % size == 0
         simulated = min(number, _ROUNDS * size) if is_long else number
         table = schedule_table(candidate.schedule, placement, simulated)
-        ranks = estimate_memory(self.shape, stages, table, self._training(candidate)).ranks
+        of_kinds = [[self.kind_of[module] for module in stage] for stage in stages]
+        training = replace(
+            candidate.training(self.request.seq_len), state_of=self._state_of, keeps_average=self.request.ema > 0
+        )
+        shape, layers = self.shape, stages
+        if self._has_alike and not isinstance(candidate.recompute, int):  # of every N layers, one recomputes
+            shape, layers = replace(self._alike, ties=shape.ties), of_kinds
+        ranks = estimate_memory(shape, layers, table, training).ranks
         seconds = self._seconds(candidate)
-        times = [[seconds[self.kind_of[module]] for module in stage] for stage in stages]
+        times = [[seconds[kind] for kind in stage] for stage in of_kinds]
         costs = StageCosts.of(
             [sum(time.forward for time in stage) for stage in times],
             [sum(time.backward for time in stage) for stage in times],
@@ -133,6 +152,9 @@ class CostModel:
             step_s += (number - simulated) / size * (step_s - before_s)
         bubble = max(0.0, 1 - sum(timeline.busy_s) * number / simulated / (size * step_s))
         step_s += max(self._reduction_s(candidate, rank.weights, rank.gradients) for rank in ranks)
+        profiles = self._profiles(placement, stages)
+        stepped = max(sum(count * self._params[kind] for kind, count in counts) for _, counts in profiles)
+        step_s += self._rest_s(candidate, stepped)
         return CandidateForecast(memory=max(rank.total for rank in ranks), bubble=bubble, step_s=step_s)
 
     def _make_profiles(
@@ -145,14 +167,21 @@ class CostModel:
             first.setdefault(tuple(sorted(Counter(kinds).items())), rank)
         return [(rank, counts) for counts, rank in first.items()]
 
-    def _make_kinds_memory(self, training: Training) -> Mapping[str, Memory]:
+    def _make_kinds_memory(
+        self, policy: Policy, tensor: int, context: int, shard: int, expert: int, microbatch: int, recompute: Recompute
+    ) -> Mapping[str, Memory]:
         """Return the memory of each kind of module, each a stage, with the activations of one microbatch."""
+        training = Training(
+            policy=POLICIES[policy], microbatch=microbatch, seq_len=self.request.seq_len, shard=shard, context=context,
+            tensor=tensor, expert=expert, recompute=recompute, state_of=self._state_of,
+            keeps_average=self.request.ema > 0,
+        )  # fmt: skip
         kinds = self.kinds.modules
         actions = [Action(stage=stage, kind="F", microbatch=0) for stage in range(len(kinds))]
         actions += [Action(stage=stage, kind="B", microbatch=0) for stage in reversed(range(len(kinds)))]
         placement = Placement(num_stages=len(kinds), num_ranks=1)
         table = Table(placement=placement, num_microbatches=1, ranks=(tuple(actions),))
-        stages = estimate_memory(self.kinds, [(kind,) for kind in kinds], table, training).stages
+        stages = estimate_memory(self._alike, [(kind,) for kind in kinds], table, training).stages
         return dict(zip(kinds, stages, strict=True))
 
     def _seconds(self, candidate: Candidate) -> Mapping[str, ModuleTime]:
@@ -170,11 +199,11 @@ class CostModel:
             forward, backward = self._compute(kind, tokens, tensor)
             sent, is_layer = 0.0, _is_layer(kind)
             if is_layer:
-                sent += 2 * _NUM_REDUCED * _ring(tensor) * tokens * hidden / self._rate(tensor)
+                sent += 2 * _NUM_REDUCED * ring(tensor) * tokens * hidden / self._rate(tensor)
             if self.has_experts[kind]:
-                sent += 2 * _ring(expert) * tokens * self.top_k * hidden / tensor / self._rate(expert)
+                sent += 2 * ring(expert) * tokens * self.top_k * hidden / tensor / self._rate(expert)
             row = microbatch * request.seq_len * self.shape.work[kind].keys * nbytes / tensor
-            gathered = _ring(context) * row / self._rate(tensor * context)
+            gathered = ring(context) * row / self._rate(tensor * context)
             again = _recomputed(recompute) * (forward + sent + gathered) if is_layer else 0.0
             times[kind] = ModuleTime(forward=forward + sent + gathered, backward=backward + sent + 2 * gathered + again)
         return times
@@ -204,8 +233,14 @@ class CostModel:
     def _reduction_s(self, candidate: Candidate, weights: float, gradients: float) -> float:
         """Return the seconds in which a rank's gradients are reduced and its sharded weights gathered."""
         shards = candidate.shard * candidate.context
-        sharded_s = _ring(shards) * (weights + gradients) / self._rate(shards * candidate.tensor)
-        return sharded_s + 2 * _ring(candidate.replicate) * gradients / shards / self._rate(candidate.per_stage)
+        sharded, replicated = reduction_nbytes(weights, gradients, shards=shards, replicas=candidate.replicate)
+        return sharded / self._rate(shards * candidate.tensor) + replicated / self._rate(candidate.per_stage)
+
+    def _rest_s(self, candidate: Candidate, num_params: int) -> float:
+        """Return the measured seconds of a step beside its schedule, for a rank of stages with so many parameters."""
+        if self.request.measured is None or (step := self.request.measured.step) is None:
+            return 0.0
+        return step.rest_of(num_params / (candidate.shard * candidate.context * candidate.tensor))
 
 
 def _is_layer(kind: str) -> bool:
@@ -215,10 +250,6 @@ def _is_layer(kind: str) -> bool:
 def _recomputed(recompute: Recompute) -> float:
     """Return the share of layers of which --ac repeats the forward."""
     return 1.0 if recompute == "full" else 1 / recompute if isinstance(recompute, int) else 0.0
-
-
-def _ring(number: int) -> float:
-    return (number - 1) / number
 
 
 def _chunks_in_flight(candidate: Candidate, rank: int) -> int:

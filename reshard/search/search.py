@@ -13,7 +13,7 @@ from manifests.errors import Parameter, UsageError, check_count
 from manifests.models import ConfigReader, ModelShape
 from manifests.models.config import CONFIG_NAME
 from manifests.models.generic_limits import check_fields, check_positions
-from manifests.models.trainable import check_trainable, choose_implementation, generic_entry
+from manifests.models.trainable import check_trainable, choose_implementation, find_family, generic_entry
 from reshard.estimate.assumptions import Assumptions, Policy
 from reshard.estimate.costs import costs_of
 from reshard.formats.open import config_of
@@ -103,6 +103,7 @@ def find_layouts(
     costs = CostModel(shape, config, request)
     space = Space(
         shape=shape, kinds=costs.kinds, config=config, request=request, is_described=is_described,
+        is_own=is_described or find_family(shape.architecture) is not None,
         inventory=inventory_of_modules(shape.modules, shape.num_layers),
         # A pack solves for a layout with the sequences that plans assume by default.
         costs=costs_of(shape, seq_len=Assumptions().seq_len, nbytes=sizes),

@@ -1,0 +1,57 @@
+"""Whether `runner launch` accepts what was planned."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from manifests.errors import UserError
+from manifests.models import ConfigReader
+from manifests.models.combinations import check_degrees
+from manifests.models.config import CONFIG_NAME
+from manifests.models.generic_limits import check_fields, check_modules, check_positions
+from manifests.models.trainable import (
+    check_trainable,
+    choose_implementation,
+    find_family,
+    generic_entry,
+    hands_on_trees,
+)
+from reshard.estimate.training_estimate import training_of
+from reshard.formats.open import CONFIG_ONLY, config_of
+
+if TYPE_CHECKING:
+    from reshard.packing.plan import PlanResult
+
+
+def check_launch(planned: PlanResult) -> None:
+    """Refuse what `runner launch` refuses; a model that it does not train is planned as it is packed, on single ranks.
+
+    Raises:
+        UsageError, ModelError: it refuses the model on these ranks, or the assumed training.
+    """
+    checkpoint, assumed, forecast = planned.checkpoint, planned.assumed, planned.forecast
+    inventory = planned.inventory
+    shape, config, is_described = planned.shape, config_of(checkpoint), checkpoint.description is not None
+    reader, entry = ConfigReader(config, CONFIG_NAME), None if is_described else generic_entry(shape.architecture)
+    try:
+        check_trainable(shape.architecture, is_described=is_described)
+        if entry is not None:
+            check_modules(entry, shape.modules, planned.layout.stages, CONFIG_NAME)
+            if choose_implementation(shape.architecture) == "transformers":
+                check_fields(entry, reader)
+    except UserError:
+        if max(assumed.num_per_stage, assumed.expert) > 1:
+            raise
+        return
+    check_positions(shape.architecture, reader, assumed.seq_len)
+    hands_on = forecast.step is not None and hands_on_trees(shape.architecture)
+    actions = chain.from_iterable(forecast.timeline.ranks) if hands_on else ()
+    check_degrees(
+        shape, config, training_of(assumed, shape), schedule=forecast.schedule,
+        is_own=is_described or find_family(shape.architecture) is not None,
+        splits_backward=any(timed.action.kind == "W" for timed in actions),
+        # Of a config alone, MTP layers cannot be dropped before it is packed.
+        num_mtp_layers=0 if checkpoint.source.kind == CONFIG_ONLY else inventory.layers_stop - inventory.mtp_start,
+        has_loss_chunks=assumed.loss_chunk is not None,
+    )  # fmt: skip
