@@ -152,9 +152,8 @@ def _predict(case: Case, trial: Trial, traced: Path, scratch: Path) -> float:
     words = [*RESHARD, "plan", str(source), "--from-run", str(traced), "--json", *batch, *trial.flags]
     if case.wait_s:
         words += ["--layout", trial.layout, "--pp", str(case.num_ranks)]
-    else:  # rates of gloo's rings on one machine
-        words += ["--gpus", "2", "--gpu-memory", "80GB", "--hardware", "1,1,1"]
-        words += ["--pp", str(trial.pipeline or case.num_ranks)]
+    else:
+        words += ["--gpus", "2", "--gpu-memory", "80GB", "--pp", str(trial.pipeline or case.num_ranks)]
     shown = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE).stdout)
     seconds: float = shown["step_s"] if case.wait_s else shown["layouts"][0]["step_s"]
     return seconds

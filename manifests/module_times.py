@@ -30,11 +30,39 @@ class ModuleTime:
         return self.forward + self.backward
 
 
+def ring(number: int) -> float:
+    """Return the share of a tensor that each of so many ranks sends to gather or to scatter it, as a ring."""
+    return (number - 1) / number
+
+
+def reduction_nbytes(weights: float, gradients: float, *, shards: int, replicas: int) -> tuple[float, float]:
+    """Return the bytes that a rank sends once per step among the ranks that shard its stage, and among replicas."""
+    return ring(shards) * (weights + gradients), 2 * ring(replicas) * gradients / shards
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """What a step takes besides its schedule: gradient norm, clipping, the optimizer's step, metrics; and its network.
+
+    Units: `rest_s` in seconds, of a rank that steps `num_params` parameters; `rate` in bytes per second, of each rank's
+    link while all ranks reduce a tensor as a ring.
+    """
+
+    rest_s: float
+    num_params: int
+    rate: float | None = None  # None: there was one rank
+
+    def rest_of(self, num_params: float) -> float:
+        """Return the seconds for a rank with so many parameters."""
+        return self.rest_s * num_params / self.num_params
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredTimes:
     """Times by module, in seconds, and the options with which they were measured, such as `seq_len`."""
 
     modules: Mapping[str, ModuleTime]
+    step: StepTime | None = None
     how: Mapping[str, Any] = field(default_factory=dict)
 
     __repr__ = brief
@@ -45,6 +73,9 @@ class MeasuredTimes:
             module: {"forward_s": time.forward, "backward_s": time.backward} for module, time in self.modules.items()
         }
         document = {"version": _VERSION, "measured": dict(self.how), "modules": modules}
+        if (step := self.step) is not None:
+            rate = {} if step.rate is None else {"nbytes_per_s": step.rate}
+            document["step"] = {"rest_s": step.rest_s, "num_params": step.num_params, **rate}
         return (json.dumps(document, indent=1) + "\n").encode()
 
 
@@ -56,10 +87,11 @@ def read_times(path: Path) -> MeasuredTimes:
 def parse_times(text: bytes, where: str) -> MeasuredTimes:
     """Read `{"version": 1, "modules": {"model.layers.0": {"forward_s": 0.01, "backward_s": 0.02}}}`.
 
-    "measured", an object, may say how they were measured. Units: seconds for one microbatch.
+    "measured", an object, may say how they were measured, and `"step": {"rest_s": 0.2, "num_params": 8030261248,
+    "nbytes_per_s": 5e10}` what a step takes besides, see `StepTime`. Units: seconds for one microbatch.
 
     Raises:
-        InputError: invalid JSON, another version, or an invalid time.
+        InputError: invalid JSON, another version, or an invalid time or number.
     """
     document = parse_json_object(text, where)
     if document.get("version") != _VERSION or isinstance(document["version"], bool):
@@ -69,21 +101,31 @@ def parse_times(text: bytes, where: str) -> MeasuredTimes:
     modules = _object(document.get("modules"), f"{where}: modules")
     times = {
         module: ModuleTime(
-            forward=_seconds(entry, "forward_s", f"{where}: modules[{module!r}]"),
-            backward=_seconds(entry, "backward_s", f"{where}: modules[{module!r}]"),
+            forward=_number(entry, "forward_s", f"{where}: modules[{module!r}]"),
+            backward=_number(entry, "backward_s", f"{where}: modules[{module!r}]"),
         )
         for module, entry in modules.items()
     }
-    return MeasuredTimes(modules=times, how=_object(document.get("measured", {}), f"{where}: measured"))
+    how = _object(document.get("measured", {}), f"{where}: measured")
+    step = document.get("step")
+    return MeasuredTimes(modules=times, how=how, step=None if step is None else _step(step, f"{where}: step"))
 
 
-def _seconds(entry: object, name: str, where: str) -> float:
-    seconds = _object(entry, where).get(name)
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds <= sys.float_info.max:
-        raise InputError(
-            f"{where}.{name}", f"expected seconds, 0 or more, found {str(seconds)[:80]}", code="options.cost-file"
-        )
-    return float(seconds)
+def _step(entry: object, where: str) -> StepTime:
+    has_rate = "nbytes_per_s" in _object(entry, where)
+    return StepTime(
+        rest_s=_number(entry, "rest_s", where),
+        num_params=int(_number(entry, "num_params", where, "a number", 1)),
+        rate=_number(entry, "nbytes_per_s", where, "bytes per second", 1) if has_rate else None,
+    )
+
+
+def _number(entry: object, name: str, where: str, what: str = "seconds", least: int = 0) -> float:
+    number = _object(entry, where).get(name)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not least <= number <= sys.float_info.max:
+        problem = f"expected {what}, {least} or more, found {str(number)[:80]}"
+        raise InputError(f"{where}.{name}", problem, code="options.cost-file")
+    return float(number)
 
 
 def _object(value: object, where: str) -> Mapping[str, Any]:

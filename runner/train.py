@@ -34,7 +34,7 @@ from runner.distributed.fail_together import errors_of_rank, from_all_ranks, fro
 from runner.distributed.rank_process import run_rank
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer, StoppedError, Watchdog, enable_flight_recorder, log_to_file
-from runner.distributed.world import World, device_of, join_world
+from runner.distributed.world import World, device_of, join_world, measure_rate
 from runner.load.local_cache import check_same_manifest, fetch_to_cache
 from runner.measure.of_run import write_run_times
 from runner.metrics.gauges import least_step_s, peak_memory_nbytes
@@ -168,9 +168,10 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
         if failure is not None:
             raise failure
         metrics.ended(from_all_ranks(peak_memory_nbytes(device)), next_command(options, ready.launched.location))
+        rate = measure_rate(device) if options.traced else None
         if world.rank == 0:
             if options.traced:
-                write_run_times(ready.launched, options.log_dir)
+                write_run_times(ready.launched, options.log_dir, ready.mesh.degrees, rate)
             _note_end(options.log_dir, RunState(step=trained.step, ended="done"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -179,7 +180,7 @@ def _as_in_run(assumed: Assumptions, times: MeasuredTimes) -> Assumptions:
         module: ModuleTime(forward=scale * time.forward, backward=scale * time.backward)
         for module, time in times.modules.items()
     }
-    return replace(assumed, measured=measured)
+    return replace(assumed, measured=measured, rest=times.step)
 
 
 def _refuse_without_gpus(search: Mapping[str, Any]) -> None:
@@ -230,6 +231,9 @@ def _search(
     numbers = {name: search[name] for name in ("gpus", "efficiency", "gpus_per_node")}
     seq_len = assumed.seq_len if times is not None or "seq_len" in given else defaults.SEARCH_SEQ_LEN
     batch, hardware = assumed.global_batch or max(512, search["gpus"]), read_hardware(search["hardware"])
+    if times is not None and times.step is not None and times.step.rate is not None and "hardware" not in given:
+        is_node = times.how.get("num_ranks", math.inf) <= search["gpus_per_node"]
+        hardware = replace(hardware, **{"node" if is_node else "network": times.step.rate})
     request = SearchRequest(
         **numbers, memory_limit=assumed.memory_limit, global_batch=batch, seq_len=seq_len, hardware=hardware,
         fixed=fixed, measured=times, optimizer=assumed.optimizer, ema=assumed.ema,

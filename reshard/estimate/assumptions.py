@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from manifests.command import defaults
 from manifests.errors import Parameter, UsageError, check_choice, check_count
 from manifests.models.training import ContextMethod, HostMemory, Recompute
-from manifests.module_times import ModuleTime
+from manifests.module_times import ModuleTime, StepTime
 from manifests.optimizer_groups import PRESETS
 from manifests.placement import Placement
 from manifests.schedules import (
@@ -43,7 +43,7 @@ class Assumptions:
     share one copy, that have different experts. `recompute` is activation checkpointing: "none", "full", "selective"
     (all but matrix products), or N for every Nth layer. Logits and loss are computed in chunks of `loss_chunk` tokens;
     None: of a whole microbatch. `host_memory` is what ranks on CPUs do with freed memory; None: on GPUs. `measured` has
-    the time of each module.
+    the time of each module, and `rest` what a step takes besides.
 
     Units: `memory_limit` in bytes per rank, `measured` in seconds per microbatch.
     """
@@ -69,6 +69,7 @@ class Assumptions:
     host_memory: HostMemory | None = None
     memory_limit: int | None = None
     measured: Mapping[str, ModuleTime] | None = None
+    rest: StepTime | None = None
 
     @property
     def num_per_stage(self) -> int:

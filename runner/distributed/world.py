@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from manifests.errors import LaunchError
+from manifests.module_times import ring
 from runner.config.flags import Device
 from runner.profiling.start import StartTimes
+
+_REDUCED_NBYTES, _NUM_REDUCTIONS = 16 << 20, 4  # to measure a rate; the first reduction does not count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +71,22 @@ def join_world(device: torch.device, timeout_s: int, *, shares_gpu: bool = False
         torch.cuda.set_device(device)
         backend = "gloo" if shares_gpu else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def measure_rate(device: torch.device) -> float | None:
+    """Return the bytes per second that this rank sends while all ranks reduce a tensor; None for one rank.
+
+    All ranks call this.
+    """
+    if (size := dist.get_world_size() if dist.is_initialized() else 1) == 1:
+        return None
+    tensor, seconds = torch.zeros(_REDUCED_NBYTES // 4, device=exchange_device(device)), list[float]()
+    for _ in range(_NUM_REDUCTIONS):
+        begun_s = time.perf_counter()
+        dist.all_reduce(tensor)
+        tensor[0].item()  # a GPU has reduced it
+        seconds.append(time.perf_counter() - begun_s)
+    return 2 * ring(size) * _REDUCED_NBYTES / median(seconds[1:])
 
 
 def exchange_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:

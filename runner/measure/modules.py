@@ -8,6 +8,7 @@ weights uses its experts about evenly.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from manifests.models.trainable import Implementation
 from manifests.models.training import Recompute
-from manifests.module_times import MeasuredTimes, ModuleTime
+from manifests.module_times import MeasuredTimes, ModuleTime, StepTime
 from runner.bundle.packed import Packed
 from runner.config.flags import Device
 from runner.config.schema import Dtype
@@ -33,6 +34,7 @@ from runner.profiling.trace import Recorder
 from runner.tensors.heap import compact_heap, return_holes
 from runner.tensors.local_shard import FLAG_DTYPES, persistent_buffers
 from runner.training.activation_checkpoint import recompute_layers
+from runner.training.gradient_norm import sum_squares
 
 _WARMUP = 3  # runs before those that count
 _SEED = 0
@@ -68,7 +70,7 @@ def measure_modules(
         packed.config, max_seq_len=setting.seq_len, implementation=setting.implementation, shape=packed.shape,
         description=packed.manifest.model.description,
     )  # fmt: skip
-    module_seconds = dict[str, ModuleTime]()
+    module_seconds, rest_s, num_params = dict[str, ModuleTime](), 0.0, 0
     torch.manual_seed(_SEED)
     rows = (setting.microbatch, setting.seq_len)
     crossing: Any = torch.randint(family.vocab_size, rows, device=device)
@@ -83,16 +85,19 @@ def measure_modules(
                 torch.randint(family.vocab_size, rows, device=device) if modules[-1] == family.modules[-1] else None
             )
             seconds, crossing = _time(partial(chunk, **context), crossing, labels, setting.num_repeats)
+            step_s, count = _time_step(chunk)
         except (RuntimeError, MemoryError) as error:
             if (refusal := exhausted(error)) is not None:
                 raise refusal.within(modules[0]) from error
             raise
+        rest_s, num_params = rest_s + step_s, num_params + count
         module_seconds |= {module: ModuleTime(forward=0.0, backward=0.0) for module in modules} | {modules[0]: seconds}
         if note is not None:
             note(" and ".join(modules), seconds)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread"
     how = {**asdict(setting), "device": name, "torch": torch.__version__}
-    return MeasuredTimes(modules=module_seconds, how=how)
+    step = StepTime(rest_s=rest_s, num_params=num_params) if num_params else None
+    return MeasuredTimes(modules=module_seconds, how=how, step=step)
 
 
 def _together(family: Family) -> Iterator[tuple[str, ...]]:
@@ -144,6 +149,22 @@ def _time(
     ran = [action for action in recorder.take() if action.microbatch >= _WARMUP]
     seconds = [median(action.end_s - action.begin_s for action in ran if action.kind == kind) for kind in "FB"]
     return ModuleTime(forward=seconds[0], backward=seconds[1]), pytree.tree_map(_leaving, outputs)
+
+
+def _time_step(chunk: StageChunk) -> tuple[float, int]:
+    """Return the median seconds of the gradient norm and AdamW's step, and the number of parameters."""
+    parameters = [parameter for parameter in chunk.body.parameters() if parameter.grad is not None]
+    if not parameters:
+        return 0.0, 0
+    optimizer = torch.optim.AdamW(parameters, fused=chunk.device.type == "cuda")
+    seconds = []
+    for _ in range(_WARMUP + 1):
+        begun_s = time.perf_counter()
+        sum_squares([parameter.grad for parameter in parameters if parameter.grad is not None]).sum().item()
+        optimizer.step()
+        parameters[0].flatten()[0].item()  # a GPU has stepped it
+        seconds.append(time.perf_counter() - begun_s)
+    return median(seconds[1:]), sum(parameter.numel() for parameter in parameters)
 
 
 def _entering(leaf: Any) -> Any:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from statistics import median
 
 from manifests.errors import LogError, UserError
-from manifests.module_times import TIMES_NAME, MeasuredTimes, ModuleTime
+from manifests.module_times import TIMES_NAME, MeasuredTimes, ModuleTime, StepTime, reduction_nbytes
 from manifests.store import write_file
 from runner.bundle.packed import Packed
-from runner.report.read import read_run
+from runner.config.parallel_dims import ParallelDims
+from runner.report.read import RunLog, read_run
 from runner.rundir.records import config_of
 
 logger = logging.getLogger("runner")
-_HOW = ("seq_len", "microbatch", "dtype", "master_dtype", "ac", "tp", "ep")
+_HOW = ("seq_len", "microbatch", "dtype", "master_dtype", "ac", "tp", "ep", "num_ranks")
+_NBYTES = {"bf16": 2}
 _SEQ_LEN = 4096  # of a run whose record lacks it; how FLOPs are divided hardly depends on it
 
 
-def read_run_times(packed: Packed, log_dir: Path) -> MeasuredTimes:
-    """Return the seconds of each module, from the traced steps of a run of this manifest.
+def read_run_times(
+    packed: Packed, log_dir: Path, degrees: ParallelDims | None = None, rate: float | None = None
+) -> MeasuredTimes:
+    """Return the seconds of each module, from the traced steps of a run of this manifest, and of the rest of a step.
 
-    A stage's median time for a microbatch is divided among its modules by their FLOPs.
+    A stage's median time for a microbatch is divided among its modules by their FLOPs. `degrees` are those of the run,
+    by default one rank for each stage, and `rate` is that of `measure_rate`.
 
     Raises:
         LogError: the run has no traced step, or was of other stages.
@@ -48,14 +54,38 @@ def read_run_times(packed: Packed, log_dir: Path) -> MeasuredTimes:
                 forward=share * (forward[stage] + loss[stage]),
                 backward=share * (backward[stage] or inputs[stage] + weights[stage]),
             )
-    return MeasuredTimes(modules=times, how={name: options[name] for name in _HOW if name in options})
+    how = {name: options[name] for name in _HOW if name in options}
+    return MeasuredTimes(modules=times, how=how, step=_step_time(packed, run, degrees, rate))
 
 
-def write_run_times(packed: Packed, log_dir: Path) -> None:
+def _step_time(packed: Packed, run: RunLog, degrees: ParallelDims | None, rate: float | None) -> StepTime | None:
+    """Return what traced steps took beside their schedules, without the reduction of gradients at this rate."""
+    placement, shape, options = packed.manifest.placement, packed.shape, config_of(run.record)
+    seconds = {line["step"]: line["step_s"] for line in run.steps if "step_s" in line}
+    traced = [(seconds[step.step], step.timeline) for step in run.traces.steps if step.step in seconds]
+    if not traced:
+        return None
+    degrees = degrees or ParallelDims(pipeline=placement.num_ranks)
+    owned = shape.by_module()
+    counts = [
+        sum(shape.count_params(fqn) for stage in placement.stages_on(rank) for module in packed.stage_modules[stage]
+            for fqn in owned[module])
+        for rank in range(placement.num_ranks)
+    ]  # fmt: skip
+    num_params = max(counts) // degrees.tensor
+    nbytes = [num_params * _NBYTES.get(options.get(name, "fp32"), 4) for name in ("dtype", "reduce_dtype")]
+    sent = sum(reduction_nbytes(*nbytes, shards=degrees.fsdp, replicas=degrees.replicate))
+    rest_s = median(step_s - timeline.makespan_s for step_s, timeline in traced) - (sent / rate if rate else 0.0)
+    return StepTime(rest_s=max(0.0, rest_s), num_params=max(1, num_params // degrees.fsdp), rate=rate)
+
+
+def write_run_times(
+    packed: Packed, log_dir: Path, degrees: ParallelDims | None = None, rate: float | None = None
+) -> None:
     """Write the times of a run that has ended into its folder; a failure is logged, and does not fail the run."""
     path = log_dir / TIMES_NAME
     try:
-        write_file(path, read_run_times(packed, log_dir).encode(), is_durable=False)
+        write_file(path, read_run_times(packed, log_dir, degrees, rate).encode(), is_durable=False)
     except UserError as error:
         logger.warning("note: %s is not written: %s", path, error)
     except OSError as error:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import shlex
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -238,6 +240,31 @@ def test_search_takes_the_times_of_a_run(tmp_path: Path) -> None:
     assert [layout["policy"] for layout in shown] == ["fp32", "fp32"]
     assert shown[0]["step_s"] == pytest.approx(32 * modules * 3e-3)
     assert shown[1]["step_s"] == pytest.approx(32 * (modules * 3e-3 - 32 * 1e-3))  # without its recomputation
+
+
+def test_rest_of_a_measured_step_and_its_network_are_in_planned_steps(tmp_path: Path) -> None:
+    config = CONFIGS / "llama-3.1-8b.json"
+    without = write_run(tmp_path / "without", config, num_ranks=2)
+    num_params, rate, log = 8_030_261_248, 1e9, Path(shutil.copytree(without, tmp_path / "log"))
+    document = json.loads((log / "times.json").read_text())
+    document["step"] = {"rest_s": 3.0, "num_params": num_params // 2, "nbytes_per_s": rate}
+    (log / "times.json").write_text(json.dumps(document))
+    words = ("--gpus", "2", "--gpu-memory", "200GB", "--global-batch", "64", "--microbatch", "2", "--pp", "1", "--json")
+    sent_s = {"dp-replicate": 4 * num_params / rate, "dp-shard": 0.5 * 8 * num_params / rate}
+    for flag, seconds in sent_s.items():
+        flags = (*words, "--ac", "none", f"--{flag}", "2")
+        network = first_step_s(reshard("plan", config, *flags, "--from-run", without, "--hardware", "1,1,1").json)
+        step_s = first_step_s(reshard("plan", config, *flags, "--from-run", log).json)
+        rest_s = 6.0 if flag == "dp-replicate" else 3.0
+        assert network == pytest.approx(16 * 35 * 3e-3 + seconds)
+        assert step_s == pytest.approx(network + rest_s)
+        planned = reshard("plan", config, "--layout", "pp=1", f"--{flag}", "2", "--global-batch", "64", "--json",
+                          "--from-run", log).json  # fmt: skip
+        assert planned["step_s"] == pytest.approx(step_s)
+
+
+def first_step_s(shown: Any) -> float:
+    return shown["layouts"][0]["step_s"]
 
 
 @pytest.mark.parametrize(("how", "code"), [(None, "options.no-times"), ({"seq_len": "x"}, "options.cost-file")])

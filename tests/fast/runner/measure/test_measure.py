@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from manifests.errors import UserError
 from manifests.module_times import read_times
 from manifests.placement import Placement
-from runner.bundle.packed import open_packed
+from runner.bundle.packed import Packed, open_packed
 from runner.commands import cli
+from runner.config.parallel_dims import ParallelDims
 from runner.measure.of_run import read_run_times, write_run_times
 from tests.builders import reshard
 from tests.fast.manifests.models.catalogued import save_tiny
@@ -65,6 +66,9 @@ def test_each_module_has_its_own_time(
     found = by_flops(pack(tmp_path), *SIZES, "--implementation", "transformers", "--ac", recompute)
     shape = open_packed(tmp_path / "packed").shape
     assert tuple(found) == shape.modules
+    step = read_times(tmp_path / "times.json").step
+    assert step is not None
+    assert step.num_params == sum(map(shape.count_params, shape.tensors))
     for module, each in found.items():
         # attention's products differ by what is masked, less than a tenth of a layer here
         flops = shape.work[module].forward_flops(SEQ_LEN) * SEQ_LEN * ROWS
@@ -127,6 +131,36 @@ def test_times_of_a_run_are_divided_among_the_modules_of_a_stage(tmp_path: Path)
         assert sum(modules[name].forward for name in names) == pytest.approx(0.010 + 0.001 * stage)
         assert sum(modules[name].backward for name in names) == pytest.approx(0.021)
     assert modules["model.layers.1"].forward > modules["model.norm"].forward
+
+
+def test_rest_of_a_step_is_what_its_schedule_and_its_network_leave(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", num_hidden_layers=2)
+    packed, log = open_packed(pack(tmp_path)), tmp_path / "log"
+    log.mkdir()
+    write_traces(log, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    write_metrics(log)
+    assert read_run_times(packed, log).step is None  # no step says its seconds
+    lines = [{"step": step, "loss": 1.0, "tokens_per_s": 1.0, "step_s": 1.0} for step in (2, 3)]
+    (log / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    alone = read_run_times(packed, log).step
+    assert alone is not None
+    makespan_s = (
+        4 * 0.032 + 0.010 + 0.021
+    )  # microbatches on rank 1, after the forward and before the backward of rank 0
+    assert alone.rest_s == pytest.approx(1 - makespan_s)
+    stages = [sum(map(packed.shape.count_params, fqns)) for fqns in _fqns_of_stages(packed)]
+    assert (alone.num_params, alone.rate) == (max(stages), None)
+    degrees, rate = ParallelDims(pipeline=2, replicate=2, shard=2), 1e6
+    shared = read_run_times(packed, log, degrees, rate).step
+    assert shared is not None
+    sent = 0.5 * 8 * max(stages) + 2 * 0.5 * 4 * max(stages) / 2  # FSDP's in float32, then those of replicas
+    assert shared.rest_s == pytest.approx(1 - makespan_s - sent / rate)
+    assert (shared.num_params, shared.rate) == (max(stages) // 2, rate)
+
+
+def _fqns_of_stages(packed: Packed) -> list[list[str]]:
+    owned = packed.shape.by_module()
+    return [[fqn for module in modules for fqn in owned[module]] for modules in packed.stage_modules]
 
 
 def test_run_of_other_stages_or_without_a_trace_has_no_times(
