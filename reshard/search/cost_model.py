@@ -134,7 +134,7 @@ class CostModel:
         training = replace(
             candidate.training(self.request.seq_len), state_of=self._state_of, keeps_average=self.request.ema > 0
         )
-        shape, layers = self.shape, stages
+        shape, layers = self.shape, [list(stage) for stage in stages]
         if self._has_alike and not isinstance(candidate.recompute, int):  # of every N layers, one recomputes
             shape, layers = replace(self._alike, ties=shape.ties), of_kinds
         ranks = estimate_memory(shape, layers, table, training).ranks

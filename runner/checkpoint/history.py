@@ -56,7 +56,8 @@ def find_newest(history: Path, most_steps: int) -> Path | None:
     Raises:
         InputError: as `find_checkpoints`.
     """
-    return next((path for path, step in _stored_steps(history) if step == step_of(path) and step <= most_steps), None)
+    stored = ((path, step) for path, step in _stored_steps(history) if step is not None and step <= most_steps)
+    return next((path for path, step in stored if step == step_of(path)), None)
 
 
 def find_misnamed(history: Path) -> tuple[tuple[Path, int], ...]:

@@ -11,7 +11,7 @@ from manifests.module_times import TIMES_NAME, MeasuredTimes, ModuleTime, StepTi
 from manifests.store import write_file
 from runner.bundle.packed import Packed
 from runner.config.parallel_dims import ParallelDims
-from runner.report.read import RunLog, read_run
+from runner.report.read import RunLog, Traces, read_run
 from runner.rundir.records import config_of
 
 logger = logging.getLogger("runner")
@@ -55,14 +55,16 @@ def read_run_times(
                 backward=share * (backward[stage] or inputs[stage] + weights[stage]),
             )
     how = {name: options[name] for name in _HOW if name in options}
-    return MeasuredTimes(modules=times, how=how, step=_step_time(packed, run, degrees, rate))
+    return MeasuredTimes(modules=times, how=how, step=_step_time(packed, run, run.traces, degrees, rate))
 
 
-def _step_time(packed: Packed, run: RunLog, degrees: ParallelDims | None, rate: float | None) -> StepTime | None:
+def _step_time(
+    packed: Packed, run: RunLog, traces: Traces, degrees: ParallelDims | None, rate: float | None
+) -> StepTime | None:
     """Return what traced steps took beside their schedules, without the reduction of gradients at this rate."""
     placement, shape, options = packed.manifest.placement, packed.shape, config_of(run.record)
     seconds = {line["step"]: line["step_s"] for line in run.steps if "step_s" in line}
-    traced = [(seconds[step.step], step.timeline) for step in run.traces.steps if step.step in seconds]
+    traced = [(seconds[step.step], step.timeline) for step in traces.steps if step.step in seconds]
     if not traced:
         return None
     degrees = degrees or ParallelDims(pipeline=placement.num_ranks)

@@ -144,9 +144,7 @@ def test_rest_of_a_step_is_what_its_schedule_and_its_network_leave(tmp_path: Pat
     (log / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     alone = read_run_times(packed, log).step
     assert alone is not None
-    makespan_s = (
-        4 * 0.032 + 0.010 + 0.021
-    )  # microbatches on rank 1, after the forward and before the backward of rank 0
+    makespan_s = 4 * 0.032 + 0.010 + 0.021  # rank 1's microbatches, rank 0's first forward and last backward
     assert alone.rest_s == pytest.approx(1 - makespan_s)
     stages = [sum(map(packed.shape.count_params, fqns)) for fqns in _fqns_of_stages(packed)]
     assert (alone.num_params, alone.rate) == (max(stages), None)
