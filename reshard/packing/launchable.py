@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from manifests.errors import UserError
 from manifests.models import ConfigReader
@@ -17,27 +16,25 @@ from manifests.models.trainable import (
     generic_entry,
     hands_on_trees,
 )
-from reshard.estimate.training_estimate import training_of
+from reshard.estimate.training_estimate import Forecast, training_of
 from reshard.formats.open import CONFIG_ONLY, config_of
+from reshard.layouts.model import StageLayout, inventory_of_modules
+from reshard.tensors.checkpoint import Checkpoint
 
-if TYPE_CHECKING:
-    from reshard.packing.plan import PlanResult
 
-
-def check_launch(planned: PlanResult) -> None:
+def check_launch(checkpoint: Checkpoint, layout: StageLayout, forecast: Forecast) -> None:
     """Refuse what `runner launch` refuses; a model that it does not train is planned as it is packed, on single ranks.
 
     Raises:
         UsageError, ModelError: it refuses the model on these ranks, or the assumed training.
     """
-    checkpoint, assumed, forecast = planned.checkpoint, planned.assumed, planned.forecast
-    inventory = planned.inventory
-    shape, config, is_described = planned.shape, config_of(checkpoint), checkpoint.description is not None
+    shape, assumed, config = checkpoint.shape, forecast.assumed, config_of(checkpoint)
+    is_described, inventory = checkpoint.description is not None, inventory_of_modules(shape.modules, shape.num_layers)
     reader, entry = ConfigReader(config, CONFIG_NAME), None if is_described else generic_entry(shape.architecture)
     try:
         check_trainable(shape.architecture, is_described=is_described)
         if entry is not None:
-            check_modules(entry, shape.modules, planned.layout.stages, CONFIG_NAME)
+            check_modules(entry, shape.modules, layout.stages, CONFIG_NAME)
             if choose_implementation(shape.architecture) == "transformers":
                 check_fields(entry, reader)
     except UserError:

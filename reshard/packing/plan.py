@@ -160,7 +160,7 @@ def plan(
     planned = estimate_step(lay_out(model_name(str(source)), checkpoint, request, assumed))
     from reshard.packing.launchable import check_launch  # nor does it train
 
-    check_launch(planned)
+    check_launch(checkpoint, planned.layout, planned.forecast)
     return planned
 
 
