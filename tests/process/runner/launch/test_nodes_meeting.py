@@ -6,47 +6,56 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[4]
+from tests.process.forked import Forked
+
+# By what is wrong: the node's number, and what it says.
+ALONE = {
+    "first": (0, ".+ 127.0.0.1:PORT: Timed out .+ 1/2 clients joined. CODE\nhint: .+"),
+    "second": (1, ".+ 127.0.0.1:PORT: The client socket has timed out .+ CODE\nhint: .+"),
+    "port": (0, "port PORT .+ CODE\nhint: .+"),
+}
 
 
-@pytest.mark.parametrize(
-    ("number", "is_taken", "says"),
-    [
-        (0, False, ".+ 127.0.0.1:PORT: Timed out .+ 1/2 clients joined. CODE\nhint: .+"),
-        (1, False, ".+ 127.0.0.1:PORT: The client socket has timed out .+ CODE\nhint: .+"),
-        (0, True, "port PORT .+ CODE\nhint: .+"),
-    ],
-    ids=["first", "second", "port"],
-)
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int, int]]:
+    """Let all nodes wait at once; return the log folder, the port and the exit code of each."""
+    place, nodes = tmp_path_factory.mktemp("nodes"), dict[str, tuple[Path, int, Forked]]()
+    with ExitStack() as stack:
+        for name, (number, _) in ALONE.items():
+            taken = stack.enter_context(socket.socket())
+            taken.bind(("", 0))
+            port = taken.getsockname()[1]
+            if name == "port":
+                taken.listen()
+            else:
+                taken.close()
+            (log := place / name).mkdir()
+            words = (
+                "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "0", "--rdzv-conf", "timeout=3",
+                "-m", "runner.train", "packed", "--data", "synthetic", "--log-dir", str(log),
+            )  # fmt: skip
+            where = {"PET_NODE_RANK": str(number), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+            agent = Forked(words, {**os.environ, **where}, log / "output", log / "errors", "runner.launch.agent.agent")
+            stack.callback(agent.kill)
+            nodes[name] = (log, port, agent)
+        return {name: (log, port, agent.wait(110)) for name, (log, port, agent) in nodes.items()}
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_node_that_is_alone_ends_with_a_message_and_a_code_that_a_restart_may_fix(
-    number: int, is_taken: bool, says: str, tmp_path: Path
+    name: str, ended: dict[str, tuple[Path, int, int]]
 ) -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        port = taken.getsockname()[1]
-        if is_taken:
-            taken.listen()
-        else:
-            taken.close()
-        command = [
-            sys.executable, "-m", "runner.launch.agent.agent", "--nnodes", "2", "--nproc-per-node", "1",
-            "--max-restarts", "0", "--rdzv-conf", "timeout=3",
-            "-m", "runner.train", "packed", "--data", "synthetic", "--log-dir", tmp_path,
-        ]  # fmt: skip
-        where = {"PET_NODE_RANK": str(number), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
-        done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **where}, capture_output=True, text=True, timeout=110
-        )
-    assert done.returncode == 5, done.stderr
+    (log, port, code), (number, says) = ended[name], ALONE[name]
+    errors = (log / "errors").read_text()
+    assert code == 5, errors
     says = says.replace("PORT", str(port)).replace("CODE", r"\[rank\.unmet\]")
     message = f"node {number}, {re.escape(socket.gethostname())}: {says}"
-    assert re.fullmatch(rf"error: {message}\n", done.stderr), done.stderr
-    state = json.loads((tmp_path / "state.json").read_text())
+    assert re.fullmatch(rf"error: {message}\n", errors), errors
+    state = json.loads((log / "state.json").read_text())
     assert (state["ended"], state["code"], state["error_code"]) == ("failed", 5, "rank.unmet")
     assert re.fullmatch(message, state["error"])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from reshard.formats.open import open_source
 from tests.builders import pack, refusal, run
+from tests.process.local_jobs import forked_runner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FLAGS = ("--data", "synthetic", "--seq-len", "16", "--decay-steps", "9", "--no-self-check", "--device", "cpu")
@@ -18,8 +17,7 @@ FLAGS = ("--data", "synthetic", "--seq-len", "16", "--decay-steps", "9", "--no-s
 
 def train(manifest: Path, log: Path, *flags: str | Path, launch: tuple[str, ...] = ()) -> list[float]:
     """Train, and return the loss of each step."""
-    command = [sys.executable, "-m", "runner", "launch", manifest, *launch, "--log-dir", log, "--", *FLAGS, *flags]
-    ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False)
+    ended = forked_runner("launch", manifest, *launch, "--log-dir", log, "--", *FLAGS, *flags)
     assert ended.returncode == 0, ended.stderr
     records = map(json.loads, (log / "metrics.jsonl").read_text().splitlines())
     return [record["loss"] for record in records if "loss" in record and "grad_norm" in record]
