@@ -24,11 +24,12 @@ Found = dict[str, list[dict[str, Any]]]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Of losses, norms and gradients, relative. Kernels of a GPU add in other orders than transformers' may.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
-# On the CPU `tests/process` has every family: one of torchtitan's, and one with two tensors between stages.
+# On the CPU `tests/process` has every family: one of torchtitan's, and one with two tensors between stages, are there
+# to see that these tests run.
 TWINS = ("tiny-qwen3-moe", "tiny-opt")
 Case = tuple[str, str, int, str]  # device, family, ranks, dtype
 CASES: tuple[Case, ...] = (
-    *(("cpu", family, *how) for family in TWINS for how in ((2, "fp32"), (1, "bf16"))),
+    *(("cpu", family, *how) for family, how in zip(TWINS, ((2, "fp32"), (1, "bf16")), strict=True)),
     *(("cuda", family, *how) for family in CHANGES for how in ((2, "fp32"), (1, "bf16"))),
     *(("cuda", family, 4, dtype) for family in TWINS for dtype in DTYPES),
 )
@@ -107,8 +108,8 @@ WAYS: Mapping[str, tuple[tuple[str, ...], float]] = {
     "masters": (("--dtype", "bf16", "--master-dtype", "fp32"), 5e-2),
 }
 
-# Slow tests of tests/process compile on the CPU.
-RUN = [(device, name) for device in ("cpu", "cuda") for name in WAYS if device == "cuda" or "compile" not in name]
+# On the CPU `tests/process/runner/training/test_compute.py` has all of them.
+RUN = [*(("cpu", name) for name in ("plain", "masters")), *(("cuda", name) for name in WAYS)]
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,6 @@ NORMAL = (
         layout="balance:params,pp=2,pin=embed_tokens@0,pin=project_in@1",
     ),
     Case(number=4, model="tiny-falcon", layout="pp=2,vpp=2", schedule="Interleaved1F1B"),
-    Case(number=8, model="tiny-qwen3-moe", layout="pp=2,vpp=2", schedule="Interleaved1F1B"),
     Case(number=9, model="tiny-deepseek-v3", layout="pp=2,style=v", schedule="ZBVZeroBubble"),
     Case(number=10, model="tiny-gpt-oss"),
     Case(number=11, model="tiny-opt", changes={"word_embed_proj_dim": 16}, loss_chunk=20),
@@ -151,6 +150,7 @@ SLOW = (
     Case(number=5, model="tiny-mixtral", layout="pp=1", num_shards=2),
     Case(number=6, model="tiny-mistral", changes={"sliding_window": 16}),
     Case(number=7, model="tiny-qwen3", changes=_TIED),
+    Case(number=8, model="tiny-qwen3-moe", layout="pp=2,vpp=2", schedule="Interleaved1F1B"),
     *(case for case in _TRANSFORMERS if case not in NORMAL),
     *(_case(number, *variant) for number, variant in enumerate((*TITANS, *VARIANTS))),
 )

@@ -24,8 +24,8 @@ TRAINED: Mapping[str, Mapping[str, Any]] = {
     "Qwen3NextForCausalLM": {},
 }
 SHARED: Mapping[str, tuple[Any, ...]] = {
-    "Cohere2ForCausalLM": ("--dp-shard", 2),
-    "Gemma4ForCausalLM": ("--dp-replicate", 2),
+    "Cohere2ForCausalLM": ("--dp-shard", 2, "--no-self-check"),
+    "Gemma4ForCausalLM": ("--dp-replicate", 2, "--no-self-check"),
     "Qwen3NextForCausalLM": ("--tp", 2),
 }
 RECOMPUTED = "Gemma4ForCausalLM"
