@@ -47,6 +47,7 @@ from reshard.transforms.arithmetic import xor_of
 
 RATES = (1e-6, 1e-5, 1e-4)
 LEVELS = (1, 3, 9, 19)
+CHEAPER = (-1, -7, -50)
 SHARE = 0.02  # of the elements that change
 NUM_SHARDS, PAUSE_S = 4, 2.0
 PARTS_NBYTES = 256 << 20  # of a shard
@@ -302,8 +303,8 @@ def parts(old: Path, new: Path) -> dict[str, float]:
         times[name] = round((time.process_time() - began_s) / nbytes * 1e9, 3)
         return result
 
-    def compress() -> bytes:
-        frame = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compressobj(size=nbytes)
+    def compress(level: int = LEVEL) -> bytes:
+        frame = zstandard.ZstdCompressor(level=level, write_checksum=True).compressobj(size=nbytes)
         return b"".join([*map(frame.compress, differences), frame.flush()])
 
     def decompress() -> None:
@@ -318,6 +319,9 @@ def parts(old: Path, new: Path) -> dict[str, float]:
         xor_of(*block, difference)
     frame = timed("zstd", compress)
     timed("zstd, decompressed", decompress)
+    for level in CHEAPER:
+        cheaper = timed(f"zstd {level}", functools.partial(compress, level))
+        times[f"nbytes of zstd {level}, to {LEVEL}"] = round(len(cheaper) / len(frame), 2)
     return times
 
 

@@ -91,11 +91,14 @@ def _sentences(results: Mapping[str, Any]) -> Iterator[str]:
     of, core = {name: ratio["wall"] for name, ratio in delta["ratios"].items()}, delta["of_one_core"]
     yield (
         f"- Publishing a delta of {_gb(delta)}, of which 2 % of the elements changed, takes "
-        f"{of['publish to BLAKE3 of both']:.2f} times as long as BLAKE3 of both states from the page cache "
-        f"({of['publish, few tensors to BLAKE3 of both']:.2f} times where whole tensors changed): zstd of what changed "
+        f"{of['publish to bare loop']:.2f} times as long as a bare loop that reads, hashes and compares both and "
+        f"compresses what differs, from the page cache, {of['publish to BLAKE3 of both']:.2f} times as long as BLAKE3 "
+        f"of both ({of['publish, few tensors to BLAKE3 of both']:.2f} times where whole tensors changed), and from a "
+        f"cold disk {of['publish, cold to read both, cold']:.2f} times as long as reading both: zstd of what changed "
         f"takes a core {core['zstd'] / core['BLAKE3'] / 2:.1f} times as long as hashing both. Applying it takes "
         f"{of['apply to copy of what differs']:.2f} times as long as copying and flushing the shards that differ, in "
-        f"{delta['commands']['apply']['peak_anonymous_mb']:.0f} MB, both beside other work {_link('delta')}."
+        f"{delta['commands']['apply']['peak_anonymous_mb']:.0f} MB, and {of['apply to rsync --inplace']:.2f} times as "
+        f"long as `rsync --inplace` {_link('delta')}."
     )
     link = results["streams"]["links"]["40 ms, 8 MB/s"]
     yield (
