@@ -1,11 +1,12 @@
 """Compare the step times that `reshard plan` predicts, from one traced run, with those that are measured.
 
-    python bench/search.py [--steps 3] [--only "four ranks"] [--out bench/results/search.json]
+    python bench/search.py [--steps 3] [--turns 1] [--only "four ranks"] [--out bench/results/search.json]
 
 The first layout of a case is trained with --trace; `reshard plan --from-run` predicts the step of each layout from it,
 and each is trained. On four and eight ranks, which share cores, layers sleep as in `bench/bubble.py`: tensors and their
 transfers are real, only the time of a layer is simulated. Two ranks compute, on a core each; there, the predictions are
-those of the search, `plan --gpus 2`, with the degrees fixed. --only renews one case of --out, and keeps the others.
+those of the search, `plan --gpus 2`, with the degrees fixed. Of several turns, each run's fastest counts: its median
+step, since other work on the machine only adds to steps. --only renews one case of --out, and keeps the others.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +29,7 @@ import bubble
 from measure import RESHARD, ROOT, circumstances, load_average, run_runner, write_result
 
 WARM = 1  # steps that do not count
-LAST_TRACED = 4
+LAST_TRACED = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +71,7 @@ CASES = (
          trials=_trials(4, "Et|t*2|t*2|t*3L", "Et*4|t|t|t*2L")),
     Case(name="eight ranks", num_ranks=8, num_layers=16, width=128, seq_len=32, global_batch=16, wait_s=0.05,
          trials=_trials(8, "Et|" + "t*2|" * 6 + "t*3L", "Et*4|t|t|" + "t*2|" * 4 + "t*2L")),
-    Case(name="two ranks", num_ranks=2, num_layers=8, width=768, seq_len=256, global_batch=8, trials=(
+    Case(name="two ranks", num_ranks=2, num_layers=8, width=512, seq_len=128, global_batch=8, trials=(
         Trial(layout="pp=2"),
         Trial(layout="pp=2", flags=("--microbatch", "2")),
         Trial(layout="pp=2,vpp=2", flags=("--schedule", "Interleaved1F1B")),
@@ -80,19 +82,23 @@ CASES = (
 )  # fmt: skip
 
 
-def measure(case: Case, num_steps: int, scratch: Path) -> dict[str, object]:
+def measure(case: Case, num_steps: int, num_turns: int, scratch: Path) -> dict[str, object]:
     """Return the predicted and the measured seconds of a step of each layout."""
-    before, rows = load_average(), list[dict[str, object]]()
-    traced = _train(case, 0, num_steps, scratch, "--trace", f"{WARM + 1}-{min(num_steps, LAST_TRACED)}")
+    before, rows, fastest = load_average(), list[dict[str, object]](), dict[int, tuple[float, Path]]()
+    trace = ("--trace", f"{WARM + 1}-{min(num_steps, LAST_TRACED)}")
+    for turn, number in product(range(num_turns), range(-1, len(case.trials))):  # the traced one first
+        log = _train(case, max(0, number), num_steps, scratch, turn, *(trace if number < 0 else ()))
+        seconds = _step_s(log, case)
+        print(turn, number, seconds, file=sys.stderr, flush=True)
+        fastest[number] = min(fastest.get(number, (seconds, log)), (seconds, log))
     for number, trial in enumerate(case.trials):
-        predicted = _predict(case, trial, traced, scratch)
-        measured = _step_s(_train(case, number, num_steps, scratch), case)
+        predicted, measured = _predict(case, trial, fastest[-1][1], scratch), fastest[number][0]
         rows.append({
             "layout": trial.layout, "flags": " ".join(trial.flags), "predicted_s": round(predicted, 4),
             "measured_s": round(measured, 4), "error": round(predicted / measured - 1, 4),
         })  # fmt: skip
         print(rows[-1], file=sys.stderr, flush=True)
-    return {"layer_waits_s": case.wait_s, "load_average": before, **_summary(rows)}
+    return {"layer_waits_s": case.wait_s, "turns": num_turns, "load_average": before, **_summary(rows)}
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, object]:
@@ -114,10 +120,11 @@ def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, object]:
     }
 
 
-def _train(case: Case, number: int, num_steps: int, scratch: Path, *flags: str) -> Path:
+def _train(case: Case, number: int, num_steps: int, scratch: Path, turn: int, *flags: str) -> Path:
     """Train with a layout, and return its log folder."""
     trial = case.trials[number]
-    packed, log = _packed(case, trial, scratch), scratch / f"log-{case.num_ranks}-{number}{'-traced' * bool(flags)}"
+    name = f"log-{case.num_ranks}-{number}{'-traced' * bool(flags)}-{turn}"
+    packed, log = _packed(case, trial, scratch), scratch / name
     run_runner(
         "launch", packed, "--nproc-per-node", case.num_ranks, "--log-dir", log, "--", "--data", "synthetic",
         "--seq-len", case.seq_len, "--global-batch", case.global_batch, "--steps", num_steps, "--no-self-check",
@@ -168,6 +175,7 @@ def _step_s(log: Path, case: Case) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--only", help="the one case to run")
     parser.add_argument("--out")
     options = parser.parse_args()
@@ -179,7 +187,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(prefix="bench-search-") as scratch:
         cases = {
-            case.name: measure(case, options.steps, Path(scratch))
+            case.name: measure(case, options.steps, options.turns, Path(scratch))
             for case in CASES
             if options.only in (None, case.name)
         }
