@@ -17,7 +17,7 @@ from manifests.module_times import ring
 from runner.config.flags import Device
 from runner.profiling.start import StartTimes
 
-_REDUCED_NBYTES, _NUM_REDUCTIONS = 16 << 20, 4  # to measure a rate; the first reduction does not count
+_REDUCED_NBYTES, _NUM_REDUCTIONS = 64 << 20, 4  # to measure a rate; the first reduction does not count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
