@@ -45,8 +45,14 @@ def search_text(result: SearchResult) -> str:
     elif result.choices:
         least = min(choice.forecast.memory for choice in result.choices)
         lines.append(
-            f"DOES NOT FIT: of {len(result.choices):,} layouts, the smallest needs {show_bytes(least)}; use more GPUs"
+            f"DOES NOT FIT: of {len(result.choices):,} layouts, the smallest needs {show_bytes(least)} of "
+            f"{show_bytes(result.limit)}; use more GPUs"
         )
+        if result.state_nbytes > request.gpus * result.limit:
+            lines.append(
+                f"weights, gradients and optimizer state alone are {show_bytes(result.state_nbytes)}, which no layout "
+                f"changes: at least {-(-result.state_nbytes // result.limit)} GPUs, or adapters (--lora-rank)"
+            )
     else:
         lines.append("NO LAYOUT: no combination of degrees is possible")
     lines += [f"left out: {reason}" for reason in result.refusals]

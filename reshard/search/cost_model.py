@@ -119,6 +119,11 @@ class CostModel:
         step_s = makespan + self._reduction_s(candidate, weights, gradients) + self._rest_s(candidate, stepped)
         return CandidateForecast(memory=most + transfers, bubble=max(0.0, 1 - busy), step_s=step_s)
 
+    def state_nbytes(self, policy: Policy) -> int:
+        """Return the bytes of all weights, gradients and optimizer state, each once: what GPUs need in any layout."""
+        state = self._kinds_memory(policy, 1, 1, 1, 1, 1, "none")
+        return sum(count * state[kind].state for kind, count in self.counts.items())
+
     def simulate(self, candidate: Candidate) -> CandidateForecast:
         """Return what a candidate takes, by its schedule's own table of actions.
 

@@ -62,6 +62,7 @@ class SearchResult:
     policy: Policy
     best: tuple[Choice, ...]
     choices: tuple[Choice, ...]
+    state_nbytes: int  # weights, gradients and optimizer state of the model, each once
     refusals: tuple[str, ...]
     drop: tuple[str, ...]
     is_quantized: bool
@@ -119,7 +120,7 @@ def find_layouts(
             break
     return SearchResult(
         source=str(source), name=model_name(str(source)), shape=shape, request=request, policy=policy, best=best,
-        choices=tuple(choices), refusals=tuple(space.refusals),
+        choices=tuple(choices), state_nbytes=costs.state_nbytes(policy), refusals=tuple(space.refusals),
         drop=(*drop, *extra), is_quantized=bool(config.get("quantization_config")),
         model=None if model is None else Path(model),
     )  # fmt: skip

@@ -98,6 +98,9 @@ def test_what_is_refused_for_a_model_is_named(tmp_path: Path) -> None:
     assert any(reason.startswith("--tp: ") for reason in narrow.refusals)
     shown = run("plan", CONFIGS / "gpt-oss-120b.json", "--gpus", "8", "--gpu-memory", "80GB").out
     assert "DOES NOT FIT" in shown
+    # In bfloat16, 8 bytes of each of 116.8 billion parameters; a GPU has 72 GiB.
+    assert result.state_nbytes == 8 * result.shape.num_params
+    assert f"at least {-(-8 * result.shape.num_params // int(0.9 * (80 << 30)))} GPUs" in shown
 
 
 @pytest.mark.parametrize(
