@@ -69,7 +69,8 @@ def _parse(text: bytes, where: str, most_values: int, constant: Callable[[str], 
     except RecursionError as error:
         raise SourceError(where, "JSON is nested too deeply", code="source.json-too-deep") from error
     except ValueError as error:  # UnicodeError and JSONDecodeError too
-        raise SourceError(where, f"invalid JSON: {error}", code="source.not-json") from error
+        problem = f"invalid JSON: {error}" if text.strip() else "is empty: expected JSON"
+        raise SourceError(where, problem, "correct it, or download it again", code="source.not-json") from error
     if not isinstance(document, dict):
         raise SourceError(where, f"expected a JSON object, found {kind_of(document)}", code="source.not-an-object")
     return document

@@ -131,6 +131,9 @@ def header_nbytes(first: bytes, file_nbytes: int, where: str) -> int:
             _NOT_SAFETENSORS,
             code="header.not-safetensors",
         )
+    if first == b"version ":
+        hint = "git lfs pull downloads the files of a clone; or download them: hf download org/name"
+        raise ShardError(where, "is a pointer of Git LFS, not the file itself", hint, code="header.git-lfs")
     length = int.from_bytes(first, "little")
     most = min(MAX_HEADER_NBYTES, file_nbytes - LENGTH_NBYTES)
     if length > most:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -139,7 +140,21 @@ _REQUIRED = {
     "--layers": "add --layers and the number of decoder layers",
     "SOURCE": "name a Hugging Face folder, a packed folder or a hub repository, such as ./Llama-3.2-1B",
     "MANIFEST": "name a packed folder, such as ./Llama-3.2-1B-pp2",
+    "B": "name two checkpoints: reshard diff A B",
+    "ADAPTER...": "name a PEFT folder, such as runner launch --save writes with --lora-rank",
+    "--key": "add --key and the file of a private key (docs/signing.md)",
+    "ORG/NAME": "name the repository on the hub: reshard push MANIFEST my-org/my-model",
 }
+# What an argument too many is for, if it is not written for another parameter.
+_EXTRA = {
+    "reshard plan": "a layout follows --layout, such as --layout pp=2",
+    "reshard pack": "the output follows --out, and a layout --layout",
+    "reshard export": "the output follows --out",
+    "reshard verify": "--against SOURCE compares with another checkpoint; so does reshard diff A B",
+    "runner eval": "text follows --data",
+    "runner launch MANIFEST --": "training data follows --data",
+}
+_DASHES, _QUOTES = "\u2010\u2011\u2012\u2013\u2014\u2212", "\u2018\u2019\u201c\u201d"
 _CLOSE = 0.65  # similarity of words that may be meant
 
 
@@ -159,7 +174,7 @@ def usage_error(error: Any, where: str = "") -> UsageError:
         if not problem or problem == "requires an argument":
             return missing(path, word or where, "expects a value" if problem else "is required")
         problem, place, _ = problem.partition(" (the job file)")
-        problem, hint = _in_our_words(problem)
+        problem, hint = _in_our_words(problem, path)
         return UsageError(
             word or where, problem + place, hint or (f"see {see}" if path else ""), code="usage.arguments"
         )
@@ -182,16 +197,25 @@ def _answer(word: str, path: str, words: set[str]) -> str:
             return answer
         if path.startswith("runner launch") or {*re.findall(r"--[a-z0-9-]+", answer)} <= words:
             return f"use {answer}" + (", after --" if path == "runner launch" else "")
-    bare = {known.lstrip("-"): known for known in sorted(words)}
+    is_flag = word.startswith("-")
+    bare = {known.lstrip("-"): known for known in sorted(words) if known.startswith("-") >= is_flag}
     begun = [known for name, known in bare.items() if name.startswith(plain.lstrip("-"))]
     close = begun[:3] or [bare[name] for name in get_close_matches(plain.lstrip("-"), bare, n=3, cutoff=_CLOSE)]
+    if not close and is_flag and " " not in path:
+        return f"flags follow the command: {path} COMMAND {word}"
     if not close and plain not in table and (foreign := get_close_matches(plain, table, n=1, cutoff=0.85)):
         return _answer(foreign[0], path, words)
     return f"did you mean {' or '.join(close)}?" if close else ""
 
 
-def _in_our_words(problem: str) -> tuple[str, str]:
-    """Return a sentence of click's about a value as this project says it, and a hint if a choice is close."""
+def plain_characters(text: str) -> str:
+    """Return text as it is typed: web pages and word processors turn hyphens into dashes, and quotes into others."""
+    text = re.sub(f"(?<!\\S)[{_DASHES}]-?(?=\\w)", "--", text)
+    return unicodedata.normalize("NFKC", re.sub(f"[{_QUOTES}]", "", text))
+
+
+def _in_our_words(problem: str, path: str) -> tuple[str, str]:
+    """Return a sentence of click's about a value as this project says it, and a hint if there is one."""
     if match := re.fullmatch(r"('.*') is not one of ('.*')", problem):
         choices = re.findall(r"'([^']*)'", match[2])
         value = match[1].strip("'").lower()
@@ -205,7 +229,8 @@ def _in_our_words(problem: str) -> tuple[str, str]:
         limits = re.sub(r"x>=(.+)", r"\1 or more", re.sub(r"x>(?!=)(.+)", r"more than \1", limits))
         return f"expected {limits}, found {match[1]}", ""
     if match := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", problem):
-        return f"unexpected: {match[1]}", ""
+        typed = plain_characters(match[1])
+        return f"unexpected: {match[1]}", f"type {typed}" if typed != match[1] else _EXTRA.get(path, "")
     return problem, ""
 
 

@@ -83,7 +83,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON o
 max_shard_size = click.option(
     "--max-shard-size", "max_shard_nbytes", metavar="SIZE", default="45GB", show_default=True,
     callback=lambda _, __, text: _size("--max-shard-size", text),
-    help="Size of a shard's tensors at most; a larger tensor gets its own shard. 1GB is 1024^3 bytes.",
+    help="Largest size of a shard's tensors; a larger tensor gets its own shard. 1GB is 1024^3 bytes.",
 )  # fmt: skip
 quiet = click.option(
     "--quiet", is_flag=True, help="Print only errors, differences and requested output; no progress, no notes."
@@ -174,11 +174,12 @@ _TRAINING = (
     ),
     _count(
         "--microbatches", "num_microbatches", metavar="M",
-        show_default="what --global-batch says", help="Microbatches per step of a replica, instead of --global-batch.",
+        show_default="as many as --global-batch has",
+        help="Microbatches per step of a replica, instead of --global-batch.",
     ),
     _count(
         "--global-batch", metavar="B",
-        show_default=f"{defaults.GLOBAL_BATCH}, or a microbatch per stage; with --gpus 512 or --gpus",
+        show_default=f"{defaults.GLOBAL_BATCH}, or a microbatch per stage; with --gpus N: 512, or N if that is more",
         help="Sequences in an optimizer step.",
     ),
     _count("--microbatch", default=defaults.MICROBATCH, metavar="B", help="Sequences per microbatch."),
@@ -200,7 +201,7 @@ _TRAINING = (
     ),
     click.option(
         "--ema", type=click.FloatRange(0, 1, max_open=True), metavar="DECAY", default=0.0, show_default="none",
-        help="An average of the weights is kept, too.",
+        help="Count the memory of a moving average of the weights, which training keeps with this flag.",
     ),
     _degree("--dp-replicate", "replicate", help="Data-parallel replicas of each stage (DDP, HSDP)."),
     _degree("--dp-shard", "shard", help="Data-parallel ranks that shard each stage (FSDP)."),
@@ -210,7 +211,7 @@ _TRAINING = (
         "--cp-method", "context_method", type=click.Choice(["gather", "ulysses"]), default=defaults.CONTEXT_METHOD,
         help="How attention sees the whole sequence.",
     ),
-    _degree("--ep", "expert", help="Expert-parallel degree: ranks of a replica that have different experts."),
+    _degree("--ep", "expert", help="Expert-parallel degree: ranks of a replica among which experts are divided."),
     click.option(
         "--ac", "recompute", default=defaults.RECOMPUTE, metavar="none|full|selective|N",
         callback=lambda _, __, text: _recompute(text),

@@ -69,7 +69,7 @@ def plan(
     source: str, from_run: Path | None, write: Path | None, write_schedule: Path | None, draw: Path | None, theme: str,
     force: bool, as_json: bool, quiet: bool, search: Mapping[str, Any], **arguments: Any,
 ) -> None:  # fmt: skip
-    """Show a layout before a byte moves: its stages, bytes, FLOPs, memory and pipeline bubble.
+    """Show a layout's stages, bytes, FLOPs, memory and pipeline bubble. Nothing is packed.
 
     SOURCE is a Hugging Face folder or hub repository, a manifest, or just a config.json. With --gpus, the fastest
     layouts are searched for, and printed with the commands that pack and launch the first.

@@ -81,7 +81,8 @@ def check(as_json: bool, quiet: bool, **arguments: Any) -> None:
 @options.as_json
 @options.quiet
 def inspect(manifest: str, tensors: bool, as_json: bool, quiet: bool) -> None:
-    """Show what a manifest, pytorch_model*.bin files or a folder of DCP or DeepSpeed contain, from headers alone.
+    """Show what a packed folder, a DCP or DeepSpeed checkpoint, or pytorch_model*.bin files contain, from headers
+    alone.
 
     \b
     Example:

@@ -25,8 +25,10 @@ def search_figure(result: SearchResult, theme: Theme) -> Figure:
     ):
         axes.plot([x for x, _ in dots], [y for _, y in dots], ".", color=color, markersize=3, clip_on=False)
     axes.axvline(limit, color=theme.ink, linewidth=1, linestyle=(0, (4, 2)))
-    text = f" limit: {MARGIN:.0%} of {show_bytes(result.request.memory_limit)}"
-    axes.text(limit, 0.98, text, transform=axes.get_xaxis_transform(), va="top")
+    text = f"limit: {MARGIN:.0%} of {show_bytes(result.request.memory_limit)}"
+    axes.annotate(
+        text, (limit, 0.98), (4, 0), xycoords=axes.get_xaxis_transform(), textcoords="offset points", va="top"
+    )
     for choice in result.best[:1]:
         x, y = choice.forecast.memory / _GIB, 100 * choice.forecast.bubble
         for color, width in ((theme.paper, 5.5), (theme.ink, 2)):  # a margin parts the ring from dots

@@ -110,7 +110,7 @@ def html_page(planned: PlanResult) -> str:
         facts="\n".join(f'<p class="{kind}">{escape(text)}</p>' for kind, text in zip(kinds, texts, strict=True)),
         picture=wide,
         narrow=narrow,
-        table=escape(plan_text(planned)),
+        table=escape("\n".join(line for line in plan_text(planned).splitlines() if line not in texts)),
     )
 
 

@@ -176,7 +176,8 @@ def check_assumptions(assumed: Assumptions) -> None:
         raise UsageError(Parameter("assumed.seq_len"), f"{problem} {degree}", code="options.cp-divisor")
     if (per_replica := assumed.shard * assumed.context * assumed.tensor) % assumed.expert:
         problem = f"expected a divisor of {per_replica}, the ranks that share one copy of a stage's weights, found"
-        raise UsageError(Parameter("assumed.expert"), f"{problem} {assumed.expert}", code="launch.degrees")
+        hint = f"add {Parameter('assumed.shard', assumed.expert)}, if the model has experts"
+        raise UsageError(Parameter("assumed.expert"), f"{problem} {assumed.expert}", hint, code="launch.degrees")
     if assumed.tensor > 1 and assumed.loss_chunk is not None:
         chunk, degree = Parameter("assumed.loss_chunk"), Parameter("assumed.tensor")
         raise UsageError(

@@ -112,6 +112,8 @@ class Options:
             )
         if word.key not in choices:
             hint = _did_you_mean(word.key, choices) or f"known keys: {list_words(choices, 'and')}"
+            if flag := _FLAGS.get(word.key):
+                hint = f"{flag} is a flag of reshard plan, and of training: runner launch MANIFEST -- {flag} …"
             raise error_at(spec, word.position, f"unknown key {shorten(word.key)!r}", hint, code="layout.unknown-key")
         if word.key in self._table:
             raise error_at(spec, word.position, f"{word.key} is given twice", code="layout.repeated-key")
@@ -241,6 +243,9 @@ def _nearest_divisors(number: int, wanted: int) -> str:
 
 def _indent(text: str) -> int:
     return len(text) - len(text.lstrip())
+
+
+_FLAGS = {"tp": "--tp", "cp": "--cp", "ep": "--ep", "dp": "--dp-replicate", "fsdp": "--dp-shard"}
 
 
 def _did_you_mean(word: str, choices: Collection[str]) -> str:

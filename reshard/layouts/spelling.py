@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
+from manifests.command.neighbors import plain_characters
 from manifests.errors import LayoutError, Parameter, UsageError
 from manifests.paths import is_unicode
 from reshard.formatting import counted, nearest_word, shorten
@@ -65,16 +66,19 @@ def _reader(spec: str) -> Callable[[Request], StageLayout]:
     text = spec.strip()
     if text.lower().endswith((".toml", ".json")):
         return read_file
-    word = _FIRST_WORD.match(text)
-    if word and (reader := _READERS.get(word[1] + word[2])):
+    if reader := _READERS.get(first := _first_word(text)):
         return reader
     if "|" in text or text[0] in "E(" or set(text) <= set(LETTERS + "*(),0123456789 "):
         return read_megatron
-    first = word[1] + word[2] if word else text
-    separated = _RUN_TOGETHER.sub(r"\1=\2", text)
-    nearest = separated if separated != text else nearest_word(first, _READERS)
+    typed = _RUN_TOGETHER.sub(r"\1=\2", plain_characters(text).strip("\"'").lower())
+    nearest = typed if _first_word(typed) in _READERS else nearest_word(first, _READERS)
     hint = f"did you mean {nearest}? {HINT}" if nearest else HINT
     raise SpecError("layout", f"unknown layout {shorten(spec)!r}", hint, code="layout.unknown-spelling")
+
+
+def _first_word(text: str) -> str:
+    word = _FIRST_WORD.match(text)
+    return word[1] + word[2] if word else text
 
 
 def split_layers(num_stages: int, num_layers: int, first: int = 1, last: int = 1) -> tuple[int, ...]:

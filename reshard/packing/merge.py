@@ -34,7 +34,7 @@ class MergeResult:
 
 def merge(
     base: str | Path,
-    adapters: Sequence[str | Path],
+    adapters: str | Path | Sequence[str | Path],
     out: str | Path,
     *,
     weights: Sequence[float] = (),
@@ -63,6 +63,7 @@ def merge(
         >>> done.num_merged
         8
     """
+    adapters = [adapters] if isinstance(adapters, str | Path) else adapters
     if weights and len(weights) != len(adapters):
         problem = f"expected one for each of {len(adapters)} adapters, found {len(weights)}"
         raise UsageError(Parameter("weights"), problem, "leave it out to add them as they are", code="options.conflict")

@@ -103,7 +103,7 @@ class TrainOptions:
     )  # fmt: skip
     train_only: tuple[str, ...] = flag(
         "--train-only", multiple=True, metavar="REGEX", read=_parse_patterns,
-        help="Train only parameters in whose names this regular expression is found, such as lm_head or "
+        help="Train only parameters whose names match this regular expression in any place, such as lm_head or "
         r"'layers\.3\.'; freeze the others. May be repeated.",
     )  # fmt: skip
     digests: Digests = flag(

@@ -130,7 +130,7 @@ class DegreeOptions:
     )  # fmt: skip
     expert: int = flag(
         "--ep", type=WholeNumber(min=1), metavar="N", default=1,
-        help="Expert-parallel degree: ranks of a replica, of all degrees above, that have different experts.",
+        help="Expert-parallel degree: ranks of a replica, of all degrees above, among which experts are divided.",
     )  # fmt: skip
     load: Load = flag(
         "--loading", "load", type=click.Choice(get_args(Load)), default="rows",

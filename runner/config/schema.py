@@ -82,11 +82,11 @@ class OptimOptions:
         UsageError: a value out of range, or a decay that ends before it begins.
     """
 
-    lr: float = flag("--lr", type=_POSITIVE, default=1e-4, help="Learning rate of AdamW, after warmup.")
-    beta1: float = flag("--beta1", type=_BETA, default=0.9, help="AdamW's beta1.")
-    beta2: float = flag("--beta2", type=_BETA, default=0.95, help="AdamW's beta2.")
-    eps: float = flag("--eps", type=_POSITIVE, default=1e-8, help="AdamW's epsilon.")
-    weight_decay: float = flag("--weight-decay", type=_POSITIVE, default=0.1, help="AdamW's weight decay.")
+    lr: float = flag("--lr", type=_POSITIVE, default=1e-4, help="Learning rate, after warmup.")
+    beta1: float = flag("--beta1", type=_BETA, default=0.9, help="beta1 of adamw and adam.")
+    beta2: float = flag("--beta2", type=_BETA, default=0.95, help="beta2 of adamw and adam.")
+    eps: float = flag("--eps", type=_POSITIVE, default=1e-8, help="Epsilon of adamw and adam.")
+    weight_decay: float = flag("--weight-decay", type=_POSITIVE, default=0.1, help="Weight decay.")
     weight_decay_1d: bool = flag(
         "--weight-decay-1d/--no-weight-decay-1d", default=True, help="Decay 1-D parameters (norms, biases) too."
     )
@@ -208,7 +208,7 @@ class ComputeOptions:
     implementation: Implementation | None = flag(
         "--implementation", type=click.Choice(get_args(Implementation)), default=None,
         show_default="torchtitan if it is installed and has the architecture",
-        help="Whose modules the model is built of.",
+        help="Library whose modules the model is built of.",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -243,7 +243,7 @@ class DataOptions(TextOptions):
     )  # fmt: skip
     dataset: str | None = flag(
         "--data-class", "dataset", default=None, metavar="NAME",
-        help=f"Dataset of an installed package (entry points of {DATASETS}), which is given what --data says.",
+        help=f"Dataset of an installed package (entry points of {DATASETS}), which gets the values of --data.",
     )  # fmt: skip
     shuffle: bool = flag(
         "--shuffle/--no-shuffle", default=False, help="Shuffle the documents, in a new order every epoch."

@@ -32,7 +32,7 @@ class TextOptions:
     )  # fmt: skip
     is_tokenized: bool = flag(
         "--tokenized", "is_tokenized", is_flag=True, default=False,
-        help="The data is rows of token ids, one a sequence: input_ids, and labels or a loss_mask; position_ids or "
+        help="The data is rows of token ids, one per sequence: input_ids, and labels or a loss_mask; position_ids or "
         "document_ids with --document-mask.",
     )  # fmt: skip
     pack: bool = flag(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import glob
 import json
+import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -152,6 +153,10 @@ def _files_of(source: str) -> Iterator[Path]:
         files = sorted(Path(name) for name in glob.glob(source, recursive=True) if Path(name).is_file())
         if not files:
             problem, hint = "no file, folder or glob matches it", "check the path for typos"
+            if "://" in source:
+                hint = "data is read from this machine: download it first"
+            elif all(map(os.path.exists, source.split(","))):
+                hint = "give --data once for each"
             raise DataError(source, problem, hint, code="data.no-files")
     for file in files:
         if file.suffix not in SUFFIXES:
@@ -264,7 +269,10 @@ def _json_record(line: bytes, file: Path, begin: int) -> dict[str, Any]:
         raise _not_utf8(_line_at(file, begin), error) from error
     except (ValueError, RecursionError) as error:
         raise BadDocumentError(
-            _line_at(file, begin), f"is not valid JSON: {printable(str(error))}", code="data.not-json"
+            _line_at(file, begin),
+            f"is not valid JSON: {printable(str(error))}",
+            "correct the line, or leave out such documents with --skip-bad-documents",
+            code="data.not-json",
         ) from error
     if isinstance(record, dict):
         return record

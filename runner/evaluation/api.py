@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ def evaluate(
         >>> runner.evaluate("model-pp2", "held-out.jsonl", seq_len=2048, out="scores.parquet").num_tokens
         81920
     """
-    sources = (data,) if isinstance(data, str | Path) else data
+    sources = data if isinstance(data, Iterable) and not isinstance(data, str) else (data,)
     words = [str(manifest), *(word for source in sources for word in ("--data", str(source)))]
     for name, value in {"out": out, **options}.items():
         word = name.replace("_", "-")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from manifests.errors import DataError
+from manifests.errors import DataError, UsageError
 from manifests.models.trainable import check_trainable
 from runner.bundle.packed import check_tokenizer, open_packed
 from runner.evaluation.options import PARAMETERS, PLAIN, EvalOptions, eval_options, implementation_of
@@ -54,6 +54,9 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
     nproc_per_node = options.nproc_per_node or max(1, num_ranks // options.nnodes)
     check_ranks(num_ranks, options.nnodes, nproc_per_node)
     if options.out is not None and options.node_rank == 0:
+        if options.out.suffix != ".parquet":
+            problem = f"expected a name that ends in .parquet, found {options.out}"
+            raise UsageError("--out", problem, code="options.scores-suffix")
         check_new_file(options.out, "--out", force=options.force)
         if find_spec("pyarrow") is None:
             raise DataError(

@@ -70,7 +70,8 @@ class EvalOptions:
     is_json: bool = flag("--json", "is_json", is_flag=True, help="Print one JSON object.")
     self_check: bool = flag(
         "--self-check/--no-self-check", written_default=True,
-        help="First compare a tiny model of the config, whole and in stages, if it is trained by the catalogue.",
+        help="First compare a tiny model of the config in stages with transformers' whole model, if it is built of "
+        "transformers' modules.",
     )  # fmt: skip
     is_quiet: bool = flag("--quiet", "is_quiet", is_flag=True, help="Print only errors and the result.")
 

@@ -133,7 +133,7 @@ class _BeforeTraining(GroupedHelp, click.Command):
 @click.option("--qos", metavar="NAME", help="Slurm quality of service.")
 @click.option("--time", metavar="LIMIT", help="Slurm time limit, such as 4:00:00.")
 @click.option("--sbatch-arg", multiple=True, metavar="ARG", help="Another flag for sbatch, such as --gpus-per-node=8.")
-@click.option("--signal", metavar="USR2@SECONDS", help="Save and stop so long before the time limit.")
+@click.option("--signal", metavar="USR2@SECONDS", help="Save and stop this many seconds before the time limit.")
 @click.option("--restarts", type=WholeNumber(min=0), default=0, metavar="N", help="Restart all ranks up to N times.")
 @click.option("--requeue", is_flag=True, help="Requeue the job when it was stopped by a signal.")
 @click.option("--name", metavar="NAME", show_default="the manifest's folder", help="Name of the job.")

@@ -14,7 +14,7 @@ from manifests.command.console import expand_home
 from manifests.command.interpreter import relative_entries
 from manifests.errors import LaunchError, UsageError
 from manifests.invariants import MANIFEST_NAME
-from runner.config.flags import TrainOptions, parse_training
+from runner.config.flags import TrainOptions, is_training_flag, parse_training
 from stores.address import is_url
 
 FlagKind = Literal["switch", "one", "several"]  # what a flag takes
@@ -141,7 +141,9 @@ def read_job_file(path: Path, kinds: Mapping[str, FlagKind]) -> dict[str, Any]:
             raise LaunchError(
                 f"{path}: {key}",
                 "is not a flag of runner launch",
-                "known: " + ", ".join(sorted(kinds)),
+                "it is a training flag: put it below [training]"
+                if is_training_flag(f"--{key}")
+                else "known: " + ", ".join(sorted(kinds)),
                 code="launch.job-file",
             )
         values[key.replace("-", "_")] = _value_of(value, kinds[key], f"{path}: {key}")

@@ -15,7 +15,7 @@ from manifests.errors import UsageError, printable
 from manifests.invariants import MANIFEST_NAME
 from runner.bundle.packed import opened
 from runner.config.declared import WholeNumber
-from runner.config.flags import Device, parse_training
+from runner.config.flags import Device, is_training_flag, parse_training
 from runner.config.parallel_dims import DegreeOptions
 from runner.config.schema import SYNTHETIC
 from runner.preflight.preflight import check_device, check_request, check_torch
@@ -34,7 +34,13 @@ class _BeforeTraining(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         before = args[: args.index("--")] if "--" in args else args
         ctx.meta[_TRAINING] = tuple(args[len(before) + 1 :])
-        return super().parse_args(ctx, before)
+        try:
+            return super().parse_args(ctx, before)
+        except click.NoSuchOption as error:
+            if is_training_flag(error.option_name):
+                hint = f"put it after --: runner prove MODEL … -- {error.option_name} …"
+                raise UsageError(error.option_name, "is a training flag", hint, code="launch.flag-order") from error
+            raise
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[-- TRAINING OPTIONS]"]

@@ -75,7 +75,7 @@ MISTAKES = (
     ("reshard plan model --layout pp=2 --gpu-memory 80", "--gpu-memory", "80GB"),
     ("reshard plan model --layout pp=2 --hardware h100", "--hardware", "--gpus"),
     ("reshard plan model --gpus sixty --gpu-memory 80GB", "--gpus", "--help"),
-    ("reshard plan model pp=2", "unexpected", "--help"),
+    ("reshard plan model pp=2", "unexpected", "--layout pp=2"),
     ("reshard plan model --layout pp=2 --from-run nowhere", "nowhere/times.json", "--trace"),
     ("reshard export pp2 --to hugging --out x", "--to", "--help"),
     # The wrong file, folder or order.
@@ -113,6 +113,40 @@ MISTAKES = (
     ("reshard verify model", "model", "reshard pack"),
     ("reshard export model --to hf --out x", "model", "reshard pack"),
     ("reshard inspect text.txt", "text.txt", "folder"),
+    ("reshard inspect model", "model", "reshard pack"),
+    ("reshard delta log pp2", "pp2: has no versions", "reshard delta publish"),
+    ("reshard pack model --layout pp=2 --out model", "--out: overlaps the source", "beside"),
+    ("reshard pack lfs --layout pp=2 --out x", "lfs/model.safetensors: is a pointer of Git LFS", "git lfs pull"),
+    ("reshard pack empty --layout pp=2 --out x", "empty/config.json: is empty", "download"),
+    (f"{LAUNCH} --data bad.jsonl", "bad.jsonl:1", "--skip-bad-documents"),
+    (f"{LAUNCH} --data hf://org/text", "hf://org/text", "download it first"),
+    (f"{LAUNCH} --data text.txt,other.jsonl", "text.txt,other.jsonl", "once for each"),
+    (f"{LAUNCH} --data table.csv", "table.csv", ".jsonl"),
+    (f"{TRAIN} --checkpoint pp2", "--checkpoint pp2", "beside"),
+    (f"{TRAIN} --log-dir text.txt", "--log-dir text.txt", "folder"),
+    (f"{TRAIN} --train-only xyz", "--train-only xyz", "regular expression"),
+    (f"{TRAIN} --microbatch 16", "--global-batch", "use 16"),
+    (f"{TRAIN} --publish-every 2", "--publish-every", "--publish DIR"),
+    ("runner launch pp2 --nnodes 2 -- --data text.txt", "--nnodes", "without a scheduler"),
+    ("runner launch --job job.toml", "job.toml: lr", "[training]"),
+    ("runner prove pp2 --tp 2", "--tp", "after --"),
+    ("runner eval pp2 --data text.txt --out scores.csv", "--out: expected a name that ends in .parquet", NO_HINT),
+    ("runner logs nowhere", "nowhere/job.json", "--log-dir"),
+    # What is pasted from a page, and words in another place.
+    ("reshard plan model \N{EN DASH}layout pp=2", "unexpected: \N{EN DASH}layout", "type --layout pp=2"),
+    (f"{TRAIN} \N{EM DASH}steps 10", "training options: unexpected: \N{EM DASH}steps 10", "type --steps 10"),
+    ("reshard plan model --layout “pp=2”", "layout", "did you mean pp=2?"),
+    ("reshard plan model --layout \uff50\uff50\uff1d2", "layout", "did you mean pp=2?"),
+    ("reshard plan model --layout PP=2", "layout", "did you mean pp=2?"),
+    ("reshard plan model --layout pp=2,tp=2", "layout", "--tp is a flag"),
+    ("reshard plan model --layout pp=2 --tp 3", "--tp: expected a divisor", NO_HINT),
+    ("reshard plan model --layout pp=2 --ep 2", "--ep: expected a divisor", "--dp-shard 2"),
+    ("reshard --layout pp=2 pack model", "--layout", "flags follow the command"),
+    ("reshard verify pp2 model", "unexpected: model", "--against"),
+    ("reshard diff pp2", "B: is required", "reshard diff A B"),
+    ("reshard merge model", "ADAPTER", "PEFT"),
+    ("reshard sign pp2", "--key", "docs/signing.md"),
+    ("reshard push pp2", "ORG/NAME", "my-org"),
 )  # fmt: skip
 
 
@@ -124,6 +158,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text("some text")
     (folder / "empty.txt").touch()
     (folder / "not-utf8.txt").write_bytes(b"\xff\xfe\x00")
+    (folder / "bad.jsonl").write_text("not json\n")
+    (folder / "table.csv").write_text("a,b\n")
+    (folder / "job.toml").write_text("lr = 1\n")
+    for name in ("lfs", "empty"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text((folder / "model" / "config.json").read_text() * (name == "lfs"))
+        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{0:064}\nsize 5\n"
+        (folder / name / "model.safetensors").write_text(pointer)
     (folder / "other.jsonl").write_text('{"content": "x"}\n')
     return folder
 
