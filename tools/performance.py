@@ -273,9 +273,12 @@ def _table(name: str, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     columns = list(dict.fromkeys(key for row in rows.values() for key, value in row.items() if _is_figure(value)))
     if not columns:
         return
-    yield f"| {name.replace('_', ' ')} | {' | '.join(column.replace('_', ' ') for column in columns)} |"
+    head = (word.replace("_", " ") for word in (name or "figure", *(column or "value" for column in columns)))
+    yield f"| {' | '.join(head)} |"
     yield "|---" * (len(columns) + 1) + "|"
     for key, row in rows.items():
+        if not any(map(_is_figure, row.values())):
+            continue
         cells = (f"{row[column]:,}" if column in row and _is_figure(row[column]) else "" for column in columns)
         yield f"| {key.replace('_', ' ')} | {' | '.join(cells)} |"
     yield ""
