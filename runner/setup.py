@@ -38,12 +38,12 @@ from runner.load.local_cache import CacheReport, check_same_manifest, local_cach
 from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
 from runner.models import family_for
-from runner.models.family import OnTransformers, WithMtp
+from runner.models.family import Family, OnTransformers, WithMtp
 from runner.parallel.mesh import Mesh, build_mesh
 from runner.parallel.parallelize import check_plans
 from runner.parallel.rows import keep_documents, split_rows
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
-from runner.pipeline.losses import loss_of_run
+from runner.pipeline.losses import Loss, loss_of_run
 from runner.pipeline.timetable import Timetable, choose_timetable
 from runner.preflight.combinations import combine, part_of, sharing_ranks
 from runner.preflight.start import Start, log_start, read_start
@@ -215,37 +215,22 @@ def _begin(
         if mesh.degrees.context > 1:
             split_rows(family, mesh, options.degrees.context_method, options.batch.seq_len)
         world.start.end("manifest_s")
-        if options.self_check and mesh.rank == 0:
-            splitting = timetable.name if timetable.splits_backward else None
-            self_check(family, launched.stage_modules, RunOptions(compute=options.compute, splitting=splitting))
     check_same_manifest(origin.where, origin.read.digest)
     stages = stages_of(launched)
-    # Which architectures can keep documents apart or split rows is not listed: that is always checked.
-    if isinstance(family, Proven) and (options.self_check or options.data.document_mask or mesh.degrees.context > 1):
-        run = Combination(
-            family=family,
-            stages=stages,
-            timetable=timetable,
-            degrees=mesh.degrees,
-            options=options,
-            has_documents=options.data.document_mask,
-            loss=loss,
-        )
-        is_kept = not sharing_ranks(launched.manifest, options).is_own and options.loss.entry_point is None
-        prove_once(run, launched.config, options.log_dir, is_kept=is_kept)
-    elif options.self_check and mesh.rank == 0:
-        logger.info("note: %s is not self-checked: its family has no tiny model to compare", family.architecture)
     with raise_on_all_ranks("load"):
-        world.start.end("self_check_s")
         base_nbytes = memory_nbytes(device)
         ties = ties_of(family, stages)
         trains = trained_by(options, map(names_of, ties))
         chunks = build_stages(family, stages, options.compute, mesh, device, trains)
         pieces = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk))]
     world.start.end("build_s")
-    if cache:
-        cache.ensure()  # the loader verifies what it reads
-    loaded = stored.load([piece for piece in pieces if not is_adapter(piece.fqn)], WEIGHTS)
+    weights = [piece for piece in pieces if not is_adapter(piece.fqn)]
+    with stored.reading(weights) as begun:
+        _check_itself(family, launched, options, timetable, mesh, loss)
+        world.start.end("self_check_s")
+        if cache:
+            cache.ensure()  # the loader verifies what it reads
+        loaded = stored.load(weights, WEIGHTS, begun)
     if options.lora is not None:
         adapters = [piece for piece in pieces if is_adapter(piece.fqn)]
         stored, record = load_adapters(adapters, family, options, stored, origin)
@@ -282,6 +267,33 @@ def _begin(
         base_nbytes=base_nbytes,
         planned_nbytes=planned_nbytes,
     )
+
+
+def _check_itself(
+    family: Family, launched: Packed, options: TrainOptions, timetable: Timetable, mesh: Mesh, loss: Loss | None
+) -> None:
+    """Compare a tiny model with one process; every rank calls this, while weights are read."""
+    if options.self_check:
+        with raise_on_all_ranks("load"):
+            if mesh.rank == 0:
+                splitting = timetable.name if timetable.splits_backward else None
+                self_check(family, launched.stage_modules, RunOptions(compute=options.compute, splitting=splitting))
+    has_documents = options.data.document_mask
+    # Which architectures can keep documents apart or split rows is not listed: that is always checked.
+    if isinstance(family, Proven) and (options.self_check or has_documents or mesh.degrees.context > 1):
+        run = Combination(
+            family=family,
+            stages=stages_of(launched),
+            timetable=timetable,
+            degrees=mesh.degrees,
+            options=options,
+            has_documents=has_documents,
+            loss=loss,
+        )
+        is_kept = not sharing_ranks(launched.manifest, options).is_own and options.loss.entry_point is None
+        prove_once(run, launched.config, options.log_dir, is_kept=is_kept)
+    elif options.self_check and mesh.rank == 0:
+        logger.info("note: %s is not self-checked: its family has no tiny model to compare", family.architecture)
 
 
 def stages_of(launched: Packed) -> Stages:

@@ -45,10 +45,11 @@ class LoadReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How a rank reads: with so many threads, and whether it hashes what it reads."""
+    """How a rank reads: with so many threads, whether it hashes what it reads, and what stops it."""
 
     num_threads: int = 2
     hashes: bool = True
+    stop: threading.Event | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -180,7 +181,7 @@ def read_all(reads: Sequence[Read], how: Reading = Reading()) -> list[PartRead]:
             parts.extend(_fill_run(run, blocks, stop, hashes=how.hashes))
 
     most = _MOST_TO_GPU if device.type == "cuda" else len(runs)
-    share_out(runs, fill_runs, min(how.num_threads, len(runs), most))
+    share_out(runs, fill_runs, min(how.num_threads, len(runs), most), how.stop)
     return parts
 
 

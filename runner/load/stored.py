@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from manifests.errors import InputError
 from manifests.index import split_by_size
 from manifests.safetensors import nbytes_of
-from manifests.schema import Holds
+from manifests.schema import WEIGHTS, Holds
 from runner.bundle.packed import Packed
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 from runner.load.deferred import DeferredVerification
@@ -22,6 +25,8 @@ from runner.load.local_cache import LocalCache
 from runner.load.verify_parts import PartRead, choose_readers, share_parts, verify_parts
 from runner.tensors.local_shard import STORED_DTYPES, Piece
 from stores.bundles import Bundles
+
+Begun = Future[tuple[LoadReport, list[PartRead]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -36,7 +41,28 @@ class StageLoader:
     how: Reading
     deferred: DeferredVerification  # of what is not hashed as it is read
 
-    def load(self, pieces: Sequence[Piece], holds: Holds) -> LoadReport:
+    @contextmanager
+    def reading(self, pieces: Sequence[Piece]) -> Iterator[Begun | None]:
+        """Read this rank's weights while a block runs, and after it; None: ranks read together, or files are remote.
+
+        What fails is raised by `load`. A block that raises ends the reading.
+        """
+        is_alone = self.cache is None and (not self.is_broadcast or self.group is None)
+        # The block may close connections that are opened meanwhile, see Note [Smaller world].
+        if not is_alone or self.origin.store is not None or self.origin.manifest.virtual is not None:
+            yield None
+            return
+        stop, pool = threading.Event(), ThreadPoolExecutor(1, "weights")
+        how = replace(self.how, stop=stop)
+        begun = pool.submit(read_tensors, pieces, self._bundles, self.origin.shape, WEIGHTS, how)
+        pool.shutdown(wait=False)
+        try:
+            yield begun
+        except BaseException:
+            stop.set()
+            raise
+
+    def load(self, pieces: Sequence[Piece], holds: Holds, begun: Begun | None = None) -> LoadReport:
         """Load this rank's weights, or one kind of its optimizer state; every rank of the job calls this.
 
         Everything is verified, now or by `deferred`, except original files, which have no digests. If cached shards of
@@ -46,17 +72,17 @@ class StageLoader:
             UserError: on all ranks, whichever failed.
         """
         try:
-            return self._load_once(pieces, holds)
+            return self._load_once(pieces, holds, begun)
         except InputError:
             if self.cache is None or not self.cache.repair():
                 raise
         return self._load_once(pieces, holds)
 
-    def _load_once(self, pieces: Sequence[Piece], holds: Holds) -> LoadReport:
+    def _load_once(self, pieces: Sequence[Piece], holds: Holds, begun: Begun | None = None) -> LoadReport:
         bundles, shape = self._bundles, self.origin.shape
         if not self.is_broadcast or self.group is None:
             with raise_on_all_ranks("load"):
-                report, parts = read_tensors(pieces, bundles, shape, holds, self.how)
+                report, parts = begun.result() if begun else read_tensors(pieces, bundles, shape, holds, self.how)
             shared = share_parts(parts, self.group)
             if not self.how.hashes:
                 self.deferred.add(shared)

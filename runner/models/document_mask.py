@@ -25,10 +25,12 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from runner.models.context_parallel import EAGER, attention_of, attention_over
 from runner.tensors.row_parts import RowParts
 
+_OF_PARTS = "_of_parts"
 _positions: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)
 
 
@@ -40,10 +42,26 @@ def mask_rows(model: nn.Module, parts: RowParts | None) -> None:
     configs: dict[int, Any] = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     for config in configs.values():
         base = config._attn_implementation
-        name = f"{base}_of_{'parts' if parts else 'rows'}"  # a tiny model that is checked meanwhile has whole rows
+        name = base + (_OF_PARTS if parts else "_of_rows")  # a tiny model that is checked meanwhile has whole rows
         AttentionInterface.register(name, attention_over(parts, base) if parts else partial(_of_rows, base))
         AttentionMaskInterface.register(name, partial(_mask, base, parts))
         config._attn_implementation = name
+
+
+@contextmanager
+def registered_apart() -> Iterator[None]:
+    """Let models with parts of rows that are built in the block leave those before it their attention, by one name."""
+    registries = ((AttentionInterface, ALL_ATTENTION_FUNCTIONS), (AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS))
+    before = [
+        (interface, {name: function for name, function in functions.items() if name.endswith(_OF_PARTS)})
+        for interface, functions in registries
+    ]
+    try:
+        yield
+    finally:
+        for interface, functions in before:
+            for name, function in functions.items():
+                interface.register(name, function)
 
 
 @contextmanager

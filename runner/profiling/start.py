@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runner.rundir.exit_report import AGENT
 
-PARTS = ("launch_s", "meet_s", "manifest_s", "self_check_s", "build_s", "fill_s")
+PARTS = ("launch_s", "meet_s", "manifest_s", "build_s", "self_check_s", "fill_s")
 
 
 class StartTimes:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 
 from manifests.errors import ModelError
+from runner.config.parallel_dims import ParallelDims
 from runner.config.trained import trained_by
 from runner.data.sequences import Rows as RankRows
 from runner.data.sequences import rows_of
@@ -101,8 +102,8 @@ class Distances:
 def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distances:
     """Take a step of a tiny model on the ranks of this world, which all call this, and compare it with one process."""
     wide = float32_as_float64() if dtype == "fp64" else nullcontext()
-    with torch.random.fork_rng(devices=()), _without_schedules(), wide:
-        degrees, timeout = run.tiny_degrees, timeout_of(run)
+    degrees, timeout = run.tiny_degrees, timeout_of(run)
+    with torch.random.fork_rng(devices=()), _without_schedules(), wide, _attention_kept(degrees):
         options = replace(run.options, timeout_s=int(timeout.total_seconds()), balance=run.balance)
         mesh = build_mesh(degrees, rank, _CPU, timeout)
         family = tiny_of(run.family)
@@ -181,6 +182,15 @@ def _without_schedules() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+def _attention_kept(degrees: ParallelDims) -> AbstractContextManager[None]:
+    """Let the stages of the run, which are built already, keep their attention."""
+    if degrees.context == 1:
+        return nullcontext()
+    from runner.models.document_mask import registered_apart
+
+    return registered_apart()
 
 
 def _fill(chunk: StageChunk, reference: Reference) -> None:

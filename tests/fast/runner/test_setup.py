@@ -1,0 +1,90 @@
+"""A rank reads its weights while the self-check runs, and no longer if that fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from manifests.errors import ModelError
+from runner import setup
+from runner.bundle.packed import open_packed
+from runner.checkpoint.resume import Origin
+from runner.config.flags import parse_training
+from runner.distributed.world import World
+from runner.load import stored
+from runner.load.load import Reading, plan_reads, read_all, read_tensors
+from runner.setup import Ready, begin
+from runner.tensors.local_shard import whole_pieces
+from stores.open import open_manifest
+from tests.builders import pack
+from tests.fast.runner.tiny import save_model
+
+LIMIT_S = 60
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    save_model(tmp_path / "model", num_hidden_layers=1)
+    return pack(tmp_path / "model", tmp_path / "packed", "pp=1")
+
+
+def start(packed: Path) -> Ready:
+    options = parse_training(["--data", "synthetic", "--log-dir", str(packed.parent / "log")])
+    world = World(rank=0, local_rank=0, size=1)
+    return begin(open_packed(open_manifest(packed)), (Origin(folder=packed),), options, world, torch.device("cpu"))
+
+
+def test_weights_are_read_while_the_self_check_runs(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_read = threading.Event()
+
+    def read(*args: Any) -> Any:
+        result = read_tensors(*args)
+        has_read.set()
+        return result
+
+    def check(*args: Any, **kwargs: Any) -> None:
+        assert has_read.wait(LIMIT_S)
+
+    monkeypatch.setattr(stored, "read_tensors", read)
+    monkeypatch.setattr(setup, "prove_once", check)
+    ready = start(packed)
+    assert ready.loaded.nbytes == sum(parameter.nbytes for parameter in ready.chunks[0].parameters())
+
+
+def test_self_check_that_fails_ends_the_reading(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def read(*args: Any) -> Any:
+        if args[-1].stop.wait(LIMIT_S):
+            ended.set()
+
+    def check(*args: Any, **kwargs: Any) -> None:
+        raise ModelError("config.json", "differs", code="model.self-check-failed")
+
+    monkeypatch.setattr(stored, "read_tensors", read)
+    monkeypatch.setattr(setup, "prove_once", check)
+    with pytest.raises(ModelError):
+        start(packed)
+    assert ended.wait(LIMIT_S)
+
+
+def test_reading_that_is_stopped_reads_nothing_more(packed: Path) -> None:
+    opened = open_packed(open_manifest(packed))
+    empty = {fqn: torch.zeros(shape) for fqn, shape in opened.shape.tensors.items()}
+    stop = threading.Event()
+    stop.set()
+    read_all(plan_reads(whole_pieces(empty), opened.bundles, opened.shape), Reading(stop=stop))
+    assert not any(tensor.any() for tensor in empty.values())
