@@ -247,11 +247,11 @@ def _log_documents(batch: Batch | None, options: TrainOptions) -> None:
     if batch is None or batch.num_documents is None:
         return
     num_rows = options.batch.global_batch
-    shared = f"{batch.num_documents / num_rows:.1f} in a row of the first batch"
+    shared = f"{batch.num_documents / num_rows:.1f} documents per sequence in the first batch"
     if options.data.document_mask:
-        logger.info("documents: %s, kept apart by --document-mask", shared)
+        logger.info("packing: %s, kept apart by --document-mask", shared)
     elif batch.num_documents > num_rows:
-        logger.info("documents: %s, where tokens attend to earlier ones; --document-mask keeps them apart", shared)
+        logger.info("packing: %s; tokens attend to those before theirs, without --document-mask", shared)
 
 
 def _readers(ready: Ready) -> list[int]:

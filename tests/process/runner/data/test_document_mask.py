@@ -68,7 +68,7 @@ def test_documents_are_kept_apart_in_training_evaluation_and_after_resuming(tmp_
     assert first["num_tokens"] == count < BATCH * SEQ_LEN
     num_documents = sum(len([document for document in row if len(document) > 1 or document is not row[-1]])
                         for row in rows[:BATCH])  # fmt: skip
-    shared = f"{num_documents / BATCH:.1f} in a row of the first batch"
+    shared = f"{num_documents / BATCH:.1f} documents per sequence in the first batch"
     assert shared in said(logs["straight"])
     assert losses_of(logs["resumed"]) == losses_of(logs["straight"])[1:]
     assert "error: resume.other-data at rank 0: --data" in said(logs["other"])
