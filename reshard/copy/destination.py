@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from manifests.command.sizes import show_bytes
 from manifests.errors import OutputError, Parameter, SourceError, UsageError, UserError
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import AuxiliaryFile
@@ -96,7 +97,7 @@ def check_space(needed_nbytes: int, free_nbytes: int, folder: Path) -> None:
         OutputError: the disk is full.
     """
     if needed_nbytes > free_nbytes:
-        problem = f"the disk has {free_nbytes} bytes free, expected at least {needed_nbytes}"
+        problem = f"the disk has {show_bytes(free_nbytes)} free, expected at least {show_bytes(needed_nbytes)}"
         raise OutputError(
             str(folder.parent), problem, f"choose another disk for {Parameter('out')}", code="output.disk-full"
         )

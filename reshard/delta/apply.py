@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from manifests.command.sizes import show_bytes
 from manifests.digest import digest_bytes
 from manifests.errors import OutputError, Parameter, ShardError, SourceError
 from manifests.index import INDEX_NAME
@@ -253,7 +254,7 @@ def _differs(path: Path, item: AuxiliaryAt) -> bool:
 def _check_space(folder: Path, shards: Sequence[OutputShard], reused_nbytes: int) -> None:
     needed, free = sum(shard.nbytes for shard in shards), shutil.disk_usage(folder).free + reused_nbytes
     if needed > free:
-        problem = f"the disk has {free} bytes free, expected at least {needed}, for the shards that change"
+        problem = f"the disk has {show_bytes(free)} free, the shards that change need {show_bytes(needed)}"
         raise OutputError(str(folder), problem, f"choose another disk for {Parameter('to')}", code="output.disk-full")
 
 

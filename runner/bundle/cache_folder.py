@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from manifests.command.sizes import show_bytes
 from manifests.digest import PREFIX
 from manifests.errors import (
     InputError,
@@ -124,10 +125,10 @@ class CacheFolder:
             if needed <= free:
                 return
             old = {path.name: sum(map(_nbytes_on_disk, path.rglob("*"))) for path in _others(self.path)}
-        others = ", ".join(f"{name} ({nbytes} bytes)" for name, nbytes in old.items())
+        others = ", ".join(f"{name} ({show_bytes(nbytes)})" for name, nbytes in old.items())
         raise OutputError(
             f"{FLAG} {self.path.parent}",
-            f"{len(missing)} shards need {needed} more bytes on this node, {free} are free",
+            f"{len(missing)} shards need {show_bytes(needed)} more on this node, {show_bytes(free)} are free",
             f"other manifests are cached there: {others}; remove those that no job uses" if others else "",
             code="output.disk-full",
         )

@@ -23,7 +23,7 @@ from manifests.schema import Manifest, TrainingState
 from runner.bundle.packed import Packed, check_tokenizer, open_packed
 from runner.checkpoint.adapter_record import check_adapters, check_launched
 from runner.checkpoint.data_position import find_data
-from runner.checkpoint.outputs import check_apart, check_outputs
+from runner.checkpoint.outputs import check_apart, check_outputs, check_space
 from runner.checkpoint.resume import Origin, check_fits, find_origins, remembered, resumed_state
 from runner.config.entry_points import find_entry_point
 from runner.config.flags import Device, TrainOptions, flag_of, recall
@@ -132,6 +132,9 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
     check_sinks(options)
     check_apart(options, launched.root)
     check_outputs(options)
+    if options.resume.source is None and options.lora is None:
+        nbytes = 2 * launched.shape.num_params  # at least, in bfloat16 and without optimizer state: ranks know the rest
+        check_space(options, checkpoint_nbytes=nbytes, weights_nbytes=nbytes)
     origins, training = find_origins(Origin(launched.root, launched.read), options), None
     if options.resume.source != "auto":
         (start,) = origins

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from manifests.command.console import STDOUT, check_open
+from manifests.command.sizes import show_bytes
 from manifests.digest import PREFIX, digest_bytes
 from manifests.errors import InputError, OutputError, Parameter, refused_by_system
 from manifests.store import write_file
@@ -79,7 +80,7 @@ def check_new_file(path: Path, flag: str, *, force: bool) -> None:
     if path.exists() and not force:
         hint = f"choose another {flag}, or replace it with {Parameter('force', True)}"
         raise OutputError(str(path), "already exists", hint, code="output.exists")
-    check_writable(path.parent, f"{flag} {path}")
+    check_writable(path.parent, f"{flag} {path}", "choose a folder that this user can write to")
 
 
 def check_stdout() -> None:
@@ -127,7 +128,8 @@ def check_room(needs: Iterable[tuple[str, Path, int]]) -> None:
             free = disk.f_bavail * disk.f_frsize
             if disk.f_blocks and needed[device] > free:  # some file systems report 0 blocks
                 raise OutputError(
-                    where, f"expected {needed[device]} bytes free in {above}, found {free}", "choose another disk",
+                    where, f"expected {show_bytes(needed[device])} free in {above}, found {show_bytes(free)}",
+                    "choose another disk",
                     code="output.disk-full",
                 )  # fmt: skip
 

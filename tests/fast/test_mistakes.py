@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -168,6 +169,21 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / "model.safetensors").write_text(pointer)
     (folder / "other.jsonl").write_text('{"content": "x"}\n')
     return folder
+
+
+@pytest.mark.parametrize("flag", ["--save", "--checkpoint"])
+def test_disk_without_room_for_the_weights_is_refused_before_ranks_start(
+    flag: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_bavail=1, f_frsize=4096, f_blocks=10))
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("sys.argv", shlex.split(f"{TRAIN} --device cpu {flag} out"))
+    with pytest.raises(SystemExit) as ended:
+        runner_main()
+    assert ended.value.code == 3
+    assert f"error: {flag} " in (printed := capsys.readouterr().err)
+    assert "[output.disk-full]" in printed
+    assert "4.00 KiB" in printed
 
 
 @pytest.mark.parametrize(("typed", "where", "cure"), MISTAKES, ids=[typed for typed, _, _ in MISTAKES])
