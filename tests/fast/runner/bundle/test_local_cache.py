@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from manifests.command.sizes import show_bytes
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, ShardError, UnreachableError, UserError
 from manifests.schema import MOMENTS, WEIGHTS, Manifest, Shard
@@ -174,8 +175,8 @@ def test_full_disk_is_refused_before_copying(
     with pytest.raises(UserError) as error:
         folder.check_room(shards)
     assert (error.value.where, error.value.code) == (f"--stage-to-local {folder.path.parent}", "output.disk-full")
-    assert f" {needed} more bytes" in error.value.problem
-    assert f" {old.name} (4096 bytes)" in error.value.hint
+    assert f" {show_bytes(needed)} more" in error.value.problem
+    assert f" {old.name} (4.00 KiB)" in error.value.hint
     folder.check_room(shards[:1])  # it is cached already
 
 
