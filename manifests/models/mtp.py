@@ -49,18 +49,19 @@ class MtpLayers:
         Those are of the forms of Note [Names of MTP layers], in models whose stages hand on nothing but the hidden
         state.
         """
-        if shape is None or entry.hands_on_trees:
+        has_beside = is_beside(entry.architecture, BESIDE)
+        if shape is None or entry.hands_on_trees or not (entry.mtp or has_beside):
             return None
         by_module = shape.by_module()
         listed = [module for module in shape.modules if module.startswith(f"{entry.layers}.")]
-        last, modules = listed[: shape.num_layers][-1], tuple(listed[shape.num_layers :])
-        if is_beside(entry.architecture, BESIDE) and BESIDE in by_module:
-            layer = cls(modules=(BESIDE,), in_stages=f"{entry.layers}.{shape.num_layers}.")
+        if has_beside:
+            layer, last = cls(modules=(BESIDE,), in_stages=f"{entry.layers}.{shape.num_layers}."), listed[-1]
             names = {f"{layer.in_stages}{leaf}" for leaf in _OWN}
             names |= {f"{layer.in_stages}{fqn.removeprefix(f'{last}.')}" for fqn in by_module[last]}
-            return layer if set(map(layer.in_files, names)) == set(by_module[BESIDE]) else None
+            return layer if set(map(layer.in_files, names)) == set(by_module.get(BESIDE, ())) else None
+        modules = tuple(listed[shape.num_layers :])
         leaves = [{fqn.removeprefix(f"{module}.") for fqn in by_module[module]} for module in modules]
-        if entry.mtp is None or not modules or not all(map(_OWN.issubset, leaves)):
+        if not modules or not all(map(_OWN.issubset, leaves)):
             return None
         copies = (name for name in (EMBEDDING, HEAD) if all(f"{name}.weight" in names for names in leaves))
         return cls(modules=modules, copies=frozenset(copies))
