@@ -102,18 +102,27 @@ class GroupNumbers:
         self._owners = {fqn: tied[0] for tied in ties for fqn in tied}
         self._rest = next((number for number, group in enumerate(groups) if not group.fqns), len(groups) - 1)
         self._exact: dict[str, int] = {}
-        self._patterns: list[tuple[re.Pattern[str], int]] = []
+        # By what stands before the first wildcard: there may be hundreds, and tens of thousands of FQNs.
+        self._patterns: dict[str, list[tuple[re.Pattern[str], int]]] = {}
         for number, group in enumerate(groups):
             for fqn in group.fqns:
-                if _PATTERN.search(fqn):
-                    self._patterns.append((re.compile(translate(fqn)), number))
+                if wildcard := _PATTERN.search(fqn):
+                    prefixed = self._patterns.setdefault(fqn[: wildcard.start()], [])
+                    prefixed.append((re.compile(translate(fqn)), number))
                 else:
                     self._exact.setdefault(fqn, number)
+        self._lengths = {len(prefix) for prefix in self._patterns}
 
     def of(self, fqn: str) -> int:
         fqn = self._owners.get(fqn, fqn)
-        matched = next((number for pattern, number in self._patterns if pattern.match(fqn)), None)
-        return min((number for number in (matched, self._exact.get(fqn)) if number is not None), default=self._rest)
+        numbers = [
+            number
+            for length in self._lengths
+            for pattern, number in self._patterns.get(fqn[:length], ())
+            if pattern.match(fqn)
+        ]
+        numbers += [self._exact[fqn]] if fqn in self._exact else []
+        return min(numbers, default=self._rest)
 
 
 def compact_patterns(fqns: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
