@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 # `--dist loadfile` gives a file to one worker: of those that take long, none may be begun last.
 LONGEST = (
-    "test_parity.py", "test_resume.py", "test_faults.py", "test_parallel.py", "test_memory_measured.py",
-    "test_catalogue_trained.py", "test_launch.py", "test_saving_faults.py", "test_reading.py", "test_flipped_bits.py",
-    "test_families.py", "test_compute.py", "test_local_job.py", "test_life.py", "test_lock_files.py",
-    "test_object_pack.py", "test_training.py", "test_data_resumed.py",
+    "test_matrix.py", "test_parallel.py", "test_plants.py", "test_resume.py", "test_faults.py",
+    "test_catalogue_trained.py", "test_parity.py", "test_families.py", "test_own_flags.py", "test_flipped_bits.py",
+    "test_memory_measured.py", "test_mtp.py", "test_adapters.py", "test_launch.py", "test_saving_faults.py",
+    "test_publish.py", "test_training.py", "test_compute.py", "test_eval_nodes.py", "test_microbatch_memory.py",
+    "test_own_losses.py", "test_reading.py", "test_nodes_meeting.py", "test_local_job.py", "test_life.py",
+    "test_lock_files.py", "test_object_pack.py", "test_data_resumed.py",
 )  # fmt: skip
 
 

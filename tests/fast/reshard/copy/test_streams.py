@@ -82,18 +82,25 @@ def test_reader_that_has_gone_ends_a_command_as_sigpipe_does_and_without_a_word(
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+CODES = {
+    "$RESHARD layout pp=2 --layers 4": 0,
+    "$RESHARD layout pp=5 --layers 2": 2,
+    "$RESHARD plan gone --layout pp=2": 3,
+    "$RESHARD plan --nothing": 2,
+    "$RUNNER launch gone -- --data synthetic": 3,
+    "$RUNNER nothing": 2,
+}
+SILENT = ("2>&-", "<&- 2>&-", "2>/dev/full")
+
+
 @pytest.mark.parametrize(
-    ("command", "code"),
+    ("command", "code", "streams"),
     [
-        ("$RESHARD layout pp=2 --layers 4", 0),
-        ("$RESHARD layout pp=5 --layers 2", 2),
-        ("$RESHARD plan gone --layout pp=2", 3),
-        ("$RESHARD plan --nothing", 2),
-        ("$RUNNER launch gone -- --data synthetic", 3),
-        ("$RUNNER nothing", 2),
+        pytest.param(*case, SILENT[(row + turn) % 3], marks=pytest.mark.slow if turn else ())
+        for row, case in enumerate(CODES.items())
+        for turn in range(3)
     ],
 )
-@pytest.mark.parametrize("streams", ["2>&-", "<&- 2>&-", "2>/dev/full"])
 def test_standard_error_that_takes_nothing_changes_no_code(
     command: str, code: int, streams: str, place: Path, whole: Callable[[str], subprocess.CompletedProcess[bytes]]
 ) -> None:

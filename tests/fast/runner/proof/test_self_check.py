@@ -79,11 +79,10 @@ def test_what_is_wrong_with_an_option_alone_is_refused_by_its_name(
         wording(re.sub(r"the gradient .*", "…", str(caught.value)))
 
 
-@pytest.mark.parametrize("master", ["fp32", "bf16"])
-def test_right_stages_pass_with_all_options(master: Dtype, twin: Callable[[str], Generic]) -> None:
-    compute = ComputeOptions(dtype="bf16", master_dtype=master, recompute="full", loss_chunk=512)
+def test_right_stages_pass_with_all_options(twin: Callable[[str], Generic]) -> None:
+    compute = ComputeOptions(dtype="bf16", master_dtype="fp32", recompute="full", loss_chunk=512)
     check(twin("nothing"), 1, 0, 4, run=RunOptions(compute=compute, splitting="ZBVZeroBubble"))
-    check(twin("nothing"), 3, run=RunOptions(compute=replace(compute, recompute="selective")))
+    check(twin("nothing"), 3, run=RunOptions(compute=replace(compute, master_dtype="bf16", recompute="selective")))
 
 
 def test_buffers_that_transformers_keeps_in_float32_are_not_rounded(twin: Callable[[str], Generic]) -> None:
@@ -121,7 +120,6 @@ def test_models_that_compute_in_two_dtypes_pass_in_bfloat16(name: str) -> None:
     family = family_for({**config_of(name).to_dict(), "architectures": [name]}, max_seq_len=8)
     assert isinstance(family, Generic)
     compute = ComputeOptions(dtype="bf16", recompute="full")
-    check(family, run=RunOptions(compute=compute))
     check(family, len(family.modules) // 2, run=RunOptions(compute=replace(compute, loss_chunk=5)))
 
 

@@ -90,9 +90,16 @@ def peak_nbytes(folder: Path, options: ComputeOptions) -> int:
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> tuple[float, Mapping[str, torch.Tensor]]:
+    return train(folder, ComputeOptions())
+
+
 @pytest.mark.parametrize("recompute", ["full", "selective", 2, 3])
-def test_recomputed_layers_give_the_same_bits(folder: Path, recompute: Recompute) -> None:
-    loss, gradients = train(folder, ComputeOptions())
+def test_recomputed_layers_give_the_same_bits(
+    folder: Path, recompute: Recompute, plain: tuple[float, Mapping[str, torch.Tensor]]
+) -> None:
+    loss, gradients = plain
     again, found = train(folder, ComputeOptions(recompute=recompute), num_stages=2)
     assert again == loss
     assert found.keys() == gradients.keys()
@@ -108,8 +115,10 @@ def test_the_more_is_recomputed_the_less_is_kept(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 64, 1000])
-def test_head_in_chunks_gives_the_same_gradients(folder: Path, num_tokens: int) -> None:
-    loss, gradients = train(folder, ComputeOptions())
+def test_head_in_chunks_gives_the_same_gradients(
+    folder: Path, num_tokens: int, plain: tuple[float, Mapping[str, torch.Tensor]]
+) -> None:
+    loss, gradients = plain
     again, found = train(folder, ComputeOptions(loss_chunk=num_tokens), num_stages=2)
     assert again == pytest.approx(loss, rel=1e-6)
     for fqn, gradient in gradients.items():
