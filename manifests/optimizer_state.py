@@ -102,7 +102,7 @@ class GroupNumbers:
         self._owners = {fqn: tied[0] for tied in ties for fqn in tied}
         self._rest = next((number for number, group in enumerate(groups) if not group.fqns), len(groups) - 1)
         self._exact: dict[str, int] = {}
-        # By what stands before the first wildcard: there may be hundreds, and tens of thousands of FQNs.
+        # By the text before the first wildcard: there may be hundreds of them, and tens of thousands of FQNs.
         self._patterns: dict[str, list[tuple[re.Pattern[str], int]]] = {}
         for number, group in enumerate(groups):
             for fqn in group.fqns:
