@@ -130,8 +130,7 @@ class Ready:
         return self._gather(0 if is_writer else None, 1), replace(self.save_context, num_writers=1)
 
     def _gather(self, writer: int | None, num_writers: int) -> Held:
-        with raise_on_all_ranks("save"):
-            return whole_weights(self.chunks, self.launched.manifest.ties, writer=writer, num_writers=num_writers)
+        return whole_weights(self.chunks, self.launched.manifest.ties, writer=writer, num_writers=num_writers)
 
 
 def begin(

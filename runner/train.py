@@ -104,6 +104,8 @@ def run(launched: Packed, options: TrainOptions, world: World, device: torch.dev
                 "first_step": ready.num_steps + 1,
                 "layout": ready.mesh.degrees.flags,
             }
+            if options.checkpoint is not None:  # for a status that is asked from another folder
+                resolved["checkpoint"] = str(options.checkpoint.history.absolute())
             note_resolved(options.log_dir, resolved)
         with ready.deferred, open_metrics(ready, world, device) as metrics:
             _train_and_save(ready, metrics, world, device)
@@ -168,11 +170,12 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
         if failure is not None:
             raise failure
         metrics.ended(from_all_ranks(peak_memory_nbytes(device)), next_command(options, ready.launched.location))
-        rate = measure_rate(device) if options.traced else None
         if world.rank == 0:
-            if options.traced:
-                write_run_times(ready.launched, options.log_dir, ready.mesh.degrees, rate)
             _note_end(options.log_dir, RunState(step=trained.step, ended="done"))
+        if options.traced:
+            rate = measure_rate(device)
+            if world.rank == 0:
+                write_run_times(ready.launched, options.log_dir, ready.mesh.degrees, rate)
 
 
 def check_writes(ready: Ready, world: World) -> None:

@@ -51,7 +51,10 @@ def share_out(
         try:
             jobs = [pool.submit(run, shares.taker(0 if in_order else number), stop) for number in range(num_threads)]
             failed = wait(jobs, return_when=FIRST_EXCEPTION).done
-        finally:
+        except BaseException:
+            stop.set()
+            raise
+        if any(job.exception() is not None for job in failed):
             stop.set()
     errors = [error for job in (*failed, *jobs) if (error := job.exception()) is not None]
     # A thread that was stopped because of another's failure says only that.

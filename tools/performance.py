@@ -174,8 +174,9 @@ def _of_steps(rows: Mapping[str, Any]) -> str:
 def _gpu_sentences(results: Mapping[str, Any]) -> Iterator[str]:
     suite, mfu, saving, load = (results[name] for name in ("gpu-suite", "gpu-mfu", "gpu-saving", "gpu-load"))
     yield (
-        f"- {suite['passed']} of {suite['passed'] + suite['failed']} tests passed on one {suite['gpu']} with torch "
-        f"{suite['torch']} ({suite['date']}, commit {suite['commit']}); the file names the others. Two and four ranks "
+        f"- {suite['passed']} of {suite['passed'] + suite['failed'] + suite['skipped']} tests passed on one "
+        f"{suite['gpu']} with torch {suite['torch']} ({suite['date']}, commit {suite['commit']}), and "
+        f"{suite['failed']} failed; the file names the others. Two and four ranks "
         f"shared the GPU and exchanged through host memory: no run has used NCCL between GPUs {_link('gpu-suite')}."
     )
     yield (

@@ -66,6 +66,13 @@ class MtpLayers:
         copies = (name for name in (EMBEDDING, HEAD) if all(f"{name}.weight" in names for names in leaves))
         return cls(modules=modules, copies=frozenset(copies))
 
+    @classmethod
+    def trained(cls, entry: CatalogueEntry, shape: ModelShape) -> tuple[str, ...]:
+        """Return the modules that are trained: all but those that transformers ignores, unless these are among them."""
+        mtp = cls.find(entry, shape)
+        left_out = shape.optional.difference(mtp.modules if mtp else ())
+        return tuple(module for module in shape.modules if module not in left_out)
+
     def in_files(self, fqn: str) -> str:
         """Return the name in files of a tensor by its name in DeepSeek-V3's form."""
         leaf = fqn.removeprefix(self.in_stages)

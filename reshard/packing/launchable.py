@@ -9,6 +9,7 @@ from manifests.models import ConfigReader
 from manifests.models.combinations import check_degrees
 from manifests.models.config import CONFIG_NAME
 from manifests.models.generic_limits import check_fields, check_modules, check_positions
+from manifests.models.mtp import MtpLayers
 from manifests.models.trainable import (
     check_trainable,
     choose_implementation,
@@ -34,7 +35,7 @@ def check_launch(checkpoint: Checkpoint, layout: StageLayout, forecast: Forecast
     try:
         check_trainable(shape.architecture, is_described=is_described)
         if entry is not None:
-            check_modules(entry, shape.modules, layout.stages, CONFIG_NAME)
+            check_modules(entry, MtpLayers.trained(entry, shape), layout.stages, CONFIG_NAME)
             if choose_implementation(shape.architecture) == "transformers":
                 check_fields(entry, reader)
     except UserError:

@@ -13,6 +13,7 @@ from manifests.errors import UserError
 from manifests.models import ModelShape
 from manifests.models.combinations import check_degrees
 from manifests.models.generic_limits import check_modules
+from manifests.models.mtp import MtpLayers
 from manifests.models.trainable import generic_entry
 from manifests.models.training import POLICIES, Recompute, Training
 from manifests.module_times import MeasuredTimes
@@ -155,7 +156,7 @@ class Space:
         try:
             layout = parse_layout(spec, self.inventory, costs=self.costs)
             if entry is not None:
-                check_modules(entry, self.shape.modules, layout.stages, "config.json")
+                check_modules(entry, MtpLayers.trained(entry, self.shape), layout.stages, "config.json")
             return layout
         except UserError as error:
             self.refusals.setdefault(f"{spec}: {error.problem}")

@@ -61,7 +61,12 @@ def whole_weights(
     def choose(piece: Piece) -> Piece | None:
         chosen = writers.setdefault(piece.fqn, nbytes.index(min(nbytes)))
         nbytes[chosen] += piece.memory.nbytes
-        return replace(piece, memory=piece.memory.cpu()) if chosen == writer else None
+        if chosen != writer:
+            return None
+        memory = piece.memory.cpu()
+        if memory.untyped_storage().nbytes() > memory.nbytes:  # a view would keep what others write
+            memory = memory.clone()
+        return replace(piece, memory=memory)
 
     return _weights(chunks, groups, lambda weight: whole_of(master_of(weight)), constants=lambda _: True, choose=choose)
 

@@ -274,7 +274,7 @@ def _check_here(
     check_gpus(len(memories), nproc_per_node)
     if memories and gpu_nbytes is None:
         _check_memory(launched, options, degrees, int(min(memories[:nproc_per_node]) * 2**30), "nvidia-smi")
-    check_beginning(launched, options, degrees)
+    check_beginning(launched, options, degrees, dry_run=dry_run)
     is_known = options.resume.source is None  # a checkpoint may recall other dtypes and batch sizes
     if not dry_run and is_known and not memories and (options.device == "cpu" or not has_gpu()):
         check_host_memory(_plan_memory(launched, options, degrees, host_memory="compact"), degrees.per_stage)

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -175,9 +176,11 @@ def find_status(log_dir: Path) -> dict[str, Any]:
     report["last_heartbeat_s"] = max((beat.time for beat in read_beats(log_dir)), default=None)  # since the epoch
     report |= _progress(log_dir / "metrics.jsonl")
     # A checkpoint is committed before its line is written, which a kill may prevent.
-    if (history := config.get("checkpoint")) and report["last_step"]:
-        newest = find_newest(Path(str(history)), report["last_step"])
-        report["last_checkpoint"] = str(newest) if newest else report["last_checkpoint"]
+    history = Path(str(config.get("checkpoint") or ""))
+    if history.is_absolute() and report["last_step"]:
+        with suppress(InputError):  # a folder that only the nodes see
+            newest = find_newest(history, report["last_step"])
+            report["last_checkpoint"] = str(newest) if newest else report["last_checkpoint"]
     return report
 
 

@@ -118,14 +118,12 @@ def intersect(region: Slice, other: Slice) -> Slice | None:
     return Slice(offset=begin, shape=shape, whole_shape=region.whole_shape) if all(n > 0 for n in shape) else None
 
 
-def blocks_of(
-    stored: tuple[int, ...], region: Slice, itemsize: int, most_nbytes: int = BLOCK_NBYTES
-) -> Iterator[Block]:
-    """Split a region of a stored tensor into blocks, in the order of their bytes.
+def blocks_of(stored: tuple[int, ...], region: Slice, itemsize: int, most_nbytes: int = 0) -> Iterator[Block]:
+    """Split a region of a stored tensor into blocks of `most_nbytes` or BLOCK_NBYTES, in the order of their bytes.
 
     The region has at least one element, the stored tensor at least one dimension; `region.offset` is within it.
     """
-    return _split(stored, region.offset, region.shape, itemsize, most_nbytes, 0, ())
+    return _split(stored, region.offset, region.shape, itemsize, most_nbytes or BLOCK_NBYTES, 0, ())
 
 
 def ranges_of(stored: tuple[int, ...], region: Slice, itemsize: int) -> Iterator[tuple[int, int]]:
@@ -150,7 +148,8 @@ def _split(
     row_nbytes = prod(stored[1:]) * itemsize
     gap_nbytes = row_nbytes - _span(stored[1:], shape[1:]) * itemsize
     first = begin + offset[0] * row_nbytes
-    if row_nbytes <= most_nbytes and gap_nbytes < _GAP_NBYTES:
+    # What is read and hashed depends on this one size, whatever blocks it is read in.
+    if row_nbytes <= BLOCK_NBYTES and gap_nbytes < _GAP_NBYTES:
         step = most_nbytes // row_nbytes
         for row in range(0, shape[0], step):
             count = min(step, shape[0] - row)

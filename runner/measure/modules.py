@@ -152,7 +152,19 @@ def _time(
 
 
 def _time_step(chunk: StageChunk) -> tuple[float, int]:
-    """Return the median seconds of the gradient norm and AdamW's step, and the number of parameters."""
+    """Return the median seconds of the gradient norm and AdamW's step, and the number of parameters.
+
+    Of a module that leaves no memory for AdamW's state nothing is known: seconds are used by parameter.
+    """
+    try:
+        return _time_adamw(chunk)
+    except (RuntimeError, MemoryError) as error:
+        if exhausted(error) is None:
+            raise
+        return 0.0, 0
+
+
+def _time_adamw(chunk: StageChunk) -> tuple[float, int]:
     parameters = [parameter for parameter in chunk.body.parameters() if parameter.grad is not None]
     if not parameters:
         return 0.0, 0

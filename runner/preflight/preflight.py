@@ -121,8 +121,10 @@ def check_request(launched: Packed, options: TrainOptions, world_size: int) -> P
     return degrees
 
 
-def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDims) -> None:
+def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDims, *, dry_run: bool = False) -> None:
     """Check, without torch, that a run on this machine has its inputs, and can write its outputs.
+
+    A dry run may be for another machine, whose disk has room.
 
     Ranks check all of this again. The checkpoints of `--resume auto` are left to them: they skip damaged ones.
 
@@ -132,7 +134,7 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
     check_sinks(options)
     check_apart(options, launched.root)
     check_outputs(options)
-    if options.resume.source is None and options.lora is None:
+    if options.resume.source is None and options.lora is None and not dry_run:
         nbytes = 2 * launched.shape.num_params  # at least, in bfloat16 and without optimizer state: ranks know the rest
         check_space(options, checkpoint_nbytes=nbytes, weights_nbytes=nbytes)
     origins, training = find_origins(Origin(launched.root, launched.read), options), None
@@ -214,9 +216,7 @@ def check_model(launched: Packed, implementation: Implementation | None = None) 
         TITAN_FIELDS[shape.architecture](config, where).check_modules(modules)
     elif (entry := generic_entry(shape.architecture)) is not None and launched.manifest.model.description is None:
         check_fields(entry, ConfigReader(config, where))
-        mtp = MtpLayers.find(entry, shape)
-        trainable = (set(shape.modules) - shape.optional).union(mtp.modules if mtp else ())
-        check_modules(entry, trainable, launched.stage_modules, where)
+        check_modules(entry, MtpLayers.trained(entry, shape), launched.stage_modules, where)
 
 
 def check_length(launched: Packed, options: TrainOptions) -> None:

@@ -63,3 +63,18 @@ def test_first_failure_is_raised_not_what_it_stopped() -> None:
 
     with pytest.raises(ZeroDivisionError):
         for_each(range(2), work, 2)
+
+
+def test_event_is_set_by_a_failure_and_by_nothing_else() -> None:
+    stop, taken = threading.Event(), list[int]()
+
+    def run(take: Take[int], stop: threading.Event) -> None:
+        while not stop.is_set() and (item := take()) is not None:
+            taken.append(1 // item)
+
+    for _ in range(2):
+        share_out(range(1, 4), run, stop=stop)
+    assert (len(taken), stop.is_set()) == (6, False)
+    with pytest.raises(ZeroDivisionError):
+        share_out(range(2), run, stop=stop)
+    assert stop.is_set()

@@ -82,6 +82,9 @@ def test_newest_checkpoint_is_named_by_the_status_though_a_kill_came_before_its_
     write_run_record(log, {"id": "x", "launches": [{"resolved": {"steps": 12, "checkpoint": str(history)}}]})
     (log / "metrics.jsonl").write_text('{"rank": 0, "load_s": 0.1}\n{"step": 5, "loss": 1.0}\n')
     assert find_status(log)["last_checkpoint"] == str(history / "step-000002")
+    shutil.rmtree(history)
+    history.write_text("no folder")
+    assert (find_status(log)["last_step"], find_status(log)["last_checkpoint"]) == (5, None)
 
 
 def test_copy_under_the_name_of_another_step_is_no_checkpoint_and_does_not_push_out_the_newest(

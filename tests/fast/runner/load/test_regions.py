@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from manifests.digest import Hasher, digest_hex
 from manifests.slices import Slice
 from runner.load import fill as regions
-from runner.load.fill import blocks_of, fill, intersect
+from runner.load.fill import blocks_of, fill, intersect, ranges_of
 
 POSITION = 40  # of a stored tensor in its file
 
@@ -106,3 +106,13 @@ def test_intersection_is_what_both_have(one: Slice, other: Slice) -> None:
     if both is not None:
         cut(marked, both).sub_(2)
         assert not bool((marked == 2).any())
+
+
+@pytest.mark.parametrize("most_nbytes", [1 << 20, 4 << 20])
+def test_larger_blocks_have_the_same_bytes(most_nbytes: int) -> None:
+    region = Slice(offset=(0, 0, 0), shape=(2, 1024, 1024), whole_shape=(2, 1025, 1024))
+    blocks = list(blocks_of(region.whole_shape, region, 2, most_nbytes))
+    assert sum(block.nbytes for block in blocks) == sum(
+        end - begin for begin, end in ranges_of(region.whole_shape, region, 2)
+    )
+    assert max(block.nbytes for block in blocks) <= most_nbytes

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
@@ -185,3 +186,16 @@ def test_file_that_exists_is_kept(tmp_path: Path) -> None:
     assert isinstance(ended.exception, UserError)
     assert ended.exception.code == "output.exists"
     assert (tmp_path / "times.json").read_text() == "mine"
+
+
+def test_module_that_leaves_no_memory_for_adamw_has_times_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    save_tiny(tmp_path / "model", "LlamaForCausalLM")
+    packed = pack(tmp_path)
+    monkeypatch.setattr(torch.optim, "AdamW", fail)
+    assert len(measured(packed, *SIZES)) == 7
+    assert "step" not in json.loads((tmp_path / "times.json").read_text())

@@ -11,13 +11,14 @@ import torch
 from manifests.errors import InputError
 from manifests.placement import Placement
 from manifests.schema import MOMENTS, RandomState
-from runner.checkpoint.state import Held, HostCopy, held_state, held_weights
+from runner.checkpoint.state import Held, HostCopy, held_state, held_weights, whole_weights
 from runner.config.schema import OptimOptions
 from runner.models import family_for
-from runner.pipeline.chunk import build_chunks, named_hf_parameters
+from runner.pipeline.chunk import build_chunks, materialize, named_hf_parameters
 from runner.training.optimizer import Optimizer
 from runner.training.rng import restore_rng, rng_state
 from runner.training.ties import build_ties, lead_parameters
+from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.tiny import CPU, EMBEDDING, HEAD, fill, head_tie, read_config, save_model, split_evenly
 
 
@@ -123,3 +124,16 @@ def test_random_numbers_go_on_where_they_were_on_as_many_ranks() -> None:
     assert not restore_rng((other, state), 0, 1, CPU)
     assert not restore_rng((), 0, 1, CPU)
     assert torch.get_rng_state().equal(now)
+
+
+def test_writer_of_a_part_keeps_no_more_than_that_part(tmp_path: Path) -> None:
+    """Experts are views of one parameter."""
+    save_tiny(tmp_path, "Qwen3MoeForCausalLM")
+    family = family_for(read_config(tmp_path), max_seq_len=8)
+    chunks = build_chunks(family, (family.modules,), (0,))
+    materialize(chunks[0], device=CPU, dtype=torch.float32)
+    parts = [whole_weights(chunks, (), writer=writer, num_writers=2) for writer in range(2)]
+    for part in parts:
+        memories = [piece.memory for kinds in part.values() for pieces in kinds.values() for piece in pieces]
+        kept = {memory.untyped_storage().data_ptr(): memory.untyped_storage().nbytes() for memory in memories}
+        assert sum(kept.values()) == sum(memory.nbytes for memory in memories) > 0
