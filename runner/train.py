@@ -101,6 +101,7 @@ def run(launched: Packed, options: TrainOptions, world: World, device: torch.dev
             resolved = {
                 **ready.options.values,
                 "num_ranks": world.size,
+                "ranks_per_node": world.local_size,
                 "first_step": ready.num_steps + 1,
                 "layout": ready.mesh.degrees.flags,
             }

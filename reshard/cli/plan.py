@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.core import ParameterSource
@@ -156,7 +155,8 @@ def _times_of_run(log_dir: Path) -> MeasuredTimes:
         hint = "give a run that traced some steps: runner launch … -- --trace 10-20"
         raise InputError(str(path), "no such file", hint, code="options.no-times")
     times = read_times(path)
-    for name in ("seq_len", "microbatch"):
+    link = () if times.step is None or times.step.rate is None else ("num_ranks", "ranks_per_node")
+    for name in ("seq_len", "microbatch", *link):
         if type(number := times.how.get(name)) is not int or number < 1:
             problem = f"expected a number from 1 up, found {number!r}"
             raise InputError(f"{path}: measured.{name}", problem, code="options.cost-file")
@@ -232,8 +232,9 @@ def _search(
     seq_len = assumed.seq_len if times is not None or "seq_len" in given else defaults.SEARCH_SEQ_LEN
     batch, hardware = assumed.global_batch or max(512, search["gpus"]), read_hardware(search["hardware"])
     if times is not None and times.step is not None and times.step.rate is not None and "hardware" not in given:
-        is_node = times.how.get("num_ranks", math.inf) <= search["gpus_per_node"]
-        hardware = replace(hardware, **{"node" if is_node else "network": times.step.rate})
+        is_node = times.how["num_ranks"] <= times.how["ranks_per_node"]
+        measured: Literal["node", "network"] = "node" if is_node else "network"
+        hardware = replace(hardware, **{measured: times.step.rate}, measured=measured)
     request = SearchRequest(
         **numbers, memory_limit=assumed.memory_limit, global_batch=batch, seq_len=seq_len, hardware=hardware,
         fixed=fixed, measured=times, optimizer=assumed.optimizer, ema=assumed.ema,

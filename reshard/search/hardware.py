@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from manifests.errors import UsageError
 
@@ -13,16 +14,20 @@ from manifests.errors import UsageError
 class Hardware:
     """A GPU's peak in dense bfloat16 products, and what it sends to others on its node and on other nodes.
 
+    `measured` is the rate that a run has measured, if there is one.
+
     Units: FLOP/s, and bytes per second in one direction.
     """
 
     peak: float
     node: float
     network: float
+    measured: Literal["node", "network"] | None = None
 
     def __str__(self) -> str:
-        rates = f"{self.peak / 1e12:g} TFLOP/s, {self.node / 1e9:g} GB/s on a node"
-        return f"{rates}, {self.network / 1e9:g} GB/s between nodes"
+        run = {self.measured: " (--from-run)"}
+        rates = f"{self.peak / 1e12:g} TFLOP/s, {self.node / 1e9:g} GB/s on a node{run.get('node', '')}"
+        return f"{rates}, {self.network / 1e9:g} GB/s between nodes{run.get('network', '')}"
 
 
 # Sources: peaks, the data sheets that torchtitan 0.3.0 quotes in tools/utils.py (`get_peak_flops`); NVLink of the H100,

@@ -15,7 +15,7 @@ from runner.report.read import RunLog, Traces, read_run
 from runner.rundir.records import config_of
 
 logger = logging.getLogger("runner")
-_HOW = ("seq_len", "microbatch", "dtype", "master_dtype", "ac", "tp", "ep", "num_ranks")
+_HOW = ("seq_len", "microbatch", "dtype", "master_dtype", "ac", "tp", "cp", "ep", "num_ranks", "ranks_per_node")
 _NBYTES = {"bf16": 2}
 _SEQ_LEN = 4096  # of a run whose record lacks it; how FLOPs are divided hardly depends on it
 

@@ -103,6 +103,13 @@ def test_what_is_refused_for_a_model_is_named(tmp_path: Path) -> None:
     assert f"at least {-(-8 * result.shape.num_params // int(0.9 * (80 << 30)))} GPUs" in shown
 
 
+def test_state_of_a_tied_model_has_its_embedding_once() -> None:
+    result = find_layouts(CONFIGS / "gemma-3-1b.json", request(1, 8, 8))
+    embedding = result.shape.count_params(result.shape.ties[0][0])
+    assert (result.best, result.policy) == ((), "bf16")
+    assert result.state_nbytes == 8 * result.shape.num_params + 2 * embedding  # the head has a gradient of its own
+
+
 @pytest.mark.parametrize(
     ("name", "gpus", "memory", "batch", "optimizer"),
     [
@@ -247,11 +254,9 @@ def test_search_takes_the_times_of_a_run(tmp_path: Path) -> None:
 
 def test_rest_of_a_measured_step_and_its_network_are_in_planned_steps(tmp_path: Path) -> None:
     config = CONFIGS / "llama-3.1-8b.json"
-    without = write_run(tmp_path / "without", config, num_ranks=2)
+    without = write_run(tmp_path / "without", config, num_ranks=2, ranks_per_node=2)
     num_params, rate, log = 8_030_261_248, 1e9, Path(shutil.copytree(without, tmp_path / "log"))
-    document = json.loads((log / "times.json").read_text())
-    document["step"] = {"rest_s": 3.0, "num_params": num_params // 2, "nbytes_per_s": rate}
-    (log / "times.json").write_text(json.dumps(document))
+    add_step(log, rest_s=3.0, num_params=num_params // 2, nbytes_per_s=rate)
     words = ("--gpus", "2", "--gpu-memory", "200GB", "--global-batch", "64", "--microbatch", "2", "--pp", "1", "--json")
     sent_s = {"dp-replicate": 4 * num_params / rate, "dp-shard": 0.5 * 8 * num_params / rate}
     for flag, seconds in sent_s.items():
@@ -264,6 +269,34 @@ def test_rest_of_a_measured_step_and_its_network_are_in_planned_steps(tmp_path: 
         planned = reshard("plan", config, "--layout", "pp=1", f"--{flag}", "2", "--global-batch", "64", "--json",
                           "--from-run", log).json  # fmt: skip
         assert planned["step_s"] == pytest.approx(step_s)
+
+
+@pytest.mark.parametrize(("ranks_per_node", "link"), [(4, "network"), (8, "node")])
+def test_rate_of_a_run_is_that_of_its_slowest_link(ranks_per_node: int, link: str, tmp_path: Path) -> None:
+    config = CONFIGS / "llama-3.1-8b.json"
+    log = write_run(tmp_path / "log", config, num_ranks=8, ranks_per_node=ranks_per_node)
+    add_step(log, rest_s=0.0, num_params=1, nbytes_per_s=1e9)
+    words = ("plan", config, "--gpus", "8", "--gpu-memory", "200GB", "--tp", "1", "--from-run", log)
+    hardware = reshard(*words, "--json").json["assumed"]["hardware"]
+    rates = {"node": HARDWARE["h100"].node, "network": HARDWARE["h100"].network, link: 1e9}
+    assert hardware == {"peak": HARDWARE["h100"].peak, **rates, "measured": link}
+    place = {"node": "on a node", "network": "between nodes"}[link]
+    assert f"1 GB/s {place} (--from-run)" in run(*words).out
+    assert "(--from-run)" not in run(*words, "--hardware", "h100").out.partition("modules take")[0]
+
+
+def add_step(log: Path, **step: float) -> None:
+    document = json.loads((log / "times.json").read_text())
+    (log / "times.json").write_text(json.dumps({**document, "step": step}))
+
+
+@pytest.mark.parametrize("how", [{}, {"num_ranks": "8", "ranks_per_node": 8}, {"num_ranks": 8, "ranks_per_node": 0}])
+def test_rate_of_a_run_without_its_ranks_is_refused(how: dict[str, object], tmp_path: Path) -> None:
+    config = CONFIGS / "llama-3.1-8b.json"
+    log = write_run(tmp_path / "log", config, **how)
+    add_step(log, rest_s=0.0, num_params=1, nbytes_per_s=1e9)
+    ended = reshard("plan", config, "--gpus", "8", "--gpu-memory", "200GB", "--from-run", log, "--json")
+    assert ended.refusal[:2] == (3, "options.cost-file")
 
 
 def first_step_s(shown: Any) -> float:
