@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from manifests.models import ModelShape, is_expert
-from manifests.models.memory import MOST_IN_TRANSIT, Memory, estimate_memory
+from manifests.models.memory import MOST_IN_TRANSIT, Memory, MemoryEstimate, estimate_memory
 from manifests.models.shape import BACKWARD_SHARE
 from manifests.models.training import POLICIES, Recompute, Training, parse_recompute
 from manifests.module_times import ModuleTime, reduction_nbytes, ring
@@ -121,8 +121,9 @@ class CostModel:
 
     def state_nbytes(self, policy: Policy) -> int:
         """Return the bytes of all weights, gradients and optimizer state, each once: what GPUs need in any layout."""
-        state = self._kinds_memory(policy, 1, 1, 1, 1, 1, "none")
-        return sum(count * state[kind].state for kind, count in self.counts.items())
+        training = Training(policy=POLICIES[policy], microbatch=1, seq_len=self.request.seq_len)
+        table = schedule_table("GPipe", Placement(num_stages=1, num_ranks=1), 1)
+        return self._estimate_memory([self.shape.modules], table, training).stages[0].state
 
     def simulate(self, candidate: Candidate) -> CandidateForecast:
         """Return what a candidate takes, by its schedule's own table of actions.
@@ -135,16 +136,9 @@ class CostModel:
         is_long = number * placement.num_stages > _MOST_ACTIONS and number % size == 0
         simulated = min(number, _ROUNDS * size) if is_long else number
         table = schedule_table(candidate.schedule, placement, simulated)
-        of_kinds = [[self.kind_of[module] for module in stage] for stage in stages]
-        training = replace(
-            candidate.training(self.request.seq_len), state_of=self._state_of, keeps_average=self.request.ema > 0
-        )
-        shape, layers = self.shape, [list(stage) for stage in stages]
-        if self._has_alike and not isinstance(candidate.recompute, int):  # of every N layers, one recomputes
-            shape, layers = replace(self._alike, ties=shape.ties), of_kinds
-        ranks = estimate_memory(shape, layers, table, training).ranks
+        ranks = self._estimate_memory(stages, table, candidate.training(self.request.seq_len)).ranks
         seconds = self._seconds(candidate)
-        times = [[seconds[kind] for kind in stage] for stage in of_kinds]
+        times = [[seconds[self.kind_of[module]] for module in stage] for stage in stages]
         costs = StageCosts.of(
             [sum(time.forward for time in stage) for stage in times],
             [sum(time.backward for time in stage) for stage in times],
@@ -161,6 +155,14 @@ class CostModel:
         stepped = max(sum(count * self._params[kind] for kind, count in counts) for _, counts in profiles)
         step_s += self._rest_s(candidate, stepped)
         return CandidateForecast(memory=max(rank.total for rank in ranks), bubble=bubble, step_s=step_s)
+
+    def _estimate_memory(self, stages: Sequence[Sequence[str]], table: Table, training: Training) -> MemoryEstimate:
+        """Return the memory of stages, with the request's optimizer; layers that are alike are counted once."""
+        shape, training = self.shape, replace(training, state_of=self._state_of, keeps_average=self.request.ema > 0)
+        if self._has_alike and not isinstance(training.recompute, int):  # of every N layers, one recomputes
+            shape = replace(self._alike, ties=shape.ties)
+            stages = [[self.kind_of[module] for module in stage] for stage in stages]
+        return estimate_memory(shape, stages, table, training)
 
     def _make_profiles(
         self, placement: Placement, stages: Sequence[Sequence[str]]
