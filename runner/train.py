@@ -30,6 +30,7 @@ from runner.checkpoint.resume import Origin, find_origins
 from runner.checkpoint.save import save
 from runner.checkpoint.state import nbytes_of
 from runner.config.flags import TrainOptions, parse_training
+from runner.config.trained import trained_params
 from runner.distributed.fail_together import errors_of_rank, from_all_ranks, from_rank_0, raise_on_all_ranks
 from runner.distributed.rank_process import run_rank
 from runner.distributed.rounds import in_rounds
@@ -176,7 +177,8 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
         if options.traced:
             rate = measure_rate(device)
             if world.rank == 0:
-                write_run_times(ready.launched, options.log_dir, ready.mesh.degrees, rate)
+                trained_counts = trained_params(options, ready.launched.shape)
+                write_run_times(ready.launched, options.log_dir, ready.mesh.degrees, rate, trained_counts)
 
 
 def check_writes(ready: Ready, world: World) -> None:

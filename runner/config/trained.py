@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from manifests.errors import UsageError
 from manifests.models import ModelShape
@@ -24,26 +24,31 @@ def trained_by(options: TrainOptions, ties: Iterable[Collection[str]]) -> Trains
     return lambda fqn: any(pattern.search(name) for pattern in patterns for name in tied.get(fqn, (fqn,)))
 
 
+def trained_params(options: TrainOptions, shape: ModelShape) -> Mapping[str, int]:
+    """Return the numbers of parameters that a run trains, by FQN."""
+    if options.lora is not None:
+        lora = options.lora
+        return dict(adapter_sizes(shape, lora.target, lora.rank, has_experts=lora.experts))
+    trains = trained_by(options, shape.ties) or (lambda fqn: True)
+    return {fqn: shape.count_params(fqn) for fqn in shape.tensors if trains(fqn)}
+
+
 def check_trained(options: TrainOptions, shape: ModelShape) -> None:
     """Check that a run of a model of this shape trains something.
 
     Raises:
         UsageError: no parameter matches.
     """
+    if not (options.lora or options.train_only) or any(trained_params(options, shape).values()):
+        return
     if options.lora is not None:
-        lora = options.lora
-        sizes = adapter_sizes(shape, lora.target, lora.rank, has_experts=lora.experts)
-        if next(sizes, None) is None:
-            raise no_adapters(lora.target, shape.architecture)
-    elif (trains := trained_by(options, shape.ties)) and not any(
-        shape.count_params(fqn) and trains(fqn) for fqn in shape.tensors
-    ):
-        raise UsageError(
-            f"--train-only {options.train_only[0]}",
-            f"matches no parameter of this {shape.architecture}",
-            "it is a regular expression that is searched in names such as model.layers.0.mlp.up_proj.weight",
-            code="options.trains-nothing",
-        )
+        raise no_adapters(options.lora.target, shape.architecture)
+    raise UsageError(
+        f"--train-only {options.train_only[0]}",
+        f"matches no parameter of this {shape.architecture}",
+        "it is a regular expression that is searched in names such as model.layers.0.mlp.up_proj.weight",
+        code="options.trains-nothing",
+    )
 
 
 def no_adapters(target: Target, architecture: str) -> UsageError:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
 from manifests.errors import LogError, UserError
+from manifests.models.adapters import is_adapter
+from manifests.models.shape import is_expert, module_of
 from manifests.module_times import TIMES_NAME, MeasuredTimes, ModuleTime, StepTime, reduction_nbytes
 from manifests.store import write_file
 from runner.bundle.packed import Packed
@@ -21,12 +25,17 @@ _SEQ_LEN = 4096  # of a run whose record lacks it; how FLOPs are divided hardly 
 
 
 def read_run_times(
-    packed: Packed, log_dir: Path, degrees: ParallelDims | None = None, rate: float | None = None
+    packed: Packed,
+    log_dir: Path,
+    degrees: ParallelDims | None = None,
+    rate: float | None = None,
+    trained: Mapping[str, int] | None = None,
 ) -> MeasuredTimes:
     """Return the seconds of each module, from the traced steps of a run of this manifest, and of the rest of a step.
 
     A stage's median time for a microbatch is divided among its modules by their FLOPs. `degrees` are those of the run,
-    by default one rank for each stage, and `rate` is that of `measure_rate`.
+    by default one rank for each stage, `rate` is that of `measure_rate`, and `trained` has the numbers of parameters
+    that the run trains, by default all.
 
     Raises:
         LogError: the run has no traced step, or was of other stages.
@@ -55,39 +64,64 @@ def read_run_times(
                 backward=share * (backward[stage] or inputs[stage] + weights[stage]),
             )
     how = {name: options[name] for name in _HOW if name in options}
-    return MeasuredTimes(modules=times, how=how, step=_step_time(packed, run, run.traces, degrees, rate))
+    degrees = degrees or ParallelDims(pipeline=packed.manifest.placement.num_ranks)
+    if trained is None:
+        trained = {fqn: packed.shape.count_params(fqn) for fqn in packed.shape.tensors}
+    return MeasuredTimes(modules=times, how=how, step=_step_time(packed, run, run.traces, degrees, rate, trained))
 
 
 def _step_time(
-    packed: Packed, run: RunLog, traces: Traces, degrees: ParallelDims | None, rate: float | None
+    packed: Packed, run: RunLog, traces: Traces, degrees: ParallelDims, rate: float | None, trained: Mapping[str, int]
 ) -> StepTime | None:
     """Return what traced steps took beside their schedules, without the reduction of gradients at this rate."""
-    placement, shape, options = packed.manifest.placement, packed.shape, config_of(run.record)
     seconds = {line["step"]: line["step_s"] for line in run.steps if "step_s" in line}
     traced = [(seconds[step.step], step.timeline) for step in traces.steps if step.step in seconds]
     if not traced:
         return None
-    degrees = degrees or ParallelDims(pipeline=placement.num_ranks)
-    owned = shape.by_module()
-    counts = [
-        sum(shape.count_params(fqn) for stage in placement.stages_on(rank) for module in packed.stage_modules[stage]
-            for fqn in owned[module])
-        for rank in range(placement.num_ranks)
-    ]  # fmt: skip
-    num_params = max(counts) // degrees.tensor
-    nbytes = [num_params * _NBYTES.get(options.get(name, "fp32"), 4) for name in ("dtype", "reduce_dtype")]
-    sent = sum(reduction_nbytes(*nbytes, shards=degrees.fsdp, replicas=degrees.replicate))
+    nbytes = _NBYTES.get(config_of(run.record).get("reduce_dtype", "fp32"), 4)
+    counts = _count_on_ranks(packed, degrees, trained)
+    num_params = max(dense // degrees.fsdp + experts // degrees.expert_fsdp for dense, experts in counts)
+    sent = max(  # weights are gathered in the schedule
+        sum(reduction_nbytes(0, nbytes * dense, shards=degrees.fsdp, replicas=degrees.replicate))
+        + sum(reduction_nbytes(0, nbytes * experts, shards=degrees.expert_fsdp, replicas=degrees.replicate))
+        for dense, experts in counts
+    )
     rest_s = median(step_s - timeline.makespan_s for step_s, timeline in traced) - (sent / rate if rate else 0.0)
-    return StepTime(rest_s=max(0.0, rest_s), num_params=max(1, num_params // degrees.fsdp), rate=rate)
+    return StepTime(rest_s=max(0.0, rest_s), num_params=max(1, num_params), rate=rate)
+
+
+def _count_on_ranks(packed: Packed, degrees: ParallelDims, trained: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Return the trained parameters of each pipeline rank before FSDP shards them: dense ones, and those of experts.
+
+    Experts are apart only with expert parallelism.
+    """
+    placement, work = packed.manifest.placement, packed.shape.work
+    rank_of = {
+        module: placement.rank_of(stage) for stage, modules in enumerate(packed.stage_modules) for module in modules
+    }
+    dense, experts = Counter[int](), Counter[int]()
+    for fqn, count in trained.items():
+        module = module_of(fqn, work)
+        if module not in rank_of:  # dropped
+            continue
+        if degrees.expert > 1 and is_expert(fqn) and not is_adapter(fqn):
+            experts[rank_of[module]] += count
+        else:
+            dense[rank_of[module]] += count
+    return [(dense[rank] // degrees.tensor, experts[rank] // degrees.expert) for rank in range(placement.num_ranks)]
 
 
 def write_run_times(
-    packed: Packed, log_dir: Path, degrees: ParallelDims | None = None, rate: float | None = None
+    packed: Packed,
+    log_dir: Path,
+    degrees: ParallelDims | None = None,
+    rate: float | None = None,
+    trained: Mapping[str, int] | None = None,
 ) -> None:
     """Write the times of a run that has ended into its folder; a failure is logged, and does not fail the run."""
     path = log_dir / TIMES_NAME
     try:
-        write_file(path, read_run_times(packed, log_dir, degrees, rate).encode(), is_durable=False)
+        write_file(path, read_run_times(packed, log_dir, degrees, rate, trained).encode(), is_durable=False)
     except UserError as error:
         logger.warning("note: %s is not written: %s", path, error)
     except OSError as error:

@@ -18,7 +18,7 @@ from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
 from manifests.schedules import schedule_table
 from runner.config.flags import parse_training
-from runner.config.trained import check_trained, trained_by
+from runner.config.trained import check_trained, trained_by, trained_params
 from tests.fast.manifests.models.built import read_config
 
 SHAPE = model_shape(read_config("tiny-llama"))
@@ -57,6 +57,13 @@ def test_run_with_adapters_trains_them_alone() -> None:
     assert not trains("model.layers.0.mlp.up_proj.weight")
     assert options.lora is not None
     assert (options.lora.scale, options.compute.implementation) == (1.0, "transformers")
+    assert trained_params(options, SHAPE) == dict(adapter_sizes(SHAPE, "all-linear", 4, has_experts=False))
+
+
+def test_parameters_that_a_run_trains_are_counted() -> None:
+    norms = parse_training([*BASE, "--train-only", "norm"])
+    assert trained_params(norms, SHAPE) == {fqn: SHAPE.count_params(fqn) for fqn in SHAPE.tensors if "norm" in fqn}
+    assert trained_params(parse_training(BASE), SHAPE).keys() == SHAPE.tensors.keys()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
+from bench.sparse import write_sparse
 from manifests.errors import UserError
 from manifests.module_times import read_times
 from manifests.placement import Placement
@@ -27,6 +28,7 @@ from tests.fast.runner.profiling.traced import write_metrics, write_traces
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.pipeline.mtp_oracle import config_of, random_weights
 
+CONFIGS = Path(__file__).parents[3] / "data" / "configs"
 SEQ_LEN, ROWS = 16, 2
 SIZES = ("--seq-len", SEQ_LEN, "--microbatch", ROWS, "--repeats", 2, "--device", "cpu")
 
@@ -152,9 +154,32 @@ def test_rest_of_a_step_is_what_its_schedule_and_its_network_leave(tmp_path: Pat
     degrees, rate = ParallelDims(pipeline=2, replicate=2, shard=2), 1e6
     shared = read_run_times(packed, log, degrees, rate).step
     assert shared is not None
-    sent = 0.5 * 8 * max(stages) + 2 * 0.5 * 4 * max(stages) / 2  # FSDP's in float32, then those of replicas
+    sent = 0.5 * 4 * max(stages) + 2 * 0.5 * 4 * max(stages) / 2  # FSDP's in float32, then those of replicas
     assert shared.rest_s == pytest.approx(1 - makespan_s - sent / rate)
     assert (shared.num_params, shared.rate) == (max(stages) // 2, rate)
+    frozen = read_run_times(packed, log, degrees, rate, {"model.norm.weight": 64}).step
+    assert frozen is not None
+    assert (frozen.num_params, frozen.rest_s) == (32, pytest.approx(1 - makespan_s - 4 * 64 / rate))
+
+
+def test_expert_parallel_ranks_reduce_their_own_experts(tmp_path: Path) -> None:
+    write_sparse(tmp_path / "model", json.loads((CONFIGS / "tiny-mixtral.json").read_text()), 1)
+    packed, log = open_packed(pack(tmp_path)), tmp_path / "log"
+    log.mkdir()
+    write_traces(log, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    (log / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 1.0, "tokens_per_s": 1.0, "step_s": 1.0}) + "\n")
+    alone = read_run_times(packed, log).step
+    step = read_run_times(packed, log, ParallelDims(pipeline=2, shard=4, expert=2), 1e9).step
+    assert alone is not None
+    assert step is not None
+    count = packed.shape.count_params
+    stages = [
+        [sum(count(fqn) for fqn in fqns if (".experts." in fqn) is of_experts) for of_experts in (False, True)]
+        for fqns in _fqns_of_stages(packed)
+    ]
+    sent = max(3 / 4 * 4 * dense + 1 / 2 * 4 * experts / 2 for dense, experts in stages)
+    assert step.rest_s == pytest.approx(alone.rest_s - sent / 1e9, rel=1e-9)
+    assert step.num_params == max(dense // 4 + experts // 4 for dense, experts in stages)
 
 
 def _fqns_of_stages(packed: Packed) -> list[list[str]]:
