@@ -99,6 +99,7 @@ def _reference(folder: Path, documents: bool, rows: str, size: int, dtype: torch
         if step == 0:
             found["gradients"] = _in_files(masters, lambda weight: weight.grad.clone())
         optimizer.step()
+        optimizer.zero_grad()
         for master, parameter in zip(masters.parameters(), model.parameters(), strict=True):
             parameter.data.copy_(master.data)
         if step == 0:
