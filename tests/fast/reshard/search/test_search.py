@@ -60,6 +60,35 @@ def test_pack_and_launch_accept_what_is_suggested(name: str, tmp_path: Path, mon
         assert done.exception is None, (words, done.exception, done.output)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changes", "gpus", "memory"),
+    [
+        ("llama-3.1-70b", {}, 64, 80),
+        ("deepseek-v3", {}, 2048, 80),
+        ("llama-3.1-8b", {}, 8, 24),
+        ("gpt-oss-120b", {"num_hidden_layers": 24, "num_local_experts": 32, "layer_types": None}, 8, 80),  # the 20b
+    ],
+)
+def test_first_layout_of_a_published_model_is_planned_packed_and_dry_run(
+    name: str, changes: dict[str, Any], gpus: int, memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    write_sparse(tmp_path / "model", {**config, "quantization_config": None, **changes}, 8)
+    words = ("plan", "model", "--gpus", gpus, "--gpu-memory", f"{memory}GB")
+    shown = reshard(*words, "--json").json
+    first, launch = shown["layouts"][0], shlex.split(shown["launch"].replace("PATH", "synthetic"))[1:]
+    packed = reshard(*shlex.split(shown["pack"])[1:], "--virtual")
+    assert packed.code == 0, packed.err
+    planned = reshard("plan", launch[1], *launch[launch.index("synthetic") + 1 :], "--json")
+    assert planned.code == 0, planned.err
+    assert max(rank["memory_nbytes"]["total"] for rank in planned.json["ranks"]) == first["memory"]
+    launch.insert(launch.index("--"), "--dry-run")
+    done = CliRunner().invoke(cli, launch)
+    assert done.exception is None, (launch, done.exception, done.output)
+
+
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt-oss", "tiny-gpt2", "tiny-deepseek-v3"])
 def test_no_plan_has_degrees_that_a_launch_refuses(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
