@@ -12,7 +12,9 @@ from math import prod
 
 from manifests.errors import ModelError, Parameter, SourceError
 from manifests.models.catalogue import CatalogueEntry, described_entry, entry_of
+from manifests.models.components import mtp_parts
 from manifests.models.config import MAX_LAYERS, ConfigReader
+from manifests.models.mtp import BESIDE, COPIES, PROJECTION, is_beside
 from manifests.models.shape import ModelShape, Shape, StoredTensors, Work, module_of
 from manifests.schema import ModelDescription
 
@@ -295,27 +297,30 @@ def _work(
 ) -> dict[str, Work]:
     work = dict.fromkeys(modules, Work())
     per_token = 0 if entry.all_experts else next((config.count(name) for name in _PER_TOKEN if config.has(name)), 0)
-    normed = 2 * _count(config, entry.width)
+    width = _count(config, entry.width)
+    for module in entry.outputs:
+        sizes = [dims for name, dims in tensors.items() if len(dims) == 2 and f"{name}.".startswith(f"{module}.")]
+        last = max((dims[0] for dims in sizes), default=0) if module == entry.outputs[-1] else 0
+        products, widths = sum(2 * prod(dims) for dims in sizes), sum(sum(dims) for dims in sizes)
+        work[module] = Work(flops=products, saved=widths, saved_fp32=last)
     for number, (name, layer) in enumerate(layers.items()):
         kind = kinds[number] if number < len(kinds) else -1
         per_key = entry.per_key[kind] if 0 <= kind < len(entry.per_key) else 0.0
         flops, saved, given = 0.0, 0.0, 0.0
         for leaf, dims in layer.shapes.items():
-            if len(dims) >= 2:
+            if len(dims) >= 2 and leaf not in COPIES:
                 share = _share(leaf, dims, layer, per_token)
                 flops += 2 * share * prod(dims)
                 copies = share * (dims[0] if _are_experts(leaf, dims) else 1)
                 saved, given = saved + copies * sum(dims[-2:]), given + copies * dims[-2]
         keyed = round(per_key * heads_width(entry, config, layer.shapes)) if per_key else 0
         work[name] = Work(
-            flops=round(flops), flops_per_key=keyed, saved=round(saved), normed=normed, products=round(given)
+            flops=round(flops), flops_per_key=keyed, saved=round(saved), normed=2 * width, products=round(given)
         )
-    for module in entry.outputs:
-        inside = (name for name in tensors if name == module or name.startswith(f"{module}."))
-        sizes = [tensors[name] for name in inside if len(tensors[name]) == 2]
-        last = max((dims[0] for dims in sizes), default=0) if module == entry.outputs[-1] else 0
-        products, widths = sum(2 * prod(dims) for dims in sizes), sum(sum(dims) for dims in sizes)
-        work[module] = Work(flops=products, saved=widths, saved_fp32=last)
+        if PROJECTION in layer.shapes:
+            work[name] += work[entry.outputs[-1]]
+    if BESIDE in work and is_beside(entry.architecture, BESIDE):
+        work[BESIDE] = work[[*layers][-1]] + mtp_parts(width).work + work[entry.outputs[-1]]
     return work
 
 

@@ -148,6 +148,12 @@ def layer(attention: Component, mlp: Component, width: int) -> Component:
     )
 
 
+def mtp_parts(width: int) -> Component:
+    """What an MTP layer has around its decoder layer."""
+    inputs = norm(width).below("enorm") + norm(width).below("hnorm")
+    return inputs + linear(2 * width, width).below("eh_proj") + norm(width).below("shared_head.norm")
+
+
 Method = Callable[[ModelShape, ConfigReader], ModelShape]  # of quantization
 NO_METHODS: Mapping[str, Method] = MappingProxyType({})
 EMBEDDING, LAYER, NORM, HEAD = "model.embed_tokens", "model.layers.{}", "model.norm", "lm_head"

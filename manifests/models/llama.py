@@ -25,6 +25,7 @@ from manifests.models.components import (
     head,
     layer,
     linear,
+    mtp_parts,
     mxfp4,
     norm,
     routing,
@@ -208,10 +209,7 @@ def _mtp_layer(block: Component, width: int, vocab: int) -> Component:
     return (
         block
         + Component(tensors={"embed_tokens.weight": (vocab, width)})
-        + norm(width).below("enorm")
-        + norm(width).below("hnorm")
-        + linear(2 * width, width).below("eh_proj")
-        + norm(width).below("shared_head.norm")
+        + mtp_parts(width)
         + head(width, vocab).below("shared_head.head")
     )
 

@@ -38,6 +38,7 @@ from dataclasses import dataclass, replace
 from manifests.brief import brief
 from manifests.models import ModelShape, Work, is_expert, module_of
 from manifests.models.masks import masked_elements
+from manifests.models.mtp import count_borrowed, layer_number, work_where_kept
 from manifests.models.training import FP32_NBYTES, POLICIES, Training
 from manifests.placement import Placement
 from manifests.schedules import (
@@ -109,7 +110,7 @@ def estimate_memory(
     Activations: see `manifests.models.shape.Work`, for as many microbatches as the schedule has in flight.
     Receive buffers: for as many as it has received, see `manifests.schedules.peak_received`.
     """
-    placement = table.placement
+    placement, policy = table.placement, training.policy
     sizes = _sizes_of(shape, training)
     costs = _costs_of(shape, training, sizes)
     split = {
@@ -117,16 +118,15 @@ def estimate_memory(
     }
     split.discard(0)
     hidden = training.num_tokens * shape.hidden_size
-    boundary = hidden * (FP32_NBYTES if shape.hands_on_float32 else training.policy.compute)
+    boundary = hidden * (FP32_NBYTES if shape.hands_on_float32 else policy.compute)
     received, in_transit = peak_received(lower(table)), min(MOST_IN_TRANSIT, table.num_microbatches)
     sent = [in_transit * num_remote_neighbors(placement, stage) for stage in range(placement.num_stages)]
     per_microbatch, delayed = [], []  # bytes, by stage
     for stage, modules in enumerate(stages):
         is_received = stage > 0 and placement.rank_of(stage - 1) != placement.rank_of(stage)
-        counted_twice = (
-            hidden * training.policy.compute if is_received and modules and costs[modules[0]].saves_input else 0
-        )
-        is_masked = training.has_masks and training.recompute != "none" and any(map(_is_layer, modules))
+        counted_twice = hidden * policy.compute if is_received and modules and costs[modules[0]].saves_input else 0
+        has_layer = any(layer_number(shape.architecture, module) is not None for module in modules)
+        is_masked = training.has_masks and training.recompute != "none" and has_layer
         mask = training.num_tokens * training.keys_per_query if is_masked else 0
         per_microbatch.append(sum(costs[module].activations for module in modules) + mask - counted_twice)
         delayed.append(sum(costs[module].delayed for module in modules) if stage in split else 0)
@@ -143,11 +143,12 @@ def estimate_memory(
             for module in modules
         }
         weights, gradients, optimizer = _state_nbytes(shape, training, sizes, modules, followers)
-        in_step = _step_nbytes(led, training)
+        in_step = _step_nbytes(shape, led, training)
+        borrowed, embeds = count_borrowed(shape, modules, sizes), placement.rank_of(stage) == placement.rank_of(0)
         by_stage.append(
             Memory(
-                weights=weights,
-                gradients=gradients,
+                weights=weights + (0 if embeds else borrowed * policy.compute),
+                gradients=gradients + borrowed * (policy.reduce if training.is_sharded else policy.master),
                 optimizer=optimizer,
                 activations=peaks[stage],
                 receive_buffers=boundary * (received.stages[stage] + sent[stage]),
@@ -210,10 +211,9 @@ class _Cost:
 
 def _costs_of(shape: ModelShape, training: Training, sizes: Mapping[str, Mapping[str, int]]) -> dict[str, _Cost]:
     costs = {}
-    for module, work in shape.work.items():
+    for module, work in work_where_kept(shape, keeps_logits=training.loss_chunk is None).items():
         largest = max((count for fqn, count in sizes[module].items() if training.trains(fqn)), default=0)
-        if _is_layer(module):
-            number = int(module.rpartition(".")[2])
+        if (number := layer_number(shape.architecture, module)) is not None:
             costs[module] = _layer_cost(work, shape.hidden_size, training, number, largest)
         else:
             costs[module] = _outer_cost(work, training, largest)
@@ -299,25 +299,22 @@ def _temporary(costs: Sequence[_Cost], *, is_split: bool) -> int:
     return most
 
 
-def _step_nbytes(sizes: Mapping[str, Sequence[_Sharded]], training: Training) -> int:
+def _step_nbytes(shape: ModelShape, sizes: Mapping[str, Sequence[_Sharded]], training: Training) -> int:
     """Return the temporary memory of reducing a stage's gradients and of its optimizer step.
 
     `sizes` are the tensors of each module.
     """
     groups = Counter[tuple[str, int]]()  # FSDP's are the layers, experts apart from the rest, and everything else
     for module, tensors in sizes.items():
+        group = "" if layer_number(shape.architecture, module) is None else module
         for count, shards in tensors:
-            groups[module if _is_layer(module) else "", shards] += count
+            groups[group, shards] += count
     reduced = stepped = 0
     if training.is_sharded:
         reduced = max((count + count // shards for (_, shards), count in groups.items() if shards > 1), default=0)
     if not training.is_fused:
         stepped = max((count // shards for tensors in sizes.values() for count, shards in tensors), default=0)
     return max(training.policy.reduce * reduced, 2 * training.policy.master * stepped)
-
-
-def _is_layer(module: str) -> bool:
-    return module.rpartition(".")[2].isdecimal()
 
 
 def _state_nbytes(

@@ -10,14 +10,15 @@ Source: Megatron-Bridge, `qwen3_next_bridge.py`; vLLM, `qwen3_next_mtp.py`; tran
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from manifests.models import ModelShape
 from manifests.models.catalogue import CatalogueEntry
+from manifests.models.shape import ModelShape, Work
 from manifests.schema import TieGroup, TieMember
 
 EMBEDDING, HEAD = "embed_tokens", "shared_head.head"
+COPIES, PROJECTION = (f"{EMBEDDING}.weight", f"{HEAD}.weight"), "eh_proj.weight"
 BESIDE = "mtp"  # a module
 _BESIDE = {
     "enorm": "pre_fc_norm_embedding",
@@ -32,6 +33,37 @@ _OWN = frozenset(f"{name}.weight" for name in _BESIDE)
 def is_beside(architecture: str, module: str) -> bool:
     """Return whether a module of an architecture is an MTP layer beside its decoder."""
     return module == BESIDE and architecture in _WITH_ONE_BESIDE
+
+
+def layer_number(architecture: str, module: str) -> int | None:
+    """Return the number of a decoder or MTP layer, 0 of one beside the decoder; None: it is another module."""
+    number = module.rpartition(".")[2]
+    return int(number) if number.isdecimal() else 0 if is_beside(architecture, module) else None
+
+
+def work_where_kept(shape: ModelShape, *, keeps_logits: bool) -> Mapping[str, Work]:
+    """Return the work of each module, where the head has the logits of MTP layers: (1 + K) B rows, if it keeps any."""
+    work, head = dict(shape.work), shape.modules[-1]
+    for module in _mtp_modules(shape, shape.modules):
+        work[module] -= shape.work[head]
+        work[head] += shape.work[head] if keeps_logits else Work()
+    return work
+
+
+def count_borrowed(shape: ModelShape, modules: Collection[str], sizes: Mapping[str, Mapping[str, int]]) -> int:
+    """Return the parameters of the embedding if a stage borrows it: Note [Borrowed weights] in runner/models/mtp.py."""
+    embedding = shape.modules[0]
+    users = (module for module in _mtp_modules(shape, modules) if f"{module}.{EMBEDDING}.weight" not in shape.tensors)
+    return sum(sizes[embedding].values()) if embedding not in modules and any(users) else 0
+
+
+def _mtp_modules(shape: ModelShape, modules: Iterable[str]) -> tuple[str, ...]:
+    """Return those of these modules that are MTP layers of a form that is known."""
+    return tuple(
+        module
+        for module in modules
+        if f"{module}.{PROJECTION}" in shape.tensors or is_beside(shape.architecture, module)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,15 +46,10 @@ class Work:
     keys: int = 0  # of the elements saved, keys and values that heads share
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            flops=self.flops + other.flops,
-            flops_per_key=self.flops_per_key + other.flops_per_key,
-            saved=self.saved + other.saved,
-            saved_fp32=self.saved_fp32 + other.saved_fp32,
-            normed=self.normed + other.normed,
-            products=self.products + other.products,
-            keys=self.keys + other.keys,
-        )
+        return Work(**{item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(Work)})
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(**{item.name: getattr(self, item.name) - getattr(other, item.name) for item in fields(Work)})
 
     def forward_flops(self, seq_len: int) -> int:
         """Return the FLOPs of one token's forward pass in a sequence of `seq_len` tokens."""

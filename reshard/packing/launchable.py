@@ -9,7 +9,7 @@ from manifests.models import ConfigReader
 from manifests.models.combinations import check_degrees
 from manifests.models.config import CONFIG_NAME
 from manifests.models.generic_limits import check_fields, check_modules, check_positions
-from manifests.models.mtp import MtpLayers
+from manifests.models.mtp import MtpLayers, layer_number
 from manifests.models.trainable import (
     check_trainable,
     choose_implementation,
@@ -19,7 +19,7 @@ from manifests.models.trainable import (
 )
 from reshard.estimate.training_estimate import Forecast, training_of
 from reshard.formats.open import CONFIG_ONLY, config_of
-from reshard.layouts.model import StageLayout, inventory_of_modules
+from reshard.layouts.model import StageLayout
 from reshard.tensors.checkpoint import Checkpoint
 
 
@@ -30,7 +30,8 @@ def check_launch(checkpoint: Checkpoint, layout: StageLayout, forecast: Forecast
         UsageError, ModelError: it refuses the model on these ranks, or the assumed training.
     """
     shape, assumed, config = checkpoint.shape, forecast.assumed, config_of(checkpoint)
-    is_described, inventory = checkpoint.description is not None, inventory_of_modules(shape.modules, shape.num_layers)
+    is_described = checkpoint.description is not None
+    num_mtp_layers = sum(layer_number(shape.architecture, module) is not None for module in shape.optional)
     reader, entry = ConfigReader(config, CONFIG_NAME), None if is_described else generic_entry(shape.architecture)
     try:
         check_trainable(shape.architecture, is_described=is_described)
@@ -50,6 +51,6 @@ def check_launch(checkpoint: Checkpoint, layout: StageLayout, forecast: Forecast
         is_own=is_described or find_family(shape.architecture) is not None,
         splits_backward=any(timed.action.kind == "W" for timed in actions),
         # Of a config alone, MTP layers cannot be dropped before it is packed.
-        num_mtp_layers=0 if checkpoint.source.kind == CONFIG_ONLY else inventory.layers_stop - inventory.mtp_start,
+        num_mtp_layers=0 if checkpoint.source.kind == CONFIG_ONLY else num_mtp_layers,
         has_loss_chunks=assumed.loss_chunk is not None,
     )  # fmt: skip

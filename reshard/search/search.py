@@ -97,8 +97,7 @@ def find_layouts(
     if not is_own and (entry := generic_entry(shape.architecture)) is not None:
         check_fields(entry, ConfigReader(config, CONFIG_NAME))
     check_positions(shape.architecture, ConfigReader(config, CONFIG_NAME), request.seq_len)
-    modules = inventory_of_modules(shape.modules, shape.num_layers)
-    extra = modules.modules[modules.mtp_start : modules.layers_stop]  # multi-token prediction is not trained
+    extra = tuple(module for module in shape.modules if module in shape.optional)  # such as MTP layers
     shape = shape.without(extra)
     sizes = {fqn: tensor.nbytes for fqn, tensor in checkpoint.tensors.items()}
     costs = CostModel(shape, config, request)

@@ -51,9 +51,13 @@ class TokenLosses(Loss):
         """Record what a module of the model returns, if one of these chunks has it.
 
         Raises:
-            UsageError: the model has no such module; or, in the forward, it returns no hidden states.
+            UsageError: the model has no such module, or it is an MTP layer, none of which runs in an evaluation; or, in
+                the forward, it returns no hidden states.
         """
         family = chunks[0].family
+        if module in getattr(getattr(family, "mtp", None), "modules", ()):
+            problem = "is an MTP layer, which runs in training alone"
+            raise UsageError(f"--hidden-states {module}", problem, "name another layer", code="options.scores")
         if module not in family.modules:
             problem = f"{family.architecture} has no such module"
             hint = f"name one of those that stages have, such as {family.modules[len(family.modules) // 2]}"

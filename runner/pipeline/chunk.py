@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from manifests.models import module_of
-from manifests.models.mtp import is_beside
+from manifests.models.mtp import layer_number
 from runner.data.rows import IGNORED
 from runner.models.family import Family, OnTransformers, check_output
 from runner.pipeline.stage_io import StageIO
@@ -209,6 +209,5 @@ def part_of(chunk: StageChunk, module: str) -> nn.Module:
 def layers_of(chunk: StageChunk) -> Iterator[tuple[int, nn.Module]]:
     """Yield a chunk's decoder layers, numbered as in the whole model."""
     for module in chunk.module_names:
-        number = module.rpartition(".")[2]
-        if number.isdecimal() or is_beside(chunk.family.architecture, module):
-            yield int(number) if number.isdecimal() else 0, part_of(chunk, module)
+        if (number := layer_number(chunk.family.architecture, module)) is not None:
+            yield number, part_of(chunk, module)

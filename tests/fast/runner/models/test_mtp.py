@@ -12,9 +12,11 @@ from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 from transformers import DeepseekV3ForCausalLM
 
+from manifests.errors import UsageError
 from manifests.models import model_shape
 from manifests.models.mtp import MtpLayers
 from manifests.models.trainable import generic_entry
+from runner.evaluation.token_losses import TokenLosses
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
 from runner.proof.stages import compare_stages
@@ -64,3 +66,15 @@ def test_a_layer_beside_the_decoder_with_other_names_is_not_trained() -> None:
     assert MtpLayers.find(entry, shape) is not None
     tensors = {name.replace("mtp.fc.", "mtp.projection."): dims for name, dims in shape.tensors.items()}
     assert MtpLayers.find(entry, replace(shape, tensors=tensors)) is None
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_hidden_states_of_an_mtp_layer_are_refused_as_none_runs_in_an_evaluation(is_beside: bool) -> None:
+    case = Case(schedule="1F1B", layout="Ettt|tmL" if is_beside else "Etttt|mL", is_beside=is_beside)
+    shape, config = shape_of(1, is_beside=is_beside), config_of(1, is_beside=is_beside)
+    family = family_for(config, max_seq_len=8, implementation="transformers", shape=shape)
+    chunks = build_chunks(family, case.stage_modules, range(2))
+    TokenLosses().watch(chunks, "model.layers.3")
+    with pytest.raises(UsageError) as caught:
+        TokenLosses().watch(chunks, shape.modules[-3])
+    assert (caught.value.code, caught.value.where) == ("options.scores", f"--hidden-states {shape.modules[-3]}")
