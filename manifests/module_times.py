@@ -67,6 +67,12 @@ class MeasuredTimes:
 
     __repr__ = brief
 
+    def scale_to(self, num_tokens: int, tensor: int) -> float:
+        """Return the factor of times for so many tokens of a microbatch on a rank, and this tensor-parallel degree."""
+        how = self.how
+        measured = how["microbatch"] * how["seq_len"] // how.get("cp", 1)
+        return float(num_tokens / measured * how.get("tp", 1) / tensor)
+
     def encode(self) -> bytes:
         """Return the text of `times.json`."""
         modules = {

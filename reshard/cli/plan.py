@@ -156,7 +156,8 @@ def _times_of_run(log_dir: Path) -> MeasuredTimes:
         raise InputError(str(path), "no such file", hint, code="options.no-times")
     times = read_times(path)
     link = () if times.step is None or times.step.rate is None else ("num_ranks", "ranks_per_node")
-    for name in ("seq_len", "microbatch", *link):
+    degrees = (name for name in ("tp", "cp") if name in times.how)
+    for name in ("seq_len", "microbatch", *degrees, *link):
         if type(number := times.how.get(name)) is not int or number < 1:
             problem = f"expected a number from 1 up, found {number!r}"
             raise InputError(f"{path}: measured.{name}", problem, code="options.cost-file")
@@ -175,7 +176,7 @@ def _as_in_run(assumed: Assumptions, times: MeasuredTimes) -> Assumptions:
         if name in times.how and context.get_parameter_source(field) is not ParameterSource.COMMANDLINE
     }
     assumed = replace(assumed, **changes)
-    scale = assumed.microbatch * assumed.seq_len / (times.how["microbatch"] * times.how["seq_len"])
+    scale = times.scale_to(assumed.microbatch * assumed.seq_len // assumed.context, assumed.tensor)
     measured = {
         module: ModuleTime(forward=scale * time.forward, backward=scale * time.backward)
         for module, time in times.modules.items()

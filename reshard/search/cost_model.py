@@ -222,8 +222,7 @@ class CostModel:
             flops = self.shape.work[kind].forward_flops(request.seq_len) * tokens
             forward = flops / (request.hardware.peak * request.efficiency * tensor)
             return forward, BACKWARD_SHARE * forward
-        how = request.measured.how
-        scale = tokens / (how["microbatch"] * how["seq_len"]) * how.get("tp", 1) / tensor
+        how, scale = request.measured.how, request.measured.scale_to(tokens, tensor)
         forward, backward = self._measured[kind]
         if _is_layer(kind):
             backward -= _recomputed(parse_recompute(str(how.get("ac", "none")))) * forward

@@ -300,6 +300,20 @@ def test_rest_of_a_measured_step_and_its_network_are_in_planned_steps(tmp_path: 
         assert planned["step_s"] == pytest.approx(step_s)
 
 
+@pytest.mark.parametrize("flag", ["tp", "cp"])
+def test_times_of_a_run_are_divided_over_ranks_in_plans_as_in_searches(flag: str, tmp_path: Path) -> None:
+    config = CONFIGS / "llama-3.1-8b.json"
+    flags = ("--global-batch", "64", "--microbatch", "2", f"--{flag}", "2", "--json", "--from-run")
+    steps = []
+    for how in ({}, {flag: 2}):
+        log = write_run(tmp_path / f"log{len(steps)}", config, num_ranks=2, ranks_per_node=2, **how)
+        add_step(log, rest_s=3.0, num_params=8_030_261_248, nbytes_per_s=1e18)
+        search = ("--gpus", "2", "--gpu-memory", "200GB", "--pp", "1", "--ac", "none")
+        steps.append(reshard("plan", config, "--layout", "pp=1", *flags, log).json["step_s"])
+        assert steps[-1] == pytest.approx(first_step_s(reshard("plan", config, *search, *flags, log).json), rel=1e-6)
+    assert steps == pytest.approx([32 * 35 * 3e-3 / 2 + 1.5, 32 * 35 * 3e-3 + 1.5], rel=1e-6)
+
+
 @pytest.mark.parametrize(("ranks_per_node", "link"), [(4, "network"), (8, "node")])
 def test_rate_of_a_run_is_that_of_its_slowest_link(ranks_per_node: int, link: str, tmp_path: Path) -> None:
     config = CONFIGS / "llama-3.1-8b.json"
@@ -332,7 +346,7 @@ def first_step_s(shown: Any) -> float:
     return shown["layouts"][0]["step_s"]
 
 
-@pytest.mark.parametrize(("how", "code"), [(None, "options.no-times"), ({"seq_len": "x"}, "options.cost-file")])
+@pytest.mark.parametrize(("how", "code"), [(None, "options.no-times"), ({"tp": "2"}, "options.cost-file")])
 def test_run_without_times_is_refused(how: dict[str, object] | None, code: str, tmp_path: Path) -> None:
     config, log = CONFIGS / "llama-3.1-8b.json", tmp_path / "log"
     if how is not None:
