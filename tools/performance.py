@@ -125,8 +125,7 @@ def _sentences(results: Mapping[str, Any]) -> Iterator[str]:
     )
     yield (
         f"- From one traced run, `reshard plan --from-run` predicts the steps of other layouts, schedules and "
-        f"microbatches with a median error of {predicted}: what ranks send, and the optimizer's step, are not in its "
-        f"times {_link('search')}."
+        f"microbatches with a median error of {predicted} {_link('search')}."
     )
     yield from _start(results)
     yield (
