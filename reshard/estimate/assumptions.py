@@ -19,6 +19,7 @@ from manifests.schedules import (
     default_schedule,
     is_schedule_file,
     read_schedule_file,
+    schedule_named,
     schedule_table,
 )
 from reshard.layouts.model import StageLayout
@@ -87,8 +88,12 @@ class Assumptions:
         return "bf16 with masters in fp32" if self.policy == "mixed" else self.dtype
 
     def schedule_for(self, layout: StageLayout) -> str:
-        """Return the name of the schedule to assume for a layout."""
-        return self.schedule or layout.schedule or default_schedule(layout.placement)
+        """Return the name of the schedule to assume for a layout; a single rank runs its microbatches in turn."""
+        name = self.schedule or layout.schedule or default_schedule(layout.placement)
+        if layout.placement.num_ranks > 1 or is_schedule_file(name):
+            return name
+        schedule_named(name)  # refuses an unknown name
+        return default_schedule(layout.placement)
 
     def check_schedule(self, layout: StageLayout) -> str:
         """Return the canonical name of the schedule to assume for a layout, or its file.
@@ -143,6 +148,9 @@ def check_assumptions(assumed: Assumptions) -> None:
         check_choice(Parameter("assumed.host_memory"), assumed.host_memory, get_args(HostMemory))
     if not assumed.optimizer.endswith(".toml"):
         check_choice(Parameter("assumed.optimizer"), assumed.optimizer, (*PRESETS, "FILE.toml"))
+    if not isinstance(assumed.rest, StepTime | None):
+        problem = f"expected a StepTime, found {str(assumed.rest)[:80]}"
+        raise UsageError(Parameter("assumed.rest"), problem, code="options.invalid-value")
     counts = {
         "microbatch_group": assumed.microbatch_group,
         "num_microbatches": assumed.num_microbatches,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from manifests.placement import Placement
-from manifests.schedules import read_csv, schedule_table
+from manifests.schedules import SCHEDULES, read_csv, schedule_table
 from tests.builders import files_in, refusal, reshard, run, write_model
 from tests.fast.reshard.configs import modules_of, write_config, write_times
 from tests.steps import steps_of
@@ -127,6 +127,14 @@ def test_limit_of_a_layout_is_the_limit_of_the_plan(tmp_path: Path) -> None:
     write_model(tmp_path / "source")
     shown = reshard("plan", tmp_path / "source", "--layout", "balance:params,pp=2,limit=80GB", "--json").json
     assert shown["assumed"]["memory_limit_nbytes"] == 80 << 30
+
+
+def test_single_pipeline_rank_is_planned_with_any_schedule_as_it_trains(tmp_path: Path) -> None:
+    words = ("plan", write_config(tmp_path / "config.json"), "--layout", "pp=1", "--json", "--schedule")
+    plans = [reshard(*words, schedule).json for schedule in SCHEDULES]
+    assert all(plan == plans[0] for plan in plans)
+    assert plans[0]["schedule"] == "1F1B"
+    assert reshard(*words, "none").refusal[:2] == (2, "schedule.unknown")
 
 
 @pytest.mark.parametrize(
