@@ -8,11 +8,12 @@ instead: it says so once, for its process, with `naming_flags`.
 from __future__ import annotations
 
 import errno
+import operator
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Self, SupportsIndex
 
 # Errors of a disk, a mount or a network rather than of the file.
 _OF_THE_MACHINE = (
@@ -230,6 +231,11 @@ def check_choice(parameter: Parameter, value: object, allowed: Collection[str]) 
     if value not in allowed:
         problem = f"expected one of {', '.join(allowed)}, found {str(value)[:80]!r}"
         raise UsageError(parameter, problem, code="options.invalid-value")
+
+
+def as_int(value: object) -> object:
+    """Return an integer of any type, such as NumPy's, as an int, and anything else as it is."""
+    return operator.index(value) if isinstance(value, SupportsIndex) else value
 
 
 def check_count(parameter: Parameter, value: object, *, least: int = 1, most: int | None = None) -> None:

@@ -42,10 +42,11 @@ def output_address(out: object) -> str | Path:
     Raises:
         UsageError: it is neither.
     """
-    if not isinstance(out, str | Path):
+    path = os.fspath(out) if isinstance(out, str | os.PathLike) else None
+    if not isinstance(path, str):
         problem = f"expected a path or an address, found {str(out)[:80]}"
         raise UsageError(Parameter("out"), problem, code="options.invalid-value")
-    return out if is_url(out) else Path(out)
+    return path if is_url(path) else Path(path)
 
 
 def split_url(url: str) -> tuple[str, str, str]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from manifests.digest import PREFIX
-from manifests.errors import InputError, Parameter, UsageError
+from manifests.errors import InputError, Parameter, UsageError, as_int
 from manifests.invariants import SOURCE_NAME
 from manifests.models import ModelShape, module_of
 from manifests.models.adapters import has_adapters
@@ -199,11 +199,12 @@ def _nbytes_to_read(manifest: Manifest, options: VerifyOptions) -> int:
 
 
 def _indices(stages: object) -> frozenset[int]:
-    indices = tuple(stages) if isinstance(stages, Iterable) else (stages,)
-    if not isinstance(stages, Iterable) or any(type(index) is not int for index in indices):
+    indices = tuple(map(as_int, stages)) if isinstance(stages, Iterable) else (stages,)
+    numbers = [index for index in indices if type(index) is int]
+    if not isinstance(stages, Iterable) or len(numbers) < len(indices):
         problem = f"expected indices of stages, such as [0, 1], found {str(stages)[:80]}"
         raise UsageError(Parameter("stages"), problem, code="options.invalid-value")
-    return frozenset(indices)
+    return frozenset(numbers)
 
 
 def _choose(manifest: Manifest, indices: frozenset[int] | None) -> list[Stage]:

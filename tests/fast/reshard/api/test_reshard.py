@@ -49,6 +49,18 @@ def test_functions_write_and_return_what_the_command_does(model: Path, tmp_path:
     ]
 
 
+def test_integers_of_numpy_and_paths_of_other_classes_are_taken(model: Path, tmp_path: Path) -> None:
+    class Place:
+        def __fspath__(self) -> str:
+            return str(tmp_path / "out")
+
+    nbytes: Any = np.int64(5_000_000_000)
+    packed = reshard.pack(model, cast(Any, Place()), "pp=2", max_shard_nbytes=nbytes)
+    assert Path(packed.path) == tmp_path / "out" / "manifest.json"
+    stages: Any = {np.int64(1)}
+    assert reshard.verify(tmp_path / "out", stages=stages) == reshard.verify(tmp_path / "out", stages={1})
+
+
 def test_state_dict_has_the_bytes_that_safetensors_reads(model: Path, tmp_path: Path) -> None:
     reshard.pack(model, tmp_path / "out", "pp=2")
     source = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
