@@ -133,7 +133,7 @@ def test_single_pipeline_rank_is_planned_with_any_schedule_as_it_trains(tmp_path
     words = ("plan", write_config(tmp_path / "config.json"), "--layout", "pp=1", "--json", "--schedule")
     plans = [reshard(*words, schedule).json for schedule in SCHEDULES]
     assert all(plan == plans[0] for plan in plans)
-    assert plans[0]["schedule"] == "1F1B"
+    assert plans[0]["assumed"]["schedule"] == "1F1B"
     assert reshard(*words, "none").refusal[:2] == (2, "schedule.unknown")
 
 
