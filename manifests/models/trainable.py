@@ -152,7 +152,7 @@ def find_family(architecture: str) -> EntryPoint | None:
 
 @lru_cache(maxsize=1)
 def _families_in(folders: tuple[tuple[str, int], ...]) -> EntryPoints:
-    """Read the metadata of all packages, which takes 20 ms, again only if a folder of `sys.path` has changed."""
+    """Read the metadata of all packages, which takes milliseconds, again only if a folder of `sys.path` has changed."""
     return entry_points(group=GROUP)
 
 
