@@ -83,6 +83,8 @@ RIGHT = (
     case("", "LlamaForCausalLM", 2, "--document-mask --loss-chunk 5", changes=TIED),
     case("", "LlamaForCausalLM", 2, "--dtype bf16 --master-dtype fp32", schedule="ZBVZeroBubble"),
     case("", "AfmoeForCausalLM", 1, "--cp 2"),
+    case("", "Cohere2ForCausalLM", 1, "--dp-shard 2"),
+    case("", "Gemma4ForCausalLM", 1, "--dp-replicate 2"),
 )
 REFUSED = tuple(
     case("", name, 1, "--cp 2", names=True)
