@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from manifests.models.memory import Memory as Memory
     from manifests.models.memory import MemoryEstimate as MemoryEstimate
     from manifests.module_times import ModuleTime as ModuleTime
+    from manifests.module_times import StepTime as StepTime
     from manifests.placement import Placement as Placement
     from manifests.schema import Layout as Layout
     from manifests.schema import Manifest as Manifest
@@ -121,7 +122,7 @@ _NAMES_BY_MODULE = {
     ),
     "reshard.delta.publish": ("PublishResult", "fold_delta", "publish_delta"),
     "reshard.estimate.assumptions": ("Assumptions",),
-    "manifests.module_times": ("ModuleTime",),
+    "manifests.module_times": ("ModuleTime", "StepTime"),
     "reshard.estimate.training_estimate": ("Forecast", "StepEstimate"),
     "reshard.formats.export": ("export",),
     "reshard.formats.inspect": ("PackedModel", "PackedStage", "TensorInfo", "inspect", "open"),
