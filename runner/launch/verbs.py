@@ -79,12 +79,18 @@ def _status_lines(state: Mapping[str, Any]) -> tuple[bool, Sequence[str]]:
     lines = [f"{state['name']}: {state['scheduler']} job {state['id']} is {state['state']}{why}{where}{again}"]
     if state["last_step"] is not None:
         loss = f", loss {state['last_loss']:.6f}" if state["last_loss"] is not None else ""
-        saved = f", last checkpoint {state['last_checkpoint']}" if state["last_checkpoint"] else ""
+        saved = f", last checkpoint {_from_here(state['last_checkpoint'])}" if state["last_checkpoint"] else ""
         of = f" of {state['num_steps']}" if state["num_steps"] is not None else ""
         lines.append(f"step {state['last_step']}{of}{loss}{saved}")
     lines += [f"no heartbeat from {rank}" for rank in state["silent_ranks"]]
     lines += [f"error: {state['error']}"] if state["error"] else []
     return state["exit_code"] is None, lines
+
+
+def _from_here(path: str) -> Path:
+    """Return a path as it is typed in this folder, if it is below it."""
+    here = Path.cwd()
+    return Path(path).relative_to(here) if Path(path).is_relative_to(here) else Path(path)
 
 
 @click.command()

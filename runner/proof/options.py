@@ -95,8 +95,8 @@ def self_check(family: Family, stage_modules: Sequence[tuple[str, ...]], run: Ru
     if isinstance(family, SelfChecked):
         check_s, num_stages = check_stages(family, stage_modules, run), len(stage_modules)
         options = f" with {run}" if str(run) else ""
-        logger.info("self-check: a tiny %s is the same whole and in %d stages%s (%.1f s)",
-                    family.architecture, num_stages, options, check_s)  # fmt: skip
+        logger.info("self-check: a tiny %s is the same whole and in %d %s%s (%.1f s)", family.architecture,
+                    num_stages, "stage" if num_stages == 1 else "stages", options, check_s)  # fmt: skip
 
 
 def check_stages(family: SelfChecked, stage_modules: Sequence[tuple[str, ...]], run: RunOptions | None = None) -> float:

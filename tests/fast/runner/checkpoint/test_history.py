@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from manifests.errors import InputError, UnreachableError
 from runner.checkpoint.history import (
@@ -21,7 +22,7 @@ from runner.checkpoint.history import (
     set_aside,
     step_of,
 )
-from runner.launch.verbs import find_status
+from runner.launch.verbs import find_status, status
 from runner.rundir.records import JobRecord, write_job_record, write_run_record
 from tests.builders import files_in
 from tests.fast.reshard.forged import change_manifest
@@ -71,7 +72,7 @@ def test_newest_is_the_one_of_the_most_steps_whatever_the_clock_says(trained: Pa
 
 
 def test_newest_checkpoint_is_named_by_the_status_though_a_kill_came_before_its_line(
-    trained: Path, tmp_path: Path
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, history = tmp_path / "log", tmp_path / "history"
     fill(history, trained, 2, 4, 6)
@@ -82,6 +83,8 @@ def test_newest_checkpoint_is_named_by_the_status_though_a_kill_came_before_its_
     write_run_record(log, {"id": "x", "launches": [{"resolved": {"steps": 12, "checkpoint": str(history)}}]})
     (log / "metrics.jsonl").write_text('{"rank": 0, "load_s": 0.1}\n{"step": 5, "loss": 1.0}\n')
     assert find_status(log)["last_checkpoint"] == str(history / "step-000002")
+    monkeypatch.chdir(tmp_path)
+    assert "last checkpoint history/step-000002" in CliRunner().invoke(status, [str(log)]).output
     shutil.rmtree(history)
     history.write_text("no folder")
     assert (find_status(log)["last_step"], find_status(log)["last_checkpoint"]) == (5, None)
