@@ -64,8 +64,8 @@ def whole_weights(
         if chosen != writer:
             return None
         memory = piece.memory.cpu()
-        if memory.untyped_storage().nbytes() > memory.nbytes:  # a view would keep what others write
-            memory = memory.clone()
+        if num_writers > 1 and memory.untyped_storage().nbytes() > memory.nbytes:
+            memory = memory.clone()  # a view would keep what others write
         return replace(piece, memory=memory)
 
     return _weights(chunks, groups, lambda weight: whole_of(master_of(weight)), constants=lambda _: True, choose=choose)

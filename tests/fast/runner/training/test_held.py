@@ -10,7 +10,7 @@ import torch
 
 from manifests.errors import InputError
 from manifests.placement import Placement
-from manifests.schema import MOMENTS, RandomState
+from manifests.schema import MOMENTS, WEIGHTS, RandomState
 from runner.checkpoint.state import Held, HostCopy, held_state, held_weights, whole_weights
 from runner.config.schema import OptimOptions
 from runner.models import family_for
@@ -137,3 +137,6 @@ def test_writer_of_a_part_keeps_no_more_than_that_part(tmp_path: Path) -> None:
         memories = [piece.memory for kinds in part.values() for pieces in kinds.values() for piece in pieces]
         kept = {memory.untyped_storage().data_ptr(): memory.untyped_storage().nbytes() for memory in memories}
         assert sum(kept.values()) == sum(memory.nbytes for memory in memories) > 0
+    of_stages = {weight.untyped_storage().data_ptr() for chunk in chunks for weight in chunk.parameters()}
+    (alone,) = whole_weights(chunks, (), writer=0).values()
+    assert {piece.memory.untyped_storage().data_ptr() for piece in alone[WEIGHTS]} <= of_stages  # no copy
