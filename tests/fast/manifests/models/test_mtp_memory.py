@@ -12,7 +12,7 @@ from manifests.models.memory import estimate_memory, memory_of
 from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
 from manifests.schedules import schedule_table
-from tests.process.runner.pipeline.mtp_oracle import shape_of
+from tests.process.runner.pipeline.mtp_oracle import NEXT, shape_of
 
 FP32 = Training(policy=POLICIES["fp32"], microbatch=2, seq_len=8)
 ONE, TWO = Placement(num_stages=1, num_ranks=1), Placement(num_stages=2, num_ranks=2)
@@ -26,7 +26,7 @@ def costs(shape: ModelShape, training: Training) -> dict[str, int]:
 
 @pytest.mark.parametrize("policy", ["fp32", "mixed"])
 def test_an_mtp_layer_beside_the_decoder_costs_what_a_decoder_layer_does(policy: str) -> None:
-    shape, training = shape_of(1, is_beside=True), replace(FP32, policy=POLICIES[policy])
+    shape, training = shape_of(1, beside=NEXT), replace(FP32, policy=POLICIES[policy])
     width, nbytes = shape.hidden_size, 2 * 8 * training.policy.compute
     kept = costs(shape, training)
     assert kept["mtp"] == kept["model.layers.3"] + nbytes * 6 * width + 3 * 2 * 8 * 4  # three norms and their results
@@ -37,10 +37,10 @@ def test_an_mtp_layer_beside_the_decoder_costs_what_a_decoder_layer_does(policy:
     assert work.flops_per_key == last.flops_per_key > 0
 
 
-@pytest.mark.parametrize(("depth", "is_beside"), [(1, True), (2, False)])
+@pytest.mark.parametrize(("depth", "beside"), [(1, NEXT), (2, "")])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_the_head_keeps_the_logits_of_mtp_layers(depth: int, is_beside: bool, recompute: Any) -> None:
-    shape, training = shape_of(depth, is_beside=is_beside), replace(FP32, recompute=recompute)
+def test_the_head_keeps_the_logits_of_mtp_layers(depth: int, beside: str, recompute: Any) -> None:
+    shape, training = shape_of(depth, beside=beside), replace(FP32, recompute=recompute)
     plain = shape.without(shape.optional)
     assert costs(shape, training)["lm_head"] == (1 + depth) * costs(plain, training)["lm_head"]
     in_chunks = replace(training, loss_chunk=4)
@@ -62,7 +62,7 @@ def test_logits_are_no_activations_of_an_mtp_layer() -> None:
 
 
 def test_a_stage_borrows_the_embedding_for_its_mtp_layer() -> None:
-    shape, table = shape_of(1, is_beside=True), schedule_table("1F1B", TWO, 2)
+    shape, table = shape_of(1, beside=NEXT), schedule_table("1F1B", TWO, 2)
     stages = shape.modules[:-3], shape.modules[-3:]
     first, second = estimate_memory(shape, stages, table, FP32).stages
     of_tensors = [
@@ -76,7 +76,7 @@ def test_a_stage_borrows_the_embedding_for_its_mtp_layer() -> None:
 
 
 def test_fsdp_gathers_an_mtp_layer_beside_the_decoder_by_itself() -> None:
-    shape, table = shape_of(1, is_beside=True), schedule_table("GPipe", ONE, 1)
+    shape, table = shape_of(1, beside=NEXT), schedule_table("GPipe", ONE, 1)
     sharded = replace(FP32, shard=2, policy=POLICIES["mixed"], microbatch=1, seq_len=1)
     both, alone = (
         estimate_memory(shape, [modules], table, sharded).stages[0] for modules in (("model.norm", "mtp"), ("mtp",))

@@ -21,7 +21,7 @@ from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
 from runner.proof.stages import compare_stages
 from tests.fast.runner.tiny import CPU
-from tests.process.runner.pipeline.mtp_oracle import Case, config_of, random_weights, shape_of
+from tests.process.runner.pipeline.mtp_oracle import CLASSES, NEXT, Case, config_of, random_weights, shape_of
 
 
 @pytest.mark.parametrize("layout", ["EttttmL", "Et|ttt|m|L", "Ett|tt|m|mL"])
@@ -51,16 +51,17 @@ def test_stages_compute_the_model_alone(layout: str, tmp_path: Path) -> None:
     torch.testing.assert_close(crossing, expected, rtol=0, atol=1e-5)
 
 
-def test_a_layer_beside_the_decoder_is_as_transformers_has_it() -> None:
-    config, shape = config_of(1, is_beside=True), shape_of(1, is_beside=True)
+@pytest.mark.parametrize("architecture", CLASSES)
+def test_a_layer_beside_the_decoder_is_as_transformers_has_it(architecture: str) -> None:
+    config, shape = config_of(1, beside=architecture), shape_of(1, beside=architecture)
     family = family_for(config, max_seq_len=8, shape=shape)
-    case = Case(schedule="1F1B", layout="Ett|tt|m|L", is_beside=True)
+    case = Case(schedule="1F1B", layout="Ett|tt|m|L", beside=architecture)
     compared, _, _ = compare_stages(family.tiny(), case.stage_modules)  # type: ignore[attr-defined]
     assert compared.is_equal
 
 
 def test_a_layer_beside_the_decoder_with_other_names_is_not_trained() -> None:
-    shape = shape_of(1, is_beside=True)
+    shape = shape_of(1, beside=NEXT)
     entry = generic_entry("Qwen3NextForCausalLM")
     assert entry is not None
     assert MtpLayers.find(entry, shape) is not None
@@ -68,10 +69,10 @@ def test_a_layer_beside_the_decoder_with_other_names_is_not_trained() -> None:
     assert MtpLayers.find(entry, replace(shape, tensors=tensors)) is None
 
 
-@pytest.mark.parametrize("is_beside", [False, True])
-def test_hidden_states_of_an_mtp_layer_are_refused_as_none_runs_in_an_evaluation(is_beside: bool) -> None:
-    case = Case(schedule="1F1B", layout="Ettt|tmL" if is_beside else "Etttt|mL", is_beside=is_beside)
-    shape, config = shape_of(1, is_beside=is_beside), config_of(1, is_beside=is_beside)
+@pytest.mark.parametrize("beside", ["", NEXT])
+def test_hidden_states_of_an_mtp_layer_are_refused_as_none_runs_in_an_evaluation(beside: str) -> None:
+    case = Case(schedule="1F1B", layout="Ettt|tmL" if beside else "Etttt|mL", beside=beside)
+    shape, config = shape_of(1, beside=beside), config_of(1, beside=beside)
     family = family_for(config, max_seq_len=8, implementation="transformers", shape=shape)
     chunks = build_chunks(family, case.stage_modules, range(2))
     TokenLosses().watch(chunks, "model.layers.3")

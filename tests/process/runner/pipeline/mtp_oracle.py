@@ -1,7 +1,7 @@
 """Models with MTP modules, written from DeepSeek-V3's report on transformers' own decoder layers, and what trains them.
 
-Qwen3-Next's is the same with one module, in which the decoder layer has full attention: as vLLM computes it
-(`qwen3_next_mtp.py`), and as Megatron-Bridge names it (`qwen3_next_bridge.py`).
+Qwen3-Next's and Qwen3.5's are the same with one module, in which the decoder layer has full attention: as vLLM computes
+it (`qwen3_next_mtp.py`, `qwen3_5_mtp.py`), and as Megatron-Bridge names it (`qwen3_next_bridge.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import DeepseekV3ForCausalLM, Qwen3NextForCausalLM
+from transformers import DeepseekV3ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3NextForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer, Qwen3_5MoeRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRMSNorm
 
 from manifests.models import ModelShape, StoredTensors, model_shape
@@ -36,6 +38,13 @@ FLAGS = (
 NUM_STEPS = 3  # a gradient that is not reset shows in the second
 _LENGTHS = ((5, 1, 4, 3), (13,), (2, 11), (9, 4))  # of documents: a row has a label more than tokens
 
+NEXT, DENSE, EXPERTS = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
+CLASSES: Mapping[str, tuple[Any, Any, Any]] = {
+    NEXT: (Qwen3NextForCausalLM, Qwen3NextDecoderLayer, Qwen3NextRMSNorm),
+    DENSE: (Qwen3_5ForCausalLM, Qwen3_5DecoderLayer, Qwen3_5RMSNorm),
+    EXPERTS: (Qwen3_5MoeForCausalLM, Qwen3_5MoeDecoderLayer, Qwen3_5MoeRMSNorm),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -48,7 +57,7 @@ class Case:
     recompute: str = "none"
     is_chosen: bool = False  # every parameter is trained because of its name
     flags: tuple[str, ...] = ()  # of a run on four ranks
-    is_beside: bool = False  # Qwen3-Next's, with names of its own
+    beside: str = ""  # an architecture whose layer has names of its own
     is_slow: bool = False
 
     @property
@@ -63,7 +72,7 @@ class Case:
     @property
     def stage_modules(self) -> tuple[tuple[str, ...], ...]:
         names = {"E": iter(["model.embed_tokens"]), "L": iter(["model.norm"])}
-        names |= {"m": iter(["mtp"])} if self.is_beside else {}
+        names |= {"m": iter(["mtp"])} if self.beside else {}
         layers = (f"model.layers.{number}" for number in range(99))
         stages = [[next(names.get(letter, layers)) for letter in stage] for stage in self.layout.split("|")]
         return (*map(tuple, stages[:-1]), (*stages[-1], "lm_head"))
@@ -115,17 +124,19 @@ CASES: Mapping[str, Case] = {
         flags=("--dp-replicate", "2", "--loss-chunk", "5"),
         is_slow=True,
     ),
-    "Qwen3-Next": Case(schedule="1F1B", layout="Ettt|tmL", is_beside=True, recompute="full", is_slow=True),
-    "Qwen3-Next, apart": Case(schedule="InterleavedZeroBubble", layout="Ett|tt|m|L", is_beside=True),
+    "Qwen3-Next": Case(schedule="1F1B", layout="Ettt|tmL", beside=NEXT, recompute="full", is_slow=True),
+    "Qwen3-Next, apart": Case(schedule="InterleavedZeroBubble", layout="Ett|tt|m|L", beside=NEXT),
+    "Qwen3.5": Case(schedule="1F1B", layout="Ettt|tmL", beside=DENSE, is_slow=True),
+    "Qwen3.5, with experts": Case(schedule="1F1B", layout="Ettt|tmL", beside=EXPERTS, is_slow=True),
     "Qwen3-Next, --tp": Case(
         schedule="Interleaved1F1B",
         layout="Ett|tt|m|L",
-        is_beside=True,
+        beside=NEXT,
         flags=("--tp", "2", "--ep", "2"),
         is_slow=True,
     ),
     "Qwen3-Next, --dp-shard": Case(
-        schedule="1F1B", layout="Ettt|tmL", is_beside=True, flags=("--dp-shard", "2"), is_slow=True
+        schedule="1F1B", layout="Ettt|tmL", beside=NEXT, flags=("--dp-shard", "2"), is_slow=True
     ),
 }
 
@@ -135,33 +146,33 @@ def documents(step: int) -> list[list[torch.Tensor]]:
     return [[torch.randint(1, 96, (length,), generator=drawn) for length in row] for row in _LENGTHS]
 
 
-def config_of(depth: int, *, is_beside: bool = False) -> dict[str, Any]:
-    if not is_beside:
+def config_of(depth: int, *, beside: str = "") -> dict[str, Any]:
+    if not beside:
         return read_config("tiny-deepseek-v3", num_nextn_predict_layers=depth)
     kinds = ["linear_attention", "full_attention"] * 2
-    config = tiny_config("Qwen3NextForCausalLM", vocab_size=96, num_hidden_layers=4, layer_types=kinds)
-    return {**config.to_dict(), "architectures": ["Qwen3NextForCausalLM"]}
+    config = tiny_config(beside, vocab_size=96, num_hidden_layers=4, layer_types=kinds)
+    return {**config.to_dict(), "architectures": [beside]}
 
 
-def shape_of(depth: int, *, is_beside: bool = False) -> ModelShape:
-    stored = {name: tuple(tensor.shape) for name, tensor in Oracle(depth, is_beside=is_beside).names()}
-    return model_shape(config_of(depth, is_beside=is_beside), stored=StoredTensors(tensors=stored, where="the oracle"))
+def shape_of(depth: int, *, beside: str = "") -> ModelShape:
+    stored = {name: tuple(tensor.shape) for name, tensor in Oracle(depth, beside=beside).names()}
+    return model_shape(config_of(depth, beside=beside), stored=StoredTensors(tensors=stored, where="the oracle"))
 
 
 class Oracle(nn.Module):
     """Equations 21 to 25: a module for each depth, which shares the embedding and the head."""
 
-    def __init__(self, depth: int, *, is_beside: bool = False) -> None:
+    def __init__(self, depth: int, *, beside: str = "") -> None:
         super().__init__()
         classes: Any = (DeepseekV3ForCausalLM, DeepseekV3DecoderLayer, DeepseekV3RMSNorm)
-        if is_beside:
-            classes = (Qwen3NextForCausalLM, Qwen3NextDecoderLayer, Qwen3NextRMSNorm)
+        if beside:
+            classes = CLASSES[beside]
         whole, layer, norm = classes
-        config = whole.config_class(**config_of(depth, is_beside=is_beside))
+        config = whole.config_class(**config_of(depth, beside=beside))
         config._attn_implementation, config._experts_implementation = "sdpa", "eager"
-        self.main, width, self.is_beside = whole(config), config.hidden_size, is_beside
+        self.main, width, self.beside = whole(config), config.hidden_size, beside
         beyond = range(config.num_hidden_layers, config.num_hidden_layers + depth)
-        self.blocks = nn.ModuleList(layer(config, 3 if is_beside else number) for number in beyond)
+        self.blocks = nn.ModuleList(layer(config, 3 if beside else number) for number in beyond)
         self.norms = nn.ModuleList(
             nn.ModuleDict(
                 {name: norm(width, eps=config.rms_norm_eps) for name in ("enorm", "hnorm", "shared_head/norm")}
@@ -200,10 +211,10 @@ class Oracle(nn.Module):
         for name, tensor in self.main.state_dict(keep_vars=True).items():
             yield from _split(name, tensor)
         for depth, (block, norms, project) in enumerate(zip(self.blocks, self.norms, self.projections, strict=True)):
-            prefix = "mtp.layers.0." if self.is_beside else f"model.layers.{num_layers + depth}."
+            prefix = "mtp.layers.0." if self.beside else f"model.layers.{num_layers + depth}."
             for name, tensor in block.state_dict(keep_vars=True).items():
                 yield from _split(prefix + name, tensor)
-            if self.is_beside:
+            if self.beside:
                 yield "mtp.pre_fc_norm_embedding.weight", norms["enorm"].weight
                 yield "mtp.pre_fc_norm_hidden.weight", norms["hnorm"].weight
                 yield "mtp.norm.weight", norms["shared_head/norm"].weight
@@ -238,12 +249,12 @@ def _split(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
             yield f"{name.rpartition('.')[0]}.{number}.{part}.weight", matrix
 
 
-def random_weights(depth: int, *, is_beside: bool = False) -> dict[str, torch.Tensor]:
+def random_weights(depth: int, *, beside: str = "") -> dict[str, torch.Tensor]:
     """Return the tensors of files; the copies are equal to what they are copies of."""
     drawn = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(dims, generator=drawn) * 0.1 + (1.0 if len(dims) == 1 and "bias" not in name else 0.0)
-        for name, dims in shape_of(depth, is_beside=is_beside).tensors.items()
+        for name, dims in shape_of(depth, beside=beside).tensors.items()
     }
     for name in tensors:
         for copy, owner in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
@@ -263,8 +274,8 @@ class Trained:
 
 def train_alone(case: Case, optim: Any) -> Trained:
     """Train the oracle in float64, with torch's own AdamW."""
-    oracle = Oracle(case.depth, is_beside=case.is_beside)
-    weights = random_weights(case.depth, is_beside=case.is_beside)
+    oracle = Oracle(case.depth, beside=case.beside)
+    weights = random_weights(case.depth, beside=case.beside)
     names = [name for name, _ in oracle.names()]
     assert set(names) == set(weights)
     with torch.no_grad():

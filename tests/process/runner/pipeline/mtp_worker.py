@@ -44,11 +44,11 @@ from tests.process.runner.pipeline.mtp_oracle import (
 def run(case: Case) -> dict[str, Any]:
     options = parse_training([*FLAGS, "--ac", case.recompute, *case.flags])
     compute = replace(options.compute, dtype="fp64", master_dtype="fp64", reduce_dtype="fp64")
-    options, config = replace(options, compute=compute), config_of(case.depth, is_beside=case.is_beside)
+    options, config = replace(options, compute=compute), config_of(case.depth, beside=case.beside)
     degrees = options.degrees.resolve(2, dist.get_world_size())
     mesh = build_mesh(degrees, dist.get_rank(), CPU, timedelta(seconds=60))
     family = family_for(
-        config, max_seq_len=SEQ_LEN, implementation="transformers", shape=shape_of(case.depth, is_beside=case.is_beside)
+        config, max_seq_len=SEQ_LEN, implementation="transformers", shape=shape_of(case.depth, beside=case.beside)
     )
     family.mtp_weight = options.loss.mtp_weight
     family._config._experts_implementation = "eager"
@@ -58,7 +58,7 @@ def run(case: Case) -> dict[str, Any]:
         split_rows(family, mesh, options.degrees.context_method)
     stages = Stages(modules=case.stage_modules, placement=case.placement, ties=())
     chunks = build_stages(family, stages, compute, mesh, CPU, (lambda fqn: True) if case.is_chosen else None)
-    weights = random_weights(case.depth, is_beside=case.is_beside)
+    weights = random_weights(case.depth, beside=case.beside)
     with torch.no_grad():
         for piece in (piece for chunk in chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk))):
             piece.memory.copy_(weights[piece.fqn][region_of(piece)])
