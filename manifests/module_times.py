@@ -44,17 +44,17 @@ def reduction_nbytes(weights: float, gradients: float, *, shards: int, replicas:
 class StepTime:
     """What a step takes besides its schedule: gradient norm, clipping, the optimizer's step, metrics; and its network.
 
-    Units: `rest_s` in seconds, of a rank that steps `num_params` parameters; `rate` in bytes per second, of each rank's
-    link while all ranks reduce a tensor as a ring.
+    Units: `overhead_s` in seconds, of a rank that steps `num_params` parameters; `rate` in bytes per second, of each
+    rank's link while all ranks reduce a tensor as a ring.
     """
 
-    rest_s: float
+    overhead_s: float
     num_params: int
     rate: float | None = None  # None: there was one rank
 
-    def rest_of(self, num_params: float) -> float:
+    def overhead_of(self, num_params: float) -> float:
         """Return the seconds for a rank with so many parameters."""
-        return self.rest_s * num_params / self.num_params
+        return self.overhead_s * num_params / self.num_params
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ class MeasuredTimes:
         document = {"version": _VERSION, "measured": dict(self.how), "modules": modules}
         if (step := self.step) is not None:
             rate = {} if step.rate is None else {"nbytes_per_s": step.rate}
-            document["step"] = {"rest_s": step.rest_s, "num_params": step.num_params, **rate}
+            document["step"] = {"overhead_s": step.overhead_s, "num_params": step.num_params, **rate}
         return (json.dumps(document, indent=1) + "\n").encode()
 
 
@@ -93,7 +93,7 @@ def read_times(path: Path) -> MeasuredTimes:
 def parse_times(text: bytes, where: str) -> MeasuredTimes:
     """Read `{"version": 1, "modules": {"model.layers.0": {"forward_s": 0.01, "backward_s": 0.02}}}`.
 
-    "measured", an object, may say how they were measured, and `"step": {"rest_s": 0.2, "num_params": 8030261248,
+    "measured", an object, may say how they were measured, and `"step": {"overhead_s": 0.2, "num_params": 8030261248,
     "nbytes_per_s": 5e10}` what a step takes besides, see `StepTime`. Units: seconds for one microbatch.
 
     Raises:
@@ -120,7 +120,7 @@ def parse_times(text: bytes, where: str) -> MeasuredTimes:
 def _step(entry: object, where: str) -> StepTime:
     has_rate = "nbytes_per_s" in _object(entry, where)
     return StepTime(
-        rest_s=_number(entry, "rest_s", where),
+        overhead_s=_number(entry, "overhead_s", where),
         num_params=int(_number(entry, "num_params", where, "a number", 1)),
         rate=_number(entry, "nbytes_per_s", where, "bytes per second", 1) if has_rate else None,
     )

@@ -224,12 +224,12 @@ def _begin(
         pieces = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk))]
     world.start.end("build_s")
     weights = [piece for piece in pieces if not is_adapter(piece.fqn)]
-    with stored.reading(weights) as begun:
-        _check_itself(family, launched, options, timetable, mesh, loss)
+    with stored.reading(weights) as pending:
+        _run_self_check(family, launched, options, timetable, mesh, loss)
         world.start.end("self_check_s")
         if cache:
             cache.ensure()  # the loader verifies what it reads
-        loaded = stored.load(weights, WEIGHTS, begun)
+        loaded = stored.load(weights, WEIGHTS, pending)
     if options.lora is not None:
         adapters = [piece for piece in pieces if is_adapter(piece.fqn)]
         stored, record = load_adapters(adapters, family, options, stored, origin)
@@ -268,7 +268,7 @@ def _begin(
     )
 
 
-def _check_itself(
+def _run_self_check(
     family: Family, launched: Packed, options: TrainOptions, timetable: Timetable, mesh: Mesh, loss: Loss | None
 ) -> None:
     """Compare a tiny model with one process; every rank calls this, while weights are read."""

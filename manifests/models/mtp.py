@@ -99,7 +99,7 @@ class MtpLayers:
         return cls(modules=modules, copies=frozenset(copies))
 
     @classmethod
-    def trained(cls, entry: CatalogueEntry, shape: ModelShape) -> tuple[str, ...]:
+    def trained_modules(cls, entry: CatalogueEntry, shape: ModelShape) -> tuple[str, ...]:
         """Return the modules that are trained: all but those that transformers ignores, unless these are among them."""
         mtp = cls.find(entry, shape)
         left_out = shape.optional.difference(mtp.modules if mtp else ())

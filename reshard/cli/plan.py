@@ -181,7 +181,7 @@ def _as_in_run(assumed: Assumptions, times: MeasuredTimes) -> Assumptions:
         module: ModuleTime(forward=scale * time.forward, backward=scale * time.backward)
         for module, time in times.modules.items()
     }
-    return replace(assumed, measured=measured, rest=times.step)
+    return replace(assumed, measured=measured, overhead=times.step)
 
 
 def _refuse_without_gpus(search: Mapping[str, Any]) -> None:

@@ -44,7 +44,7 @@ class Assumptions:
     share one copy, that have different experts. `recompute` is activation checkpointing: "none", "full", "selective"
     (all but matrix products), or N for every Nth layer. Logits and loss are computed in chunks of `loss_chunk` tokens;
     None: of a whole microbatch. `host_memory` is what ranks on CPUs do with freed memory; None: on GPUs. `measured` has
-    the time of each module, and `rest` what a step takes besides.
+    the time of each module, and `overhead` what a step takes besides.
 
     Units: `memory_limit` in bytes per rank, `measured` in seconds per microbatch.
     """
@@ -70,7 +70,7 @@ class Assumptions:
     host_memory: HostMemory | None = None
     memory_limit: int | None = None
     measured: Mapping[str, ModuleTime] | None = None
-    rest: StepTime | None = None
+    overhead: StepTime | None = None
 
     @property
     def num_per_stage(self) -> int:
@@ -148,9 +148,9 @@ def check_assumptions(assumed: Assumptions) -> None:
         check_choice(Parameter("assumed.host_memory"), assumed.host_memory, get_args(HostMemory))
     if not assumed.optimizer.endswith(".toml"):
         check_choice(Parameter("assumed.optimizer"), assumed.optimizer, (*PRESETS, "FILE.toml"))
-    if not isinstance(assumed.rest, StepTime | None):
-        problem = f"expected a StepTime, found {str(assumed.rest)[:80]}"
-        raise UsageError(Parameter("assumed.rest"), problem, code="options.invalid-value")
+    if not isinstance(assumed.overhead, StepTime | None):
+        problem = f"expected a StepTime, found {str(assumed.overhead)[:80]}"
+        raise UsageError(Parameter("assumed.overhead"), problem, code="options.invalid-value")
     counts = {
         "microbatch_group": assumed.microbatch_group,
         "num_microbatches": assumed.num_microbatches,

@@ -48,7 +48,7 @@ class Forecast:
     flops: tuple[int, ...]  # forward, per token, by stage
     times: tuple[ModuleTime, ...]  # by stage
     step: StepEstimate | None
-    rest_s: float = 0.0  # of a step beside its schedule, if that was measured
+    overhead_s: float = 0.0  # of a step beside its schedule, if that was measured
 
     __repr__ = brief
 
@@ -105,16 +105,16 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
     schedule = assumed.check_schedule(layout)
     flops, of_module = flops_of(shape, assumed.seq_len), times_of(shape, assumed.seq_len, assumed.measured)
     times = tuple(_sum_times([of_module[module] for module in modules]) for modules in layout.stages)
-    step, rest_s = None, 0.0
+    step, overhead_s = None, 0.0
     if num_passes(placement, num_microbatches) <= MOST_PASSES:
         costs = StageCosts.of([time.forward for time in times], [time.backward for time in times])
         with collector_paused():
             table = assumed.table_for(layout)
             memory = estimate_memory(shape, layout.stages, table, training_of(assumed, shape))
             step = StepEstimate(memory=memory, timeline=simulate(table, costs))
-        if assumed.rest is not None:
-            rest_s = max(
-                _rest_s(shape, layout, assumed, rank, memory.ranks[rank]) for rank in range(placement.num_ranks)
+        if assumed.overhead is not None:
+            overhead_s = max(
+                _overhead_s(shape, layout, assumed, rank, memory.ranks[rank]) for rank in range(placement.num_ranks)
             )
     return Forecast(
         assumed=assumed,
@@ -124,19 +124,19 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
         flops=tuple(sum(flops[module] for module in modules) for modules in layout.stages),
         times=times,
         step=step,
-        rest_s=rest_s,
+        overhead_s=overhead_s,
     )
 
 
-def _rest_s(shape: ModelShape, layout: StageLayout, assumed: Assumptions, rank: int, memory: Memory) -> float:
+def _overhead_s(shape: ModelShape, layout: StageLayout, assumed: Assumptions, rank: int, memory: Memory) -> float:
     """Return the seconds of a rank beside the schedule, of which its network rate says those of its gradients."""
-    assert assumed.rest is not None, "checked by the caller"
+    assert assumed.overhead is not None, "checked by the caller"
     owned, shards = shape.by_module(), assumed.shard * assumed.context
     stages = [layout.stages[stage] for stage in layout.placement.stages_on(rank)]
     num_params = sum(shape.count_params(fqn) for module in chain.from_iterable(stages) for fqn in owned[module])
     nbytes = reduction_nbytes(memory.weights, memory.gradients, shards=shards, replicas=assumed.replicate)
-    sent_s = sum(nbytes) / assumed.rest.rate if assumed.rest.rate else 0.0
-    return sent_s + assumed.rest.rest_of(num_params / (shards * assumed.tensor))
+    sent_s = sum(nbytes) / assumed.overhead.rate if assumed.overhead.rate else 0.0
+    return sent_s + assumed.overhead.overhead_of(num_params / (shards * assumed.tensor))
 
 
 def training_of(assumed: Assumptions, shape: ModelShape) -> Training:

@@ -36,7 +36,7 @@ def check_launch(checkpoint: Checkpoint, layout: StageLayout, forecast: Forecast
     try:
         check_trainable(shape.architecture, is_described=is_described)
         if entry is not None:
-            check_modules(entry, MtpLayers.trained(entry, shape), layout.stages, CONFIG_NAME)
+            check_modules(entry, MtpLayers.trained_modules(entry, shape), layout.stages, CONFIG_NAME)
             if choose_implementation(shape.architecture) == "transformers":
                 check_fields(entry, reader)
     except UserError:

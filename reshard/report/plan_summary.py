@@ -86,7 +86,7 @@ def plan_json(planned: PlanResult, traffic: Traffic | None = None) -> dict[str, 
         "smallest_fit": _fit_json(planned),
         "imbalance": {"stages": imbalance(forecast.stage_times), "ranks": imbalance(forecast.rank_times)},
         "bubble": step.timeline.bubble if step else None,
-        "step_s": step.timeline.makespan_s + forecast.rest_s if step and assumed.measured else None,
+        "step_s": step.timeline.makespan_s + forecast.overhead_s if step and assumed.measured else None,
         "assumed": {
             "schedule": forecast.schedule,
             "microbatch_group": assumed.microbatch_group,
@@ -149,7 +149,7 @@ def bottleneck(forecast: Forecast) -> str:
 
 def schedule_line(forecast: Forecast) -> str:
     assumed, timeline = forecast.assumed, forecast.timeline
-    step = f", {timeline.makespan_s + forecast.rest_s:.4g} s per step" if assumed.measured else ""
+    step = f", {timeline.makespan_s + forecast.overhead_s:.4g} s per step" if assumed.measured else ""
     return (
         f"{forecast.schedule}, {forecast.num_microbatches} microbatches of {assumed.microbatch} x {assumed.seq_len} "
         f"tokens: pipeline bubble {timeline.bubble:.1%}{step}"

@@ -156,7 +156,7 @@ class Space:
         try:
             layout = parse_layout(spec, self.inventory, costs=self.costs)
             if entry is not None:
-                check_modules(entry, MtpLayers.trained(entry, self.shape), layout.stages, "config.json")
+                check_modules(entry, MtpLayers.trained_modules(entry, self.shape), layout.stages, "config.json")
             return layout
         except UserError as error:
             self.refusals.setdefault(f"{spec}: {error.problem}")

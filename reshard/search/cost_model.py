@@ -116,7 +116,7 @@ class CostModel:
             sum(count * getattr(state[kind], name) for kind, count in self.counts.items()) / candidate.pipeline
             for name in ("weights", "gradients")
         )
-        step_s = makespan + self._reduction_s(candidate, weights, gradients) + self._rest_s(candidate, stepped)
+        step_s = makespan + self._reduction_s(candidate, weights, gradients) + self._overhead_s(candidate, stepped)
         return CandidateForecast(memory=most + transfers, bubble=max(0.0, 1 - busy), step_s=step_s)
 
     def state_nbytes(self, policy: Policy) -> int:
@@ -153,7 +153,7 @@ class CostModel:
         step_s += max(self._reduction_s(candidate, rank.weights, rank.gradients) for rank in ranks)
         profiles = self._profiles(placement, stages)
         stepped = max(sum(count * self._params[kind] for kind, count in counts) for _, counts in profiles)
-        step_s += self._rest_s(candidate, stepped)
+        step_s += self._overhead_s(candidate, stepped)
         return CandidateForecast(memory=max(rank.total for rank in ranks), bubble=bubble, step_s=step_s)
 
     def _estimate_memory(self, stages: Sequence[Sequence[str]], table: Table, training: Training) -> MemoryEstimate:
@@ -242,11 +242,11 @@ class CostModel:
         sharded, replicated = reduction_nbytes(weights, gradients, shards=shards, replicas=candidate.replicate)
         return sharded / self._rate(shards * candidate.tensor) + replicated / self._rate(candidate.per_stage)
 
-    def _rest_s(self, candidate: Candidate, num_params: int) -> float:
+    def _overhead_s(self, candidate: Candidate, num_params: int) -> float:
         """Return the measured seconds of a step beside its schedule, for a rank of stages with so many parameters."""
         if self.request.measured is None or (step := self.request.measured.step) is None:
             return 0.0
-        return step.rest_of(num_params / (candidate.shard * candidate.context * candidate.tensor))
+        return step.overhead_of(num_params / (candidate.shard * candidate.context * candidate.tensor))
 
 
 def _is_layer(kind: str) -> bool:

@@ -26,7 +26,7 @@ from runner.load.verify_parts import PartRead, choose_readers, share_parts, veri
 from runner.tensors.local_shard import STORED_DTYPES, Piece
 from stores.bundles import Bundles
 
-Begun = Future[tuple[LoadReport, list[PartRead]]]
+PendingRead = Future[tuple[LoadReport, list[PartRead]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,27 +42,27 @@ class StageLoader:
     deferred: DeferredVerification  # of what is not hashed as it is read
 
     @contextmanager
-    def reading(self, pieces: Sequence[Piece]) -> Iterator[Begun | None]:
+    def reading(self, pieces: Sequence[Piece]) -> Iterator[PendingRead | None]:
         """Read this rank's weights while a block runs, and after it; None: ranks read together, or files are remote.
 
         What fails is raised by `load`. A block that raises ends the reading.
         """
-        is_alone = self.cache is None and (not self.is_broadcast or self.group is None)
+        is_independent = self.cache is None and (not self.is_broadcast or self.group is None)
         # The block may close connections that are opened meanwhile, see Note [Smaller world].
-        if not is_alone or self.origin.store is not None or self.origin.manifest.virtual is not None:
+        if not is_independent or self.origin.store is not None or self.origin.manifest.virtual is not None:
             yield None
             return
         stop, pool = threading.Event(), ThreadPoolExecutor(1, "weights")
         how = replace(self.how, stop=stop)
-        begun = pool.submit(read_tensors, pieces, self._bundles, self.origin.shape, WEIGHTS, how)
+        pending = pool.submit(read_tensors, pieces, self._bundles, self.origin.shape, WEIGHTS, how)
         pool.shutdown(wait=False)
         try:
-            yield begun
+            yield pending
         except BaseException:
             stop.set()
             raise
 
-    def load(self, pieces: Sequence[Piece], holds: Holds, begun: Begun | None = None) -> LoadReport:
+    def load(self, pieces: Sequence[Piece], holds: Holds, pending: PendingRead | None = None) -> LoadReport:
         """Load this rank's weights, or one kind of its optimizer state; every rank of the job calls this.
 
         Everything is verified, now or by `deferred`, except original files, which have no digests. If cached shards of
@@ -72,17 +72,17 @@ class StageLoader:
             UserError: on all ranks, whichever failed.
         """
         try:
-            return self._load_once(pieces, holds, begun)
+            return self._load_once(pieces, holds, pending)
         except InputError:
             if self.cache is None or not self.cache.repair():
                 raise
         return self._load_once(pieces, holds)
 
-    def _load_once(self, pieces: Sequence[Piece], holds: Holds, begun: Begun | None = None) -> LoadReport:
+    def _load_once(self, pieces: Sequence[Piece], holds: Holds, pending: PendingRead | None = None) -> LoadReport:
         bundles, shape = self._bundles, self.origin.shape
         if not self.is_broadcast or self.group is None:
             with raise_on_all_ranks("load"):
-                report, parts = begun.result() if begun else read_tensors(pieces, bundles, shape, holds, self.how)
+                report, parts = pending.result() if pending else read_tensors(pieces, bundles, shape, holds, self.how)
             shared = share_parts(parts, self.group)
             if not self.how.hashes:
                 self.deferred.add(shared)

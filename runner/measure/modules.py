@@ -70,7 +70,7 @@ def measure_modules(
         packed.config, max_seq_len=setting.seq_len, implementation=setting.implementation, shape=packed.shape,
         description=packed.manifest.model.description,
     )  # fmt: skip
-    module_seconds, rest_s, num_params = dict[str, ModuleTime](), 0.0, 0
+    module_seconds, overhead_s, num_params = dict[str, ModuleTime](), 0.0, 0
     torch.manual_seed(_SEED)
     rows = (setting.microbatch, setting.seq_len)
     crossing: Any = torch.randint(family.vocab_size, rows, device=device)
@@ -90,13 +90,13 @@ def measure_modules(
             if (refusal := exhausted(error)) is not None:
                 raise refusal.within(modules[0]) from error
             raise
-        rest_s, num_params = rest_s + step_s, num_params + count
+        overhead_s, num_params = overhead_s + step_s, num_params + count
         module_seconds |= {module: ModuleTime(forward=0.0, backward=0.0) for module in modules} | {modules[0]: seconds}
         if note is not None:
             note(" and ".join(modules), seconds)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread"
     how = {**asdict(setting), "device": name, "torch": torch.__version__}
-    step = StepTime(rest_s=rest_s, num_params=num_params) if num_params else None
+    step = StepTime(overhead_s=overhead_s, num_params=num_params) if num_params else None
     return MeasuredTimes(modules=module_seconds, how=how, step=step)
 
 

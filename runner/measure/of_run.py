@@ -86,8 +86,8 @@ def _step_time(
         + sum(reduction_nbytes(0, nbytes * experts, shards=degrees.expert_fsdp, replicas=degrees.replicate))
         for dense, experts in counts
     )
-    rest_s = median(step_s - timeline.makespan_s for step_s, timeline in traced) - (sent / rate if rate else 0.0)
-    return StepTime(rest_s=max(0.0, rest_s), num_params=max(1, num_params), rate=rate)
+    overhead_s = median(step_s - timeline.makespan_s for step_s, timeline in traced) - (sent / rate if rate else 0.0)
+    return StepTime(overhead_s=max(0.0, overhead_s), num_params=max(1, num_params), rate=rate)
 
 
 def _count_on_ranks(packed: Packed, degrees: ParallelDims, trained: Mapping[str, int]) -> list[tuple[int, int]]:

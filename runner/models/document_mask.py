@@ -49,7 +49,7 @@ def mask_rows(model: nn.Module, parts: RowParts | None) -> None:
 
 
 @contextmanager
-def registered_apart() -> Iterator[None]:
+def registrations_restored() -> Iterator[None]:
     """Let models with parts of rows that are built in the block leave those before it their attention, by one name."""
     registries = ((AttentionInterface, ALL_ATTENTION_FUNCTIONS), (AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS))
     before = [

@@ -32,7 +32,7 @@ from manifests.models.catalogue import CatalogueEntry
 from manifests.models.mtp import EMBEDDING, HEAD, MtpLayers
 from runner.models.family import BORROWED
 from runner.models.stage_of_any import StageOfAny
-from runner.tensors.row_parts import later_in_rows
+from runner.tensors.row_parts import shift_left
 
 _BY_LAYER = ("layer_types", "mlp_layer_types")  # lists in configs without entries for MTP layers: they are as the last
 
@@ -146,7 +146,7 @@ class MtpStage(StageOfAny):
         for number, layer in self._mtp.items():
             before = self._depths[-1] if number else hidden
             assert self._tokens is not None
-            following = later_in_rows(self._tokens, number + 1, self.parts)
+            following = shift_left(self._tokens, number + 1, self.parts)
             given = self.embedding[0](following) if self._embeds else following
             self._depths.append(layer(before, given, **self._inputs))
 

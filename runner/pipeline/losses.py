@@ -23,7 +23,7 @@ from runner.config.loss import LOSSES, LossOptions
 from runner.data.rows import IGNORED, RowForm
 from runner.data.sequences import Batch
 from runner.pipeline.microbatches import token_loss, total
-from runner.tensors.row_parts import RowParts, later_in_rows
+from runner.tensors.row_parts import RowParts, shift_left
 
 # Fields of rows that a loss takes as keyword-only arguments: (B, L), shifted as labels are, and (B,); float32.
 PerToken: TypeAlias = Annotated[torch.Tensor, "per token"]
@@ -106,7 +106,7 @@ class MtpLoss:
 
 def _further_labels(batch: Batch, number: int, parts: RowParts | None) -> torch.Tensor:
     """Return the label that is `number` after each token's own, see Note [Loss of MTP layers]."""
-    labels = later_in_rows(batch.labels, number, parts, IGNORED)
+    labels = shift_left(batch.labels, number, parts, IGNORED)
     if batch.positions is not None:
         for between in range(1, number + 1):
             begins = nn.functional.pad(batch.positions[:, between:] == 0, (0, between))

@@ -216,7 +216,7 @@ def check_model(launched: Packed, implementation: Implementation | None = None) 
         TITAN_FIELDS[shape.architecture](config, where).check_modules(modules)
     elif (entry := generic_entry(shape.architecture)) is not None and launched.manifest.model.description is None:
         check_fields(entry, ConfigReader(config, where))
-        check_modules(entry, MtpLayers.trained(entry, shape), launched.stage_modules, where)
+        check_modules(entry, MtpLayers.trained_modules(entry, shape), launched.stage_modules, where)
 
 
 def check_length(launched: Packed, options: TrainOptions) -> None:

@@ -103,7 +103,7 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
     """Take a step of a tiny model on the ranks of this world, which all call this, and compare it with one process."""
     wide = float32_as_float64() if dtype == "fp64" else nullcontext()
     degrees, timeout = run.tiny_degrees, timeout_of(run)
-    with torch.random.fork_rng(devices=()), _without_schedules(), wide, _attention_kept(degrees):
+    with torch.random.fork_rng(devices=()), _without_schedules(), wide, _registrations_restored(degrees):
         options = replace(run.options, timeout_s=int(timeout.total_seconds()), balance=run.balance)
         mesh = build_mesh(degrees, rank, _CPU, timeout)
         family = tiny_of(run.family)
@@ -184,13 +184,13 @@ def _without_schedules() -> Iterator[None]:
         log.disabled = before
 
 
-def _attention_kept(degrees: ParallelDims) -> AbstractContextManager[None]:
+def _registrations_restored(degrees: ParallelDims) -> AbstractContextManager[None]:
     """Let the stages of the run, which are built already, keep their attention."""
     if degrees.context == 1:
         return nullcontext()
-    from runner.models.document_mask import registered_apart
+    from runner.models.document_mask import registrations_restored
 
-    return registered_apart()
+    return registrations_restored()
 
 
 def _fill(chunk: StageChunk, reference: Reference) -> None:

@@ -32,8 +32,8 @@ class RowParts:
         return rows
 
 
-def later_in_rows(tensor: torch.Tensor, number: int, parts: RowParts | None, filler: int = 0) -> torch.Tensor:
-    """Return what is `number` places after each in its row, or a filler. Shapes: (B, L), of these parts of rows."""
+def shift_left(tensor: torch.Tensor, number: int, parts: RowParts | None, filler: int = 0) -> torch.Tensor:
+    """Return rows shifted left by `number` tokens, with a filler at their ends. Shapes: (B, L), of these parts."""
     whole = tensor if parts is None else parts.gather(tensor)
     later = nn.functional.pad(whole[:, number:], (0, number), value=filler)
     return later if parts is None else later[:, parts.places(whole.shape[1])]

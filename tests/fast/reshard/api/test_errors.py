@@ -80,7 +80,9 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
     ("assumed.schedule", "schedule.unknown"): (
         lambda at: reshard.plan(at / "model", "pp=2", assumed=A(schedule="none")),
     ),
-    ("assumed.rest", "options.invalid-value"): (lambda at: reshard.plan(at / "model", "pp=2", assumed=A(rest=3)),),
+    ("assumed.overhead", "options.invalid-value"): (
+        lambda at: reshard.plan(at / "model", "pp=2", assumed=A(overhead=3)),
+    ),
     ("mtp", "options.invalid-value"): (
         lambda at: reshard.layout("pp=2", layers=4, mtp=-1),
         lambda at: reshard.layout("pp=2", layers=4, mtp="1"),

@@ -94,8 +94,8 @@ def test_measured_times_are_read_from_their_file(tmp_path: Path) -> None:
         ({"modules": {"lm_head": {"forward_s": 1e999, "backward_s": 1}}}, "times.json"),
         ({"modules": {"lm_head": {"forward_s": 10**400, "backward_s": 1}}},
          "times.json: modules['lm_head'].forward_s"),
-        ({"step": {"rest_s": 0.1, "num_params": 0}}, "times.json: step.num_params"),
-        ({"step": {"rest_s": 0.1, "num_params": 1, "nbytes_per_s": 0}}, "times.json: step.nbytes_per_s"),
+        ({"step": {"overhead_s": 0.1, "num_params": 0}}, "times.json: step.num_params"),
+        ({"step": {"overhead_s": 0.1, "num_params": 1, "nbytes_per_s": 0}}, "times.json: step.nbytes_per_s"),
     ],
 )  # fmt: skip
 def test_file_that_holds_no_times_is_refused(

@@ -285,16 +285,16 @@ def test_rest_of_a_measured_step_and_its_network_are_in_planned_steps(tmp_path: 
     config = CONFIGS / "llama-3.1-8b.json"
     without = write_run(tmp_path / "without", config, num_ranks=2, ranks_per_node=2)
     num_params, rate, log = 8_030_261_248, 1e9, Path(shutil.copytree(without, tmp_path / "log"))
-    add_step(log, rest_s=3.0, num_params=num_params // 2, nbytes_per_s=rate)
+    add_step(log, overhead_s=3.0, num_params=num_params // 2, nbytes_per_s=rate)
     words = ("--gpus", "2", "--gpu-memory", "200GB", "--global-batch", "64", "--microbatch", "2", "--pp", "1", "--json")
     sent_s = {"dp-replicate": 4 * num_params / rate, "dp-shard": 0.5 * 8 * num_params / rate}
     for flag, seconds in sent_s.items():
         flags = (*words, "--ac", "none", f"--{flag}", "2")
         network = first_step_s(reshard("plan", config, *flags, "--from-run", without, "--hardware", "1,1,1").json)
         step_s = first_step_s(reshard("plan", config, *flags, "--from-run", log).json)
-        rest_s = 6.0 if flag == "dp-replicate" else 3.0
+        overhead_s = 6.0 if flag == "dp-replicate" else 3.0
         assert network == pytest.approx(16 * 35 * 3e-3 + seconds)
-        assert step_s == pytest.approx(network + rest_s)
+        assert step_s == pytest.approx(network + overhead_s)
         planned = reshard("plan", config, "--layout", "pp=1", f"--{flag}", "2", "--global-batch", "64", "--json",
                           "--from-run", log).json  # fmt: skip
         assert planned["step_s"] == pytest.approx(step_s)
@@ -307,7 +307,7 @@ def test_times_of_a_run_are_divided_over_ranks_in_plans_as_in_searches(flag: str
     steps = []
     for how in ({}, {flag: 2}):
         log = write_run(tmp_path / f"log{len(steps)}", config, num_ranks=2, ranks_per_node=2, **how)
-        add_step(log, rest_s=3.0, num_params=8_030_261_248, nbytes_per_s=1e18)
+        add_step(log, overhead_s=3.0, num_params=8_030_261_248, nbytes_per_s=1e18)
         search = ("--gpus", "2", "--gpu-memory", "200GB", "--pp", "1", "--ac", "none")
         steps.append(reshard("plan", config, "--layout", "pp=1", *flags, log).json["step_s"])
         assert steps[-1] == pytest.approx(first_step_s(reshard("plan", config, *search, *flags, log).json), rel=1e-6)
@@ -318,7 +318,7 @@ def test_times_of_a_run_are_divided_over_ranks_in_plans_as_in_searches(flag: str
 def test_rate_of_a_run_is_that_of_its_slowest_link(ranks_per_node: int, link: str, tmp_path: Path) -> None:
     config = CONFIGS / "llama-3.1-8b.json"
     log = write_run(tmp_path / "log", config, num_ranks=8, ranks_per_node=ranks_per_node)
-    add_step(log, rest_s=0.0, num_params=1, nbytes_per_s=1e9)
+    add_step(log, overhead_s=0.0, num_params=1, nbytes_per_s=1e9)
     words = ("plan", config, "--gpus", "8", "--gpu-memory", "200GB", "--tp", "1", "--from-run", log)
     hardware = reshard(*words, "--json").json["assumed"]["hardware"]
     rates = {"node": HARDWARE["h100"].node, "network": HARDWARE["h100"].network, link: 1e9}
@@ -337,7 +337,7 @@ def add_step(log: Path, **step: float) -> None:
 def test_rate_of_a_run_without_its_ranks_is_refused(how: dict[str, object], tmp_path: Path) -> None:
     config = CONFIGS / "llama-3.1-8b.json"
     log = write_run(tmp_path / "log", config, **how)
-    add_step(log, rest_s=0.0, num_params=1, nbytes_per_s=1e9)
+    add_step(log, overhead_s=0.0, num_params=1, nbytes_per_s=1e9)
     ended = reshard("plan", config, "--gpus", "8", "--gpu-memory", "200GB", "--from-run", log, "--json")
     assert ended.refusal[:2] == (3, "options.cost-file")
 

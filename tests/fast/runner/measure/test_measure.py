@@ -148,18 +148,18 @@ def test_rest_of_a_step_is_what_its_schedule_and_its_network_leave(tmp_path: Pat
     alone = read_run_times(packed, log).step
     assert alone is not None
     makespan_s = 4 * 0.032 + 0.010 + 0.021  # rank 1's microbatches, rank 0's first forward and last backward
-    assert alone.rest_s == pytest.approx(1 - makespan_s)
+    assert alone.overhead_s == pytest.approx(1 - makespan_s)
     stages = [sum(map(packed.shape.count_params, fqns)) for fqns in _fqns_of_stages(packed)]
     assert (alone.num_params, alone.rate) == (max(stages), None)
     degrees, rate = ParallelDims(pipeline=2, replicate=2, shard=2), 1e6
     shared = read_run_times(packed, log, degrees, rate).step
     assert shared is not None
     sent = 0.5 * 4 * max(stages) + 2 * 0.5 * 4 * max(stages) / 2  # FSDP's in float32, then those of replicas
-    assert shared.rest_s == pytest.approx(1 - makespan_s - sent / rate)
+    assert shared.overhead_s == pytest.approx(1 - makespan_s - sent / rate)
     assert (shared.num_params, shared.rate) == (max(stages) // 2, rate)
     frozen = read_run_times(packed, log, degrees, rate, {"model.norm.weight": 64}).step
     assert frozen is not None
-    assert (frozen.num_params, frozen.rest_s) == (32, pytest.approx(1 - makespan_s - 4 * 64 / rate))
+    assert (frozen.num_params, frozen.overhead_s) == (32, pytest.approx(1 - makespan_s - 4 * 64 / rate))
 
 
 def test_expert_parallel_ranks_reduce_their_own_experts(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_expert_parallel_ranks_reduce_their_own_experts(tmp_path: Path) -> None:
         for fqns in _fqns_of_stages(packed)
     ]
     sent = max(3 / 4 * 4 * dense + 1 / 2 * 4 * experts / 2 for dense, experts in stages)
-    assert step.rest_s == pytest.approx(alone.rest_s - sent / 1e9, rel=1e-9)
+    assert step.overhead_s == pytest.approx(alone.overhead_s - sent / 1e9, rel=1e-9)
     assert step.num_params == max(dense // 4 + experts // 4 for dense, experts in stages)
 
 

@@ -120,6 +120,7 @@ def test_models_that_compute_in_two_dtypes_pass_in_bfloat16(name: str) -> None:
     family = family_for({**config_of(name).to_dict(), "architectures": [name]}, max_seq_len=8)
     assert isinstance(family, Generic)
     compute = ComputeOptions(dtype="bf16", recompute="full")
+    check(family, run=RunOptions(compute=compute))
     check(family, len(family.modules) // 2, run=RunOptions(compute=replace(compute, loss_chunk=5)))
 
 

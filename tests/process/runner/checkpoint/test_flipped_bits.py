@@ -57,7 +57,7 @@ FOUR = (
     Mode(name="resumed-on-four", num_ranks=4, flags=("--dp-shard", 4), origin="sharded"),
     Mode(name="resumed-hybrid", num_ranks=4, flags=("--dp-replicate", 2, *SHARDED), origin="stages"),
 )
-LEAN = ("sharded", "broadcast", "virtual", "resumed-cut", "eval")
+LEAN = ("sharded", "cut", "broadcast", "virtual", "resumed-cut", "eval")
 
 
 @pytest.fixture(scope="module")

@@ -82,9 +82,9 @@ RIGHT = (
     case("", DEEPSEEK, 1, f"--dp-shard 2 --ep 2 --document-mask {BIAS_RATE}"),
     case("", "LlamaForCausalLM", 2, "--document-mask --loss-chunk 5", changes=TIED),
     case("", "LlamaForCausalLM", 2, "--dtype bf16 --master-dtype fp32", schedule="ZBVZeroBubble"),
-    case("", "AfmoeForCausalLM", 1, "--cp 2"),
     case("", "Cohere2ForCausalLM", 1, "--dp-shard 2"),
     case("", "Gemma4ForCausalLM", 1, "--dp-replicate 2"),
+    case("", "AfmoeForCausalLM", 1, "--cp 2"),
 )
 REFUSED = tuple(
     case("", name, 1, "--cp 2", names=True)
