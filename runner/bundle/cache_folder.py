@@ -47,9 +47,6 @@ def node_folder(directory: Path, name: str, digest: str) -> Path:
     """Return the folder of a manifest's cached shards on this node.
 
     `directory` may contain environment variables of the node.
-
-    Raises:
-        InputError: a variable is not set on this node.
     """
     expanded = os.path.expandvars(directory)
     if "$" in expanded:
@@ -63,11 +60,7 @@ def node_folder(directory: Path, name: str, digest: str) -> Path:
 
 
 def check_cacheable(manifest: Manifest, where: str) -> None:
-    """Check that bundles can be cached.
-
-    Raises:
-        InputError: they are virtual.
-    """
+    """Check that bundles can be cached."""
     if manifest.virtual is not None:
         raise InputError(
             FLAG,
@@ -111,12 +104,7 @@ class CacheFolder:
         return True
 
     def check_room(self, shards: Sequence[Shard]) -> None:
-        """Create the folder, and check that the missing shards fit on its disk.
-
-        Raises:
-            OutputError: they do not; it says what is needed and free, and which other manifests are cached there.
-            UserError: the folder cannot be written.
-        """
+        """Create the folder, and check that the missing shards fit on its disk."""
         with _write_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             missing = [shard for shard in shards if not self.has(shard)]
@@ -134,14 +122,7 @@ class CacheFolder:
         )
 
     def ensure(self, file: InputFile, shard: Shard, stop: threading.Event) -> bool:
-        """Cache a shard, and return whether it was copied. If another process is copying it, wait for that.
-
-        Raises:
-            ShardError: the shard is damaged.
-            LaunchError: another process that copies it makes no progress.
-            UserError: the disk is full or cannot be written.
-            CancelledError: `stop` was set.
-        """
+        """Cache a shard, and return whether it was copied. If another process is copying it, wait for that."""
         target, partial = self.path / shard.path, _partial(self.path / shard.path)
         if self.has(shard):
             return False

@@ -82,11 +82,6 @@ def open_packed(source: Address | ReadManifest, copied_to: Path | None = None) -
     """Open a manifest, unless it has been read, read its config, and verify the auxiliary files.
 
     A remote manifest and its auxiliary files are `copied_to` a folder of this machine.
-
-    Raises:
-        ManifestError: the manifest is invalid or a file is missing.
-        ModelError: the weights are quantized, or the stages are not the config's model.
-        InputError: a file cannot be read, or its digest does not match.
     """
     read = source if isinstance(source, ReadManifest) else open_manifest(source)
     manifest, folder = read.manifest, copied_to or read.root
@@ -123,12 +118,7 @@ def open_packed(source: Address | ReadManifest, copied_to: Path | None = None) -
 
 @contextmanager
 def opened(manifest: str, *, is_staged: bool) -> Iterator[tuple[str, Packed]]:
-    """Yield the address for ranks to open, and the opened manifest, until the block ends.
-
-    Raises:
-        UsageError: it is remote, and no local cache is configured.
-        InputError: there is no manifest, or its model cannot be trained; and as `fetch`.
-    """
+    """Yield the address for ranks to open, and the opened manifest, until the block ends."""
     if not is_url(manifest):
         read = open_manifest(manifest)
         _check_trainable(read)
@@ -151,9 +141,6 @@ def fetch(read: ReadManifest, folder: Path) -> Packed:
     """Download a manifest's auxiliary files to a folder, verify them, write the manifest, and open it there.
 
     Several processes may do so at once: each file gets its name when it is whole, the manifest last.
-
-    Raises:
-        InputError: a file is missing or damaged, or cannot be written; and as `open_packed`.
     """
     _check_trainable(read)
     try:
@@ -171,11 +158,7 @@ def fetch(read: ReadManifest, folder: Path) -> Packed:
 
 
 def check_tokenizer(folder: Path, otherwise: str = "") -> Path:
-    """Return the path of a checkpoint folder's tokenizer.json, after checking that it exists.
-
-    Raises:
-        DataError: it does not; the hint says what can be done `otherwise`, if anything.
-    """
+    """Return the path of a checkpoint folder's tokenizer.json, after checking that it exists."""
     file = folder / TOKENIZER
     if not file.exists():
         raise DataError(

@@ -19,12 +19,7 @@ _BLOCK_NBYTES = 8 << 20
 
 
 def verified_blocks(file: InputFile, shard: Shard, stop: threading.Event) -> Iterator[bytes | memoryview]:
-    """Yield a shard's bytes from front to back, each block valid until the next; at the end all are verified.
-
-    Raises:
-        ShardError: its size, header or a tensor does not match the manifest and the header.
-        CancelledError: `stop` was set.
-    """
+    """Yield a shard's bytes from front to back, each block valid until the next; at the end all are verified."""
     check_shard(str(file), shard, file.nbytes)
     header = read_file_header(file)
     check_shard(str(file), shard, file.nbytes, header)
@@ -39,11 +34,7 @@ def verified_blocks(file: InputFile, shard: Shard, stop: threading.Event) -> Ite
 
 
 def check_digest(tensor: TensorAt, digest: str) -> None:
-    """Compare the hex digest of a tensor's bytes with that of its shard.
-
-    Raises:
-        ShardError: they differ.
-    """
+    """Compare the hex digest of a tensor's bytes with that of its shard."""
     if digest != tensor.digest:
         raise ShardError(
             f"{tensor.file}: {tensor.name!r}",

@@ -60,11 +60,7 @@ def record_of(lora: LoraOptions, adapted: Collection[str], base: Packed) -> Adap
 
 
 def check_adapters(origin: Packed, options: TrainOptions, training: TrainingState | None) -> None:
-    """Check that a run trains the adapters that a checkpoint has, if it has any.
-
-    Raises:
-        CheckpointError: it has others, or none of which the training state could be resumed.
-    """
+    """Check that a run trains the adapters that a checkpoint has, if it has any."""
     if not has_adapters(origin.manifest):
         if options.lora is not None and training is not None:
             problem = "has no adapters: its optimizer state is of the whole model"
@@ -82,11 +78,7 @@ def check_adapters(origin: Packed, options: TrainOptions, training: TrainingStat
 
 
 def check_launched(launched: Packed) -> None:
-    """Check that what is launched has the weights of a model.
-
-    Raises:
-        CheckpointError: it is a checkpoint of adapters.
-    """
+    """Check that what is launched has the weights of a model."""
     if has_adapters(launched.manifest):
         problem = "has adapters alone, of the base that is launched"
         hint = f"launch {_decode(launched)['base'].get('location')}, and resume with --resume {launched.root}"
@@ -94,11 +86,7 @@ def check_launched(launched: Packed) -> None:
 
 
 def check_base(origin: Packed, record: AdapterRecord) -> None:
-    """Check that a checkpoint's adapters belong to the launched base, as far as digests say.
-
-    Raises:
-        CheckpointError: they belong to other weights.
-    """
+    """Check that a checkpoint's adapters belong to the launched base, as far as digests say."""
     stored = _decode(origin)["base"]
     digests = stored.get("tensors"), record.base_digest
     if None in digests and stored.get("digest") != record.digest:

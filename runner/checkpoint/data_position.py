@@ -43,10 +43,6 @@ def find_data(
 
     The tokenizer that frames documents is the one in `folder`, if there is one.
     With `--restart-data`, data that differs from the checkpoint's starts at its first sequence.
-
-    Raises:
-        DataError: a source that matches no file; no tokenizer, or a broken one.
-        CheckpointError: the data does not match the data that the checkpoint consumed.
     """
     listed, framing = _list(options.data), _framing(options.data, folder)
     digest = _digest(options, listed, tokenizer, framing)
@@ -75,11 +71,7 @@ def find_data(
 
 
 def check_alike(data: DataOptions, data_here: FoundData, on_rank_0: FoundData) -> None:
-    """Check that this rank finds the same data as rank 0: one reads the tokens, another the labels.
-
-    Raises:
-        DataError: naming the first source whose files differ.
-    """
+    """Check that this rank finds the same data as rank 0: one reads the tokens, another the labels."""
     if data_here.position == on_rank_0.position:
         return
     check_same_files("--data", data, data_here.sources, on_rank_0.sources)
@@ -88,20 +80,12 @@ def check_alike(data: DataOptions, data_here: FoundData, on_rank_0: FoundData) -
 
 
 def digests_of(data: DataOptions) -> tuple[str, ...]:
-    """Return a digest of the names and sizes of the files of each source.
-
-    Raises:
-        DataError: a source that matches no file.
-    """
+    """Return a digest of the names and sizes of the files of each source."""
     return _each_digest(_list(data))
 
 
 def check_same_files(flag: str, data: DataOptions, digests: Sequence[str], on_rank_0: Sequence[str]) -> None:
-    """Check that each source has the digest that it has on rank 0; `flag` names the data.
-
-    Raises:
-        DataError: naming the first source whose files differ.
-    """
+    """Check that each source has the digest that it has on rank 0; `flag` names the data."""
     for source, digest, other in zip(data.sources, digests, on_rank_0, strict=False):
         if digest != other:
             raise DataError(
@@ -130,11 +114,7 @@ def with_files(files: tuple[AuxiliaryFile, ...], encoded: Mapping[str, bytes]) -
 
 
 def read_skipped(packed: Packed) -> int:
-    """Return the number of documents that a checkpoint's run had skipped.
-
-    Raises:
-        InputError: its file is damaged.
-    """
+    """Return the number of documents that a checkpoint's run had skipped."""
     count = _read_value(packed, SKIPPED_NAME, _FIELD)
     if count is None:
         return 0
@@ -145,11 +125,7 @@ def read_skipped(packed: Packed) -> int:
 
 
 def read_state(packed: Packed) -> str:
-    """Return the state, as JSON, in which a checkpoint's run left a dataset.
-
-    Raises:
-        InputError: its file is damaged, or it has none.
-    """
+    """Return the state, as JSON, in which a checkpoint's run left a dataset."""
     state = _read_value(packed, STATE_NAME, _STATE)
     if state is None:
         where = str(packed.root / STATE_NAME)

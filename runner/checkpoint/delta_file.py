@@ -19,12 +19,7 @@ def write_delta(
     digests: Mapping[str, str],
     is_cancelled: Callable[[], bool],
 ) -> Generator[None, None, int]:
-    """Write zstd of `old ^ new` of each tensor, given both by FQN on the CPU, fsync the file and return its bytes.
-
-    Raises:
-        InputError: it cannot be written.
-        CheckpointError: it was cancelled.
-    """
+    """Write zstd of `old ^ new` of each tensor, given both by FQN on the CPU, fsync the file and return its bytes."""
     from zstandard import ZstdCompressor  # of an extra
 
     # The header comes first: room is left for that of the largest frames that there can be.

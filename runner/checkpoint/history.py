@@ -43,29 +43,18 @@ def find_checkpoints(history: Path) -> tuple[Path, ...]:
     """Return the checkpoints of a folder, the one with the most steps first; timestamps are not used.
 
     Those whose manifest cannot be read are included, misnamed ones are not: see Note [Misnamed checkpoints].
-
-    Raises:
-        InputError: the folder exists and cannot be read.
     """
     return tuple(path for path, step in _stored_steps(history) if step in (None, step_of(path)))
 
 
 def find_newest(history: Path, most_steps: int) -> Path | None:
-    """Return the checkpoint with the most steps, up to so many; no manifests of earlier ones are read.
-
-    Raises:
-        InputError: as `find_checkpoints`.
-    """
+    """Return the checkpoint with the most steps, up to so many; no manifests of earlier ones are read."""
     stored = ((path, step) for path, step in _stored_steps(history) if step is not None and step <= most_steps)
     return next((path for path, step in stored if step == step_of(path)), None)
 
 
 def find_misnamed(history: Path) -> tuple[tuple[Path, int], ...]:
-    """Return the folders whose name has another step than their manifest, with the manifest's; 0: not trained.
-
-    Raises:
-        InputError: as `find_checkpoints`.
-    """
+    """Return the folders whose name has another step than their manifest, with the manifest's; 0: not trained."""
     return tuple((path, step) for path, step in _stored_steps(history) if step not in (None, step_of(path)))
 
 
@@ -107,10 +96,6 @@ def claim_history(history: Path) -> Iterator[None]:
     """Keep other runs from saving here while the block runs, and remove what killed runs have left.
 
     What cannot be removed is logged and left: on NFS, a file that another process still reads.
-
-    Raises:
-        InputError: another run saves here, or the folder cannot be created.
-        OutputError: a folder with the name of what killed runs leave has files that none has written.
     """
     where = f"--checkpoint {history}"
     _make(history, where)
@@ -127,11 +112,7 @@ def claim_history(history: Path) -> Iterator[None]:
 
 @contextmanager
 def claim_output(out: Path) -> Iterator[None]:
-    """Keep other runs from writing this folder at their end while the block runs.
-
-    Raises:
-        InputError: another run will write it, or its parent folder cannot be created.
-    """
+    """Keep other runs from writing this folder at their end while the block runs."""
     where, out = f"--save {out}", Path(os.path.abspath(out))
     _make(out.parent, where)
     with locking(out.with_name(f".{out.name}{_CLAIM}"), where, "trains, and will save there"):
@@ -205,11 +186,7 @@ def _why_kept(path: Path) -> str | None:
 
 
 def set_aside(path: Path) -> None:
-    """Make room for a checkpoint at `path`: rename a folder there that is none of its step, with its contents.
-
-    Raises:
-        InputError: it cannot be renamed.
-    """
+    """Make room for a checkpoint at `path`: rename a folder there that is none of its step, with its contents."""
     try:
         if path.is_symlink() or not _is_whole(path) or (step := _stored_step(path)) == step_of(path):
             return

@@ -21,11 +21,7 @@ _HINT = "choose a folder that this user can write to on every node"
 
 
 def check_outputs(options: TrainOptions) -> None:
-    """Check that every folder a run writes to is writable; the ranks that write and the launcher call this.
-
-    Raises:
-        InputError: one is not, or `--save` exists and may not be replaced.
-    """
+    """Check that every folder a run writes to is writable; the ranks that write and the launcher call this."""
     for where, folder in _folders(options):
         check_writable(folder, where, _HINT)
     if options.save is not None:
@@ -58,11 +54,7 @@ def replaced_note(save: Path) -> str | None:
 
 
 def check_space(options: TrainOptions, *, checkpoint_nbytes: int, weights_nbytes: int) -> None:
-    """Check that the disks have room for one more checkpoint, and for what `--save` writes.
-
-    Raises:
-        InputError: naming the flag whose disk has too little.
-    """
+    """Check that the disks have room for one more checkpoint, and for what `--save` writes."""
     needs = []
     if options.checkpoint is not None:
         history = options.checkpoint.history
@@ -107,11 +99,6 @@ def check_apart(options: TrainOptions, launched: Path) -> None:
 
     Nothing may be saved inside the launched bundles either, as packing them again replaces that whole folder; a run
     whose checkpoints are already there may continue.
-
-    Raises:
-        InputError: the folder of checkpoints cannot be read.
-        UsageError: naming what would be replaced; or it has the name of a checkpoint of the run; or it is inside the
-            launched bundles.
     """
     history = options.checkpoint.history if options.checkpoint else None
     chain = _chain_of(options)

@@ -86,12 +86,7 @@ def save_peft(weights: Held, adapters: Adapters, record: AdapterRecord | None, o
 
 
 def read_peft(folder: Path, adapters: Adapters, pieces: Iterable[Piece], record: AdapterRecord | None) -> None:
-    """Fill this rank's pieces from a PEFT folder; `record`, on rank 0, is of the base that is launched.
-
-    Raises:
-        SourceError: it has other adapters than the run, or those of another base, as far as both have digests.
-        UserError: it cannot be read.
-    """
+    """Fill this rank's pieces from a PEFT folder; `record`, on rank 0, is of the base that is launched."""
     path = folder / PEFT_WEIGHTS
     try:
         with safe_open(path, "pt") as file:

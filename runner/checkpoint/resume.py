@@ -43,13 +43,7 @@ class Origin:
 
 
 def find_origins(launched: Origin, options: TrainOptions) -> tuple[Origin, ...]:
-    """Return what a run can start from, the best first.
-
-    Raises:
-        UsageError: there is no folder to look for checkpoints in.
-        CheckpointError: there is no such checkpoint; or the run's folder of checkpoints contains later ones, or
-            ones that this run does not descend from: they belong to another run.
-    """
+    """Return what a run can start from, the best first."""
     history = options.checkpoint.history if options.checkpoint else None
     past = find_checkpoints(history) if history else ()
     source = options.resume.source
@@ -80,13 +74,7 @@ def find_origins(launched: Origin, options: TrainOptions) -> tuple[Origin, ...]:
 
 
 def resumed_state(origin: Packed, resume: ResumeOptions, *, is_launched: bool) -> TrainingState | None:
-    """Return the state that a run resumes; None: it starts at step 0, with the weights alone.
-
-    Raises:
-        CheckpointError: the manifest has no optimizer state, or one that this runner does not support; or it has
-            one, and no flag says whether to resume it.
-        UsageError: --resume-weights-only without optimizer state to leave out.
-    """
+    """Return the state that a run resumes; None: it starts at step 0, with the weights alone."""
     training = origin.manifest.training
     has_moments = training is not None and training.optimizer is not None
     if resume.source is None:
@@ -108,11 +96,7 @@ def resumed_state(origin: Packed, resume: ResumeOptions, *, is_launched: bool) -
 
 
 def check_fits(origin: Packed, launched: Packed) -> tuple[str, ...]:
-    """Check that both are the same model, and return a note for each field of config.json that differs.
-
-    Raises:
-        CheckpointError: another architecture, other tensors, or another vocabulary.
-    """
+    """Check that both are the same model, and return a note for each field of config.json that differs."""
     expected, stored = launched.shape, origin.shape
     if stored.architecture != expected.architecture:
         problem = f"expected a {expected.architecture}, found a {stored.architecture}"

@@ -296,11 +296,7 @@ def _commit(
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder which rank 0 has created is visible here.
-
-    Raises:
-        CheckpointError: it is not, after some seconds.
-    """
+    """Check that a folder which rank 0 has created is visible here."""
 
     def find_error() -> InputError | None:
         if _nbytes_of(folder) is not None:
@@ -316,11 +312,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Check that the shards which ranks have written in a folder are visible here; none of them is read.
-
-    Raises:
-        CheckpointError: one of them is not, or has another size, after some seconds.
-    """
+    """Check that the shards which ranks have written in a folder are visible here; none of them is read."""
     _retry(lambda: _first_wrong(folder, sizes))
 
 

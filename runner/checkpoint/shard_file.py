@@ -36,10 +36,6 @@ def write_shard(
     """Write a shard of these tensors or slices, in this order, with their digests, part by part, and fsync it.
 
     `is_cancelled` is called before each part of them. Known `digests` are taken as they are.
-
-    Raises:
-        InputError: it cannot be written: the disk is full, or the folder is read-only.
-        CheckpointError: it was cancelled.
     """
     header, computed, file = header_of(pieces, digests), dict[str, str](), root / path
     unsynced_nbytes = 0
@@ -72,11 +68,7 @@ def write_shard(
 
 @contextmanager
 def syncing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write it, and fsync it at the end.
-
-    Raises:
-        InputError: it cannot be written.
-    """
+    """Open a file to write it, and fsync it at the end."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as stream:

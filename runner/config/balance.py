@@ -28,11 +28,7 @@ class BalanceOptions:
         return bool(self.bias_rate or self.aux_loss)
 
     def check_routers(self, architecture: str, biases: Collection[str], *, takes_loss: bool) -> None:
-        """Check that this can balance routers with biases of these dtypes, or with a loss.
-
-        Raises:
-            UsageError: they have none, or biases are rounded to bfloat16.
-        """
+        """Check that this can balance routers with biases of these dtypes, or with a loss."""
         bias, loss, problem = "--router-bias-rate", "--router-aux-loss", f"is not supported for {architecture}: "
         if self.bias_rate and not biases:
             where, hint = bias, f"use {loss}" if takes_loss else "leave it out"

@@ -9,11 +9,7 @@ from manifests.errors import UsageError
 
 
 def find_entry_point(group: str, name: str, flag: str) -> EntryPoint:
-    """Return the entry point of an installed package, without importing it.
-
-    Raises:
-        UsageError: no package has it, or two have.
-    """
+    """Return the entry point of an installed package, without importing it."""
     installed = entry_points(group=group)
     matching = [entry for entry in installed if entry.name == name]
     if len(matching) != 1:
@@ -24,11 +20,7 @@ def find_entry_point(group: str, name: str, flag: str) -> EntryPoint:
 
 
 def load_entry_point(group: str, name: str, flag: str) -> Any:
-    """Import what an entry point names.
-
-    Raises:
-        UsageError: see `find_entry_point`; or it cannot be imported.
-    """
+    """Import what an entry point names."""
     entry = find_entry_point(group, name, flag)
     try:
         return entry.load()

@@ -213,11 +213,7 @@ class TrainOptions:
 
 
 def parse_training(args: Sequence[str]) -> TrainOptions:
-    """Parse the training options.
-
-    Raises:
-        UsageError: an unknown flag, an invalid value, or flags that conflict.
-    """
+    """Parse the training options."""
     try:
         with training_command.make_context("runner launch MANIFEST --", list(args)) as context:
             given = (name for name in context.params if context.get_parameter_source(name) is _ON_COMMAND_LINE)
@@ -229,11 +225,7 @@ def parse_training(args: Sequence[str]) -> TrainOptions:
 
 
 def recall(options: TrainOptions, remembered: Mapping[str, Any]) -> TrainOptions:
-    """Return the options with a checkpoint's values for every flag that is not on the command line.
-
-    Raises:
-        UsageError: flags that conflict.
-    """
+    """Return the options with a checkpoint's values for every flag that is not on the command line."""
     defaults = {name: value for name, value in remembered.items() if name not in options.given}
     return replace(_options({**options.values, **defaults}), given=options.given)
 

@@ -29,11 +29,7 @@ def _read_target(text: str) -> Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraOptions:
-    """LoRA adapters: their rank and scale, and the modules that get them.
-
-    Raises:
-        UsageError: a value out of range, or dropout for experts.
-    """
+    """LoRA adapters: their rank and scale, and the modules that get them."""
 
     rank: int = flag(
         "--lora-rank", type=WholeNumber(min=1), metavar="R",
@@ -100,12 +96,7 @@ def check_adapters(values: Mapping[str, Any]) -> None:
 
 
 def read_lora(folder: Path) -> LoraOptions:
-    """Return the options of a run that trains the adapters of a PEFT folder.
-
-    Raises:
-        InputError: there is none, or it cannot be read.
-        UsageError: it has more than training supports.
-    """
+    """Return the options of a run that trains the adapters of a PEFT folder."""
     path = folder / PEFT_CONFIG
     config = parse_peft_config(read_small_file(path), str(path))
     others = {"rank_pattern": config.ranks, "alpha_pattern": config.alphas, "modules_to_save": config.saved}

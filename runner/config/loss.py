@@ -13,11 +13,7 @@ LOSSES = "runner.losses"  # the entry points of losses
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOptions:
-    """The loss: cross-entropy, with what is built in beside it, or a function of an installed package.
-
-    Raises:
-        UsageError: a value out of range, or both.
-    """
+    """The loss: cross-entropy, with what is built in beside it, or a function of an installed package."""
 
     entry_point: str | None = flag(
         "--loss", "own_loss", default=None, metavar="NAME", show_default="cross-entropy",

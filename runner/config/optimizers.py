@@ -36,12 +36,7 @@ def is_elementwise(group: ParameterGroup, name: str) -> bool:
 
 
 def optimizer_of(optim: OptimOptions, shape: ModelShape, stored: OptimizerState | None = None) -> OptimizerState:
-    """Return the groups of a run, without kinds: those of --optimizer, else those of the checkpoint that it resumes.
-
-    Raises:
-        UsageError: a malformed file, or a pattern that matches no parameter which an earlier one has not.
-        CheckpointError: groups of a checkpoint name a class of another package, which only --optimizer may.
-    """
+    """Return the groups of a run, without kinds: those of --optimizer, else those of the checkpoint that it resumes."""
     ema = {"max_norm": optim.max_norm, "ema": optim.ema}
     if optim.optimizer is None and stored is not None and not is_flagged_for(stored, shape):
         names = {algorithm_of(group, stored.name) for group in stored.groups}
@@ -102,11 +97,7 @@ def describe_groups(
 
 
 def check_state_fits(optimizer: OptimizerState, stored: OptimizerState, shape: ModelShape, where: str) -> None:
-    """Refuse a checkpoint in which another algorithm trained one of the parameters.
-
-    Raises:
-        CheckpointError: naming the first of them.
-    """
+    """Refuse a checkpoint in which another algorithm trained one of the parameters."""
     before, after = numbers_of(stored, shape), numbers_of(optimizer, shape)
     for fqn in trained_tensors(shape):
         old = algorithm_of(stored.groups[before.of(fqn)], stored.name)

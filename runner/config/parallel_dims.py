@@ -138,12 +138,7 @@ class DegreeOptions:
     )  # fmt: skip
 
     def resolve(self, num_pipeline_ranks: int, world_size: int) -> ParallelDims:
-        """Return the degrees for this number of ranks.
-
-        Raises:
-            LaunchError: `world_size` is not a multiple of the number of pipeline ranks.
-            UsageError: the product of the degrees is not `world_size`.
-        """
+        """Return the degrees for this number of ranks."""
         per_stage, rest = divmod(world_size, num_pipeline_ranks)
         if rest or not per_stage:
             near = per_stage * num_pipeline_ranks

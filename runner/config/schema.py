@@ -31,11 +31,7 @@ _BETA = Number(0, 1, max_open=True)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchOptions:
-    """Batch sizes, in sequences, and the sequence length, in tokens.
-
-    Raises:
-        UsageError: a value below 1, or a global batch size that is not a multiple of the microbatch size.
-    """
+    """Batch sizes, in sequences, and the sequence length, in tokens."""
 
     seq_len: int = flag(
         "--seq-len", type=WholeNumber(min=1), written_default=defaults.SEQ_LEN, help="Sequence length, in tokens."
@@ -76,11 +72,7 @@ class BatchOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimOptions:
-    """AdamW, gradient clipping, and the learning-rate schedule: linear warmup, stable at `lr`, decay to `min_lr`.
-
-    Raises:
-        UsageError: a value out of range, or a decay that ends before it begins.
-    """
+    """AdamW, gradient clipping, and the learning-rate schedule: linear warmup, stable at `lr`, decay to `min_lr`."""
 
     lr: float = flag("--lr", type=_POSITIVE, default=1e-4, help="Learning rate, after warmup.")
     beta1: float = flag("--beta1", type=_BETA, default=0.9, help="beta1 of adamw and adam.")
@@ -173,11 +165,7 @@ class OptimOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeOptions:
-    """Dtypes, activation checkpointing, chunked loss, compilation, and whose modules are used.
-
-    Raises:
-        UsageError: master weights of less precision than the compute dtype, or a chunk below 1.
-    """
+    """Dtypes, activation checkpointing, chunked loss, compilation, and whose modules are used."""
 
     dtype: Dtype = flag(
         "--dtype",
@@ -231,11 +219,7 @@ class ComputeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOptions(TextOptions):
-    """The training data. A source is a file, a folder or a glob; `synthetic` can only be used alone.
-
-    Raises:
-        UsageError: no source, `synthetic` with other sources or with an option for documents, or invalid weights.
-    """
+    """The training data. A source is a file, a folder or a glob; `synthetic` can only be used alone."""
 
     sources: tuple[str, ...] = flag(
         "--data", type=click.Path(), multiple=True, required=True, metavar="PATH",

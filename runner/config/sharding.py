@@ -16,11 +16,7 @@ def is_sharded(degrees: ParallelDims, compute: ComputeOptions) -> bool:
 
 
 def check_float32(architecture: str, names: Sequence[str], compute: ComputeOptions, degrees: ParallelDims) -> None:
-    """Check that FSDP can shard parameters beside those of these names, which stay in float32.
-
-    Raises:
-        UsageError: it has no dtype but float32 for what it reduces and updates of a group of parameters.
-    """
+    """Check that FSDP can shard parameters beside those of these names, which stay in float32."""
     if not names or not is_sharded(degrees, compute) or {compute.master_dtype, compute.reduce_dtype} == {"fp32"}:
         return
     flag = "--dp-shard" if degrees.shard > 1 else "--cp" if degrees.context > 1 else "--tp"

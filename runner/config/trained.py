@@ -34,11 +34,7 @@ def trained_params(options: TrainOptions, shape: ModelShape) -> Mapping[str, int
 
 
 def check_trained(options: TrainOptions, shape: ModelShape) -> None:
-    """Check that a run of a model of this shape trains something.
-
-    Raises:
-        UsageError: no parameter matches.
-    """
+    """Check that a run of a model of this shape trains something."""
     if not (options.lora or options.train_only) or any(trained_params(options, shape).values()):
         return
     if options.lora is not None:

@@ -49,20 +49,13 @@ class DocumentSource(Protocol):
     num_items: int
 
     def read(self, position: SourcePosition) -> Iterator[PlacedDocument]:
-        """Yield the documents of the item at a position, from the position's offset on.
-
-        Raises:
-            DataError: see `runner.data.files`.
-        """
+        """Yield the documents of the item at a position, from the position's offset on."""
 
 
 def open_sources(data: DataOptions, row: RowForm | None = None) -> tuple[DocumentSource, ...]:
     """Open the sources to draw documents from: each by itself if they have weights, otherwise all as one.
 
     `row` is the form of their rows, if they are rows of token ids.
-
-    Raises:
-        DataError: a source has no files, or a file to shuffle cannot be read.
     """
     sources: list[DocumentSource] = []
     fields = fields_of(data, row)

@@ -60,20 +60,12 @@ class Document:
 
 
 def find_files(sources: Iterable[str]) -> tuple[Path, ...]:
-    """Return the files of the sources, in the given order, sorted within a folder or glob.
-
-    Raises:
-        DataError: a source matches no file, or a file has an unknown format.
-    """
+    """Return the files of the sources, in the given order, sorted within a folder or glob."""
     return tuple(file for source in sources for file in _files_of(source))
 
 
 def read_documents(file: Path, fields: Fields, begin: int = 0) -> Iterator[Document]:
-    """Read documents from an offset on: a `.txt` file, a line of `.jsonl` or a row of `.parquet` is one document.
-
-    Raises:
-        DataError: the part of the file that was iterated over cannot be read.
-    """
+    """Read documents from an offset on: a `.txt` file, a line of `.jsonl` or a row of `.parquet` is one document."""
     return _READERS[file.suffix](file, fields, begin)
 
 
@@ -81,9 +73,6 @@ def has_text(file: Path, fields: Fields) -> bool:
     """Check the beginning of a file's first document, and return whether there is one.
 
     A line of more than 1 MiB is not parsed, nor read to its end.
-
-    Raises:
-        DataError: it is not text, or the file cannot be read.
     """
     if file.suffix == LINES:
         return _has_line(file, fields)
@@ -106,11 +95,7 @@ def _has_line(file: Path, fields: Fields) -> bool:
 
 
 def line_offsets(file: Path) -> array[int]:
-    """Return the offsets of the non-blank lines of a `.jsonl` file, 8 bytes each.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """Return the offsets of the non-blank lines of a `.jsonl` file, 8 bytes each."""
     offsets = array("Q")
     with _open(file, _SCAN_NBYTES) as stream:
         for offset, _, line in _lines(stream, 0, _SCAN_NBYTES):
@@ -120,11 +105,7 @@ def line_offsets(file: Path) -> array[int]:
 
 
 def file_nbytes(file: Path) -> int:
-    """Return the size of a file.
-
-    Raises:
-        DataError: it cannot be opened.
-    """
+    """Return the size of a file."""
     with _open(file) as stream:
         return stream.seek(0, 2)
 

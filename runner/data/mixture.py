@@ -63,9 +63,6 @@ def draw_documents(
 
     The next source depends only on the seed and the document's number. With `skipped`, invalid documents are counted
     there and have no number.
-
-    Raises:
-        DataError: see `runner.data.files`; a source has no text; or nothing is at the cursor.
     """
     positions, num_consumed = list(cursor.sources), cursor.num_tokens
     epochs = [_read_epochs(*start, is_endless=is_endless) for start in zip(sources, positions, strict=True)]

@@ -83,11 +83,7 @@ def read_dataset(
     data: DataOptions, batch: BatchOptions, form: RowForm | None, rows: Rows, state: str | None, counts: SharedCounts,
     *, folder: Path, vocab_size: int,
 ) -> Iterator[Batch]:  # fmt: skip
-    """Yield this rank's rows of each batch from a state on, as JSON; every batch has the state after it.
-
-    Raises:
-        DataError: what the dataset yields are not as many rows, or a state is not what JSON keeps.
-    """
+    """Yield this rank's rows of each batch from a state on, as JSON; every batch has the state after it."""
     assert data.dataset is not None
     request = DataRequest(
         sources=data.sources, seed=data.seed, folder=folder, vocab_size=vocab_size, seq_len=batch.seq_len,

@@ -17,21 +17,13 @@ _ROWS, _ROWS_NBYTES = 64, 64 << 20  # in memory at a time, where they are read i
 
 
 def group_sizes(file: Path) -> tuple[int, ...]:
-    """Return the number of rows of each row group.
-
-    Raises:
-        DataError: it cannot be read as Parquet.
-    """
+    """Return the number of rows of each row group."""
     with _open(file) as table:
         return tuple(table.metadata.row_group(group).num_rows for group in range(table.num_row_groups))
 
 
 def read_rows(file: Path, fields: Fields, begin: int) -> Iterator[Mapping[str, Any]]:
-    """Read the values by column from row `begin` on, counted from 0. Row groups before it are not read.
-
-    Raises:
-        DataError: it cannot be read as Parquet, or has no such column.
-    """
+    """Read the values by column from row `begin` on, counted from 0. Row groups before it are not read."""
     sizes = group_sizes(file)
     over = list(takewhile(lambda end: end <= begin, accumulate(sizes)))
     row = over[-1] if over else 0
@@ -46,9 +38,6 @@ def read_group(file: Path, fields: Fields, group: int, order: Iterable[int]) -> 
     """Read a row group's values with their row numbers, in an order of their indices within the group.
 
     The whole group is in memory, as Arrow arrays.
-
-    Raises:
-        DataError: as `read_rows`.
     """
     first = sum(group_sizes(file)[:group])
     with _open(file, fields) as table:
@@ -87,11 +76,7 @@ def _batch_size(table: Any, columns: Sequence[str]) -> int:
 
 
 def text_of(value: Any, file: Path, column: str, row: int) -> str:
-    """Return the text of a row, counted from 0.
-
-    Raises:
-        BadDocumentError: it is null, too long, or not UTF-8, which Arrow does not check.
-    """
+    """Return the text of a row, counted from 0."""
     where = f"{file}: row {row + 1}"
     if not value.is_valid:
         raise BadDocumentError(where, f"expected text in column {column!r}, found null", code="data.no-text")

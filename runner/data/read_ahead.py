@@ -77,11 +77,7 @@ class ReadAhead:
             self._thread.join(_STOP_S)
 
     def take(self) -> tuple[Batch, float]:
-        """Return the next batch, and how many seconds it was waited for: 0 if it was ready.
-
-        Raises:
-            UserError: reading it failed.
-        """
+        """Return the next batch, and how many seconds it was waited for: 0 if it was ready."""
         started_s, waited_s = time.perf_counter(), 0.0
         with self._changed:
             while not self._ready:

@@ -94,11 +94,7 @@ def decode_row(numbers: TokenIds) -> Row:
 
 
 def parse_row(record: Mapping[str, Any], form: RowForm, where: Callable[[], str]) -> Row:
-    """Read a row of token ids.
-
-    Raises:
-        BadDocumentError: it is not one.
-    """
+    """Read a row of token ids."""
     try:
         return _parse(record, form)
     except ValueError as error:

@@ -187,10 +187,6 @@ def read_batches(
     everything before `start` is read. The tokenizer is in `folder`; `synthetic` needs neither. `skipped` counts invalid
     documents, starting from those before the cursor; a batch's cursor has the count up to it. `form` has the fields of
     rows that the loss reads.
-
-    Raises:
-        DataError: see `runner.data.files`, `runner.data.mixture` and `runner.data.tokenizer`; some only while
-            iterating.
     """
     if data.sources == (SYNTHETIC,):
         return _synthetic(data.seed, vocab_size, batch, start, rows)
@@ -218,9 +214,6 @@ def read_once(
 
     `padded_length` maps a row's own length and `--seq-len` to its padded length, see `runner.models.Family`; all rows
     of a batch have the same length. At the end, `skipped` has the number of skipped documents.
-
-    Raises:
-        DataError: as `read_batches`; or for `synthetic`, which has no end.
     """
     if data.sources == (SYNTHETIC,):
         raise DataError(

@@ -72,10 +72,6 @@ class Vocabulary:
 
         A token never spans two pieces, so ids at their boundaries, which are line ends, may differ from those of the
         text tokenized whole.
-
-        Raises:
-            BadDocumentError: it is not text.
-            DataError: an id is beyond the model's vocabulary.
         """
         for offset, piece in document.pieces:
             assert isinstance(piece, str), "rows of token ids have no tokenizer"
@@ -97,9 +93,6 @@ class Vocabulary:
 
         The frame before a document belongs to its first piece, and the rest of a document has none. With `skipped`,
         invalid text is counted there and skipped.
-
-        Raises:
-            DataError: as `tokenize`.
         """
         last: int | None = None
         for offset, ids in skipped.good(pieces) if skipped is not None else pieces:
@@ -142,9 +135,6 @@ def load_vocabulary(
     """Read the tokenizer of a checkpoint folder, for a model with a vocabulary of `size` ids.
 
     With `has_prompts`, what is put before a document is part of its prompt.
-
-    Raises:
-        DataError: it is missing or invalid, defines no EOS, or has special tokens beyond the vocabulary.
     """
     tokenizer = load_tokenizer(folder)
     frame = document_framing(folder, tokenizer, options or FramingOptions()).frame
@@ -160,11 +150,7 @@ def load_vocabulary(
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Read the tokenizer of a checkpoint folder, with truncation and padding off.
-
-    Raises:
-        DataError: it is missing or invalid.
-    """
+    """Read the tokenizer of a checkpoint folder, with truncation and padding off."""
     file = check_tokenizer(folder, "train on --data synthetic")
     from tokenizers import Tokenizer
 
@@ -176,22 +162,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text, without special tokens. Other threads run meanwhile: `Tokenizer.encode` keeps the GIL.
-
-    Raises:
-        DataError: the tokenizer fails on the text.
-    """
+    """Return the ids of a text, without special tokens. `Tokenizer.encode` would keep the GIL."""
     batch = _guarded("", "the tokenizer fails", tokenizer.encode_batch_fast, [text], add_special_tokens=False)
     ids: list[int] = batch[0].ids
     return ids
 
 
 def document_framing(folder: Path, tokenizer: Tokenizer, options: FramingOptions) -> Framing:
-    """Return the special tokens around a document; see Note [Framing].
-
-    Raises:
-        DataError: a token is required, and no file defines it.
-    """
+    """Return the special tokens around a document; see Note [Framing]."""
     of_tokenizer = _tokenizer_frame(folder, tokenizer)
     after = () if options.eos is False else _ended(of_tokenizer.after, _needed(folder, tokenizer, "eos"))
     frame = Frame(_begun(folder, tokenizer, of_tokenizer.before, options), after)
@@ -199,11 +177,7 @@ def document_framing(folder: Path, tokenizer: Tokenizer, options: FramingOptions
 
 
 def special_id(folder: Path, tokenizer: Tokenizer, kind: str) -> int | None:
-    """Return the id of BOS or EOS: the first in config.json, generation_config.json and tokenizer_config.json.
-
-    Raises:
-        DataError: the value is neither an id nor a token of the tokenizer.
-    """
+    """Return the id of BOS or EOS: the first in config.json, generation_config.json and tokenizer_config.json."""
     for name, field in (
         ("config.json", f"{kind}_token_id"),
         ("generation_config.json", f"{kind}_token_id"),
@@ -229,9 +203,6 @@ def _guarded(where: str, problem: str, act: Any, *args: Any, is_muted: bool = Fa
     """Call the tokenizers library, whose errors are plain exceptions, or panics of Rust.
 
     A panic prints its location to stderr; `is_muted` suppresses that, for all threads.
-
-    Raises:
-        DataError: it failed.
     """
     try:
         with _muted(is_muted):

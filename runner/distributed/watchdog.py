@@ -225,11 +225,7 @@ def _doing(thread: int) -> tuple[str, bool]:
 
 
 def log_to_file(log_dir: Path, rank: int) -> None:
-    """Also write this rank's log, and the steps that it prints, to its log file.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Also write this rank's log, and the steps that it prints, to its log file."""
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(log_path(log_dir, rank), encoding="utf-8", errors="backslashreplace")

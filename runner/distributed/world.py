@@ -43,11 +43,7 @@ class World:
 
 
 def device_of(world: World, device: Device) -> torch.device:
-    """Return the device that this rank trains on.
-
-    Raises:
-        LaunchError: the node has fewer GPUs than ranks.
-    """
+    """Return the device that this rank trains on."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if world.local_rank >= torch.cuda.device_count():

@@ -149,12 +149,7 @@ def mean_loss(
 
 
 def check_loss(loss: float, num_tokens: int, where: str = "--data") -> None:
-    """Check a mean loss.
-
-    Raises:
-        DataError: it is of no tokens.
-        ModelError: it is infinite or not a number.
-    """
+    """Check a mean loss."""
     if not num_tokens:
         raise DataError(where, "expected text, found no token to predict", code="data.no-tokens")
     if not math.isfinite(loss):

@@ -25,11 +25,7 @@ PLAIN = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalOptions:
-    """The model, its device and dtype, and the text: sequences of `seq_len` tokens, `microbatch` at a time.
-
-    Raises:
-        UsageError: the text is synthetic.
-    """
+    """The model, its device and dtype, and the text: sequences of `seq_len` tokens, `microbatch` at a time."""
 
     manifest: Path
     sources: tuple[str, ...] = flag(
@@ -111,11 +107,7 @@ PARAMETERS = (click.Argument(["manifest"], type=click.Path(path_type=Path)), *pa
 
 
 def parse_eval(args: Sequence[str]) -> EvalOptions:
-    """Read what follows `runner eval`.
-
-    Raises:
-        UsageError: an unknown flag, a value of the wrong kind, or conflicting values.
-    """
+    """Read what follows `runner eval`."""
     name, command = "runner eval", click.Command("eval", context_settings=PLAIN, params=[*PARAMETERS])
     try:
         with command.make_context(name, list(args)) as context:

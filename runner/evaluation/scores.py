@@ -84,11 +84,7 @@ class Scores:
 
 @contextmanager
 def writing_scores(path: Path, options: EvalOptions) -> Iterator[Scores]:
-    """Write scores beside `path`, which gets them once the block has ended without an error.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Write scores beside `path`, which gets them once the block has ended without an error."""
     with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
         with _writing(path):
             scores = Scores(Path(folder) / path.name, path, options)

@@ -48,12 +48,7 @@ class TokenLosses(Loss):
         return losses.sum() / num_tokens
 
     def watch(self, chunks: Sequence[StageChunk], module: str) -> None:
-        """Record what a module of the model returns, if one of these chunks has it.
-
-        Raises:
-            UsageError: the model has no such module, or it is an MTP layer, none of which runs in an evaluation; or, in
-                the forward, it returns no hidden states.
-        """
+        """Record what a module of the model returns, if one of these chunks has it."""
         family = chunks[0].family
         if module in getattr(getattr(family, "mtp", None), "modules", ()):
             problem = "is an MTP layer, which runs in training alone"

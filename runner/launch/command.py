@@ -378,11 +378,7 @@ def memories_gib(device: Device, environment: Mapping[str, str] = os.environ) ->
 
 
 def check_gpus(count: int, nproc_per_node: int) -> None:
-    """Check that each rank of this machine has a GPU.
-
-    Raises:
-        UsageError: naming how many there are.
-    """
+    """Check that each rank of this machine has a GPU."""
     if 0 < count < nproc_per_node:
         raise UsageError(
             "--nproc-per-node",

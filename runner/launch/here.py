@@ -41,10 +41,6 @@ def launch_here(
     """Replace this process by torchrun with so many workers. A `job` is recorded in `log_dir`.
 
     `meeting` has the flags of torchrun that say where nodes meet.
-
-    Raises:
-        UserError: torch is not installed or too old, or another job uses the log folder.
-        OSError: the working folder was deleted.
     """
     check_torch()
     os.getcwd()  # where ranks start: a deleted folder is refused before anything is written

@@ -30,11 +30,7 @@ _EXPECTED: Mapping[FlagKind, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A training run on `nnodes` nodes with `nproc_per_node` ranks each. Paths are absolute.
-
-    Raises:
-        UsageError: conflicting values.
-    """
+    """A training run on `nnodes` nodes with `nproc_per_node` ranks each. Paths are absolute."""
 
     manifest: str  # an absolute path, or an address in a store
     training: tuple[str, ...]
@@ -89,11 +85,7 @@ class Job:
 
 
 def read_environment(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Read `K=V`, and `K` with the value of this process.
-
-    Raises:
-        UsageError: not a name, a variable that is not set here, or one that torchrun sets.
-    """
+    """Read `K=V`, and `K` with the value of this process."""
     variables = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -122,9 +114,6 @@ def read_job_file(path: Path, kinds: Mapping[str, FlagKind]) -> dict[str, Any]:
     """Read a job file: the flags of `runner launch` without their dashes, and a table `training` of those after --.
 
     Returns the values by the names of their parameters; `training` maps each flag to its arguments.
-
-    Raises:
-        LaunchError: no such file, not TOML, a key that is not a flag, or a value of another kind.
     """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -183,11 +172,7 @@ def _words(key: str, value: object, *, where: str) -> list[str]:
 
 
 def check_texts(given: Iterable[tuple[str, str | None]], *, without_spaces: bool = False) -> None:
-    """Check that the value of each flag, if there is one, is one line of text.
-
-    Raises:
-        UsageError: naming the flag.
-    """
+    """Check that the value of each flag, if there is one, is one line of text."""
     for flag, value in given:
         if value is None:
             continue
@@ -197,11 +182,7 @@ def check_texts(given: Iterable[tuple[str, str | None]], *, without_spaces: bool
 
 
 def check_mounts(mounts: Sequence[str], form: re.Pattern[str], expected: str) -> None:
-    """Check the form of every mount, and that no two have the same target.
-
-    Raises:
-        UsageError: naming the mount.
-    """
+    """Check the form of every mount, and that no two have the same target."""
     seen: dict[str, str] = {}
     for mount in mounts:
         match = form.fullmatch(mount)

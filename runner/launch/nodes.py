@@ -14,11 +14,7 @@ from runner.tensors.heap import available_nbytes
 
 
 def parse_nnodes(text: str) -> int:
-    """Read a number of nodes.
-
-    Raises:
-        UsageError: a range, or not a number: the stages of a manifest require a fixed number of ranks.
-    """
+    """Read a number of nodes."""
     if re.fullmatch(r"0*[1-9][0-9]{0,4}", text, re.ASCII):
         return int(text)
     hint = "elastic jobs are not supported: every rank has fixed stages" if ":" in text else ""
@@ -26,11 +22,7 @@ def parse_nnodes(text: str) -> int:
 
 
 def check_ranks(num_pipeline_ranks: int, nnodes: int, nproc_per_node: int) -> None:
-    """Check that the ranks of so many nodes are a multiple of the pipeline ranks of a manifest.
-
-    Raises:
-        LaunchError: naming the nearest numbers that are.
-    """
+    """Check that the ranks of so many nodes are a multiple of the pipeline ranks of a manifest."""
     world_size = nnodes * nproc_per_node
     if world_size % num_pipeline_ranks == 0:
         return
@@ -47,11 +39,7 @@ def check_ranks(num_pipeline_ranks: int, nnodes: int, nproc_per_node: int) -> No
 
 
 def check_groups(degrees: ParallelDims, nnodes: int, nproc_per_node: int) -> tuple[str, ...]:
-    """Return a note for each kind of process group that communicates often and spans nodes.
-
-    Raises:
-        UsageError: a tensor-parallel or expert-parallel group that fits on a node would be split over two.
-    """
+    """Return a note for each kind of process group that communicates often and spans nodes."""
     per_stage, notes = degrees.per_stage, []
     if nnodes == 1:
         return ()
@@ -113,9 +101,6 @@ def check_host_memory(planned: MemoryEstimate, num_per_stage: int) -> None:
     """Check that ranks on this machine's CPUs need at most twice the memory that is available now.
 
     What they do not need yet may become free, and the estimate may be above the peak; a rank says what is available.
-
-    Raises:
-        LaunchError: naming both.
     """
     available, totals = available_nbytes(1), [memory.total for memory in planned.ranks]
     if available is not None and sum(totals) * num_per_stage > 2 * available:
@@ -133,9 +118,6 @@ def check_memory(planned: MemoryEstimate, gpu_nbytes: int, where: str = "--gpu-m
 
     Returns a note if a rank that trains is estimated to exceed it, with activations; else an empty text. `where` names
     the source of the GPU's memory size.
-
-    Raises:
-        LaunchError: naming the rank that needs the most.
     """
     states = [memory.state for memory in planned.ranks]
     totals = [memory.total for memory in planned.ranks]

@@ -63,11 +63,7 @@ class RunFolder:
     is_chosen: bool  # by us, without --log-dir
 
     def begin(self) -> None:
-        """Prepare the folder for this run: move the files of other runs aside, and write the launch to `run.json`.
-
-        Raises:
-            InputError: it cannot be written.
-        """
+        """Prepare the folder for this run: move the files of other runs aside, and write the launch to `run.json`."""
         run = read_run_record(self.path)
         try:
             if not _is_same(run, self.options):
@@ -113,11 +109,7 @@ def choose_folder(options: TrainOptions, name: str) -> Path:
 
 @contextmanager
 def claim_log_dir(log_dir: Path) -> Iterator[None]:
-    """Keep other launches from using a log folder until this job is on record there.
-
-    Raises:
-        UserError: another launch or job uses it, see `check_free`.
-    """
+    """Keep other launches from using a log folder until this job is on record there."""
     with locking(log_dir / _CLAIM, f"--log-dir {log_dir}", "launches a job with it"):
         check_free(log_dir)
         yield
@@ -127,10 +119,6 @@ def check_free(log_dir: Path) -> None:
     """Check that the job that was last launched with this log folder has certainly ended.
 
     Two jobs would write the same state, heartbeats and metrics, and `job.json` would name only one of them.
-
-    Raises:
-        UsageError: it has not ended.
-        LaunchError: its state is unknown.
     """
     if not (log_dir / JOB_NAME).exists():
         return

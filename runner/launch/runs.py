@@ -43,9 +43,6 @@ def find_runs(runs: Path) -> list[dict[str, Any]]:
     """Return the status of every run whose log folder is in `runs`, or is `runs`: the newest launch first.
 
     A run whose scheduler does not answer, or that runs on another machine, has an error instead of a state.
-
-    Raises:
-        LaunchError: there are none.
     """
     records = [path for path in (runs / JOB_NAME, *runs.glob(f"*/{JOB_NAME}")) if path.is_file()]
     folders = [path.parent for path in records if path.parent == runs or not path.parent.is_symlink()]

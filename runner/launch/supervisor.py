@@ -107,11 +107,7 @@ class _Supervisor:
             signal.signal(number, self._note_signal)
 
     def run(self, restarts: int, *, requeue: bool) -> int:
-        """Return the exit code of the last attempt.
-
-        Raises:
-            UserError: Slurm does not start an attempt, or the checkpoints cannot be listed; also in `state.json`.
-        """
+        """Return the exit code of the last attempt."""
         try:
             return self._run(restarts, requeue=requeue)
         except UserError as error:

@@ -160,12 +160,7 @@ def report(log_dir: Path, out: Path | None, compare: Path | None, trace: Path | 
 
 
 def find_status(log_dir: Path) -> dict[str, Any]:
-    """Return the status of a job: its state in the scheduler, its progress, and why it failed.
-
-    Raises:
-        UserError: no job was launched with this log folder, its files are of several runs, or its scheduler does not
-            answer.
-    """
+    """Return the status of a job: its state in the scheduler, its progress, and why it failed."""
     record = read_job_record(log_dir)
     state, ended = scheduler_of(record.scheduler).find_state(record, log_dir), read_state(log_dir)
     report: dict[str, Any] = {
@@ -212,11 +207,7 @@ def show_changes(look: Callable[[], tuple[bool, Sequence[str]] | None], *, is_re
 
 
 def show_logs(log_dir: Path, show: Print, *, rank: int | None, is_followed: bool) -> None:
-    """Print the output of a job, or the log of one rank.
-
-    Raises:
-        UserError: no such job, or no such rank yet.
-    """
+    """Print the output of a job, or the log of one rank."""
     record = read_job_record(log_dir)
     path = Path(record.output) if rank is None else log_path(log_dir, rank)
     if is_followed:
@@ -242,9 +233,6 @@ def cancel_job(log_dir: Path, *, is_forced: bool = False) -> tuple[JobRecord, bo
     """Cancel the job that was launched with this log folder; return its record, and whether it was still running.
 
     A job of a scheduler counts as running for as long as the scheduler knows it.
-
-    Raises:
-        UserError: no such job, or its scheduler refuses.
     """
     record = read_job_record(log_dir)
     return record, scheduler_of(record.scheduler).cancel(record, is_forced=is_forced)
@@ -258,11 +246,7 @@ class _Poll(Generic[_Answer]):
         self._has_answered, self._silent_since_s = False, 0.0
 
     def look(self) -> _Answer | None:
-        """Return the answer; None while the scheduler gives none.
-
-        Raises:
-            UserError: the scheduler has never answered, or not for a minute.
-        """
+        """Return the answer; None while the scheduler gives none."""
         try:
             answer = self.ask()
         except UserError as error:

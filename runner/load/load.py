@@ -88,9 +88,6 @@ def load_tensors(
     """Load a rank's tensors as `read_tensors` does, and verify those that were read in part, without other ranks.
 
     `num_ranks` processes of this machine load at the same time, and share its cores.
-
-    Raises:
-        ShardError: as `read_tensors`, or a tensor that was read in part does not match its digest.
     """
     started_s, how = time.perf_counter(), Reading(num_threads=threads_for_ranks(num_ranks))
     report, parts = read_tensors(pieces, bundles, shape, holds, how)
@@ -113,9 +110,6 @@ def read_tensors(
     stored gets the bytes of its owner.
 
     Shapes: as stored; see `manifests.models`.
-    Raises:
-        ShardError: a shard is missing or damaged, a tensor is missing, unexpected or of another shape or dtype, or a
-            tensor that was read whole and hashed does not match its digest (those of virtual bundles have none).
     """
     started_s = time.perf_counter()
     reads: dict[_Bytes, Read] = {}
@@ -164,10 +158,6 @@ def read_all(reads: Sequence[Read], how: Reading = Reading()) -> list[PartRead]:
     """Execute reads: every two threads start at the two ends of a part of the files.
 
     Returns the reads that are not verified yet: the partial ones, or all if nothing is hashed.
-
-    Raises:
-        ShardError: a tensor that was read whole does not match its digest.
-        InputError: a file cannot be read.
     """
     if not reads:
         return []

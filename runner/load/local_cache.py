@@ -60,11 +60,7 @@ class CacheReport:
 def local_cache_of(
     launched: Packed, origin: Packed, options: TrainOptions, mesh: Mesh, world: World, *, has_moments: bool
 ) -> LocalCache | None:
-    """Return this node's cache of a checkpoint; None without --stage-to-local.
-
-    Raises:
-        InputError: the bundles are virtual, or DIR has a variable that is not set on this node.
-    """
+    """Return this node's cache of a checkpoint; None without --stage-to-local."""
     if options.stage_to_local is None:
         return None
     check_cacheable(origin.manifest, origin.where)

@@ -142,11 +142,7 @@ class ReceivedFile:
             self._rounds = []
 
     def _receive(self) -> None:
-        """Take part in the next round.
-
-        Raises:
-            UnreachableError: the sender could not read it; there are no more rounds.
-        """
+        """Take part in the next round."""
         begin, count = self._received_nbytes, min(_ROUND_NBYTES, self.nbytes - self._received_nbytes)
         buffer = torch.empty(count + 1, dtype=torch.uint8)
         dist.broadcast(buffer, src=self.sender, group=self.group)

@@ -108,11 +108,7 @@ def load_stages(
 
 
 def open_stages(manifest: str | Path, rank: int) -> tuple[Packed, tuple[int, ...]]:
-    """Open a manifest of this machine, and return the stages of a pipeline rank.
-
-    Raises:
-        UsageError: the layout has no such rank, or the manifest is not on this machine.
-    """
+    """Open a manifest of this machine, and return the stages of a pipeline rank."""
     if is_url(manifest):
         hint = "copy it here first: reshard pack URL --out DIR"
         raise UsageError(str(manifest), "is not on this machine", hint, code="options.remote-manifest")

@@ -75,11 +75,7 @@ def share_parts(parts: Sequence[PartRead], group: dist.ProcessGroup | None = Non
 
 
 def verify_parts(tensors: Sequence[ToVerify], num_threads: int = 2) -> int:
-    """Read tensors whole, and return the bytes read.
-
-    Raises:
-        ShardError: a tensor does not match its digest, or a rank read other bytes of it.
-    """
+    """Read tensors whole, and return the bytes read."""
 
     def verify(tensor: ToVerify, stop: threading.Event) -> None:
         for _ in verify_whole(tensor):

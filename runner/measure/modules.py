@@ -59,9 +59,6 @@ def measure_modules(
     """Return the median seconds of each module. `note` is called with each.
 
     Of modules that only one stage can have together, the first has the time of all.
-
-    Raises:
-        UserError: the model cannot be trained, or a module and its activations do not fit into memory.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # this and the next line as a rank does
     compact_heap(is_sharded=False)

@@ -36,9 +36,6 @@ def read_run_times(
     A stage's median time for a microbatch is divided among its modules by their FLOPs. `degrees` are those of the run,
     by default one rank for each stage, `rate` is that of `measure_rate`, and `trained` has the numbers of parameters
     that the run trains, by default all.
-
-    Raises:
-        LogError: the run has no traced step, or was of other stages.
     """
     run = read_run(log_dir)
     if run.traces is None:

@@ -37,10 +37,6 @@ def family_for(
 
     `shape` is the packed model's, which a family of another package requires, and which says whether there are MTP
     layers; `description` is its manifest's.
-
-    Raises:
-        InputError: an unknown architecture, a field that the family does not support, or a missing package.
-        UsageError: an implementation that does not have the architecture.
     """
     config = with_floats(config)
     architecture = architecture_of(config, where, description)

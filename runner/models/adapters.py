@@ -70,11 +70,7 @@ class Adapters:
         regions: Mapping[str, tuple[Region, ...]],
         in_files: Callable[[str], str],
     ) -> Adapters:
-        """Add adapters to the modules of a whole model that the options name; its head has none.
-
-        Raises:
-            UsageError: there are none, or one is of a module whose forward is not called.
-        """
+        """Add adapters to the modules of a whole model that the options name; its head has none."""
         # Classes with a forward of their own may have several outputs (routers), or weights of several matrices.
         plain = (nn.Linear.forward, Conv1D.forward)
         kinds = ((path, type(module)) for path, module in model.named_modules())
@@ -114,11 +110,7 @@ class Adapters:
         return replace(adapters, tensors=tensors)
 
     def check_names(self, architecture: str) -> None:
-        """Check that each name of the target is that of an adapted module.
-
-        Raises:
-            UsageError: one is not.
-        """
+        """Check that each name of the target is that of an adapted module."""
         for name in self.lora.target if isinstance(self.lora.target, tuple) else ():
             if not any(matches_target((name,), path) for path in self.linear):
                 raise no_adapters((name,), architecture)

@@ -122,11 +122,7 @@ class OnTransformers(Planned, Protocol):
     @property
     def adapters(self) -> Adapters | None: ...
     def add_adapters(self, lora: LoraOptions, *, checks_names: bool = False) -> None:
-        """Build modules with adapters from now on.
-
-        Raises:
-            UsageError: no module of the model gets one.
-        """
+        """Build modules with adapters from now on."""
         ...
 
     def keep_documents(self) -> None:
@@ -183,11 +179,7 @@ class WithMtp(Family, Protocol):
 
 
 def check_output(module: nn.Module, tokens: torch.Tensor, output: object) -> None:
-    """Check that modules of a family, called with tokens (B, L) or hidden (B, L, D), returned one tensor (B, L, …).
-
-    Raises:
-        FamilyOutputError: naming the class, and what it returned.
-    """
+    """Check that modules of a family, called with tokens (B, L) or hidden (B, L, D), returned one tensor (B, L, …)."""
     expected = tuple(tokens.shape[:2])
     shape = getattr(output, "shape", None)
     if shape is not None and len(shape) == 3 and tuple(shape[:2]) == expected:

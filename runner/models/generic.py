@@ -119,11 +119,7 @@ class Generic:
         self.vocab_size = head.shape[0]
 
     def build(self, modules: tuple[str, ...]) -> nn.Module:
-        """Build these modules, and no others, on the meta device, layers numbered as in the whole model.
-
-        Raises:
-            ModelError: one of them is for multi-token prediction, or what runs before the layers is on several stages.
-        """
+        """Build these modules, and no others, on the meta device, layers numbered as in the whole model."""
         check_modules(self._entry, self.modules, (modules,), self._where)
         model = self._with_adapters()
         complete_plan(model, self._layers_name)
@@ -379,11 +375,7 @@ class Generic:
 
 @contextmanager
 def _refusals(where: str) -> Iterator[None]:
-    """Run a block in which transformers reads a config; `where` is the config's name.
-
-    Raises:
-        ModelError: transformers refuses it.
-    """
+    """Run a block in which transformers reads a config; `where` is the config's name."""
     try:
         yield
     except (StrictDataclassError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:

@@ -43,11 +43,7 @@ def _is_dtype(value: object) -> bool:
 
 
 def check_model_type(config: Mapping[str, Any], architecture: str, where: str) -> None:
-    """Refuse a config whose `model_type` is another architecture's: transformers chooses the class by that.
-
-    Raises:
-        ModelError: transformers would run another class.
-    """
+    """Refuse a config whose `model_type` is another architecture's: transformers chooses the class by that."""
     model_type = config.get("model_type")
     classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
     names = (classes,) if isinstance(classes, str) else tuple(classes or ())
@@ -75,11 +71,7 @@ def class_and_fields(
 
 
 def check_length(config: Any, seq_len: int) -> None:
-    """Refuse sequences that are longer than the positions that a model was made for.
-
-    Raises:
-        UsageError: naming the field of the config.
-    """
+    """Refuse sequences that are longer than the positions that a model was made for."""
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(most, int) and seq_len > most:
         problem = f"expected at most {most}, which is max_position_embeddings of the model's config, found {seq_len}"

@@ -268,11 +268,7 @@ def generic_family(model_class: type[Any], request: FamilyRequest, *, num_result
 
 
 def load_family(entry_point: EntryPoint, request: FamilyRequest) -> Family:
-    """Import what an entry point names, and return the family that it makes.
-
-    Raises:
-        ModelError: it cannot be imported, is not there, or returns something that is not a family.
-    """
+    """Import what an entry point names, and return the family that it makes."""
     place = f"entry point {entry_point.name} = {entry_point.value} ({GROUP})"
     try:
         made: Any = import_module(entry_point.module)

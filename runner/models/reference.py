@@ -30,12 +30,7 @@ class ParameterGradient:
 
 
 def read_whole(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Read the model of a Hugging Face folder, with the plain implementation of experts, in evaluation mode.
-
-    Raises:
-        ModelError: transformers cannot read it, or the weights are not exactly those of its config.
-        InputError: config.json cannot be read.
-    """
+    """Read the model of a Hugging Face folder, with the plain implementation of experts, in evaluation mode."""
     read_config(folder / "config.json")
     verbosity, had_bar = transformers.logging.get_verbosity(), transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity(logging.CRITICAL)  # what it warns of is refused below

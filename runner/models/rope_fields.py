@@ -52,11 +52,7 @@ class Rope:
 
 
 def read_rope(config: Mapping[str, object], *, head_dim: int, where: str, theta: float = _DEFAULT_THETA) -> Rope:
-    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
-
-    Raises:
-        InputError: an unsupported kind of RoPE, or field of it.
-    """
+    """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     if head_dim % 2:
         raise _refused(f"{where}: head_dim", f"expected an even width for RoPE, found {head_dim}")
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"

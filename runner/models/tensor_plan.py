@@ -76,11 +76,7 @@ def shard_model(
     whole: Collection[nn.Module],
     regions: Mapping[str, tuple[Region, ...]],
 ) -> None:
-    """Shard a model by its own plan, except for the modules in `whole`; its embedding of tokens by the vocabulary.
-
-    Raises:
-        UsageError: as `shard_by_plan` and `check_packed`.
-    """
+    """Shard a model by its own plan, except for the modules in `whole`; its embedding of tokens by the vocabulary."""
     if isinstance(embedding, nn.Embedding):
         _shard_vocabulary(embedding, mesh)
     shard_by_plan(model, model.tp_plan, mesh, whole=whole)
@@ -96,11 +92,7 @@ def distribute_model(model: PreTrainedModel, mesh: DeviceMesh, tensor_mesh: Devi
 def shard_by_plan(
     model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, *, whole: Collection[nn.Module] = ()
 ) -> None:
-    """Shard a model, which is on the meta device, over the ranks of a mesh, except for the modules in `whole`.
-
-    Raises:
-        UsageError: the number of ranks does not divide a dimension that the plan shards.
-    """
+    """Shard a model, which is on the meta device, over the ranks of a mesh, except for the modules in `whole`."""
     for path, module in list(model.named_modules()):
         if module in whole:
             continue
@@ -160,9 +152,6 @@ def check_packed(model: nn.Module, regions: Mapping[str, tuple[Region, ...]] | N
 
     A rank has rows of each, and so several regions of such a tensor. Without `regions`, files have parameters as they
     are.
-
-    Raises:
-        UsageError: there is one.
     """
     for name, parameter in model.named_parameters():
         if (packed := packed_dim(parameter)) is not None:
@@ -199,11 +188,7 @@ def summed_by_plan(model: nn.Module, plan: Mapping[str, str]) -> Iterator[nn.Par
 
 
 def check_plan(plan: Mapping[str, str], model: nn.Module, where: str) -> None:
-    """Check that each rule of a plan names a style that there is, and something in a whole model.
-
-    Raises:
-        ModelError: one does not.
-    """
+    """Check that each rule of a plan names a style that there is, and something in a whole model."""
     names = {_pattern(name) for name, _ in (*model.named_parameters(), *model.named_modules())}
     for rule, style in plan.items():
         if rule not in names:

@@ -12,11 +12,7 @@ from runner.models.rope_fields import Rope, positive_number, read_rope
 
 
 class TitanFields(ABC):
-    """The fields of a config that a family computes with.
-
-    Raises:
-        InputError: naming the field whose value it does not support.
-    """
+    """The fields of a config that a family computes with."""
 
     supported: ClassVar[Mapping[str, tuple[object, ...]]] = {}  # besides those below
     default_eps: ClassVar[float] = 1e-6
@@ -48,11 +44,7 @@ class TitanFields(ABC):
         return read_rope(self.read.config, head_dim=self.head_dim, where=self.read.where, theta=self.default_theta)
 
     def check_modules(self, modules: Iterable[str]) -> None:
-        """Check that none of these modules is for multi-token prediction.
-
-        Raises:
-            InputError: naming the first that is.
-        """
+        """Check that none of these modules is for multi-token prediction."""
         if extra := self._extra & set(modules):
             raise ModelError(
                 f"{self.read.where}: num_nextn_predict_layers",
@@ -227,11 +219,7 @@ class GptOssFields(TitanFields):
 
 
 def _windows_of(read: ConfigReader, window: int | None, usual: Sequence[bool]) -> tuple[int | None, ...]:
-    """Return each layer's window: as in `layer_types`, or `usual` where the config lacks it.
-
-    Raises:
-        InputError: an unknown kind of layer, a wrong number of layers, or windows without a width.
-    """
+    """Return each layer's window: as in `layer_types`, or `usual` where the config lacks it."""
     kinds = read.names("layer_types") or tuple(_LAYER_TYPES[is_sliding] for is_sliding in usual)
     if len(kinds) != len(usual):
         raise read.error(

@@ -72,11 +72,7 @@ class TitanFamily(TitanFields):
         """Return the config of a layer, by its number in the whole model."""
 
     def build(self, modules: tuple[str, ...]) -> nn.Module:
-        """Build these modules, and no others, on the meta device, layers numbered as in the whole model.
-
-        Raises:
-            InputError: one of them is for multi-token prediction.
-        """
+        """Build these modules, and no others, on the meta device, layers numbered as in the whole model."""
         self.check_modules(modules)
         layers = [module.removeprefix(_LAYERS) for module in modules if module.startswith(_LAYERS)]
         with torch.device("meta"):

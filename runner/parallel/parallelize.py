@@ -109,11 +109,7 @@ def parallelize(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
 
 
 def check_plans(family: Family, degrees: ParallelDims) -> None:
-    """Check that a family has the plans that these degrees need: those of other packages are unknown until it is built.
-
-    Raises:
-        UsageError: it has none.
-    """
+    """Check that a family has the plans that these degrees need; those of other packages are unknown until built."""
     if degrees.tensor == degrees.expert == 1:
         return
     plans = family.plans() if isinstance(family, Planned) else ()

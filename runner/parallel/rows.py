@@ -18,11 +18,7 @@ _WHOLE = "leave --cp out; more stages, --dp-shard and --ac save memory, too"
 
 
 def keep_documents(family: Family, seq_len: int) -> None:
-    """Let a family's modules keep packed documents apart; every rank calls this.
-
-    Raises:
-        UsageError: it cannot, or its positions depend on the length of the longest document.
-    """
+    """Let a family's modules keep packed documents apart; every rank calls this."""
     if "position_ids" in family.row_inputs:
         return
     if not isinstance(family, OnTransformers):
@@ -33,11 +29,7 @@ def keep_documents(family: Family, seq_len: int) -> None:
 
 
 def split_rows(family: Family, mesh: Mesh, method: ContextMethod, seq_len: int = 1) -> None:
-    """Let a family's modules run on this rank's part of each row; every rank calls this.
-
-    Raises:
-        UsageError: it cannot, or its positions depend on the largest that a rank has.
-    """
+    """Let a family's modules run on this rank's part of each row; every rank calls this."""
     if not isinstance(family, OnTransformers):
         problem = f"is not supported for {family.architecture}, which is not trained on transformers' modules"
         raise UsageError("--cp", problem, _WHOLE, code="options.cp-architecture")

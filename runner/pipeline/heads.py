@@ -18,11 +18,7 @@ from runner.pipeline.stage_metadata import TracedMetadata
 
 
 def chunk_head(chunks: Sequence[StageChunk], num_stages: int, num_tokens: int) -> None:
-    """Replace the head, if one of these loaded chunks has it, by one that computes the loss in chunks.
-
-    Raises:
-        UsageError: the head is not on the last stage, or is not the last operation on logits.
-    """
+    """Replace the head, if one of these loaded chunks has it, by one that computes the loss in chunks."""
     for chunk in chunks:
         head = chunk.family.modules[-1]
         if head not in chunk.module_names:

@@ -116,11 +116,7 @@ def _further_labels(batch: Batch, number: int, parts: RowParts | None) -> torch.
 
 
 def loss_of_run(run: TrainOptions, *, is_split: bool) -> Loss | None:
-    """Return the loss of a run; None: cross-entropy. `is_split`: rows are split.
-
-    Raises:
-        UsageError: no package has the loss, or it needs what the run does not have.
-    """
+    """Return the loss of a run; None: cross-entropy. `is_split`: rows are split."""
     options, data = run.loss, run.data
     loss = _load(options.entry_point) if options.entry_point is not None else _built_in(options)
     where = f"--loss {options.entry_point}" if options.entry_point is not None else "--token-weights"

@@ -33,9 +33,6 @@ def check_shape(tokens: torch.Tensor, cut: BatchOptions) -> None:
     """Check that tokens have the shape that all ranks expect.
 
     The pipeline would silently receive a shorter sequence into stale buffers.
-
-    Raises:
-        ValueError: they do not, which is a bug of the caller.
     """
     expected = (cut.global_batch, cut.seq_len)
     if tuple(tokens.shape) != expected:

@@ -63,9 +63,6 @@ class Form:
 
         `inputs` are the tensors that the stage received. torch computes gradients between inputs and outputs, and
         detaches outputs in place, so each output must be a separate tensor.
-
-        Raises:
-            FormError: the output does not have this form.
         """
         leaves, tree = pytree.tree_flatten(output)
         if tree != self.tree:

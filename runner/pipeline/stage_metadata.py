@@ -108,9 +108,6 @@ def plan_stage_metadata(
     Stages of a family that hands on trees may output anything that `runner.pipeline.stage_io` can flatten; its first
     module takes tokens, its last returns logits. Stages of all others output one tensor. Families
     with an attribute `adds_in_float32` may hand on float32: from layers if it is true, from the head where that does.
-
-    Raises:
-        ManifestError: the stages do not have each module of the model once, in the order of the forward.
     """
     listed = [module for modules in stage_modules for module in modules]
     for position, (expected, listed_module) in enumerate(zip(family.modules, listed, strict=False)):

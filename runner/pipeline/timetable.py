@@ -48,11 +48,7 @@ class Timetable:
         return any(action.kind in "IW" for steps in self.file.ranks for step in steps for action in actions_of(step))
 
     def check(self, num_microbatches: int) -> None:
-        """Check that a step can have this number of microbatches.
-
-        Raises:
-            UsageError: too few, a number that the schedule does not support, or not the file's.
-        """
+        """Check that a step can have this number of microbatches."""
         if self.file is not None and self.file.num_microbatches != num_microbatches:
             raise UsageError(
                 "--schedule",
@@ -67,21 +63,13 @@ class Timetable:
             raise UsageError("--microbatch-group", problem, "remove it", code="schedule.microbatch-group")
 
     def training(self, num_microbatches: int) -> LoweredTable:
-        """Return the actions of a training step.
-
-        Raises:
-            UsageError: see `check`.
-        """
+        """Return the actions of a training step."""
         self.check(num_microbatches)
         group = self.microbatch_group
         return self.file or lower(schedule_table(self.name, self.placement, num_microbatches, microbatch_group=group))
 
     def planned(self, num_microbatches: int) -> Table:
-        """Return what every rank computes in a training step; a single rank runs one microbatch after the other.
-
-        Raises:
-            UsageError: see `check`.
-        """
+        """Return what every rank computes in a training step; a single rank runs one microbatch after the other."""
         if self.placement.num_ranks > 1:
             return compute_part(self.training(num_microbatches))
         stages, steps = range(self.placement.num_stages), list[Action]()
@@ -109,11 +97,7 @@ class Timetable:
 def choose_timetable(
     name: str | None, manifest: Manifest, num_microbatches: int, microbatch_group: int | None = None
 ) -> Timetable:
-    """Return the timetable of --schedule, else the manifest's, else the default one for its stages.
-
-    Raises:
-        UsageError, ScheduleError: see `find_timetable`.
-    """
+    """Return the timetable of --schedule, else the manifest's, else the default one for its stages."""
     placement = manifest.placement
     name = name or manifest.layout.schedule or default_schedule(placement)
     return find_timetable(name, placement, num_microbatches, microbatch_group)
@@ -122,12 +106,7 @@ def choose_timetable(
 def find_timetable(
     name: str, placement: Placement, num_microbatches: int, microbatch_group: int | None = None
 ) -> Timetable:
-    """Return the timetable of a schedule's name, or of a .csv file; `microbatch_group` is that of `schedule_table`.
-
-    Raises:
-        UsageError: an unknown schedule, or one that does not support these stages or this number of microbatches.
-        ScheduleError: a file that cannot be read or run.
-    """
+    """Return the timetable of a schedule's name, or of a .csv file; `microbatch_group` is that of `schedule_table`."""
     if is_schedule_file(name):
         table = read_schedule_file(Path(name), placement, microbatch_group=microbatch_group)
         # See Note [Waiting for sends] in torch_runtime.py.

@@ -20,11 +20,7 @@ _LAYER = re.compile(r"\.(\d+)$")  # numbered from the model's number of layers, 
 
 
 def check_sinks(options: TrainOptions) -> None:
-    """Check that the packages of the requested metrics, and of deltas, are installed here.
-
-    Raises:
-        UsageError: naming the extra that installs it.
-    """
+    """Check that the packages of the requested metrics, and of deltas, are installed here."""
     for name, package, extra in (
         ("tensorboard", "tensorboard", "tensorboard"), ("wandb", "wandb", "wandb"), ("publish", "zstandard", "delta"),
     ):  # fmt: skip
@@ -79,11 +75,7 @@ def sharing_ranks(manifest: Manifest, options: TrainOptions) -> Combination:
 
 
 def part_of(batch: BatchOptions, degrees: ParallelDims) -> BatchOptions:
-    """Return what one rank has of a batch: `share_of`, of which context-parallel ranks have parts of rows.
-
-    Raises:
-        UsageError: the batch or its rows do not divide.
-    """
+    """Return what one rank has of a batch: `share_of`, of which context-parallel ranks have parts of rows."""
     chunks = 2 * degrees.context
     if degrees.context > 1 and batch.seq_len % chunks:
         lower = batch.seq_len // chunks * chunks
@@ -97,11 +89,7 @@ def part_of(batch: BatchOptions, degrees: ParallelDims) -> BatchOptions:
 
 
 def share_of(batch: BatchOptions, num_replicas: int) -> BatchOptions:
-    """Return the part of one data-parallel replica of a batch.
-
-    Raises:
-        UsageError: the batch does not divide, naming the nearest that do.
-    """
+    """Return the part of one data-parallel replica of a batch."""
     unit = batch.microbatch * num_replicas
     if batch.global_batch % unit:
         lower = batch.global_batch // unit * unit

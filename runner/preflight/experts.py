@@ -17,9 +17,6 @@ def check_balance(launched: Packed, options: TrainOptions, *, is_dtype_final: bo
     """Check that what is to balance the experts of a model can.
 
     Families of other packages are left to `runner.training.expert_balance`, which sees their routers.
-
-    Raises:
-        UsageError: the architecture has no routers, or routers of another kind, or rounds biases to bfloat16.
     """
     architecture, balance = launched.shape.architecture, options.balance
     entry = generic_entry(architecture)

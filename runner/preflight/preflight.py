@@ -52,11 +52,7 @@ _NUM_FILES = 64  # of a source whose beginnings are read
 
 
 def check_torch(release_name: str | None = None) -> str:
-    """Check the release of torch, the installed one if None, and return a note if it is newer than those tested.
-
-    Raises:
-        InputError: torch is not installed, or older than 2.13.
-    """
+    """Check the release of torch, the installed one if None, and return a note if it is newer than those tested."""
     try:
         release_name = release_name or version("torch")
     except PackageNotFoundError as error:
@@ -80,11 +76,7 @@ def has_gpu() -> bool:
 
 
 def check_device(device: Device) -> None:
-    """Check that ranks here can train on GPUs, if they are to.
-
-    Raises:
-        UsageError: they cannot.
-    """
+    """Check that ranks here can train on GPUs, if they are to."""
     if device == "cuda" and not has_gpu():
         problem = "torch here is a build for CPUs" if is_cpu_build() else "this machine has no GPU"
         raise UsageError("--device cuda", problem, "train on the CPU with --device cpu", code="launch.too-few-gpus")
@@ -99,11 +91,7 @@ def is_cpu_build() -> bool:
 
 
 def check_request(launched: Packed, options: TrainOptions, world_size: int) -> ParallelDims:
-    """Check, without torch, that these options fit a model and so many ranks, and return the parallel degrees.
-
-    Raises:
-        UserError: what does not fit.
-    """
+    """Check, without torch, that these options fit a model and so many ranks, and return the parallel degrees."""
     check_places(options)
     check_model(launched, options.compute.implementation)
     # What no number of ranks fixes is refused before ranks are counted.
@@ -127,9 +115,6 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
     A dry run may be for another machine, whose disk has room.
 
     Ranks check all of this again. The checkpoints of `--resume auto` are left to them: they skip damaged ones.
-
-    Raises:
-        UserError: no such checkpoint, one of another model, no data, or an output that may not be replaced.
     """
     check_sinks(options)
     check_apart(options, launched.root)
@@ -175,12 +160,7 @@ def check_world(manifest: Manifest, world_size: int) -> None:
 
 
 def check_places(options: TrainOptions) -> None:
-    """Check that a run does not write in a folder that it reads, whose subfolders are searched for texts.
-
-    Raises:
-        UsageError: it would read its own log, and could not resume, as its data had changed.
-        OutputError: --checkpoint is a file.
-    """
+    """Check that a run does not write in a folder that it reads, whose subfolders are searched for texts."""
     history = options.checkpoint.history if options.checkpoint else None
     read = (*options.data.sources, *(options.eval_data.sources if options.eval_data else ()))
     folders = [Path(source) for source in read if source != SYNTHETIC and Path(source).is_dir()]
@@ -204,12 +184,7 @@ def check_places(options: TrainOptions) -> None:
 
 
 def check_model(launched: Packed, implementation: Implementation | None = None) -> None:
-    """Check that the family supports every field of the config, as every rank does when it builds its stages.
-
-    Raises:
-        InputError: naming the field, or the package that is not installed.
-        UsageError: an implementation that does not have the architecture.
-    """
+    """Check that the family supports every field of the config, as every rank does when it builds its stages."""
     config, where, shape = launched.config, "config.json", launched.shape
     modules = [module for stage in launched.stage_modules for module in stage]
     if choose_implementation(shape.architecture, implementation) == "torchtitan":
@@ -220,33 +195,19 @@ def check_model(launched: Packed, implementation: Implementation | None = None) 
 
 
 def check_length(launched: Packed, options: TrainOptions) -> None:
-    """Check that a model has positions for the sequence length of these options.
-
-    Raises:
-        InputError: the config has an unsupported field.
-        UsageError: the sequences are longer.
-    """
+    """Check that a model has positions for the sequence length of these options."""
     config = ConfigReader(launched.config, "config.json")
     check_positions(launched.shape.architecture, config, options.batch.seq_len)
 
 
 def check_texts(launched: Packed, options: TrainOptions) -> None:
-    """Check that there is a tokenizer, if a run reads texts.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Check that there is a tokenizer, if a run reads texts."""
     if not options.data.has_rows and (options.data.sources != (SYNTHETIC,) or options.eval_data is not None):
         check_tokenizer(launched.root, "train on --data synthetic")
 
 
 def check_evaluable(data: DataOptions) -> None:
-    """Check that evaluation data has an end, and begins with text.
-
-    Raises:
-        UsageError: it is synthetic.
-        DataError: see `check_documents`.
-    """
+    """Check that evaluation data has an end, and begins with text."""
     if SYNTHETIC in data.sources:
         raise UsageError(
             "--eval-data",
@@ -261,9 +222,6 @@ def check_documents(flag: str, data: DataOptions) -> None:
     """Check that each source has files, and the beginnings of the first ones; `flag` names the data.
 
     Those of a source of weight 0, or if bad documents are skipped, are not read.
-
-    Raises:
-        DataError: a source that matches no file, or has no text; or a document that is not text.
     """
     groups = data.groups if data.files else ()
     for names, weight in zip(groups, data.weights or (1.0,), strict=False):

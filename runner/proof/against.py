@@ -65,12 +65,7 @@ class _Step:
 
 
 def compare_dump(dump: Dump, model: Path, device: torch.device, tolerance: float | None = None) -> Compared:
-    """Compare a dump with the model of a folder, which is run in this process; see Note [Tolerances of dumps].
-
-    Raises:
-        ModelError: transformers cannot read or run the model.
-        SourceError: a token is not one of the model's.
-    """
+    """Compare a dump with the model of a folder, which is run in this process; see Note [Tolerances of dumps]."""
     of_norm = max(_NORM, _TOLERANCES[dump.dtype]) if tolerance is None else tolerance
     tolerance = _TOLERANCES[dump.dtype] if tolerance is None else tolerance
     exact = _run(model, dump.rows, torch.float32, device)

@@ -67,11 +67,7 @@ class Tried:
 
 
 def combination_of(request: Request) -> Combination:
-    """Return the combination of a run.
-
-    Raises:
-        UserError: the family does not support its config or its options.
-    """
+    """Return the combination of a run."""
     launched, options, degrees = request.launched, request.options, request.degrees
     manifest, batch = launched.manifest, part_of(options.batch, degrees)
     family = family_for(
@@ -101,12 +97,7 @@ def combination_of(request: Request) -> Combination:
 
 
 def try_here(request: Request) -> list[Tried]:
-    """Try a combination on ranks of this machine.
-
-    Raises:
-        UserError: the tiny model, or what the run asks of it, is refused.
-        RankError: a process ended, as by the system for want of memory.
-    """
+    """Try a combination on ranks of this machine."""
     subsets = subsets_of(combination_of(request))
     num_ranks = max(subset.degrees.world_size for subset in subsets)
     context = _server_without_gpus()

@@ -56,12 +56,7 @@ class Dump:
 
 
 def read_dump(folder: Path) -> Dump:
-    """Read the tokens and the losses of a dump, and the headers of its gradients.
-
-    Raises:
-        SourceError: a file is missing, or is not as the format has it.
-        InputError: a file cannot be read.
-    """
+    """Read the tokens and the losses of a dump, and the headers of its gradients."""
     step = _read_step(folder / STEP)
     return Dump(
         rows=_read_rows(folder / TOKENS),

@@ -103,10 +103,6 @@ def check_stages(family: SelfChecked, stage_modules: Sequence[tuple[str, ...]], 
     """Check that stages of these modules compute what the whole model does, plainly and with the options of a run.
 
     See Note [Self-check] and Note [Self-check of options]. Returns the seconds that it took.
-
-    Raises:
-        ModelError: they compute something else, or a tiny model of the config cannot be built or run.
-        UserError: the modules cannot be built as stages, or an option is not supported for the architecture.
     """
     started_s = time.perf_counter()
     run = run or RunOptions()
@@ -184,11 +180,7 @@ def _whole_outcome(tiny: TinyRun) -> Outcome:
 
 
 def _with_casts(tiny: TinyRun, compute: ComputeOptions) -> TinyRun:
-    """Run the whole model with the dtypes of a run.
-
-    Raises:
-        ModelError: it cannot compute in them.
-    """
+    """Run the whole model with the dtypes of a run."""
     dtype = FLAG_DTYPES[compute.dtype]
     try:
         tiny.whole.cast(dtype)

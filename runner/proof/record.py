@@ -28,9 +28,6 @@ def prove_once(run: Combination, config: Mapping[str, Any], log_dir: Path, *, is
     """Check a combination, unless this run's record has the proof; every rank calls this.
 
     `is_kept`: whether its digest says all that it depends on; a family of another package may change.
-
-    Raises:
-        ModelError: see `prove`.
     """
     digest = _digest(run, config)
     record = read_run_record(log_dir) if is_kept and dist.get_rank() == 0 else None

@@ -136,12 +136,7 @@ class TinyRun:
 
 
 def check_plain(family: SelfChecked, tiny: TinyRun, stage_modules: Sequence[tuple[str, ...]]) -> None:
-    """Check that stages of these modules compute in float32 what the whole model does; see Note [Self-check].
-
-    Raises:
-        ModelError: they compute something else.
-        UserError: the modules cannot be built as stages.
-    """
+    """Check that stages of these modules compute in float32 what the whole model does; see Note [Self-check]."""
     try:
         compared = _compare(tiny.family, tiny.whole, tiny.results, stage_modules)[0]
     except UserError:
@@ -155,11 +150,7 @@ def check_plain(family: SelfChecked, tiny: TinyRun, stage_modules: Sequence[tupl
 def compare_stages(
     family: SelfChecked, stage_modules: Sequence[tuple[str, ...]]
 ) -> tuple[Compared, WholeModel, tuple[StageChunk, ...]]:
-    """Compare stages of a family's own model, which must be small, with the whole of it; return both as well.
-
-    Raises:
-        Exception: whatever a model raises that cannot be cut there.
-    """
+    """Compare stages of a family's own model, which must be small, with the whole of it; return both as well."""
     with torch.random.fork_rng(devices=()):
         whole = family.whole()
         return _compare(family, whole, run_whole(whole, family.vocab_size), stage_modules)
@@ -185,11 +176,7 @@ def gradients_of(
 
 
 def run_tiny(family: SelfChecked, dtype: torch.dtype = torch.float32) -> TinyRun:
-    """Build a tiny model of a family's config, and run all of it.
-
-    Raises:
-        ModelError: it cannot be built or run.
-    """
+    """Build a tiny model of a family's config, and run all of it."""
     with errors_of_tiny(family):
         tiny = tiny_of(family)
         whole = tiny.whole()
@@ -199,11 +186,7 @@ def run_tiny(family: SelfChecked, dtype: torch.dtype = torch.float32) -> TinyRun
 
 
 def tiny_of(family: P) -> P:
-    """Return the family of a tiny model of a family's config.
-
-    Raises:
-        ModelError: it cannot be built, or is not tiny.
-    """
+    """Return the family of a tiny model of a family's config."""
     with errors_of_tiny(family):
         tiny: P = family.tiny()  # type: ignore[assignment]  # it is of the same class
         if tiny.modules != family.modules:
@@ -215,11 +198,7 @@ def tiny_of(family: P) -> P:
 
 @contextmanager
 def errors_of_tiny(family: Family) -> Iterator[None]:
-    """Run a block that builds or runs a tiny model of a family's config as a whole.
-
-    Raises:
-        ModelError: it raises.
-    """
+    """Run a block that builds or runs a tiny model of a family's config as a whole."""
     try:
         yield
     except (FamilyOutputError, ModelError):

@@ -59,11 +59,6 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False, other_dir: Pa
     """Write the page about the run with this log folder, and return its first sentence.
 
     Another run is drawn beside it if its log folder is given.
-
-    Raises:
-        UsageError: the name of the page is that of another kind of file.
-        InputError: the page exists and `force` is not given, or its folder takes no file.
-        UserError: nothing to tell of, or a page that cannot be written.
     """
     if out.suffix not in _SUFFIXES:
         raise UsageError(
@@ -100,13 +95,7 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False, other_dir: Pa
 
 
 def write_trace(log_dir: Path, out: Path, *, force: bool = False) -> int:
-    """Write the traced steps of all pipeline ranks as one trace for Perfetto, and return their number.
-
-    Raises:
-        InputError: the file exists and `force` is not given.
-        LogError: no step was traced.
-        OutputError: it cannot be written.
-    """
+    """Write the traced steps of all pipeline ranks as one trace for Perfetto, and return their number."""
     check_new_file(out, "--perfetto", force=force)
     traces = _read(log_dir).traces
     if traces is None:
@@ -381,9 +370,6 @@ def planned(traces: Traces) -> Timeline:
     """Simulate the schedule of a traced run with the time that each stage took for a microbatch.
 
     Transfers are assumed to be free: their cost is the difference to the measured time.
-
-    Raises:
-        UserError: the schedule file is missing.
     """
     try:
         number, group = traces.num_microbatches, traces.microbatch_group

@@ -85,11 +85,7 @@ class RunLog:
 
 
 def read_run(log_dir: Path) -> RunLog:
-    """Read the log of a run.
-
-    Raises:
-        LogError: no metrics, those of another run, a line that is not a JSON object, or inconsistent traces.
-    """
+    """Read the log of a run."""
     path = log_dir / "metrics.jsonl"
     # A last line without an end is being written, or was when the machine crashed.
     lines = read_text(path, "use the --log-dir of a run").split("\n")[:-1]
@@ -114,11 +110,7 @@ def read_run(log_dir: Path) -> RunLog:
 
 
 def read_text(path: Path, hint: str = "") -> str:
-    """Read a text file.
-
-    Raises:
-        InputError: it cannot be read, or is not UTF-8.
-    """
+    """Read a text file."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -128,11 +120,7 @@ def read_text(path: Path, hint: str = "") -> str:
 
 
 def read_object(text: str, where: str) -> Line:
-    """Parse a JSON object, which may contain NaN and infinity.
-
-    Raises:
-        LogError: it is not one.
-    """
+    """Parse a JSON object, which may contain NaN and infinity."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -143,11 +131,7 @@ def read_object(text: str, where: str) -> Line:
 
 
 def check_line(line: Line, where: str) -> None:
-    """Check that a line of metrics.jsonl has the required fields of its kind, with the right types.
-
-    Raises:
-        LogError: naming the field.
-    """
+    """Check that a line of metrics.jsonl has the required fields of its kind, with the right types."""
     for name, needed in _NEEDED.items():
         if name in line:
             _check_fields(line, where, needed if "save_error" not in line else ())
@@ -162,20 +146,12 @@ def check_line(line: Line, where: str) -> None:
 
 
 def check_types(line: Line, where: str) -> None:
-    """Check the types of the fields of a line of metrics.jsonl.
-
-    Raises:
-        LogError: naming the field.
-    """
+    """Check the types of the fields of a line of metrics.jsonl."""
     _check_fields(line, where, ())
 
 
 def check_run(run: object, where: str) -> Line:
-    """Check the description of the run in a trace.
-
-    Raises:
-        LogError: naming the field.
-    """
+    """Check the description of the run in a trace."""
     if not isinstance(run, Mapping):
         raise LogError(f"{where}: run", f"expected an object, found {kind_of(run)}", code="log.bad-field")
     _check_fields(run, f"{where}: run", ("schedule", "num_stages", "num_ranks", "style", "num_microbatches"))
@@ -183,11 +159,7 @@ def check_run(run: object, where: str) -> Line:
 
 
 def check_events(document: Line, run: Line, where: str) -> tuple[Line, ...]:
-    """Return the actions of a rank on its stages, from its trace.
-
-    Raises:
-        LogError: naming the bad field.
-    """
+    """Return the actions of a rank on its stages, from its trace."""
     events = document.get("traceEvents")
     if not isinstance(events, list):
         raise LogError(f"{where}: traceEvents", f"expected a list, found {kind_of(events)}", code="log.bad-field")

@@ -38,11 +38,7 @@ def heartbeat_path(log_dir: Path, rank: int) -> Path:
 
 
 def write_beat(path: Path, beat: Beat) -> None:
-    """Write a heartbeat atomically: a reader sees this one or the previous one.
-
-    Raises:
-        OSError: the disk is full, or the folder is gone.
-    """
+    """Write a heartbeat atomically: a reader sees this one or the previous one."""
     write_file(path, (json.dumps(asdict(beat)) + "\n").encode(), is_durable=False)
 
 

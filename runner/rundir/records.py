@@ -50,11 +50,7 @@ def run_id(log_dir: Path) -> str:
 
 
 def check_same_run(named: object, log_dir: Path, where: str) -> None:
-    """Check that a file of a log folder, which names the run that has written it, is of the folder's run.
-
-    Raises:
-        LogError: it is of another run.
-    """
+    """Check that a file of a log folder, which names the run that has written it, is of the folder's run."""
     if not isinstance(named, str) or not named:
         return
     expected = run_id(log_dir)
@@ -142,12 +138,7 @@ class JobRecord:
 
 
 def make_log_dir(log_dir: Path) -> None:
-    """Create the log folder if it is missing, and check that it can be written; on failure, no folder is left.
-
-    Raises:
-        UsageError: it is a packed folder or a checkpoint.
-        OutputError: it cannot be created or written.
-    """
+    """Create the log folder if it is missing, and check that it can be written; on failure, no folder is left."""
     where, hint = f"--log-dir {log_dir}", "choose a folder that every node can write"
     if os.path.lexists(log_dir / MANIFEST_NAME):
         problem = "is a packed folder or a checkpoint, which has only the files of its manifest"
@@ -177,12 +168,7 @@ def write_job_record(log_dir: Path, record: JobRecord) -> None:
 
 
 def read_job_record(log_dir: Path) -> JobRecord:
-    """Read the record of the job last launched with this log folder.
-
-    Raises:
-        LaunchError: there is none, or it is damaged.
-        LogError: it is of another run.
-    """
+    """Read the record of the job last launched with this log folder."""
     path = log_dir / JOB_NAME
     try:
         document = json.loads(path.read_bytes())

@@ -68,11 +68,7 @@ _KEPT = (
 
 
 def apply_compute_options(chunks: Sequence[StageChunk], num_stages: int, options: ComputeOptions) -> None:
-    """Apply the compute options to stages. A checkpointed layer is compiled as a whole.
-
-    Raises:
-        UsageError: see `runner.pipeline.heads.chunk_head`.
-    """
+    """Apply the compute options to stages. A checkpointed layer is compiled as a whole."""
     recompute_layers(chunks, options.recompute, is_compiled=options.is_compiled)
     if options.loss_chunk is not None:
         chunk_head(chunks, num_stages, options.loss_chunk)

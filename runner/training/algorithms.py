@@ -69,12 +69,7 @@ class Algorithm:
 
 
 def algorithms_of(optimizer: OptimizerState) -> tuple[Algorithm, ...]:
-    """Return the algorithm of each group, tested.
-
-    Raises:
-        UsageError: there is no such class, it refuses its arguments, it needs whole tensors although it is declared
-            elementwise, or its state is none that a checkpoint can have.
-    """
+    """Return the algorithm of each group, tested."""
     return tuple(map(_tested, (_algorithm(group, optimizer.name) for group in optimizer.groups)))
 
 
@@ -84,9 +79,6 @@ def plan_groups(
     """Return a run's options with its parameter groups, and a line for each unless they are plain AdamW's.
 
     `stored` is what a checkpoint says that is resumed, from `where`.
-
-    Raises:
-        UserError: see `optimizer_of`, `declare_kinds`, `check_flags`, `check_flags_are_used` and `check_state_fits`.
     """
     name = options.optim.optimizer
     if stored is not None and name is None:
@@ -110,11 +102,7 @@ def plan_groups(
 def declare_kinds(
     plan: OptimizerState, shape: ModelShape, trains: Callable[[str], bool] | None = None
 ) -> OptimizerState:
-    """Return a plan with the kinds of state that it leads to for a model: None if they are those of plain AdamW.
-
-    Raises:
-        UsageError: see `algorithms_of` and `state_kinds`, or no checkpoint can have such groups or kinds.
-    """
+    """Return a plan with the kinds of state that it leads to for a model: None if they are those of plain AdamW."""
     numbers, algorithms = GroupNumbers(plan.groups, shape.ties), algorithms_of(plan)
     tensors = {fqn: dims for fqn, dims in trained_tensors(shape).items() if trains is None or trains(fqn)}
     for fqn, dims in tensors.items():
@@ -132,11 +120,7 @@ def declare_kinds(
 def state_kinds(
     algorithms: Sequence[Algorithm], shapes: Iterable[tuple[int, tuple[int, ...]]]
 ) -> tuple[StateKind, ...]:
-    """Return the kinds of a run's state; `shapes` are those of its parameters, each with the number of its group.
-
-    Raises:
-        UsageError: two algorithms have state of one name and another shape.
-    """
+    """Return the kinds of a run's state; `shapes` are those of its parameters, each with the number of its group."""
     present, kinds = set(shapes), dict[Holds, StateKind]()
     for number, algorithm in enumerate(algorithms):
         for kind in algorithm.kinds:
@@ -222,11 +206,7 @@ def _import_installed(module: str) -> ModuleType:
 
 
 def _tested(algorithm: Algorithm) -> Algorithm:
-    """Return the algorithm with what steps of tiny tensors show of it: its state, and which parameters it takes.
-
-    Raises:
-        UsageError: see `algorithms_of`.
-    """
+    """Return the algorithm with what steps of tiny tensors show of it: its state, and which parameters it takes."""
     states, refusal = dict[tuple[int, ...], dict[str, object]](), None
     for shape in _TINY:
         try:
@@ -277,11 +257,7 @@ def _compare_with_whole(algorithm: Algorithm, shape: tuple[int, ...], state: Map
 def _train(
     algorithm: Algorithm, wholes: Sequence[torch.Tensor], gradients: Sequence[Any], *, starts_at_zero: bool = False
 ) -> tuple[list[torch.Tensor], list[dict[str, object]]]:
-    """Return weights after some steps of a new optimizer, and its state of each of them.
-
-    Raises:
-        UsageError: the class refuses its arguments or the tensors, or keeps state that is of no single tensor.
-    """
+    """Return weights after some steps of a new optimizer, and its state of each of them."""
     weights = [nn.Parameter(whole.clone()) for whole in wholes]
     optimizer = algorithm.make(weights)
     for group in optimizer.param_groups:

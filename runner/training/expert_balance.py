@@ -166,9 +166,6 @@ def balance_experts(
     """Watch the routers of a pipeline; None: there are none, or nothing acts on them and layers are compiled.
 
     `batch` is one pipeline's share. Every rank calls this; it is a collective.
-
-    Raises:
-        UsageError: the options are for routers of another kind.
     """
     balance = ExpertBalance(chunks, options, batch, mesh)
     options.check_routers(chunks[0].family.architecture, balance.bias_dtypes, takes_loss=balance.num_routers > 0)

@@ -27,11 +27,7 @@ def rng_state(rank: int, device: torch.device) -> RandomState:
 
 
 def restore_rng(states: Sequence[RandomState], rank: int, num_ranks: int, device: torch.device) -> bool:
-    """Restore the RNG state of a run that had as many ranks on the same kind of device; return False for another run.
-
-    Raises:
-        CheckpointError: the state of this rank is not an RNG state.
-    """
+    """Restore the RNG state of a run that had as many ranks on the same kind of device; False: another run."""
     mine = {state.rank: state.state for state in states if state.generator == device.type}
     if sorted(mine) != list(range(num_ranks)):
         return False

@@ -48,11 +48,7 @@ class Tie:
 
 
 def check_loaded(groups: Iterable[TieGroup], chunks: Sequence[StageChunk]) -> None:
-    """Check that the copies of a tied weight that this rank has read are equal; no collective.
-
-    Raises:
-        ShardError: naming two that differ.
-    """
+    """Check that the copies of a tied weight that this rank has read are equal; no collective."""
     parameters = _by_name(chunks)
     for group in groups:
         read = (group.owner, *(member for member in group.replicas if member.fqn != group.owner.fqn))  # not borrowed

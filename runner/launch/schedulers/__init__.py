@@ -37,27 +37,15 @@ class Scheduler(Protocol):
     """What `runner status`, `logs` and `cancel` ask of a scheduler, by the record of a job."""
 
     def find_state(self, record: JobRecord, log_dir: Path) -> JobState:
-        """Return the state of a job; of one that the scheduler has forgotten, what its log folder says.
-
-        Raises:
-            UserError: the scheduler does not answer, or is on another machine.
-        """
+        """Return the state of a job; of one that the scheduler has forgotten, what its log folder says."""
         ...
 
     def use_of(self, record: JobRecord, log_dir: Path) -> str | None:
-        """Return how a job that has not ended uses its log folder.
-
-        Raises:
-            UserError: the scheduler does not answer.
-        """
+        """Return how a job that has not ended uses its log folder."""
         ...
 
     def print_output(self, record: JobRecord, path: Path, show: Print) -> bool:
-        """Print what a job has written to `path` so far, or to its scheduler; return whether there is anything.
-
-        Raises:
-            UserError: the scheduler does not answer.
-        """
+        """Print what a job has written to `path` so far, or to its scheduler; return whether there is anything."""
         ...
 
     def follow_output(self, record: JobRecord, path: Path, show: Print, poll: Poll) -> int:
@@ -65,11 +53,7 @@ class Scheduler(Protocol):
         ...
 
     def cancel(self, record: JobRecord, *, is_forced: bool) -> bool:
-        """Cancel a job, and return whether it was still running, as far as the scheduler knows.
-
-        Raises:
-            UserError: the scheduler refuses, or `is_forced` is not supported.
-        """
+        """Cancel a job, and return whether it was still running, as far as the scheduler knows."""
         ...
 
 
@@ -77,19 +61,11 @@ class Cluster(Scheduler, Protocol):
     """A scheduler to which jobs are submitted."""
 
     def render(self, job: Job) -> str:
-        """Return what is submitted.
-
-        Raises:
-            UsageError: the scheduler would refuse or misread it.
-        """
+        """Return what is submitted."""
         ...
 
     def submit(self, job: Job) -> JobRecord:
-        """Submit a job.
-
-        Raises:
-            UserError: the scheduler is not installed here, or refuses the job.
-        """
+        """Submit a job."""
         ...
 
 

@@ -48,12 +48,7 @@ _GPU = "nvidia.com/gpu"
 
 
 def render(job: Job) -> str:
-    """Return the JobSet of a job, as YAML.
-
-    Raises:
-        UsageError: no image, a name that Kubernetes does not accept, a bad mount, a flag of Slurm, an output path
-            that pods do not share, or an input path that they do not see.
-    """
+    """Return the JobSet of a job, as YAML."""
     _refuse(job)
     document = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -69,22 +64,14 @@ def render(job: Job) -> str:
 
 
 def submit(job: Job) -> JobRecord:
-    """Submit a job to Kubernetes.
-
-    Raises:
-        UserError: there is no kubectl, or the cluster refuses the job.
-    """
+    """Submit a job to Kubernetes."""
     create = ["kubectl", "create", "-f", "-", "-o", "jsonpath={.metadata.namespace}"]
     namespace = run_kubectl(create, standard_input=render(job)).strip()
     return JobRecord(scheduler="jobset", id=job.name, name=job.name, output="", namespace=namespace)
 
 
 def find_state(record: JobRecord, log_dir: Path) -> JobState:
-    """Return `Completed`, `Failed`, `Suspended` or `Running`, or what the log folder says of a JobSet that was deleted.
-
-    Raises:
-        UserError: Kubernetes does not answer.
-    """
+    """Return `Completed`, `Failed`, `Suspended` or `Running`, or what the log folder says of a deleted JobSet."""
     shown = run_kubectl(["kubectl", "get", "jobset", record.id, *_inside(record), "--ignore-not-found", "-o", "json"])
     if not shown.strip():
         ended = read_state(log_dir)
@@ -113,11 +100,7 @@ def cancel(record: JobRecord, *, is_forced: bool) -> bool:
 
 
 def print_output(record: JobRecord, path: Path, show: Print) -> bool:
-    """Print the output of the pods of a job so far, or the log of a rank.
-
-    Raises:
-        UserError: kubectl fails.
-    """
+    """Print the output of the pods of a job so far, or the log of a rank."""
     if path != Path(record.output):
         return print_file(record, path, show)
     if problem := _print_pods(record, show, follow=False):
@@ -155,11 +138,7 @@ def follow_output(record: JobRecord, path: Path, show: Print, poll: Poll) -> int
 
 
 def _find_phases(record: JobRecord) -> list[str]:
-    """Return the phase of each pod of a job: `Pending`, `Running`, `Succeeded` or `Failed`.
-
-    Raises:
-        UserError: Kubernetes does not answer.
-    """
+    """Return the phase of each pod of a job: `Pending`, `Running`, `Succeeded` or `Failed`."""
     return run_kubectl(["kubectl", "get", "pods", *_pods(record), "-o", "jsonpath={.items[*].status.phase}"]).split()
 
 
@@ -167,9 +146,6 @@ def _print_pods(record: JobRecord, show: Print, *, follow: bool, since: str = ""
     """Print the output of the pods of a job, with `follow` until they end; return the error of kubectl, if any.
 
     `since` is a time in Kubernetes' format.
-
-    Raises:
-        UserError: kubectl is not installed.
     """
     command = ["kubectl", "logs", *_pods(record), "--container", _CONTAINER, "--prefix", "--tail=-1",
                f"--max-log-requests={_MAX_PODS}"]  # fmt: skip
@@ -298,11 +274,7 @@ def _pods(record: JobRecord) -> tuple[str, ...]:
 
 
 def check_read(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:
-    """Check that relative paths that pods read, each after its flag, are on a mount; others are in the image.
-
-    Raises:
-        UsageError: naming the flag and the path.
-    """
+    """Check that relative paths that pods read, each after its flag, are on a mount; others are in the image."""
     here = Path.cwd()
     for flag, given in paths:
         if not Path(given).is_absolute() and not is_shown(Path(os.path.normpath(here / given)), mounts):
@@ -312,11 +284,7 @@ def check_read(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:
 
 
 def check_written(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:
-    """Check that every path that pods write, each after its flag, is on a mount; relative ones start at this folder.
-
-    Raises:
-        UsageError: naming the flag and the path.
-    """
+    """Check that every path that pods write, each after its flag, is on a mount; relative ones start at this folder."""
     here = Path.cwd()
     for flag, given in paths:
         if not Path(given).is_absolute() and not is_shown(here, mounts):

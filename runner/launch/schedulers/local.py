@@ -42,11 +42,7 @@ def is_running(record: JobRecord) -> bool:
 
 
 def find_state(record: JobRecord, log_dir: Path) -> JobState:
-    """Return RUNNING, or how a job of this machine ended; KILLED where there is no `state.json`.
-
-    Raises:
-        UserError: it runs on another machine.
-    """
+    """Return RUNNING, or how a job of this machine ended; KILLED where there is no `state.json`."""
     _check_host(record)
     if is_running(record):
         return JobState(word="RUNNING", nodes=record.host)
@@ -67,11 +63,7 @@ print_output, follow_output = print_file, follow_file
 
 
 def cancel(record: JobRecord, *, is_forced: bool) -> bool:
-    """Ask a job of this machine to save and end; with `is_forced`, kill it and its ranks. Return whether it ran.
-
-    Raises:
-        UserError: it runs on another machine, or belongs to someone else.
-    """
+    """Ask a job of this machine to save and end; with `is_forced`, kill it and its ranks. Return whether it ran."""
     _check_host(record)
     if not is_running(record):
         return False

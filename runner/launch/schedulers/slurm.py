@@ -39,11 +39,7 @@ _OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL
 
 
 def render(job: Job) -> str:
-    """Return the batch script of a job: options of sbatch, the environment of the ranks, and the command.
-
-    Raises:
-        UsageError: a bad time or mount, a signal that has no effect, or a --sbatch-arg that conflicts with the job.
-    """
+    """Return the batch script of a job: options of sbatch, the environment of the ranks, and the command."""
     _check_end(job)
     check_mounts(job.mounts, _MOUNT, "/FOLDER-OF-THE-NODE:/FOLDER")
     check_sbatch_args(job.sbatch_args)
@@ -55,11 +51,7 @@ def render(job: Job) -> str:
 
 
 def submit(job: Job) -> JobRecord:
-    """Submit a job to Slurm.
-
-    Raises:
-        UserError: Slurm is not installed here, has too few nodes, or rejects the job.
-    """
+    """Submit a job to Slurm."""
     script = render(job)
     _check_nodes(job)
     # On its command line as well: SBATCH_ACCOUNT and others in the environment override the script.
@@ -69,11 +61,7 @@ def submit(job: Job) -> JobRecord:
 
 
 def find_state(record: JobRecord, log_dir: Path) -> JobState:
-    """Return the state of a job: `RUNNING` or another of Slurm's, or FORGOTTEN if its log folder says nothing either.
-
-    Raises:
-        UserError: Slurm does not answer.
-    """
+    """Return the state of a job: `RUNNING` or another of Slurm's, or FORGOTTEN if its log folder has none either."""
     ended, (fields, reason) = read_state(log_dir), _fields_of(record)
     if fields is None:
         word = ended.word if ended else "FORGOTTEN"
@@ -214,11 +202,7 @@ def _container(job: Job) -> list[str]:
 
 
 def parse_signal(text: str) -> int:
-    """Read the seconds of USR2@SECONDS.
-
-    Raises:
-        UsageError: another signal, or not such a number.
-    """
+    """Read the seconds of USR2@SECONDS."""
     match = _SIGNAL.fullmatch(text)
     if match and 0 < int(match[1]) <= _MAX_SIGNAL_S:
         return int(match[1])
@@ -231,8 +215,6 @@ def parse_signal(text: str) -> int:
 def parse_time(text: str) -> int | None:
     """Read a time limit as sbatch does, in seconds; None: there is no limit.
 
-    Raises:
-        UsageError: sbatch would reject it.
     Source: sbatch(1), --time.
     """
     if text.lower() in _FOREVER:
@@ -254,11 +236,7 @@ def parse_time(text: str) -> int | None:
 
 
 def check_sbatch_args(arguments: Sequence[str]) -> None:
-    """Check that each --sbatch-arg is one flag, and not one that the job sets itself.
-
-    Raises:
-        UsageError: naming it.
-    """
+    """Check that each --sbatch-arg is one flag, and not one that the job sets itself."""
     for argument in arguments:
         if not argument.startswith("-") or not argument.isprintable():
             raise UsageError(
