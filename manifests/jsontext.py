@@ -24,9 +24,6 @@ def parse_config(text: bytes, where: str) -> dict[str, Any]:
 
     `Infinity`, `-Infinity` and `NaN`, which transformers reads, become the tags that it writes for them, so that the
     config can be written as JSON; see `with_floats`.
-
-    Raises:
-        SourceError: as `parse_json_object`.
     """
     return _parse(text, where, MOST_CONFIG_VALUES, lambda name: {_FLOAT: name})
 
@@ -41,13 +38,7 @@ def with_floats(value: Any) -> Any:
 
 
 def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
-    """Parse the JSON object of the file `where`.
-
-    Raises:
-        SourceError: not UTF-8, not JSON, nested too deeply, not an object, with duplicate keys, -0, a number that is
-            not finite or a lone surrogate, or with more than `MOST_VALUES` values, which is found out before any is
-            parsed.
-    """
+    """Parse the JSON object of the file `where`."""
     return _parse(text, where, MOST_VALUES, _no_constant)
 
 

@@ -95,9 +95,6 @@ def parse_times(text: bytes, where: str) -> MeasuredTimes:
 
     "measured", an object, may say how they were measured, and `"step": {"overhead_s": 0.2, "num_params": 8030261248,
     "nbytes_per_s": 5e10}` what a step takes besides, see `StepTime`. Units: seconds for one microbatch.
-
-    Raises:
-        InputError: invalid JSON, another version, or an invalid time or number.
     """
     document = parse_json_object(text, where)
     if document.get("version") != _VERSION or isinstance(document["version"], bool):

@@ -46,12 +46,7 @@ class GroupDefaults:
 
 
 def groups_of(optimizer: str, defaults: GroupDefaults, shape: ModelShape) -> OptimizerState:
-    """Return the groups of --optimizer, without clipping, an average and kinds of state.
-
-    Raises:
-        UsageError: a malformed file, or a pattern that matches no parameter which an earlier one has not.
-        InputError: a file that cannot be read.
-    """
+    """Return the groups of --optimizer, without clipping, an average and kinds of state."""
     if optimizer in ("adamw", "adam"):
         return OptimizerState(name=PRESETS[optimizer], max_norm=0.0, groups=_adams(defaults, shape))
     if optimizer == "muon":
@@ -72,11 +67,7 @@ def groups_of(optimizer: str, defaults: GroupDefaults, shape: ModelShape) -> Opt
 
 
 def known_kinds(optimizer: OptimizerState) -> tuple[StateKind, ...]:
-    """Return the kinds of state that classes of torch keep with these options, without importing them.
-
-    Raises:
-        UsageError: another class, whose state is what it says itself.
-    """
+    """Return the kinds of state that classes of torch keep with these options, without importing them."""
     kinds: dict[str, StateKind] = {}
     for number, group in enumerate(optimizer.groups):
         name, options = algorithm_of(group, optimizer.name).removeprefix("torch.optim."), options_of(group)
@@ -93,11 +84,7 @@ def known_kinds(optimizer: OptimizerState) -> tuple[StateKind, ...]:
 
 
 def state_counter(optimizer: str, shape: ModelShape) -> Callable[[str], float]:
-    """Return a function of FQNs: how many numbers of state --optimizer has for each of a tensor's parameters.
-
-    Raises:
-        UserError: see `groups_of` and `known_kinds`.
-    """
+    """Return a function of FQNs: how many numbers of state --optimizer has for each of a tensor's parameters."""
     plan = groups_of(optimizer, GroupDefaults(), shape)
     plan = replace(plan, kinds=known_kinds(plan))
     counts = {} if plan.kinds == MOMENT_KINDS else count_state(plan, shape.tensors, shape.ties)

@@ -80,12 +80,7 @@ _KINDS = {
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file and return its descriptor; usable as the `opener` of `open`.
-
-    Raises:
-        StoreError: it is a pipe, a socket or a device.
-        OSError: it cannot be opened, or is a folder.
-    """
+    """Open a regular file and return its descriptor; usable as the `opener` of `open`."""
     try:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:

@@ -39,12 +39,7 @@ def slice_metadata(slices: Mapping[str, Slice]) -> dict[str, str]:
 
 
 def slices_in(header: Header, where: str) -> dict[str, Slice]:
-    """Return the slice of each tensor in a shard, by FQN; empty for a shard of whole tensors.
-
-    Raises:
-        SourceError: the description is not a JSON object.
-        ShardError: it describes other tensors than those of the shard, or a slice exceeds its tensor.
-    """
+    """Return the slice of each tensor in a shard, by FQN; empty for a shard of whole tensors."""
     text = header.metadata.get(SLICES_KEY)
     if text is None:
         return {}

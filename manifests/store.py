@@ -27,9 +27,6 @@ def check_links(folder: Path, manifest: Manifest) -> None:
     """Refuse symbolic links that lead from a file of the manifest out of its folder.
 
     The hub's cache is an exception: the files of `snapshots/REVISION/` are links into `blobs/`.
-
-    Raises:
-        ManifestError: naming the first such file.
     """
     paths = (*(shard.path for shard in manifest.shards), *(file.path for file in manifest.files))
     for path, target in links_out_of(folder, paths):
@@ -75,12 +72,7 @@ def newest_below(folder: Path) -> Path | None:
 
 
 def open_shard(folder: Path, shard: Shard) -> Header:
-    """Read a shard's header, and check it against the manifest.
-
-    Raises:
-        ShardError: missing, malformed, or of another size or digest than in the manifest.
-        InputError: it cannot be read.
-    """
+    """Read a shard's header, and check it against the manifest."""
     path = folder / shard.path
     if not path.is_file():
         raise ShardError(str(path), "missing shard (manifest.json)", _DAMAGED, code="shard.missing")
@@ -91,11 +83,7 @@ def open_shard(folder: Path, shard: Shard) -> Header:
 
 
 def check_shard(where: str, shard: Shard, nbytes: int, header: Header | None = None) -> None:
-    """Check a file's size, and its header if it was read, against the manifest.
-
-    Raises:
-        ShardError: they differ.
-    """
+    """Check a file's size, and its header if it was read, against the manifest."""
     if nbytes != shard.nbytes:
         problem = f"expected {shard.nbytes} bytes (manifest.json), found {nbytes}"
         raise ShardError(where, problem, _DAMAGED, code="shard.wrong-size")
@@ -105,22 +93,12 @@ def check_shard(where: str, shard: Shard, nbytes: int, header: Header | None = N
 
 
 def read_config(path: Path, digest: str | None = None) -> dict[str, Any]:
-    """Read the config of a model or a tokenizer, and check its digest if one is passed.
-
-    Raises:
-        SourceError: it is too large, has another digest, or is not a JSON object (see `parse_config`).
-        InputError: it cannot be read.
-    """
+    """Read the config of a model or a tokenizer, and check its digest if one is passed."""
     return parse_config(read_small_file(path, digest, most_nbytes=MAX_CONFIG_NBYTES), str(path))
 
 
 def read_small_file(path: Path, digest: str | None = None, *, most_nbytes: int = _MAX_SMALL_NBYTES) -> bytes:
-    """Read a whole file of at most 1 GiB, or `most_nbytes`, and check its digest if one is passed.
-
-    Raises:
-        SourceError: it is too large, or has another digest.
-        InputError: it cannot be read.
-    """
+    """Read a whole file of at most 1 GiB, or `most_nbytes`, and check its digest if one is passed."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             if os.fstat(file.fileno()).st_size > most_nbytes:
@@ -153,9 +131,6 @@ def write_file(path: Path, data: bytes | Iterable[bytes | memoryview], *, is_dur
     """Write a file whole or not at all from bytes or blocks, replacing an old one: beside it first, then by a rename.
 
     Unless `is_durable`, the file may be lost with the power.
-
-    Raises:
-        OSError: it cannot be written; the old file is unchanged, and no partial file is left.
     """
     partial = path.with_name(f".{path.name}.partial" if is_durable else f".{path.name}.{os.getpid()}.partial")
     try:

@@ -37,11 +37,7 @@ def is_url(address: str | Path) -> TypeGuard[str]:
 
 
 def output_address(out: object) -> str | Path:
-    """Return an output as a URL or a local path.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """Return an output as a URL or a local path."""
     path = os.fspath(out) if isinstance(out, str | os.PathLike) else None
     if not isinstance(path, str):
         problem = f"expected a path or an address, found {str(out)[:80]}"
@@ -81,11 +77,7 @@ def place_of(address: str | Path) -> str:
 
 
 def hub_output(out: str | Path) -> HubAddress | None:
-    """Return the repository that an output is written to, if it is `hf://org/name[@branch]`.
-
-    Raises:
-        StoreError: it is malformed.
-    """
+    """Return the repository that an output is written to, if it is `hf://org/name[@branch]`."""
     return parse_hub_address(out) if isinstance(out, str) and out.startswith(SCHEME) else None
 
 
@@ -103,9 +95,6 @@ def parse_hub_address(text: str) -> HubAddress | None:
     """Parse `hf://org/name` or `org/name`, optionally with `@revision`; None for anything else.
 
     A relative path of two parts parses as a bare address too: call this only if no such path exists.
-
-    Raises:
-        StoreError: `hf://` with a malformed address.
     """
     repo, at, revision = text.removeprefix(SCHEME).partition("@")
     is_bare = not text.startswith(SCHEME)

@@ -68,11 +68,7 @@ class TensorAt:
 
 
 def tensors_in(file: InputFile, header: Header, digests: Sequence[str] | None = None) -> list[TensorAt]:
-    """Return a shard's tensors ordered by offset; hex `digests` are in header order.
-
-    Raises:
-        ShardError: the header's description of slices is not valid.
-    """
+    """Return a shard's tensors ordered by offset; hex `digests` are in header order."""
     slices, first = slices_in(header, str(file)) if digests is not None else {}, header.nbytes
     raw = {} if digests is None else dict(zip(header.names, map(bytes.fromhex, digests), strict=True))
     return [
@@ -82,11 +78,7 @@ def tensors_in(file: InputFile, header: Header, digests: Sequence[str] | None = 
 
 
 def join_slices(tensors: Iterable[TensorAt]) -> dict[str, tuple[TensorAt, ...]]:
-    """Return the slices of each tensor, in order; a tensor that is stored whole is a single one.
-
-    Raises:
-        ShardError: a tensor is stored twice, or its slices do not make up the whole tensor.
-    """
+    """Return the slices of each tensor, in order; a tensor that is stored whole is a single one."""
     parts_of: dict[str, list[TensorAt]] = {}
     for tensor in tensors:
         parts_of.setdefault(tensor.name, []).append(tensor)
@@ -134,12 +126,6 @@ class Bundles:
         """Return the tensors of a stage under their names on it, ordered by offset within each file.
 
         A tensor in slices occurs once for each slice; see `join_slices`.
-
-        Raises:
-            ShardError: a shard is missing or damaged.
-            SourceError: an original file changed since the manifest was written.
-            ManifestError: a span cuts a tensor, or has a tensor of another stage that is not tied.
-            InputError: a file cannot be read.
         """
         return [tensor for read in self.file_readers(stage, (holds,)) for tensor in read()]
 
@@ -153,11 +139,7 @@ class Bundles:
                 yield partial(self._in_spans, stage, number, tuple(spans))
 
     def original_file(self, number: int) -> InputFile:
-        """Return a file that spans refer to, without reading or checking it.
-
-        Raises:
-            InputError: the folder's address is malformed, or it cannot be reached.
-        """
+        """Return a file that spans refer to, without reading or checking it."""
         assert self.manifest.virtual is not None
         return self._open_folder().file(self.manifest.virtual.files[number].path)
 

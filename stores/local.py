@@ -47,13 +47,7 @@ class LocalFile:
         return f"{first.nbytes} bytes, changed at {first.mtime_ns}"
 
     def open(self, ranges: Sequence[Range]) -> LocalReader:
-        """Open the file. The ranges are not used: the kernel reads ahead.
-
-        Raises:
-            StoreError: it is not a regular file.
-            SourceError: it changed since the first access.
-            InputError: it cannot be opened.
-        """
+        """Open the file. The ranges are not used: the kernel reads ahead."""
         reader = LocalReader(self.path)
         try:
             if not self.may_change:
@@ -66,12 +60,7 @@ class LocalFile:
         return reader
 
     def check_unchanged(self) -> None:
-        """Check that the file is unchanged since the first access.
-
-        Raises:
-            SourceError: it was changed or replaced.
-            InputError: it cannot be read.
-        """
+        """Check that the file is unchanged since the first access."""
         if _state_of(self.path) != self._first():
             raise _changed(self.path)
 
@@ -147,13 +136,7 @@ class LocalFolder:
         return None
 
     def names(self) -> tuple[str, ...]:
-        """Return every file below the folder, except in hidden folders.
-
-        Raises:
-            SourceError: not a folder, or a link to a folder is in it.
-            StoreError: an entry is not a regular file, or its name is not valid Unicode.
-            InputError: a folder cannot be read.
-        """
+        """Return every file below the folder, except in hidden folders."""
         if not self.path.is_dir():
             problem = "is a file, not a folder" if self.path.exists() else "no such folder"
             hint = "name the folder of config.json and the weights"
@@ -165,11 +148,7 @@ class LocalFolder:
         return tuple(_files_below(self.path))
 
     def check_name(self) -> None:
-        """Refuse a folder whose path cannot be stored in a manifest.
-
-        Raises:
-            StoreError: it is not valid UTF-8.
-        """
+        """Refuse a folder whose path cannot be stored in a manifest."""
         _check_unicode(self.location)
 
     def file(self, name: str) -> LocalFile:

@@ -39,9 +39,6 @@ class Fetch(Protocol):
         """Fill `into` with the bytes at `position`. Called from several threads concurrently.
 
         Once `stop` is set, the bytes are no longer needed: raise any exception soon.
-
-        Raises:
-            InputError: they cannot be read.
         """
         ...
 

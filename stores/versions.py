@@ -12,12 +12,7 @@ from stores.local import LocalFolder
 
 
 def numbers_in(folder: Folder) -> tuple[int, ...]:
-    """Return the numbers of the complete versions below a folder, in ascending order; one that is missing has none.
-
-    Raises:
-        SourceError: it is not a folder, or cannot be listed.
-        InputError: a bucket cannot be listed.
-    """
+    """Return the numbers of the complete versions below a folder, in ascending order; one that is missing has none."""
     if isinstance(folder, LocalFolder):  # no walk: a publisher may be writing and renaming there
         try:
             entries = os.listdir(folder.path)

@@ -137,9 +137,6 @@ def each_file_header(
     """Yield each file and its header without storing them; files on this machine are read one at a time.
 
     `heads` are those of `read_head` that were read before.
-
-    Raises:
-        InputError: as `read_file_header`, for the first file that fails.
     """
     read_before = heads or {}
 
@@ -150,11 +147,7 @@ def each_file_header(
 
 
 def each_of(files: Iterable[InputFile], read_one: Callable[[InputFile], T]) -> Iterator[tuple[InputFile, T]]:
-    """Yield each file and what is read of it, in order; files that are elsewhere are read concurrently.
-
-    Raises:
-        InputError: as `read_one`, for the first file that fails.
-    """
+    """Yield each file and what is read of it, in order; files that are elsewhere are read concurrently."""
     files = tuple(files)
     if all(isinstance(file, LocalFile) for file in files):
         yield from ((file, read_one(file)) for file in files)

@@ -154,11 +154,7 @@ def open_streams() -> None:
 
 
 def check_open() -> None:
-    """Check that standard output is open and has accepted everything printed so far.
-
-    Raises:
-        OutputError: it has not.
-    """
+    """Check that standard output is open and has accepted everything printed so far."""
     if (error := _unwritable()) is not None:
         _discard()
         raise _unprinted(error) from error

@@ -15,11 +15,7 @@ _LIMIT_S = 60
 
 
 def working_folder() -> str:
-    """Return the folder where a job starts, for a line of its script.
-
-    Raises:
-        UsageError: its name would end that line, or is not text.
-    """
+    """Return the folder where a job starts, for a line of its script."""
     folder = os.getcwd()
     if not folder.isprintable():
         problem = f"the working folder has a name that a batch script cannot contain: {folder!r}"
@@ -28,12 +24,7 @@ def working_folder() -> str:
 
 
 def run_slurm(command: Sequence[str], standard_input: str = "", *, limit_s: float = _LIMIT_S) -> str:
-    """Return the output of one of Slurm's commands.
-
-    Raises:
-        InputError: the command is not installed or cannot be started.
-        LaunchError: it does not answer in `limit_s`, or it fails.
-    """
+    """Return the output of one of Slurm's commands."""
     where = command[0]
     try:
         done = subprocess.run(
@@ -62,12 +53,7 @@ _LOGGED = re.compile(r"[EWI]\d{4} ")  # a line of kubectl's log, as klog writes 
 
 
 def run_kubectl(command: Sequence[str], standard_input: str = "") -> str:
-    """Return the output of kubectl.
-
-    Raises:
-        InputError: it is not installed.
-        LaunchError: it does not answer in time, or fails.
-    """
+    """Return the output of kubectl."""
     try:
         done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=_LIMIT_S)
     except FileNotFoundError as error:

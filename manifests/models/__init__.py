@@ -71,11 +71,6 @@ def model_shape(
 
     An architecture that only the catalogue or a `description` describes has the tensors and shapes that are `stored`.
     Of another, the config alone decides, and they are not looked at.
-
-    Raises:
-        ModelError: an architecture that is not known, or a field missing, of the wrong kind or unsupported; one of the
-            catalogue without stored tensors; a description that does not match the tensors.
-        SourceError: tensors of an architecture of the catalogue or of a description are missing, or not the model's.
     """
     check_readable(config, where)
     name = architecture_of(config, where, description)
@@ -92,22 +87,14 @@ def model_shape(
 def is_sized_by_files(
     config: Mapping[str, object], where: str = "config.json", description: ModelDescription | None = None
 ) -> bool:
-    """Return whether `model_shape` needs the stored tensors of a config's architecture.
-
-    Raises:
-        ModelError: an architecture that is not known.
-    """
+    """Return whether `model_shape` needs the stored tensors of a config's architecture."""
     return architecture_of(config, where, description) not in ARCHITECTURES
 
 
 def architecture_of(
     config: Mapping[str, object], where: str = "config.json", description: ModelDescription | None = None
 ) -> str:
-    """Return the architecture that a config, or else its description, names.
-
-    Raises:
-        ModelError: it is not known and not described, or described although it is known.
-    """
+    """Return the architecture that a config, or else its description, names."""
     value = config.get("architectures")
     name = value[0] if isinstance(value, list) and len(value) == 1 else value
     if description is not None:

@@ -21,11 +21,7 @@ _ROUTERS = (".gate.weight", ".router.weight")
 
 
 def parse_target(text: str) -> Target:
-    """Read names with commas between them, `all-linear`, or a regular expression that is none of these.
-
-    Raises:
-        re.error: it is not valid.
-    """
+    """Read names with commas between them, `all-linear`, or a regular expression that is none of these."""
     if text != ALL_LINEAR and _NAMES.fullmatch(text):
         return tuple(text.split(","))
     re.compile(text)

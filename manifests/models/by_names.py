@@ -41,12 +41,7 @@ class _Layer:
 
 
 def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTensors) -> ModelShape:
-    """Return the shape of a model whose tensors are in files, seen that none is missing and none unknown.
-
-    Raises:
-        InputError: the number of layers is missing from the config or is none.
-        SourceError: a layer or a tensor is missing, or no module owns a tensor.
-    """
+    """Return the shape of a model whose tensors are in files, seen that none is missing and none unknown."""
     whole, config = config, _text_config(entry, config)
     lists = ((entry.layers, entry.count), *entry.more_layers)
     ignored = (*entry.ignored, *_COMPUTED)
@@ -178,11 +173,7 @@ def _layer(tensors: Mapping[str, Shape]) -> _Layer:
 
 
 def _kind_of(entry: CatalogueEntry, layer: _Layer, kinds: Mapping[int, frozenset[str]], name: str, where: str) -> int:
-    """Return which kind of layer this is.
-
-    Raises:
-        SourceError: it has not the names of any kind, or lacks an expert.
-    """
+    """Return which kind of layer this is."""
     for leaf, numbers in layer.numbers.items():
         if leaf.count("*") == 1 and "expert" in leaf:
             alike = leaf.partition("*")[0]
@@ -381,12 +372,7 @@ def shape_by_catalogue(
     stored: StoredTensors | None = None,
     description: ModelDescription | None = None,
 ) -> ModelShape:
-    """Return the shape of a model that the catalogue or a description has; see `model_shape`.
-
-    Raises:
-        ModelError: there are no stored tensors; a description does not match them.
-        SourceError: tensors are missing, or not the model's.
-    """
+    """Return the shape of a model that the catalogue or a description has; see `model_shape`."""
     entry = entry_of(architecture) if description is None else described_entry(description, architecture)
     assert entry is not None, architecture
     if stored is None:

@@ -230,11 +230,7 @@ def combination_of(
 
 
 def check_combination(combination: Combination) -> None:
-    """Check that the combination is supported.
-
-    Raises:
-        UsageError: all reasons, each with the nearest supported choice.
-    """
+    """Check that the combination is supported."""
     refused = [rule for rule in REFUSED if rule.applies(combination)]
     if not refused:
         return
@@ -256,9 +252,6 @@ def check_degrees(
 
     It chooses the modules, or --implementation transformers does for MTP layers; with `is_own`, a family of another
     package has them.
-
-    Raises:
-        UsageError: it refuses them.
     """
     architecture, tensor, expert, context = shape.architecture, training.tensor, training.expert, training.context
     shards, has_mtp = training.shard // context, features.get("num_mtp_layers", 0) > 0
@@ -280,11 +273,7 @@ def check_degrees(
 
 
 def check_divides(shape: ModelShape, config: Mapping[str, Any], num_tensor: int, num_expert: int) -> None:
-    """Check that a model can be shared by so many ranks: whole heads, units, words and experts for each.
-
-    Raises:
-        UsageError: naming what does not divide.
-    """
+    """Check that a model can be shared by so many ranks: whole heads, units, words and experts for each."""
     section = config.get("text_config")
     for name in _CUT:
         fields = section if isinstance(section, Mapping) else config
@@ -298,9 +287,6 @@ def check_heads(config: Mapping[str, Any], num_context: int, method: ContextMeth
     """Check that context-parallel ranks can exchange parts of rows for heads, if that is their method.
 
     They exchange those of one tensor-parallel rank.
-
-    Raises:
-        UsageError: the number of heads does not divide.
     """
     section = config.get("text_config")
     fields = section if isinstance(section, Mapping) else config
@@ -329,11 +315,7 @@ def constant_length(config: Mapping[str, Any]) -> float:
 
 
 def check_constant(flag: str, architecture: str, seq_len: int, most: float) -> None:
-    """Check that rows of which ranks or documents have parts are not longer than `most`, see `constant_length`.
-
-    Raises:
-        UsageError: they are.
-    """
+    """Check that rows of which ranks or documents have parts are not longer than `most`, see `constant_length`."""
     if seq_len > most:
         cause, code = _BY_LENGTH[flag]
         problem = f"is not supported for {architecture} with --seq-len {seq_len}: its RoPE depends on {cause}"

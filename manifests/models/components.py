@@ -245,11 +245,7 @@ MXFP4_BLOCK = 32  # values that share a scale
 
 
 def _as_stored(shape: ModelShape, config: ConfigReader, methods: Mapping[str, Method]) -> ModelShape:
-    """Return the shape of a model whose config may say `quantization_config`.
-
-    Raises:
-        InputError: a method that is not among `known`.
-    """
+    """Return the shape of a model whose config may say `quantization_config`."""
     section = config.section("quantization_config")
     if section is None:
         return shape

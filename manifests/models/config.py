@@ -123,11 +123,7 @@ class ConfigReader:
 
 
 def check_readable(config: Mapping[str, object], where: str, prefix: str = "") -> None:
-    """Refuse a config for which transformers, vLLM or mlx-lm would read another model than this folder's.
-
-    Raises:
-        ModelError: naming the field.
-    """
+    """Refuse a config for which transformers, vLLM or mlx-lm would read another model than this folder's."""
     for name, value in config.items():
         if value is None:
             continue

@@ -45,11 +45,7 @@ _SHARING_WIDTH = "StableLmForCausalLM"  # its heads are always as wide as their 
 
 
 def check_fields(entry: CatalogueEntry, config: ConfigReader) -> None:
-    """Refuse fields that add to the loss, skip layers at random, or make another model.
-
-    Raises:
-        InputError: naming the field.
-    """
+    """Refuse fields that add to the loss, skip layers at random, or make another model."""
     if entry.architecture in ARCHITECTURES:
         _check_supported(_SUPPORTED.get(entry.architecture, {}), config)
         return
@@ -71,11 +67,7 @@ def _check_supported(supported: Mapping[str, tuple[object, ...]], config: Config
 
 
 def check_positions(architecture: str, config: ConfigReader, seq_len: int) -> None:
-    """Refuse sequences that are longer than the table of positions, or of ALiBi, that an architecture has.
-
-    Raises:
-        UsageError: naming the field of the config.
-    """
+    """Refuse sequences that are longer than the table of positions, or of ALiBi, that an architecture has."""
     if architecture not in _POSITIONS:
         return
     name, default = _POSITIONS[architecture]
@@ -97,11 +89,7 @@ def modules_together(entry: CatalogueEntry) -> tuple[tuple[str, ...], ...]:
 def check_modules(
     entry: CatalogueEntry, trainable: Collection[str], stages: Iterable[Collection[str]], where: str
 ) -> None:
-    """Check that stages have modules of the text model only, of which `trainable` are all, and the inputs together.
-
-    Raises:
-        ModelError: one of them is for images or sound or for multi-token prediction, or the inputs are apart.
-    """
+    """Check that stages have modules of the text model only, of which `trainable` are all, and the inputs together."""
     for modules in stages:
         for module in modules:
             if module in entry.towers:

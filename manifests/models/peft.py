@@ -45,11 +45,7 @@ class PeftConfig:
 
 
 def parse_peft_config(text: bytes, where: str) -> PeftConfig:
-    """Parse the config of a LoRA adapter.
-
-    Raises:
-        SourceError: another kind of adapter, or a field with an invalid value.
-    """
+    """Parse the config of a LoRA adapter."""
     fields = parse_config(text, where)
     if fields.get("peft_type") != "LORA":
         raise _unsupported(f"{where}: peft_type", f"{fields.get('peft_type')!r} adapters are not supported")

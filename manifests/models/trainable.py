@@ -76,9 +76,6 @@ def choose_implementation(architecture: str, chosen: Implementation | None = Non
     """Return whose modules an architecture is built of: those asked for, else torchtitan's where it is installed.
 
     A machine without torch only submits jobs: the nodes are expected to have torchtitan.
-
-    Raises:
-        UsageError: torchtitan does not have the architecture.
     """
     if architecture not in TORCHTITAN:
         if chosen == "torchtitan":
@@ -97,9 +94,6 @@ def check_trainable(architecture: str, where: str = "config.json", *, is_describ
     """Check that this architecture can be trained, here or by a family of an installed package.
 
     One that `--model` described trains by such a family alone.
-
-    Raises:
-        ModelError: it cannot, with the reason, or a package has a family for an architecture that trains here.
     """
     trains = not is_described and generic_entry(architecture) is not None
     family = find_family(architecture)
@@ -133,11 +127,7 @@ GROUP = "runner.families"
 
 
 def find_family(architecture: str) -> EntryPoint | None:
-    """Return the entry point of an installed package for an architecture, if there is one.
-
-    Raises:
-        ModelError: two packages have one.
-    """
+    """Return the entry point of an installed package for an architecture, if there is one."""
     folders = tuple((path, _mtime_ns(path)) for path in sys.path)
     entries = sorted(_families_in(folders).select(name=architecture), key=package_of)
     if len(entries) > 1:

@@ -15,11 +15,7 @@ HostMemory = Literal["fast", "compact"]  # what ranks on CPUs do with freed memo
 
 
 def parse_recompute(text: str) -> Recompute:
-    """Read the value of --ac.
-
-    Raises:
-        UsageError: the word is unknown, or the number below 1.
-    """
+    """Read the value of --ac."""
     match text:
         case "none" | "full" | "selective":
             return text
@@ -31,11 +27,7 @@ def parse_recompute(text: str) -> Recompute:
 
 
 def check_expert_degree(experts: Mapping[str, int], degree: int, where: str | Parameter) -> None:
-    """Check that ranks have as many experts of each module each; `experts` are the numbers by module.
-
-    Raises:
-        UsageError: there are none, or the degree does not divide their number.
-    """
+    """Check that ranks have as many experts of each module each; `experts` are the numbers by module."""
     if degree == 1:
         return
     if not experts:

@@ -49,10 +49,6 @@ def read_csv(text: str, where: str, placement: Placement | None = None) -> Table
 
     Without a placement, stages must be assigned to ranks in a loop or in a v. Empty cells, which mark idle time in
     torch, are dropped.
-
-    Raises:
-        ScheduleError: a cell is not a compute action; a stage is on the wrong rank; a microbatch is computed twice
-            or not at all; the ranks would deadlock.
     """
     ranks = _read_rows(text, where)
     table = Table(
@@ -68,12 +64,7 @@ def is_schedule_file(schedule: str) -> bool:
 
 
 def read_schedule_file(path: Path, placement: Placement, *, microbatch_group: int | None = None) -> Table:
-    """Read a table written by `write_csv` or torch, with or without sends and receives.
-
-    Raises:
-        UsageError: a group size is given as well.
-        ScheduleError: it cannot be read, is not for these stages, deadlocks, or would compute wrong gradients.
-    """
+    """Read a table written by `write_csv` or torch, with or without sends and receives."""
     if microbatch_group is not None:
         where = Parameter("assumed.microbatch_group")
         problem = f"conflicts with {Parameter('assumed.schedule', str(path))}, whose order of actions is its own"
@@ -176,11 +167,7 @@ _MOST_SHOWN = 8
 
 
 def check_table(table: Table, where: str) -> None:
-    """Check that every stage computes every microbatch once, on its rank, in an order without deadlock.
-
-    Raises:
-        ScheduleError: listing the violations.
-    """
+    """Check that every stage computes every microbatch once, on its rank, in an order without deadlock."""
     _raise_all(_misplaced(table), where, code="schedule.misplaced-stages")
     _raise_all(_uncovered(table), where, code="schedule.wrong-actions")
     try:

@@ -33,8 +33,6 @@ def lower(table: Table) -> LoweredTable:
     each other's tensors, silently if shapes are equal. torch 2.13's own `defer_pp_recv=True` does so to ZBVZeroBubble
     and InterleavedZeroBubble on 2 gloo ranks: gradients are wrong by their own size, without an error.
 
-    Raises:
-        ScheduleError: the table deadlocks, see `manifests.schedules.order.in_order`.
     Source: `_prepare_schedule_with_comms` in torch/distributed/pipelining/schedules.py.
     """
     placement = table.placement

@@ -15,11 +15,7 @@ StepT = TypeVar("StepT", bound=LoweredStep)
 
 
 def in_order(ranks: Sequence[Sequence[StepT]], placement: Placement) -> Iterator[tuple[int, StepT]]:
-    """Yield every (rank, step) after the steps it depends on, one ready step of each rank in turn.
-
-    Raises:
-        ScheduleError: ranks wait for each other, or for something that no rank computes.
-    """
+    """Yield every (rank, step) after the steps it depends on, one ready step of each rank in turn."""
     num_stages, done = placement.num_stages, set[Result]()
     at = [0] * len(ranks)
     while unfinished := [rank for rank, steps in enumerate(ranks) if at[rank] < len(steps)]:
@@ -39,11 +35,7 @@ def in_order(ranks: Sequence[Sequence[StepT]], placement: Placement) -> Iterator
 def check_finished(
     ranks: Sequence[Sequence[LoweredStep]], at: Sequence[int], placement: Placement, done: Container[Result]
 ) -> None:
-    """Check that ranks that cannot continue, each at its position, have no steps left.
-
-    Raises:
-        ScheduleError: they wait for each other, or for something that no rank computes.
-    """
+    """Check that ranks that cannot continue, each at its position, have no steps left."""
     remaining = [steps[position:] for steps, position in zip(ranks, at, strict=True)]
     if any(remaining):
         raise _deadlock(remaining, placement.num_stages, done)

@@ -20,11 +20,7 @@ _WHERE, _GROUP = Parameter("assumed.schedule"), Parameter("assumed.microbatch_gr
 
 
 def schedule_named(name: str) -> ScheduleName:
-    """Return the schedule of that name, ignoring case.
-
-    Raises:
-        UsageError: unknown schedule.
-    """
+    """Return the schedule of that name, ignoring case."""
     names = {schedule.lower(): schedule for schedule in SCHEDULES}
     if name.lower() in names:
         return names[name.lower()]
@@ -48,10 +44,6 @@ def check_schedule(
     """Return the schedule's canonical name, if it supports the placement and the number of microbatches.
 
     `microbatch_group` is Megatron's, see `schedule_table`.
-
-    Raises:
-        UsageError: an unknown schedule; unsupported stages per rank or placement; too few microbatches, or a number
-            of them that cannot be divided into rounds.
     """
     schedule = schedule_named(name)
     if num_microbatches < 1:

@@ -94,9 +94,6 @@ def simulate(table: Table, costs: StageCosts, begins_s: Sequence[float] | None =
 
     Transfers take `hop_s` and do not block ranks. An Overlap takes as long as its two actions in sequence. Each rank
     starts at its time in `begins_s`; None: all at 0.
-
-    Raises:
-        ScheduleError: costs of another number of stages; a deadlock.
     """
     placement = table.placement
     if len(costs.forward_s) != placement.num_stages:

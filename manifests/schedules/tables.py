@@ -20,8 +20,6 @@ def schedule_table(
     its next one: Megatron-Core's `microbatch_group_size_per_vp_stage`. The last group may be smaller. None: groups
     of equal size, as in torch.
 
-    Raises:
-        UsageError: see `manifests.schedules.rules.check_schedule`.
     Source: GPipe, arXiv 1811.06965; 1F1B and its interleaving, 2104.04473; LoopedBFS, 2211.05953;
         zero bubble and its v, 2401.10241; DualPipe, 2412.19437; groups, `get_schedule_table` in
         Megatron-Core's `pipeline_parallel/schedules.py`.

@@ -90,12 +90,7 @@ class DcpIndex:
 
 
 def read_metadata(folder: Folder) -> DcpMetadata:
-    """Return the tensors of a checkpoint, without looking for their files.
-
-    Raises:
-        SourceError: `.metadata` is too large, malformed, or names a chunk that no file has.
-        InputError: it cannot be read.
-    """
+    """Return the tensors of a checkpoint, without looking for their files."""
     file = folder.file(METADATA_NAME)
     metadata = _load(file)
     with _expecting_metadata(file):
@@ -115,12 +110,7 @@ def read_metadata(folder: Folder) -> DcpMetadata:
 
 
 def read_index(folder: Folder) -> DcpIndex:
-    """Return what a checkpoint's metadata lists.
-
-    Raises:
-        SourceError: `.metadata` is too large or malformed.
-        InputError: it cannot be read.
-    """
+    """Return what a checkpoint's metadata lists."""
     file = folder.file(METADATA_NAME)
     metadata = _load(file)
     with _expecting_metadata(file):
@@ -152,11 +142,7 @@ def _load(file: InputFile) -> Record:
 
 
 def read_chunks(folder: Folder, tensors: Mapping[str, DcpTensor]) -> dict[str, list[TensorAt]]:
-    """Return the location of each chunk's bytes, tensor by tensor, under the names that the mapping has.
-
-    Raises:
-        SourceError: a file is missing or damaged, or has another tensor there than the metadata says.
-    """
+    """Return the location of each chunk's bytes, tensor by tensor, under the names that the mapping has."""
     wanted: dict[str, dict[Range, list[tuple[str, Chunk]]]] = {}
     for name, tensor in tensors.items():
         for chunk in tensor.chunks:
@@ -183,11 +169,7 @@ def _checked(at: TensorAt, name: str, tensor: DcpTensor, chunk: Chunk) -> Tensor
 
 
 def read_values(folder: Folder, values: Iterable[DcpValue]) -> list[object]:
-    """Return numbers, strings, and tuples, lists and dicts of them.
-
-    Raises:
-        SourceError: a file is missing or damaged, or a value is of another type or too large.
-    """
+    """Return numbers, strings, and tuples, lists and dicts of them."""
     by_bytes: dict[bytes, object] = {}  # those of the parameters are alike
     read = []
     for value in values:
@@ -341,11 +323,7 @@ class TensorReader:
         self._samples: dict[int, list[_Sample]] = {}  # by the length of the archive
 
     def read(self, file: InputFile, names: Mapping[Range, str]) -> Iterator[tuple[Range, TensorAt]]:
-        """Yield the tensor in each part of a file, in order, under its name.
-
-        Raises:
-            SourceError, InputError: as `read_tensor`.
-        """
+        """Yield the tensor in each part of a file, in order, under its name."""
         for archive in archives_in(with_records(file), list(names)):
             part = (archive.begin, archive.end)
             yield part, self._tensor_in(archive, names[part])

@@ -109,9 +109,6 @@ def read_pickle(data: bytes, values: Mapping[str, object], unknown: type[Record]
 
     What is called returns an object of its own or one of its arguments, and copies none: a pickle can repeat a call of
     a few bytes with a list of millions.
-
-    Raises:
-        BadPickleError: malformed, too large, or with a name that is neither in `values` nor made a record.
     """
     _check_opcodes(data)
     try:

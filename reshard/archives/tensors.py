@@ -129,10 +129,6 @@ def read_archive(file: InputFile) -> list[TensorAt]:
     """Return the tensors of a state dict that torch.save wrote, in its order.
 
     Tensors that share a storage have overlapping bytes. One that is not contiguous is gathered when it is read.
-
-    Raises:
-        SourceError: not such a file, damaged, with objects other than tensors, or of a format that is not read.
-        InputError: it cannot be read.
     """
     recorded = with_records(file)
     return _read(
@@ -143,21 +139,13 @@ def read_archive(file: InputFile) -> list[TensorAt]:
 
 
 def read_tensor(archive: Archive, name: str) -> TensorAt:
-    """Return the one tensor that torch.save wrote, under this name.
-
-    Raises:
-        SourceError, InputError: as `read_archive`.
-    """
+    """Return the one tensor that torch.save wrote, under this name."""
     file = archive.file
     return _read_from(archive, lambda value, entries: _tensor(file, name, _as_view(value, name), entries))
 
 
 def read_value(file: InputFile, part: Range) -> object:
-    """Return the number, string or container of them that torch.save wrote to a part of a file.
-
-    Raises:
-        SourceError, InputError: as `read_archive`.
-    """
+    """Return the number, string or container of them that torch.save wrote to a part of a file."""
 
     def checked(value: object, entries: Mapping[str, ZipEntry]) -> object:
         check_repeats(value)
@@ -171,9 +159,6 @@ def read_object(file: InputFile, name: str) -> object:
 
     Tensors at the top, under `name`, or in a dict there are where their bytes are. Objects of other classes are their
     fields.
-
-    Raises:
-        SourceError, InputError: as `read_archive`.
     """
 
     def find(value: object, entries: Mapping[str, ZipEntry]) -> object:
@@ -317,9 +302,6 @@ def gathered(tensor: TensorAt, strides: tuple[int, ...], num_spanned: int) -> Te
     """Return a tensor whose first element is at `tensor.begin`, and whose others follow at `strides`, in elements.
 
     Its `num_spanned` elements of storage are in memory while it is read.
-
-    Raises:
-        SourceError: they take more than 1 GiB.
     """
     width = DTYPE_BITS[tensor.dtype] // 8
     span = TensorAt(

@@ -40,12 +40,7 @@ class ZipEntry:
 
 
 def read_entries(archive: Archive) -> dict[str, ZipEntry]:
-    """Return the entries of a zip file, by name, without the folder that all of them are in.
-
-    Raises:
-        SourceError: not a zip file, or entries that are compressed, overlap, or reach beyond it.
-        InputError: it cannot be read.
-    """
+    """Return the entries of a zip file, by name, without the folder that all of them are in."""
     file = archive.file
     try:
         with zipfile.ZipFile(archive) as opened:
@@ -72,12 +67,7 @@ def read_entries(archive: Archive) -> dict[str, ZipEntry]:
 
 
 def read_entry(archive: Archive, entry: ZipEntry, most_nbytes: int) -> bytes:
-    """Return an entry's bytes.
-
-    Raises:
-        SourceError: there are more than `most_nbytes`, or they have another CRC-32.
-        InputError: it cannot be read.
-    """
+    """Return an entry's bytes."""
     if entry.nbytes > most_nbytes:
         problem = f"expected at most {most_nbytes} bytes in {entry.name!r}, found {entry.nbytes}"
         raise bad_archive(archive.file, problem)
@@ -132,11 +122,7 @@ def _checksums(archive: Archive, directory_begin: int, infos: Sequence[zipfile.Z
 
 
 def archives_in(file: RecordedFile, parts: Sequence[Range]) -> Iterator[Archive]:
-    """Yield the zip files that are parts of a file, in their order there. The ends of many are read at once.
-
-    Raises:
-        InputError: they cannot be read.
-    """
+    """Yield the zip files that are parts of a file, in their order there. The ends of many are read at once."""
     ordered = sorted(parts)
     for first in range(0, len(ordered), _BATCH):
         batch = ordered[first : first + _BATCH]

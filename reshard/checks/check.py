@@ -172,11 +172,7 @@ def check_values(tensors: Iterable[TensorAt], findings: Findings, progress: Byte
 
 
 def _digests_path(folder: Folder) -> Path:
-    """Return where `_write_digests` will write, after checking that it can: every file is read before.
-
-    Raises:
-        OutputError: the folder is not on this machine, or cannot be written.
-    """
+    """Return where `_write_digests` will write, after checking that it can: every file is read before."""
     if not isinstance(folder, LocalFolder):
         hint = "copy it here first, or keep the digests of a local copy"
         raise OutputError(str(folder), "digests are written to folders only", hint, code="output.unwritable")
@@ -186,11 +182,7 @@ def _digests_path(folder: Folder) -> Path:
 
 
 def _write_digests(folder: Folder, progress: ByteCounter) -> None:
-    """Read every file and write its size and digest to `digests.json`.
-
-    Raises:
-        OutputError: as `_digests_path`.
-    """
+    """Read every file and write its size and digest to `digests.json`."""
     path = _digests_path(folder)
     files = {name: _entry(folder, name, progress) for name in _hashed_names(folder)}
     document = {"version": _DIGESTS_VERSION, "files": files}
@@ -198,11 +190,7 @@ def _write_digests(folder: Folder, progress: ByteCounter) -> None:
 
 
 def _check_digests(folder: Folder, findings: Findings, progress: ByteCounter) -> None:
-    """Read every file that `digests.json` names and report what differs.
-
-    Raises:
-        SourceError: there is no `digests.json` that can be read.
-    """
+    """Read every file that `digests.json` names and report what differs."""
     expected, entries = _read_digests(folder), dict[str, dict[str, Any]]()
     unreadable = Findings()
     for name in _hashed_names(folder):

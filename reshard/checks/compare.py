@@ -193,9 +193,6 @@ def check_names(manifest: Manifest, folder: Folder, manifest_name: str, findings
     """Report files for which other programs read something else than the weights of a manifest.
 
     They are not listed, or listed as something else than readers take them for: see Note [Names that readers consult].
-
-    Raises:
-        InputError: the folder cannot be listed.
     """
     listed = {*files_in(manifest), manifest_name}
     for name in _names(folder):

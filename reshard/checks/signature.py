@@ -74,12 +74,7 @@ def sign(manifest: str | Path, *, key: str | Path, password: str | None = None, 
 
 
 def check_signature(read: ReadManifest, public_key: Path) -> str:
-    """Check that a key signed a manifest; return where its signature is.
-
-    Raises:
-        SignatureError: there is none, it is of another key or another manifest, or it is damaged.
-        InputError: the key or the signature cannot be read, or model-signing is not installed.
-    """
+    """Check that a key signed a manifest; return where its signature is."""
     verifying = _module("verifying")
     if SIGNATURE_NAME not in read.folder.names():
         where = f"{read.folder}/{SIGNATURE_NAME}"

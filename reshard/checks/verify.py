@@ -123,10 +123,6 @@ def verify_manifest(
 
     Damage is reported, not raised: one run lists all of it. Virtual bundles have no digests; their bytes are read if
     there is a source to compare them with.
-
-    Raises:
-        SignatureError: its signature, if it is asked for, is not of this manifest and that key.
-        UsageError: it has no such stage.
     """
     options = options or VerifyOptions()
     manifest = read.manifest

@@ -71,11 +71,7 @@ class Division:
         return (*given, *self.sbatch_arg)
 
     def check(self) -> None:
-        """Refuse flags that conflict, before a source is opened.
-
-        Raises:
-            UsageError: naming the flag.
-        """
+        """Refuse flags that conflict, before a source is opened."""
         if self.sbatch:
             from reshard.packing.jobs import check_sbatch
 
@@ -104,14 +100,7 @@ class Division:
         return None if self.part is None else parse_part(self.part, ("reshard", *command_line()))
 
     def submit(self, source: str, prepared: PreparedPack, *, dry_run: bool, as_json: bool) -> None:
-        """Submit the jobs of a plan that can be packed, or print what would be submitted.
-
-        Raises:
-            UsageError: options conflict, pods could not run it, or there are more parts than shards.
-            OutputError: `out` exists or cannot be written.
-            LaunchError: the scheduler refuses the jobs.
-            InputError: its command is not installed here.
-        """
+        """Submit the jobs of a plan that can be packed, or print what would be submitted."""
         from reshard.packing.jobs import IndexedJob, SlurmArray
         from reshard.packing.options import check_num_parts
 

@@ -142,11 +142,7 @@ _OF_RUN = {
 
 
 def _times_of_run(log_dir: Path) -> MeasuredTimes:
-    """Read the times that a run wrote, with the options that they depend on.
-
-    Raises:
-        InputError: it wrote none, or they are damaged.
-    """
+    """Read the times that a run wrote, with the options that they depend on."""
     from manifests.errors import InputError
     from manifests.module_times import TIMES_NAME, read_times
 

@@ -125,9 +125,6 @@ def open_prefix(
     """Yield a target below a prefix for these `shards` and `small` files, of which `last` commits them.
 
     With `force`, those of an old manifest are replaced.
-
-    Raises:
-        OutputError: the prefix has other objects, is being written by another process, or cannot be written.
     """
     names = Wanted(shards=shards, small=small, last=last)
     with _interrupted_by_sigterm(), open_output(out, force=force, wanted=names, plan=plan) as objects:

@@ -44,20 +44,11 @@ class Target(Protocol):
         ...
 
     def copy(self, name: str, file: InputFile, digest: str | None = None) -> AuxiliaryFile:
-        """Copy a file of any length, a block at a time, and verify its digest if there is one.
-
-        Raises:
-            InputError: it cannot be read, or does not match its digest.
-        """
+        """Copy a file of any length, a block at a time, and verify its digest if there is one."""
         ...
 
     def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:
-        """Write shards, and return them with the paths that they have now.
-
-        Raises:
-            OutputError: there is not enough disk space.
-            InputError: as `engine.write_shards`.
-        """
+        """Write shards, and return them with the paths that they have now."""
         ...
 
     def written(self, names: Collection[str]) -> dict[str, tuple[int, str]]:
@@ -73,10 +64,6 @@ def check_apart(out: Address, checkpoint: Checkpoint, *, may_replace: bool) -> N
     """Refuse an output that overlaps what it is read from, whichever names lead there.
 
     With `may_replace`, a manifest may be replaced by its own repack, which has the same bytes.
-
-    Raises:
-        OutputError: it is where its source is.
-        UsageError: it is inside its source, or its source is inside it.
     """
     place = place_of(out)
     for number, source in enumerate(_locations(checkpoint)):
@@ -91,11 +78,7 @@ def check_apart(out: Address, checkpoint: Checkpoint, *, may_replace: bool) -> N
 
 
 def check_space(needed_nbytes: int, free_nbytes: int, folder: Path) -> None:
-    """Refuse to start writing below `folder` what the disk has no space for.
-
-    Raises:
-        OutputError: the disk is full.
-    """
+    """Refuse to start writing below `folder` what the disk has no space for."""
     if needed_nbytes > free_nbytes:
         problem = f"the disk has {show_bytes(free_nbytes)} free, expected at least {show_bytes(needed_nbytes)}"
         raise OutputError(
@@ -150,12 +133,7 @@ class FolderTarget:
 
 
 def copy_files(files: Sequence[AuxiliaryAt], target: Target) -> tuple[AuxiliaryFile, ...]:
-    """Copy auxiliary files byte for byte, verifying known digests.
-
-    Raises:
-        SourceError: one has a name that is reserved for files under construction.
-        InputError: one cannot be read, or does not match its digest.
-    """
+    """Copy auxiliary files byte for byte, verifying known digests."""
     for item in files:
         if is_working_name(item.path):  # of a manifest; for other sources it was checked before
             problem = "this name is reserved for files under construction"
@@ -168,9 +146,6 @@ def check_unchanged(shards: Iterable[OutputShard], auxiliary: Iterable[Auxiliary
     """Refuse to commit an output if local files that it was made from were changed while they were read.
 
     Files of other stores are compared with their etag at every read.
-
-    Raises:
-        SourceError: a file was changed, replaced or removed.
     """
     files = dict.fromkeys(origin.file for shard in shards for origin in shard.origins)
     for file in dict.fromkeys(_all_of((*files, *(item.file for item in auxiliary)))):
@@ -208,9 +183,6 @@ def open_target(
     cannot be resumed. With `force`, an existing output is replaced: in a folder the files that `find_owned` returns, in
     one step; in a bucket those of a manifest (see `stores.objects.output`). Other files that would be overwritten by
     the `wanted` ones are refused.
-
-    Raises:
-        OutputError: `out` exists and may not be replaced, is being written by another process, or cannot be written.
     """
     key, begun = plan_key(shards), False
     if is_url(out):

@@ -62,10 +62,6 @@ def write_shards(
     """Write shards below `folder`.
 
     Every byte is read once and hashed on the way; known digests are verified.
-
-    Raises:
-        ShardError: a tensor's bytes do not match its digest.
-        InputError: a source file is shorter than planned, or cannot be read.
     """
     options = options or WriteOptions()
     written: list[WrittenShard] = []
@@ -97,11 +93,7 @@ class InOrder:
         return self._hash(self._ahead.read_before(), lambda nbytes: None, verifies=True)
 
     def write(self, output: Output, digests: Sequence[str] | None = None) -> None:
-        """Write the data to `output`, and verify the digests if they are passed and were not computed from memory.
-
-        Raises:
-            InputError: as `write_shards`.
-        """
+        """Write the data to `output`, and verify the digests if they are passed and were not computed from memory."""
         for run, _, readers in self._ahead:
             run = replace(run, output=output, is_hashed=self._is_hashed)
             written = copy_run(run, readers, self.progress, self._prefetcher.stop)

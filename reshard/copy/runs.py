@@ -243,9 +243,6 @@ class Team:
         """Copy blocks until none is left; return the tensor's digest if all of it is written now.
 
         Only one of the threads gets the digest.
-
-        Raises:
-            ShardError: the tensor's bytes do not match its digest.
         """
         buffer = aligned_buffer()
         with ExitStack() as stack:
@@ -330,11 +327,7 @@ class Progress(Protocol):
 
 
 def counting(progress: Progress | None, total_nbytes: int) -> ByteCounter:
-    """Return a callback that takes the bytes of each step and reports their sum to `progress`.
-
-    Raises:
-        UsageError: it cannot be called.
-    """
+    """Return a callback that takes the bytes of each step and reports their sum to `progress`."""
     if progress is None:
         return lambda nbytes: None
     if not callable(progress):

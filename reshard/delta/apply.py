@@ -123,11 +123,7 @@ class _Plan:
 
 
 def _present(folder: Path) -> tuple[Checkpoint | None, int | None, Collection[str]]:
-    """Return the weights of a folder, with digests, the version that its index names, and which tensors were hashed.
-
-    Raises:
-        OutputError: it has other files, or a manifest.
-    """
+    """Return the weights of a folder, with digests, the version that its index names, and which tensors were hashed."""
     if (folder / MANIFEST_NAME).exists():
         problem = f"has a {MANIFEST_NAME}, which would no longer be true"
         hint = "apply to a Hugging Face folder: reshard export MANIFEST --to hf --out DIR"
@@ -153,11 +149,7 @@ def _present(folder: Path) -> tuple[Checkpoint | None, int | None, Collection[st
 def _target(
     chain: Chain, number: int, present: Checkpoint | None, before: int | None, scratch: Path
 ) -> tuple[Checkpoint, int | None]:
-    """Return a version as it is computed from the folder's, if that is possible, or else from the chain's full one.
-
-    Raises:
-        SourceError: the folder has none of the chain's states.
-    """
+    """Return a version as it is computed from the folder's, if that is possible, or else from the chain's full one."""
     if present is None:
         return open_version(chain, number, scratch=scratch), None
     state = state_digest(present.tensors.values())
@@ -304,11 +296,7 @@ def _carry_out(
 
 
 def _verify(tensors: Sequence[TensorAt], progress: ByteCounter) -> None:
-    """Compare tensors that stay as they are with their digests.
-
-    Raises:
-        ShardError: one is damaged.
-    """
+    """Compare tensors that stay as they are with their digests."""
     for tensor, digest in zip(tensors, hash_tensors(tensors, progress), strict=True):
         try:
             check_digest(tensor, digest)

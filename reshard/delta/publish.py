@@ -271,11 +271,7 @@ def open_base(base: str | Path) -> Checkpoint:
 
 
 def _old_state(chain: Chain, base: str | Path | None) -> Checkpoint | None:
-    """Return the newest state of a chain, read from the chain or from a copy of it; None if the next one is full.
-
-    Raises:
-        SourceError: the chain has no full version, and there is no copy; or the copy has other tensors.
-    """
+    """Return the newest state of a chain, read from the chain or from a copy of it; None if the next one is full."""
     copy = None if base is None else open_base(base)
     if not chain.numbers:
         return copy

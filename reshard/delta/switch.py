@@ -91,11 +91,7 @@ class Work:
         write_file(self.record, json.dumps(record).encode())
 
     def switch(self) -> None:
-        """Carry out the switch that is recorded, if there is one, from wherever it was interrupted.
-
-        Raises:
-            OutputError: the record names files outside the folder, or is none.
-        """
+        """Carry out the switch that is recorded, if there is one, from wherever it was interrupted."""
         if not self.record.is_file():
             return
         record = self._read_record()

@@ -26,12 +26,7 @@ SUFFIXES = (".svg", ".png", ".html")
 
 
 def check_picture(path: Path, force: bool, suffixes: Sequence[str] = SUFFIXES) -> None:
-    """Check early that a picture can be drawn and written.
-
-    Raises:
-        UsageError: an unsupported file suffix, or matplotlib is not installed.
-        OutputError: the file exists and `force` is False, or its folder is not writable.
-    """
+    """Check early that a picture can be drawn and written."""
     if path.suffix.lower() not in suffixes:
         raise UsageError(
             "--draw",
@@ -52,10 +47,6 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
     """Write the picture of a plan, in the format of the file's suffix. The same plan gives the same bytes.
 
     The theme `auto` is that of the reader's setting, in a PNG `light`.
-
-    Raises:
-        UsageError: the step is too long to simulate.
-        OutputError: the file cannot be written.
     """
     from manifests.command.interpreter import collector_paused
     from reshard.draw.sheet import draw_sheet, html_page
@@ -74,11 +65,7 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
 
 
 def draw_search(result: SearchResult, path: Path, theme: str = "auto") -> None:
-    """Write the picture of a search, as SVG or PNG; see `draw_plan`.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Write the picture of a search, as SVG or PNG; see `draw_plan`."""
     from reshard.draw.search import search_figure, search_title
     from reshard.draw.sheet import draw_figure
 

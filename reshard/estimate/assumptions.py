@@ -129,12 +129,7 @@ class Assumptions:
 
 
 def check_assumptions(assumed: Assumptions) -> None:
-    """Refuse assumptions that are invalid or conflict, before a source is opened.
-
-    Raises:
-        UsageError: an unknown dtype or kind of activation checkpointing, a number below 1, a global batch that replicas
-            and microbatches do not divide; or values that conflict.
-    """
+    """Refuse assumptions that are invalid or conflict, before a source is opened."""
     check_choice(Parameter("assumed.dtype"), assumed.dtype, get_args(TrainingDtype))
     if assumed.master_dtype is not None:
         check_choice(Parameter("assumed.master_dtype"), assumed.master_dtype, get_args(TrainingDtype))

@@ -21,9 +21,6 @@ def costs_of(
     """Return the costs of `balance:COST` for every module, except memory: `costs["flops"]["lm_head"]`.
 
     `nbytes` are the sizes of stored tensors by FQN; for memory see `manifests.models.memory.memory_of`.
-
-    Raises:
-        InputError: `measured` lacks a module, or has one that the model does not have.
     """
     times = times_of(shape, seq_len, measured)
     return {
@@ -59,11 +56,7 @@ def flops_of(shape: ModelShape, seq_len: int) -> dict[str, int]:
 def times_of(
     shape: ModelShape, seq_len: int, measured: Mapping[str, ModuleTime] | None = None
 ) -> dict[str, ModuleTime]:
-    """Return each module's time: as measured, else its FLOPs.
-
-    Raises:
-        InputError: `measured` lacks a module, or has one that the model does not have.
-    """
+    """Return each module's time: as measured, else its FLOPs."""
     if measured is None:
         return {
             module: ModuleTime(forward=flops, backward=BACKWARD_SHARE * flops)

@@ -60,10 +60,6 @@ def tensors_by_class(
     """Return a config with what its class means by the fields that it lacks, and the tensors that files would have.
 
     Weights are as they are before a quantization.
-
-    Raises:
-        ModelError: torch or transformers is not installed, or no model can be built from the config, or only one of too
-            many layers.
     """
     _check_layers(config, architecture, where)
     plain = _without(config, _NOT_SIZES)
@@ -84,11 +80,6 @@ def write_initial(
 
     See Note [Initial weights]. `lock` is the descriptor of the folder's lock, which the writing process inherits: it
     ends with this one, and until then nobody else has the folder. `on_written` gets the bytes of each tensor.
-
-    Raises:
-        ModelError: as `tensors_by_class`, or transformers' model has other tensors.
-        UnreachableError: the process was killed, or has no memory.
-        OSError: the folder cannot be written.
     """
     words = (str(start.folder.resolve()), start.dtype, str(start.seed))
     architecture = architecture_of(config, where)
@@ -228,10 +219,6 @@ def initialize(
     """Write a model's initial weights as shards and, last, their index; the folder exists.
 
     Each shard gets its name once it is complete. Returns the BLAKE3 digests, in hex, of the tensors as files have them.
-
-    Raises:
-        ValueError: the model has other tensors than `names`, or files join some of them, or transformers does not
-            initialize one.
     """
     import torch
     from transformers.core_model_loading import revert_weight_conversion

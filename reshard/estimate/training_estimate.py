@@ -92,13 +92,7 @@ class Forecast:
 
 
 def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Forecast:
-    """Estimate training of a layout, simulating one step unless it is too long.
-
-    Raises:
-        UsageError: the schedule is unknown, or does not support these stages and microbatches; ranks would not have as
-            many experts each.
-        InputError: the measured times are of another model.
-    """
+    """Estimate training of a layout, simulating one step unless it is too long."""
     placement, degree = layout.placement, assumed.expert
     check_expert_degree(shape.count_experts() if degree > 1 else {}, degree, Parameter("assumed.expert"))
     num_microbatches = assumed.microbatches_for(placement)

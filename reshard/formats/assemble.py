@@ -36,23 +36,14 @@ class ModelConfig:
 
 
 def read_model_config(file: InputFile, description: ModelDescription | None = None) -> ModelConfig:
-    """Read the config.json of a model.
-
-    Raises:
-        InputError: it cannot be read, or is not a JSON object.
-        ModelError: an unsupported architecture, or a description of another model.
-    """
+    """Read the config.json of a model."""
     fields, where = read_config(file), str(file)
     needs_tensors = is_sized_by_files(fields, where, description)
     return ModelConfig(file=file, fields=fields, shape=None if needs_tensors else model_shape(fields, where))
 
 
 def config_in(folder: Folder) -> InputFile:
-    """Return the config.json in a folder.
-
-    Raises:
-        SourceError: there is none.
-    """
+    """Return the config.json in a folder."""
     if CONFIG_NAME not in folder.names():
         raise SourceError(
             f"{folder}/{CONFIG_NAME}",
@@ -77,12 +68,7 @@ class ModelTensors:
     def cover(
         cls, weights: MutableMapping[str, TensorAt], config: ModelConfig, options: OpenOptions, where: str
     ) -> ModelTensors:
-        """Check that weights are exactly those of the model.
-
-        Raises:
-            SourceError: some are missing, unknown or of the wrong shape.
-            InputError: the source has nothing of a name that is dropped.
-        """
+        """Check that weights are exactly those of the model."""
         dropped = drop_tensors(weights, options.drop - {OPTIMIZER}, config.shape)
         shape = config.shape or model_shape(
             config.fields, str(config.file), stored_in(weights, where), options.description
@@ -99,9 +85,6 @@ class ModelTensors:
         """Check that one kind of optimizer state is of exactly the trained weights; return it in their order.
 
         `shapes` are those of its state, if it is of some weights or of another shape than theirs.
-
-        Raises:
-            SourceError: that of a weight is missing, unknown or of the wrong shape.
         """
         state = under_fqns(state, self.shape)
         ordered = {fqn: state[fqn] for fqn in (*self.weights, *state) if fqn in state and fqn not in self.dropped}
@@ -157,11 +140,7 @@ def bad_optimizer(where: str, problem: str) -> SourceError:
 
 
 def groups_in(state: Mapping[object, object], where: str) -> list[Mapping[object, object]]:
-    """Return the options of each group of an optimizer's state.
-
-    Raises:
-        SourceError: there is none, or they are of another optimizer than AdamW.
-    """
+    """Return the options of each group of an optimizer's state."""
     groups = state.get("param_groups")
     if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
         raise bad_optimizer(where, "expected param_groups, those of AdamW")
@@ -181,11 +160,7 @@ def check_adamw(options: Mapping[object, object], where: str) -> None:
 
 
 def checked_state(state: TrainingState, where: str) -> TrainingState:
-    """Return the training state of a source, which a manifest may have.
-
-    Raises:
-        SourceError: one of its numbers is negative, not finite or too large, or groups contradict each other.
-    """
+    """Return the training state of a source, which a manifest may have."""
     for path, problem in state_problems(state):
         raise bad_optimizer(f"{where}: {path}", problem)
     return state
@@ -201,11 +176,7 @@ def by_options(groups: Iterable[tuple[ParameterGroup, Iterable[str]]]) -> tuple[
 
 
 def group_of(options: Mapping[object, object], where: str) -> ParameterGroup:
-    """Return a group of parameters with these options.
-
-    Raises:
-        SourceError: one of them is missing or malformed.
-    """
+    """Return a group of parameters with these options."""
     match tuple(options.get(name) for name in _OPTIONS):
         case (
             (float() as beta1, float() as beta2) | [float() as beta1, float() as beta2],
@@ -218,11 +189,7 @@ def group_of(options: Mapping[object, object], where: str) -> ParameterGroup:
 
 
 def num_steps_of(counted: Collection[float], where: str) -> int:
-    """Return the steps that an optimizer took, as each parameter or group counted them.
-
-    Raises:
-        SourceError: they differ, or one is not a whole number of steps.
-    """
+    """Return the steps that an optimizer took, as each parameter or group counted them."""
     least, most = min(counted), max(counted)
     if least != most:
         problem = f"parameters took different numbers of steps, from {least} to {most}"
@@ -241,11 +208,7 @@ def constant_rate(rates: Sequence[object]) -> LearningRate | None:
 
 
 def read_number(value: object, where: str) -> float:
-    """Return a finite number, or the one that a tensor has.
-
-    Raises:
-        SourceError: it is neither.
-    """
+    """Return a finite number, or the one that a tensor has."""
     if isinstance(value, TensorAt) and value.dtype in _SCALARS and value.nbytes == calcsize(_SCALARS[value.dtype]):
         (value,) = unpack(_SCALARS[value.dtype], read_range(value.file, value.begin, value.end))
     if type(value) is int or type(value) is float:

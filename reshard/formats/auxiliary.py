@@ -88,11 +88,7 @@ def names_weights(name: str) -> bool:
 
 
 def auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -> tuple[AuxiliaryAt, ...]:
-    """Return the files of a folder that are no `weights`.
-
-    Raises:
-        SourceError: one has a name that is reserved or that no file may have, or is an adapter.
-    """
+    """Return the files of a folder that are no `weights`."""
     auxiliary = []
     for name in files:
         if name in weights:

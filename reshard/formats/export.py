@@ -173,12 +173,7 @@ class ExportPlan:
 
 
 def check_export_to(out: Address, checkpoint: Checkpoint, *, force: bool) -> None:
-    """Refuse an output that overlaps what is exported, or, with `force`, the folder that the model came from.
-
-    Raises:
-        OutputError: it is one of them, or would replace the original, of which it may be the only copy.
-        UsageError: see `check_apart`.
-    """
+    """Refuse an output that overlaps what is exported, or, with `force`, the folder that the model came from."""
     check_apart(out, checkpoint, may_replace=False)
     place, origin = place_of(out), place_of(checkpoint.source.location)
     if force and (place == origin or is_inside(place, origin) or is_inside(origin, place)):
@@ -200,12 +195,7 @@ def cast_for_export(checkpoint: Checkpoint, dtype: ExportDtype) -> tuple[Checkpo
 def publish_export(
     out: Address, plan: ExportPlan, options: ExportOptions, casts: Casts, *, identical: bool = False
 ) -> ExportResult:
-    """Write an export to a folder or a bucket.
-
-    Raises:
-        OutputError: `out` exists or cannot be written.
-        InputError: as `open_target` and `engine.write_shards`.
-    """
+    """Write an export to a folder or a bucket."""
     with open_target(
         out,
         plan.shards,
@@ -256,11 +246,7 @@ def check_moments(checkpoint: Checkpoint, optimizer: OptimizerState) -> None:
 
 
 def rate_of(checkpoint: Checkpoint, trained: TrainingState) -> LearningRate:
-    """Return the learning rate of a checkpoint.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return the learning rate of a checkpoint."""
     if trained.learning_rate is None:
         problem, where = (
             "has no learning rate, which an optimizer of torch must have",
@@ -271,11 +257,7 @@ def rate_of(checkpoint: Checkpoint, trained: TrainingState) -> LearningRate:
 
 
 def adamw_options(checkpoint: Checkpoint, trained: TrainingState, optimizer: OptimizerState) -> dict[str, object]:
-    """Return the options of the parameter group, at the learning rate of the next step.
-
-    Raises:
-        CheckpointError: there is no learning rate, or another optimizer than AdamW with one group.
-    """
+    """Return the options of the parameter group, at the learning rate of the next step."""
     rate, where = rate_of(checkpoint, trained), f"{checkpoint.location}: training"
     check_moments(checkpoint, optimizer)
     if len(optimizer.groups) > 1 or optimizer.name != "AdamW" or not is_plain(optimizer.groups[0]):

@@ -263,9 +263,6 @@ def to_numpy(tensor: TensorAt) -> Array:
     """Read a tensor into a new, writable numpy array.
 
     Shapes: as stored.
-    Raises:
-        InputError: the bytes cannot be read, or do not match the digest.
-        UsageError: numpy does not have the dtype (`options.array-dtype`).
     """
     import numpy as np
 
@@ -279,9 +276,6 @@ def to_torch(tensor: TensorAt) -> Tensor:
     """Read a tensor into a new torch tensor on the CPU.
 
     Shapes: as stored.
-    Raises:
-        InputError: the bytes cannot be read, or do not match the digest.
-        UsageError: torch does not have the dtype (`options.array-dtype`).
     """
     import torch
 

@@ -38,11 +38,7 @@ from stores.open import locate_manifest, open_store
 
 
 def find_format(source: str) -> tuple[Format, Folder]:
-    """Return the format of a source, given as on the command line, and its folder.
-
-    Raises:
-        InputError: nothing there, or it cannot be read.
-    """
+    """Return the format of a source, given as on the command line, and its folder."""
     if _is_named(source):
         return table.MANIFEST, locate_manifest(source)[0]
     address, version = split_version(source)
@@ -60,21 +56,13 @@ def open_source(
     """Open a checkpoint of any format of the table.
 
     A manifest has its own description, and `description` is not for it.
-
-    Raises:
-        InputError: nothing there, or an invalid checkpoint; see `open_checkpoint` of its format.
     """
     kind, folder = find_format(source)
     return kind.open_checkpoint(folder, OpenOptions(drop=drop, description=description))
 
 
 def open_with_model_file(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:
-    """Open a source as `open_source` does; `model` is a file that describes a model, if it describes the source.
-
-    Raises:
-        UsageError: a manifest is described.
-        ModelError: the file is not valid; see `read_model_file`.
-    """
+    """Open a source as `open_source` does; `model` is a file that describes a model, if it describes the source."""
     if model is None:
         return open_source(source, drop)
     description = read_model_file(model)
@@ -150,10 +138,6 @@ def open_config(path: Path) -> Checkpoint:
     """Return the checkpoint that a config describes: tensors with sizes, but no bytes.
 
     Their dtype is the config's, bfloat16 by default; quantized ones have their own.
-
-    Raises:
-        SourceError: the file is not JSON.
-        ModelError: an unknown architecture or dtype.
     """
     config = read_config(path)
     shape = _shape_of(config, str(path))
@@ -216,13 +200,7 @@ _LISTS_OF_LISTS = ("ties", "kinds")
 
 
 def read_model_file(path: Path) -> ModelDescription:
-    """Read a description; `layers` and `count` may be one name instead of a list.
-
-    Raises:
-        ModelError: the file is not TOML, lacks a key or has an unknown one, a value of the wrong type, or modules that
-            overlap.
-        InputError: it cannot be read.
-    """
+    """Read a description; `layers` and `count` may be one name instead of a list."""
     document = _load(path)
     for key in document:
         if key not in _KEYS:

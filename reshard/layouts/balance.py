@@ -28,9 +28,6 @@ def read_balance(request: Request) -> StageLayout:
     `limit` is the memory limit of one rank, over all its stages (`80GB`, `75GiB`). The first module is on the first
     stage and the last module on the last (so tied ones share a rank in style v), unless pinned elsewhere. Norm and head
     are split only when that makes the slowest stage or rank cheaper.
-
-    Raises:
-        LayoutError: an unknown cost, one that the caller did not pass, a bad pin, or no split that fits.
     """
     words = read_words(request.spec)[1:]
     pins = [word for word in words if word.key == "pin"]
@@ -63,11 +60,7 @@ def balances_time(spec: str) -> bool:
 
 
 def unsolved(request: Request) -> StageLayout:
-    """Return what `read_balance` will return, with all modules on the first stage.
-
-    Raises:
-        LayoutError: invalid options.
-    """
+    """Return what `read_balance` will return, with all modules on the first stage."""
     _, degrees, placement = _read_options(request, read_words(request.spec)[1:])
     stages = (request.inventory.modules, *[()] * (placement.num_stages - 1))
     return StageLayout(spec=request.spec, stages=stages, placement=placement, schedule=degrees.schedule)
@@ -98,11 +91,7 @@ def _costs(request: Request) -> tuple[float, ...]:
 
 
 def _cost_of_each(request: Request, name: str, option: str) -> tuple[float, ...]:
-    """Return the cost of every module, from what the caller passed.
-
-    Raises:
-        LayoutError: no cost of that name, or one that lacks a module or is not a finite number, 0 or more.
-    """
+    """Return the cost of every module, from what the caller passed."""
     costs: ModuleCosts | None = (request.costs or {}).get(name)
     if costs is None:
         hint = (

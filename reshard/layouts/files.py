@@ -39,9 +39,6 @@ def read_file(request: Request) -> StageLayout:
     the file's name; a JSON file may be a bare list of lists (torchtitan's and NeMo AutoModel's
     `module_fqns_per_model_part`). Names are Hugging Face's or torchtitan's, full or short; `layers.0-7` is a range and
     `layers.*` every layer. The order within a stage is free.
-
-    Raises:
-        LayoutError: an invalid file; a module that is unknown, on two stages, on none, or out of order.
     """
     path = in_one_line(request.spec.strip())
     document = _load(Path(request.spec.strip()), path)
@@ -54,21 +51,12 @@ def read_file(request: Request) -> StageLayout:
 
 
 def write_layout(layout: StageLayout, path: Path) -> None:
-    """Write a layout as a .toml or .json file of module lists, which can express every layout.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a layout as a .toml or .json file of module lists, which can express every layout."""
     write_file(path, (_to_json if path.suffix == ".json" else to_toml)(layout).encode())
 
 
 def check_layout_file(path: Path, *, force: bool) -> None:
-    """Check that a layout can be written to a file later.
-
-    Raises:
-        UsageError: its name ends neither in .toml nor in .json.
-        OutputError: it exists, or cannot be written.
-    """
+    """Check that a layout can be written to a file later."""
     if path.suffix not in (".toml", ".json"):
         problem = f"expected a name that ends in .toml or .json, found {path.name[:80]!r}"
         raise UsageError("--write", problem, "write --write layout.toml", code="options.layout-suffix")

@@ -164,9 +164,6 @@ def fit_ranks(items: Items, windows: Windows, limits: Limits, steps: Steps) -> t
     """Return bounds with every stage and rank within the limits; None if there are none.
 
     `windows` are those for stages within `limits.stage`.
-
-    Raises:
-        OutOfStepsError: `steps` ran out first.
     """
     if items.costs[-1] > limits.rank * items.placement.num_ranks:
         return None

@@ -211,11 +211,7 @@ class Names:
         self.positions = positions_by_name(inventory)
 
     def position_of(self, name: str) -> int:
-        """Return the position of one module.
-
-        Raises:
-            NameProblem: no module, or a range or wildcard.
-        """
+        """Return the position of one module."""
         if name not in self.positions:
             raise self._unknown(name)
         return self.positions[name]
@@ -224,9 +220,6 @@ class Names:
         """Return the positions of a name, a range (`layers.0-7`) or a wildcard (`layers.*`).
 
         Empty for a module without weights.
-
-        Raises:
-            NameProblem: no module, a range that ends before it starts or past the last layer.
         """
         if entry in self.positions:
             return [self.positions[entry]]

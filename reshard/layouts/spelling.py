@@ -42,10 +42,6 @@ def parse_layout(
     `num_ranks` is for spellings without ranks (a Megatron string, a file); without it each stage has its own.
     `costs` has, under `params`, `bytes`, `flops`, `time` or `memory`, the cost of every module. With `in_flight`,
     a memory limit counts the activations that each stage keeps.
-
-    Raises:
-        LayoutError: an invalid spec, or one without each of the model's modules exactly once, in order.
-        UsageError: `num_ranks` is below 1 or differs from the spec's.
     """
     if num_ranks is not None and num_ranks < 1:
         raise UsageError(Parameter("pp"), f"expected at least 1 rank, found {num_ranks}", code="layout.bad-option")
@@ -86,9 +82,6 @@ def split_layers(num_stages: int, num_layers: int, first: int = 1, last: int = 1
 
     The embedding counts as `first` layers, norm and head as `last`; all are distributed evenly, the
     remainder on the earliest stages.
-
-    Raises:
-        ValueError: a stage would be empty, or `first` or `last` exceeds its stage.
     """
     if num_stages == 1:
         return (num_layers,)
@@ -110,9 +103,6 @@ def read_split(request: Request) -> StageLayout:
     """Read `pp=N[,vpp=K][,style=loop|v][,first=A][,last=B][,layers-per-stage=L][,schedule=NAME]`.
 
     MTP layers are on the head's stage, Megatron's default; torchtitan does not split them.
-
-    Raises:
-        LayoutError: an unknown key, an invalid value, or a split that torchtitan refuses.
     """
     options = Options(request, read_words(request.spec), SPLIT_KEYS)
     degrees = Degrees.read(options)
@@ -182,12 +172,7 @@ class Expansion:
 
 
 def read_megatron(request: Request) -> StageLayout:
-    """Read a layout string. Stage i is on rank i % PP; without a number of ranks, every stage has its own.
-
-    Raises:
-        LayoutError: what Megatron refuses, except white space, and MTP layers on several or early stages. Points at
-            the character.
-    """
+    """Read a layout string. Stage i is on rank i % PP; without a number of ranks, every stage has its own."""
     expansion = expand(request.spec)
     stages = expansion.text.split("|")
     places = [at for at, letter in enumerate(expansion.text) if letter != "|"]
@@ -207,8 +192,6 @@ def expand(spec: str) -> Expansion:
     """Write out the repeats as Megatron does: drop commas, and white space, then one pass for groups, one for letters.
 
     Source: `parse_str_to_list`.
-    Raises:
-        LayoutError: an unknown letter, a group without a repeat or in another one, a bad or huge repeat.
     """
     if split := re.search(r"\d,*\s[\s,]*(?=\d)", spec):  # without the white space it would be another number
         problem, hint = "expected a letter, found a number", "write t*12, or t*1,t"

@@ -32,14 +32,7 @@ from stores.bundles import TensorAt
 def write_bundles(
     checkpoint: Checkpoint, plan: PackPlan, options: PackOptions, stages: Collection[int] | None = None
 ) -> PackResult:
-    """Write the bundles of these stages (None: of all) and, last, the manifest that commits them.
-
-    Raises:
-        OutputError: `out` exists or cannot be written, or the disk is full.
-        SourceError: a source file changed, stored copies of a tied weight differ, or a file is not what the hub lists.
-        ShardError: a source file is damaged.
-        InputError: a bundle that would be virtual has no original file to refer to.
-    """
+    """Write the bundles of these stages (None: of all) and, last, the manifest that commits them."""
     check_stored_ties(checkpoint)
     shards, references = plan.shards_on(stages), refer_to_others(checkpoint, plan, stages)
     names = {MANIFEST_NAME, SOURCE_NAME, *(item.path for item in checkpoint.auxiliary)}
@@ -158,11 +151,7 @@ class References:
 
 
 def choose_stages(plan: PackPlan, virtual: bool, wanted: str | None) -> frozenset[int] | None:
-    """Return the stages to pack, `wanted` being written as `0-3,7`. None: all of them.
-
-    Raises:
-        UsageError: there is no such stage, or both options are used.
-    """
+    """Return the stages to pack, `wanted` being written as `0-3,7`. None: all of them."""
     if virtual and wanted is not None:
         problem = f"conflicts with {Parameter('virtual', True)}, which packs no stage"
         raise UsageError(Parameter("stages"), problem, "leave one of the two out", code="options.conflict")
@@ -183,11 +172,7 @@ def choose_stages(plan: PackPlan, virtual: bool, wanted: str | None) -> frozense
 
 
 def refer_to_others(checkpoint: Checkpoint, plan: PackPlan, packed: Collection[int] | None) -> References:
-    """Return the tensors of all stages but the `packed` ones (None: all are) as spans of the files that they are in.
-
-    Raises:
-        InputError: a tensor is not in a weight file of the source, is not named by its FQN there, or is empty.
-    """
+    """Return the tensors of all stages but the `packed` ones (None: all are) as spans of the files that they are in."""
     stages = [] if packed is None else [stage for stage in plan.stages if stage.index not in packed]
     if stages:
         _check_names(checkpoint)

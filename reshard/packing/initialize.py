@@ -52,11 +52,6 @@ def initial_model(
     gets them before anything is written, without weights. `progress` gets the bytes of initial weights, of as many that
     are packed later. Every tensor depends on the seed and its name alone. What a killed pack left in the folder is
     never used.
-
-    Raises:
-        UsageError: SOURCE has weights or a quantized model's config, or options conflict with `init`.
-        ModelError: the config is invalid or has MTP layers, or transformers cannot initialize the model.
-        OutputError: as `pack`; another process initializes the weights of the same output.
     """
     config_path, seed = _check(source, options), options.init or 0
     config = read_config(config_path)

@@ -48,11 +48,7 @@ class SlurmArray:
     options: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Refuse an output that the jobs could not write.
-
-        Raises:
-            OutputError: it exists and `force` is not given, or it cannot be written from here.
-        """
+        """Refuse an output that the jobs could not write."""
         _check_out(self.out, force=self.force)
 
     def text(self) -> str:
@@ -65,12 +61,7 @@ class SlurmArray:
         return {"version": 1, "num_parts": self.num_parts, "parts": parts, "commit": commit}
 
     def submit(self) -> tuple[dict[str, Any], str]:
-        """Submit both jobs; return their ids as the object that `--json` prints, and as a sentence.
-
-        Raises:
-            LaunchError: Slurm refuses a job; if it is the commit, the parts are cancelled.
-            InputError: sbatch is not installed here.
-        """
+        """Submit both jobs; return their ids as the object that `--json` prints, and as a sentence."""
         parts = run_slurm(self._sbatch(), self._parts_script()).strip().partition(";")[0]
         try:
             commit = run_slurm(self._sbatch(parts), self._commit_script()).strip().partition(";")[0]
@@ -121,12 +112,7 @@ class IndexedJob:
     mounts: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Refuse what pods could not run.
-
-        Raises:
-            UsageError: `force`, no image, a malformed mount, or a path that is not below one.
-            OutputError: the output exists, or cannot be written from here.
-        """
+        """Refuse what pods could not run."""
         if self.force:  # a pod that is started again cannot tell old from new
             problem, hint = "is not supported with --scheduler job", "remove the old output first"
             raise UsageError(Parameter("force"), problem, hint, code="options.conflict")
@@ -179,12 +165,7 @@ class IndexedJob:
         return {"version": 1, "num_parts": self.num_parts, "script": self.text()}
 
     def submit(self) -> tuple[dict[str, Any], str]:
-        """Submit the Job; return its name, `job.batch/NAME`, as the object that `--json` prints, and in a sentence.
-
-        Raises:
-            InputError: kubectl is not installed here.
-            LaunchError: the cluster refuses the Job.
-        """
+        """Submit the Job; return its name, `job.batch/NAME`, as the object that `--json` prints, and in a sentence."""
         name = run_kubectl(["kubectl", "create", "-f", "-", "-o", "name"], self.text()).strip()
         text = f"submitted {self.num_parts} parts and their commit as {name}"
         return {"version": 1, "num_parts": self.num_parts, "parts": {"job": name}}, text
@@ -207,11 +188,7 @@ class IndexedJob:
 
 
 def check_sbatch(options: Sequence[str]) -> None:
-    """Refuse what sbatch would not take for one option, or what would break the job array.
-
-    Raises:
-        UsageError: naming the option.
-    """
+    """Refuse what sbatch would not take for one option, or what would break the job array."""
 
     def refused(problem: str, hint: str = "") -> UsageError:
         return UsageError("--sbatch-arg", problem, hint, code="options.sbatch-argument")

@@ -24,11 +24,7 @@ from reshard.tensors.checkpoint import Checkpoint
 
 
 def check_launch(checkpoint: Checkpoint, layout: StageLayout, forecast: Forecast) -> None:
-    """Refuse what `runner launch` refuses; a model that it does not train is planned as it is packed, on single ranks.
-
-    Raises:
-        UsageError, ModelError: it refuses the model on these ranks, or the assumed training.
-    """
+    """Refuse what `runner launch` refuses; a model that it does not train is planned on single ranks."""
     shape, assumed, config = checkpoint.shape, forecast.assumed, config_of(checkpoint)
     is_described = checkpoint.description is not None
     num_mtp_layers = sum(layer_number(shape.architecture, module) is not None for module in shape.optional)

@@ -50,12 +50,7 @@ class PackOptions:
     init: int | None = None  # the seed of initial weights, for a source without any
 
     def check(self) -> None:
-        """Refuse options that conflict, before a source is opened.
-
-        Raises:
-            UsageError: naming the parameter.
-            OutputError: `out` is a mount point.
-        """
+        """Refuse options that conflict, before a source is opened."""
         if not is_url(self.out):
             check_not_mounted(Path(self.out))
         self.conversion.check()
@@ -73,11 +68,7 @@ class PackOptions:
             raise UsageError(parameter, problem, "pack without it", code="options.conflict")
 
     def check_divided(self, where: str | Parameter) -> None:
-        """Refuse options with which a pack cannot be divided into parts; `where` is the flag or parameter for that.
-
-        Raises:
-            UsageError: naming the parameter.
-        """
+        """Refuse options with which a pack cannot be divided into parts; `where` is the flag or parameter for that."""
         if self.init is not None:
             problem = f"conflicts with {where}: initial weights are written in one place"
             raise UsageError(Parameter("init"), problem, f"pack without {where}", code="options.conflict")
@@ -179,11 +170,7 @@ class Part:
 
 
 def parse_part(text: str, command: tuple[str, ...] = ()) -> Part:
-    """Read `i/n`; `command` packs the other parts.
-
-    Raises:
-        UsageError: it is not of this form, or i is not from 1 to n.
-    """
+    """Read `i/n`; `command` packs the other parts."""
     match = _FORM.fullmatch(text)
     part = Part(number=int(match[1]), of=int(match[2]), command=command) if match else None
     if part is None or not 1 <= part.number <= part.of <= _MAX_PARTS:
@@ -193,11 +180,7 @@ def parse_part(text: str, command: tuple[str, ...] = ()) -> Part:
 
 
 def check_num_parts(where: str | Parameter, num_parts: int, shards: Sequence[OutputShard]) -> None:
-    """Refuse more parts than there are shards.
-
-    Raises:
-        UsageError: naming the most.
-    """
+    """Refuse more parts than there are shards."""
     if num_parts > len(shards):
         problem = f"expected at most {len(shards)} parts, one for each shard, found {num_parts}"
         hint = f"use fewer parts, or a smaller {Parameter('max_shard_nbytes')}"

@@ -91,10 +91,7 @@ class PreparedPack:
         return replace(self, options=replace(self.options, out=folder, force=True))
 
     def run(self, progress: Progress | None = None) -> PackResult:
-        """Write the bundles and, last, the manifest that commits them; or one part.
-
-        Raises as `write_bundles` and `write_part`.
-        """
+        """Write the bundles and, last, the manifest that commits them; or one part."""
         write = replace(self.options.write, progress=counting(progress, self.nbytes))
         options, checkpoint, plan = replace(self.options, write=write), self.staged.checkpoint, self.staged.plan
         if options.part is None:
@@ -105,14 +102,7 @@ class PreparedPack:
 
 
 def prepare_pack(source: str, options: PackOptions, opened: Checkpoint | None = None) -> PreparedPack:
-    """Open the source unless `opened`, convert it, lay it out and check the output's location; write nothing.
-
-    Raises:
-        UsageError: options conflict, there is no such stage, or there are more parts than shards.
-        SourceError, ModelError, ShardError, ManifestError: the source is incomplete, damaged or unsupported.
-        LayoutError: the layout is invalid, or does not cover the model.
-        OutputError: `out` would overwrite what is read.
-    """
+    """Open the source unless `opened`, convert it, lay it out and check the output's location; write nothing."""
     options.check()
     opened = opened or open_with_model_file(source, frozenset(options.drop), options.model)
     check_apart(options.out, opened, may_replace=not options.conversion.changes_bytes)

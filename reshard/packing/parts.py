@@ -64,10 +64,6 @@ def write_part(
     """Write one part of the shards of these stages (None: of all), and a record of it; see Note [Parts].
 
     A part that was killed is resumed, and one that is complete is kept.
-
-    Raises:
-        OutputError: another process writes this part, or parts here are of another plan.
-        InputError: as `pack`.
     """
     work = _plan(checkpoint, plan, part, stages)
     place, where = _open_place(options.out, force=options.force), f"{work.folder}/{part.name}"
@@ -150,11 +146,7 @@ def _open_place(out: Address, *, force: bool) -> PartsPlace:
 
 
 def _plan(checkpoint: Checkpoint, plan: PackPlan, part: Part, stages: Collection[int] | None) -> _Plan:
-    """Return the plan of a pack in as many parts as `part` is one of.
-
-    Raises:
-        InputError: a bundle that would be virtual has no original file to refer to.
-    """
+    """Return the plan of a pack in as many parts as `part` is one of."""
     shards, references = plan.shards_on(stages), refer_to_others(checkpoint, plan, stages)
     unread = {shard.path: WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=_BLANK) for shard in shards}
     draft = build_manifest(checkpoint, plan, Written(unread, references, ()))
@@ -164,11 +156,7 @@ def _plan(checkpoint: Checkpoint, plan: PackPlan, part: Part, stages: Collection
 
 
 def _merge(place: PartsPlace, files: Mapping[str, FileFacts], folders: Collection[str]) -> Merged:
-    """Return what all parts have written.
-
-    Raises:
-        OutputError: a part is not complete, or a file is not what its part has written.
-    """
+    """Return what all parts have written."""
     if not folders:
         hint = f"pack them first, with {Parameter('part')}"
         raise OutputError(place.where, "there are no packed parts to commit", hint, code="output.no-parts")
@@ -242,11 +230,7 @@ def _files_of_part(folder: Path) -> Collection[str] | None:
 
 
 def _read_record(place: PartsPlace, where: str) -> dict[str, Any]:
-    """Read what a complete part has recorded.
-
-    Raises:
-        OutputError: it is damaged, or names files outside of the part.
-    """
+    """Read what a complete part has recorded."""
     path = f"{place.address(where)}/{PART_NAME}"
     data, damaged = place.load(f"{where}/{PART_NAME}"), "is not the record of a part"
     try:

@@ -53,11 +53,7 @@ class PartsPlace(Protocol):
     where: str  # the output
 
     def check_free(self, folder: str, small: Collection[str]) -> bool:
-        """Return whether an output can be written; False if the parts in `folder` have been committed already.
-
-        Raises:
-            OutputError: something else is there.
-        """
+        """Return whether an output can be written; False if the parts in `folder` have been committed already."""
         ...
 
     def address(self, name: str) -> Address: ...

@@ -96,12 +96,7 @@ class PlanResult(StagedModel):
 
 
 def open_model(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:
-    """Open a source, which the file `model` may describe, or a config without weights.
-
-    Raises:
-        SourceError, ModelError, ShardError, ManifestError: see `open_source` and `open_config`.
-        UsageError: there are tensors to drop, and a config alone.
-    """
+    """Open a source, which the file `model` may describe, or a config without weights."""
     config = find_config(source)
     if config is None:
         return open_with_model_file(source, drop, model)
@@ -185,12 +180,6 @@ def lay_out(
     """Read or solve for the layout and lay the tensors out on it. A step is only simulated for a memory limit.
 
     `assumed.memory_limit` also limits the solver, as `limit=` in the spec does; a limit in the spec is assumed too.
-
-    Raises:
-        LayoutError: the layout is invalid, or does not fit the model or the memory limit.
-        ScheduleError: the schedule does not support the layout.
-        UsageError: there are two memory limits, a layout is missing, or an option requires one.
-        InputError: the measured times are of another model.
     """
     shape = checkpoint.shape
     request, assumed = _agree_on_limit(request, assumed)
@@ -325,9 +314,6 @@ def memory_costs(shape: ModelShape, placed: StageLayout, assumed: Assumptions) -
 
     The schedule decides the latter by the number and the placement of the stages alone, so it is known before the
     modules of the stages are.
-
-    Raises:
-        UsageError: the step is too long to simulate, or the schedule does not support these stages.
     """
     from manifests.models.memory import estimate_memory, memory_of  # which a pack without a memory limit does without
     from reshard.estimate.training_estimate import training_of

@@ -132,12 +132,7 @@ def push_folder(
 
 
 def check_free(address: HubAddress, *, force: bool) -> None:
-    """Open the branch that a pack will be pushed to, before hours of packing.
-
-    Raises:
-        OutputError: it has a model already, and `force` is not set.
-        StoreError, UnreachableError: as `open_upload`.
-    """
+    """Open the branch that a pack will be pushed to, before hours of packing."""
     upload = open_upload(address, is_public=False)
     _check_nothing_lost(upload, _stale(upload.head, set()), force)
 

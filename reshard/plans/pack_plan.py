@@ -197,9 +197,6 @@ def plan_pack(checkpoint: Checkpoint, layout: StageLayout, sharding: Sharding | 
 
     A tied FQN that a stage requires and the checkpoint does not store becomes a copy of the stored one. Slices are
     copied as they are, in folders of their stages, unless the checkpoint says to merge them.
-
-    Raises:
-        LayoutError: a tensor belongs to no module of the layout.
     """
     stage_of = {module: index for index, modules in enumerate(layout.stages) for module in modules}
     ties = tuple(_tie_group(group, checkpoint, stage_of) for group in checkpoint.shape.ties)

@@ -42,11 +42,7 @@ HARDWARE: Mapping[str, Hardware] = {
 
 
 def read_hardware(text: str) -> Hardware:
-    """Return hardware by its name, or by its rates: `165,32,12.5` in TFLOP/s, GB/s on a node and between nodes.
-
-    Raises:
-        UsageError: neither of them.
-    """
+    """Return hardware by its name, or by its rates: `165,32,12.5` in TFLOP/s, GB/s on a node and between nodes."""
     if text.lower() in HARDWARE:
         return HARDWARE[text.lower()]
     match = re.fullmatch(",".join([r"([1-9][0-9]{0,5}(?:\.[0-9]{1,6})?)"] * 3), text)

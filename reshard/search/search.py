@@ -81,12 +81,6 @@ def find_layouts(
     """Find the layouts, schedules and degrees with which GPUs train a model fastest, within their memory.
 
     `source`, `drop` and `model` are those of `reshard.plan`.
-
-    Raises:
-        SourceError, ModelError, ShardError, ManifestError, StoreError: see `reshard.plan`.
-        ModelError: the architecture cannot be trained.
-        InputError: the config has a field that is not trained.
-        UsageError: the sequences are longer than the model's positions, or the request contradicts itself.
     """
     _check(request)
     checkpoint = open_model(str(source), frozenset(drop), None if model is None else Path(model))

@@ -134,11 +134,7 @@ class RecordedFile:
         return _VerifyingReader(self, self.stored.open(ranges))
 
     def verify(self, data: memoryview, position: int) -> None:
-        """Take bytes that were read into account, and compare the records of which they are the last ones.
-
-        Raises:
-            SourceError: a record has other bytes than were written.
-        """
+        """Take bytes that were read into account, and compare the records of which they are the last ones."""
         for record in self._overlapping(position, position + len(data)):
             begin, end = max(position, record.begin), min(position + len(data), record.end)
             with self._lock:
@@ -151,12 +147,7 @@ class RecordedFile:
                     raise bad_checksum(self.stored, record.name, record.begin, record.crc, read_crc)
 
     def complete(self, begin: int, end: int) -> None:
-        """Read what was not read of records of which a range is a part, so that they are compared.
-
-        Raises:
-            SourceError: as `verify`.
-            InputError: it cannot be read.
-        """
+        """Read what was not read of records of which a range is a part, so that they are compared."""
         for record in self._overlapping(begin, end):
             gaps = record.gaps(record.begin, record.end)
             if not gaps or (begin <= record.begin and record.end <= end):  # read whole, now or by an interrupted run
@@ -205,11 +196,7 @@ def stored_file(file: InputFile) -> InputFile:
 
 
 def verify_records(tensors: Iterable[TensorAt]) -> None:
-    """Compare each record of which some of these tensors, which have been read, are parts; read the rest of it.
-
-    Raises:
-        SourceError, InputError: as `RecordedFile.complete`.
-    """
+    """Compare each record of which some of these tensors, which have been read, are parts; read the rest of it."""
     for tensor in tensors:
         if isinstance(tensor.file, DerivedFile):
             verify_records(tensor.file.origins)

@@ -85,11 +85,7 @@ def stored_nbytes(tensor: TensorAt) -> int:
 
 
 def read_blocks(tensor: TensorAt, step: int = STEP_NBYTES) -> Generator[memoryview]:
-    """Yield a tensor's bytes, `step` at a time and fewer at the end. A block is valid until the next.
-
-    Raises:
-        InputError: the bytes cannot be read, or do not match the digest.
-    """
+    """Yield a tensor's bytes, `step` at a time and fewer at the end. A block is valid until the next."""
     buffer = memoryview(bytearray(min(step, tensor.nbytes)))
     hasher = Hasher()
     with closing(tensor.file.open(((tensor.begin, tensor.end),))) as reader:
@@ -138,11 +134,7 @@ _MOST_HEADS = 256  # of 128 KiB
 
 
 def read_together(files: Sequence[InputFile]) -> Iterator[InputFile]:
-    """Yield files in order; remote ones are in memory, unless they are long.
-
-    Raises:
-        InputError: as `read_whole`.
-    """
+    """Yield files in order; remote ones are in memory, unless they are long."""
     for batch in split_by_size(files, lambda file: file.nbytes, _MOST_NBYTES):
         remote = [file for file in batch if isinstance(file, RemoteFile) and file.nbytes <= MAX_CONFIG_NBYTES]
         data = at_once({file: partial(read_whole, file) for file in remote})

@@ -104,11 +104,7 @@ def _runs_of(part: TensorAt) -> tuple[Iterator[int], int]:
 
 
 def rows_of(slices: Slices, ranges: Sequence[tuple[int, int]]) -> Slices:
-    """Return the slices of the tensor that consists of these ranges of rows, each (begin, count), in this order.
-
-    Raises:
-        SourceError: a slice is not contiguous in its file.
-    """
+    """Return the slices of the tensor that consists of these ranges of rows, each (begin, count), in this order."""
     _check_contiguous(slices)
     num_rows = sum(count for _, count in ranges)
     rows, position = list[TensorAt](), 0
@@ -131,9 +127,6 @@ def indices_of(slices: Slices) -> list[Slices]:
     """Return the slices of the tensor at each index of the first axis, such as an expert's or a layer's of a stack.
 
     An index that no slice has gets none.
-
-    Raises:
-        SourceError: a slice is not contiguous in its file.
     """
     _check_contiguous(slices)
     by_index: list[list[TensorAt]] = [[] for _ in range(slices[0].whole_shape[0])]
@@ -184,11 +177,7 @@ class FusedHeads:
         return [((key * (per_key + 2) + begin) * num_rows, count * num_rows) for key in range(self.num_keys)]
 
     def split(self, slices: Slices) -> dict[str, Slices]:
-        """Return the query, key and value projections that slices of the fused one have.
-
-        Raises:
-            SourceError: it has other rows, or a slice is not contiguous in its file.
-        """
+        """Return the query, key and value projections that slices of the fused one have."""
         num_rows, rest = divmod(slices[0].whole_shape[0], self.num_queries + 2 * self.num_keys)  # of a head
         if rest or self.num_queries % self.num_keys:
             heads = f"{self.num_queries} query heads and {self.num_keys} key heads"

@@ -60,12 +60,7 @@ class Adapter:
 
 
 def open_adapter(location: str) -> Adapter:
-    """Read the config and the header of a PEFT folder.
-
-    Raises:
-        SourceError: it is none, or of a kind that is not supported.
-        InputError: it cannot be read.
-    """
+    """Read the config and the header of a PEFT folder."""
     folder = open_store(location)
     names = folder.names()
     if lacking := [name for name in (PEFT_CONFIG, PEFT_WEIGHTS) if name not in names]:
@@ -101,12 +96,7 @@ def open_adapter(location: str) -> Adapter:
 
 
 def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]) -> Checkpoint:
-    """Return a checkpoint with adapters added to its weights when they are read, each with a weight of its own.
-
-    Raises:
-        SourceError: an adapter is of another kind, or of another model.
-        UsageError: the checkpoint has optimizer state, two adapters replace a tensor, or a weight is not finite.
-    """
+    """Return a checkpoint with adapters added to its weights when they are read, each with a weight of its own."""
     if checkpoint.moments:
         problem = "has optimizer state, which would not be that of the merged weights"
         hint = "export its weights first: reshard export --to hf"
@@ -146,11 +136,7 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
 def _terms(
     adapter: Adapter, module: str, find: Callable[[str], TensorAt | None], architecture: str
 ) -> Iterator[tuple[str, Term]]:
-    """Yield what a module's adapter adds to each tensor.
-
-    Raises:
-        SourceError: the model has no such tensor, or one of another shape.
-    """
+    """Yield what a module's adapter adds to each tensor."""
     a, b = adapter.pairs[module]
     if (weight := find(f"{module}.weight")) is not None:
         is_transposed = architecture in _CONV1D and module.rpartition(".")[2].startswith("c_")
@@ -194,11 +180,7 @@ def _of_experts(term: Term, experts: str, parts: Sequence[str]) -> Iterator[tupl
 
 
 def _fitted(adapter: Adapter, target: str, term: Term, base: TensorAt, num_parts: int = 1) -> Term:
-    """Return a term with its scale.
-
-    Raises:
-        SourceError: it does not have the sizes of what it adapts, or the rank of its config.
-    """
+    """Return a term with its scale."""
     if base.dtype not in FLOATS:
         problem = f"is {base.dtype}, and adapters are merged into {', '.join(sorted(FLOATS))} alone"
         hint = "dequantize it: reshard pack BASE --dequantize bf16 --adapter ADAPTER"

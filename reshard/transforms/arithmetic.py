@@ -41,11 +41,7 @@ FLOATS: Mapping[str, tuple[str, int, int, int]] = {
 
 
 def cast_blocks(tensor: TensorAt, dtype: str) -> Iterator[Buffer]:
-    """Yield a floating-point tensor's values in another dtype.
-
-    Raises:
-        SourceError: a finite value would become infinite.
-    """
+    """Yield a floating-point tensor's values in another dtype."""
     for block in read_blocks(tensor):
         encoded = encode(decode(block, tensor.dtype), dtype)
         if _num_infinite(encoded, dtype) > _num_infinite(block, tensor.dtype):
@@ -115,9 +111,6 @@ def merged_blocks(base: TensorAt, terms: Sequence[Term]) -> Iterator[Buffer]:
 
     Memory: the matrices of each adapter, and some blocks of rows, which are reused: page faults of new memory take
     longer than the product.
-
-    Raises:
-        SourceError: a finite value would become infinite or NaN.
     """
     *_, rows, columns = base.shape
     height = max(1, min(rows, STEP // 2 // columns))

@@ -55,12 +55,7 @@ class Conversion:
 
 
 def convert(checkpoint: Checkpoint, conversion: Conversion) -> Checkpoint:
-    """Return a checkpoint whose tensors are converted when they are read.
-
-    Raises:
-        SourceError, UsageError: see `dequantize` and `cast_checkpoint`.
-        UsageError: a cast of a training checkpoint, which has optimizer state.
-    """
+    """Return a checkpoint whose tensors are converted when they are read."""
     if conversion.dequantize is not None:
         checkpoint = dequantize(checkpoint, STORED[conversion.dequantize])
     if conversion.adapters:
@@ -84,10 +79,6 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     Its config has no quantization section, and names that dtype if it named one. Its record is that of a source
     that was never quantized: the same files with the same tensors in the same order, without scales. Two files beside
     it say how its source is quantized.
-
-    Raises:
-        SourceError: a weight or its scales have a dtype or a shape that the method does not use.
-        UsageError: the checkpoint is not quantized.
     """
     config_at = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
     config = read_config(config_at.file, config_at.digest)
@@ -143,10 +134,6 @@ def cast_checkpoint(checkpoint: Checkpoint, wanted: ExportDtype, parameter: Para
     """Return a checkpoint with weights in the source's dtypes, or all parameters in one dtype, as a parameter says.
 
     Optimizer state and tensors that are not parameters keep their dtypes.
-
-    Raises:
-        SourceError: the source's dtype of a tensor cannot be cast to.
-        UsageError: parameters are quantized.
     """
     tensors = dict(checkpoint.tensors)
     for fqn, dtype in (

@@ -20,11 +20,7 @@ _OTHER_TOOLS = "dequantize the model with transformers: its quantization configs
 def plain_tensors(
     stored: Mapping[str, TensorAt], section: Mapping[str, object], dtype: str
 ) -> Iterator[tuple[str, TensorAt]]:
-    """Yield the plain tensors, each with the name that its values are stored under.
-
-    Raises:
-        SourceError: as `dequantize`.
-    """
+    """Yield the plain tensors, each with the name that its values are stored under."""
     for fqn, tensor in stored.items():
         if scale_of(tensor, stored) is not None:
             yield fqn, plain_of(tensor, stored, section, dtype)
@@ -36,11 +32,7 @@ def plain_tensors(
 
 
 def plain_of(tensor: TensorAt, stored: Mapping[str, TensorAt], section: Mapping[str, object], dtype: str) -> TensorAt:
-    """Return a quantized weight, which has scales, as a plain one.
-
-    Raises:
-        SourceError: as `dequantize`.
-    """
+    """Return a quantized weight, which has scales, as a plain one."""
     scale = scale_of(tensor, stored)
     assert scale is not None
     if tensor.name.endswith(_BLOCKS):
@@ -53,11 +45,7 @@ def plain_of(tensor: TensorAt, stored: Mapping[str, TensorAt], section: Mapping[
 
 
 def find_plain(fqn: str, stored: Mapping[str, TensorAt], section: Mapping[str, object]) -> TensorAt | None:
-    """Return a tensor by its name in the plain model, if there is one; a quantized one in its encoder's dtype.
-
-    Raises:
-        SourceError: as `dequantize`.
-    """
+    """Return a tensor by its name in the plain model, if there is one; a quantized one in its encoder's dtype."""
     packed = stored.get(f"{fqn}{_BLOCKS}")
     tensor = stored.get(fqn, packed)
     if tensor is None or scale_of(tensor, stored) is None:
@@ -97,11 +85,7 @@ def _from_fp8(weight: TensorAt, scale: TensorAt, section: Mapping[str, object], 
 
 
 def block_sizes(scale: TensorAt, section: Mapping[str, object]) -> tuple[int, int]:
-    """Return the rows and columns of a block of float8.
-
-    Raises:
-        SourceError: the config does not say them.
-    """
+    """Return the rows and columns of a block of float8."""
     sizes = section.get("weight_block_size")
     if not (isinstance(sizes, list) and len(sizes) == 2 and all(type(size) is int and size > 0 for size in sizes)):
         raise _unfit(scale, "expected scales of blocks, whose size is weight_block_size in config.json")

@@ -15,11 +15,7 @@ from stores.bundles import TensorAt
 def quantize_fp8(
     plain: TensorAt, sizes: tuple[int, int], scale_dtype: str, *, is_power: bool, wants_scales: bool
 ) -> Iterator[Buffer]:
-    """Yield a matrix as float8, or the scales of its blocks, by which values are multiplied; see Note [Encoders].
-
-    Raises:
-        SourceError: a block has NaN or an infinity, or values so small that their scale would be infinite.
-    """
+    """Yield a matrix as float8, or the scales of its blocks, by which values are multiplied; see Note [Encoders]."""
     _, columns = plain.shape
     starts = np.arange(0, columns, sizes[1])
     for block in read_blocks(plain, sizes[0] * columns * NBYTES[plain.dtype]):
@@ -45,9 +41,6 @@ def quantize_mxfp4(plain: TensorAt, *, wants_scales: bool) -> Iterator[Buffer]:
     """Yield experts (inputs, outputs) as 4-bit floats of groups of 32 inputs, or the scales; see Note [Encoders].
 
     Memory: one expert's packed matrix per reader.
-
-    Raises:
-        SourceError: a group has NaN or infinity.
     """
     _, inputs, outputs = plain.shape
     groups = inputs // 32

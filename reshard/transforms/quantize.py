@@ -29,11 +29,7 @@ from stores.bundles import TensorAt
 def quantize_weight(
     plain: TensorAt, weight: TensorAt, scale: TensorAt, section: Mapping[str, object]
 ) -> tuple[TensorAt, TensorAt]:
-    """Return a plain weight quantized as another one is: its codes and its scales.
-
-    Raises:
-        SourceError: the scheme is one for which there is no encoder.
-    """
+    """Return a plain weight quantized as another one is: its codes and its scales."""
     from reshard.transforms.encoders import quantize_fp8, quantize_mxfp4  # numpy
 
     kinds = (weight.dtype, scale.dtype)
@@ -68,12 +64,7 @@ def forget_source(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def quantize_like_source(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with the files, tensors and config of the quantized source that it was dequantized from.
-
-    Raises:
-        UsageError: it was not.
-        SourceError: the source has a scheme for which there is no encoder, or other tensors.
-    """
+    """Return a checkpoint with the files, tensors and config of the quantized source that it was dequantized from."""
     files = {item.path: item for item in checkpoint.auxiliary}
     if QUANTIZED_CONFIG not in files or QUANTIZED_SOURCE not in files:
         problem = f"{checkpoint.location} was not packed with {Parameter('conversion.dequantize')}"

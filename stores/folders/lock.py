@@ -83,9 +83,6 @@ def open_locked(path: Path, flags: int) -> int | None:
     """Open and lock a file or folder until the descriptor is closed, or the process ends.
 
     None: another process has locked it, or has just removed or renamed it.
-
-    Raises:
-        OSError: it cannot be opened, or its file system has no locks.
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -100,12 +97,7 @@ def open_locked(path: Path, flags: int) -> int | None:
 
 @contextlib.contextmanager
 def locking(path: Path, where: str, doing: str, *, stale_s: float = _STALE_S) -> Iterator[None]:
-    """Lock something for this process while the block runs; `path` is the lock file, whose folder exists.
-
-    Raises:
-        LaunchError: another process has the lock; it is named, with what it is `doing`.
-        OutputError: the file cannot be written.
-    """
+    """Lock something for this process while the block runs; `path` is the lock file, whose folder exists."""
     try:
         descriptor = _acquire(path, _Owner(doing=doing), where, stale_s)
     except OSError as error:

@@ -41,11 +41,7 @@ _RANDOM = re.compile(r"[0-9a-f]{32}")
 
 
 def files_of_manifest(folder: Path) -> Collection[str] | None:
-    """Return the paths that a checkpoint in a folder may have; None if no manifest can be read, see `owned_files`.
-
-    Raises:
-        UnreachableError: the disk, the mount or the network failed.
-    """
+    """Return the paths that a checkpoint in a folder may have; None if no manifest can be read, see `owned_files`."""
     try:
         manifest = open_manifest(folder).manifest
     except UnreachableError:
@@ -80,11 +76,7 @@ def foreign_files(folder: Path, owned: Collection[str]) -> list[str]:
 
 
 def check_only_ours(out: Path, owned: Collection[str]) -> None:
-    """Refuse to replace a folder with files of others: see Note [Files of others in an output].
-
-    Raises:
-        OutputError: naming the first few of them.
-    """
+    """Refuse to replace a folder with files of others: see Note [Files of others in an output]."""
     if names := foreign_files(out, owned):
         raise foreign_error(str(out), names)
 
@@ -110,9 +102,6 @@ def check_ours(folder: Path, find_owned: FindOwned = files_of_manifest, *, wante
     """Refuse files that we did not write: see Note [Whose a folder under construction is].
 
     Where there is a record, the `wanted` files are ours, too. Folders without files belong to nobody.
-
-    Raises:
-        OutputError: naming the first few of those files.
     """
     names = _recorded(folder / RECORD_NAME)
     written = () if names is None else (RECORD_NAME, *names, *wanted)
@@ -191,11 +180,7 @@ def empty(folder: Path) -> None:
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Yield every path below a folder, and whether it is a folder; links are not.
-
-    Raises:
-        OutputError: a folder that cannot be listed.
-    """
+    """Yield every path below a folder, and whether it is a folder; links are not."""
 
     def refuse(error: OSError) -> None:
         raise refused_by_system(str(error.filename or folder), error, code="output.unreadable") from error

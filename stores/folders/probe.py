@@ -42,10 +42,6 @@ def check_writable(
     """Check that a file can be written, fsynced and renamed in a folder, or in the nearest existing one above it.
 
     If an existing output will be replaced, `exchange` is tried too. Nothing is left behind.
-
-    Raises:
-        OutputError: it cannot be written; `where` is the place.
-        UnreachableError: the disk or its mount fails.
     """
     above = nearest_folder(folder)
     try:
@@ -66,11 +62,7 @@ def check_writable(
 
 
 def check_new_file(path: Path, flag: str, *, force: bool) -> None:
-    """Check that a file can be written at `path` later, without replacing one unless `force`.
-
-    Raises:
-        OutputError: it exists, or its folder does not exist or is not writable.
-    """
+    """Check that a file can be written at `path` later, without replacing one unless `force`."""
     if not path.parent.is_dir():
         raise OutputError(f"{flag} {path}", f"{path.parent} is not a folder", code="output.unwritable")
     if path.is_dir():
@@ -84,11 +76,7 @@ def check_new_file(path: Path, flag: str, *, force: bool) -> None:
 
 
 def check_stdout() -> None:
-    """Check that a result can probably be printed later.
-
-    Raises:
-        OutputError: standard output is closed, or a file on a full disk.
-    """
+    """Check that a result can probably be printed later."""
     check_open()
     try:
         mode, disk = os.fstat(1).st_mode, os.fstatvfs(1)
@@ -101,11 +89,7 @@ def check_stdout() -> None:
 
 
 def print_result(text: str) -> None:
-    """Print a command's result.
-
-    Raises:
-        OutputError: standard output cannot be written.
-    """
+    """Print a command's result."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -114,11 +98,7 @@ def print_result(text: str) -> None:
 
 
 def check_room(needs: Iterable[tuple[str, Path, int]]) -> None:
-    """Check the free space of the disks for all outputs together: (flag, path, bytes).
-
-    Raises:
-        OutputError: naming the first flag whose disk has too little space.
-    """
+    """Check the free space of the disks for all outputs together: (flag, path, bytes)."""
     needed: dict[int, int] = {}
     for where, path, nbytes in needs:
         above = nearest_folder(path)

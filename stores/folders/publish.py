@@ -48,9 +48,6 @@ def publishing(
     recorded as ours is refused: see Note [Whose a folder under construction is]. With `force`, a folder that has no
     other files than `find_owned` returns is replaced atomically (see Note [Files of others in an output]). The record,
     from which a run may resume, is removed right before the folder becomes `out`.
-
-    Raises:
-        OutputError: `out` exists and may not be replaced, or another process is writing it.
     """
     if out.name in ("", ".."):
         out = out.resolve()  # `.` has no name for the partial folder
@@ -93,9 +90,6 @@ def scratch_beside(out: Path, suffix: str, wanted: Collection[str]) -> Iterator[
     """Yield an empty folder for the `wanted` files beside `out`, and the descriptor of its lock; remove it afterwards.
 
     A process that inherits the descriptor keeps the lock. What a killed process left in the folder is never used again.
-
-    Raises:
-        OutputError: another process has the folder, it has files of others, or it cannot be written.
     """
     folder = partial_of(out).with_suffix(f".{suffix}")
     _make(folder, out)
@@ -115,12 +109,7 @@ def scratch_beside(out: Path, suffix: str, wanted: Collection[str]) -> Iterator[
 
 
 def check_target(out: Path, force: bool, find_owned: FindOwned) -> None:
-    """Check that `out` can be written: it does not exist, is empty, or may be replaced.
-
-    Raises:
-        OutputError: it is a mount point, has the working folder, exists and may not be replaced, or has files
-            of others.
-    """
+    """Check that `out` can be written: it does not exist, is empty, or may be replaced."""
     check_not_mounted(out)
     if _has_working_folder(out):
         problem = "is or has the working folder, which would be replaced: the shell would stay in a deleted one"
@@ -149,11 +138,7 @@ def _find_replaced(out: Path, force: bool, find_owned: FindOwned) -> Collection[
 
 
 def check_not_a_step(out: Path) -> None:
-    """Refuse to replace a checkpoint of a training run, under the name that the run has given it.
-
-    Raises:
-        OutputError: naming what would be lost.
-    """
+    """Refuse to replace a checkpoint of a training run, under the name that the run has given it."""
     training = None
     with suppress(InputError):
         manifest = open_manifest(out).manifest
@@ -168,11 +153,7 @@ def check_not_a_step(out: Path) -> None:
 
 
 def check_not_mounted(out: Path) -> None:
-    """Refuse an output that nothing can be renamed to.
-
-    Raises:
-        OutputError: it is a mount point.
-    """
+    """Refuse an output that nothing can be renamed to."""
     if not out.is_symlink() and out.is_dir() and _is_mounted(out):
         problem = "is a mount point: an output is written beside its folder, and renamed when it is complete"
         raise OutputError(str(out), problem, f"use a subfolder, such as {out / 'packed'}", code="output.mount-point")
@@ -203,11 +184,7 @@ def _is_mounted(folder: Path) -> bool:
 
 
 def check_partial(out: Path, find_owned: FindOwned) -> None:
-    """Refuse, before there is anything to write, what `publishing` refuses in the folder under construction.
-
-    Raises:
-        OutputError: it has files that we did not write.
-    """
+    """Refuse, before there is anything to write, what `publishing` refuses in the folder under construction."""
     if (partial := partial_of(out)).is_dir():
         check_ours(partial, find_owned)
 
@@ -310,11 +287,7 @@ def _rename_for_good(rename: Callable[[], None], undo: Callable[[], None], folde
 
 
 def exchange(partial: Path, out: Path) -> None:
-    """Exchange the names of two folders atomically.
-
-    Raises:
-        OutputError: the file system does not support it.
-    """
+    """Exchange the names of two folders atomically."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(_AT_FDCWD, bytes(partial), _AT_FDCWD, bytes(out), _RENAME_EXCHANGE):
         problem = f"cannot be replaced atomically on this file system: {os.strerror(ctypes.get_errno())}"

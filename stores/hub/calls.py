@@ -43,12 +43,7 @@ Answer = TypeVar("Answer")
 
 
 def asking(address: HubAddress, call: Callable[[], Answer], within_s: float | None = None) -> Answer:
-    """Call huggingface_hub and return the result, with a timeout of `within_s` if set.
-
-    Raises:
-        PassingError: the hub is busy or temporarily unreachable.
-        StoreError: the hub refuses the request.
-    """
+    """Call huggingface_hub and return the result, with a timeout of `within_s` if set."""
     try:
         return call() if within_s is None else answered_within(within_s, constants.ENDPOINT, call)
     except HfHubHTTPError as error:
@@ -68,12 +63,7 @@ def asking(address: HubAddress, call: Callable[[], Answer], within_s: float | No
 
 
 def check_refusal(address: HubAddress, response: Any, limit_s: float) -> None:
-    """Raise the error of a response whose body is unread, and of which only the beginning is read, in `limit_s`.
-
-    Raises:
-        PassingError: the hub is busy or temporarily unreachable.
-        StoreError: the hub refuses the request.
-    """
+    """Raise the error of a response whose body is unread, and of which only the beginning is read, in `limit_s`."""
     pieces: list[bytes] = []
 
     def read() -> None:
@@ -94,11 +84,7 @@ def check_refusal(address: HubAddress, response: Any, limit_s: float) -> None:
 
 
 def check_endpoint() -> None:
-    """Refuse an endpoint that is not a URL, such as that of `HF_ENDPOINT=""`.
-
-    Raises:
-        InputError: naming HF_ENDPOINT.
-    """
+    """Refuse an endpoint that is not a URL, such as that of `HF_ENDPOINT=""`."""
     try:
         parts = urlsplit(constants.ENDPOINT)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -136,11 +122,7 @@ def is_endpoint(url: str) -> bool:
 
 
 def check_token() -> None:
-    """Refuse a token that cannot be sent in a header, which the client's error would print.
-
-    Raises:
-        StoreError: without the token.
-    """
+    """Refuse a token that cannot be sent in a header, which the client's error would print."""
     token = configured_token()
     if token is not None and not (token.isascii() and token.isprintable()):
         problem = "the token has characters that no token has"

@@ -90,13 +90,7 @@ class HubFile:
         return self._fetch
 
     def _fetch(self, into: memoryview, position: int, stop: threading.Event) -> None:
-        """Fill `into` with the bytes at `position`. Bytes that arrived before a connection broke are kept.
-
-        Raises:
-            SourceError: the file is too short.
-            StoreError: the hub refuses, or responds with other bytes than requested.
-            UnreachableError: the hub cannot be reached.
-        """
+        """Fill `into` with the bytes at `position`. Bytes that arrived before a connection broke are kept."""
         if position + len(into) > self.nbytes:
             problem = f"expected at least {position + len(into)} bytes, found {self.nbytes}"
             raise SourceError(str(self), problem, code=SOURCE_CHANGED)

@@ -33,11 +33,6 @@ def open_hub(address: HubAddress, retries: Retries | None = None) -> HubFolder:
 
     HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE and the timeouts of huggingface_hub are respected. With HF_HUB_OFFLINE, the
     folder consists of the repository's files in the local cache.
-
-    Raises:
-        StoreError: no such repository or revision, no access, or offline and not in the cache.
-        UnreachableError: the hub cannot be reached.
-        InputError: HF_ENDPOINT is not a URL.
     """
     if constants.HF_HUB_OFFLINE:
         return _open_cached(address)

@@ -72,11 +72,6 @@ class HubUpload:
         """Send files, then add them to the branch and remove others, in one commit, and return the branch's revision.
 
         `before_commit` is called when all files are sent, and may raise.
-
-        Raises:
-            StoreError: the hub refuses a file, the card's metadata or the commit.
-            OutputError: another commit was made meanwhile.
-            UnreachableError: the hub cannot be reached; what was sent is not sent again.
         """
         added = [CommitOperationAdd(path, data) for path, data in files.items()]
         deleted = [CommitOperationDelete(path, is_folder=False) for path in removed]
@@ -121,12 +116,7 @@ class HubUpload:
 
 
 def open_upload(address: HubAddress, *, is_public: bool, retries: Retries | None = None) -> HubUpload:
-    """Open a branch to write to; a repository or branch that does not exist is created, private unless `is_public`.
-
-    Raises:
-        StoreError: no token, no write access, a name that the hub refuses, or a public repository without `is_public`.
-        UnreachableError: the hub cannot be reached.
-    """
+    """Open a branch to write to; a repository or branch that does not exist is created, private unless `is_public`."""
     check_endpoint()
     retries = retries or Retries()
     if constants.HF_HUB_OFFLINE:

@@ -74,10 +74,6 @@ class Connections:
         """Yield the response to a GET. `timeout_s` is that of single reads, `answer_s` from the request to the headers.
 
         `check` is called with the address of a new connection, before anything is sent.
-
-        Raises:
-            PassingError: no response in time.
-            OSError, HTTPException: the connection failed.
         """
         origin = "://".join(urlsplit(url)[:2])
         with self._lock:
@@ -185,11 +181,7 @@ class Redirects:
         return _host_of(self._url)
 
     def follow(self, target: str) -> None:
-        """Check a redirect from the current server to `target`.
-
-        Raises:
-            StoreError: its address is further inside than that of a server so far, or it is not encrypted any more.
-        """
+        """Check a redirect from the current server to `target`."""
         if self._origin is None:
             self._allowed = min(_Reach.THIS_MACHINE, *_reaches_of(self.host))
         self._origin, origin = self._url, urlsplit(self._url)
@@ -201,11 +193,7 @@ class Redirects:
         self._allowed = min(self._allowed, *reaches)
 
     def check_connection(self, address: str) -> None:
-        """Check the address of a connection to the current server, if a redirect led there.
-
-        Raises:
-            StoreError: see `follow`.
-        """
+        """Check the address of a connection to the current server, if a redirect led there."""
         if self._origin is not None:
             self._check(_reach_of(ipaddress.ip_address(address.partition("%")[0])))
 

@@ -71,10 +71,6 @@ def keep_trying(
     """Call `step` until it returns without a PassingError.
 
     Progress of `nbytes_done` resets the attempts and the timeout.
-
-    Raises:
-        UnreachableError: the attempts or the time are used up, or the server requests too long a wait.
-        CancelledError: `stop` was set while waiting.
     """
     attempt, give_up_at, nbytes = 1, None, nbytes_done()
     while True:
@@ -117,11 +113,7 @@ class Pace:
         self._begun, self._nbytes = clock(), 0
 
     def take(self, nbytes: int) -> None:
-        """Count received bytes.
-
-        Raises:
-            PassingError: too few arrived in a whole window.
-        """
+        """Count received bytes."""
         self._nbytes += nbytes
         passed_s = self._clock() - self._begun
         if passed_s < self._window_s:
@@ -139,9 +131,6 @@ def answered_within(
 
     A client's timeouts apply to single reads, so a response of one byte now and then never times out. The call runs
     in a thread, which is left running on a timeout.
-
-    Raises:
-        PassingError: timeout.
     """
     answer: Future[Answer] = Future()
     lock, is_late = threading.Lock(), False
@@ -203,11 +192,7 @@ class Streams:
 
     @contextmanager
     def slot(self, stop: threading.Event) -> Iterator[Stream]:
-        """Run a block as one of the streams, once the limit allows.
-
-        Raises:
-            CancelledError: `stop` was set while waiting.
-        """
+        """Run a block as one of the streams, once the limit allows."""
         self._begin(stop)
         stream = Stream(self, self._clock)
         try:

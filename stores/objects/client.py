@@ -69,12 +69,7 @@ class ObstoreClient:
         return replace(self, quick=self.patient, reading=self.patient)
 
     def entries(self) -> Iterator[ObjectEntry]:
-        """Yield every object below the prefix.
-
-        Raises:
-            StoreError: the bucket does not exist or may not be listed.
-            UnreachableError: it cannot be reached.
-        """
+        """Yield every object below the prefix."""
         pages = iter(self.quick.list(chunk_size=_LIST_COUNT))
         while True:
             with explained(self.url):
@@ -89,12 +84,7 @@ class ObstoreClient:
         return _entry(name, meta["size"], meta["e_tag"])
 
     def read(self, entry: ObjectEntry, begin: int, end: int) -> Iterator[memoryview]:
-        """Stream the bytes of a range, after an empty piece when the response begins.
-
-        Raises:
-            SourceError: the object changed since it was listed.
-            InputError: it cannot be read.
-        """
+        """Stream the bytes of a range, after an empty piece when the response begins."""
         where = f"{self.url}/{entry.name}"
         answer = self._get(entry, begin, end)
         with explained(where):
@@ -233,10 +223,6 @@ def open_client(url: str, retries: Retries | None = None) -> ObstoreClient:
     """Open a prefix of a bucket, without sending a request.
 
     A request that reads a range is ended after `retries.request_s`: the caller resumes it, or gives up.
-
-    Raises:
-        StoreError: the scheme is none of a bucket or a folder, obstore is not installed, or the address or an
-            environment variable is malformed.
     """
     scheme, bucket, prefix = split_url(url)
     if scheme not in OBJECT_SCHEMES:

@@ -36,11 +36,7 @@ _WORKING = (LOCK_NAME, PROGRESS_NAME)
 
 
 def _objects_of_manifest(client: ObstoreClient, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
-    """Return the names of a prefix's manifest, of what it lists, and of what is made of it; None if none can be read.
-
-    Raises:
-        UnreachableError: the store failed.
-    """
+    """Return the names of a prefix's manifest and of all files made with it; None if it cannot be read."""
     if MANIFEST_NAME not in listed:
         return None
     file = ObjectFile(url=f"{client.url}/{MANIFEST_NAME}", entry=listed[MANIFEST_NAME], client=client)
@@ -87,11 +83,7 @@ def check_existing(
     is_unfinished: bool = False,
     force: bool = False,
 ) -> ListedObjects:
-    """Determine what an output may replace; `unremoved` are names that earlier writers left for removal.
-
-    Raises:
-        OutputError: existing objects may not be replaced, or are of others.
-    """
+    """Determine what an output may replace; `unremoved` are names that earlier writers left for removal."""
     others = {name: entry for name, entry in listed.items() if name not in _WORKING}
     if not others and not is_unfinished:
         return ListedObjects(listed=listed)

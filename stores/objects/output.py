@@ -51,10 +51,6 @@ def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, 
 
     With `force`, an output that can be read is replaced, see `ObjectTarget`. What a writer left unfinished is removed
     first. A prefix with objects of others is refused, see Note [Objects of others in a prefix].
-
-    Raises:
-        InputError: something is there that may not be replaced, or is of others; another process is writing there, or
-            the bucket does not exist, cannot be reached or may not be written.
     """
     wanted = wanted or Wanted()
     client = open_writable(url)
@@ -214,21 +210,13 @@ class ObjectTarget:
         return writer
 
     def written(self) -> dict[str, ObjectEntry]:
-        """Return the current entries of the completed objects, once small files are sent.
-
-        Raises:
-            InputError: another process took the prefix over, or it cannot be listed.
-        """
+        """Return the current entries of the completed objects, once small files are sent."""
         self._wait_for_small()
         self.check_lock()
         return {name: entry for name, entry in list_objects(self._client).items() if name in self._nbytes}
 
     def commit(self, data: bytes, name: str = MANIFEST_NAME) -> None:
-        """Write the file that commits the output, after everything else is complete.
-
-        Raises:
-            InputError: another process took the prefix over or has committed there, or an object is missing.
-        """
+        """Write the file that commits the output, after everything else is complete."""
         assert not any(writer.is_open for writer in self._writers)
         self._wait_for_small()
         is_ours = self._beside.submit(self.check_lock)

@@ -21,11 +21,7 @@ _MAX_COUNT = 100_000  # objects in a checkpoint's folder
 
 
 def open_objects(url: str, retries: Retries | None = None) -> ObjectFolder:
-    """Open a folder of an object store, such as `s3://BUCKET/PREFIX`, without reading anything.
-
-    Raises:
-        StoreError: the address is malformed or of an unknown scheme, or obstore is not installed.
-    """
+    """Open a folder of an object store, such as `s3://BUCKET/PREFIX`, without reading anything."""
     return ObjectFolder(open_client(url, retries), retries)
 
 
@@ -48,12 +44,7 @@ class ObjectFolder:
         return self._client.url
 
     def names(self) -> tuple[str, ...]:
-        """Return every object below the prefix, except in hidden folders; listed once.
-
-        Raises:
-            StoreError: it cannot be listed, has too many objects or invalid names, or is unfinished.
-            UnreachableError: the store cannot be reached.
-        """
+        """Return every object below the prefix, except in hidden folders; listed once."""
         if self._names is None:
             listed = list_objects(self._client)
             if LOCK_NAME in listed and MANIFEST_NAME not in listed:
@@ -71,12 +62,7 @@ class ObjectFolder:
         return self._names
 
     def file(self, name: str) -> ObjectFile:
-        """Return a file, which is looked up unless it was listed.
-
-        Raises:
-            StoreError: it does not exist.
-            UnreachableError: the store cannot be reached.
-        """
+        """Return a file, which is looked up unless it was listed."""
         if name not in self._pinned:
             self._pinned[name] = self._client.look_up(name)
         return ObjectFile(
@@ -116,12 +102,7 @@ class ObjectFile:
 
 
 def list_objects(client: ObstoreClient) -> dict[str, ObjectEntry]:
-    """Return the objects below a prefix by name, without empty ones that represent folders.
-
-    Raises:
-        StoreError: it cannot be listed, or has too many objects or invalid names.
-        UnreachableError: the store cannot be reached.
-    """
+    """Return the objects below a prefix by name, without empty ones that represent folders."""
     listed: dict[str, ObjectEntry] = {}
     for entry in client.entries():
         if not entry.name:

@@ -62,11 +62,7 @@ _MARKS = {"ns_steps": "Muon", "beta2_decay": "Adafactor", "dampening": "SGD", "b
 
 
 def read_group(options: Mapping[object, object], where: str) -> ParameterGroup:
-    """Return the group of a parameter with these options; its rate factor is the learning rate itself.
-
-    Raises:
-        SourceError: options of another class, or malformed ones.
-    """
+    """Return the group of a parameter with these options; its rate factor is the learning rate itself."""
     name = next((name for mark, name in _MARKS.items() if mark in options), None)
     if name is None:
         raise bad_optimizer(where, f"expected the options of {', '.join(CLASSES)}, found {str(dict(options))[:120]}")

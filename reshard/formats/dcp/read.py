@@ -46,11 +46,6 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
 
     Weights have Hugging Face's names or torchtitan's, at the top of the state dict that was saved or under `model`.
     They are packed whole, however they were sharded. Optimizer state is under `optimizer`, which may be dropped.
-
-    Raises:
-        SourceError: no config.json, damaged files, or tensors missing, unknown or of the wrong shape.
-        ModelError: an invalid config, an unsupported architecture, or a description of another model.
-        ShardError: the chunks of a tensor are not all of it.
     """
     config, where = read_model_config(config_in(folder), options.description), str(folder)
     saved = read_metadata(folder)
@@ -81,11 +76,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
 
 
 def read_weights(folder: Folder) -> dict[str, TensorAt]:
-    """Return a DCP folder's weights, whole, and under Hugging Face's names if there is a config.json.
-
-    Raises:
-        SourceError, ShardError, ModelError: as `open_checkpoint`, but for weights that are not all of a model.
-    """
+    """Return a DCP folder's weights, whole, and under Hugging Face's names if there is a config.json."""
     config = read_config(folder.file(CONFIG_NAME)) if CONFIG_NAME in folder.names() else None
     weights = _weights(read_metadata(folder).tensors, str(folder))
     stored = _Stored(folder, config if has_torchtitan_names(weights) else None)
@@ -178,11 +169,7 @@ def _weights(saved: Sequence[DcpTensor], where: str) -> dict[str, DcpTensor]:
 
 
 def check(folder: Folder, findings: Findings, options: CheckOptions) -> Contents:
-    """Report items whose files are missing or too short, and tensors whose chunks are not the whole of them.
-
-    Raises:
-        SourceError: the metadata cannot be read.
-    """
+    """Report items whose files are missing or too short, and tensors whose chunks are not the whole of them."""
     index = read_index(folder)
     _report_files(folder, index.items, findings)
     _report_chunks(f"{folder}/{METADATA_NAME}", index.regions, index.items, findings)

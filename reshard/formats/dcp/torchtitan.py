@@ -95,11 +95,7 @@ _FAMILIES: Mapping[str, TitanNames] = {
 
 
 def titan_names(config: Mapping[str, object], where: str) -> TitanNames:
-    """Return the names of the family that a config is of.
-
-    Raises:
-        ModelError: torchtitan's layout of this architecture is not known.
-    """
+    """Return the names of the family that a config is of."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
         problem = f"expected an architecture whose torchtitan layout is known ({', '.join(_FAMILIES)})"
@@ -131,10 +127,6 @@ def under_huggingface_names(
     Tensors are weights, or one kind of optimizer state. Names that torchtitan's model does not have are kept, to be
     refused by name. A query, key or value projection may also be part of a fused one, as our exports for torchtitan
     have optimizer state for either attention: both are read, and must be equal.
-
-    Raises:
-        ModelError: torchtitan's layout of this architecture is not known.
-        SourceError: two tensors have names, of two versions of torchtitan, of one weight.
     """
     names = titan_names(config, where)
     converted_slices: dict[str, Slices] = {}
@@ -262,9 +254,6 @@ class TitanModel:
 
         `is_fused`: rows of queries, keys and values are those of one projection as well, as in the optimizer state of
         torchtitan's fused attention.
-
-        Raises:
-            ModelError: torchtitan's model has no such tensor.
         """
         fqn = tensor.name
         if fqn in self._top:

@@ -54,10 +54,6 @@ def find_optimizer(folder: Folder, saved: DcpMetadata, names: Callable[[], Seque
     """Return the optimizer state that a checkpoint has; None if it has none of any parameter.
 
     `names` returns the parameters of the model in its order, in which an optimizer numbers them.
-
-    Raises:
-        SourceError: a parameter has one kind of it and not the others, or other kinds, parameters took different
-            numbers of steps or are numbered in an order that is not known, or options are missing or malformed.
     """
     where = f"{folder}/{METADATA_NAME}"
     state = _state(saved, where)
@@ -131,9 +127,6 @@ def training_state(
     """Return how far the checkpoint was trained, and its optimizer's groups and kinds of state.
 
     The learning rate is that of the next step, and stays: a checkpoint does not have its schedule.
-
-    Raises:
-        SourceError: the trainer counts other steps than the optimizer, or nothing counts them, or malformed values.
     """
     where, num_steps = f"{folder}/{METADATA_NAME}", optimizer.num_steps
     for name, step in _numbers(folder, saved, ("train_state.step", "lr_scheduler.last_epoch")).items():
@@ -228,11 +221,7 @@ def _options_by_parameter(groups: Iterable[Mapping[object, object]], where: str)
 def _names_of_numbers(
     groups: Sequence[Mapping[object, object]], numbers: Collection[str], names: Callable[[], Sequence[str]], where: str
 ) -> dict[str, str]:
-    """Return the name of each parameter by its number: as groups say, or the model's if one group has them in order.
-
-    Raises:
-        SourceError: the order of the parameters is not known.
-    """
+    """Return the name of each parameter by its number: as groups say, or the model's if one group has them in order."""
     named = [name for group in groups for name in _list(group.get("param_names"))]
     if not named and len(groups) == 1 and list(numbers) == [str(number) for number in range(len(numbers))]:
         named = list(names())

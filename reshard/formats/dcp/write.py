@@ -33,13 +33,6 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
     """Write a DCP folder: weights, and optimizer state and how far they were trained if the checkpoint has them.
 
     Names are Hugging Face's, or torchtitan's. Weights are as the manifest has them unless `dtype` says otherwise.
-
-    Raises:
-        OutputError: `out` exists or cannot be written.
-        ShardError: a bundle's bytes do not match their digests.
-        ModelError: torchtitan has no such model, or no such tensor.
-        CheckpointError: the optimizer state lacks what torchtitan requires.
-        UserError: see `cast_checkpoint`.
     """
     checkpoint, casts = cast_for_export(checkpoint, options.dtype)
     saved = _save(checkpoint, options.names == "torchtitan")

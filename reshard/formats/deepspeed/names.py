@@ -29,9 +29,6 @@ def fqns_of_layers(layers: Mapping[str, Collection[str]], shape: ModelShape, whe
 
     Tensors that the model recomputes keep their names, below the layer's first module. Those beside a tied weight in a
     second copy of its layer have no FQN.
-
-    Raises:
-        SourceError: the names of a layer are those of no module that could be there.
     """
     modules = list(shape.by_module().items())
     ignored = shape.ignored_suffixes or ("\0",)
@@ -163,9 +160,6 @@ def find_step(folder: Folder, *, needs_config: bool = True) -> Step:
     """Return the step that a folder is, or that its file `latest` or `latest_universal` names.
 
     A step of this machine without config.json takes that of the folder that it is in.
-
-    Raises:
-        SourceError: no step, or several.
     """
     names = folder.names()
     if is_deepspeed([name for name in names if "/" not in name or name.startswith("zero/")]):

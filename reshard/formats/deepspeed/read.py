@@ -46,11 +46,6 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     """Read the tables of a DeepSpeed checkpoint and check that its tensors cover the model exactly.
 
     Weights are those of the layers of a PipelineModule, or, with AdamW's state, those of a Universal Checkpoint.
-
-    Raises:
-        SourceError: no config.json, damaged files, tensor-parallel slices, partitions of ZeRO, layers that
-            are not the model's, or tensors missing, unknown or of the wrong shape.
-        ModelError: an invalid config, an unsupported architecture, or a description of another model.
     """
     step = find_step(folder)
     config, where = read_model_config(config_in(step.root), options.description), step.where
@@ -87,11 +82,7 @@ def list_tensors(folder: Folder) -> Listing:
 
 
 def read_step(step: Step) -> Saved:
-    """Return the tensors of a step: those of layers, or of a Universal Checkpoint.
-
-    Raises:
-        SourceError: both, or neither, or files that are damaged.
-    """
+    """Return the tensors of a step: those of layers, or of a Universal Checkpoint."""
     names = step.names()
     layers = [name for name in names if _LAYER.fullmatch(name)]
     parameters = [name for name in names if _PARAMETER.fullmatch(name)]

@@ -39,9 +39,6 @@ def training_state(step: Step, saved: Saved, fqns: Mapping[str, str]) -> tuple[T
 
     `fqns` are the names of parameters here. The learning rate is that of the next step, and stays: DeepSpeed does not
     have its schedule as the runner does.
-
-    Raises:
-        SourceError: parameters took different numbers of steps, another optimizer than AdamW, or malformed options.
     """
     where = f"{step.where}/{STATE_NAME}"
     if STATE_NAME not in step.names():
@@ -160,9 +157,6 @@ def check_values(
     """Return what is left out of an optimizer's state and of the ranks' files, by name, after `num_steps` of it.
 
     See Note [Values of ranks].
-
-    Raises:
-        SourceError: ranks contradict each other, or the optimizer's state.
     """
     if unread := sorted(str(name) for name in state.keys() - _OF_OPTIMIZER):
         raise bad_optimizer(where, f"has {unread[0][:80]!r}, which is not read")

@@ -37,14 +37,6 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
     Layers have weights alone, as the manifest has them unless `dtype` says otherwise. A Universal Checkpoint has them
     in float32 and AdamW's state, if there is any, under transformers' names or those of a PipelineModule, whose tied
     layers have the key `options.tied_key`.
-
-    Raises:
-        UsageError: `tied_key` is not a name of a module.
-        OutputError: `out` exists or cannot be written.
-        ShardError: a bundle's bytes do not match their digests.
-        ModelError: a tensor is in no layer.
-        CheckpointError: the optimizer state is not what DeepSpeed has of AdamW.
-        UserError: see `cast_checkpoint`.
     """
     if not _KEY.fullmatch(options.tied_key):
         problem = f"expected letters, digits, _ and -, found {options.tied_key[:80]!r}"

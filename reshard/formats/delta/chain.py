@@ -114,11 +114,7 @@ class Chain:
         return str(self.folder)
 
     def version(self, number: int) -> Version:
-        """Read the index of a version.
-
-        Raises:
-            SourceError: there is no such version, or its index is malformed.
-        """
+        """Read the index of a version."""
         if number not in self.numbers:
             there = f"from {self.numbers[0]} to {self.numbers[-1]}" if self.numbers else "none"
             problem, hint = f"no version {number}; there are {there}", "reshard delta log CHAIN lists them"
@@ -146,9 +142,6 @@ class Chain:
         """Return the versions that make up a version, in order: from the newest full one on, or those `after` another.
 
         The first is a delta if the chain has no full version before, or where its base is `after`.
-
-        Raises:
-            SourceError: a version between is missing, or the deltas are not of each other's states.
         """
         versions: list[Version] = []
         self.version(number)
@@ -166,21 +159,12 @@ class Chain:
 
 
 def open_chain(address: Address) -> Chain:
-    """List the versions of a chain; a folder that does not exist has none.
-
-    Raises:
-        InputError: the address is malformed, or it cannot be listed.
-    """
+    """List the versions of a chain; a folder that does not exist has none."""
     return list_versions(open_store(str(address)))
 
 
 def open_versions(address: Address) -> Chain:
-    """Open a chain that has versions.
-
-    Raises:
-        SourceError: it has none.
-        InputError: as `open_chain`.
-    """
+    """Open a chain that has versions."""
     chain = open_chain(address)
     if not chain.numbers:
         hint = "check the path for typos; reshard delta publish writes the first one"
@@ -196,10 +180,6 @@ def read_patches(folder: Folder, version: Version, scratch: Path | None = None) 
     """Read the headers of a delta; files that are elsewhere are copied to `scratch` as a whole, if there is one.
 
     Otherwise each tensor would be a request, for each version.
-
-    Raises:
-        SourceError: its files are not those of its index, or lack a checksum.
-        ShardError: a header is malformed.
     """
     patches: dict[str, Patch] = {}
     paths = dict.fromkeys(version.weight_map.values())

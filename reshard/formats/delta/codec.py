@@ -54,11 +54,7 @@ class _Adler32:
 
 
 def new_checksum(name: str) -> Checksum:
-    """Return a hasher of one of the `CHECKSUMS`.
-
-    Raises:
-        StoreError: the package xxhash is not installed.
-    """
+    """Return a hasher of one of the `CHECKSUMS`."""
     if name == "adler32":
         return _Adler32()
     if name == BLAKE3:
@@ -68,11 +64,7 @@ def new_checksum(name: str) -> Checksum:
 
 
 def check_packages() -> None:
-    """Refuse to begin with deltas where zstd is missing.
-
-    Raises:
-        StoreError: it is.
-    """
+    """Refuse to begin with deltas where zstd is missing."""
     _package("zstandard")
 
 
@@ -108,12 +100,7 @@ def patched(base: TensorAt, patches: Sequence[Patch], how: str, *, verifies_each
 
 
 def _patched_blocks(base: TensorAt, patches: Sequence[Patch], verifies_each: bool) -> Iterator[memoryview]:
-    """Yield a tensor's new state, block by block.
-
-    Raises:
-        SourceError: a delta is damaged, or of a tensor of another length; or the state has another checksum.
-        InputError: it cannot be read.
-    """
+    """Yield a tensor's new state, block by block."""
     last = len(patches) - 1
     hashers = {
         number: new_checksum(patch.checksum_format)

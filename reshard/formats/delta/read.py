@@ -27,10 +27,6 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     """Open a chain at its newest version, or that of `CHAIN@N`.
 
     Tensors without a digest are read if there is a recorded state to compare, which nobody else would.
-
-    Raises:
-        SourceError: there is no such version, its base is not in the chain, or the chain is inconsistent.
-        InputError: see `reshard.formats.huggingface.read.open_checkpoint`, for the full version.
     """
     chain, number = _chain_at(folder)
     opened = open_version(chain, number, options)
@@ -102,11 +98,7 @@ def follow(
     verifies_each: bool = False,
     scratch: Path | None = None,
 ) -> Checkpoint:
-    """Return the state that consecutive deltas of a chain make of a base.
-
-    Raises:
-        SourceError: a delta is of tensors that the base does not have, or the state is not the recorded one.
-    """
+    """Return the state that consecutive deltas of a chain make of a base."""
     patches: dict[str, list[Patch]] = {}
     digests = {name: tensor.blake3 for name, tensor in base.tensors.items()}
     for version in deltas:
@@ -141,11 +133,7 @@ def other_base(where: str, number: int | None, expected: str | None, state: str 
 
 
 def check_state(tensors: Iterable[TensorAt], version: Version, where: str) -> str | None:
-    """Compare the digest of a state, if it is recorded and all digests are known, and return it.
-
-    Raises:
-        SourceError: it is another one.
-    """
+    """Compare the digest of a state, if it is recorded and all digests are known, and return it."""
     state = state_digest(tensors)
     if None not in (state, version.state) and state != version.state:
         problem = f"version {version.number}: expected the state {version.state}, found {state}"

@@ -39,11 +39,7 @@ def check(folder: Folder, findings: Findings, options: CheckOptions) -> Contents
 
 
 def read_weights(folder: Folder) -> Mapping[str, TensorAt]:
-    """Return the tensors of all files that can be read.
-
-    Raises:
-        SourceError: there are none.
-    """
+    """Return the tensors of all files that can be read."""
     findings = Findings()
     weights = read_files(folder, findings)
     if not weights.tensors:
@@ -91,12 +87,7 @@ def _check_model(
 def _shape_of(
     folder: Folder, config: Mapping[str, object], weights: Weights, description: ModelDescription | None
 ) -> ModelShape | None:
-    """Return the shape of a model whose architecture is known; None for another, or where a file cannot be read.
-
-    Raises:
-        ModelError: config.json describes no such model.
-        SourceError: tensors of an architecture that the catalogue describes are missing, or not the model's.
-    """
+    """Return the shape of a model whose architecture is known; None for another, or where a file cannot be read."""
     where = str(folder.file(CONFIG_NAME))
     try:
         needs_files = is_sized_by_files(config, where, description)

@@ -58,13 +58,7 @@ class _Shards:
 
 
 def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
-    """Read the headers of a Hugging Face folder and check that they cover the model exactly.
-
-    Raises:
-        SourceError: no config, shards and index that disagree, or tensors missing, unknown or of the wrong shape.
-        ModelError: an invalid config, an unsupported architecture, or a description of another model.
-        ShardError: an invalid header.
-    """
+    """Read the headers of a Hugging Face folder and check that they cover the model exactly."""
     files, description = folder.names(), options.description
     refuse_ranks_of_vllm(folder)
     if CONFIG_NAME not in files:

@@ -37,11 +37,7 @@ class ShardIndex:
 
 
 def read_shard_index(raw: bytes, where: str) -> ShardIndex:
-    """Return what an index says.
-
-    Raises:
-        SourceError: not a JSON object of file names.
-    """
+    """Return what an index says."""
     document = parse_json_object(raw, where)
     weight_map = document.get("weight_map")
     if not isinstance(weight_map, dict):
@@ -55,11 +51,7 @@ def read_shard_index(raw: bytes, where: str) -> ShardIndex:
 
 
 def refuse_ranks_of_vllm(folder: Folder) -> None:
-    """Raise if the weights are in vLLM's `sharded_state`: fused, sliced by rank, and padded.
-
-    Raises:
-        SourceError: they are.
-    """
+    """Raise if the weights are in vLLM's `sharded_state`: fused, sliced by rank, and padded."""
     shards = [name for name in folder.names() if name.endswith(SUFFIX) and "/" not in name]
     if shards and all(map(_RANK_OF_VLLM.fullmatch, shards)):
         problem = "is of vLLM's sharded_state, which is not supported: expected the weights of the model"
@@ -68,12 +60,7 @@ def refuse_ranks_of_vllm(folder: Folder) -> None:
 
 
 def refuse_slices(file: InputFile, header: Header) -> None:
-    """Raise for slices of tensors, as torch's HuggingFaceStorageWriter leaves them; other `__metadata__` is copied.
-
-    Raises:
-        SourceError: `__metadata__` says that a tensor is a slice.
-        ShardError: what it says of slices is malformed.
-    """
+    """Raise for slices of tensors, as torch's HuggingFaceStorageWriter leaves them; other `__metadata__` is copied."""
     for name, part in slices_in(header, str(file)).items():
         if part.shape != part.whole_shape:
             problem = f"is a slice {list(part.shape)} of a tensor {list(part.whole_shape)}, as __metadata__ says"

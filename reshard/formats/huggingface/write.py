@@ -38,13 +38,7 @@ def plan_export(checkpoint: Checkpoint) -> tuple[OutputShard, ...]:
 
 
 def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> ExportResult:
-    """Write a Hugging Face folder, with shards, index and auxiliary files as in the source.
-
-    Raises:
-        OutputError: `out` exists or cannot be written.
-        ShardError: a bundle's bytes do not match their digests.
-        UserError: see `cast_checkpoint`.
-    """
+    """Write a Hugging Face folder, with shards, index and auxiliary files as in the source."""
     checkpoint = with_config_for(cast_checkpoint(checkpoint, options.dtype), options.dtype)
     shards = plan_export(checkpoint)
     (config,) = (item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)

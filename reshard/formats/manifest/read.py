@@ -39,11 +39,7 @@ class Described:
 
 
 def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
-    """Open the manifest of a folder; see `open_packed`.
-
-    Raises:
-        InputError: `options` drop tensors.
-    """
+    """Open the manifest of a folder; see `open_packed`."""
     if options.drop:
         raise InputError(
             Parameter("drop"),
@@ -61,12 +57,6 @@ def open_packed(read: ReadManifest) -> Checkpoint:
     """Read a manifest's headers and check that they cover the model exactly, including optimizer state if any.
 
     Tensors are in the order of the original source, whatever the stages are.
-
-    Raises:
-        ManifestError: the manifest is invalid, or does not match its auxiliary files or shards.
-        ModelError: config.json is invalid or unsupported.
-        ShardError: a header is invalid, a tensor is unknown or on the wrong stage, or copies of a tied weight differ.
-        SourceError: a tensor is missing.
     """
     described = describe(read)
     bundles = Bundles(read.manifest, read.folder)
@@ -75,13 +65,7 @@ def open_packed(read: ReadManifest) -> Checkpoint:
 
 
 def describe(read: ReadManifest) -> Described:
-    """Read a manifest's config and source.json, and check that they are those of its stages.
-
-    Raises:
-        ManifestError: the manifest does not match its auxiliary files.
-        ModelError: config.json is invalid or unsupported.
-        SourceError: one of the two does not match its digest.
-    """
+    """Read a manifest's config and source.json, and check that they are those of its stages."""
     manifest, folder = read.manifest, read.folder
     small = {auxiliary.path: auxiliary for auxiliary in manifest.files}
     for needed in (CONFIG_NAME, SOURCE_NAME):

@@ -34,12 +34,7 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def check_arguments(arguments: Mapping[str, Any], config: Mapping[str, Any], num_rows: int, where: str) -> None:
-    """Raise unless a config describes the model that these arguments do; `num_rows` are those of the embedding.
-
-    Raises:
-        SourceError: one differs, or is missing.
-        ModelError: Megatron-Core has no such model.
-    """
+    """Raise unless a config describes the model that these arguments do; `num_rows` are those of the embedding."""
     expected = arguments_of(config, where)
     place, hint = f"{where}/{COMMON_NAME}: args", "use the config.json of this model"
     for name in _REQUIRED:
@@ -53,12 +48,7 @@ def check_arguments(arguments: Mapping[str, Any], config: Mapping[str, Any], num
 
 
 def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the arguments of Megatron-LM that describe the model of a config.
-
-    Raises:
-        ModelError: a config of a model that Megatron-Core does not have.
-        InputError: a field of it is malformed.
-    """
+    """Return the arguments of Megatron-LM that describe the model of a config."""
     megatron_names(config, where)
     read = ConfigFields(config, where)
     count, kind = read.typed.count, config["model_type"]
@@ -84,11 +74,7 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def config_of(arguments: Mapping[str, Any], dtype: str, where: str) -> dict[str, Any]:
-    """Return the config of the model that arguments describe; `dtype` is that of its weights.
-
-    Raises:
-        SourceError: an argument is missing, or of a model that no known architecture is.
-    """
+    """Return the config of the model that arguments describe; `dtype` is that of its weights."""
     try:
         config = _config_of(arguments)
         json.dumps(config, allow_nan=False)  # arguments may be of any type
@@ -123,11 +109,7 @@ def num_experts_of(config: Mapping[str, Any]) -> int:
 
 
 def layers_with_experts(config: Mapping[str, Any], where: str) -> list[int]:
-    """Return 1 for each decoder layer with experts and 0 for each without.
-
-    Raises:
-        InputError: a field of the config is malformed.
-    """
+    """Return 1 for each decoder layer with experts and 0 for each without."""
     read = ConfigFields(config, where).typed
     layers = range(read.count("num_hidden_layers", most=MAX_LAYERS))
     if config["model_type"] == "deepseek_v3":
@@ -255,12 +237,7 @@ def with_defaults(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deepseek_arguments(read: ConfigFields) -> dict[str, Any]:
-    """Return the arguments in which DeepSeek-V3 differs from models without latent attention.
-
-    Raises:
-        ModelError: a config of a model that Megatron-Core does not have.
-        InputError: a field of it is malformed.
-    """
+    """Return the arguments in which DeepSeek-V3 differs from models without latent attention."""
     config, count = read.config, read.typed.count
     per_token, groups, chosen = count("num_experts_per_tok"), count("n_group", 8), count("topk_group", 4)
     read.expect("rope_interleave", True)
@@ -286,11 +263,7 @@ def deepseek_arguments(read: ConfigFields) -> dict[str, Any]:
 
 
 def deepseek_config(arguments: Mapping[str, Any], has_experts: Sequence[int]) -> dict[str, Any]:
-    """Return the fields of a config that `with_defaults` arguments describe, beside those of every model.
-
-    Raises:
-        KeyError, ValueError, ArithmeticError: they are not of such a model.
-    """
+    """Return the fields of a config that `with_defaults` arguments describe, beside those of every model."""
     width = arguments["moe_ffn_hidden_size"]
     groups = arguments.get("moe_router_num_groups") or 1
     config = {
@@ -355,11 +328,7 @@ class ConfigFields:
         return ModelError(f"{self.where}: config.json: {name}", problem, hint, code="model.not-in-megatron")
 
     def rope(self) -> Rope:
-        """Return the rotary embeddings, which transformers 5 has in `rope_parameters`, 4 in two fields.
-
-        Raises:
-            InputError: they are not an object.
-        """
+        """Return the rotary embeddings, which transformers 5 has in `rope_parameters`, 4 in two fields."""
         sections = map(self.typed.section, ("rope_parameters", "rope_scaling"))
         filled = (section.config for section in sections if section is not None and section.config)
         fields: Mapping[str, Any] = next(filled, {})

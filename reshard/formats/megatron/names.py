@@ -95,11 +95,7 @@ _FAMILIES: Mapping[str, MegatronNames] = {
 
 
 def megatron_names(config: Mapping[str, object], where: str) -> MegatronNames:
-    """Return the names of the family that a config is of.
-
-    Raises:
-        ModelError: Megatron's layout of this architecture is not known.
-    """
+    """Return the names of the family that a config is of."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
         problem = f"expected an architecture whose Megatron-Core layout is known ({', '.join(_FAMILIES)})"
@@ -115,12 +111,7 @@ RELEASE = "release"  # in place of a number: weights that were converted
 
 
 def find_iteration(address: str, folder: Folder) -> Folder:
-    """Return the folder of the iteration to load if this is where Megatron-LM keeps them; else the folder itself.
-
-    Raises:
-        SourceError: the file that says the iteration says none.
-        InputError: it cannot be read.
-    """
+    """Return the folder of the iteration to load if this is where Megatron-LM keeps them; else the folder itself."""
     names = folder.names()
     if TRACKER_NAME not in names or METADATA_NAME in names:
         return folder

@@ -48,13 +48,6 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
 
     The arguments must agree with config.json; without one, it is made from them. Weights are packed whole, under
     Hugging Face's names, however they were sharded; with optimizer state, they are the master weights.
-
-    Raises:
-        SourceError: damaged files, tensors missing, unknown or of the wrong shape, arguments that are missing or
-            differ, or optimizer state of a format that cannot be read, unless it is dropped.
-        ModelError: an unsupported architecture, or one that Megatron-Core does not have.
-        ShardError: the chunks of a tensor are not all of it.
-        UsageError: the model is described.
     """
     if options.description is not None:
         problem = "is for Hugging Face folders; Megatron's arguments describe the model"
@@ -84,11 +77,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
 
 
 def read_weights(folder: Folder) -> dict[str, TensorAt]:
-    """Return a checkpoint's weights, whole, and under Hugging Face's names.
-
-    Raises:
-        SourceError, ModelError, ShardError: as `open_checkpoint`, but for weights that are not all of a model.
-    """
+    """Return a checkpoint's weights, whole, and under Hugging Face's names."""
     return _read_weights(folder, read_metadata(folder), read_common(folder))[1]
 
 
@@ -148,10 +137,6 @@ def read_common(folder: Folder) -> Mapping[object, object]:
     """Return what a checkpoint's `common.pt` has.
 
     `content_metadata` says how ranks sharded, which names and chunks say too, and how state was gathered.
-
-    Raises:
-        SourceError: there is no such file, or it is damaged, or no dict, or is of another version or iteration.
-        InputError: it cannot be read.
     """
     if COMMON_NAME not in folder.names():
         raise _no_arguments(f"{folder}/{COMMON_NAME}", "no such file")
@@ -172,11 +157,7 @@ def read_common(folder: Folder) -> Mapping[object, object]:
 
 
 def arguments_in(common: Mapping[object, object], where: str) -> dict[str, Any]:
-    """Return the arguments that a `common.pt` has, by name.
-
-    Raises:
-        SourceError: it has none.
-    """
+    """Return the arguments that a `common.pt` has, by name."""
     fields = getattr(common.get("args"), "fields", None)
     if not isinstance(fields, dict) or not fields:
         raise _no_arguments(f"{where}/{COMMON_NAME}", "found no 'args'")

@@ -48,10 +48,6 @@ def under_names_of_huggingface(
 
     Rows that pad the vocabulary are left out. Names that Megatron's model does not have are kept, to be refused by
     name.
-
-    Raises:
-        ModelError: Megatron's layout of this architecture is not known.
-        SourceError: two different tensors are one of Hugging Face's model, or slices are not contiguous in their files.
     """
     model = _Model(config, tensors, where)
     renamed: dict[str, Slices] = {}
@@ -160,11 +156,7 @@ class MegatronModel:
         self.mtp_layers = sorted(numbers.difference(range(self._num_layers)))
 
     def place(self, tensor: TensorAt) -> Placed | None:
-        """Return where a weight is in the model; nowhere, if it is a copy that Megatron's MTP layers do without.
-
-        Raises:
-            ModelError: Megatron's model has no such tensor, or shares it with the model, whose is another.
-        """
+        """Return where a weight is in the model; nowhere, if it is a copy that Megatron's MTP layers do without."""
         if tensor.name in _OWN_TOP:
             return in_place(tensor, _OWN_TOP[tensor.name])
         if (match := _HF_LAYER.fullmatch(tensor.name)) is None:

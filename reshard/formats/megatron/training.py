@@ -47,11 +47,7 @@ def _resave() -> str:
 def find_optimizer(
     common: Mapping[object, object], tensors: Iterable[DcpTensor], where: str
 ) -> dict[str, dict[str, DcpTensor]] | None:
-    """Return the optimizer's tensors by kind, under the names of the model's: AdamW's state, and master weights.
-
-    Raises:
-        SourceError: they are of another format.
-    """
+    """Return the optimizer's tensors by kind, under the names of the model's: AdamW's state, and master weights."""
     by_kind: dict[str, dict[str, DcpTensor]] = {kind: {} for kind in (MASTERS, *MOMENTS)}
     others = []
     for tensor in tensors:
@@ -83,9 +79,6 @@ def training_state(
     """Return how far the checkpoint was trained. Of `moments`, those of one kind, come the shapes of its parameters.
 
     The learning rate is that of the next step, and stays: Megatron's schedule counts samples.
-
-    Raises:
-        SourceError: options of another optimizer than AdamW, or malformed, or counts of steps that differ.
     """
     place = f"{where}/{COMMON_NAME}: {OPTIMIZER}"
     groups = [group for optimizer in _optimizers(common, where) for group in groups_in(_inner(optimizer, place), place)]

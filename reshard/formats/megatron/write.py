@@ -47,13 +47,6 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
 
     With optimizer state they are an iteration, and the state that of its distributed optimizer. The vocabulary is not
     padded: its loader does that. Weights are as the manifest has them unless `dtype` says otherwise.
-
-    Raises:
-        OutputError: `out` exists or cannot be written.
-        ShardError: a bundle's bytes do not match their digests.
-        ModelError: Megatron-Core has no such model, or no such tensor.
-        CheckpointError: the optimizer state is not what Megatron-Core has of AdamW.
-        UserError: see `cast_checkpoint`.
     """
     masters = owned_tensors(checkpoint, checkpoint.tensors)
     checkpoint, casts = cast_for_export(checkpoint, options.dtype)
@@ -139,10 +132,6 @@ def optimizer_of(checkpoint: Checkpoint, trained: TrainingState, optimizer: Opti
     """Return the entries of `common.pt`, for one optimizer of all parameters. See Note [Groups of Megatron].
 
     With expert parallelism, Megatron has an optimizer of the experts' parameters alone, and its loader expects two.
-
-    Raises:
-        CheckpointError: there is no learning rate, or another optimizer than AdamW with one weight decay, of all
-            parameters or of those that are not 1-D.
     """
     check_moments(checkpoint, optimizer)
     options = adamw_options(checkpoint, trained, replace(optimizer, groups=_decayed(checkpoint, optimizer)))
