@@ -53,7 +53,7 @@ _SAME = ("schedule", "microbatch", "replicate", "shard", "context", "tensor", "e
     "--write-schedule", type=click.Path(path_type=Path), metavar="FILE.csv",
     help="Write the actions of a step, which --schedule reads, here and in a run.",
 )  # fmt: skip
-@click.option("--draw", type=click.Path(path_type=Path), metavar="FILE", help="Draw the plan as .svg, .png or .html.")
+@click.option("--draw", type=click.Path(path_type=Path), metavar="FILE", help="Draw the plan as .svg or .png.")
 @click.option(
     "--theme",
     type=click.Choice(["auto", "light", "dark"]),
@@ -86,9 +86,9 @@ def plan(
     from reshard.report.search_table import search_json, search_text
 
     if draw:
-        from reshard.draw import SUFFIXES, check_picture
+        from reshard.draw import check_picture
 
-        check_picture(draw, force, (".svg", ".png") if search["gpus"] else SUFFIXES)
+        check_picture(draw, force)
     if write:
         check_layout_file(write, force=force)
     if write_schedule:

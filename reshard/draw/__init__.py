@@ -5,7 +5,6 @@ They are drawn with matplotlib, an extra (`reshard[draw]`) that is imported on u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,17 +19,17 @@ if TYPE_CHECKING:
     from reshard.packing.plan import PlanResult
     from reshard.search.search import SearchResult
 
-__all__ = ["SUFFIXES", "check_picture", "draw_plan", "draw_search"]
+__all__ = ["check_picture", "draw_plan", "draw_search"]
 
-SUFFIXES = (".svg", ".png", ".html")
+_SUFFIXES = (".svg", ".png")
 
 
-def check_picture(path: Path, force: bool, suffixes: Sequence[str] = SUFFIXES) -> None:
+def check_picture(path: Path, force: bool) -> None:
     """Check early that a picture can be drawn and written."""
-    if path.suffix.lower() not in suffixes:
+    if path.suffix.lower() not in _SUFFIXES:
         raise UsageError(
             "--draw",
-            f"expected a name that ends in {list_words(suffixes)}, found {path.name!r}",
+            f"expected a name that ends in {list_words(_SUFFIXES)}, found {path.name!r}",
             code="options.draw-suffix",
         )
     if find_spec("matplotlib") is None:
@@ -49,7 +48,7 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
     The theme `auto` is that of the reader's setting, in a PNG `light`.
     """
     from manifests.command.interpreter import collector_paused
-    from reshard.draw.sheet import draw_sheet, html_page
+    from reshard.draw.sheet import draw_sheet
 
     if planned.forecast.step is None:
         raise UsageError(
@@ -59,8 +58,7 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
             code="options.too-many-microbatches",
         )
     with collector_paused():
-        is_page = path.suffix.lower() == ".html"
-        data = html_page(planned).encode() if is_page else draw_sheet(planned, theme, _form(path))
+        data = draw_sheet(planned, theme, _form(path))
     _write(path, data)
 
 

@@ -23,7 +23,6 @@ from reshard.draw.theme import (
     byte_scale,
     draw_bars,
     height_of,
-    is_narrow,
     label_numbers,
     width_of,
 )
@@ -170,7 +169,7 @@ def _draw_ties(axes: Axes, planned: PlanResult, feet: Sequence[float], theme: Th
             axes.add_patch(PathPatch(arc, fill=False, edgecolor=theme.ink, linewidth=1.1))
             for foot in (start, end):
                 axes.plot(*foot, marker="v", markersize=4, color=theme.ink)
-        text = f"tied: {copies}" if is_narrow(axes) else f"tied: {owner.fqn} = {replica.fqn} ({copies})"
+        text = f"tied: {owner.fqn} = {replica.fqn} ({copies})"
         axes.text(
             (owner.stage + replica.stage) / 2, height + 0.1 * line, text, ha="center", va="bottom",
             fontsize=SMALLEST_PT,
@@ -201,8 +200,8 @@ def draw_schedule(axes: Axes, forecast: Forecast, theme: Theme) -> None:
         _number_microbatches(axes, boxes, placement)
     number_rows(axes, forecast, theme)
     _number_times(axes, view, forecast)
-    title = f"{forecast.schedule}, {forecast.num_microbatches} microbatches"
-    axes.set_title(title if is_narrow(axes) else f"Schedule: {title}", pad=20 if view.num_cut else 6)
+    title = f"Schedule: {forecast.schedule}, {forecast.num_microbatches} microbatches"
+    axes.set_title(title, pad=20 if view.num_cut else 6)
     if view.num_cut:
         _mark_cut(axes, view, theme)
     entries = legend_of({box.action.kind for box in boxes}, placement)
@@ -273,7 +272,7 @@ def _mark_cut(axes: Axes, view: View, theme: Theme) -> None:
         axes.axvline(edge, color=theme.quiet, linewidth=0.8, linestyle=(0, (2, 2)), zorder=5)
     middle = f"{view.num_cut} microbatches cut"
     names = ((left + right) / 2, middle, "center"), (0.0, "warm-up", "left"), (view.width_s, "drain", "right")
-    for place, text, side in names[: 1 if is_narrow(axes) else 3]:
+    for place, text, side in names:
         axes.annotate(
             text, (place, 1), (0, 4), xycoords=axes.get_xaxis_transform(), textcoords="offset points", ha=side,
             va="bottom", fontsize=SMALLEST_PT, color=theme.quiet,
@@ -379,8 +378,6 @@ def _write_right(axes: Axes, rank: int, text: str, *, bold: bool, color: str) ->
 
 
 def put_legend(axes: Axes, handles: Sequence[Artist], ncols: int = 3) -> None:
-    if is_narrow(axes):
-        ncols = 2 if all(len(str(handle.get_label())) < 20 for handle in handles) else 1
     axes.legend(
         handles=handles, loc="upper left", bbox_to_anchor=(0, -_LEGEND_PT / height_of(axes)), ncols=ncols,
         borderaxespad=0, borderpad=0, handlelength=1, handleheight=0.9, columnspacing=1.1,

@@ -1,12 +1,10 @@
-"""The whole picture on one sheet, as SVG or PNG, or in an HTML page without scripts."""
+"""The whole picture on one sheet, as SVG or PNG."""
 
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable, Sequence
-from html import escape
-from string import Template
+from functools import partial
 from typing import Literal
 
 from matplotlib.axes import Axes
@@ -15,73 +13,24 @@ from matplotlib.figure import Figure
 from manifests.command.palette import THEMES, Theme
 from manifests.command.sizes import show_bytes
 from reshard.draw.panels import draw_memory, draw_schedule, draw_stages, draw_work
-from reshard.draw.theme import NARROW, describe, drawing, follow_reader
+from reshard.draw.theme import describe, drawing, follow_reader
 from reshard.formatting import shorten
 from reshard.packing.plan import PlanResult
 from reshard.plans.pack_plan import traffic_of
-from reshard.report.plan_summary import bottleneck, memory_line, not_fitting, placement_line, plan_text, schedule_line
+from reshard.report.plan_summary import bottleneck, memory_line, not_fitting, placement_line, schedule_line
 
 Form = Literal["svg", "png"]
 # Inches.
 _WIDTH, _LEFT, _RIGHT = 13.0, 0.62, 0.25
 _TITLE, _STAGES, _EACH_TIE, _BELOW_STAGES, _BELOW_RANKS, _GAP = 0.32, 0.8, 0.22, 1.3, 1.05, 0.22
-_MORE_NARROW = 0.6  # below panels: legends have more lines
 _PANELS = ((draw_schedule, 0.6), (draw_work, 0.14), (draw_memory, 0.26))  # shares of the width
 _DPI = 130
 
-_PAGE = Template("""\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<title>$title</title>
-<style>
-:root { $light }
-@media (prefers-color-scheme: dark) { :root { $dark } }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1300px; padding: 8px 16px 24px;
-       background: var(--paper); color: var(--ink); overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; margin: .5em 0; }
-p { margin: .3em 0; color: var(--quiet); }
-p.lead { font-weight: bold; color: var(--ink); }
-p.alarm { font-weight: bold; color: var(--alarm); font-size: 1.15rem; }
-figure { margin: 1em 0; overflow-x: auto; }
-svg { display: block; width: 100%; min-width: 1248px; height: auto; }
-.narrow { display: none; }
-@media (max-width: 700px) { .wide { display: none; } .narrow { display: block; } .narrow svg { min-width: 365px; } }
-pre { overflow-x: auto; font-size: 12px; overflow-wrap: normal; }
-@page { size: landscape; }
-@media print {
-  figure { overflow: visible; break-inside: avoid; } svg { min-width: 0; }
-  pre { overflow: visible; font-size: 7pt; white-space: pre-wrap; }
-}
-</style>
-</head>
-<body>
-<h1>$title</h1>
-$facts
-<figure class="wide" tabindex="0" aria-label="the plan, drawn">
-$picture
-</figure>
-<figure class="narrow" tabindex="0" aria-label="the plan, drawn for a narrow screen">
-$narrow
-</figure>
-<pre tabindex="0" aria-label="the plan, as a table">$table</pre>
-</body>
-</html>
-""")
 
-
-def draw_sheet(planned: PlanResult, theme: str, form: Form, *, header: bool = True, width: float = _WIDTH) -> bytes:
-    """Return the picture: what to know in words, stages below it, and then ranks; if it is narrow, panel by panel."""
+def draw_sheet(planned: PlanResult, theme: str, form: Form) -> bytes:
+    """Return the picture: what to know in words, stages below it, and then ranks."""
     description = ". ".join(text for text, *_ in facts(planned, THEMES["light"])[1:])
-
-    def figure_of(colors: Theme) -> Figure:
-        return sheet_of(planned, colors, header=header, width=width)
-
-    return draw_figure(figure_of, theme, form, headline(planned), description)
+    return draw_figure(partial(sheet_of, planned), theme, form, headline(planned), description)
 
 
 def draw_figure(figure_of: Callable[[Theme], Figure], theme: str, form: Form, title: str, description: str) -> bytes:
@@ -95,52 +44,23 @@ def draw_figure(figure_of: Callable[[Theme], Figure], theme: str, form: Form, ti
     return (svg if theme in THEMES else follow_reader(svg)).encode()
 
 
-def html_page(planned: PlanResult) -> str:
-    """Return the page, without scripts and in the reader's theme: what to know first, the picture, and the table."""
-    texts = [text for text, *_ in facts(planned, THEMES["light"])[1:]]
-    num_alarms = len(not_fitting(planned))
-    kinds = ["alarm"] * num_alarms + ["lead"] + [""] * (len(texts) - num_alarms - 1)
-    wide, narrow = (
-        _inline(draw_sheet(planned, "auto", "svg", header=False, width=width)) for width in (_WIDTH, NARROW)
-    )
-    return _PAGE.substitute(
-        title=escape(headline(planned)),
-        light=THEMES["light"].css,
-        dark=THEMES["dark"].css,
-        facts="\n".join(f'<p class="{kind}">{escape(text)}</p>' for kind, text in zip(kinds, texts, strict=True)),
-        picture=wide,
-        narrow=narrow,
-        table=escape("\n".join(line for line in plan_text(planned).splitlines() if line not in texts)),
-    )
-
-
-def _inline(svg: bytes) -> str:
-    text = svg.decode()
-    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", text[text.index("<svg") :]).rstrip()
-
-
-def sheet_of(planned: PlanResult, theme: Theme, *, header: bool = True, width: float = _WIDTH) -> Figure:
+def sheet_of(planned: PlanResult, theme: Theme) -> Figure:
     """Return the picture as a figure, drawn with the settings of `drawing`."""
-    lines = facts(planned, theme) if header else []
+    lines = facts(planned, theme)
     top = 0.12 + sum(size for _, _, size, _ in lines) / 72 * 1.45 + _TITLE
     rows = _rows_height(planned.layout.placement.num_ranks)
     stages = _STAGES + _EACH_TIE * min(3, len(planned.plan.ties))
-    is_narrow = width == NARROW
-    panels = [[(draw, 1.0)] for draw, _ in _PANELS] if is_narrow else [[*_PANELS]]
-    below = _MORE_NARROW if is_narrow else 0.0
-    bottom = height = top + stages + _BELOW_STAGES + below / 2 + len(panels) * (rows + _BELOW_RANKS + below)
-    figure = Figure(figsize=(width, height))
+    bottom = height = top + stages + _BELOW_STAGES + rows + _BELOW_RANKS
+    figure = Figure(figsize=(_WIDTH, height))
     _write_header(figure, lines, height)
-    inner = width - _LEFT - _RIGHT
+    inner = _WIDTH - _LEFT - _RIGHT
     bottom -= top + stages
     draw_stages(_place(figure, _LEFT, bottom, inner, stages), planned, theme)
-    bottom -= _BELOW_STAGES + below / 2
-    for row in panels:
-        x = _LEFT
-        for draw, share in row:
-            draw(_place(figure, x, bottom - rows, share * inner - _GAP, rows), planned.forecast, theme)
-            x += share * inner + (_GAP / 2)
-        bottom -= rows + _BELOW_RANKS + below
+    bottom -= _BELOW_STAGES
+    x = _LEFT
+    for draw, share in _PANELS:
+        draw(_place(figure, x, bottom - rows, share * inner - _GAP, rows), planned.forecast, theme)
+        x += share * inner + (_GAP / 2)
     return figure
 
 

@@ -17,7 +17,6 @@ from matplotlib.path import Path
 from manifests.command.palette import THEMES, Theme
 
 SMALLEST_PT = 8.25  # 11 px at 100 %
-NARROW = 3.8  # inches: 365 px
 Bar = tuple[float, float, float, float]  # left, right, bottom, top
 _CORNERS = (Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY)
 
@@ -122,11 +121,6 @@ def width_of(axes: Axes) -> float:
 def height_of(axes: Axes) -> float:
     """Return the height of axes in points."""
     return float(axes.get_position().height * _figure_of(axes).get_figheight() * 72)
-
-
-def is_narrow(axes: Axes) -> bool:
-    """Return whether the picture is as narrow as a phone."""
-    return float(_figure_of(axes).get_figwidth()) == NARROW
 
 
 def _figure_of(axes: Axes) -> Figure:

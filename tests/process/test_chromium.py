@@ -1,4 +1,4 @@
-"""The plan page, the report page and the site in a real Chromium: what a reader sees, points at, prints and finds."""
+"""The report page and the site in a real Chromium: what a reader sees, points at, prints and finds."""
 
 from __future__ import annotations
 
@@ -12,23 +12,18 @@ import pytest
 
 from manifests.placement import Placement
 from runner.report.page import write_report
-from tests.builders import reshard
 from tests.chromium import CHROMIUM, Page, opened
 from tests.fast.runner.profiling.traced import write_metrics, write_traces
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="NO CHROMIUM: the pages are not seen in a browser")
 
 ROOT = Path(__file__).parents[2]
-CONFIG = ROOT / "tests" / "data" / "configs" / "llama-3.1-8b.json"
-PAGES = ("plan", "report")
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a page of each kind; the plan does not fit, the report compares two runs."""
+    """Return a folder with a report that compares two runs."""
     folder = tmp_path_factory.mktemp("pages")
-    plan = ("plan", CONFIG, "--layout", "pp=4", "--microbatches", "64", "--gpu-memory", "20GB")
-    assert reshard(*plan, "--draw", folder / "plan.html").code == 0
     for name in ("first", "second"):
         (folder / name).mkdir()
         write_metrics(folder / name)
@@ -44,12 +39,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("name", PAGES)
-def test_page_is_as_wide_as_the_screen_and_follows_the_theme(
-    browser: Page, pages: Path, name: str, *, dark: bool
-) -> None:
+def test_page_is_as_wide_as_the_screen_and_follows_the_theme(browser: Page, pages: Path, *, dark: bool) -> None:
     for width in (1400, 400):
-        browser.open(pages / f"{name}.html", width, dark=dark)
+        browser.open(pages / "report.html", width, dark=dark)
         assert browser.run("document.documentElement.scrollWidth") == width
     colors = browser.run("(s => [s.backgroundColor, s.color])(getComputedStyle(document.body))")
     light = [sum(map(int, re.findall(r"\d+", color)[:3])) / 765 for color in colors]
@@ -58,12 +50,6 @@ def test_page_is_as_wide_as_the_screen_and_follows_the_theme(
     scale = "[...document.querySelectorAll('svg')].find(svg => svg.getBoundingClientRect().width).getScreenCTM().a"
     assert min(browser.run(sizes)) * browser.run(scale) >= 10.99
     assert browser.errors == []
-
-
-def test_plan_says_first_what_does_not_fit_in_the_color_of_an_alarm(browser: Page, pages: Path) -> None:
-    browser.open(pages / "plan.html")
-    assert browser.run("document.querySelector('h1 + p').textContent").startswith("DOES NOT FIT: ")
-    assert browser.run("getComputedStyle(document.querySelector('h1 + p')).color") == "rgb(179, 38, 30)"
 
 
 def test_pointing_at_an_action_says_what_it_is(browser: Page, pages: Path) -> None:
@@ -114,9 +100,8 @@ def test_without_scripts_the_report_is_a_still_picture(browser: Page, pages: Pat
         browser.open(pages / "report.html")
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_tables_are_printed_whole(browser: Page, pages: Path, name: str) -> None:
-    browser.open(pages / f"{name}.html", 1000)
+def test_tables_are_printed_whole(browser: Page, pages: Path) -> None:
+    browser.open(pages / "report.html", 1000)
     browser.print_media()
     cut = (
         "[...document.querySelectorAll('pre, .table, figure')].filter(e => getComputedStyle(e).overflowX !== 'visible')"

@@ -18,7 +18,7 @@ from matplotlib.text import Text
 from manifests.command.palette import THEMES
 from reshard.draw.panels import stage_bytes
 from reshard.draw.sheet import sheet_of
-from reshard.draw.theme import NARROW, drawing
+from reshard.draw.theme import drawing
 from reshard.estimate.assumptions import Assumptions
 from reshard.formats.open import open_source
 from reshard.packing.plan import LayoutRequest, estimate_step, lay_out, plan
@@ -152,7 +152,6 @@ def test_ranks_with_equal_work_are_dots_without_numbers(config: Path, tmp_path: 
     assert [text for text in texts if text.endswith(" %")] == ["mean, 100 %"]
 
 
-@pytest.mark.parametrize("width", [13.0, NARROW])
 @pytest.mark.parametrize(
     ("name", "spec", "assumed"),
     [
@@ -163,12 +162,12 @@ def test_ranks_with_equal_work_are_dots_without_numbers(config: Path, tmp_path: 
     ],
 )
 def test_texts_are_at_least_11_px_within_the_picture_and_never_collide(
-    name: str, spec: str, assumed: Assumptions, width: float
+    name: str, spec: str, assumed: Assumptions
 ) -> None:
     config = ROOT / "tests" / "data" / "configs" / f"{name}.json"
     planned = plan(config, spec, assumed=assumed)
     with drawing(THEMES["light"]):
-        figure = sheet_of(planned, THEMES["light"], header=width != NARROW, width=width)
+        figure = sheet_of(planned, THEMES["light"])
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
@@ -183,7 +182,7 @@ def test_texts_are_at_least_11_px_within_the_picture_and_never_collide(
     assert crossing == []
 
 
-@pytest.mark.parametrize("suffix", ["svg", pytest.param("png", marks=pytest.mark.slow), "html"])
+@pytest.mark.parametrize("suffix", ["svg", pytest.param("png", marks=pytest.mark.slow)])
 def test_same_plan_gives_the_same_bytes_in_another_process(config: Path, suffix: str, tmp_path: Path) -> None:
     first, second = tmp_path / f"first.{suffix}", tmp_path / f"second.{suffix}"
     draw(config, "pp=2,vpp=2", first)
