@@ -136,12 +136,6 @@ def test_slices_that_overlap_or_are_of_another_shape_are_named(wording: Callable
     wording("\n".join(map(str, problems)))
 
 
-def test_parts_without_elements_do_no_harm() -> None:
-    whole = Slice(offset=(0,), shape=(4,), whole_shape=(4,))
-    assert problem_with_slices([whole, Slice(offset=(4,), shape=(0,), whole_shape=(4,))]) is None
-    assert problem_with_slices([Slice(offset=(), shape=(), whole_shape=())]) is None
-
-
 def test_header_gives_back_what_was_written() -> None:
     slices = {
         "a": Slice(offset=(2, 0), shape=(2, 3), whole_shape=(6, 3)),

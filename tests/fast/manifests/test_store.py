@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import subprocess
@@ -14,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, RankError, SourceError, UnreachableError, UsageError, UserError, error_json
+from manifests.errors import InputError, RankError, SourceError, UnreachableError, UsageError, UserError
 from manifests.safetensors import header_template, layout_tensors
 from manifests.schema import Shard
-from manifests.store import open_shard, read_small_file, write_file, write_manifest
+from manifests.store import open_shard, read_small_file, write_manifest
 from stores.open import open_manifest
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.refusals import refusal, refused
@@ -30,13 +29,6 @@ HEAD = header_template(ENTRIES, {})
 def write_shard(folder: Path) -> Shard:
     (folder / "a.safetensors").write_bytes(HEAD + bytes(24))
     return Shard(path="a.safetensors", nbytes=len(HEAD) + 24, digest=digest_bytes(HEAD))
-
-
-def test_manifest_is_read_by_its_file_and_by_its_folder(tmp_path: Path) -> None:
-    write_manifest(tmp_path, full_manifest())
-    assert open_manifest(tmp_path).manifest == full_manifest()
-    assert open_manifest(tmp_path / "manifest.json").manifest == full_manifest()
-    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
 
 
 def test_manifest_that_breaks_an_invariant_is_not_written(tmp_path: Path) -> None:
@@ -68,18 +60,6 @@ def test_place_without_a_manifest_is_refused_with_what_is_there(tmp_path: Path, 
     wording("\n".join(messages))
 
 
-def test_refusals_of_a_manifest_name_its_file(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text("{}")
-    assert refused(lambda: open_manifest(tmp_path).manifest) == (
-        "manifest.not-a-manifest",
-        f"{tmp_path}/manifest.json: format",
-    )
-
-
-def test_shard_that_is_as_the_manifest_says_is_opened(tmp_path: Path) -> None:
-    assert open_shard(tmp_path, write_shard(tmp_path)).tensors == ENTRIES
-
-
 def test_shard_that_is_not_as_the_manifest_says_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
     shard = write_shard(tmp_path)
     path = tmp_path / shard.path
@@ -107,14 +87,6 @@ def test_small_file_is_checked(tmp_path: Path, wording: Callable[[str], None]) -
     large = refusal(lambda: read_small_file(path))
     assert (large.code, large.where) == ("source.file-too-large", str(path))
     wording(f"{absent}\n{listed}\n{other}\n{large}")
-
-
-def test_written_file_replaces_the_old_one_and_leaves_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_bytes(b"old")
-    write_file(path, b"new")
-    assert path.read_bytes() == b"new"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
@@ -149,11 +121,3 @@ def test_error_sent_between_processes_arrives_as_it_was(kind: type[UserError]) -
     error.is_elsewhere, error.exit_code = True, 7
     received = pickle.loads(pickle.dumps(error))
     assert (type(received), vars(received)) == (kind, vars(error))
-
-
-def test_json_form_carries_the_code() -> None:
-    error = InputError("a.json", "is empty", code="source.empty")
-    assert json.loads(error_json(error)) == {
-        "version": 1,
-        "error": {"code": "source.empty", "where": "a.json", "problem": "is empty", "hint": ""},
-    }

@@ -54,13 +54,6 @@ def test_the_head_keeps_the_logits_of_mtp_layers(depth: int, beside: str, recomp
     assert chunked.temporary >= alone.temporary
 
 
-def test_logits_are_no_activations_of_an_mtp_layer() -> None:
-    shape, training = shape_of(1), replace(FP32, loss_chunk=4)
-    kept = costs(shape, training)
-    layers = kept["model.layers.4"] - kept["model.layers.3"]
-    assert layers == 2 * 8 * 4 * (6 * shape.hidden_size + 3)
-
-
 def test_a_stage_borrows_the_embedding_for_its_mtp_layer() -> None:
     shape, table = shape_of(1, beside=NEXT), schedule_table("1F1B", TWO, 2)
     stages = shape.modules[:-3], shape.modules[-3:]

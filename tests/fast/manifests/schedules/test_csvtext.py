@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifests.errors import InputError, ScheduleError
+from manifests.errors import ScheduleError
 from manifests.placement import Placement
 from manifests.schedules import (
     SCHEDULES,
     LoweredTable,
-    Overlap,
     lower,
     read_csv,
     schedule_table,
@@ -139,14 +138,6 @@ def test_reading_returns_what_was_written(data: st.DataObject) -> None:
     assert read_csv(write_csv(lower(table)), "table.csv", placement) == table
 
 
-def test_overlap_is_read_as_one_step() -> None:
-    table = schedule_table("DualPipeV", placed(2, 2, "v"), 6)
-    assert any(isinstance(step, Overlap) for step in table.ranks[0])
-    assert "(3F2;0B0)OVERLAP_F_B" in write_csv(table)
-    spaced = write_csv(table).replace("(3F2;0B0)OVERLAP_F_B", ' "( 3F2 ; 0B0 )OVERLAP_F_B" ').replace(' "', '"')
-    assert read_csv(spaced.replace('" ', '"'), "table.csv") == table
-
-
 @pytest.mark.parametrize(
     ("text", "code", "place"),
     [
@@ -191,15 +182,6 @@ def without(table: LoweredTable, rank: int, position: int) -> str:
     computed = [at for at, cell in enumerate(rows[rank]) if not re.search("SEND|RECV|SHARD|REDUCE", cell)]
     del rows[rank][computed[position]]
     return "".join(",".join(row) + "\n" for row in rows)
-
-
-@pytest.mark.parametrize("name", MULTI)
-def test_no_computation_can_be_left_out(name: str) -> None:
-    table = schedule_table(name, placements_of(name, 2)[0], 4)
-    for rank, steps in enumerate(table.ranks):
-        for position in range(len(steps)):
-            with pytest.raises(InputError):
-                read_csv(without(lower(table), rank, position), "table.csv", table.placement)
 
 
 CELLS = st.sampled_from(

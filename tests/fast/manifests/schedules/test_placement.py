@@ -76,29 +76,9 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 @given(placements())
-def test_every_stage_is_on_one_rank_and_every_rank_has_equally_many(placement: Placement) -> None:
-    stages_of = [placement.stages_on(rank) for rank in range(placement.num_ranks)]
-    assert sorted(stage for stages in stages_of for stage in stages) == list(range(placement.num_stages))
-    assert {len(stages) for stages in stages_of} == {placement.num_virtual}
-    for rank, stages in enumerate(stages_of):
-        assert [placement.rank_of(stage) for stage in stages] == [rank] * len(stages)
-        assert [placement.virtual_of(stage) for stage in stages] == list(range(len(stages)))
-
-
-@given(placements())
 def test_stages_sit_where_torchs_schedules_expect_them(placement: Placement) -> None:
     expected = generate_stage_to_rank_mapping(placement.num_ranks, placement.num_stages, placement.style)
     assert {stage: placement.rank_of(stage) for stage in range(placement.num_stages)} == expected
-
-
-def test_loop_assigns_round_robin() -> None:
-    placement = Placement(num_stages=6, num_ranks=2)
-    assert [placement.stages_on(rank) for rank in range(2)] == [(0, 2, 4), (1, 3, 5)]
-
-
-def test_v_goes_down_and_comes_back() -> None:
-    placement = Placement(num_stages=6, num_ranks=3, style="v")
-    assert [placement.stages_on(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
 
 
 @pytest.mark.parametrize(

@@ -97,36 +97,6 @@ def test_zbv_waits_for_the_first_microbatch_alone_where_f_i_and_w_take_equally_l
         assert found.makespan_s == 6 * num_microbatches + num_ranks - 1
 
 
-def test_split_backwards_shrink_the_bubble() -> None:
-    whole = run("Interleaved1F1B", placed(4, 2), 8).bubble
-    split = run("InterleavedZeroBubble", placed(4, 2), 8).bubble
-    v_shaped = run("ZBVZeroBubble", placed(4, 2, "v"), 8).bubble
-    assert v_shaped <= split < whole
-
-
-def test_1f1b_of_two_ranks_runs_as_by_hand() -> None:
-    found = simulate(schedule_table("1F1B", placed(2), 2), uniform(placed(2), hop_s=0.5))
-    assert spans_of(found, 0) == [("0F0", 0, 1), ("0F1", 1, 2), ("0B0", 5, 7), ("0B1", 8, 10)]
-    assert spans_of(found, 1) == [("1F0", 1.5, 2.5), ("1B0", 2.5, 4.5), ("1F1", 4.5, 5.5), ("1B1", 5.5, 7.5)]
-    assert found.makespan_s == 10
-    assert found.busy_s == (6, 6)
-    assert found.bubble == pytest.approx(0.4)
-
-
-def test_gradient_of_the_input_leaves_before_that_of_the_weights_is_there() -> None:
-    table = table_of(placed(2), 1, "0F0 0I0 0W0", "1F0 1I0 1W0")
-    found = simulate(table, StageCosts(forward_s=(1, 2), input_s=(3, 4), weight_s=(5, 6)))
-    assert spans_of(found, 0) == [("0F0", 0, 1), ("0I0", 7, 10), ("0W0", 10, 15)]
-    assert spans_of(found, 1) == [("1F0", 1, 3), ("1I0", 3, 7), ("1W0", 7, 13)]
-
-
-def test_no_time_passes_between_stages_of_one_rank() -> None:
-    table = table_of(placed(1, 2, "v"), 1, "0F0 1F0 1B0 0B0")
-    found = simulate(table, uniform(placed(1, 2, "v"), hop_s=9))
-    assert spans_of(found, 0) == [("0F0", 0, 1), ("1F0", 1, 2), ("1B0", 2, 4), ("0B0", 4, 6)]
-    assert found.bubble == 0
-
-
 def test_overlapped_actions_run_in_turn_and_what_they_give_leaves_together() -> None:
     placement = placed(2, 2, "v")
     table = table_of(placement, 2, "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 2F0 1F1 2F1+2B0 1B0 2B1 1B1")
@@ -134,13 +104,6 @@ def test_overlapped_actions_run_in_turn_and_what_they_give_leaves_together() -> 
     assert spans_of(found, 0)[3] == ("3B0", 4, 6)
     assert spans_of(found, 1)[3:6] == [("2F1", 4, 5), ("2B0", 6, 8), ("1B0", 8, 10)]
     assert spans_of(found, 0)[4] == ("3F1", 8, 9)
-
-
-def test_unequal_stages_wait_for_the_slowest() -> None:
-    costs = StageCosts.of([1, 1, 3, 1], [2, 2, 6, 2])
-    found = simulate(schedule_table("1F1B", placed(4), 16), costs)
-    assert found.busy_s == (48, 48, 144, 48)
-    assert found.makespan_s == (1 + 1) + 16 * 9 + (2 + 2)  # the slowest stage never waits between first and last
 
 
 @pytest.mark.parametrize(
@@ -189,15 +152,6 @@ def test_peak_received_does_not_depend_on_the_number_of_microbatches(
 ) -> None:
     table = schedule_table(name, placement, num_microbatches)
     assert peak_received(lower(table)).ranks == expected
-
-
-@pytest.mark.parametrize(("name", "placement"), [("GPipe", placed(4)), ("LoopedBFS", placed(4, 2))])
-def test_schedules_that_run_all_forwards_first_receive_what_they_hold_and_a_gradient(
-    name: str, placement: Placement
-) -> None:
-    table = schedule_table(name, placement, 32)
-    most = [held + 1 for held in peak_held(table, [1] * placement.num_stages)]
-    assert all(count <= limit for count, limit in zip(peak_received(lower(table)).ranks, most, strict=True))
 
 
 def test_tensor_that_crosses_is_received_until_its_b_or_w() -> None:
