@@ -83,12 +83,6 @@ def test_no_subpackage_has_a_public_name(package: str) -> None:
     assert modules.isdisjoint(importlib.import_module(package).__all__)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_packages_ship_types_and_a_version(package: str) -> None:
-    assert (ROOT / package / "py.typed").exists()
-    assert re.match(r"\d+\.\d+", importlib.import_module(package).__version__)
-
-
 @pytest.mark.parametrize(("name", "function"), [*FUNCTIONS, *CLASSES])
 def test_docstrings_say_what_is_done_first_and_name_units_shapes_and_errors(name: str, function: object) -> None:
     members = [function, *methods_of(function)] if inspect.isclass(function) else [function]

@@ -74,12 +74,6 @@ def test_state_dict_has_the_bytes_that_safetensors_reads(model: Path, tmp_path: 
             assert array.flags.writeable
 
 
-def test_names_that_are_tied_on_a_stage_share_one_array(model: Path, tmp_path: Path) -> None:
-    reshard.pack(model, tmp_path / "out", "pp=1")
-    found = reshard.open(tmp_path / "out").stage(0).state_dict(framework="torch")
-    assert found[HEAD] is found[EMBEDDING]
-
-
 @pytest.mark.parametrize("dtype", ["F32", "F16"])
 def test_numpy_gets_the_dtypes_that_it_has(tmp_path: Path, dtype: str) -> None:
     config = llama_config()
@@ -126,14 +120,6 @@ def test_missing_optimizer_state_and_stages_are_refused(model: Path, tmp_path: P
         assert refused_stage.value.code == "options.unknown-stage"
 
 
-@pytest.mark.parametrize("place", [None, 3, ["pp2"]])
-def test_what_is_no_path_is_refused(place: Any) -> None:
-    for call in (reshard.open, reshard.verify):
-        with pytest.raises(reshard.UsageError) as refused:
-            call(place)
-        assert refused.value.code == "options.invalid-value"
-
-
 def test_damage_is_refused_when_a_stage_is_read_and_reported_by_verify(model: Path, tmp_path: Path) -> None:
     reshard.pack(model, tmp_path / "out", "pp=2")
     packed = reshard.open(tmp_path / "out")
@@ -146,14 +132,6 @@ def test_damage_is_refused_when_a_stage_is_read_and_reported_by_verify(model: Pa
     result = reshard.verify(tmp_path / "out")
     assert not result.equal
     assert all(str(shard) in found.where for found in result.differences)
-
-
-def test_config_and_manifest_are_those_on_disk(model: Path, tmp_path: Path) -> None:
-    reshard.pack(model, tmp_path / "out", "pp=2,vpp=2")
-    packed = reshard.open(tmp_path / "out" / "manifest.json")
-    assert packed.config == json.loads((model / "config.json").read_text())
-    assert (packed.layout.num_stages, packed.layout.num_ranks, packed.layout.num_virtual) == (4, 2, 2)
-    assert [stage.info.rank for stage in packed.stages] == [0, 1, 0, 1]
 
 
 def test_progress_rises_to_the_total(model: Path, tmp_path: Path) -> None:
@@ -179,43 +157,6 @@ def test_progress_rises_to_the_total(model: Path, tmp_path: Path) -> None:
     assert last()[0] > 0
     reshard.diff(model, tmp_path / "out", progress=note)
     assert last()[0] > 0
-
-
-def test_callback_that_raises_stops_the_pack_and_leaves_no_checkpoint(model: Path, tmp_path: Path) -> None:
-    class Stop(Exception):
-        pass
-
-    def stop(done: int, total: int) -> None:
-        if done:
-            raise Stop
-
-    with pytest.raises(Stop):
-        reshard.pack(model, tmp_path / "out", "pp=2", progress=stop)
-    assert not (tmp_path / "out").exists()
-    reshard.pack(model, tmp_path / "out", "pp=2")
-    assert reshard.verify(tmp_path / "out", against=model).equal
-
-
-def test_command_names_the_flag_of_a_parameter(model: Path, tmp_path: Path) -> None:
-    reshard.pack(model, tmp_path / "out", "pp=2")
-    refused = command("verify", tmp_path / "out", "--stage", "2", "--json").refusal
-    assert refused[1:] == ("options.unknown-stage", "--stage")
-
-
-def test_diff_finds_the_tensor_that_was_changed(tmp_path: Path) -> None:
-    config = llama_config()
-    tensors = random_tensors(config, dtypes=("F32",))
-    write_model(tmp_path / "a", config, tensors)
-    changed = bytearray(tensors["model.norm.weight"].data)
-    changed[0] ^= 1
-    tensors["model.norm.weight"] = type(tensors["model.norm.weight"])(
-        dtype="F32", shape=tensors["model.norm.weight"].shape, data=bytes(changed)
-    )
-    write_model(tmp_path / "b", config, tensors)
-    found = reshard.diff(tmp_path / "a", tmp_path / "b", with_norms=True)
-    assert [one.fqn for one in found.differences] == ["model.norm.weight"]
-    assert found.differences[0].norm is not None
-    assert not found.equal
 
 
 def test_parts_and_their_commit_are_the_pack(model: Path, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -147,11 +146,6 @@ def test_missing_tensors_strays_and_an_index_that_disagrees_are_refused(tmp_path
     assert refused(two) == ("source.missing-shard", f"SOURCE/{INDEX}: weight_map")
 
 
-def test_virtual_bundles_refer_to_safetensors_only(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "source", state_of(llama_config()))
-    assert refused(source, "--virtual")[0] == "options.cannot-be-virtual"
-
-
 def test_check_finds_what_is_wrong_with_them(tmp_path: Path) -> None:
     def found(folder: Path) -> list[str]:
         ended = reshard("check", folder, "--values", "--json")
@@ -237,15 +231,6 @@ def test_archives_of_one_length_are_told_apart(archive: Path, count: int) -> Non
         assert torch.equal(torch.frombuffer(bytearray(raw), dtype=tensor.dtype).view(at.shape), tensor)
     with pytest.raises(SourceError):
         list(TensorReader().read(LocalFile(archive), dict.fromkeys(parts, "w")))
-
-
-def test_a_pickle_runs_nothing(archive: Path, tmp_path: Path) -> None:
-    for protocol in range(2, 6):
-        rewrite(archive, data_pkl=pickle.dumps({"w": Payload(tmp_path / "ran")}, protocol))
-        assert code_of(archive) == "source.bad-pickle"
-    torch.save(Payload(tmp_path / "ran"), archive)
-    assert code_of(archive) == "source.bad-pickle"
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from tests.builders import (
     llama_config,
     pack,
     random_tensors,
-    read_safetensors,
     reshard,
     write_model,
 )
@@ -287,16 +286,6 @@ def test_gpt2_under_its_old_names_has_no_problem(tmp_path: Path) -> None:
     assert problems(tmp_path / "model", "--values") == []
 
 
-def test_tensor_under_its_old_and_its_new_name_is_there_twice(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    save_decoder(folder, "tiny-gpt2", tie_word_embeddings=True)
-    (path,) = folder.glob("*.safetensors")
-    tensors = read_safetensors(path.read_bytes())
-    tensors["wte.weight"] = tensors["transformer.wte.weight"]
-    write_shard(path, tensors, metadata={"format": "pt"})
-    assert problems(folder) == [("check.tensor-twice", path.name)]
-
-
 def test_other_checkpoint_of_the_same_model_has_no_problem_and_another_one_has(folder: Path, tmp_path: Path) -> None:
     write_model(tmp_path / "other", llama_config(), healthy_tensors())
     assert problems(folder, "--against", tmp_path / "other", "--bytes") == []
@@ -451,13 +440,3 @@ def test_check_from_python_returns_findings_and_imports_no_torch(folder: Path) -
     assert [finding.code for finding in api.check(folder).findings] == ["check.missing-shard"]
     code = f"import sys, reshard; reshard.check({str(folder)!r}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
-
-
-def test_errors_name_flags_of_the_command(folder: Path) -> None:
-    ended = reshard("check", folder, "--bytes", "--json").json["error"]
-    assert (ended["where"], "--against" in ended["hint"]) == ("--bytes", True)
-
-
-def test_nothing_there_is_bad_input(tmp_path: Path) -> None:
-    ended = reshard("check", tmp_path / "none", "--json")
-    assert (ended.code, ended.json["error"]["code"]) == (3, "source.not-a-folder")

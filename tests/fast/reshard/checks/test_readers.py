@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.builders import EMBEDDING, HEAD, Tensor, flip, llama_config, pack, random_tensors, reshard, run, write_model
 from tests.fast.reshard.formats.dcp.test_dcp_source import huggingface_state, save_in_halves
-from tests.fast.sliced import CUTS, cut_up
 from tests.fast.trained import read_moments, write_moments, write_trained
 
 NO_RANKS = "ignore:torch.distributed is (disabled|unavailable)"
@@ -98,14 +97,6 @@ def test_optimizer_state_and_replicas_are_where_readers_of_the_root_do_not_look(
     assert names == LlamaForCausalLM(config).state_dict().keys() - {HEAD}
 
 
-def test_slices_are_not_taken_for_a_model(tmp_path: Path) -> None:
-    sliced = write_trained(tmp_path, "pp=2")
-    cut_up(sliced, CUTS["rows"])
-    with pytest.raises(OSError, match="no file named"):
-        AutoModelForCausalLM.from_pretrained(sliced)
-    assert HuggingFaceStorageReader(str(sliced)).read_metadata().state_dict_metadata == {}
-
-
 UP = "model.layers.3.mlp.up_proj.weight"
 
 
@@ -133,15 +124,6 @@ def test_each_difference_is_named_with_its_kind(tmp_path: Path) -> None:
         ("exp_avg", HEAD, "F32 [40, 16] in A, I32 [40, 16] in B"),
     ]
     assert (ended.json["equal"], ended.json["num_equal"], ended.json["num_moved"]) == (False, 115, 0)
-
-
-def test_folder_without_digests_is_read_and_has_no_optimizer_state(
-    tmp_path: Path, wording: Callable[[str], None]
-) -> None:
-    trained = write_trained(tmp_path, "pp=2")
-    ended = reshard("diff", tmp_path / "source", trained)
-    assert ended.code == 4
-    wording(ended.out)
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "BF16", "F16"])
@@ -183,18 +165,6 @@ def test_values_that_are_not_finite_are_said_and_the_report_stays_json(value: by
     ended = reshard("diff", trained, other, "--norms", "--json")
     (one,) = json.loads(ended.out, parse_constant=pytest.fail)["differences"]
     assert (one["problem"], one["norm"]) == ("bytes differ, and not all values are finite", None)
-
-
-def test_verify_against_the_parent_compares_optimizer_state_too(tmp_path: Path) -> None:
-    trained = write_trained(tmp_path, "pp=2")
-    other = pack(trained, tmp_path / "other", "pp=4")
-    assert reshard("verify", other, "--against", trained).code == 0
-    moments = read_moments(other, 3, "exp_avg_sq")
-    write_moments(other, 3, "exp_avg_sq", {**moments, HEAD: replace(moments[HEAD], data=bytes(4 * 40 * 16))})
-    ended = reshard("verify", other, "--against", trained)
-    assert ended.code == 4
-    assert f"{other}/stage-003/exp_avg_sq/model.safetensors: '{HEAD}': expected blake3:" in ended.out
-    assert reshard("verify", other, "--against", tmp_path / "source").code == 0
 
 
 def test_norms_are_given_unless_they_are_not_wanted(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from reshard.cli.options import Verb
 from tests.builders import EMBEDDING, HEAD, leftovers, llama_config, refusal, reshard, run, without_digest, write_model
 
 ROOT = Path(__file__).parents[4]
-VERBS = ("plan", "pack", "export", "verify", "sign", "inspect")
 COMMAND = "from reshard.cli import main; main()"
 LOADED = (
     "import atexit, sys; atexit.register(lambda: print(*sorted({m.partition('.')[0] for m in sys.modules}), "
@@ -69,14 +68,6 @@ def test_folder_of_checkpoints_is_refused_with_the_newest(verb: str, tmp_path: P
     assert error["hint"] == f"did you mean {tmp_path}/checkpoints/step-1000000?"
 
 
-def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
-    write_model(tmp_path / "source")
-    planned = reshard("plan", tmp_path / "source", "--layout", "pp=2")
-    dry = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out", "--dry-run")
-    assert (dry.code, dry.out) == (0, planned.out)
-    assert leftovers(tmp_path / "out") == []
-
-
 def test_inspect_names_model_source_layout_stages_ties_and_files(tmp_path: Path) -> None:
     write_model(tmp_path / "source", llama_config(tie_word_embeddings=True))
     reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
@@ -92,36 +83,6 @@ def test_inspect_names_model_source_layout_stages_ties_and_files(tmp_path: Path)
         "version": 1,
         "manifest": json.loads(without_digest((tmp_path / "out/manifest.json").read_bytes())),
     }
-
-
-@pytest.mark.parametrize(
-    ("args", "where"),
-    [
-        (("layout",), "SPEC"),
-        (("pack", "x", "--layout", "pp=2"), "--out"),
-        (("export", "x", "--to", "gguf", "--out", "y"), "--to"),
-        (("plan", "x", "--layout", "pp=2", "--pp", "0"), "--pp"),
-        (("unpack",), "unpack"),
-    ],
-)
-def test_misuse_ends_with_code_2_in_text_and_in_json(args: tuple[str, ...], where: str) -> None:
-    told, refused = reshard(*args), refusal(*args)
-    assert (told.code, told.out) == (2, "")
-    assert told.err.startswith(f"error: {where}: ")
-    assert refused.found == (2, "usage.arguments", where)
-
-
-def test_flag_without_its_value_is_named() -> None:
-    told = reshard("pack", "x", "--layout")
-    assert told.code == 2
-    assert told.err.startswith("error: --layout: ")
-    assert told.err.splitlines()[0].endswith(" [usage.arguments]")
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_help_of_a_verb_ends_with_an_example(verb: str) -> None:
-    shown = run(verb, "--help")
-    assert f"reshard {verb} ./Llama-3.2-1B" in shown.out
 
 
 @pytest.mark.parametrize("args", [("--help",), ("pack", "--help")])
@@ -145,18 +106,6 @@ def test_plan_pack_verify_and_export_run_without_torch(tmp_path: Path) -> None:
         loaded = set(ended.stderr.split())
         assert "reshard" in loaded
         assert loaded & HEAVY == set()
-
-
-def test_exit_codes_reach_the_shell(tmp_path: Path) -> None:
-    write_model(tmp_path / "source")
-    assert subprocess_of(COMMAND, "plan").returncode == 2
-    assert subprocess_of(COMMAND, "plan", tmp_path, "--layout", "pp=2").returncode == 3
-    assert (
-        subprocess_of(COMMAND, "pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out").returncode
-        == 0
-    )
-    (tmp_path / "out" / "config.json").write_text("{}")
-    assert subprocess_of(COMMAND, "verify", tmp_path / "out").returncode == 4
 
 
 def test_disk_that_refuses_a_shard_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.builders import llama_config, reshard
-from tests.fast.reshard.configs import write_times
 
 DOCS = Path(__file__).parents[4] / "docs" / "layouts.md"
 
@@ -44,24 +43,6 @@ def test_layout_is_the_same_in_a_table_and_in_json() -> None:
         "modules": ["model.layers.6", "model.layers.7", "model.norm", "lm_head"],
     }
     assert [stage["index"] for stage in shown["stages"]] == list(range(8))
-
-
-def test_v_comes_back_to_rank_0() -> None:
-    shown = reshard("layout", "pp=3,vpp=2,style=v", "--layers", "10", "--json").json
-    assert shown["style"] == "v"
-    assert [(stage["rank"], stage["virtual"]) for stage in shown["stages"]] == [
-        (0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1),
-    ]  # fmt: skip
-
-
-def test_mtp_layers_are_numbered_after_the_decoders() -> None:
-    shown = reshard("layout", "Et*3|(tt|)*29,m|L", "--layers", "61", "--mtp", "1", "--pp", "16", "--json").json
-    assert (shown["num_stages"], shown["num_virtual"]) == (32, 2)
-    assert shown["stages"][30]["modules"] == ["model.layers.61"]
-    assert [stage["modules"][0] for stage in shown["stages"] if stage["rank"] == 0] == [
-        "model.embed_tokens",
-        "model.layers.33",
-    ]
 
 
 def test_256_stages_fit_on_a_screen() -> None:
@@ -121,14 +102,6 @@ def test_measured_times_balance_a_layout_without_a_model(tmp_path: Path) -> None
     ]
 
 
-def test_help_ends_with_an_example_that_runs() -> None:
-    shown = reshard("layout", "--help").out
-    example = re.search(r"Example:\n +reshard (layout .*)", shown)
-    assert example is not None
-    args = [word.strip("'") for word in example[1].split()]
-    assert "on 16 pipeline ranks" in reshard(*args).out
-
-
 def test_every_layout_in_the_docs_is_read(tmp_path: Path) -> None:
     table = DOCS.read_text().partition("## All forms of --layout")[2].partition("\n## ")[0]
     specs = re.findall(r"^\| `([^`]+)`", table.replace(r"\|", "|"), re.MULTILINE)
@@ -141,10 +114,3 @@ def test_every_layout_in_the_docs_is_read(tmp_path: Path) -> None:
         asked = str(tmp_path / spec) if spec.startswith("stages.") else spec
         ended = reshard("plan", config, "--layout", asked, "--seq-len", "16")
         assert (ended.code, ended.err) == (0, ""), spec
-
-
-def test_times_that_a_layout_does_not_use_are_refused(tmp_path: Path) -> None:
-    names = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
-    times = write_times(tmp_path / "times.json", dict.fromkeys(names, (0.1, 0.2)))
-    ended = reshard("layout", "pp=2", "--layers", "2", "--cost", times, "--json")
-    assert ended.refusal == (2, "options.conflict", "--cost")

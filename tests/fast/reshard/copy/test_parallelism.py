@@ -9,7 +9,7 @@ import pytest
 
 from reshard.copy.parallelism import Parallelism
 from stores.objects.uplink import part_nbytes
-from stores.workers import threads_for_ranks, usable_cores
+from stores.workers import usable_cores
 
 
 @pytest.fixture
@@ -39,21 +39,6 @@ def test_quota_of_version_1(cgroups: Path) -> None:
     (folder / "cpu.cfs_quota_us").write_text("400000\n")
     (folder / "cpu.cfs_period_us").write_text("100000\n")
     assert usable_cores(cgroups, cgroups / "cgroup") == 4
-
-
-def test_without_cgroups_affinity_counts(cgroups: Path) -> None:
-    assert usable_cores(cgroups, cgroups / "absent") == 48
-
-
-@pytest.mark.parametrize(("num_ranks", "num_threads"), [(1, 32), (4, 12), (48, 2)])
-def test_ranks_of_a_node_share_its_cores(cgroups: Path, num_ranks: int, num_threads: int) -> None:
-    assert threads_for_ranks(num_ranks) == num_threads
-
-
-def test_number_of_threads_is_kept_and_never_above_the_work() -> None:
-    asked = Parallelism(num_threads=5)
-    assert [asked.threads_for(count) for count in (0, 3, 100)] == [1, 3, 5]
-    assert asked.used.num_threads == 5
 
 
 @pytest.mark.parametrize(
@@ -99,8 +84,3 @@ def test_shards_are_kept_between_reading_and_sending_where_they_fit_into_memory(
     parallelism = Parallelism(num_streams=asked, memory_nbytes=400 << 20)
     found = parallelism.uploads_of_kept([count << 20 for count in sizes_mib])
     assert (found and (found.num_objects, found.num_parts(max(sizes_mib) << 20))) == expected
-
-
-def test_uses_at_a_time_share_the_memory() -> None:
-    asked = Parallelism(memory_nbytes=100)
-    assert (asked.within(66).memory_nbytes, asked.within(66).used is asked.used) == (66, True)

@@ -72,12 +72,6 @@ def test_outage_keeps_what_was_verified_and_the_same_command_resumes(
     assert not partial.exists()
 
 
-def test_outage_before_anything_was_verified_leaves_nothing(served: Hub, tmp_path: Path) -> None:
-    served.fail("/cdn/", after=SHARDS, times=99, status=503)
-    assert pack(tmp_path / "out").code == 3
-    assert leftovers(tmp_path / "out") == []
-
-
 def test_export_is_resumed_too(tmp_path: Path) -> None:
     source, packed, out = tmp_path / "source", tmp_path / "packed", tmp_path / "out"
     write_model(source, num_shards=SHARDS)

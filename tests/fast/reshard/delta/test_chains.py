@@ -263,14 +263,6 @@ def test_auxiliary_files_that_a_version_lacks_are_removed_unless_they_are_the_us
     assert {name for name in names[0] ^ names[1] if not name.endswith(".safetensors")} == {"notes.txt"}
 
 
-def test_folder_of_one_file_is_switched(tmp_path: Path) -> None:
-    states = write_states(tmp_path, 2, num_shards=1)
-    reshard.publish_delta(tmp_path / "v1", tmp_path / "chain")
-    reshard.publish_delta(tmp_path / "v2", tmp_path / "chain")
-    assert apply_delta(tmp_path / "chain", tmp_path / "v1").before == 1
-    assert served(tmp_path / "v1") == states[1]
-
-
 @pytest.mark.slow
 def test_folder_and_full_version_open_in_transformers(
     published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path
@@ -363,13 +355,6 @@ def test_folders_that_are_not_ours_are_refused(published: tuple[Path, list[dict[
                  ("verify", tmp_path / "nowhere"), ("prune", tmp_path / "nowhere", "--keep", "1")):  # fmt: skip
         assert refusal("delta", *map(str, verb)).found[:2] == (3, "source.no-version")
     assert not (tmp_path / "new").exists()
-
-
-def test_missing_version_is_named(chain: Path, tmp_path: Path) -> None:
-    shutil.rmtree(chain / "weight_v000003")
-    assert refusal("delta", "apply", chain, "--to", tmp_path / "served").found == (
-        3, "source.broken-chain", str(chain)
-    )  # fmt: skip
 
 
 def test_without_its_package_one_sentence_says_what_to_install(

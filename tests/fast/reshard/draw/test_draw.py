@@ -16,15 +16,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from manifests.command.palette import THEMES
-from reshard.draw.panels import stage_bytes
 from reshard.draw.sheet import sheet_of
 from reshard.draw.theme import drawing
 from reshard.estimate.assumptions import Assumptions
-from reshard.formats.open import open_source
-from reshard.packing.plan import LayoutRequest, estimate_step, lay_out, plan
+from reshard.packing.plan import plan
 from tests.builders import Ended, reshard
-from tests.fast.reshard.configs import modules_of, write_config, write_times
-from tests.fast.trained import write_trained
+from tests.fast.reshard.configs import write_config
 
 ROOT = Path(__file__).parents[4]
 PICTURES = ROOT / "docs" / "pictures"
@@ -73,26 +70,6 @@ def test_svg_has_the_text_of_the_plan_and_says_first_that_it_does_not_fit(config
     assert re.fullmatch(r"Memory: \d of 4 over the limit", over)
 
 
-def test_bars_of_a_training_checkpoint_are_the_bytes_of_its_weights(tmp_path: Path) -> None:
-    checkpoint = open_source(str(write_trained(tmp_path, "pp=2")))
-    planned = estimate_step(lay_out("tiny", checkpoint, LayoutRequest(spec="pp=4"), Assumptions()))
-    bars = zip(*stage_bytes(planned).values(), strict=True)
-    assert list(map(sum, bars)) == [stage.nbytes for stage in planned.plan.stages]
-
-
-def test_tie_on_one_rank_is_one_copy(config: Path, tmp_path: Path) -> None:
-    draw(config, "pp=2,vpp=2,style=v", tmp_path / "v.svg")
-    texts = texts_of(tmp_path / "v.svg")
-    assert "tied: model.embed_tokens.weight = lm_head.weight (one copy, rank 0)" in texts
-    assert {"virtual 0", "virtual 1", "backward, input gradients", "backward, weight gradients"} <= set(texts)
-
-
-def test_measured_times_give_the_axis_its_seconds(config: Path, tmp_path: Path) -> None:
-    times = write_times(tmp_path / "times.json", dict.fromkeys(modules_of(4), (0.002, 0.004)))
-    draw(config, "pp=2", tmp_path / "measured.svg", "--cost", str(times))
-    assert "time, ms" in texts_of(tmp_path / "measured.svg")
-
-
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_png_is_a_png_in_either_theme(config: Path, theme: str, tmp_path: Path) -> None:
     draw(config, "pp=2", tmp_path / "plan.png", "--theme", theme)
@@ -135,21 +112,6 @@ def test_picture_says_what_it_is_to_those_who_cannot_see_it(config: Path, tmp_pa
     assert set(root.attrib["aria-labelledby"].split()) == set(named)
     assert named["title"] == "tiny: pp=4"
     assert ended.out.splitlines()[8] in named["desc"]
-
-
-def test_a_size_is_written_once_for_stages_of_equal_size(tmp_path: Path) -> None:
-    draw(write_config(tmp_path / "deep.json", num_hidden_layers=16), "Et|(t|)*14,tL", tmp_path / "plan.svg")
-    texts = texts_of(tmp_path / "plan.svg")
-    (size,) = [text.removeprefix("14 x ") for text in texts if text.startswith("14 x ")]
-    assert size not in texts
-
-
-def test_ranks_with_equal_work_are_dots_without_numbers(config: Path, tmp_path: Path) -> None:
-    times = dict.fromkeys(modules_of(4), (0.002, 0.004)) | {"model.norm": (1e-9, 1e-9)}
-    draw(config, "pp=2", tmp_path / "even.svg", "--cost", str(write_times(tmp_path / "times.json", times)))
-    texts = texts_of(tmp_path / "even.svg")
-    assert "Work: even" in texts
-    assert [text for text in texts if text.endswith(" %")] == ["mean, 100 %"]
 
 
 @pytest.mark.parametrize(
@@ -204,14 +166,6 @@ def test_256_ranks_are_drawn_in_a_small_file_with_the_slow_one_marked(tmp_path: 
     assert (tmp_path / "deep.svg").stat().st_size < 1_500_000
 
 
-def test_many_short_actions_become_pixels(tmp_path: Path) -> None:
-    config = write_config(tmp_path / "deep.json", num_hidden_layers=62)
-    draw(config, "pp=64", tmp_path / "deep.svg", "--microbatches", "128")
-    assert "mixed: too short to tell apart" in texts_of(tmp_path / "deep.svg")
-    assert b"data:image/png;base64," in (tmp_path / "deep.svg").read_bytes()
-    assert (tmp_path / "deep.svg").stat().st_size < 1_000_000
-
-
 def test_other_suffixes_are_refused_before_anything_is_planned(tmp_path: Path, wording: Callable[[str], None]) -> None:
     ended = draw(tmp_path / "nothing.json", "pp=4", tmp_path / "plan.pdf", "--json")
     assert ended.refusal == (2, "options.draw-suffix", "--draw")
@@ -225,12 +179,6 @@ def test_picture_that_exists_needs_force(config: Path, tmp_path: Path) -> None:
     assert out.read_text() == "mine"
     assert draw(config, "pp=2", out, "--force").code == 0
     assert out.read_text() != "mine"
-
-
-def test_folder_that_cannot_be_written_is_refused(config: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    out = tmp_path / "file" / "plan.svg"
-    assert draw(config, "pp=2", out, "--json").refusal == (3, "output.unwritable", f"--draw {out}")
 
 
 def test_without_matplotlib_the_hint_is_what_to_install(config: Path, tmp_path: Path) -> None:

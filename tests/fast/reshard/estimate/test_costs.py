@@ -12,10 +12,8 @@ from safetensors import safe_open
 
 from manifests.errors import InputError
 from manifests.models import ModelShape, model_shape
-from manifests.module_times import ModuleTime, parse_times, read_times
+from manifests.module_times import ModuleTime, parse_times
 from reshard.estimate.costs import costs_of, times_of
-from reshard.layouts import parse_layout
-from reshard.layouts.model import inventory_of_modules
 from tests.builders import run
 from tests.fast.manifests.models.built import TINY, build, read_config
 
@@ -43,15 +41,6 @@ def test_params_and_bytes_of_modules_add_up_to_those_of_packed_stages(name: str,
     assert sum(costs["params"].values()) == shape.num_params + copies
 
 
-def test_every_cost_is_of_every_module_and_balances_a_layout() -> None:
-    costs = costs_of(LLAMA, seq_len=8, nbytes=dict.fromkeys(LLAMA.tensors, 2))
-    assert list(costs) == ["params", "bytes", "flops", "time"]
-    assert all(list(cost) == list(LLAMA.modules) for cost in costs.values())
-    inventory = inventory_of_modules(LLAMA.modules, LLAMA.num_layers)
-    for name in costs:
-        assert len(parse_layout(f"balance:{name},pp=2", inventory, costs=costs).stages) == 2
-
-
 def test_time_is_three_forward_passes_of_flops_until_it_is_measured() -> None:
     costs = costs_of(LLAMA, seq_len=8, nbytes={})
     assert costs["time"] == {module: 3 * flops for module, flops in costs["flops"].items()}
@@ -66,14 +55,6 @@ def test_time_is_three_forward_passes_of_flops_until_it_is_measured() -> None:
 def times_document(shape: ModelShape, **changes: Any) -> dict[str, Any]:
     modules = {module: {"forward_s": 0.25, "backward_s": 1} for module in shape.modules}
     return {"version": 1, "modules": modules, **changes}
-
-
-def test_measured_times_are_read_from_their_file(tmp_path: Path) -> None:
-    path = tmp_path / "times.json"
-    path.write_text(json.dumps(times_document(LLAMA)))
-    assert read_times(path).modules == {module: ModuleTime(forward=0.25, backward=1.0) for module in LLAMA.modules}
-    with pytest.raises(InputError, match=r"cannot be read: No such file"):
-        read_times(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(
@@ -106,15 +87,3 @@ def test_file_that_holds_no_times_is_refused(
         parse_times(text, "times.json")
     assert error.value.where == where
     wording(f"{error.value.code}: {error.value}")
-
-
-def test_times_of_another_model_are_refused(wording: Callable[[str], None]) -> None:
-    measured = dict.fromkeys(LLAMA.modules, ModuleTime(forward=1, backward=1))
-    with pytest.raises(InputError) as error:
-        times_of(LLAMA, 8, {module: time for module, time in measured.items() if "layers.2" not in module})
-    assert (error.value.code, error.value.where) == ("options.cost-modules", "--cost")
-    wording(str(error.value))
-    with pytest.raises(InputError) as error:
-        times_of(LLAMA, 8, {**measured, "model.layers.4": ModuleTime(forward=1, backward=1)})
-    assert (error.value.code, error.value.where) == ("options.cost-modules", "--cost")
-    wording(str(error.value))

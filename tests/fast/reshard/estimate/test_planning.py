@@ -49,15 +49,6 @@ def test_balanced_layout_keeps_a_limit_that_the_fastest_one_exceeds(spec: str, t
     assert best <= worse
 
 
-def test_limit_counts_what_each_stage_has_in_flight(tmp_path: Path) -> None:
-    # 1F1B on 4 ranks: the last stage, with a head whose logits are most of its memory, keeps 1 microbatch of 4.
-    config = write_config(tmp_path / "config.json", num_hidden_layers=12, vocab_size=400)
-    flags = ("--layout", "balance:time,pp=4", "--seq-len", "64", "--microbatches", "8", "--json")
-    shown = reshard("plan", config, *flags, "--gpu-memory", "840kB").json
-    assert [len(stage["modules"]) for stage in shown["stages"]] == [3, 3, 4, 5]
-    assert [rank["memory_nbytes"]["total"] for rank in shown["ranks"]] == [630272, 626176, 602624, 791040]
-
-
 @pytest.mark.parametrize("name", ["layout.toml", "layout.json"])
 @pytest.mark.parametrize(
     ("spec", "flags"),
@@ -114,19 +105,6 @@ def test_schedule_that_is_written_is_planned_and_simulated_as_its_flags(tmp_path
         ((*five, *group, "--write-schedule", table), (3, "output.exists", str(table))),
     ):
         assert reshard(*flags, "--json").refusal == refused
-
-
-def test_pack_says_for_which_step_it_solves(tmp_path: Path) -> None:
-    write_model(tmp_path / "source")
-    solved = reshard("pack", tmp_path / "source", "--layout", "balance:time,pp=2", "--out", tmp_path / "out")
-    assert "1F1B, 8 microbatches of 1 x 512 tokens in fp32" in solved.err
-    assert reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "other").err == ""
-
-
-def test_limit_of_a_layout_is_the_limit_of_the_plan(tmp_path: Path) -> None:
-    write_model(tmp_path / "source")
-    shown = reshard("plan", tmp_path / "source", "--layout", "balance:params,pp=2,limit=80GB", "--json").json
-    assert shown["assumed"]["memory_limit_nbytes"] == 80 << 30
 
 
 def test_single_pipeline_rank_is_planned_with_any_schedule_as_it_trains(tmp_path: Path) -> None:
@@ -241,32 +219,6 @@ def test_plan_of_deepseek_v3_with_expert_parallelism_fits_where_it_does_not_with
     most_nbytes = [max(rank["memory_nbytes"]["total"] for rank in plan["ranks"]) for plan in (alone, distributed)]
     assert most_nbytes[0] > 300 << 30
     assert most_nbytes[1] < 42 << 30
-
-
-@pytest.mark.parametrize(
-    ("config", "degrees", "code"),
-    [
-        ("deepseek-v3.json", ("--dp-shard", "3", "--ep", "3"), "options.ep-divisor"),
-        ("deepseek-v3.json", ("--dp-shard", "3", "--ep", "2"), "launch.degrees"),
-        ("llama-3.1-8b.json", ("--tp", "2", "--ep", "2"), "options.ep-architecture"),
-    ],
-)
-def test_experts_that_ranks_do_not_share_evenly_are_refused_as_in_training(
-    config: str, degrees: tuple[str, ...], code: str
-) -> None:
-    ended = reshard("plan", TRUE / config, "--layout", "pp=4", *degrees, "--json")
-    assert (ended.code, ended.json["error"]["code"]) == (2, code)
-
-
-def test_loss_chunks_of_tensor_parallel_ranks_are_refused_as_in_training() -> None:
-    ended = reshard("plan", TRUE / "llama-3.1-8b.json", "--layout", "pp=4", "--tp", "2", "--loss-chunk", "8", "--json")
-    assert (ended.code, ended.json["error"]["code"]) == (2, "options.tp-loss-chunk")
-
-
-def test_where_nothing_fits_the_headline_has_the_largest_degrees_that_were_tried() -> None:
-    asked = ("plan", TRUE / "llama-3.1-8b.json", "--dtype", "bf16", "--master-dtype", "fp32", "--gpu-memory", "20MB")
-    assert reshard(*asked, "--layout", "pp=4").out.splitlines()[2].endswith("up to pp=32, dp-shard=32, tp=8, ac=full")
-    assert reshard(*asked, "--layout", "pp=4", "--json").json["smallest_fit"] is None
 
 
 @pytest.mark.parametrize("given", [(), ("--ac", "full"), ("--tp", "2"), ("--dp-shard", "4", "--ac", "full")])

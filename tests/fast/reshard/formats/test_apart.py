@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,14 +41,6 @@ def test_export_replaces_neither_the_model_nor_the_bundles_by_any_name(name: str
             assert refused.found[:2] == (3, OVERLAPS), out
             assert os.path.realpath(refused.found[2].removeprefix("file://")) == os.path.realpath(folder)
     assert everything(place) == before
-
-
-def test_refusals_say_what_overlaps(place: Path, wording: Callable[[str], None]) -> None:
-    write_model(place / "source" / "a")
-    for source, out in (("packed", "source"), ("packed", "packed"), ("packed", "packed/in"), ("source/a", "source")):
-        flags = ("--to", "hf") if source == "packed" else ("--layout", "pp=1")
-        verb = "export" if source == "packed" else "pack"
-        wording(refusal(verb, place / source, *flags, "--out", place / out, "--force").text)
 
 
 @pytest.mark.parametrize("name", ["packed", "virtual"])
@@ -94,11 +85,6 @@ def test_output_inside_a_manifests_folder_is_refused(verb: str, named: str, plac
     for out in (f"{source}/inside", f"{place}/packed/../{source.name}/a/b", f"file://{source}/inside"):
         assert refusal(verb, place / named, *flags, "--out", out).found == (2, OVERLAPS, "--out")
     assert not (source / "inside").exists()
-
-
-def test_virtual_pack_inside_the_original_files_is_refused(place: Path) -> None:
-    refused = refusal("pack", place / "virtual", "--layout", "pp=1", "--out", place / "link" / "inside")
-    assert refused.found == (2, OVERLAPS, "--out")
 
 
 def test_source_inside_the_output_is_not_removed_with_it(place: Path) -> None:

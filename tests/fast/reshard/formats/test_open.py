@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import reshard as api
 from stores.open import open_manifest
 from tests.builders import (
     HEAD,
@@ -100,27 +99,6 @@ def test_export_of_a_resharded_pack_gives_back_every_byte(
     model = open_manifest(packed).manifest.model
     assert (model.architecture, model.num_layers) == ("MyForCausalLM", 4)
     assert open_manifest(other).manifest.model == model
-
-
-def test_python_functions_take_the_file_too(tmp_path: Path) -> None:
-    write_own(tmp_path / "source")
-    given = write_description(tmp_path / "model.toml")
-    planned = api.plan(tmp_path / "source", "pp=2", model=given)
-    assert [stage.modules[0] for stage in planned.stages] == ["model.embed_tokens", "model.layers.2"]
-    done = api.pack(tmp_path / "source", tmp_path / "packed", "pp=2", model=given)
-    assert done.num_tensors == 39
-    assert api.check(tmp_path / "source", model=given).ok
-    assert api.diff(tmp_path / "source", tmp_path / "source", model=given).equal
-
-
-def test_config_without_an_architecture_is_named_by_the_file(tmp_path: Path) -> None:
-    write_own(tmp_path / "source", architectures=None)
-    given = write_description(tmp_path / "model.toml", architecture="Mine")
-    ended = reshard("plan", tmp_path / "source", "--layout", "pp=2", "--model", given, "--json")
-    assert ended.code == 0, ended.out
-    ended = reshard("plan", tmp_path / "source", "--layout", "pp=2", "--model",
-                    write_description(tmp_path / "other.toml"), "--json")  # fmt: skip
-    assert ended.refusal[1] == "config.unsupported-architecture"
 
 
 GUESSED = (

@@ -78,11 +78,6 @@ def test_every_verb_has_a_format_of_the_table(packed: Path, tmp_path: Path) -> N
     assert [finding["code"] for finding in refused] == ["source.missing-tensor"]
 
 
-def test_without_the_row_it_is_no_format(packed: Path, tmp_path: Path) -> None:
-    assert reshard("export", packed, "--to", "npy", "--out", tmp_path / "exported").code == 2
-    assert not (tmp_path / "exported").exists()
-
-
 def test_bare_config_and_a_manifest_that_is_missing_are_refused_by_what_they_lack(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     assert refusal("plan", tmp_path / "model" / "config.json").found == (2, "usage.arguments", "--layout")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from tests.builders import (
     read_safetensors,
     refusal,
     reshard,
-    run,
 )
 from tests.fast.trained import MOMENTS, STATE, random_moments, read_moments, write_moments, write_trained
 
@@ -76,28 +74,6 @@ def test_any_layout_and_back_restores_every_byte(layout: str, tied: bool, tmp_pa
     before, after = files_in(trained), files_in(again)
     assert {name for name in after if after[name] != before.get(name)} == {"manifest.json"}
     assert after.keys() == before.keys()
-
-
-def test_pack_and_inspect_name_the_optimizer_state(tmp_path: Path) -> None:
-    trained = write_trained(tmp_path, "pp=2")
-    packed = reshard("pack", trained, "--layout", "pp=1", "--out", tmp_path / "out")
-    assert packed.out.startswith("packed 39 tensors and their optimizer state, ")
-    (line,) = (line for line in reshard("inspect", tmp_path / "out").out.splitlines() if line.startswith("written by"))
-    assert line.endswith("optimizer state of AdamW")
-    assert "step 60, 7,680 tokens" in line
-
-
-def test_export_of_a_training_checkpoint_is_the_model_alone(tmp_path: Path) -> None:
-    trained = write_trained(tmp_path, "pp=2", tie_word_embeddings=True)
-    exported = tmp_path / "exported"
-    assert reshard("export", trained, "--to", "hf", "--out", exported).code == 0
-    assert files_in(exported) == files_in(tmp_path / "source")
-
-
-def test_verify_says_that_a_model_folder_has_no_optimizer_state(tmp_path: Path) -> None:
-    trained = write_trained(tmp_path, "pp=2")
-    done = run("verify", trained, "--against", tmp_path / "source")
-    assert re.search(r"\b39\b.*\b78\b", done.out)
 
 
 def test_damaged_optimizer_state_is_listed_by_verify_and_refused_by_pack(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from manifests.errors import InputError, LayoutError, UsageError
+from manifests.errors import InputError, LayoutError
 from manifests.placement import Placement
 from reshard.layouts.files import to_toml
 from reshard.layouts.model import (
@@ -80,26 +80,11 @@ def test_json_lists_of_other_trainers_are_read(tmp_path, stages):
     assert shown(read(written(tmp_path, "object.JSON", {"stages": stages}))) == HALVES
 
 
-def test_wildcards_match_names_and_mtp_layers_are_layers(tmp_path):
-    path = written(tmp_path, "layout.toml", 'stages = [["embed_tokens"], ["layers.*"], ["*norm"], ["lm*"]]')
-    assert shown(read(path, num_mtp=1))[1] == "model.layers.0-8"
-    named = written(tmp_path, "m.toml", 'stages = [["*embeddings", "layers.0-7"], ["mtp_layers.0", "norm", "output"]]')
-    assert shown(read(named, num_mtp=1))[1] == "model.layers.8, model.norm, lm_head"
-
-
 def test_file_sets_ranks_style_and_schedule_and_stages_may_be_empty(tmp_path):
     content = 'num_ranks = 2\nschedule = "zbvzerobubble"\nstages = [[], ["*"], [], []]'
     layout = read(written(tmp_path, "layout.toml", content))
     assert shown(layout) == ["", "model.embed_tokens, model.layers.0-7, model.norm, lm_head", "", ""]
     assert (layout.placement.style, layout.placement.num_ranks, layout.schedule) == ("v", 2, "ZBVZeroBubble")
-
-
-def test_ranks_of_the_caller_must_be_those_of_the_file(tmp_path):
-    path = written(tmp_path, "layout.json", {"stages": [["*"], []], "num_ranks": 2})
-    with pytest.raises(UsageError) as error:
-        read(path, num_ranks=1)
-    assert (error.value.code, error.value.where) == ("layout.conflicting-degrees", "--pp")
-    assert read(written(tmp_path, "bare.json", [["*"], []]), num_ranks=1).placement.num_virtual == 2
 
 
 HEAD, TAIL = '"embed_tokens", "layers.0-3"', '"norm", "lm_head"'

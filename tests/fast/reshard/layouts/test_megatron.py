@@ -65,35 +65,12 @@ def test_layouts_that_megatron_accepts_mean_the_same_here(spec, num_ranks, num_l
     assert (layout.placement.num_ranks, layout.placement.style) == (num_ranks, "loop")
 
 
-def test_stage_i_is_on_rank_i_modulo_pp():
-    layout = read("E|t|t*2|t||(t|)*2,t*2,L", 4, 8)
-    layers = [
-        [
-            [int(name.split(".")[-1]) for name in layout.stages[stage] if ".layers." in name]
-            for stage in layout.placement.stages_on(rank)
-        ]
-        for rank in range(4)
-    ]
-    assert layers == [[[], []], [[0], [4]], [[1, 2], [5]], [[3], [6, 7]]]
-
-
-def test_deepseek_v3_on_8_ranks_gives_rank_0_its_four_stages():
-    layout = read("Et*3|(tt|)*29,m|L", 8, 61, 1)
-    assert (layout.placement.num_stages, layout.placement.num_virtual) == (32, 4)
-    names = [name for stage in layout.placement.stages_on(0) for name in layout.stages[stage]]
-    assert names == ["model.embed_tokens", *(f"model.layers.{at}" for at in (0, 1, 2, 17, 18, 33, 34, 49, 50))]
-
-
 def test_deepseek_v3_on_16_ranks_gives_the_table_of_the_documentation():
     layout = read("Et*3|(tt|)*29,m|L", 16, 61, 1)
     table = [
         [letters(layout, 61).split("|")[stage] for stage in layout.placement.stages_on(rank)] for rank in range(16)
     ]
     assert table == [["Ettt", "tt"], *[["tt", "tt"]] * 13, ["tt", "m"], ["tt", "L"]]
-
-
-def test_without_ranks_every_stage_gets_its_own():
-    assert read("Et|tt|L", None, 3).placement.num_ranks == 3
 
 
 @pytest.mark.parametrize(
@@ -155,13 +132,6 @@ def test_hint_has_a_layout_that_fits(spec, meant):
 @pytest.mark.parametrize(("spec", "num_mtp"), [("Et|t|m|mL", 2), ("Et|tm||L", 1)])
 def test_mtp_layers_may_be_on_several_or_early_stages(spec, num_mtp):
     assert letters(read(spec, 2, 2, num_mtp), 2) == spec
-
-
-def test_caret_stays_under_its_character_in_a_long_layout():
-    spec = "E" + "t|" * 100 + "x" + "t|" * 100 + "L"
-    _, shown, caret, _ = str(refusal(spec, None, 200)).split("\n")
-    assert shown[len(caret) - 1] == "x"
-    assert len(shown) < 80
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from manifests.errors import LayoutError, UserError
 from manifests.models import model_shape
-from reshard.layouts.model import compress_modules, inventory_of_layers, inventory_of_modules, module_ranges
+from reshard.layouts.model import compress_modules, inventory_of_layers, inventory_of_modules
 from reshard.layouts.spelling import parse_layout
 from tests.steps import steps_of
 
@@ -65,18 +65,6 @@ def test_layouts_have_the_modules_of_the_models_config():
         "model.embed_tokens, model.layers.0-1",
         "model.layers.2-3, model.norm, lm_head",
     ]
-
-
-def test_layers_past_the_decoders_are_mtp():
-    inventory = inventory_of_modules(inventory_of_layers(3, 2).modules, 3)
-    assert (inventory.num_layers, inventory.num_mtp, inventory.num_outputs) == (3, 2, 2)
-    with pytest.raises(ValueError, match="layers are not one run"):
-        inventory_of_modules(("a.0", "norm", "a.1"), 2)
-
-
-def test_runs_of_layers_are_shown_as_ranges():
-    assert module_ranges(("a.0", "a.1", "a.3", "b.4", "norm", "a.00")) == ("a.0-1", "a.3", "b.4", "norm", "a.00")
-    assert compress_modules(()) == ""
 
 
 WORDS = [

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
-from manifests.errors import LayoutError, UsageError
-from reshard.layouts.model import StageLayout, compress_modules, inventory_of_layers
+from manifests.errors import LayoutError
+from reshard.layouts.model import StageLayout, inventory_of_layers
 from reshard.layouts.spelling import parse_layout, split_layers
 
 _THEIRS = {"model.embed_tokens": "tok_embeddings"}
@@ -54,33 +54,6 @@ def test_documented_splits(num_stages, num_layers, counts):
     assert split_layers(num_stages, num_layers) == counts
 
 
-def test_stages_are_placed_in_a_loop_unless_v_is_asked_for():
-    loop = read("pp=4,vpp=2", 32).placement
-    assert [loop.rank_of(stage) for stage in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
-    for spec in ("pp=4,style=v", "pp=4,vpp=2,style=v", "pp=4,schedule=DualPipeV", "pp=4,schedule=zbvzerobubble"):
-        v = read(spec, 32).placement
-        assert [v.rank_of(stage) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
-
-
-def test_layers_per_stage_gives_the_number_of_stages():
-    layout = read("pp=4,layers-per-stage=9", 32)  # 34 effective layers
-    assert (layout.placement.num_stages, layout.placement.num_virtual) == (4, 1)
-    assert read("pp=4,layers-per-stage=3", 32).placement.num_virtual == 3
-    assert read("layers-per-stage=9", 32).placement.num_ranks == 4
-
-
-def test_mtp_layers_are_on_the_stage_of_the_head():
-    stages = read("pp=2", 4, num_mtp=1).stages
-    assert [compress_modules(stage) for stage in stages] == [
-        "model.embed_tokens, model.layers.0-1",
-        "model.layers.2-4, model.norm, lm_head",
-    ]
-
-
-def test_schedule_is_kept_as_torch_spells_it():
-    assert read("pp=2,vpp=2,schedule=interleaved1f1b", 8).schedule == "Interleaved1F1B"
-
-
 @pytest.mark.parametrize(
     ("spec", "code"),
     [
@@ -110,14 +83,4 @@ def test_bad_options_are_pointed_at(spec, code, wording):
     with pytest.raises(LayoutError) as error:
         read(spec, 3)
     assert (error.value.code, error.value.where) == (code, "layout")
-    wording(str(error.value))
-
-
-@pytest.mark.parametrize(("num_ranks", "code"), [(3, "layout.conflicting-degrees"), (0, "layout.bad-option")])
-def test_ranks_of_the_caller_must_be_those_of_the_spec(num_ranks, code, wording):
-    assert read("pp=2", 4, num_ranks=2).placement.num_ranks == 2
-    assert read("vpp=2", 8, num_ranks=2).placement.num_stages == 4
-    with pytest.raises(UsageError) as error:
-        read("pp=2", 4, num_ranks=num_ranks)
-    assert (error.value.code, error.value.where) == (code, "--pp")
     wording(str(error.value))

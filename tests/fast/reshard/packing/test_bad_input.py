@@ -163,13 +163,6 @@ def test_bad_source_is_refused_and_leaves_nothing(bad: Bad, tmp_path: Path, word
         wording(refused.text)
 
 
-def test_text_says_what_json_does(tmp_path: Path) -> None:
-    command = ("plan", tmp_path / "none", "--layout", "pp=2")
-    ended, error = reshard(*command), reshard(*command, "--json").json["error"]
-    assert (ended.code, ended.out) == (3, "")
-    assert ended.err == f"error: {error['where']}: {error['problem']} [{error['code']}]\nhint: {error['hint']}\n"
-
-
 @pytest.mark.parametrize("name", ["none", f"source/{SINGLE}"])
 def test_source_that_is_no_folder_is_refused(name: str, tmp_path: Path, wording: Callable[[str], None]) -> None:
     write_model(tmp_path / "source")
@@ -206,28 +199,6 @@ def test_manifest_with_a_file_that_a_pack_would_lose_is_refused(
     if name == ".journal":
         wording(refused.text)
     assert leftovers(tmp_path / "new") == []
-
-
-@pytest.mark.parametrize(
-    ("stages", "code", "where"),
-    [
-        ([["model.embed_tokens", "model.layers.0-2"], ["model.norm", "lm_head"]], "layout.uncovered-module", "stages"),
-        (
-            [["model.embed_tokens", "model.layers.0-3"], ["model.norm", "lm_head", "model.vision"]],
-            "layout.unknown-module",
-            "stages[1]",
-        ),
-    ],
-)
-def test_layout_that_does_not_fit_the_model_is_refused(
-    stages: list[list[str]], code: str, where: str, tmp_path: Path
-) -> None:
-    write_model(tmp_path / "source")
-    layout = tmp_path / "cut.toml"
-    layout.write_text(f"stages = {json.dumps(stages)}\n")
-    refused = refusal("pack", tmp_path / "source", "--layout", layout, "--out", tmp_path / "out")
-    assert refused.found == (3, code, f"{layout}: {where}")
-    assert leftovers(tmp_path / "out") == []
 
 
 ODD = os.fsdecode(b"x\xff")
@@ -281,11 +252,3 @@ def test_output_of_such_a_name_is_refused(verb: str, tmp_path: Path) -> None:
     given = (tmp_path / "packed", "--to", "hf") if verb == "export" else (tmp_path / "source", "--layout", "pp=2")
     assert refusal(verb, *given, "--out", tmp_path / ODD).found == (2, "options.not-utf8", "--out")
     assert not (tmp_path / ODD).exists()
-
-
-def test_layout_file_of_such_a_name_is_refused(tmp_path: Path) -> None:
-    write_model(tmp_path / "source")
-    (tmp_path / f"{ODD}.toml").write_text('stages = [["embed_tokens", "layers.0-3", "norm", "lm_head"]]\n')
-    spec = str(tmp_path / f"{ODD}.toml")
-    refused = refusal("pack", tmp_path / "source", "--layout", spec, "--out", tmp_path / "out")
-    assert refused.found[::2] == (3, "layout")

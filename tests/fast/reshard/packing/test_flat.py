@@ -26,7 +26,6 @@ from tests.builders import (
     pack,
     random_tensors,
     read_safetensors,
-    refusal,
     reshard,
     write_model,
 )
@@ -157,21 +156,6 @@ def test_parts_write_the_index_when_they_are_merged(tmp_path: Path) -> None:
     assert files_in(tmp_path / "parts") == files_in(whole)
 
 
-def test_parts_with_another_shard_size_are_refused(tmp_path: Path) -> None:
-    write_model(tmp_path / "source")
-    out = tmp_path / "out"
-    pack(tmp_path / "source", out, "pp=2", "--part", "1/2")
-    again = ("pack", tmp_path / "source", "--layout", "pp=2", "--out", out, "--part", "2/2")
-    assert refusal(*again, "--max-shard-size", "1KB").found == (3, "output.other-plan", str(out))
-
-
-@pytest.mark.parametrize("size", ["0GB", "5", "many"])
-def test_shard_size_that_is_none_is_refused(size: str, tmp_path: Path) -> None:
-    write_model(tmp_path / "source")
-    args = ("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out", "--max-shard-size", size)
-    assert refusal(*args).found == (2, "options.memory-size", "--max-shard-size")
-
-
 def _missing(document: dict[str, Any]) -> None:
     del document["weight_map"][NORM]
 
@@ -255,14 +239,3 @@ def test_golden_folder_is_verified_exported_and_resharded_for_ever(tmp_path: Pat
     pack(folder, tmp_path / "again")
     wanted = {path: data for path, data in files_in(folder).items() if path != "manifest.json"}
     assert {path: data for path, data in files_in(tmp_path / "again").items() if path != "manifest.json"} == wanted
-
-
-def test_folder_without_shards_in_its_root_needs_no_index(tmp_path: Path) -> None:
-    """One more file of this name in its root is somebody's own, which readers would take for its index."""
-    out = pack(SOURCE, tmp_path / "out", "pp=2", "--virtual")
-    assert not (out / INDEX_NAME).exists()
-    assert reshard("verify", out).code == 0
-    (out / INDEX_NAME).write_text("mine")
-    assert reshard("verify", out, "--json").json["code"] == "manifest.unlisted-file"
-    again = ("pack", SOURCE, "--layout", "pp=2", "--out", out, "--force")
-    assert refusal(*again).found == (3, "output.foreign-file", str(out))

@@ -135,13 +135,6 @@ def test_export_replaces_no_model_that_it_did_not_write(change: str, source: Pat
     assert files_in(out) == before
 
 
-def test_bundles_are_not_replaced_by_an_export(source: Path, tmp_path: Path) -> None:
-    packed, other = tmp_path / "packed", tmp_path / "other"
-    assert (pack(source, packed, "pp=2").code, pack(source, other, "pp=4").code) == (0, 0)
-    assert refusal(export(packed, other, "--force", "--json"))[:2] == (3, "output.not-ours")
-    assert reshard("verify", other).code == 0
-
-
 def test_a_signature_and_digests_of_ours_are_replaced_with_their_manifest(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     pack(source, out, "pp=2")

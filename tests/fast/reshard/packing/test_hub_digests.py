@@ -72,26 +72,6 @@ def nbytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_numbers_of_threads_and_requests_are_those_that_are_asked_for(served: Hub, tmp_path: Path) -> None:
-    ended = pack(tmp_path / "out", "--threads", "1", "--streams", "1", "--io-memory", "20MB")
-    assert ended.code == 0, ended.err
-    assert (ended.json["num_threads"], ended.json["num_streams"]) == (1, 1)
-    assert reshard("verify", tmp_path / "out", "--against", tmp_path / "source").code == 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "code"),
-    [
-        (("--threads", "0"), "usage.arguments"),
-        (("--streams", "1025"), "usage.arguments"),
-        (("--io-memory", "20"), "options.memory-size"),
-    ],
-)
-def test_impossible_numbers_are_refused(served: Hub, tmp_path: Path, flags: tuple[str, str], code: str) -> None:
-    ended = pack(tmp_path / "out", *flags)
-    assert (ended.code, ended.json["error"]["code"], ended.json["error"]["where"]) == (2, code, flags[0])
-
-
 def test_wrong_bytes_of_a_weight_file_are_refused_by_its_name_and_nothing_is_kept(served: Hub, tmp_path: Path) -> None:
     damage(served, tmp_path / "source")
     ended = pack(tmp_path / "out")

@@ -73,11 +73,6 @@ def test_tensor_in_two_shards(out: Path) -> None:
     assert refused(out)[0] == "shard.inconsistent-slices"
 
 
-def test_tensor_of_another_shape(out: Path) -> None:
-    change_stage(out, 1, lambda tensors: tensors.update({UP: replace(tensors[UP], shape=(16, 24))}))
-    assert refused(out) == ("source.shape-mismatch", f"{LAST}: '{UP}'.shape")
-
-
 def test_tied_copies_that_differ(out: Path) -> None:
     other = replace(read_stage(out, 0)[EMBEDDING], data=bytes(1280))
     change_stage(out, 1, lambda tensors: tensors.update({HEAD: other}))

@@ -90,14 +90,6 @@ def test_parts_in_any_order_have_the_bytes_of_one_pack(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_parts_of_chosen_stages_have_the_bytes_of_one_pack(source: Path, tmp_path: Path) -> None:
-    pack(source, tmp_path / "whole", SPEC, "--stages", "1-3")
-    for part in ("1/2", "2/2"):
-        assert pack_part(source, tmp_path / "out", part, "--stages", "1-3").code == 0
-    assert reshard("commit", tmp_path / "out").code == 0
-    assert files_in(tmp_path / "out") == files_in(tmp_path / "whole")
-
-
 @pytest.mark.parametrize("flag", ["--part", "--parts"])
 def test_more_parts_than_shards_are_refused_naming_the_most(flag: str, source: Path, tmp_path: Path) -> None:
     asked = ("--part", "1/5") if flag == "--part" else ("--parts", "5", "--scheduler", "slurm", "--dry-run")
@@ -114,12 +106,6 @@ def test_each_shard_is_of_one_part_and_no_part_is_empty(sizes: list[int]) -> Non
         parts = [shards_of_part(shards, Part(number=number, of=num_parts)) for number in range(1, num_parts + 1)]
         assert all(parts)
         assert [shard for part in parts for shard in part] == shards
-
-
-def test_parts_are_of_similar_size() -> None:
-    shards = [_shard_of(number, (number % 5 + 1) << 12) for number in range(200)]
-    sizes = [sum(shard.nbytes for shard in shards_of_part(shards, Part(number=n, of=8))) for n in range(1, 9)]
-    assert max(sizes) - min(sizes) <= 2 * max(shard.nbytes for shard in shards)
 
 
 def _shard_of(number: int, nbytes: int) -> OutputShard:
@@ -229,17 +215,6 @@ def test_shards_of_another_pack_are_not_committed(source: Path, tmp_path: Path) 
         shutil.copy(tmp_path / "other" / shard.relative_to(place), shard)
     assert refusal("commit", out).found[:2] == (3, "output.damaged-parts")
     assert not out.exists()
-
-
-def test_parts_whose_folder_was_removed_are_missing(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    for part in ("1/2", "2/2"):
-        assert pack_part(source, out, part).code == 0
-    shutil.rmtree(place_of(out, "00002-of-00002"))
-    assert refusal("commit", out).found == (3, "output.missing-parts", str(out))
-    assert pack_part(source, out, "2/2").code == 0
-    assert reshard("commit", out).code == 0
-    assert files_in(out) == whole
 
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["new", "replaced"])
@@ -449,11 +424,6 @@ def test_pack_that_would_fail_is_not_submitted(
     asked = ("--out", tmp_path / "out", *SLURM, "--dry-run")
     refused = refusal("pack", source, *asked, *(flag.format(place=tmp_path) for flag in flags))
     assert refused.found == (*found[:2], found[2].format(place=tmp_path))
-
-
-def test_source_that_is_not_there_is_not_submitted(tmp_path: Path) -> None:
-    asked = ("--layout", "pp=2", "--out", tmp_path / "out", *SLURM, "--dry-run")
-    assert refusal("pack", tmp_path / "absent", *asked).found[::2] == (3, f"{tmp_path}/absent")
 
 
 def test_dry_run_prints_an_array_and_the_commit_that_waits_for_it(source: Path, tmp_path: Path) -> None:

@@ -265,10 +265,6 @@ def test_malformed_names_are_refused(hub: Hub, packed: Path, name: str) -> None:
     assert hub.take_requests() == []
 
 
-def test_name_that_the_hub_refuses_is_refused(hub: Hub, packed: Path) -> None:
-    assert refusal("push", packed, "org/two--dashes").found[1] == "store.malformed-address"
-
-
 def test_damaged_folder_is_not_pushed(hub: Hub, tmp_path: Path) -> None:
     packed = pack(tmp_path)
     (packed / SHARD).write_bytes((packed / SHARD).read_bytes()[:-1])
@@ -278,13 +274,6 @@ def test_damaged_folder_is_not_pushed(hub: Hub, tmp_path: Path) -> None:
     (packed / "manifest.json").unlink()
     assert refusal("push", packed, NAME).found[1] == "manifest.missing"
     assert hub.take_requests() == []
-
-
-def test_virtual_pack_is_not_pushed(hub: Hub, tmp_path: Path, packed: Path) -> None:
-    virtual = tmp_path / "virtual"
-    source = packed.parent / "source"
-    assert reshard("pack", source, "--layout", "pp=2", "--virtual", "--out", virtual).code == 0
-    assert refusal("push", virtual, NAME).found[1] == "manifest.unrooted-bytes"
 
 
 def test_card_with_metadata_that_the_hub_refuses_is_refused(hub: Hub, packed: Path) -> None:
@@ -306,15 +295,6 @@ def test_pack_to_the_hub_is_the_pack_of_the_folder(hub: Hub, packed: Path, tmp_p
     assert not staged.exists()
     assert refusal("pack", source, "--layout", "pp=1", "--out", place).found[1] == "output.exists"
     assert refusal("pack", source, "--layout", "pp=2", "--virtual", "--out", place).found[:2] == (2, "options.conflict")
-
-
-def test_plan_of_a_pack_to_the_hub_is_that_of_a_folder_and_asks_nothing(hub: Hub, packed: Path, tmp_path: Path) -> None:
-    here, there = (
-        reshard("pack", packed.parent / "source", "--layout", "pp=2", "--dry-run", "--json", "--out", out).json
-        for out in (tmp_path / "out", f"hf://{NAME}")
-    )
-    assert here == there
-    assert hub.take_requests() == []
 
 
 @pytest.mark.parametrize(

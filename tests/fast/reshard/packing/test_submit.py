@@ -120,11 +120,6 @@ def test_job_that_pods_could_not_run_is_refused(
     assert refusal(*pods(source, *asked, "--dry-run")).found == found
 
 
-def test_image_is_for_pods_alone(source: Path) -> None:
-    asked = ("--layout", "pp=2", "--out", source.parent / "out", "--image", "i")
-    assert refusal("pack", source, *asked).found == (2, "options.needs-scheduler", "--image")
-
-
 NAMES = ["it's here", 'a "b" $(touch x) `c`', "a#b", "a\\b"]
 
 

@@ -87,18 +87,6 @@ def test_resharding_virtual_bundles_equals_packing_their_source(folder: Folder, 
         assert packed == expected
 
 
-def test_only_the_manifest_and_small_files_are_written(out: Path) -> None:
-    files = files_in(out)
-    assert set(files) == {"manifest.json", "source.json", "config.json", "generation_config.json", "tokenizer.json"}
-    manifest = open_manifest(out).manifest
-    assert manifest.virtual is not None
-    assert (manifest.virtual.location, manifest.virtual.revision) == (str(out.parent / "source"), None)
-    assert [file.path for file in manifest.virtual.files] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert [stage.nbytes for stage in manifest.stages] == [
-        sum(span.end - span.begin for span in stage.spans) for stage in manifest.stages
-    ]
-
-
 def test_pack_prints_the_size_of_what_stays_in_the_source(out: Path) -> None:
     again = ("pack", out, "--virtual", "--force", "--out", out)
     assert "17.78 KiB" in run(*again).splitlines()[0]
@@ -113,18 +101,6 @@ def test_pack_prints_the_size_of_what_stays_in_the_source(out: Path) -> None:
         "num_threads": 0,
         "num_streams": 0,
     }
-
-
-def test_inspect_and_plan_read_virtual_bundles(out: Path) -> None:
-    copies = out.parent / "copies"
-    run("pack", out, "--out", copies)
-    text = run("inspect", out)
-    assert f"virtual: stages 0-1 reference 3 files in {out.parent}/source\n" in text
-    rows, expected = (json.loads(run("inspect", place, "--tensors", "--json"))["tensors"] for place in (out, copies))
-    for row in expected:
-        row["blake3"] = None
-    assert sorted(rows, key=str) == sorted(expected, key=str)
-    assert run("plan", out, "--json") == run("plan", out.parent / "source", "--layout", "pp=2", "--json")
 
 
 def grow(file: Path) -> None:
@@ -233,16 +209,6 @@ def test_source_record_of_another_source_is_refused(out: Path) -> None:
     assert refused.found == (3, "manifest.source-mismatch", f"{out}/manifest.json: virtual.files[0]")
 
 
-def test_copied_bundles_cannot_be_virtual(out: Path, wording: Callable[[str], None]) -> None:
-    copies = out.parent / "copies"
-    run("pack", out, "--out", copies)
-    for flags in (("--virtual",), ("--stages", "1")):
-        refused = refusal("pack", copies, *flags, "--out", out.parent / "new")
-        assert refused.found == (3, "options.cannot-be-virtual", f"{copies}/model-00001-of-00002.safetensors")
-    wording(refused.text)
-    assert leftovers(out.parent / "new") == []
-
-
 def test_tensor_without_bytes_cannot_be_virtual(tmp_path: Path, wording: Callable[[str], None]) -> None:
     name = "model.layers.3.self_attn.rotary_emb.inv_freq"
     tensors = random_tensors(llama_config()) | {name: Tensor(dtype="F32", shape=(0,), data=b"")}
@@ -307,8 +273,3 @@ def test_stages_that_make_no_sense_are_a_usage_error(
     assert refused.found == (2, code, "--stages")
     wording(refused.text)
     assert leftovers(tmp_path / "out") == []
-
-
-def test_only_a_manifest_may_be_packed_without_a_layout(tmp_path: Path) -> None:
-    write_model(tmp_path / "source", llama_config())
-    assert refusal("pack", tmp_path / "source", "--out", tmp_path / "out").found[:2] == (2, "usage.arguments")

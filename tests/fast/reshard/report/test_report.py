@@ -18,9 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from manifests.models import model_shape
-from manifests.models.config import MAX_LAYERS
-from reshard.cli import options
-from tests.builders import EMBEDDING, HEAD, files_in, leftovers, llama_config, pack, refusal, reshard, run, write_model
+from tests.builders import EMBEDDING, HEAD, files_in, llama_config, pack, reshard, run, write_model
 from tests.fast.manifests.models.built import DECODERS, build, perturb, read_config
 from tests.fast.reshard.configs import modules_of, write_config, write_times
 from tests.fast.runner.models.decoders import name_as_openai_did, save_decoder
@@ -176,30 +174,11 @@ def test_quantized_config_counts_each_tensor_in_its_own_dtype(tmp_path: Path) ->
     assert plain["assumed"]["stored_dtypes"] == ["BF16"]
 
 
-def test_config_alone_cannot_be_packed_or_have_tensors_dropped(tmp_path: Path) -> None:
-    config = write_config(tmp_path / "config.json")
-    packed = reshard("pack", config, "--layout", "pp=2", "--out", tmp_path / "out")
-    assert packed.code == 3
-    dropped = reshard("plan", config, "--layout", "pp=2", "--drop", HEAD, "--json")
-    assert dropped.refusal == (2, "options.unknown-drop", "--drop")
-
-
 def test_unknown_dtype_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
     config = write_config(tmp_path / "config.json", dtype="int3")
     ended = reshard("plan", config, "--layout", "pp=2", "--json")
     assert ended.refusal == (3, "config.unknown-dtype", f"{config}: dtype")
     wording(ended.json["error"]["problem"])
-
-
-def test_256_stages_fit_on_a_screen(tmp_path: Path, wording: Callable[[str], None]) -> None:
-    config = write_config(tmp_path / "deep.json", num_hidden_layers=254)
-    lines = reshard(
-        "plan", config, "--layout", "pp=64,vpp=4", "--microbatches", "64", "--seq-len", "4"
-    ).out.splitlines()
-    assert len(lines) < 20
-    assert max(map(len, lines)) <= 120
-    assert lines[4].split()[:5] == ["1-63", "1-63", "0", "layers.0-62:", "1"]
-    wording(lines[9])
 
 
 def test_stages_that_are_all_different_are_omitted_in_the_middle(tmp_path: Path) -> None:
@@ -243,13 +222,6 @@ def test_even_ranks_have_no_bottleneck_and_wait_only_for_the_pipeline(
     assert shown["step_s"] == pytest.approx(33)
     assert shown["bubble"] == pytest.approx(3 / 11)
     assert shown["assumed"]["times"] == "measured"
-
-
-def test_choices_on_the_command_line_are_those_of_the_packages() -> None:
-    from manifests.schedules import SCHEDULES
-
-    assert MAX_LAYERS == options.MAX_LAYERS
-    assert SCHEDULES == options.SCHEDULES
 
 
 def test_plan_without_a_picture_imports_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
@@ -325,13 +297,6 @@ def test_tensor_without_prefix_is_dropped_by_either_name(named: str, tmp_path: P
     assert left == load_file(tmp_path / "gpt2" / "model.safetensors").keys() - {"h.2.attn.bias"}
 
 
-def test_virtual_bundles_do_not_refer_to_files_without_prefix(tmp_path: Path) -> None:
-    openai_gpt2(tmp_path)
-    refused = refusal("pack", tmp_path / "gpt2", "--layout", "pp=2", "--virtual", "--out", tmp_path / "packed")
-    assert refused.found == (3, "options.cannot-be-virtual", "model.safetensors: 'h.0.attn.bias'")
-    assert leftovers(tmp_path / "packed") == []
-
-
 def test_tensor_with_and_without_prefix_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
     openai_gpt2(tmp_path)
     path = tmp_path / "gpt2" / "model.safetensors"
@@ -375,10 +340,3 @@ def test_layouts_cut_models_of_other_names(name: str, layout: str, cuts: list[in
     assert [stage["modules"] for stage in ended.json["stages"]] == [
         list(modules[begin:end]) for begin, end in pairwise(bounds)
     ]
-
-
-def test_file_of_module_lists_takes_short_names_and_ranges(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(read_config("gpt2")))
-    (tmp_path / "stages.json").write_text('[["wte", "wpe", "h.0-5"], ["h.6-11", "transformer.ln_f", "lm_head"]]')
-    ended = run("plan", tmp_path / "config.json", "--layout", tmp_path / "stages.json")
-    assert "wte, wpe, h.0-5" in ended.out

@@ -16,7 +16,7 @@ from bench.sparse import write_sparse
 from manifests.module_times import MeasuredTimes, ModuleTime
 from reshard.report.search_table import launch_command, pack_command
 from reshard.search.candidates import SearchRequest
-from reshard.search.hardware import HARDWARE, read_hardware
+from reshard.search.hardware import HARDWARE
 from reshard.search.search import find_layouts
 from runner.commands import cli
 from tests.builders import reshard, run
@@ -112,13 +112,6 @@ def test_no_plan_has_degrees_that_a_launch_refuses(
     assert outcomes == {True, False}
 
 
-def test_degrees_that_do_not_divide_the_model_are_not_planned() -> None:
-    words = ("--layout", "pp=2", "--json")
-    refused = reshard("plan", CONFIGS / "llama-3.1-8b.json", *words, "--tp", "3").refusal
-    assert refused == (2, "options.tp-divisor", "--tp")
-    assert reshard("plan", CONFIGS / "gpt-oss-120b.json", *words, "--ep", "2").refusal[:2] == (2, "launch.degrees")
-
-
 def test_what_is_refused_for_a_model_is_named(tmp_path: Path) -> None:
     result = find_layouts(CONFIGS / "gpt-oss-120b.json", request(8, 80, 64))
     assert not result.best
@@ -130,13 +123,6 @@ def test_what_is_refused_for_a_model_is_named(tmp_path: Path) -> None:
     # In bfloat16, 8 bytes of each of 116.8 billion parameters; a GPU has 72 GiB.
     assert result.state_nbytes == 8 * result.shape.num_params
     assert f"at least {-(-8 * result.shape.num_params // int(0.9 * (80 << 30)))} GPUs" in shown
-
-
-def test_state_of_a_tied_model_has_its_embedding_once() -> None:
-    result = find_layouts(CONFIGS / "gemma-3-1b.json", request(1, 8, 8))
-    embedding = result.shape.count_params(result.shape.ties[0][0])
-    assert (result.best, result.policy) == ((), "bf16")
-    assert result.state_nbytes == 8 * result.shape.num_params + 2 * embedding  # the head has a gradient of its own
 
 
 @pytest.mark.parametrize(
@@ -175,16 +161,6 @@ def test_first_layout_needs_what_its_plan_says(
     assert max(rank["memory_nbytes"]["total"] for rank in plan["ranks"]) == first["memory"]
     if first["num_microbatches"] == 128:
         assert plan["bubble"] == pytest.approx(first["bubble"], abs=0.01)  # there, without transfers
-
-
-def test_flags_are_what_every_layout_has(tmp_path: Path) -> None:
-    words = ("--tp", "2", "--cp", "2", "--ac", "full", "--schedule", "1f1b", "--microbatch", "2", "--dtype", "bf16")
-    config = CONFIGS / "llama-3.1-8b.json"
-    shown = reshard("plan", config, "--gpus", "8", "--gpu-memory", "80GB", *words, "--json").json
-    assert shown["layouts"]
-    for layout in shown["layouts"]:
-        names = ("tensor", "context", "recompute", "schedule", "microbatch", "policy")
-        assert [layout[name] for name in names] == [2, 2, "full", "1F1B", 2, "bf16"]
 
 
 def test_closed_form_is_near_the_simulated_step() -> None:
@@ -229,11 +205,6 @@ def test_what_no_launch_trains_is_not_searched(tmp_path: Path) -> None:
     words = ("--gpus", "8", "--gpu-memory", "80GB", "--seq-len", "64", "--json")
     ended = reshard("plan", tmp_path / "config.json", *words)
     assert ended.refusal == (3, "config.unsupported-value", "config.json: output_router_logits")
-
-
-def test_rates_of_hardware_are_read() -> None:
-    hardware = read_hardware("165,32,12.5")
-    assert (hardware.peak, hardware.node, hardware.network) == (165e12, 32e9, 12.5e9)
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
@@ -331,15 +302,6 @@ def test_rate_of_a_run_is_that_of_its_slowest_link(ranks_per_node: int, link: st
 def add_step(log: Path, **step: float) -> None:
     document = json.loads((log / "times.json").read_text())
     (log / "times.json").write_text(json.dumps({**document, "step": step}))
-
-
-@pytest.mark.parametrize("how", [{}, {"num_ranks": "8", "ranks_per_node": 8}, {"num_ranks": 8, "ranks_per_node": 0}])
-def test_rate_of_a_run_without_its_ranks_is_refused(how: dict[str, object], tmp_path: Path) -> None:
-    config = CONFIGS / "llama-3.1-8b.json"
-    log = write_run(tmp_path / "log", config, **how)
-    add_step(log, overhead_s=0.0, num_params=1, nbytes_per_s=1e9)
-    ended = reshard("plan", config, "--gpus", "8", "--gpu-memory", "200GB", "--from-run", log, "--json")
-    assert ended.refusal[:2] == (3, "options.cost-file")
 
 
 def first_step_s(shown: Any) -> float:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from manifests.errors import SourceError
-from reshard.tensors.checksums import combined_crc, verify_records, with_records
+from reshard.tensors.checksums import verify_records, with_records
 from stores.base import read_range
 from stores.bundles import TensorAt
 from stores.local import LocalFile
@@ -101,14 +101,6 @@ def test_a_flipped_bit_of_a_weight_is_refused_and_nothing_is_published(kind: str
     pack(source, out)
 
 
-def test_message_names_the_file_the_record_and_both_checksums(wording: Callable[[str], None], tmp_path: Path) -> None:
-    source = write_bin(tmp_path / "source")
-    path, begin, _ = next(records_of(source, "bin"))
-    flip(path, begin)
-    text = refusal("pack", source, "--layout", "pp=2", "--out", tmp_path / "out").text
-    wording(text.partition("; verified data is kept")[0])  # of tensors that other threads had written by then, if any
-
-
 @pytest.mark.parametrize("entry", ["data.pkl", "byteorder"])
 def test_a_flipped_bit_beside_the_weights_is_refused(entry: str, tmp_path: Path) -> None:
     source = write_bin(tmp_path / "source")
@@ -165,13 +157,6 @@ def test_checksums_are_compared_in_requests_to_the_hub(tmp_path: Path, monkeypat
         served.push("org/tiny", files_in(source))
         found = refusal("pack", "hf://org/tiny", "--layout", "pp=2", "--out", tmp_path / "out").found
     assert found[:2] == (3, MISMATCH)
-
-
-def test_checksums_of_pieces_combine_as_those_of_all_bytes_do() -> None:
-    choose = random.Random(0)
-    for _ in range(100):
-        first, second = choose.randbytes(choose.randrange(50)), choose.randbytes(choose.randrange(5000))
-        assert combined_crc(crc32(first), crc32(second), len(second)) == crc32(first + second)
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

@@ -77,14 +77,6 @@ def test_stray_tensor_is_refused_and_may_be_dropped_by_name(
     assert sorted(row["fqn"] for row in rows) == sorted(tensors)
 
 
-def test_tensor_of_a_layer_that_the_config_does_not_have_is_refused(tmp_path: Path) -> None:
-    tensors = random_tensors(llama_config()) | {"model.layers.4.mlp.up_proj.weight": stray()}
-    write_model(tmp_path / "source", llama_config(), tensors)
-    found, text = refused(tmp_path / "source")
-    assert found == ("source.unknown-tensor", "SOURCE")
-    assert "model.layers.4.mlp.up_proj.weight" in text
-
-
 def test_tensor_of_another_shape_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
     tensors = random_tensors(llama_config())
     tensors[HEAD] = replace(tensors[HEAD], shape=(80, 8))
@@ -167,12 +159,4 @@ def test_dropping_what_is_not_there_or_what_the_model_requires_is_refused(
     write_model(tmp_path / "source")
     actual, text = refused(tmp_path / "source", "--drop", name)
     assert actual == found
-    wording(text)
-
-
-def test_dropping_from_a_manifest_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
-    write_model(tmp_path / "source")
-    pack(tmp_path / "source", tmp_path / "packed")
-    found, text = refused(tmp_path / "packed", "--drop", UP)
-    assert found == ("options.drop-from-manifest", "--drop")
     wording(text)

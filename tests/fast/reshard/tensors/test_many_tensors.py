@@ -21,7 +21,6 @@ from manifests.errors import InputError
 from manifests.models import model_shape
 from manifests.safetensors import encode_header, header_template, layout_tensors
 from reshard.copy.journal import plan_key
-from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.plans.pack_plan import GivenHeader, OutputShard, lay_out_readable, lay_out_shard
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import RecordedShard, SourceRecord, decode_record, encode_record
@@ -135,24 +134,6 @@ def test_many_tensors_of_one_stage_are_in_headers_that_safetensors_reads(many: P
         assert (len(read), sum(map(len, read))) == (num_shards, MANY)
 
 
-TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
-
-
-@given(TEXTS, TEXTS, st.none() | TEXTS)
-def test_the_record_is_written_as_json_writes_it(name: str, text: str, index: str | None) -> None:
-    shards = (RecordedShard("a.safetensors", f"{{}} {text}".encode()), RecordedShard(name, text.encode()))
-    for held, dropped in ((shards, (name, "b")), ((), ())):
-        record = SourceRecord(shards=held, index=None if index is None else index.encode(), dropped=dropped)
-        document = {
-            "format": "reshard-source",
-            "version": 1,
-            "shards": [{"name": shard.name, "header": shard.header_text.decode()} for shard in held],
-            "index": index,
-            "dropped": list(dropped),
-        }
-        assert encode_record(record) == (json.dumps(document, indent=1) + "\n").encode()
-
-
 def test_a_long_record_is_read_as_it_was_written() -> None:
     index = json.dumps({"weight_map": {}, "é\U0001f600": "é\U0001f600" * 400_000}, ensure_ascii=False)
     record = SourceRecord(shards=(RecordedShard("a.safetensors", b"{}"),), index=index.encode())
@@ -212,22 +193,6 @@ def test_a_bundle_whose_header_no_reader_accepts_is_planned_as_several_shards() 
     shards = list(lay_out_readable(tensors))
     assert [[origin.name[0] for origin in shard.origins] for shard in shards] == [["a"], ["b", "c"]]
     assert all(shard.header_nbytes <= 100_000_000 for shard in shards)  # the limit of the safetensors library
-
-
-@given(
-    st.dictionaries(TEXTS, TEXTS, max_size=4),
-    st.none() | st.dictionaries(TEXTS, st.integers(0) | TEXTS | st.booleans() | st.none(), max_size=3),
-    st.booleans(), st.sampled_from([None, 2]), st.booleans(),
-)  # fmt: skip
-def test_an_index_is_what_json_says(
-    weight_map: dict[str, str], metadata: dict[str, Any] | None, is_last: bool, indent: int | None, is_ascii: bool
-) -> None:
-    document = {"weight_map": weight_map} if metadata is None else {"metadata": metadata, "weight_map": weight_map}
-    if is_last:
-        document = dict(reversed(document.items()))
-    raw = json.dumps(document, indent=indent, ensure_ascii=is_ascii).encode()
-    index = read_shard_index(raw, "index")
-    assert (index.weight_map, index.has_metadata) == (weight_map, metadata is not None)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -107,14 +106,6 @@ def test_slices_are_copied_as_they_are_and_keep_their_digests(cut: str, tmp_path
     assert tensor_files(again) == tensor_files(four)
 
 
-@pytest.mark.parametrize("dtype", ["source", "bf16"])
-def test_export_is_that_of_the_whole_checkpoint(dtype: str, tmp_path: Path) -> None:
-    sliced, whole = sliced_and_whole(tmp_path, "both", tie_word_embeddings=True)
-    for out in (sliced, whole):
-        run("export", out, "--to", "hf", "--dtype", dtype, "--out", tmp_path / f"{out.name}-hf")
-    assert files_in(tmp_path / "sliced-hf") == files_in(tmp_path / "trained-hf")
-
-
 def test_diff_compares_the_values_of_tensors_that_are_sliced_differently(
     tmp_path: Path, wording: Callable[[str], None]
 ) -> None:
@@ -133,20 +124,6 @@ def test_diff_compares_the_values_of_tensors_that_are_sliced_differently(
     ended = reshard("diff", sliced, four, "--json")
     assert (ended.code, ended.json["num_equal"], ended.json["num_moved"]) == (4, 116, 59)
     assert [(one["holds"], one["fqn"]) for one in ended.json["differences"]] == [("exp_avg", UP)]
-
-
-def test_inspect_shows_the_offsets_of_slices(tmp_path: Path) -> None:
-    sliced, _ = sliced_and_whole(tmp_path, "columns")
-    lines = [line.split() for line in reshard("inspect", sliced, "--tensors").out.splitlines() if UP in line]
-    assert [" ".join(line[2:-1]) for line in lines] == [
-        "F32 [24, 8] at [0, 0] of [24, 16]",
-        "F32 [24, 8] at [0, 8] of [24, 16]",
-    ]
-    stored = [one for one in reshard("inspect", sliced, "--tensors", "--json").json["tensors"] if one["fqn"] == UP]
-    assert [(one["shape"], one["offset"], one["whole_shape"]) for one in stored] == [
-        ([24, 8], [0, 0], [24, 16]),
-        ([24, 8], [0, 8], [24, 16]),
-    ]
 
 
 def without_one(shards: Shards) -> None:
@@ -210,18 +187,6 @@ def test_damage_of_a_slice_is_named(verb: str, tmp_path: Path) -> None:
     verified = reshard("verify", sliced, "--against", whole, "--json")
     assert verified.code == 4
     assert [difference["where"] for difference in verified.json["differences"]] == [where]
-
-
-def test_manifest_of_slices_counts_a_tensor_once(tmp_path: Path) -> None:
-    sliced, whole = sliced_and_whole(tmp_path, "both")
-    four = pack(sliced, tmp_path / "four", "pp=4")
-    expected = pack(whole, tmp_path / "expected", "pp=4")
-    counts = [
-        [(stage["num_tensors"], stage["nbytes"]) for stage in json.loads((out / "manifest.json").read_text())["stages"]]
-        for out in (four, expected)
-    ]
-    assert counts[0] == counts[1]
-    assert reshard("verify", four).out.startswith("verified 117 tensors, ")
 
 
 @pytest.mark.parametrize("kind", KINDS)

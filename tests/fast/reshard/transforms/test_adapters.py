@@ -104,15 +104,6 @@ def test_blocks_that_reuse_memory_are_merged_as_the_whole_matrix(dtype: str) -> 
         assert merged == exact.astype(base.dtype).tobytes()
 
 
-def test_several_adapters_are_added_with_their_weights(base: Path, tmp_path: Path) -> None:
-    some = [adapter_tensors(seed=seed) for seed in (0, 100)]
-    folders = [write_adapter(tmp_path / str(number), tensors) for number, tensors in enumerate(some)]
-    run("merge", base, *folders, "--weight", "0.5", "--weight", "-1.5", "--out", tmp_path / "out")
-    v = "model.layers.3.self_attn.v_proj"
-    exact = values_of(all_tensors(base)[f"{v}.weight"]) + product_of(some[0], v) - 3 * product_of(some[1], v)
-    assert np.array_equal(values_of(all_tensors(tmp_path / "out")[f"{v}.weight"]), exact.astype("<f4").astype(float))
-
-
 def test_pack_merges_as_merge_does_and_keeps_digests_of_the_rest(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter")
     run("merge", base, adapter, "--out", tmp_path / "merged")
@@ -237,12 +228,6 @@ def test_values_that_are_not_finite_are_refused(base: Path, tmp_path: Path) -> N
         refused = refusal("merge", base, tmp_path / "nan", "--out", tmp_path / "out")
         assert refused.found[:2] == (3, "source.would-overflow")
     assert not list(tmp_path.glob("*out*"))
-
-
-def test_weights_and_adapters_must_be_as_many(base: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(tmp_path / "adapter")
-    refused = refusal("merge", base, adapter, "--weight", "1", "--weight", "2", "--out", tmp_path / "out")
-    assert refused.found == (2, "options.conflict", "--weight")
 
 
 def at(dtype: str, values: Any) -> TensorAt:

@@ -17,7 +17,6 @@ from tests.builders import (
     INDEX,
     Tensor,
     files_in,
-    flip,
     llama_config,
     pack,
     random_tensors,
@@ -28,7 +27,6 @@ from tests.builders import (
     write_model,
 )
 from tests.fast.reshard.forged import change_manifest, change_stage
-from tests.fast.trained import write_trained
 
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FLAGS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
@@ -196,24 +194,6 @@ def test_transformers_loads_trained_weights_in_the_dtype_of_the_source(tmp_path:
         assert {weight.dtype for weight in model.parameters()} == {stored}
         for weight, before in zip(model.parameters(), source.parameters(), strict=True):
             assert torch.equal(weight, before.to(stored))
-
-
-def test_damage_of_what_is_cast_is_named(tmp_path: Path) -> None:
-    write_model(tmp_path / "source", num_shards=2)
-    out = tmp_path / "out"
-    pack(tmp_path / "source", out)
-    shard = out / "model-00002-of-00002.safetensors"
-    flip(shard)
-    refused = refusal("export", out, "--to", "hf", "--dtype", "fp32", "--out", tmp_path / "exported")
-    assert refused.found == (3, "shard.digest-mismatch", f"{shard}: 'model.norm.weight'")
-    assert not (tmp_path / "exported").exists()  # what other threads had verified may wait for a rerun beside it
-
-
-def test_weights_with_optimizer_state_are_not_cast_by_pack(tmp_path: Path, wording: Callable[[str], None]) -> None:
-    trained = write_trained(tmp_path, "pp=2")
-    refused = refusal("pack", trained, "--layout", "pp=4", "--dtype", "bf16", "--out", tmp_path / "out")
-    assert refused.found[::2] == (2, "--dtype")
-    wording(refused.text)
 
 
 @pytest.mark.parametrize("args", [["--virtual"], ["--stages", "0"]])

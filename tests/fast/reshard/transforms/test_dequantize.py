@@ -151,23 +151,6 @@ def test_manifest_of_quantized_bundles_is_dequantized_as_its_source_is(tmp_path:
     assert {name for name in straight if straight[name] != later[name]} == {"manifest.json"}
 
 
-def test_flag_has_two_spellings(tmp_path: Path) -> None:
-    write_quantized(tmp_path / "source", {**read_config("tiny-deepseek-v3"), "quantization_config": fp8(8, 16)})
-    asked = ("pack", tmp_path / "source", "--layout", "pp=2", "--json", "--out")
-    new = reshard(*asked, tmp_path / "new", "--dequantize", "bf16")
-    old = reshard(*asked, tmp_path / "old", "--dequantise", "bf16")
-    assert (new.code, old.code) == (0, 0)
-    assert files_in(tmp_path / "old") == files_in(tmp_path / "new")
-
-
-def test_source_that_is_not_quantized_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
-    write_model(tmp_path / "source")
-    asked = ("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out")
-    ended = reshard(*asked, "--dequantize", "bf16", "--json")
-    assert ended.refusal == (2, "options.not-quantized", "--dequantize")
-    wording(ended.json["error"]["problem"])
-
-
 @pytest.mark.parametrize(("flag", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
 def test_packed_float4_and_scales_of_deepseek_v4_are_those_of_transformers(
     flag: str, dtype: torch.dtype, tmp_path: Path

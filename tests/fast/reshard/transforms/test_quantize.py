@@ -18,7 +18,7 @@ from reshard.tensors.lazy import MemoryFile
 from reshard.transforms.encoders import quantize_fp8, quantize_mxfp4
 from reshard.transforms.quantize import quantize_weight
 from stores.bundles import TensorAt
-from tests.builders import Tensor, files_in, refusal, reshard, run, tensors_in, write_model
+from tests.builders import Tensor, files_in, refusal, run, tensors_in, write_model
 from tests.fast.manifests.models.built import read_config
 from tests.fast.reshard.transforms.adapters import PREFIX, float32, write_adapter
 from tests.fast.reshard.transforms.test_dequantize import MXFP4, fp8, pack, values_in, write_quantized
@@ -140,15 +140,6 @@ def write_float8(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
             values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(len(fqn))).bfloat16()
             stored[fqn] = Tensor(dtype=tensor.dtype, shape=tensor.shape, data=bytes_of(values))
     return write_model(folder, config, stored, num_shards=3)
-
-
-def test_chain_of_a_dequantized_pack_is_a_source(tmp_path: Path) -> None:
-    write_float8(tmp_path / "base", read_config("tiny-deepseek-v3", quantization_config=fp8(8, 16)))
-    run("pack", tmp_path / "base", "--layout", "pp=2", "--dequantize", "bf16", "--out", tmp_path / "packed")
-    for _ in range(2):
-        run("delta", "publish", tmp_path / "packed", "--chain", tmp_path / "chain")
-    run("pack", f"{tmp_path / 'chain'}@1", "--layout", "pp=1", "--out", tmp_path / "again")
-    assert reshard("diff", tmp_path / "packed", tmp_path / "again").code == 0
 
 
 def test_merge_into_float8_blocks_is_that_of_transformers_dequantized_and_quantized(tmp_path: Path) -> None:

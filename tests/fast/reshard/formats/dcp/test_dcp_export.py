@@ -70,14 +70,6 @@ def test_torchtitan_reads_what_its_adapter_would_make_of_the_model(kind: str, tm
     assert (checked.code, checked.err) == (0, "")
 
 
-def test_names_of_hugging_face_are_kept(tmp_path: Path) -> None:
-    state = huggingface_state("qwen3", tmp_path / "model")
-    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed")
-    run("export", tmp_path / "packed", "--to", "dcp", "--dtype", "bf16", "--out", tmp_path / "dcp")
-    found = {key: tensor for (key,), tensor in state_of(tmp_path / "dcp").items()}
-    assert_equal(found, {name: tensor.bfloat16() for name, tensor in state.items()})
-
-
 class MuonOptimizers(OptimizersContainer[Any]):
     """torchtitan's container with torch's Muon as its DistMuon, which has its options and state, and needs CUDA."""
 

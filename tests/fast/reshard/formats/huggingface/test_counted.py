@@ -15,9 +15,6 @@ import pytest
 from manifests.invariants import check_manifest, check_model
 from manifests.models import model_shape
 from manifests.schema import TieGroup, TieMember
-from reshard.formats.huggingface.read import open_checkpoint
-from reshard.formats.table import OpenOptions
-from stores.local import LocalFolder
 from stores.open import open_manifest
 from tests.builders import llama_config, pack, reshard, write_model
 
@@ -62,11 +59,6 @@ class Name(str):
         return str.__hash__(self)
 
 
-class CountedFolder(LocalFolder):
-    def names(self) -> tuple[str, ...]:
-        return tuple(map(Name, super().names()))
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("counted") / "source"
@@ -77,13 +69,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def packed(source: Path) -> Path:
     return pack(source, source.with_name("packed"), "pp=4")
-
-
-def test_shards_are_looked_up_a_few_times_each(source: Path) -> None:
-    Name.looked_at = 0
-    num_shards = len(open_checkpoint(CountedFolder(source), OpenOptions()).record.shards)
-    assert num_shards == 8 * NUM_LAYERS
-    assert Name.looked_at < 30 * num_shards
 
 
 def test_modules_are_looked_up_a_few_times_each(packed: Path) -> None:
@@ -105,14 +90,6 @@ def test_verify_opens_each_header_once(packed: Path, quick: bool) -> None:
         assert reshard("verify", packed, *(["--quick"] if quick else [])).code == 0
     # Without --quick the data is read too: by one reader for each run of it.
     assert [found[shard] for shard in shards] == [1 if quick else 2] * len(shards)
-
-
-def test_virtual_bundles_read_each_header_once(source: Path) -> None:
-    out = source.with_name("virtual")
-    pack(source, out, "pp=4", "--virtual")
-    with opened_files() as found:
-        assert reshard("verify", out, "--quick").code == 0
-    assert {found[str(shard)] for shard in source.glob("*.safetensors")} == {1}
 
 
 def test_a_pack_lays_each_shard_out_a_few_times(source: Path) -> None:

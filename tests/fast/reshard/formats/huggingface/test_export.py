@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -20,7 +19,6 @@ from tests.builders import (
     header_of,
     llama_config,
     random_tensors,
-    refusal,
     reshard,
     run,
     tensors_in,
@@ -138,18 +136,6 @@ def test_index_keeps_a_count_of_parameters_as_long_as_its_tensors(
     assert json.loads((exported / INDEX).read_text())["metadata"] == {**kept, "total_size": total}
 
 
-def test_dropped_tensor_is_gone_from_export_and_index(tmp_path: Path) -> None:
-    stray = Tensor(dtype="U8", shape=(4,), data=b"lost")
-    tensors = random_tensors(llama_config())
-    write_model(tmp_path / "source", llama_config(), tensors | {STRAY: stray}, num_shards=2)
-    exported = export(pack(tmp_path / "source", "--drop", STRAY))
-    assert tensors_in(exported) == tensors
-    index = json.loads((exported / INDEX).read_text())
-    assert sorted(index["weight_map"]) == sorted(tensors)
-    assert index["metadata"]["total_size"] == sum(len(tensor.data) for tensor in tensors.values())
-    assert reshard("plan", exported, "--layout", "pp=2").code == 0
-
-
 def test_shard_of_which_everything_was_dropped_is_not_exported(tmp_path: Path) -> None:
     stray = Tensor(dtype="U8", shape=(4,), data=b"lost")
     write_model(tmp_path / "source", num_shards=2)
@@ -185,29 +171,6 @@ def test_weights_in_other_formats_are_left_out_by_name(num_shards: int, tmp_path
     left_out = json.loads((tmp_path / "out/manifest.json").read_text())["source"]["left_out"]
     assert left_out == list(OTHER_WEIGHTS)
     assert files_in(tmp_path / "source").keys() - files_in(export(tmp_path / "out")).keys() == set(left_out)
-
-
-def test_folder_of_links_like_the_hubs_cache_is_packed_and_exported_as_files(tmp_path: Path) -> None:
-    write_model(tmp_path / "blobs", num_shards=2)
-    source = tmp_path / "models--a--b" / "snapshots" / "0123"
-    source.mkdir(parents=True)
-    for name in files_in(tmp_path / "blobs"):
-        (source / name).symlink_to(os.path.relpath(tmp_path / "blobs" / name, source))
-    run("pack", source, "--layout", "pp=2", "--out", tmp_path / "out")
-    exported = export(tmp_path / "out")
-    assert files_in(exported) == files_in(tmp_path / "blobs")
-    assert not any(path.is_symlink() for path in [*exported.rglob("*"), *(tmp_path / "out").rglob("*")])
-
-
-def test_export_refuses_a_folder_that_exists_and_replaces_a_model_folder_when_forced(tmp_path: Path) -> None:
-    write_model(tmp_path / "source")
-    out = pack(tmp_path / "source")
-    exported = export(out)
-    refused = refusal("export", out, "--to", "hf", "--out", exported)
-    assert refused.found == (3, "output.exists", str(exported))
-    (exported / "config.json").write_text("{}")
-    export(out, "--force")
-    assert files_in(exported) == files_in(tmp_path / "source")
 
 
 def test_header_that_lists_tensors_in_another_order_than_their_bytes_comes_back(tmp_path: Path) -> None:

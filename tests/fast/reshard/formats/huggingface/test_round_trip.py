@@ -127,14 +127,6 @@ def test_tied_copy_that_the_source_lacks_is_in_the_bundle_of_the_stage_that_uses
     assert (tie.owner.fqn, [replica.fqn for replica in tie.replicas]) == (stored, [missing])
 
 
-def test_tied_copy_on_its_owners_stage_is_not_stored_twice(tmp_path: Path) -> None:
-    write_model(tmp_path / "source", llama_config(tie_word_embeddings=True))
-    pack(tmp_path / "source", tmp_path / "out", "pp=1")
-    bundle = read_safetensors((tmp_path / "out/model-00001-of-00001.safetensors").read_bytes())
-    assert EMBEDDING in bundle
-    assert HEAD not in bundle
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_model_that_transformers_saved_comes_back_and_loads(tied: bool, tmp_path: Path) -> None:
     sizes = {key: value for key, value in llama_config().items() if key not in ("architectures", "model_type")}
