@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,6 @@ from stores.open import open_store
 from tests.builders import files_in, pack, refusal, reshard, write_model
 from tests.refusals import refused
 from tests.servers.hub import MEMBER, Hub
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -48,23 +44,6 @@ def test_address_is_read_as_its_user_means_it(text: str, address: HubAddress | N
 )
 def test_hub_scheme_with_something_else_behind_it_is_refused(text: str) -> None:
     assert refused(lambda: parse_hub_address(text)) == ("store.malformed-address", text)
-
-
-def test_address_is_written_with_its_scheme_and_revision() -> None:
-    assert str(HubAddress(repo="org/name", revision="v1", is_bare=True)) == "hf://org/name@v1"
-
-
-def test_what_exists_here_is_local_whatever_it_looks_like(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org" / "name").mkdir(parents=True)
-    assert open_store("org/name") == LocalFolder(Path("org/name"))
-    assert open_store(str(tmp_path / "nothing")) == LocalFolder(tmp_path / "nothing")
-
-
-def test_local_folders_are_opened_without_any_client() -> None:
-    code = "import sys, stores.open as s; s.open_store('.'); print('huggingface_hub' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (ended.stdout, ended.stderr) == ("False\n", "")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ from tests.builders import (
     write_model,
     write_safetensors,
 )
-from tests.refusals import refusal, refused
+from tests.refusals import refused
 from tests.servers.hub import Hub
 
 OWNER, REPLICAS = "a.weight", ("b.weight", "c.weight")
@@ -77,18 +77,6 @@ def test_bytes_of_an_owner_elsewhere_stand_for_every_member_of_its_group_on_the_
     }
 
 
-def test_tensors_without_bytes_are_in_no_span(tmp_path: Path) -> None:
-    empty, four = Tensor(dtype="U8", shape=(0,), data=b""), Tensor(dtype="U8", shape=(4,), data=b"abcd")
-    original, begin = write_original(tmp_path, {"b.empty": empty, OWNER: four, "c.empty": empty, "c.other": four})
-    spans = ((Span(file=0, begin=begin, end=begin + 4),), (Span(file=0, begin=begin + 4, end=begin + 8),))
-    manifest = two_stages(tmp_path, original, spans)
-    bundles = Bundles(manifest, tmp_path)
-    assert [[tensor.name for tensor in bundles.tensors_on(stage)] for stage in manifest.stages] == [
-        [OWNER],
-        ["c.other"],
-    ]
-
-
 @pytest.mark.parametrize(("begin", "end"), [(1, 4), (0, 3), (1, 3), (0, 5), (4, 7), (3, 8), (8, 9)])
 def test_span_that_cuts_a_tensor_is_refused(begin: int, end: int, tmp_path: Path) -> None:
     four = Tensor(dtype="U8", shape=(4,), data=b"abcd")
@@ -96,14 +84,6 @@ def test_span_that_cuts_a_tensor_is_refused(begin: int, end: int, tmp_path: Path
     manifest = two_stages(tmp_path, original, ((Span(file=0, begin=first + begin, end=first + end),), ()))
     code, where = refused(lambda: Bundles(manifest, tmp_path).tensors_on(manifest.stages[0]))
     assert (code, where) == ("manifest.wrong-span", f"stages[0].spans: {tmp_path}/model.safetensors")
-
-
-def test_span_of_the_header_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
-    original, first = write_original(tmp_path, {OWNER: Tensor(dtype="U8", shape=(4,), data=b"abcd")})
-    manifest = two_stages(tmp_path, original, ((Span(file=0, begin=0, end=first),), ()))
-    error = refusal(lambda: Bundles(manifest, tmp_path).tensors_on(manifest.stages[0]))
-    assert error.code == "manifest.wrong-span"
-    wording(str(error))
 
 
 def push_in_order(hub: Hub, folder: Path) -> str:

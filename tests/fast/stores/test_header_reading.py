@@ -10,7 +10,6 @@ from pathlib import Path
 
 from manifests.safetensors import TensorEntry, encode_header
 from stores.base import Range
-from stores.local import LocalFile
 from stores.workers import NUM_AT_ONCE, each_file_header
 from tests.builders import files_in, llama_config, reshard, write_model
 from tests.refusals import refused
@@ -78,15 +77,6 @@ def test_the_first_file_that_is_refused_is_named_and_no_other_is_begun() -> None
     files = [FarFile(f"{number}", desk, b"cut" if number in (2, 3) else HEADER) for number in range(200)]
     assert refused(lambda: dict(each_file_header(files))) == ("header.not-safetensors", "2")
     assert len(desk.served) < 100
-
-
-def test_files_on_this_machine_are_read_in_this_thread(tmp_path: Path) -> None:
-    files = [LocalFile(tmp_path / str(number)) for number in range(3)]
-    for file in files:
-        file.path.write_bytes(HEADER)
-    num_threads = threading.active_count()
-    assert [header.tensors[0].name for header in dict(each_file_header(files)).values()] == ["a"] * 3
-    assert threading.active_count() == num_threads
 
 
 def test_damaged_header_on_the_hub_is_refused_as_it_is_here(hub: Hub, tmp_path: Path) -> None:

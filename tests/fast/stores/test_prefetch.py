@@ -11,7 +11,7 @@ from itertools import accumulate
 import pytest
 from blake3 import blake3
 
-from manifests.errors import ShardError, StoreError
+from manifests.errors import ShardError
 from reshard.copy.engine import InOrder
 from reshard.copy.runs import Run, copy_run
 from reshard.plans.pack_plan import OutputShard
@@ -187,32 +187,6 @@ def test_shard_that_is_kept_is_verified_before_it_is_written_and_requested_once(
     assert list(map(bytes.fromhex, found)) == digests
     assert output.data == file.data
     assert sum(written) == sum(end - begin for begin, end in file.asked) == len(file.data)
-
-
-def test_failure_of_a_request_is_that_of_the_read() -> None:
-    def before(position: int) -> None:
-        raise StoreError("server", "refuses", code="store.wrong-answer")
-
-    file = Remote(pattern(MIB, 1), before=before)
-    with Prefetcher(1, threading.Event()) as prefetcher:
-        readers = Lane(prefetcher).plan([(file, 0, MIB)])
-        with pytest.raises(StoreError) as refused:
-            readers[file].read_into(memoryview(bytearray(10)), 0)
-    assert refused.value.code == "store.wrong-answer"
-
-
-def test_local_files_are_not_planned() -> None:
-    @dataclass(frozen=True)
-    class Local:
-        nbytes: int = 10
-        fingerprint: str = ""
-
-        def open(self, ranges: object) -> RangeReader:
-            raise AssertionError
-
-    file: InputFile = Local()
-    with Prefetcher(1, threading.Event()) as prefetcher:
-        assert Lane(prefetcher).plan([(file, 0, 10)]) == {}
 
 
 class _Lending:

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manifests.errors import InputError
 from stores.base import Range
 from stores.prefetch import GAP_NBYTES, LONGEST_REQUEST_NBYTES, NUM_PARALLEL, RangeReader, plan_requests
 
@@ -128,33 +127,6 @@ def test_requests_run_at_the_same_time() -> None:
     reader = RangeReader(source.fetch, [(0, len(source.data))])
     assert read(reader, 0, len(source.data)) == source.data
     assert source.most_at_once == NUM_PARALLEL
-    reader.close()
-
-
-def test_one_request_that_is_read_at_once_takes_no_thread() -> None:
-    source = Source(100)
-    before = threading.active_count()
-    reader = RangeReader(source.fetch, [(0, 100)])
-    assert read(reader, 0, 100) == source.data
-    assert threading.active_count() == before
-    reader.close()
-
-
-def test_reading_back_and_outside_the_ranges_gives_the_right_bytes() -> None:
-    source = Source(80 * MIB)
-    reader = RangeReader(source.fetch, [(0, 20 * MIB), (40 * MIB, 80 * MIB)])
-    for begin in (41 * MIB, 3 * MIB, 30 * MIB, 79 * MIB, 78 * MIB):
-        assert read(reader, begin, begin + MIB) == source.data[begin : begin + MIB]
-    reader.close()
-
-
-def test_failure_reaches_whoever_reads() -> None:
-    def fail(into: memoryview, position: int, stop: threading.Event) -> None:
-        raise InputError("model.safetensors", f"no byte {position}", code="source.changed")
-
-    reader = RangeReader(fail, [(0, 40 * MIB)])
-    with pytest.raises(InputError, match="no byte 0"):
-        read(reader, 0, MIB)
     reader.close()
 
 

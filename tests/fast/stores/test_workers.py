@@ -10,14 +10,6 @@ import pytest
 from stores.workers import Take, for_each, share_out
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
-@pytest.mark.parametrize("num_items", [0, 1, 7, 100])
-def test_every_item_is_taken_once(num_threads: int, num_items: int) -> None:
-    found: list[int] = []
-    for_each(range(num_items), lambda item, _: found.append(item), num_threads)
-    assert sorted(found) == list(range(num_items))
-
-
 def test_threads_take_consecutive_items_from_the_ends_of_parts() -> None:
     begun, lock = dict[int, int](), threading.Lock()
     barrier = threading.Barrier(4)
@@ -63,18 +55,3 @@ def test_first_failure_is_raised_not_what_it_stopped() -> None:
 
     with pytest.raises(ZeroDivisionError):
         for_each(range(2), work, 2)
-
-
-def test_event_is_set_by_a_failure_and_by_nothing_else() -> None:
-    stop, taken = threading.Event(), list[int]()
-
-    def run(take: Take[int], stop: threading.Event) -> None:
-        while not stop.is_set() and (item := take()) is not None:
-            taken.append(1 // item)
-
-    for _ in range(2):
-        share_out(range(1, 4), run, stop=stop)
-    assert (len(taken), stop.is_set()) == (6, False)
-    with pytest.raises(ZeroDivisionError):
-        share_out(range(2), run, stop=stop)
-    assert stop.is_set()

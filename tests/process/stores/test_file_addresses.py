@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from manifests.errors import InputError
 from stores.base import read_whole
-from stores.objects.output import open_output
 from stores.objects.store import open_objects
 from tests.builders import edit_manifest, files_in, pack, reshard, run, write_model
-from tests.process.stores.objects.buckets import refusal
 
 
 def test_checkpoint_goes_through_an_address_of_a_folder(tmp_path: Path) -> None:
@@ -29,40 +26,6 @@ def test_checkpoint_goes_through_an_address_of_a_folder(tmp_path: Path) -> None:
     run("export", url, "--to", "hf", "--out", f"{url}-back")
     folder = open_objects(f"{url}-back")
     assert {name: read_whole(folder.file(name)) for name in folder.names()} == files_in(tmp_path / "model")
-
-
-def test_failure_leaves_no_file(tmp_path: Path) -> None:
-    def write() -> None:
-        with open_output(f"file://{tmp_path}/out") as target:
-            target.put("config.json", b"{}")
-            target.writer("a", 100, b"0").write(memoryview(b"1"), 0, 1, 1)
-            raise InputError("source", "cannot be read", code="store.refused")
-
-    assert refusal(write) == ("store.refused", "source")
-    assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_second_writer_is_refused_and_can_take_over(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/out"
-    first = open_output(url)
-    assert refusal(lambda: open_output(url)) == ("output.unfinished", url)
-    second = open_output(url, force=True)
-    assert refusal(lambda: first.commit(b"{}")) == ("output.contended", url)
-    second.commit(b"{}")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]
-
-
-def test_file_that_changed_or_is_gone_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes(b"{}")
-    url = f"file://{tmp_path}"
-    file = open_objects(url).file("config.json")
-    assert read_whole(file) == b"{}"
-    (tmp_path / "config.json").write_bytes(b"[1]")
-    assert refusal(lambda: read_whole(file)) == ("source.changed", f"{url}/config.json")
-    (tmp_path / "config.json").unlink()
-    assert refusal(lambda: read_whole(file)) == ("store.no-such-file", f"{url}/config.json")
-    assert reshard("inspect", f"{url}/gone", "--json").refusal == (3, "store.no-such-file", f"{url}/gone")
-    assert not (tmp_path / "gone").exists()
 
 
 @pytest.mark.parametrize("scheme", ["http", "https", "memory", "sftp", "gopher"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,8 +14,8 @@ import pytest
 
 from manifests.errors import InputError, UnreachableError, UserError
 from stores.folders.owned import write_record
-from stores.folders.probe import check_new_file, check_room, check_writable, folder_of
-from stores.folders.publish import exchange, publishing
+from stores.folders.probe import check_room, check_writable
+from stores.folders.publish import publishing
 from tests.builders import files_in
 from tests.refusals import refusal
 
@@ -48,16 +47,6 @@ def refused(out: Path, *, force: bool = False) -> UserError:
     return error
 
 
-def test_folder_appears_when_the_block_ends_and_not_before(tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "out"
-    with publishing(out, force=False, find_owned=find_owned) as folder:
-        (folder / "ours").write_text("new")
-        assert not out.exists()
-        assert folder == tmp_path / "deep" / ".out.partial"
-    assert names_in(tmp_path / "deep") == ["out"]
-    assert names_in(out) == ["ours"]
-
-
 def test_empty_folder_is_filled(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     publish(tmp_path / "out")
@@ -87,18 +76,6 @@ def test_folder_around_the_working_folder_is_refused(tmp_path: Path, monkeypatch
     assert Path.cwd() == tmp_path / "out" / "below"
 
 
-def test_folder_that_exists_is_refused_and_kept(tmp_path: Path, wording: Callable[[str], None]) -> None:
-    out, file = tmp_path / "out", tmp_path / "file"
-    publish(out, "old")
-    file.touch()
-    ours, theirs = refused(out), refused(file)
-    assert (ours.code, theirs.code) == ("output.exists", "output.exists")
-    wording(f"{ours}\n{theirs}")
-    file.unlink()
-    assert (out / "ours").read_text() == "old"
-    assert names_in(tmp_path) == ["out"]
-
-
 def test_force_replaces_the_old_folder(tmp_path: Path) -> None:
     out = tmp_path / "out"
     publish(out, "old")
@@ -108,28 +85,6 @@ def test_force_replaces_the_old_folder(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["out"]
     assert names_in(out) == ["below", "ours"]
     assert (out / "below" / "file").read_text() == "new"
-
-
-def test_force_keeps_the_old_folder_until_the_new_one_is_whole(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    publish(out, "old")
-    with publishing(out, force=True, find_owned=find_owned) as folder:
-        (folder / "ours").write_text("new")
-        assert (out / "ours").read_text() == "old"
-    assert (out / "ours").read_text() == "new"
-
-
-@pytest.mark.parametrize("name", ["notes.txt", "below/notes.txt", ".journal", "empty/"])
-def test_folder_with_a_file_of_others_is_not_replaced(tmp_path: Path, name: str) -> None:
-    out = tmp_path / "out"
-    publish(out, "old")
-    if name.endswith("/"):
-        (out / name).mkdir()
-    else:
-        (out / name).write_text("mine")
-    before = files_in(tmp_path)
-    assert refused(out, force=True).code == "output.foreign-file"
-    assert files_in(tmp_path) == before
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".journal"])
@@ -178,20 +133,6 @@ def test_the_journal_goes_with_the_rename_and_comes_back_when_that_fails(
     publish_from_journal()
     assert names_in(out) == ["ours"]
     assert names_in(tmp_path) == ["out"]
-
-
-def test_failure_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError):
-        publish(tmp_path / "out", meanwhile=lambda: 1 / 0)
-    assert names_in(tmp_path) == []
-
-
-def test_failure_leaves_the_old_folder(tmp_path: Path) -> None:
-    publish(tmp_path / "out", "old")
-    with pytest.raises(KeyboardInterrupt):
-        publish(tmp_path / "out", force=True, meanwhile=lambda: signal.raise_signal(signal.SIGINT))
-    assert names_in(tmp_path) == ["out"]
-    assert (tmp_path / "out" / "ours").read_text() == "old"
 
 
 def test_what_a_kill_left_is_cleared_away(tmp_path: Path) -> None:
@@ -283,28 +224,6 @@ def test_old_folder_is_locked_while_it_is_taken_away(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["out"]
 
 
-def test_folder_that_cannot_be_made_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
-    (tmp_path / "file").touch()
-    error = refused(tmp_path / "file" / "out")
-    assert error.code == "output.unwritable"
-    wording(str(error))
-
-
-def test_write_that_the_system_refuses_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    code = (
-        "import resource, signal, sys; from pathlib import Path; from stores.folders.publish import publishing\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "try:\n"
-        "    with publishing(Path(sys.argv[1]), force=False, find_owned=lambda _: None) as folder:\n"
-        "        (folder / 'big').write_bytes(bytes(8192))\n"
-        "except Exception as error: print(type(error).__name__, error.code, error.where)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code, out], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert ended.stdout == f"OutputError output.unwritable {out}\n"
-    assert names_in(tmp_path) == []
-
-
 @pytest.mark.parametrize("is_there", [False, True])
 def test_commit_that_cannot_be_brought_to_disk_is_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
@@ -356,11 +275,6 @@ def refuse(first: Path, second: Path) -> None:
     raise InputError(str(second), "cannot be replaced in one step here", "remove it", code="output.cannot-replace")
 
 
-def test_probe_leaves_nothing_where_it_wrote(tmp_path: Path) -> None:
-    check_writable(tmp_path / "not" / "yet", "--out", exchange=exchange)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_probe_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> None:
     killed = "import os; from stores.folders import probe; probe.write_file = lambda *_: os.kill(os.getpid(), 9)"
     code = f"{killed}; import pathlib; probe.check_writable(pathlib.Path({str(tmp_path)!r}), 'x')"
@@ -372,21 +286,6 @@ def test_probe_of_a_killed_process_is_removed_by_the_next(tmp_path: Path) -> Non
     check_writable(tmp_path, "x")
     assert not left.exists()
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_folder_below_a_file_is_refused_by_its_flag(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError) as error:
-        check_writable(tmp_path / "file" / "below", "--save x")
-    assert (error.value.code, error.value.where) == ("output.unwritable", "--save x")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere; process tests mount a read-only disk")
-def test_folder_of_another_user_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "theirs").mkdir(mode=0o555)
-    with pytest.raises(InputError) as error:
-        check_writable(tmp_path / "theirs", "--checkpoint x")
-    assert error.value.code == "output.unwritable"
 
 
 def test_file_system_that_cannot_exchange_names_is_refused(tmp_path: Path) -> None:
@@ -404,34 +303,3 @@ def test_disk_with_too_little_room_for_all_together_is_refused(tmp_path: Path) -
     with pytest.raises(InputError) as error:
         check_room([("--checkpoint x", tmp_path / "a", half), ("--save x", tmp_path / "b", half)])
     assert (error.value.code, error.value.where) == ("output.disk-full", "--save x")
-
-
-def test_output_is_probed_beside_it(tmp_path: Path) -> None:
-    assert folder_of(tmp_path / "out") == tmp_path
-    assert folder_of(tmp_path / "deep" / "out") == tmp_path
-
-
-def test_small_file_that_cannot_be_written_leaves_no_partial_one(tmp_path: Path) -> None:
-    from manifests.store import write_file
-
-    (tmp_path / "name").mkdir()
-    with pytest.raises(IsADirectoryError):
-        write_file(tmp_path / "name", b"{}")
-    assert [path.name for path in tmp_path.iterdir()] == ["name"]
-
-
-def test_new_file_replaces_another_only_by_force(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text("")
-    with pytest.raises(InputError) as error:
-        check_new_file(tmp_path / "page.html", "--out", force=False)
-    assert (error.value.code, error.value.where) == ("output.exists", str(tmp_path / "page.html"))
-    check_new_file(tmp_path / "page.html", "--out", force=True)
-    check_new_file(tmp_path / "other.html", "--out", force=False)
-
-
-@pytest.mark.parametrize("path", ["absent/page.html", "folder"])
-def test_new_file_without_a_folder_or_named_as_one_is_refused(path: str, tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(InputError) as error:
-        check_new_file(tmp_path / path, "--out", force=True)
-    assert error.value.code == "output.unwritable"

@@ -20,7 +20,7 @@ from stores.address import HubAddress
 from stores.base import read_file_header, read_whole
 from stores.hub.store import HubFolder, open_hub
 from stores.open import open_store
-from tests.builders import INDEX, files_in, llama_config, pack, reshard, run, write_model
+from tests.builders import files_in, llama_config, pack, reshard, run, write_model
 from tests.refusals import refusal
 from tests.servers.hub import AGENTS, MEMBER, Hub, Request, serve_hub, set_up
 
@@ -69,27 +69,12 @@ def test_folder_lists_the_files_of_the_commit_that_a_revision_means(hub: Hub) ->
     assert str(open_repo("org/name@v1").file("config.json")) == "hf://org/name@v1/config.json"
 
 
-def test_listing_a_folder_is_one_request(hub: Hub) -> None:
-    hub.push("org/name", {f"{number}.json": b"{}" for number in range(20)})
-    assert len(open_repo("org/name").names()) == 20
-    assert [request.path for request in hub.take_requests()] == ["/api/models/org/name?blobs=true"]
-
-
 def test_a_later_push_does_not_change_an_open_folder(hub: Hub) -> None:
     hub.push("org/name", {"config.json": b"old", WEIGHTS: b"o" * 5000})
     folder = open_repo("org/name")
     hub.push("org/name", {"config.json": b"newer", WEIGHTS: b"n" * 6000})
     assert read_whole(folder.file("config.json")) == b"old"
     assert read_whole(folder.file(WEIGHTS)) == b"o" * 5000
-
-
-def test_files_are_equal_when_commit_and_name_are(hub: Hub) -> None:
-    hub.push("org/name", {"a": b"1", "b": b"1"})
-    once, again = open_repo("org/name"), open_repo("org/name")
-    assert len({once.file("a"), again.file("a"), once.file("b")}) == 2
-    assert once.file("a").fingerprint == once.file("b").fingerprint
-    hub.push("org/name", {"a": b"2"})
-    assert open_repo("org/name").file("a").fingerprint != once.file("a").fingerprint
 
 
 def test_reading_a_stage_transfers_its_bytes_and_the_header(hub: Hub) -> None:
@@ -120,15 +105,6 @@ def test_short_gaps_are_fetched_along_and_long_ones_are_not(hub: Hub) -> None:
     assert data == b"".join(weights[begin:end] for begin, end in ranges)
     fetched = [request.range for request in hub.take_requests() if request.is_cdn]
     assert sorted(map(str, fetched)) == ["bytes=100-1099", f"bytes={5 * MIB}-{5 * MIB + 9}"]
-
-
-def test_small_and_empty_files_are_read_whole(hub: Hub) -> None:
-    hub.push("org/name", {"config.json": CONFIG, "empty": b""})
-    folder = open_repo("org/name")
-    assert read_whole(folder.file("config.json")) == CONFIG
-    hub.take_requests()
-    assert read_whole(folder.file("empty")) == b""
-    assert hub.take_requests() == []
 
 
 def test_token_goes_to_the_endpoint_and_to_no_other_host(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,22 +259,6 @@ def problems(address: str, *flags: str | Path) -> list[tuple[str, str]]:
     return [(code, where.removeprefix(f"{address}/").partition(":")[0]) for code, where in found]
 
 
-def test_healthy_repository_has_no_problem_and_its_tensors_are_not_read(hub: Hub, files: dict[str, bytes]) -> None:
-    hub.push("org/tiny", files)
-    ended = reshard("check", "hf://org/tiny", "--json")
-    assert (ended.code, ended.json["problems"], ended.json["num_files"], ended.json["read_nbytes"]) == (0, [], 3, 0)
-    assert reshard("check", "org/tiny@main").code == 0
-
-
-def test_faults_of_a_repository_are_found(hub: Hub, files: dict[str, bytes]) -> None:
-    hub.push("org/lost", {name: data for name, data in files.items() if name != SHARDS[1]})
-    assert problems("hf://org/lost") == [("check.missing-shard", INDEX)]
-    hub.push("org/cut", {**files, SHARDS[2]: files[SHARDS[2]][:-7]})
-    assert ("header.wrong-data-length", SHARDS[2]) in problems("hf://org/cut")
-    hub.push("org/stray", {**files, "more.safetensors": files[SHARDS[0]]})
-    assert problems("hf://org/stray") == [("check.override", "more.safetensors")]
-
-
 def test_repository_is_compared_with_a_folder_byte_by_byte(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
     hub.push("org/tiny", files)
     assert problems("hf://org/tiny", "--against", tmp_path / "model", "--bytes") == []
@@ -321,17 +281,6 @@ def test_digests_are_verified_on_the_hub_and_written_to_folders_only(
     assert problems("hf://org/changed", "--digests", "verify") == [("check.changed-file", "tokenizer.json")]
     refused = reshard("check", "hf://org/tiny", "--digests", "write", "--json").refusal
     assert refused[:2] == (3, "output.unwritable")
-
-
-def test_hub_that_cannot_be_reached_is_no_problem_of_the_checkpoint(hub: Hub, files: dict[str, bytes]) -> None:
-    hub.push("org/private", files, private=True)
-    assert reshard("check", "hf://org/private", "--json").code == 3
-    assert reshard("check", "hf://org/none", "--json").code == 3
-
-
-def test_folder_of_dcp_on_the_hub_is_checked_by_its_metadata(hub: Hub) -> None:
-    hub.push("org/dcp", {".metadata": b"cos\nsystem\n(S'touch ran'\ntR.", "__0_0.distcp": b""})
-    assert [code for code, _ in problems("hf://org/dcp")] == ["source.bad-dcp-metadata"]
 
 
 def test_signature_of_a_packed_repository_is_beside_its_manifest(hub: Hub, tmp_path: Path) -> None:

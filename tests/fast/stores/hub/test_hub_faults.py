@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import email.utils
 import random
 import re
 import threading
@@ -30,7 +29,6 @@ QUICK = Retries(num_attempts=4, first_wait_s=0.01, longest_wait_s=5.0, window_s=
 WEIGHTS = "model.safetensors"
 PLACE = f"hf://org/name/{WEIGHTS}"
 DATA = random.Random(0).randbytes(20 * MIB)
-LAST = len(DATA) - 1
 
 
 def open_repo(text: str = "hf://org/name") -> HubFolder:
@@ -95,11 +93,6 @@ def test_canceled_fetch_that_waited_for_the_place_asks_nothing(hub: Hub, folder:
     assert not hub.take_requests()
 
 
-def test_listing_is_tried_again(hub: Hub, folder: HubFolder) -> None:
-    hub.fail("/api/models", times=2, status=503)
-    assert open_repo().revision == folder.revision
-
-
 def test_wait_that_the_server_asks_for_is_kept(hub: Hub, folder: HubFolder) -> None:
     hub.fail("/cdn/", status=429, headers={"Retry-After": "1"})
     start = time.monotonic()
@@ -129,12 +122,6 @@ def test_body_longer_than_asked_for_is_not_taken(hub: Hub, folder: HubFolder) ->
     hub.fail("/cdn/", status=206, body=bytes(200), cut=200, headers=said)
     assert read_range(folder, 10, 100) == DATA[10:100]
     assert sum(request.is_cdn for request in hub.take_requests()) == 2
-
-
-def test_body_cut_again_and_again_is_given_up(hub: Hub, folder: HubFolder) -> None:
-    hub.fail("/cdn/", times=99, cut=10)
-    assert refused(lambda: read_range(folder, 0, MIB)) == ("store.unreachable", PLACE)
-    assert sum(request.is_cdn for request in hub.take_requests()) == QUICK.num_attempts
 
 
 def test_server_that_stays_busy_is_given_up(hub: Hub, folder: HubFolder) -> None:
@@ -206,17 +193,6 @@ def test_expired_address_is_asked_for_once_more(hub: Hub, folder: HubFolder) -> 
     assert ("GET", 403) in statuses
 
 
-def test_address_that_is_refused_again_and_again_is_given_up(hub: Hub, folder: HubFolder) -> None:
-    hub.fail("/cdn/", times=99, status=403)
-    assert refused(lambda: read_range(folder, 0, 10)) == ("store.unreachable", PLACE)
-
-
-def test_reading_past_the_end_is_refused(hub: Hub, folder: HubFolder) -> None:
-    assert refused(lambda: read_range(folder, LAST, LAST + 2)) == ("source.changed", PLACE)
-    hub.fail("/cdn/", status=416)
-    assert refused(lambda: read_range(folder, LAST, LAST + 1)) == ("store.wrong-answer", PLACE)
-
-
 @pytest.mark.parametrize(
     ("text", "token", "code"),
     [
@@ -260,11 +236,6 @@ def test_gated_repository_says_how_to_get_access(
     error = refusal(lambda: read_whole(file))
     assert (error.code, error.where) == ("store.gated", "hf://org/gated")
     wording(without_ports(error))
-
-
-def test_file_that_is_listed_and_not_there_is_named(hub: Hub, folder: HubFolder) -> None:
-    hub.fail("/resolve/", status=404, headers={"X-Error-Code": "EntryNotFound"})
-    assert refused(lambda: read_range(folder, 0, 5)) == ("store.no-such-file", "hf://org/name")
 
 
 def test_hub_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch, wording: Callable[[str], None]) -> None:
@@ -317,11 +288,6 @@ def test_wait_is_read_from_either_header(headers: dict[str, str], asked_s: float
     assert asked_wait_s(headers) == asked_s
 
 
-def test_wait_until_a_date_is_the_time_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "time", lambda: 1_000_000_000.0)
-    assert asked_wait_s({"retry-after": email.utils.formatdate(1_000_000_060, usegmt=True)}) == 60
-
-
 @pytest.mark.parametrize("head", [False, True], ids=["body", "head"])
 @pytest.mark.parametrize("path", ["/cdn/", "/resolve/", "/api/models"])
 def test_server_that_sends_a_byte_now_and_then_is_given_up(
@@ -346,15 +312,6 @@ def test_endpoint_that_is_no_address_is_named(monkeypatch: pytest.MonkeyPatch, e
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     assert refused(open_repo) == ("options.hf-endpoint", "HF_ENDPOINT")
-
-
-@pytest.mark.parametrize("path", ["/cdn/", "/resolve/"])
-def test_redirect_to_a_metadata_service_is_not_followed(hub: Hub, folder: HubFolder, path: str) -> None:
-    place = "http://169.254.169.254/latest/meta-data/"
-    hub.fail(path, status=302, headers={"Location": place, "X-Repo-Commit": folder.revision})
-    error = refusal(lambda: read_range(folder, 0, 9))
-    assert error.code == "store.redirect-refused"
-    assert "169.254.169.254" in error.problem
 
 
 def test_redirect_to_another_server_is_followed_without_the_token(

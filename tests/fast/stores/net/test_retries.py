@@ -7,7 +7,6 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from manifests.errors import UnreachableError
 from stores.net.retries import (
     LEAST_BYTES_PER_S,
     Pace,
@@ -15,7 +14,6 @@ from stores.net.retries import (
     Retries,
     Streams,
     answered_within,
-    backoff_s,
     keep_trying,
 )
 
@@ -38,23 +36,6 @@ def failing(clock: Clock, step_s: float, moments: list[float]) -> None:
     raise PassingError("busy", code="store.busy")
 
 
-def test_waits_are_drawn_below_a_bound_that_doubles() -> None:
-    retries = Retries(first_wait_s=0.5, longest_backoff_s=30.0)
-    for attempt, bound_s in [(1, 0.5), (2, 1.0), (3, 2.0), (7, 30.0), (1000, 30.0)]:
-        drawn = [backoff_s(attempt, retries) for _ in range(200)]
-        assert 0 <= min(drawn) < bound_s / 4
-        assert bound_s * 3 / 4 < max(drawn) <= bound_s
-
-
-def test_patience_lasts_minutes_and_ends() -> None:
-    clock, moments = Clock(), list[float]()
-    retries = Retries(first_wait_s=0.0)  # only the clock moves on
-    with pytest.raises(UnreachableError) as refused:
-        keep_trying(lambda: failing(clock, 16.0, moments), "here", retries, NEVER, clock)
-    assert (refused.value.where, refused.value.code) == ("here", "store.busy")
-    assert 240 < moments[-1] <= 16 + Retries().patience_s
-
-
 def test_patience_begins_again_with_progress() -> None:
     clock, moments, done = Clock(), list[float](), [0]
 
@@ -66,13 +47,6 @@ def test_patience_begins_again_with_progress() -> None:
 
     keep_trying(advance, "here", Retries(first_wait_s=0.0), NEVER, clock, lambda: done[0])
     assert moments[-1] > 10 * Retries().patience_s
-
-
-def test_whoever_waits_is_stopped() -> None:
-    stop = threading.Event()
-    stop.set()
-    with pytest.raises(CancelledError):
-        keep_trying(lambda: failing(Clock(), 0.0, []), "here", Retries(first_wait_s=60.0), stop)
 
 
 def test_busy_server_gets_half_as_many_streams_and_more_again_when_it_keeps_up() -> None:

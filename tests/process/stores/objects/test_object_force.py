@@ -114,13 +114,3 @@ def test_manifest_of_another_program_is_not_replaced(moto: MotoServer, source: P
     assert refusal(pack(source, "app", "--force")) == (3, "output.not-ours", url_of("app"))
     assert refusal(export(packed, "app", "--force")) == (3, "output.not-ours", url_of("app"))
     assert moto.objects(BUCKET, "app") == before
-
-
-def test_bundles_are_not_replaced_by_an_export_nor_an_export_by_bundles(
-    moto: MotoServer, source: Path, packed: Path
-) -> None:
-    assert (pack(source, "bundles").code, export(packed, "exported").code) == (0, 0)
-    before = moto.objects(BUCKET)
-    assert refusal(export(packed, "bundles", "--force"))[:2] == (3, "output.not-ours")
-    assert refusal(pack(source, "exported", "--force"))[:2] == (3, "output.not-ours")
-    assert moto.objects(BUCKET) == before

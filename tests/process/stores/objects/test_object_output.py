@@ -15,7 +15,6 @@ from collections.abc import Collection
 import pytest
 
 from manifests.codec import encode_manifest
-from manifests.errors import InputError
 from reshard.tensors.lazy import MemoryFile
 from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks, read_whole
 from stores.objects import output as object_output
@@ -23,7 +22,7 @@ from stores.objects.client import ObstoreClient, open_writable, remove_objects
 from stores.objects.lock import new_lock
 from stores.objects.output import ObjectTarget, Wanted, open_output
 from stores.objects.store import open_objects
-from stores.objects.uplink import MAX_PARTS, NUM_PARTS, part_nbytes
+from stores.objects.uplink import NUM_PARTS
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.stores.objects.buckets import BUCKET, MIB, become, measured, problem, refusal, url_of
 from tests.servers.s3 import Fault, MotoServer, S3Server, Strike, strike
@@ -77,22 +76,6 @@ def test_what_is_written_reads_back(s3: S3Server) -> None:
     assert s3.uploads(BUCKET, "whole/") == []
 
 
-def test_writers_may_be_open_together(s3: S3Server) -> None:
-    data = [shard(20 * MIB, seed) for seed in range(2)]
-    with open_output(url_of("together")) as target:
-        writers = [target.writer(f"{number}", len(one), one[:1]) for number, one in enumerate(data)]
-        for position in range(1, 20 * MIB, MIB):
-            for writer, one in zip(writers, data, strict=True):
-                piece = one[position : position + MIB]
-                writer.write(memoryview(piece), 0, len(piece), position)
-        for writer in writers:
-            writer.finish()
-        target.commit(MANIFEST)
-    assert s3.objects(BUCKET, "together/") == {
-        "together/0": data[0], "together/1": data[1], "together/manifest.json": MANIFEST
-    }  # fmt: skip
-
-
 def test_nothing_is_readable_before_the_commit(s3: S3Server) -> None:
     url = url_of("early")
     with open_output(url) as target:
@@ -105,22 +88,6 @@ def test_nothing_is_readable_before_the_commit(s3: S3Server) -> None:
         )
         target.commit(MANIFEST)
     assert open_objects(url).names() == ("config.json", "manifest.json", "stage-000/model.safetensors")
-
-
-def test_failure_leaves_nothing_and_no_unfinished_upload(s3: S3Server) -> None:
-    def fail() -> None:
-        with open_output(url_of("failed")) as target:
-            target.put("config.json", CONFIG)
-            write(target, "stage-000/model.safetensors", shard(MIB))
-            writer = target.writer("stage-001/model.safetensors", 32 * MIB, shard(20 * MIB))
-            assert writer.is_open
-            assert s3.uploads(BUCKET, "failed/") == ["failed/stage-001/model.safetensors"]
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert s3.uploads(BUCKET, "failed/") == []
-    assert s3.objects(BUCKET, "failed") == {}
 
 
 def test_interrupt_as_a_small_file_arrives_leaves_nothing(moto: MotoServer) -> None:
@@ -172,40 +139,6 @@ def test_what_makes_a_folder_a_model_is_removed_first_and_the_lock_last(monkeypa
     marks, last = {"config.json", ".metadata", "manifest.json"}, {LOCK_NAME, PROGRESS_NAME}
     remove_objects(open_writable(url_of("removed")), sorted({"model.safetensors"} | marks | last))
     assert turns == [marks, {"model.safetensors"}, last]
-
-
-def test_checkpoint_that_is_being_replaced_stays_readable_until_the_new_one_is_committed(s3: S3Server) -> None:
-    url = url_of("kept")
-    write_checkpoint(url)
-    old = s3.objects(BUCKET, "kept/")
-    pins = {name: open_objects(url).file(name).fingerprint for name in open_objects(url).names()}
-    with open_output(url, force=True) as target:
-        target.put("config.json", b"{}")
-        write(target, target.place("stage-000/model.safetensors"), shard(MIB, seed=1))
-        assert {name: s3.objects(BUCKET, "kept/")[name] for name in old} == old
-        folder = open_objects(url)
-        assert {name: folder.file(name).fingerprint for name in folder.names() if name in pins} == pins
-    assert s3.objects(BUCKET, "kept/") == old  # it was not committed
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT"])
-def test_replacement_that_fails_leaves_the_old_checkpoint(moto: MotoServer, method: str) -> None:
-    url = url_of(f"unreplaced-{method}")
-    write_checkpoint(url)
-    old = moto.objects(BUCKET, f"unreplaced-{method}/")
-    moto.fail(Fault(method=method, address="/packed-", what="status", status=403, times=99))
-    code, _ = refusal(lambda: write_checkpoint(url, 1, force=True, nbytes=20 * MIB))
-    assert code == "store.denied"
-    moto.fail()
-    assert moto.objects(BUCKET, f"unreplaced-{method}/") == old
-    assert moto.uploads(BUCKET, f"unreplaced-{method}/") == []
-
-
-def test_objects_of_others_are_never_replaced(s3: S3Server) -> None:
-    s3.client().put_object(Bucket=BUCKET, Key="theirs/data.csv", Body=b"1,2")
-    url = url_of("theirs")
-    assert refusal(lambda: open_output(url, force=True)) == ("output.not-ours", url)
-    assert s3.objects(BUCKET, "theirs/") == {"theirs/data.csv": b"1,2"}
 
 
 def test_objects_that_came_before_the_lock_are_refused_and_kept(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,12 +227,6 @@ def test_stranger_and_wrong_bucket_are_refused_before_anything_is_written(
     assert s3.objects(BUCKET, "denied") == {}
 
 
-def test_hub_is_not_written() -> None:
-    with pytest.raises(InputError) as refused:
-        open_output("hf://org/name")
-    assert (refused.value.where, refused.value.code) == ("hf://org/name", "output.unwritable")
-
-
 def test_store_without_conditional_writes_still_refuses_what_is_there(
     s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,18 +260,6 @@ def test_upload_that_the_store_refuses_is_aborted(moto: MotoServer, method: str,
     assert moto.objects(BUCKET, "refused") == {}
 
 
-def test_busy_server_gets_its_parts_again(moto: MotoServer) -> None:
-    moto.fail(
-        Fault(method="PUT", address="busy/model.safetensors", what="status", times=2),
-        Fault(method="PUT", address="busy/manifest.json", what="status"),
-    )
-    data = shard(20 * MIB)
-    with open_output(url_of("busy")) as target:
-        write(target, "model.safetensors", data)
-        target.commit(MANIFEST)
-    assert moto.objects(BUCKET, "busy/") == {"busy/manifest.json": MANIFEST, "busy/model.safetensors": data}
-
-
 def test_write_whose_answer_is_lost_is_known_to_be_ours(moto: MotoServer) -> None:
     moto.fail(
         Fault(method="PUT", address=f"answerless/{LOCK_NAME}", what="lost"),
@@ -367,21 +282,6 @@ def test_commit_without_any_answer_removes_nothing(moto: MotoServer) -> None:
     )
     names = ("config.json", "manifest.json", "stage-000/model.safetensors")
     assert open_objects(url_of("undecided")).names() == names  # it had taken place
-
-
-def test_manifest_is_the_last_object_that_is_written(moto: MotoServer) -> None:
-    write_checkpoint(url_of("order"))
-    written = [request.path.removeprefix(f"/{BUCKET}/order/") for request in moto.requests("PUT", "/order/")]
-    assert written == [LOCK_NAME, "config.json", "stage-000/model.safetensors", "manifest.json"]
-    listed = [request for request in moto.requests("GET", f"/{BUCKET}") if "prefix=order" in request.query]
-    assert len(listed) == 3  # before and after the lock, and before the commit
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 8 * MIB * MAX_PARTS, 8 * MIB * MAX_PARTS + 1, 345 << 30, 1 << 40])
-def test_object_of_any_length_fits_in_the_parts_that_a_store_takes(nbytes: int) -> None:
-    assert part_nbytes(nbytes) >= 5 * MIB  # what S3 takes
-    assert part_nbytes(nbytes) % MIB == 0
-    assert nbytes <= part_nbytes(nbytes) * MAX_PARTS
 
 
 def test_written_memory_does_not_grow_with_the_object(s3: S3Server) -> None:

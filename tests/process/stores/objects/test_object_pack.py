@@ -16,7 +16,6 @@ from tests.builders import (
     files_in,
     llama_config,
     random_tensors,
-    refusal,
     reshard,
     weights_path,
     without_digest,
@@ -131,27 +130,6 @@ def test_verbs_that_read_take_a_manifest_in_a_bucket(s3: S3Server, source: Path,
     assert json.loads(run("inspect", url, "--json")) == json.loads(run("inspect", packed, "--json"))
     assert "tensors are equal, 0 differ\n" in run("diff", url, source)
     assert run("plan", url) == run("plan", packed)
-
-
-def test_damage_in_a_bucket_is_found(s3: S3Server, packed: Path) -> None:
-    url = upload(s3, packed, "damaged")
-    data = (packed / STAGE_0).read_bytes()
-    s3.client().put_object(Bucket=BUCKET, Key=f"damaged/{STAGE_0}", Body=data[:-1] + bytes([data[-1] ^ 1]))
-    found = json.loads(run("verify", url, "--json", code=4))["differences"]
-    assert [difference["where"].partition(": ")[0] for difference in found] == [f"{url}/{STAGE_0}"]
-    s3.client().put_object(Bucket=BUCKET, Key=f"damaged/{STAGE_0}", Body=data[:-1])
-    assert f"{url}/{STAGE_0}: expected {len(data)} bytes (manifest.json), found {len(data) - 1}" in run(
-        "verify", url, "--quick", code=4
-    )
-    s3.client().delete_object(Bucket=BUCKET, Key=f"damaged/{STAGE_0}")
-    assert run("export", url, "--to", "hf", "--out", url_of("undamaged"), code=3) == (
-        f"error: {url}/{STAGE_0}: there is no such object [store.no-such-file]\n"
-    )
-
-
-def test_place_without_a_manifest_is_said_to_be_one(s3: S3Server) -> None:
-    url = url_of("nothing")
-    assert refusal("verify", url).found == (3, "manifest.missing", url)
 
 
 def test_virtual_bundles_lie_in_a_bucket_and_refer_to_one(

@@ -65,13 +65,6 @@ def test_names_come_from_as_many_pages_as_there_are(s3: S3Server) -> None:
     assert list(open_objects(f"s3://{BUCKET}/pages").names()) == names
 
 
-def test_address_is_taken_as_it_is_written(s3: S3Server) -> None:
-    put(s3, "ü%41+&#/x", b"found")
-    folder = open_objects(f"s3://{BUCKET}/ü%41+&#")
-    assert folder.names() == ("x",)
-    assert read_whole(folder.file("x")) == b"found"
-
-
 @pytest.mark.parametrize("key", ["hostile-1/../x", "hostile-2/a//b"])
 def test_object_whose_name_is_no_path_below_its_folder_is_refused(s3: S3Server, key: str) -> None:
     put(s3, key, b"")
@@ -83,20 +76,6 @@ def test_object_with_a_name_that_no_system_takes_is_refused(s3: S3Server) -> Non
     put(s3, "hostile-3/back\\slash", b"")
     assert refusal(open_objects(f"s3://{BUCKET}/hostile-3").names) == ("store.invalid-name", f"s3://{BUCKET}/hostile-3")
     assert r"'back\\slash'" in problem(open_objects(f"s3://{BUCKET}/hostile-3").names)
-
-
-def test_ranges_give_their_bytes_in_whatever_order_they_are_read(s3: S3Server) -> None:
-    data = put(s3, "ranges/file", noise(40 * MIB))
-    file = open_objects(f"s3://{BUCKET}/ranges").file("file")
-    assert file.nbytes == len(data)
-    ranges = [(5, 6), (100, 3 * MIB), (20 * MIB, 20 * MIB + 7), (21 * MIB, 40 * MIB)]
-    assert read(file, *ranges) == [data[begin:end] for begin, end in ranges]
-    assert read(file, (0, len(data))) == [data]
-    with contextlib.closing(file.open(ranges)) as reader:
-        part = bytearray(1000)
-        for position in (21 * MIB, 5, 30 * MIB, 10 * MIB, 40 * MIB - 1000):  # back, and what was not asked for
-            reader.read_into(memoryview(part), position)
-            assert part == data[position : position + 1000]
 
 
 def test_bytes_sent_are_the_bytes_asked_for(moto: MotoServer) -> None:
@@ -168,11 +147,6 @@ def test_object_that_is_gone_or_shorter_is_refused(s3: S3Server) -> None:
     gone = ("store.no-such-file", f"s3://{BUCKET}/gone/file")
     assert refusal(lambda: read(file, (0, 5))) == gone
     assert refusal(lambda: open_objects(f"s3://{BUCKET}/gone").file("file")) == gone
-
-
-def test_bucket_that_does_not_exist_is_named(s3: S3Server) -> None:
-    url = "s3://no-such-bucket/a"
-    assert refusal(open_objects(url).names) == ("store.no-such-bucket", url)
 
 
 def test_strangers_are_refused(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,16 +287,6 @@ def test_answer_that_is_never_whole_is_refused(moto: MotoServer, what: Any, code
     file = open_objects(f"s3://{BUCKET}/never", Retries(num_attempts=2, first_wait_s=0.01)).file("file")
     moto.fail(Fault(method="GET", address="never/file", what=what, times=99))
     assert refusal(lambda: read(file, (MIB, 3 * MIB))) == (code, f"s3://{BUCKET}/never/file")
-
-
-def test_reader_that_is_closed_early_stops(s3: S3Server) -> None:
-    data = put(s3, "early/file", noise(64 * MIB))
-    reader = open_objects(f"s3://{BUCKET}/early").file("file").open([(0, len(data))])
-    part = bytearray(10)
-    reader.read_into(memoryview(part), 0)
-    reader.close()
-    reader.close()
-    assert part == data[:10]
 
 
 def test_read_memory_does_not_grow_with_the_object(s3: S3Server) -> None:
