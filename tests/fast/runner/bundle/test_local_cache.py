@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import threading
@@ -16,11 +15,10 @@ import pytest
 
 from manifests.command.sizes import show_bytes
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, ShardError, UnreachableError, UserError
+from manifests.errors import InputError, ShardError, UserError
 from manifests.schema import MOMENTS, WEIGHTS, Manifest, Shard
-from runner.bundle.cache_folder import CacheFolder, assign_shards, check_cacheable, node_folder, shards_of
+from runner.bundle.cache_folder import CacheFolder, check_cacheable, node_folder, shards_of
 from runner.bundle.packed import fetch, opened
-from runner.rundir.exit_report import code_of
 from stores.local import LocalFolder
 from stores.open import open_manifest
 from tests.builders import files_in, flip, llama_config, pack, weights_path, write_model
@@ -64,15 +62,6 @@ def test_shards_are_those_of_the_modules_and_kinds_that_are_asked_for(trained: P
     assert {shard.holds for shard in everything} == {WEIGHTS, *MOMENTS}
     moments = {shard.path.partition("/")[0] for shard in everything if shard.holds != WEIGHTS}
     assert moments == {"stage-001", "stage-003"}
-
-
-def test_shards_are_distributed_evenly_each_to_one_rank(trained: Path) -> None:
-    shards = tuple(open_manifest(trained).manifest.shards)
-    assigned = assign_shards(shards, 4)
-    assert sorted(shard.path for own in assigned for shard in own) == sorted(shard.path for shard in shards)
-    totals = [sum(shard.nbytes for shard in own) for own in assigned]
-    assert max(totals) - min(totals) <= max(shard.nbytes for shard in shards)
-    assert assign_shards(shards[:1], 3) == ((shards[0],), (), ())
 
 
 def test_copy_is_the_shard_and_is_made_once(trained: Path, folder: CacheFolder) -> None:
@@ -178,36 +167,6 @@ def test_full_disk_is_refused_before_copying(
     assert f" {show_bytes(needed)} more" in error.value.problem
     assert f" {old.name} (4.00 KiB)" in error.value.hint
     folder.check_room(shards[:1])  # it is cached already
-
-
-def test_folder_that_cannot_be_written_is_refused(trained: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    folder = CacheFolder(path=tmp_path / "file" / "x", limit_s=1)
-    with pytest.raises(UserError) as error:
-        folder.check_room((shard_of(trained),))
-    assert (error.value.where, error.value.code) == (f"{tmp_path}/file/x", "store.cache-unwritable")
-
-
-@pytest.mark.parametrize(("number", "code"), [(errno.EIO, 5), (errno.ESTALE, 5), (errno.ENOSPC, 3), (errno.EROFS, 3)])
-def test_disk_that_fails_ends_a_job_as_a_lost_rank_does_unless_it_is_full(
-    trained: Path, folder: CacheFolder, monkeypatch: pytest.MonkeyPatch, number: int, code: int,
-    wording: Callable[[str], None],
-) -> None:  # fmt: skip
-    def replace(source: Path, target: Path) -> None:
-        raise OSError(number, os.strerror(number), str(target))
-
-    monkeypatch.setattr(os, "replace", replace)
-    shard = shard_of(trained)
-    with pytest.raises(UserError) as shards:
-        ensure(folder, trained, shard)
-    if code == 3:
-        wording(shards.value.hint)
-    with pytest.raises(UserError) as small:
-        fetch(open_manifest(trained), folder.path)
-    assert (shards.value.code, small.value.code) == ("store.cache-unwritable", "output.unwritable")
-    assert (code_of(shards.value), code_of(small.value)) == (code, code)
-    # With an InputError, a run would skip the checkpoint for an older one.
-    assert type(shards.value) is (UnreachableError if code == 5 else UserError)
 
 
 def test_link_that_leads_out_of_the_folder_is_not_followed(trained: Path, folder: CacheFolder, tmp_path: Path) -> None:

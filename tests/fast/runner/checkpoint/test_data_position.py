@@ -22,7 +22,7 @@ from manifests.errors import InputError
 from manifests.schema import DataCursor, SourcePosition
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.documents import draw, shuffled
-from runner.data.sequences import Batch, read_batches, read_once
+from runner.data.sequences import Batch, read_batches
 from tests.fast.runner.data.words import EOS, FIRST, VOCAB_SIZE, WORDS, text_of, write_documents, write_tokenizer
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, len(WORDS) - 1), max_size=9), min_size=1, max_size=7).filter(any)
@@ -116,34 +116,6 @@ def test_lines_before_the_cursor_are_not_read(pack: bool, tmp_path: Path, folder
     assert error.value.code == "data.not-json"
 
 
-def test_shuffled_lines_before_the_cursor_are_not_parsed(tmp_path: Path, folder: Path) -> None:
-    lines = [json.dumps({"text": text_of(number_as_words(number))}) for number in range(40)]
-    source = tmp_path / "a.jsonl"
-    source.write_text("\n".join(lines))
-    data = DataOptions(sources=(str(source),), shuffle=True, pack=False)
-    whole = list(islice(read(data, folder, seq_len=8, rows=5), 8))
-    for number in (1, 4):
-        used = {each for batch in whole[: number + 1] for each in numbers_in(batch)}
-        assert len(used) == 5 * (number + 1)
-        source.write_text("\n".join("x" * len(line) if each in used else line for each, line in enumerate(lines)))
-        rest = read(data, folder, seq_len=8, rows=5, cursor=whole[number].cursor)
-        assert_equal(list(islice(rest, 7 - number)), whole[number + 1 :])
-
-
-def test_pieces_of_text_before_the_cursor_are_not_read(tmp_path: Path, folder: Path) -> None:
-    source = tmp_path / "a.txt"
-    source.write_text("\n".join([text_of(number_as_words(number)) for number in range(20_000)]))
-    data = DataOptions(sources=(str(source),))
-    whole = list(islice(read(data, folder, seq_len=10_000), 9))
-    cursor, offset = whole[5].cursor, position_of(whole[5]).offset
-    assert offset > 2 * (64 << 10)
-    source.write_bytes(b"\xff" * (offset - 1) + b"\n" + source.read_bytes()[offset:])
-    assert_equal(list(islice(read(data, folder, seq_len=10_000, cursor=cursor), 3)), whole[6:])
-    with pytest.raises(InputError) as error:
-        next(read(data, folder, seq_len=10_000, start=6))
-    assert error.value.code == "data.not-utf8"
-
-
 def test_rows_before_the_cursor_are_not_tokenised(tmp_path: Path, folder: Path) -> None:
     source, texts = tmp_path / "a.parquet", [text_of(number_as_words(number)) for number in range(40)]
     parquet.write_table(pyarrow.table({"text": texts}), source, row_group_size=8)
@@ -208,26 +180,6 @@ def test_documents_are_drawn_by_weight_and_each_source_goes_round_by_itself(
         assert all(sorted(order) == list(range(size)) for order in passes)
         assert any(order != list(range(size)) for order in passes) == shuffle
         assert not shuffle or any(one != other for one, other in pairwise(passes))
-
-
-def test_source_without_text_is_named_once_it_is_drawn(tmp_path: Path, folder: Path) -> None:
-    full, empty = write_documents(tmp_path / "a.jsonl", [[1]]), write_documents(tmp_path / "b.jsonl", [[]])
-    data = DataOptions(sources=(full, empty), weights=(1.0, 1.0))
-    with pytest.raises(InputError) as error:
-        list(islice(read(data, folder, seq_len=8), 20))
-    assert (error.value.where, error.value.code) == (empty, "data.empty")
-    never = DataOptions(sources=(full, empty), weights=(1.0, 0.0))
-    assert len(list(islice(read(never, folder, seq_len=8), 20))) == 20
-
-
-def test_data_read_once_keeps_the_order_of_the_files(tmp_path: Path, folder: Path) -> None:
-    sources = tuple(
-        write_documents(tmp_path / f"{first}.jsonl", [number_as_words(first + number) for number in range(10)])
-        for first in (20, 0, 10)
-    )
-    batch = BatchOptions(global_batch=30, microbatch=1, seq_len=8)
-    (found,) = read_once(DataOptions(sources=sources, pack=False), batch, folder=folder, vocab_size=VOCAB_SIZE)
-    assert numbers_in(found) == [*range(20, 30), *range(20)]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +9,8 @@ import pytest
 from blake3 import blake3
 
 from manifests.errors import InputError
-from manifests.models import ModelShape
 from manifests.schema import DataCursor, DataPosition, SourcePosition
 from runner.checkpoint.data_position import FoundData, check_alike, find_data
-from runner.checkpoint.resume import advance, remember
 from runner.config.flags import TrainOptions, parse_training
 from tests.fast.runner.data.words import write_tokenizer
 
@@ -26,9 +23,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-SHAPE = ModelShape(architecture="", num_layers=0, modules=(), tensors={})
-
-
 def options(*args: str) -> TrainOptions:
     return parse_training(["--seq-len", "8", *args])
 
@@ -39,20 +33,6 @@ def find(*args: str, left: DataPosition | None = None, tokenizer: str = "blake3:
 
 def used(found: FoundData, num_sequences: int) -> DataPosition:
     return replace(found.position, num_sequences=num_sequences)
-
-
-def test_data_goes_on_at_the_sequence_that_comes_next(place: Path) -> None:
-    asked = options("--data", "text.txt")
-    begun = find_data(asked, None, "blake3:one").position
-    assert begun.num_sequences == 0
-    cursor = DataCursor(num_documents=3, num_tokens=2, sources=(SourcePosition(epoch=3, item=0, offset=0),))
-    before = remember(asked, SHAPE, step=4, num_tokens=10, data=begun)
-    state = advance(before, num_tokens=6, num_sequences=32, cursor=cursor)
-    assert (state.step, state.num_tokens) == (5, 16)
-    assert state.data == DataPosition(num_sequences=32, digest=begun.digest, cursor=cursor)
-    (place / "moved").mkdir()
-    shutil.move("text.txt", "moved")
-    assert find("--data", "moved", left=state.data).position == state.data
 
 
 def test_position_of_a_checkpoint_without_shuffled_or_weighted_data_stays_valid(place: Path) -> None:
@@ -143,10 +123,3 @@ def test_rank_that_finds_other_files_than_rank_0_is_refused_by_the_source(place:
     with pytest.raises(InputError) as error:
         check_alike(options(*asked).data, find(*asked), on_rank_0)
     assert (error.value.where, error.value.code) == ("--data more.txt", "data.differs-between-ranks")
-
-
-def test_rank_that_cuts_the_same_files_otherwise_than_rank_0_is_refused() -> None:
-    asked = ("--data", "text.txt")
-    with pytest.raises(InputError) as error:
-        check_alike(options(*asked).data, find(*asked, tokenizer="blake3:another"), find(*asked))
-    assert (error.value.where, error.value.code) == ("--data", "data.differs-between-ranks")

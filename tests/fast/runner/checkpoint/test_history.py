@@ -158,24 +158,12 @@ def test_folder_is_held_by_one_run_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_all_but_the_last_ones_are_taken_away_and_later_ones_stay(trained: Path, tmp_path: Path) -> None:
-    fill(tmp_path, trained, 10, 20, 30, 40, 90)
-    prune(tmp_path, checkpoint_path(tmp_path, 40), keep=2)
-    assert names_in(tmp_path) == ["step-000030", "step-000040", "step-000090"]
-
-
 def test_what_the_run_was_told_to_begin_with_stays_however_it_is_called(trained: Path, tmp_path: Path) -> None:
     history = tmp_path / "history"
     fill(history, trained, 10, 20, 30, 40)
     (tmp_path / "link").symlink_to(history)
     prune(history, checkpoint_path(history, 40), keep=1, spared=(checkpoint_path(tmp_path / "link", 20), None))
     assert names_in(history) == ["step-000020", "step-000040"]
-
-
-def test_what_the_run_was_told_to_begin_with_is_not_counted(trained: Path, tmp_path: Path) -> None:
-    fill(tmp_path, trained, 10, 20, 30)
-    prune(tmp_path, checkpoint_path(tmp_path, 30), keep=2, spared=(checkpoint_path(tmp_path, 20),))
-    assert names_in(tmp_path) == ["step-000010", "step-000020", "step-000030"]
 
 
 def test_what_cannot_be_removed_of_an_earlier_run_is_named_and_left(

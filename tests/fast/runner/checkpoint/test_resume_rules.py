@@ -72,11 +72,6 @@ def state_of(trained: Path) -> TrainingState:
     return state
 
 
-def test_without_resume_a_run_begins_with_what_is_launched(packed: Path, tmp_path: Path) -> None:
-    assert origins(packed, options()) == (packed,)
-    assert origins(packed, options("--checkpoint", tmp_path / "new")) == (packed,)
-
-
 def test_auto_is_the_newest_then_the_ones_before_then_what_is_launched(packed: Path, trained: Path) -> None:
     history = trained.parent / "history"
     auto = options("--resume", "auto", "--checkpoint", history)
@@ -102,15 +97,6 @@ def test_auto_that_never_finds_anything_is_refused(packed: Path, trained: Path, 
     assert (error.value.code, error.value.where) == ("resume.nothing-to-find", "--resume auto")
     wording(str(error.value).replace(str(packed), "PACKED"))
     assert origins(trained, options("--resume", "auto")) == (trained,)
-
-
-def test_checkpoint_is_named_by_its_step_its_folder_or_its_manifest(packed: Path, trained: Path) -> None:
-    history = history_of(trained, 40)
-    folder = checkpoint_path(history, 40)
-    assert origins(packed, options("--resume", "step-40", "--checkpoint", history)) == (folder,)
-    assert origins(packed, options("--resume", "step-000040", "--checkpoint", history)) == (folder,)
-    assert origins(packed, options("--resume", folder)) == (folder,)
-    assert origins(packed, options("--resume", folder / "manifest.json")) == (folder,)
 
 
 @pytest.mark.parametrize(
@@ -150,12 +136,6 @@ def test_copy_of_the_newest_and_what_was_made_out_of_it_may_be_named(trained: Pa
     assert origins(trained, options("--resume", copied, "--checkpoint", history)) == (copied,)
     pack(checkpoint_path(history, 60), cut, "pp=1")
     assert origins(cut, options("--resume", cut, "--checkpoint", history)) == (cut,)
-
-
-def test_newest_of_its_own_folder_may_be_named(packed: Path, trained: Path) -> None:
-    history = history_of(trained, 10, 40)
-    named = options("--resume", "step-40", "--checkpoint", history)
-    assert origins(packed, named) == (checkpoint_path(history, 40),)
 
 
 @pytest.mark.parametrize(
@@ -243,13 +223,6 @@ def test_state_that_the_runner_cannot_resume_is_refused(
     assert resumed_state(open_packed(trained), weights_only, is_launched=False) is None
 
 
-def test_state_that_no_flag_mentions_is_not_dropped_silently(trained: Path, wording: Wording) -> None:
-    with pytest.raises(InputError) as error:
-        resumed_state(open_packed(trained), options().resume, is_launched=True)
-    assert (error.value.code, error.value.where) == ("resume.undecided", f"{trained}/manifest.json")
-    wording(str(error.value))
-
-
 def other(tmp_path: Path, **config: Any) -> Packed:
     return open_packed(write_trained(tmp_path / "other", "pp=1", **{"num_hidden_layers": 1, **config}))
 
@@ -287,19 +260,6 @@ def test_config_that_differs_in_what_no_tensor_shows_is_said(packed: Path, train
         "config.json: rope_theta is None here, 500000.0 in the checkpoint",
     )
     assert check_fits(open_packed(packed), open_packed(packed)) == ()
-
-
-def test_what_was_remembered_is_recalled_where_nothing_was_written(trained: Path) -> None:
-    state = state_of(trained)
-    found = recall(options(), remembered(state))
-    assert (found.optim.lr, found.optim.warmup_steps, found.optim.decay, found.optim.decay_steps) == (
-        0.002, 3, "cosine", 90,
-    )  # fmt: skip
-    assert (found.batch.global_batch, found.batch.microbatch, found.batch.seq_len) == (16, 2, 8)
-    assert found.optim.max_norm == 0.5
-    assert state.data is not None
-    again = remember(found, open_packed(trained).shape, step=state.step, num_tokens=state.num_tokens, data=state.data)
-    assert replace(again, random=state.random) == state
 
 
 def test_flags_that_are_written_win_and_are_said(trained: Path) -> None:
@@ -377,8 +337,3 @@ def test_dtype_of_sums_over_ranks_is_remembered_where_it_is_one_of_its_own(
     assert override_notes(options("--reduce-dtype", other), state) == (
         f"--reduce-dtype {other} overrides {found} of the checkpoint",
     )
-
-
-def test_decay_ends_with_the_run_unless_it_is_said_where() -> None:
-    assert options("--steps", "50").optim.decay_steps == 50
-    assert options("--steps", "50", "--decay-steps", "80").optim.decay_steps == 80

@@ -114,17 +114,6 @@ def test_modules_of_another_model_are_refused(place: Path, model: nn.Module, tmp
     assert refusal()[0] == "model.missing-parameter"
 
 
-def test_existing_output_is_replaced_with_force_alone(place: Path, model: nn.Module, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    runner.save_stages(place / "pp1", 0, model, out, step=0)
-    with pytest.raises(UserError) as error:
-        runner.save_stages(place / "pp1", 0, model, out, step=7)
-    assert (error.value.code, reshard.open(out).manifest.training.step) == ("output.exists", 0)
-    assert "force=True" in error.value.hint
-    runner.save_stages(place / "pp1", 0, model, out, step=7, force=True)
-    assert reshard.open(out).manifest.training.step == 7
-
-
 @pytest.mark.parametrize("models", [2, 0])
 def test_two_modules_of_one_name_and_no_module_are_refused(
     models: int, place: Path, model: nn.Module, tmp_path: Path

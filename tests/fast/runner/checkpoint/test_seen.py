@@ -28,13 +28,6 @@ def write(folder: Path, shard: Shard, data: bytes = b"abc") -> None:
     (folder / shard.path).write_bytes(data)
 
 
-def test_what_is_here_is_seen_at_once(tmp_path: Path) -> None:
-    for shard in (FIRST, SHARD):
-        write(tmp_path, shard)
-    check_folder(tmp_path)
-    check_sizes(tmp_path, {shard.path: shard.nbytes for shard in (FIRST, SHARD)})
-
-
 def test_what_is_seen_late_is_waited_for(tmp_path: Path) -> None:
     write(tmp_path, FIRST)
     late = threading.Timer(0.3, write, (tmp_path, SHARD))

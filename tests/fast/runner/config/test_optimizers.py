@@ -186,23 +186,12 @@ def test_what_a_class_says_of_an_argument_is_shown_where_it_takes_matrices_alone
     assert "2D parameters" not in refused_with("options.optimizer", "--optimizer", write(tmp_path, text)).problem
 
 
-def test_elementwise_class_may_be_declared_to_need_whole_tensors(tmp_path: Path) -> None:
-    plan = plan_of("--optimizer", write(tmp_path, '[[group]]\nalgorithm = "adamw"\nelementwise = false'))
-    assert [algorithm.is_elementwise for algorithm in algorithms_of(plan)] == [False]
-
-
 def test_class_of_another_package_needs_whole_tensors_unless_it_says_otherwise(tmp_path: Path) -> None:
     for text, elementwise in (("", False), ("elementwise = true", True)):
         file = write(tmp_path, f'[[group]]\nalgorithm = "tests.toy_optimizers.Signs"\n{text}')
         plan = plan_of("--optimizer", file)
         assert [algorithm.is_elementwise for algorithm in algorithms_of(plan)] == [elementwise]
         assert [kind.name for kind in kinds_of(plan)] == ["velocity"]
-
-
-def test_number_without_dimensions_is_a_parameter_of_adamw() -> None:
-    shape = shape_of()
-    shape = replace(shape, tensors={**shape.tensors, "model.layers.0.scale": ()})
-    assert declare_kinds(optimizer_of(OptimOptions(), shape), shape).kinds is None
 
 
 def test_class_of_torch_that_a_checkpoint_names_is_refused_if_it_cannot_be_used() -> None:
@@ -274,11 +263,6 @@ def training_manifest(shape: ModelShape, plan: OptimizerState, num_stages: int) 
     return replace(full, model=model, layout=layout, stages=tuple(stages), ties=(), training=training), num_tensors
 
 
-def test_groups_are_shown_unless_flags_of_adamw_describe_them(tmp_path: Path) -> None:
-    assert planned() == planned("--no-weight-decay-1d") == planned("--lora-rank", "4") == ()
-    assert len(planned("--optimizer", write(tmp_path, ADAMWS))) == 2
-
-
 @pytest.mark.parametrize("flags", [("--optimizer", "FILE"), ("--optimizer", "sgd"), ("--ema", "0.9")])
 def test_adapters_have_no_groups(tmp_path: Path, flags: tuple[str, ...]) -> None:
     words = (write(tmp_path, ADAMWS) if word == "FILE" else word for word in flags)
@@ -319,12 +303,6 @@ def test_flags_do_not_override_groups_without_decay_of_other_parameters() -> Non
         planned("--weight-decay", "0.5", stored=stored)
     assert error.value.code == "options.optimizer"
     assert planned("--weight-decay", "0.5", stored=plain) == ()
-
-
-def test_options_that_optimizer_changes_on_resume_are_noted() -> None:
-    stored = plan_of("--optimizer", "muon", "--weight-decay", "0.5")
-    assert len(planned("--optimizer", "muon", stored=stored)) == 1 + len(stored.groups)
-    assert len(planned("--optimizer", "muon", "--weight-decay", "0.5", stored=stored)) == len(stored.groups)
 
 
 def test_biases_of_stacked_experts_are_no_hidden_matrices() -> None:

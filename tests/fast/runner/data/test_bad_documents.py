@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from manifests.errors import InputError
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.bad import BadDocumentError, Skipped
 from runner.data.files import has_text
@@ -151,21 +150,6 @@ def test_one_pass_skips_counts_and_tells_every_bad_document_once(folder: Path, t
     assert labels[: len(begun)] == begun
     rest = labels[len(begun) :]
     assert (rest[0], set(rest[1:-1]), rest[-1]) == (BOS, {FIRST + 1}, EOS)
-
-
-def test_sources_of_bad_documents_alone_are_refused(folder: Path, tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "a.jsonl", [line for line, _ in BAD_LINES])
-    with pytest.raises(InputError) as error:
-        next(read(DataOptions(sources=(source,), skip_bad_documents=True), folder))
-    assert (error.value.where, error.value.code) == (source, "data.empty")
-
-
-@pytest.mark.parametrize(("line", "code"), BAD_LINES)
-def test_first_line_that_is_not_blank_is_checked_to_be_text(line: bytes, code: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"\n" + b" " * (1 << 20) + b" \n" + line)
-    with pytest.raises(BadDocumentError) as error:
-        has_text(tmp_path / "a.jsonl", Fields())
-    assert (error.value.code, error.value.where) == (code, f"{tmp_path}/a.jsonl:3")
 
 
 def test_long_line_is_text_that_is_not_read_to_its_end(tmp_path: Path) -> None:

@@ -115,17 +115,6 @@ def test_documents_are_read_from_the_end_of_any_other_on(tmp_path: Path) -> None
             assert rest == every[number + 1 :]
 
 
-def test_offsets_of_lines_are_those_of_documents(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text("\n" + '{"text": "one"}\r\n \t\n{"text": "two"}\n{"text": "three"}\n\n')
-    assert (
-        list(line_offsets(file)) == [document.begin for document in read_documents(file, Fields("text"))] == [1, 21, 37]
-    )
-    assert line_offsets(file).itemsize == 8
-    file.write_text("")
-    assert list(line_offsets(file)) == []
-
-
 def test_document_ends_where_its_record_ends(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\r\ntwo\n", newline="")
     (tmp_path / "b.jsonl").write_text('{"text": "three\\nfour"}\n\n{"id": 7, "text": ""}')
@@ -140,12 +129,6 @@ def test_document_ends_where_its_record_ends(tmp_path: Path) -> None:
         f"{tmp_path / 'b.jsonl'}:3",
     ]
     assert documents[-1].where == f"{tmp_path / 'c.parquet'}: row 150"
-
-
-def test_another_field_or_column_can_be_the_text(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"body": "one"}\n')
-    parquet.write_table(pyarrow.table({"body": ["two"]}), tmp_path / "b.parquet")
-    assert texts(*find_files([str(tmp_path)]), field="body") == ["one", "two"]
 
 
 def test_sources_keep_their_order_and_folders_and_globs_are_sorted(tmp_path: Path) -> None:
@@ -197,14 +180,6 @@ def test_bad_json_line_is_named(line: bytes, code: str, tmp_path: Path, wording:
     error = refusal(file)
     assert (error.where, error.code) == (f"{file}:2", code)
     wording(str(error))
-
-
-def test_bytes_that_are_not_text_are_named_by_line(tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_bytes(b"good\n" * 40_000 + b"bad \xff\n")
-    assert code_and_place(text) == ("data.not-utf8", f"{text}:40001")
-    text.write_bytes(b"good\n\xe2\x82")
-    assert code_and_place(text) == ("data.not-utf8", f"{text}:2")
 
 
 def test_bad_parquet_is_named(tmp_path: Path, wording: Callable[[str], None]) -> None:

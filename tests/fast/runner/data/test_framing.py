@@ -109,11 +109,3 @@ def test_tokenizer_that_panics_is_refused_without_a_word_of_its_library(
         document_framing(tmp_path, load_tokenizer(tmp_path), NONE)
     assert (error.value.where, error.value.code) == (str(file), "tokenizer.broken")
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("text", ["", "{", "{}", "[]", "null", '{"model": {"type": "BPE"}}'])
-def test_file_that_is_no_tokenizer_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(text)
-    with pytest.raises(InputError) as error:
-        load_tokenizer(tmp_path)
-    assert (error.value.where, error.value.code) == (str(tmp_path / "tokenizer.json"), "tokenizer.broken")

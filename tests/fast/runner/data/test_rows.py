@@ -74,13 +74,6 @@ def test_rows_of_several_documents_have_their_positions_and_predict_none_of_the_
     assert (batch.num_tokens, batch.num_documents) == (4, 5)
 
 
-def test_rows_are_evaluated_once_each(tmp_path: Path) -> None:
-    data = DataOptions(sources=(write(tmp_path / "rows.jsonl", RECORDS),), is_tokenized=True)
-    batches = list(read_once(data, BATCH, folder=tmp_path, vocab_size=VOCAB_SIZE))
-    assert sum(batch.num_tokens for batch in batches) == 9
-    assert [row for batch in batches for row in batch.tokens.tolist()] == [*TOKENS, 6 * [0]]
-
-
 @pytest.mark.parametrize("value", [pytest.param(10**400, id="long"), -1e300, float("nan"), float("inf"), "1", None])
 def test_fields_of_the_loss_are_finite_numbers(value: object) -> None:
     for form, field in ((RowForm(per_token=("a",)), [1, value]), (RowForm(per_row=("a",)), value)):

@@ -173,12 +173,6 @@ def test_token_beyond_the_vocabulary_is_refused_by_its_document(folder: Path) ->
     assert (error.value.where, error.value.code) == (f"{source}:2", "tokenizer.beyond-vocabulary")
 
 
-def test_tokenizer_neither_cuts_nor_fills_documents(folder: Path) -> None:
-    tokenizer = load_vocabulary(folder, VOCAB_SIZE).tokenizer
-    assert tokenizer.encode(" ".join(WORDS), add_special_tokens=False).ids == list(range(FIRST, VOCAB_SIZE))
-    assert tokenizer.encode("w1", add_special_tokens=False).ids == [FIRST + 1]
-
-
 @pytest.mark.parametrize(
     ("files", "expected"),
     [

@@ -52,19 +52,10 @@ def test_order_is_the_one_that_is_defined(size: int) -> None:
     assert order(size, 7, 0, 3) == defined_order(size, [7, 0, 3])
 
 
-def test_order_never_changes() -> None:
-    assert order(10, 0, 0, 0) == [1, 7, 0, 6, 4, 8, 3, 2, 5, 9]
-    assert shuffled(10**12, 10**13, 1, 2, 3) == 4461422775535
-
-
 def test_orders_of_few_things_come_all_equally_often() -> None:
     found = Counter(tuple(order(4, 5, epoch)) for epoch in range(480))
     assert len(found) == 24
     assert sum((often - 20) ** 2 / 20 for often in found.values()) < 49.7  # chi square, 23 degrees, 1 in 1000
-
-
-def test_other_keys_have_other_orders() -> None:
-    assert len({tuple(order(50, seed, epoch)) for seed in range(5) for epoch in range(5)}) == 25
 
 
 @pytest.mark.parametrize("weights", [(3.0, 1.0), (0.0, 1.0, 0.0, 4.0), (0.2, 0.3, 0.5), (1e-300, 1e300)])

@@ -7,7 +7,6 @@ import errno
 import json
 import logging
 import os
-import pickle
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -33,7 +32,6 @@ from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
 from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, code_of, read_report, read_reports, report_exit
 from runner.rundir.heartbeat import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
 from runner.tensors.local_shard import whole_pieces
-from stores.folders.publish import publishing
 from tests.fast.runner.tiny import write_shard
 
 LOST = ExitReport(kind="lost", code=5, where="rank 1, stage 1, node n", problem="closed", error_code="rank.lost")
@@ -117,10 +115,6 @@ def test_without_a_suspect_among_heartbeats_the_first_report_is_the_cause(tmp_pa
     assert cause_of(failures, beats) == (5, "rank 1, stage 1, node n", "rank.stuck")
 
 
-def test_ranks_that_stopped_as_requested_have_no_cause(tmp_path: Path) -> None:
-    assert cause_of({0: failure(tmp_path, 130), 1: failure(tmp_path, -15, time_s=NOW + 1)}) is None
-
-
 def test_errors_at_a_stop_are_the_cause_and_lost_ranks_only_if_a_checkpoint_was_due() -> None:
     followed = replace(OWN, is_elsewhere=True)
     assert find_cause_at_stop((LOST, followed, OWN), is_unsaved=False) == OWN
@@ -178,11 +172,6 @@ def test_out_of_memory_is_recognized_whatever_raises_it(error: Exception, wanted
         assert f" {wanted}" in found.problem
 
 
-def test_other_errors_are_not_about_memory() -> None:
-    assert exhausted(RuntimeError("shapes differ")) is None
-    assert exhausted(InputError("shard", "is damaged", code="shard.digest-mismatch")) is None
-
-
 @pytest.mark.parametrize(
     ("number", "code"),
     [
@@ -202,25 +191,6 @@ def test_disk_that_fails_ends_a_job_as_a_lost_rank_does_and_a_file_that_is_not_t
     assert isinstance(said, UnreachableError) == (code == 5)
     found = unreachable(met)
     assert ((found.where, found.hint) if found else None) == (("shard", said.hint) if code == 5 else None)
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EROFS])
-def test_disk_that_does_not_take_a_shard_ends_a_job_as_a_lost_rank_does_unless_it_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def fsync(descriptor: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(InputError) as shard:
-        write_shard(whole_pieces({"w": torch.zeros(2)}), tmp_path, "shard")
-    with (
-        pytest.raises(InputError) as folder,
-        publishing(tmp_path / "out", force=False, find_owned=lambda _: None),
-    ):
-        fsync(0)
-    assert shard.value.where == str(tmp_path / "shard")
-    assert {code_of(shard.value), code_of(folder.value)} == {5 if number in (errno.EIO, errno.ESTALE) else 3}
 
 
 def test_large_tensor_is_written_in_parts_and_whoever_waits_hears_of_each(
@@ -307,14 +277,6 @@ def test_log_on_a_full_disk_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFix
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.usefixtures("loggers")
-def test_log_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(InputError) as refused:
-        log_to_file(tmp_path / "file" / "log", 0)
-    assert (refused.value.where, refused.value.code) == (f"{tmp_path}/file/log", "output.unwritable")
-
-
 def test_heartbeats_are_read_back_by_rank_and_old_ones_are_not(tmp_path: Path) -> None:
     heartbeat_path(tmp_path, 0).parent.mkdir()
     beats = (replace(beat(0), time=time.time()), beat(2))
@@ -355,14 +317,6 @@ def test_joined_failures_keep_what_the_first_of_them_is() -> None:
         "copy it",
         "rank 0: shard",
     )
-
-
-def test_rank_is_named_once_however_many_groups_agree_on_a_failure() -> None:
-    inner = join_failures({"rank 2": InputError("shard", "is damaged", code="shard.damaged")})
-    outer = join_failures({"rank 2": inner, "rank 3": inner})
-    assert (outer.where, outer.problem, outer.code) == ("rank 2: shard", "is damaged", "shard.damaged")
-    again = pickle.loads(pickle.dumps(outer)).on_rank("rank 0")
-    assert (again.where, again.code) == ("rank 2: shard", "shard.damaged")
 
 
 def test_error_of_a_rank_alone_is_placed_once_and_keeps_its_code() -> None:

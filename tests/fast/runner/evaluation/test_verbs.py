@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +11,7 @@ import pytest
 
 from manifests.errors import UsageError
 from runner.cli import main
-from runner.config.schema import DataOptions
 from runner.evaluation.options import parse_eval
-from tests.builders import without_file
 from tests.fast.trained import write_trained
 
 
@@ -43,30 +40,6 @@ def test_ranks_get_the_flags_as_they_were_written(
     assert options.manifest == packed
 
 
-def test_two_dashes_before_the_flags_mean_nothing(
-    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--data", "a.txt", "--no-packing", "--dry-run"]
-    with_dashes = run(["eval", packed, "--", *flags], monkeypatch, capsys)
-    assert with_dashes == run(["eval", packed, *flags], monkeypatch, capsys)
-    assert parse_eval([str(packed), *flags[:-1]]).data == DataOptions(sources=("a.txt",), pack=False)
-
-
-def test_flag_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(UsageError) as error:
-        parse_eval(["folder", "--data", "a.txt", "--prompts", "a"])
-    assert (error.value.where, error.value.code) == ("--prompts", "usage.arguments")
-
-
-def test_text_that_is_not_there_is_said_once_and_before_any_rank_starts(
-    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run(["eval", packed, "--data", "/nowhere/a.txt"], monkeypatch, capsys)
-    assert ended.value.code == 3
-    assert re.fullmatch(r"error: /nowhere/a\.txt: .*\nhint: .*\n", capsys.readouterr().err)
-
-
 @pytest.mark.parametrize(
     ("flags", "code"),
     [(("--data", "empty.txt"), "data.empty"), (("--data", "a.txt", "--device", "cuda"), "launch.too-few-gpus")],
@@ -80,15 +53,6 @@ def test_request_that_every_rank_would_refuse_starts_none(
     with pytest.raises(SystemExit):
         run(["eval", packed, *flags], monkeypatch, capsys)
     assert f"[{code}]" in capsys.readouterr().err
-
-
-def test_text_without_a_tokenizer_is_refused_before_any_rank_starts(
-    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer = packed / "tokenizer.json"
-    with without_file(packed, tokenizer.name), pytest.raises(SystemExit):
-        run(["eval", packed, "--data", "a.txt", "--dry-run"], monkeypatch, capsys)
-    assert capsys.readouterr().err.startswith(f"error: {tokenizer}: no such file [tokenizer.missing]\n")
 
 
 def test_endless_data_cannot_be_evaluated() -> None:

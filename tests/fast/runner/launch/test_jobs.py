@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,7 @@ from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from manifests.errors import UserError
 from runner.commands import cli
 from runner.config.flags import parse_training
-from runner.rundir.records import (
-    JobRecord,
-    RunState,
-    clear_state,
-    read_job_record,
-    read_state,
-    write_job_record,
-    write_state,
-)
-from tests.builders import files_in, llama_config, reshard, write_model
+from tests.builders import llama_config, reshard, write_model
 
 SAVING = ("--checkpoint", "ck", "--checkpoint-every", "5", "--resume", "auto")
 TRAINING = ("--data", "synthetic", "--steps", "4")
@@ -184,13 +174,6 @@ def test_path_that_pods_do_not_share_is_not_written(packed: Path, flag: str, pat
     assert f"--mount CLAIM:{lies.rpartition('/')[0] or lies}, " in error.hint
 
 
-def test_relative_path_of_a_folder_that_pods_do_not_share_is_refused(packed: Path) -> None:
-    jobset = ("--scheduler", "jobset", "--image", "i", "--name", "tiny", "--mount", f"claim:{packed.parent}")
-    error = refusal(packed, *jobset)
-    assert error.code == "launch.not-mounted"
-    assert re.fullmatch(r"--log-dir runner-log/\S+-tiny", error.where)
-
-
 READ = ("--data", "--eval-data", "--resume")
 
 
@@ -296,17 +279,6 @@ def test_flag_of_a_job_file_gives_way_to_the_same_flag_wherever_it_is_written(
     assert options.data.sources == (("c",) if written[:1] == ("--data=c",) else ("a", "b"))
 
 
-def test_job_file_for_a_cluster_that_names_none_is_not_run_here(packed: Path, tmp_path: Path) -> None:
-    path = tmp_path / "job.toml"
-    path.write_text(f'manifest = "{packed}"\nenv = ["NCCL_DEBUG=INFO"]\n[training]\ndata = ["synthetic"]\n')
-    error = launch("--job", path, "--dry-run").exception
-    assert isinstance(error, UserError)
-    assert (error.code, error.where) == ("launch.scheduler-flag", "--env")
-    tried = launch("--job", path, "--scheduler", "local", "--dry-run")
-    assert tried.exception is None, tried.exception
-    assert "note: the job file's --env have no effect" in tried.stderr
-
-
 def test_switches_of_a_job_file_that_are_off_ask_for_nothing(packed: Path, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     off = "requeue = false\nrestarts = 0\nenv = []\nfollow = false\n"
@@ -315,19 +287,6 @@ def test_switches_of_a_job_file_that_are_off_ask_for_nothing(packed: Path, tmp_p
         done = launch("--job", path, *flags, "--dry-run")
         assert done.exception is None, done.exception
         assert "no effect" not in done.stderr
-
-
-def test_weights_of_a_job_file_are_of_its_data_alone(packed: Path, tmp_path: Path) -> None:
-    path = tmp_path / "job.toml"
-    path.write_text(
-        f'manifest = "{packed}"\nscheduler = "slurm"\n[training]\ndata = ["a", "b"]\ndata-weight = [1, 2]\n'
-    )
-    for written, weights in (((), ["1", "2"]), (("--data", "c"), []), (("--data-weight", "3", "--data-weight", "4"),
-                                                                       ["3", "4"])):  # fmt: skip
-        done = launch("--job", path, "--dry-run", "--", *written)
-        assert done.exception is None, done.exception
-        command = shlex.split(done.stdout.splitlines()[-1])
-        assert [word for flag, word in pairwise(command) if flag == "--data-weight"] == weights
 
 
 @pytest.mark.parametrize(
@@ -358,29 +317,6 @@ def test_value_of_a_job_file_that_no_flag_takes_is_said_to_be_of_it(packed: Path
     assert "(the job file)" in shown
 
 
-def test_training_flags_are_listed_without_a_manifest() -> None:
-    listed = CliRunner().invoke(cli, ["launch", "--", "--help"])
-    assert listed.exit_code == 0
-    assert "--global-batch" in listed.stdout
-
-
-def test_record_and_state_are_read_back(tmp_path: Path) -> None:
-    record = JobRecord(scheduler="slurm", id="7", name="tiny", output="/x/slurm-7.out")
-    write_job_record(tmp_path, record)
-    assert read_job_record(tmp_path) == record
-    assert read_state(tmp_path) is None
-    write_state(tmp_path, RunState(step=3, ended="stopped"))
-    assert read_state(tmp_path) == RunState(step=3, ended="stopped")
-    clear_state(tmp_path)
-    assert read_state(tmp_path) is None
-
-
-def test_folder_of_no_job_is_refused(tmp_path: Path) -> None:
-    error = CliRunner().invoke(cli, ["status", str(tmp_path)]).exception
-    assert isinstance(error, UserError)
-    assert (error.code, error.where) == ("launch.no-record", f"{tmp_path}/job.json")
-
-
 @pytest.mark.parametrize("name", ["a\n#SBATCH --wrap=x", "a\rb"])
 def test_working_folder_that_would_write_another_line_is_refused(
     packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -389,10 +325,3 @@ def test_working_folder_that_would_write_another_line_is_refused(
     monkeypatch.chdir(tmp_path / name)
     error = refusal(packed, "--scheduler", "slurm", "--dry-run", "--log-dir", str(tmp_path / "log"))
     assert (error.code, error.where) == ("launch.scheduler-value", "sbatch --chdir")
-
-
-def test_packed_folder_is_no_log_folder(packed: Path) -> None:
-    before = files_in(packed)
-    error = refusal(packed, "--scheduler", "slurm", "--log-dir", str(packed), "--nproc-per-node", "4")
-    assert (error.code, error.where) == ("output.inside-input", f"--log-dir {packed}")
-    assert files_in(packed) == before

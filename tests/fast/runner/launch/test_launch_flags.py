@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -13,7 +12,7 @@ from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UsageError, UserError
 from runner.commands import cli
 from runner.config.parallel_dims import ParallelDims
-from runner.launch.command import check_gpus, memories_gib
+from runner.launch.command import memories_gib
 from runner.launch.nodes import check_groups, check_ranks
 from runner.launch.schedulers.slurm import parse_time
 from tests.builders import llama_config, pack, reshard, write_model
@@ -113,28 +112,6 @@ def test_one_flag_for_sbatch_is_taken_with_its_value(packed: Path, argument: str
     assert f"#SBATCH {argument}\n" in done.stdout
 
 
-@pytest.mark.parametrize("value", ["nan", "0", "80", "79.5", "-1GB", "80 apples"])
-def test_memory_of_a_gpu_without_a_unit_is_a_usage_error(packed: Path, value: str) -> None:
-    done = launch(packed, "--gpu-memory", value)
-    assert isinstance(done.exception, UsageError), done.exception
-    assert (done.exception.code, done.exception.where) == ("options.memory-size", "--gpu-memory")
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "expected"),
-    [
-        ("--scheduler", "ray", "Invalid value for '--scheduler': 'ray' "),
-        ("--nproc-per-node", "0", "Invalid value for '--nproc-per-node': 0 "),
-        ("--restarts", "-1", "Invalid value for '--restarts': -1 "),
-        ("--partitions", "main", "No such option '--partitions'. Did you mean '--partition'?"),
-    ],
-)
-def test_value_of_another_kind_is_a_usage_error(packed: Path, flag: str, value: str, expected: str) -> None:
-    with pytest.raises(click.UsageError) as error:  # `main` shows it, and ends with 2
-        cli.main(["launch", str(packed), flag, value, "--", *TRAINING], standalone_mode=False)
-    assert error.value.format_message().startswith(expected)
-
-
 @pytest.mark.parametrize("flag", ["--nproc-per-node", "--dry-run", "--scheduler"])
 def test_flag_of_the_launcher_after_the_dashes_is_refused(packed: Path, flag: str) -> None:
     error = refused(launch(packed, training=(*TRAINING, flag, "2")))
@@ -164,11 +141,6 @@ def test_place_without_a_manifest_is_refused(
     assert (error.exit_code, error.where, error.code) == (exit_code, where, code)
     if not address:
         wording(str(error))
-
-
-def test_virtual_bundles_are_not_staged(packed: Path) -> None:
-    error = refused(launch(packed.parent / "virtual", *SLURM, "--stage-to-local", "/scratch"))
-    assert (error.code, error.where) == ("options.cache-virtual", "--stage-to-local")
 
 
 @pytest.mark.parametrize(
@@ -201,23 +173,6 @@ def test_job_file_has_paths_in_the_home_folder(packed: Path, monkeypatch: pytest
     assert done.exception is None, done.exception
     assert f"--save {packed.parent}/saved" in done.stdout
     assert f"--log-dir {packed.parent}/log" in done.stdout
-
-
-def test_job_file_takes_numbers_where_flags_do(packed: Path, tmp_path: Path) -> None:
-    path = tmp_path / "job.toml"
-    path.write_text(f'manifest = "{packed}"\nscheduler = "slurm"\ngpu-memory = "79.5GB"\ntime = 30\nnnodes = 2\n')
-    done = launch("--job", path)
-    assert done.exception is None, done.exception
-    assert "#SBATCH --time=30\n" in done.stdout
-
-
-@pytest.mark.parametrize("scheduler", [SLURM, JOBSET])
-def test_log_folder_that_cannot_be_written_is_refused(packed: Path, tmp_path: Path, scheduler: tuple[str, ...]) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    arguments = [str(packed), *scheduler, *shown(packed, scheduler), "--log-dir", str(tmp_path / "file" / "log")]
-    done = CliRunner().invoke(cli, ["launch", *arguments, "--", *TRAINING])
-    assert isinstance(done.exception, UserError)
-    assert (done.exception.code, done.exception.where) == ("output.unwritable", f"--log-dir {tmp_path}/file/log")
 
 
 @pytest.mark.parametrize(("scheduler", "where"), [(SLURM, "scontrol"), (JOBSET, "kubectl")])
@@ -337,15 +292,6 @@ def test_stages_that_do_not_fit_this_machines_gpus_are_refused(
     wording(str(error))
     assert launch(tmp_path / "pp2", "--gpu-memory", "1GB").exception is None
     assert launch(tmp_path / "pp2", training=(*TRAINING, "--device", "cpu")).exception is None
-
-
-def test_ranks_without_a_gpu_of_their_own_are_refused(wording: Wording) -> None:
-    check_gpus(0, 4)  # none, or unknown: the ranks see
-    check_gpus(4, 4)
-    with pytest.raises(UsageError) as error:
-        check_gpus(2, 4)
-    assert (error.value.code, error.value.where) == ("launch.too-few-gpus", "--nproc-per-node")
-    wording(str(error.value))
 
 
 def test_dry_run_prints_the_plan_of_reshard(packed: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from runner.commands import cli
 from runner.config.flags import parse_training
 from runner.preflight.preflight import check_documents
 from tests.builders import files_in, llama_config, pack, reshard, write_model
-from tests.fast.manifests.models.built import build, read_config
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.reshard.forged import change_file, change_manifest
 from tests.fast.trained import write_trained
@@ -133,23 +130,6 @@ def test_resumed_run_is_not_refused_for_memory_as_its_checkpoint_may_recall_dtyp
     assert started == [place / "log"]
 
 
-@pytest.mark.parametrize("training", [(), ("--resume", "auto", "--checkpoint", "PLACE/new")])
-@pytest.mark.parametrize(
-    ("config", "num_tensor", "code"),
-    [("tiny-gpt2", 2, "options.tp-architecture"), ("tiny-llama", 3, "options.tp-divisor")],
-)
-def test_tensor_parallelism_that_no_number_of_ranks_allows_is_refused_before_ranks_are_counted(
-    config: str, num_tensor: int, code: str, training: Words, tmp_path: Path
-) -> None:
-    build(read_config(config)).save_pretrained(tmp_path / "source")
-    pack(tmp_path / "source", tmp_path / "pp2")
-    words = ["launch", "PLACE/pp2", "--nproc-per-node", "2", "--dry-run", "--", "--data", "synthetic", *training]
-    words += ["--tp", str(num_tensor)]
-    done = CliRunner().invoke(cli, [word.replace("PLACE", str(tmp_path)) for word in words])
-    assert isinstance(done.exception, UsageError), done.output
-    assert (done.exception.code, done.exception.where) == (code, "--tp")
-
-
 @pytest.mark.parametrize(("training", "taken"), TAKEN)
 def test_save_that_would_take_something_of_the_run_away_is_refused(training: Words, taken: str, place: Path) -> None:
     data = () if "--data" in training else ("--data", "synthetic")
@@ -198,13 +178,6 @@ def test_force_does_not_replace_a_checkpoint_of_another_run(place: Path, tmp_pat
     pack(step, step, "pp=1", "--force")
 
 
-def test_save_under_the_name_of_a_checkpoint_is_refused(place: Path) -> None:
-    training = ["--data", "synthetic", "--checkpoint", f"{place}/ck", "--save", f"{place}/ck/step-000010"]
-    done = CliRunner().invoke(cli, ["launch", str(place / "pp2"), "--dry-run", "--", *training])
-    assert isinstance(done.exception, UsageError)
-    assert (done.exception.code, done.exception.where) == ("output.inside-input", f"--save {place}/ck/step-000010")
-
-
 def test_manifest_in_a_snapshot_of_the_hubs_cache_begins(place: Path) -> None:
     cache = place / "hub" / "models--org--pp2"
     snapshot = cache / "snapshots" / "abc"
@@ -218,32 +191,6 @@ def test_manifest_in_a_snapshot_of_the_hubs_cache_begins(place: Path) -> None:
         done = CliRunner().invoke(cli, ["launch", str(manifest), "--dry-run", "--", "--data", "synthetic"])
         assert done.exception is None, done.exception
         assert f"runner.train {snapshot}/manifest.json " in done.stdout
-
-
-@pytest.mark.parametrize(
-    "training",
-    [
-        (),
-        ("--resume", "auto", "--checkpoint", "PLACE/new"),
-        ("--tp", "2"),
-        ("--dp-shard", "auto"),
-    ],
-)
-def test_request_that_can_begin_is_not(training: Words, place: Path) -> None:
-    words = ["launch", str(place / "pp2"), "--nproc-per-node", "4", "--dry-run", "--", "--data", "synthetic", *training]
-    done = CliRunner().invoke(cli, [word.replace("PLACE", str(place)) for word in words])
-    assert done.exception is None, done.exception
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        ("--data", "PLACE/text", "--data", "PLACE/empty.txt", "--data-weight", "1", "--data-weight", "0"),
-        ("--data", "PLACE/latin.txt", "--skip-bad-documents"),
-    ],
-)
-def test_data_that_is_not_drawn_or_skipped_where_it_is_bad_is_not_refused(data: Words, place: Path) -> None:
-    check_documents("--data", parse_training([word.replace("PLACE", str(place)) for word in data]).data)
 
 
 @pytest.mark.parametrize("verb", ["launch", "eval"])
@@ -290,19 +237,6 @@ def test_what_the_catalogue_says_is_not_trained_is_refused_before_ranks_are_star
     done = CliRunner().invoke(cli, ["launch", str(tmp_path / "packed"), "--dry-run", "--", "--data", "synthetic"])
     assert isinstance(done.exception, InputError), done.output
     assert (done.exception.where, done.exception.code) == (where, code)
-
-
-def test_eval_refuses_quantized_weights_at_once(place: Path) -> None:
-    done = CliRunner().invoke(cli, ["eval", str(place / "quantized"), "--data", "a.txt", "--dry-run"])
-    assert isinstance(done.exception, UserError)
-    assert done.exception.code == "model.quantized"
-
-
-def test_torch_is_not_imported(place: Path) -> None:
-    words = ["runner", "launch", str(place / "trained"), "--dry-run", "--", "--data", "synthetic", "--resume", "auto"]
-    script = f"import sys; sys.argv = {words}; from runner.cli import main; main(); assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_rows_of_several_documents_are_checked_with_the_mask_that_keeps_them_apart(tmp_path: Path) -> None:

@@ -175,11 +175,6 @@ def test_record_has_no_value_that_env_passes_to_the_ranks(place: Path, monkeypat
     assert "secret" not in (place / "log" / "run.json").read_text()
 
 
-@pytest.mark.parametrize("run", [{}, {"launches": 3}, {"launches": [3]}, {"launches": [{"options": 3, "argv": {}}]}])
-def test_damaged_record_says_what_is_left_of_it(run: dict[str, Any]) -> None:
-    assert config_of({"id": "1", **run}) == {"run": "1"}
-
-
 def test_launch_without_a_folder_hands_the_chosen_one_to_the_ranks(place: Path) -> None:
     write_model(place / "source", llama_config())
     pack(place / "source", place / "packed")

@@ -56,13 +56,6 @@ def test_ranks_are_followed_from_import_to_the_first_step(folder: Path) -> None:
     assert waits_for(folder) is None
 
 
-def test_run_without_a_step_left_waits_for_none(folder: Path) -> None:
-    for rank in range(2):
-        log(folder, rank)
-        beat(folder, rank, "end")
-    assert waits_for(folder) is None
-
-
 def test_ten_seconds_count_from_the_launch_and_not_from_the_import_of_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,7 +66,3 @@ def test_ten_seconds_count_from_the_launch_and_not_from_the_import_of_torch(
         while not (said := capsys.readouterr().err) and time.monotonic() < until:
             time.sleep(0.001)
     assert said.startswith("12 s: waiting for 2 of 2 ranks")
-
-
-def test_run_that_has_left_nothing_yet_imports(tmp_path: Path) -> None:
-    assert "2 of 2 ranks to import" in str(find_awaited(tmp_path, 2, since=time.time(), position=0))

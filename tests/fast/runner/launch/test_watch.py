@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from manifests.errors import InputError, LaunchError, UsageError
+from manifests.errors import InputError, LaunchError
 from runner.commands import cli
 from runner.launch import verbs as watch
 from runner.rundir.heartbeat import Beat, heartbeat_path, log_path, write_beat
@@ -87,15 +87,6 @@ def test_watched_status_outlives_a_scheduler_that_does_not_answer_once(
     assert (done.exit_code, [line.split()[-1] for line in done.stdout.splitlines()]) == (0, ["RUNNING", "COMPLETED"])
 
 
-def test_watched_status_of_a_job_that_has_ended_is_shown_once(log: Path) -> None:
-    write_state(log, RunState(step=3, ended="done"))
-    plain, watched = (CliRunner().invoke(cli, ["status", str(log), *flags]) for flags in ((), ("--watch",)))
-    assert watched.stdout == plain.stdout
-    refused = CliRunner().invoke(cli, ["status", str(log), "--watch", "--json"]).exception
-    assert isinstance(refused, UsageError)
-    assert refused.code == "options.conflict"
-
-
 def test_list_has_every_run_of_a_folder_newest_first(tmp_path: Path) -> None:
     for number, name in enumerate(("old", "new", "elsewhere")):
         folder = tmp_path / name
@@ -152,9 +143,3 @@ def test_rank_that_a_job_never_had_is_not_said_to_come(log: Path, wording: Calla
         assert (error.value.code, error.value.where) == ("launch.no-log", str(log_path(log, 7)))
         if ended != "stopped":
             wording(str(error.value))
-
-
-def test_file_in_a_log_folder_is_no_log_folder(log: Path) -> None:
-    with pytest.raises(InputError) as error:
-        watch.find_status(log / "job.json")
-    assert (error.value.code, error.value.where) == ("launch.no-record", f"{log}/job.json/job.json")

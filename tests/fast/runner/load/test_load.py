@@ -98,14 +98,6 @@ def test_tied_bytes_are_read_once(checkpoints: dict[str, Packed]) -> None:
     assert (bytes_of(tensors[EMBEDDING]) == bytes_of(tensors[HEAD])) == is_tied
 
 
-def test_stored_dtype_is_cast_to_the_trained_one(checkpoints: dict[str, Packed]) -> None:
-    origin = checkpoints["pp=2"]
-    tensors = {UP: torch.empty(24, 16, dtype=torch.bfloat16)}
-    load_tensors(whole_pieces(tensors), Bundles(origin.manifest, origin.root), origin.shape, "exp_avg")
-    whole = torch.frombuffer(bytearray(expected_of(origin)["exp_avg"][UP].data), dtype=torch.float32).view(24, 16)
-    assert tensors[UP].equal(whole.bfloat16())
-
-
 def lose(tensors: dict[str, Tensor]) -> None:
     del tensors[UP]
 

@@ -11,10 +11,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from manifests.digest import Hasher, digest_hex
 from manifests.slices import Slice
 from runner.load import fill as regions
-from runner.load.fill import blocks_of, fill, intersect, ranges_of
+from runner.load.fill import blocks_of, fill, ranges_of
 
 POSITION = 40  # of a stored tensor in its file
 
@@ -73,16 +72,6 @@ def test_box_is_filled_from_its_own_bytes(region: Slice, dtype: torch.dtype, is_
     assert all(begin >= end for (begin, _), end in zip(memory.read[1:], ends, strict=False))  # no byte twice
 
 
-@given(region=boxes_in())
-def test_whole_tensor_is_hashed_in_order(region: Slice) -> None:
-    whole = Slice(offset=(0,) * len(region.whole_shape), shape=region.whole_shape, whole_shape=region.whole_shape)
-    tensor, memory = stored(region.whole_shape)
-    target, hasher = torch.empty(region.whole_shape), Hasher()
-    fill(target, torch.float32, memory, POSITION, whole, hasher)
-    assert target.equal(tensor)
-    assert hasher.hexdigest() == digest_hex((memory.data[POSITION:],))
-
-
 def test_rows_are_one_range_and_columns_are_read_with_less_than_a_page_between_them() -> None:
     rows = Slice(offset=(2, 0), shape=(3, 6), whole_shape=(8, 6))
     (block,) = blocks_of((8, 6), rows, 4)
@@ -92,20 +81,6 @@ def test_rows_are_one_range_and_columns_are_read_with_less_than_a_page_between_t
     far = Slice(offset=(0, 1024), shape=(4, 1024), whole_shape=(4, 2048))
     found = [(block.begin, block.nbytes) for block in blocks_of((4, 2048), far, 4)]
     assert found == [(8192 * row + 4096, 4096) for row in range(4)]
-
-
-@given(one=boxes_in(), other=boxes_in())
-def test_intersection_is_what_both_have(one: Slice, other: Slice) -> None:
-    if one.whole_shape != other.whole_shape:
-        return
-    marked = torch.zeros(one.whole_shape)
-    cut(marked, one).add_(1)
-    cut(marked, other).add_(1)
-    both = intersect(one, other)
-    assert (both is None) == (not bool((marked == 2).any()))
-    if both is not None:
-        cut(marked, both).sub_(2)
-        assert not bool((marked == 2).any())
 
 
 @pytest.mark.parametrize("most_nbytes", [1 << 20, 4 << 20])

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -203,14 +202,6 @@ def test_run_of_other_stages_or_without_a_trace_has_no_times(
         assert code in caplog.messages[-1]
         write_traces(log, "1F1B", Placement(num_stages=4, num_ranks=4, style="loop"), 4)
     assert not (log / "times.json").exists()
-
-
-def test_file_that_exists_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "times.json").write_text("mine")
-    ended = CliRunner().invoke(cli, ["measure", str(tmp_path), "--out", str(tmp_path / "times.json")])
-    assert isinstance(ended.exception, UserError)
-    assert ended.exception.code == "output.exists"
-    assert (tmp_path / "times.json").read_text() == "mine"
 
 
 def test_module_that_leaves_no_memory_for_adamw_has_times_all_the_same(

@@ -15,7 +15,6 @@ from typing import TextIO
 
 import pytest
 
-from runner.config.flags import parse_training
 from runner.metrics.progress import StepProgress
 
 
@@ -26,24 +25,6 @@ def test_every_nth_step_and_the_last_are_printed(capsys: pytest.CaptureFixture[s
     progress.say("saved")
     progress.close()
     assert capsys.readouterr().out == "line 3\nline 6\nline 7\nsaved\n"
-
-
-def test_quiet_run_prints_nothing_and_logs_every_step(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("DEBUG")
-    progress = StepProgress(3, every=3, quiet=True)
-    for step in range(1, 4):
-        progress.step(step, "brief", f"line {step}")
-    progress.say("saved")
-    progress.close()
-    assert capsys.readouterr().out == ""
-    assert caplog.messages == ["line 1", "line 2", "line 3", "saved"]
-
-
-def test_every_step_is_printed_unless_it_is_said_otherwise() -> None:
-    assert parse_training(["--data", "synthetic"]).log_every == 1
-    assert parse_training(["--data", "synthetic", "--log-every", "10"]).log_every == 10
 
 
 @pytest.fixture

@@ -12,10 +12,7 @@ import pytest
 import torch
 
 from manifests.errors import InputError
-from manifests.models import model_shape
-from manifests.models.trainable import TORCHTITAN
 from runner.models import family_for
-from runner.models.titan_families import FAMILIES
 from runner.models.titan_modules import compile_later
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}
@@ -28,42 +25,6 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 40,
 }
-LLAMA_405B = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 16384,
-    "intermediate_size": 53248,
-    "num_hidden_layers": 126,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-
-
-def test_built_parameters_are_the_tensors_of_the_model_under_their_names() -> None:
-    family = family_for(LLAMA, max_seq_len=8)
-    pieces = [
-        piece
-        for name, parameter in family.build(family.modules).named_parameters()
-        for piece in family.pieces(name, parameter, (0,) * parameter.dim())
-    ]
-    assert {piece.fqn: tuple(piece.memory.shape) for piece in pieces} == model_shape(LLAMA).tensors
-    assert all(piece.shape == tuple(piece.memory.shape) for piece in pieces)
-
-
-def test_name_of_no_parameter_is_our_mistake() -> None:
-    with pytest.raises(KeyError):
-        family_for(LLAMA, max_seq_len=8).to_hf("layers.0.attention.wqkv.weight")
-
-
-def test_stage_is_built_alone_on_meta_with_the_whole_models_numbers() -> None:
-    family = family_for(LLAMA_405B, max_seq_len=8192)
-    stage = family.build(("model.layers.124", "model.layers.125", "model.norm"))
-    fqns = {family.to_hf(name) for name, _ in stage.named_parameters()}
-    expected = {
-        fqn for fqn in model_shape(LLAMA_405B).tensors if fqn.startswith(("model.layers.124.", "model.layers.125."))
-    }
-    assert fqns == expected | {"model.norm.weight"}
-    assert all(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers()))
 
 
 def test_rotary_cache_holds_the_training_length_in_float32() -> None:
@@ -169,7 +130,3 @@ def test_torchtitans_attention_is_compiled_when_it_is_called() -> None:
     assert graphs == []
     assert [int(later(torch.tensor(number))) for number in (1, 2)] == [2, 3]
     assert len(graphs) == 1
-
-
-def test_every_architecture_that_launch_lets_through_has_a_family() -> None:
-    assert sorted(TORCHTITAN) == sorted(FAMILIES)

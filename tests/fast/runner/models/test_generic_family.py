@@ -15,7 +15,6 @@ from manifests.errors import UserError
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of
 from manifests.models.trainable import TORCHTITAN, check_trainable, is_generic
 from runner.models import family_for
-from runner.models.regions import pieces_in, regions_of
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
 from tests.fast.manifests.models.catalogued import DOZEN, config_of, quiet, save_tiny
 from tools.parity import Trained, compare, stages_of
@@ -172,12 +171,6 @@ def test_what_would_train_wrongly_is_refused(changes: dict[str, object], seq_len
     assert (caught.value.code, caught.value.where) == (code, where)
 
 
-def test_an_infinity_is_read_as_transformers_writes_it() -> None:
-    written = json.loads(config_of("BambaForCausalLM").to_json_string(use_diff=False))
-    assert written["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
-    family_for({**written, "architectures": ["BambaForCausalLM"]}, max_seq_len=8)
-
-
 def test_modules_that_the_model_lacks_and_inputs_on_two_stages_are_refused() -> None:
     config = {**config_of("GPTBigCodeForCausalLM").to_dict(), "architectures": ["GPTBigCodeForCausalLM"]}
     family = family_for(config, max_seq_len=8)
@@ -190,22 +183,6 @@ def test_modules_that_the_model_lacks_and_inputs_on_two_stages_are_refused() -> 
         with pytest.raises(UserError) as caught:
             family.build(modules)
         assert (caught.value.code, caught.value.where) == (code, "config.json")
-
-
-def test_regions_are_found_in_boxes_of_a_parameter() -> None:
-    experts = torch.arange(48.0).reshape(2, 6, 4)  # two experts, each three rows of either matrix
-    files = {f"{expert}.{name}": experts[expert, 3 * part : 3 * part + 3]
-             for expert in range(2) for part, name in enumerate("ab")}  # fmt: skip
-    regions = regions_of(experts, files)
-    assert regions is not None
-    assert regions_of(experts, {**files, "1.b": files["1.b"].clone()}) is None
-    assert regions_of(experts, {"0.a": files["0.a"]}) is None
-    box = experts[1:, 2:5].clone()  # rows of both matrices of the second expert
-    found = {piece.fqn: piece for region in regions if (piece := pieces_in(region, box, (1, 2, 0))) is not None}
-    assert {fqn: piece.offset for fqn, piece in found.items()} == {"1.a": (2, 0), "1.b": (0, 0)}
-    for fqn, piece in found.items():
-        low = piece.offset[0]
-        assert piece.memory.equal(files[fqn][low : low + piece.memory.shape[0]])
 
 
 # Parameters that transformers lists to stay in float32, ones that are declared so, and buffers of either dtype.

@@ -11,7 +11,7 @@ import torch
 
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks
-from tests.fast.manifests.models.built import TINY, read_config
+from tests.fast.manifests.models.built import read_config
 from tests.fast.runner.models.decoders import Variant, fill_pieces, save_decoder, variant_ids
 from tests.fast.runner.models.titans import forward, load
 from tests.fast.runner.tiny import split_evenly
@@ -35,12 +35,6 @@ DEPENDENT: tuple[Variant, ...] = (
         )
     ),
     ("tiny-gemma3", {"rope_parameters": LAYERS, "max_position_embeddings": CONTEXT}),
-)
-PLAIN: tuple[Variant, ...] = (
-    *((name, {}) for name in TINY),
-    ("tiny-qwen2", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
-    ("tiny-gpt2", {}),
-    ("tiny-mpt", {}),
 )
 
 
@@ -71,18 +65,5 @@ def test_padding_goes_up_to_where_frequencies_change() -> None:
     assert [dynamic.padded_length(length, MOST) for length in (1, CONTEXT, CONTEXT + 1)] == [CONTEXT, CONTEXT, 17]
 
 
-@pytest.mark.parametrize("variant", PLAIN, ids=variant_ids(PLAIN))
-def test_other_models_are_padded_as_far_as_is_asked(variant: Variant) -> None:
-    assert family_of(*variant).padded_length(3, MOST) == MOST
-
-
 def family_of(name: str, changes: dict[str, Any]) -> Any:
     return family_for(read_config(name, **changes), max_seq_len=MOST)
-
-
-def test_config_stays_as_it_was() -> None:
-    """transformers writes what a rotary section lacks into it."""
-    config = read_config("tiny-qwen2", rope_scaling={"type": "dynamic", "factor": 2.0})
-    before = deepcopy(config)
-    family_for(config, max_seq_len=MOST)
-    assert config == before

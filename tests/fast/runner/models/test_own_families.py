@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,14 +129,6 @@ def test_family_for_an_architecture_that_trains_without_it_is_refused(
     wording(str(caught.value))
 
 
-def test_described_model_without_a_family_is_refused(wording: Callable[[str], None]) -> None:
-    for architecture in (NAME, "Olmo3ForCausalLM"):  # the second as packed with --model: its modules may be others
-        with pytest.raises(UserError) as caught:
-            check_trainable(architecture, is_described=True)
-        assert (caught.value.code, caught.value.where) == ("model.no-family", "config.json: architectures")
-    wording(str(caught.value))
-
-
 class Scaled(nn.Module):
     """A layer with a buffer that no file has."""
 
@@ -175,13 +166,6 @@ def test_buffers_that_no_file_has_are_computed_by_the_module_or_refused() -> Non
     built.init_buffers = told.append  # type: ignore[assignment]
     family.init_buffers(built, torch.device("cpu"))
     assert told == [torch.device("cpu")]
-
-
-def test_generic_family_cuts_one_list_of_layers(wording: Callable[[str], None]) -> None:
-    with pytest.raises(UserError) as caught:
-        runner.generic_family(SimpleNamespace, request())  # type: ignore[arg-type] # refused before it is looked at
-    assert (caught.value.code, caught.value.where) == ("model.no-family", "config.json")
-    wording(str(caught.value))
 
 
 def new_class(*, is_wrong: bool) -> type[Any]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from manifests.errors import UserError
-from manifests.models.trainable import TORCHTITAN, choose_implementation, generic_entry
+from manifests.models.trainable import TORCHTITAN, choose_implementation
 from runner.models import family_for
 from runner.models.generic import Generic
 from runner.pipeline.chunk import hf_constants
-from tests.fast.manifests.models.built import TINY, read_config
+from tests.fast.manifests.models.built import read_config
 from tests.fast.runner.models.decoders import SEQ_LEN, Variant, variant_ids
 from tests.fast.runner.models.titans import (
     TITANS,
@@ -60,11 +60,6 @@ def test_bias_that_steers_experts_stays_float32_in_bf16(tmp_path: Path) -> None:
     assert all(piece.memory.any() for piece in constants)
 
 
-def test_every_family_of_torchtitan_has_both() -> None:
-    assert all(generic_entry(name) for name in TORCHTITAN)
-    assert {read_config(name)["architectures"][0] for name in TINY} == set(TORCHTITAN)
-
-
 def test_without_torchtitan_its_families_train_on_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchtitan", None)
     assert {choose_implementation(name) for name in TORCHTITAN} == {"transformers"}
@@ -95,12 +90,3 @@ def test_field_that_transformers_ignores_is_refused(name: str, field: str, value
     with pytest.raises(UserError) as error:
         family_for(read_config(name, **{field: value}), max_seq_len=8, implementation="transformers")
     assert (error.value.code, error.value.where) == ("config.unsupported-value", f"config.json: {field}")
-
-
-def test_layers_for_further_tokens_are_refused() -> None:
-    config = read_config("tiny-deepseek-v3", num_nextn_predict_layers=1)
-    family = family_for(config, max_seq_len=8, implementation="transformers")
-    assert not [module for module in family.modules if module.endswith(f".{config['num_hidden_layers']}")]
-    with pytest.raises(UserError) as error:
-        family.build((f"model.layers.{config['num_hidden_layers']}",))
-    assert error.value.code == "config.mtp-layers"

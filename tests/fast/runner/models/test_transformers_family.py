@@ -18,11 +18,11 @@ from manifests.errors import InputError, UserError
 from manifests.models import ARCHITECTURES, model_shape
 from manifests.models.trainable import TORCHTITAN, is_generic
 from runner.models import family_for, generic
-from runner.pipeline.chunk import StageChunk, build_chunks, materialize
+from runner.pipeline.chunk import StageChunk, build_chunks
 from runner.training.rng import seed_rng
 from tests.fast.manifests.models.built import DECODERS, TRUE_DECODERS, read_config
 from tests.fast.runner.models.decoders import SEQ_LEN, fill_pieces, save_decoder
-from tests.fast.runner.tiny import CPU, split_evenly
+from tests.fast.runner.tiny import split_evenly
 
 TOKENS = torch.randint(0, 96, (2, SEQ_LEN), generator=torch.Generator().manual_seed(3))
 MIXTRAL = family_for(read_config("tiny-mixtral"), max_seq_len=8)
@@ -48,12 +48,6 @@ def test_every_architecture_described_by_hand_trains_by_the_catalogue_or_on_torc
     architectures = {read_config(name)["architectures"][0] for name in DECODERS}
     assert architectures | {"MPTForCausalLM"} == ARCHITECTURES.keys() - set(TORCHTITAN)
     assert all(map(is_generic, architectures))
-
-
-def test_mosaicml_s_name_for_mpt_trains_as_the_other() -> None:
-    config = read_config("tiny-mpt", architectures=["MPTForCausalLM"])
-    assert family_for(config, max_seq_len=8).architecture == "MptForCausalLM"
-    assert is_generic("MPTForCausalLM")
 
 
 @pytest.mark.parametrize("name", TRUE_DECODERS)
@@ -126,17 +120,6 @@ def test_pieces_of_any_box_of_stacked_experts_are_boxes_of_their_tensors(
         )
 
 
-def test_stacked_experts_go_by_the_first_of_their_tensors() -> None:
-    prefix = "model.layers.2.block_sparse_moe"
-    for name, fqn in (
-        ("mlp.experts.gate_up_proj", f"{prefix}.experts.0.w1.weight"),
-        ("mlp.experts.down_proj", f"{prefix}.experts.0.w2.weight"),
-        ("mlp.gate.weight", f"{prefix}.gate.weight"),
-        ("self_attn.q_proj.weight", "model.layers.2.self_attn.q_proj.weight"),
-    ):
-        assert MIXTRAL.to_hf(f"model.model.layers.2.{name}") == fqn
-
-
 @pytest.mark.parametrize("name", DECODERS)
 def test_in_bf16_logits_are_those_of_transformers_and_buffers_stay_exact(name: str, tmp_path: Path) -> None:
     save_decoder(tmp_path, name)
@@ -171,20 +154,6 @@ def test_config_of_transformers_4_means_what_transformers_5_reads_in_it(
     assert not torch.equal(found, new)
 
 
-def test_dropout_is_drawn_in_training_alone_and_after_the_embedding_once(tmp_path: Path) -> None:
-    save_decoder(tmp_path, "tiny-gpt2", embd_pdrop=0.5)
-    chunks = chunks_of(tmp_path, 3)
-    trained = [forward(chunks) for _ in range(2)]
-    assert not torch.equal(*trained)
-    hidden = chunks[0](TOKENS)
-    assert all(torch.equal(chunk(hidden), chunk(hidden)) for chunk in chunks[1:])
-    for chunk in chunks:
-        chunk.eval()
-    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
-    with torch.no_grad():
-        assert torch.equal(forward(chunks), model(TOKENS).logits)
-
-
 def test_dropout_draws_what_transformers_draws(tmp_path: Path) -> None:
     save_decoder(tmp_path, "tiny-gpt2", embd_pdrop=0.2, attn_pdrop=0.2, resid_pdrop=0.2)
     model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).train()
@@ -202,14 +171,6 @@ def test_each_rank_and_seed_draws_random_numbers_of_its_own() -> None:
         drawn.append(float(torch.rand(())))
     assert drawn[0] == drawn[3]
     assert len(set(drawn)) == 3
-
-
-def test_stage_without_modules_hands_on_what_it_gets() -> None:
-    (chunk,) = build_chunks(MIXTRAL, ((),), (0,))
-    materialize(chunk, device=CPU, dtype=torch.float32)
-    hidden = torch.rand(1, 8, 32)
-    assert torch.equal(chunk(hidden), hidden)
-    assert list(chunk.parameters()) == []
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,3 @@ def test_loss_whose_fields_are_not_to_be_read_is_refused(function: Any, monkeypa
     loss = load(monkeypatch, Pairs())
     assert loss is not None
     assert loss.form.per_row == ("reference",)
-
-
-def test_loss_over_single_rows_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = load(monkeypatch, pairs, "--shuffle", "--skip-bad-documents")
-    assert loss is not None
-    assert loss.num_together == 1

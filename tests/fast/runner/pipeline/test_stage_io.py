@@ -54,26 +54,6 @@ def test_what_is_unpacked_is_what_was_packed(value: Any) -> None:
     assert form == form_of(value)
 
 
-def test_lone_output_of_a_stage_that_trains_nothing_requires_a_gradient() -> None:
-    lone, whole, pair = torch.randn(2), torch.tensor([1]), [torch.randn(2), torch.randn(2)]
-    assert form_of(lone).pack(lone).requires_grad
-    assert not form_of(whole).pack(whole).requires_grad
-    assert not any(tensor.requires_grad for tensor in form_of(pair).pack(pair))
-
-
-def test_every_output_is_a_separate_tensor() -> None:
-    arrived, base = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3)
-    value = {"same": arrived, "twice": [base, base], "view": base[:2], "turned": torch.randn(2, 3).t().detach()}
-    packed = form_of(value).pack(value, [arrived])
-    assert isinstance(packed, tuple)
-    storages = {tensor.untyped_storage().data_ptr() for tensor in (*packed, arrived)}
-    assert len(storages) == len(packed) + 1
-    assert all(tensor.is_contiguous() and not tensor._is_view() for tensor in packed)
-    assert packed[1] is base  # nothing is copied without need
-    packed[0].sum().backward()
-    assert arrived.grad is not None
-
-
 HIDDEN = torch.empty(2, 3)
 DECLARED = {"hidden": HIDDEN, "layer": 3, "mask": None}
 

@@ -20,12 +20,6 @@ def placed(num_ranks: int, num_virtual: int = 1, style: Style = "loop") -> Place
 V = placed(2, 2, "v")
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_single_rank_takes_every_schedule_with_any_stages_and_microbatches(name: str) -> None:
-    timetable = find_timetable(name.upper(), placed(1, 3), 1)
-    assert (timetable.name, timetable.splits_backward) == (name, False)
-
-
 @pytest.mark.parametrize(
     ("name", "placement", "splits"),
     [
@@ -58,13 +52,6 @@ def test_schedule_that_cannot_run_is_refused(
     with pytest.raises(UsageError) as error:
         find_timetable(asked, placement, num_microbatches)
     assert (error.value.where, error.value.code) == ("--schedule", code)
-
-
-def test_another_number_of_microbatches_is_checked_when_it_comes() -> None:
-    timetable = find_timetable("DualPipeV", V, 4)
-    with pytest.raises(UsageError) as error:
-        timetable.training(3)
-    assert (error.value.where, error.value.code) == ("--schedule", "schedule.too-few-microbatches")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -92,30 +92,6 @@ def test_every_rule_is_tested() -> None:
     assert all(sum(row) == 1 for row in applied)
 
 
-@pytest.mark.parametrize(
-    "found",
-    [
-        {},
-        {"is_compiled": True},
-        ZERO_BUBBLE,
-        {"num_tensor": 2},
-        {**GENERIC, "num_shards": 2, "num_tensor": 2, "num_expert": 2},
-        {**GENERIC, **ZERO_BUBBLE, "has_loss_chunks": True},
-        {"keeps_documents": True, "implementation": "transformers"},
-        {
-            **GENERIC,
-            **ZERO_BUBBLE,
-            "num_context": 2,
-            "num_tensor": 2,
-            "num_expert": 4,
-            "implementation": "transformers",
-        },
-    ],
-)
-def test_combination_that_is_known_to_be_right_passes(found: dict[str, Any]) -> None:
-    check_combination(Combination(**found))
-
-
 def test_all_refusals_are_reported_at_once(wording: Callable[[str], None]) -> None:
     with pytest.raises(UsageError) as error:
         check_combination(Combination(is_compiled=True, num_tensor=2, has_loss_chunks=True))

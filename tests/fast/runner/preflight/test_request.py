@@ -118,19 +118,6 @@ def test_what_cannot_balance_experts_is_refused_by_architecture(
     wording(str(error.value))
 
 
-@pytest.mark.parametrize(
-    ("architecture", "flags", "dtype"),
-    [
-        ("MixtralForCausalLM", {"aux_loss": 0.1}, "bf16"),
-        ("DeepseekV3ForCausalLM", {"bias_rate": 0.1}, "bf16"),
-        ("MiniMaxM2ForCausalLM", {"bias_rate": 0.1, "aux_loss": 0.1}, "fp32"),
-    ],
-)
-def test_what_balances_experts_is_taken(architecture: str, flags: dict[str, float], dtype: str, place: Path) -> None:
-    options = parse_training(["--data", "synthetic", "--dtype", dtype])
-    check_balance(with_experts(place, architecture), replace(options, balance=BalanceOptions(**flags)))
-
-
 def with_experts(place: Path, architecture: str) -> Packed:
     """Return a packed model that says to be of another architecture, with experts unless it is a Llama."""
     packed = open_packed(place / "packed")
@@ -242,14 +229,6 @@ def test_a_flag_that_the_launch_before_had_is_missed(flag: str, name: str) -> No
     assert not unbalanced.startswith("--")
 
 
-@pytest.mark.parametrize("launches", [None, {}, ["edited"], [{"options": []}], [{}]])
-def test_a_damaged_record_of_launches_stops_no_note(launches: object) -> None:
-    tensors = ("model.layers.0.mlp.experts.0.up_proj.weight",)
-    expected = expert_notes(tensors, BalanceOptions())
-    assert len(expected) == 1
-    assert expert_notes(tensors, BalanceOptions(), {"launches": launches}) == expected
-
-
 def test_a_file_of_the_manifest_that_is_missing_is_named(place: Path) -> None:
     source = place / "packed" / "source.json"
     source.rename(source.with_suffix(".kept"))
@@ -308,11 +287,6 @@ def test_data_of_less_than_a_step_is_noted(tmp_path: Path, nbytes: int, is_noted
     options = parse_training(["--data", str(tmp_path), "--seq-len", "8", "--global-batch", "8"])
     assert is_less_than_a_step(options.data, options.batch) == is_noted
     assert not is_less_than_a_step(replace(options.data, pack=False), options.batch)
-
-
-def test_notes_of_a_rank_without_the_data_do_not_need_it(place: Path) -> None:
-    options = parse_training(["--data", str(place / "gone"), "--save", "s"])
-    assert notes(options, options, open_packed(place / "packed").manifest, None) == []
 
 
 def test_family_that_lacks_its_usual_modules_is_noted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,11 +176,6 @@ def test_large_schedule_is_split_by_another_process_as_this_one_would() -> None:
     assert results == [split_step(table, rows, window_s) for window_s in (7.0, 8.0)]
 
 
-def test_step_that_is_traced_is_timed() -> None:
-    clock = Clock(table_of("1F1B", 4, "loop", 256), 0, traced=range(5, 7))
-    assert [step for step in range(1, 15) if clock.times(step)] == [1, 5, 6, 14]
-
-
 def test_actions_of_a_step_that_is_not_timed_are_not_recorded() -> None:
     recorder = Recorder(torch.device("cpu"))
     for is_timed in (True, False, True):
@@ -190,8 +185,3 @@ def test_actions_of_a_step_that_is_not_timed_are_not_recorded() -> None:
         recorder.stop()
         assert len(recorder.take()) == is_timed
         assert recorder.begun_s <= recorder.ended_s
-
-
-def test_one_rank_takes_its_microbatches_in_turn_through_all_stages() -> None:
-    table = Timetable(name="1F1B", placement=Placement(num_stages=2, num_ranks=1)).planned(2)
-    assert [str(step) for step in table.ranks[0]] == ["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]

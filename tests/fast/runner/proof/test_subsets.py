@@ -17,7 +17,7 @@ from runner.data.rows import RowForm
 from runner.pipeline.losses import Loss
 from runner.pipeline.timetable import find_timetable
 from runner.proof.combination import Combination
-from runner.proof.subsets import describe_degrees, subsets_of
+from runner.proof.subsets import subsets_of
 from runner.training.build import Stages
 
 ANY: Any = None
@@ -36,15 +36,6 @@ def combination(pp: int, style: Any = "loop", vpp: int = 1, **degrees: int) -> C
         degrees=dims,
         options=parse_training(["--data", "synthetic", "--global-batch", str(count * dims.data)]),
     )
-
-
-def test_what_fits_is_tried_whole() -> None:
-    run = combination(4, shard=64, expert=8, context=2)
-    (tried,) = subsets_of(run)
-    assert tried.degrees == run.tiny_degrees == ParallelDims(pipeline=4, shard=2, expert=2, context=2)
-    assert tried.stages == run.stages
-    assert tried.batch.num_microbatches == run.batch.num_microbatches
-    assert describe_degrees(tried.degrees, run.degrees) == "pp 4 --dp-shard 2 (of 64) --cp 2 --ep 2 (of 8)"
 
 
 def test_loss_over_several_rows_has_them_in_each_tiny_microbatch() -> None:

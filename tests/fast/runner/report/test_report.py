@@ -38,14 +38,6 @@ def test_bubble_of_ranks_that_keep_to_the_schedule_is_the_planned_one(
     assert planned(traces).bubble == pytest.approx(bubble, rel=1e-6)
 
 
-def test_page_is_not_written_under_the_name_of_another_kind_of_file(tmp_path: Path) -> None:
-    write_metrics(tmp_path)
-    with pytest.raises(UserError) as error:
-        write_report(tmp_path, tmp_path / "r.pdf")
-    assert error.value.where == "--out"
-    assert not (tmp_path / "r.pdf").exists()
-
-
 def test_page_that_exists_is_replaced_only_by_force(tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text("mine")
     with pytest.raises(InputError) as error:
@@ -217,13 +209,6 @@ def test_run_that_is_loading_again_does_not_claim_a_first_step(tmp_path: Path) -
         assert ("first step taken in" in (tmp_path / "report.html").read_text()) == is_claimed
 
 
-def test_run_without_traces_has_no_merged_trace(tmp_path: Path) -> None:
-    write_metrics(tmp_path)
-    with pytest.raises(UserError) as error:
-        write_trace(tmp_path, tmp_path / "merged.json")
-    assert (error.value.code, error.value.where) == ("log.no-trace", str(tmp_path / "trace"))
-
-
 def test_page_ends_with_what_the_run_is(tmp_path: Path) -> None:
     write_metrics(tmp_path)
     launch = {"argv": ["runner", "launch", "<packed>"], "host": "node-7", "versions": {"torch": "2.13.0"}}
@@ -236,11 +221,6 @@ def test_page_ends_with_what_the_run_is(tmp_path: Path) -> None:
     for fact in ("tiny c0ffee", "/packed", "blake3:12", "runner launch &#x27;&lt;packed&gt;&#x27;", "node-7", "4"):
         assert f"<td>{fact}</td>" in end
     assert "torch 2.13.0" in end
-
-
-def test_run_without_traces_has_a_page_too(tmp_path: Path) -> None:
-    write_metrics(tmp_path)
-    assert write_report(tmp_path, tmp_path / "report.html") == "4 steps, loss 3.9000 to 3.6000; 103 tokens/s"
 
 
 @pytest.mark.parametrize(
@@ -265,12 +245,6 @@ def test_folder_of_no_run_is_refused(tmp_path: Path, text: bytes | None, where: 
     with pytest.raises(InputError) as error:
         read_run(tmp_path)
     assert (error.value.where, error.value.code) == (f"{tmp_path}/metrics.jsonl{where}", code)
-
-
-def test_folder_that_does_not_exist_is_blamed_and_not_the_page_in_it(tmp_path: Path) -> None:
-    with pytest.raises(InputError) as error:
-        write_report(tmp_path / "nowhere", tmp_path / "nowhere" / "report.html")
-    assert (error.value.where, error.value.code) == (f"{tmp_path}/nowhere", "launch.no-run")
 
 
 def plan_of(log_dir: Path) -> None:
@@ -301,16 +275,6 @@ def test_trace_that_is_not_as_traces_are_is_refused(tmp_path: Path, before: str,
         plan_of(tmp_path)
     assert error.value.where.startswith(str(tmp_path / "trace"))
     assert error.value.code.startswith(code)
-
-
-def test_traces_of_different_runs_are_not_mixed(tmp_path: Path) -> None:
-    write_metrics(tmp_path)
-    write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
-    path = trace_path(tmp_path, 1)
-    path.write_text(path.read_text().replace('"num_microbatches": 4', '"num_microbatches": 8'))
-    with pytest.raises(InputError) as error:
-        read_run(tmp_path)
-    assert error.value.code == "log.mixed-traces"
 
 
 def test_recorded_actions_are_in_the_trace_in_their_order_and_within_the_step(tmp_path: Path) -> None:
@@ -376,16 +340,6 @@ def test_steps_that_a_later_attempt_has_overtaken_are_forgotten(tmp_path: Path) 
     assert "<td>0</td><td>100.0</td><td>500.0</td><td>100.0</td><td>200.0</td>" in page  # ms: data, compute, …
     assert "<td>1</td><td>1</td><td>100.0</td><td>51.0</td><td>50.0</td><td>1.02</td>" in page  # memory of rank 1
     assert "<td>1</td><td>0.25</td><td>0.50</td><td>0.75</td><td>1.00</td><td>1.25</td><td>1.50</td>" in page  # start
-
-
-def test_times_are_those_of_as_many_ranks_as_the_last_attempt_had(tmp_path: Path) -> None:
-    parts = ("data_s", "compute_s", "communication_s", "bubble_s")
-    alone = [{**line, **{part: [9.0] for part in parts}} if "loss" in line else line for line in attempt(1, 4, 3.0)]
-    write_lines(tmp_path, [*alone, *attempt(5, 6, 2.0)])
-    write_report(tmp_path, tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    assert "<td>1</td><td>0.0</td><td>400.0</td><td>100.0</td><td>400.0</td>" in page
-    assert "Medians over 2 steps" in page
 
 
 def test_run_that_was_killed_is_drawn_as_far_as_it_came(tmp_path: Path) -> None:

@@ -33,11 +33,6 @@ def test_auto_is_fast_where_its_plan_fits_with_a_margin(planned: int, available:
     assert choose_host_memory("compact", planned, available) == "compact"
 
 
-def test_ranks_share_what_is_available_on_the_node(tmp_path: Path) -> None:
-    assert available_nbytes(4, node(tmp_path, "0::/\n")) == 16 * GIB
-    assert available_nbytes(4, tmp_path / "elsewhere") is None
-
-
 def test_a_control_group_limits_all_below_it_and_its_page_cache_is_free(tmp_path: Path) -> None:
     root = node(
         tmp_path, "0::/job/step\n", job__memory_DOT_max=str(8 * GIB), job__memory_DOT_current=str(6 * GIB),

@@ -20,7 +20,7 @@ from manifests.placement import Placement
 from manifests.schema import StateKind
 from runner.config.schema import BatchOptions, ComputeOptions, OptimOptions
 from runner.models import family_for
-from runner.pipeline.chunk import StageChunk, build_chunks, layers_of, materialize, named_hf_parameters, part_of
+from runner.pipeline.chunk import StageChunk, build_chunks, layers_of, materialize, named_hf_parameters
 from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
@@ -130,29 +130,6 @@ def test_chunks_bound_the_memory_of_logits(tmp_path: Path) -> None:
     logits_nbytes = BATCH.microbatch * BATCH.seq_len * 4000 * 4
     whole, chunked = (peak_nbytes(tmp_path, ComputeOptions(loss_chunk=size)) for size in (None, 8))
     assert whole - chunked > 2 * logits_nbytes
-
-
-def test_names_are_those_of_the_model_whatever_is_recomputed(folder: Path) -> None:
-    plain, _ = build(folder, ComputeOptions())
-    changed, _ = build(folder, ComputeOptions(recompute="full", is_compiled=True, loss_chunk=8))
-    assert [fqn for fqn, _ in parameters_of(changed)] == [fqn for fqn, _ in parameters_of(plain)]
-    assert list(changed[0].state_dict()) == list(plain[0].state_dict())
-
-
-def test_parts_are_found_by_their_hugging_face_names(folder: Path) -> None:
-    (chunk,), _ = build(folder, ComputeOptions())
-    assert [number for number, _ in layers_of(chunk)] == [0, 1, 2, 3]
-    assert {type(layer) for _, layer in layers_of(chunk)} == {type(chunk.body.get_submodule("layers.0"))}
-    assert part_of(chunk, "lm_head") is chunk.body.get_submodule("lm_head")
-
-
-def test_head_must_be_on_the_last_stage(folder: Path, wording: Callable[[str], None]) -> None:
-    family = family_for(read_config(folder), max_seq_len=8)
-    chunks = build_chunks(family, (family.modules, ()), (0, 1))
-    with pytest.raises(UsageError) as error:
-        apply_compute_options(chunks, 2, ComputeOptions(loss_chunk=8))
-    assert (error.value.where, error.value.code) == ("--loss-chunk", "options.loss-chunk")
-    wording(str(error.value))
 
 
 def test_model_that_changes_its_logits_after_the_head_is_refused(wording: Callable[[str], None]) -> None:

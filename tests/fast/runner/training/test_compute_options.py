@@ -79,11 +79,6 @@ def test_rate_stays_at_its_end(decay: Decay) -> None:
     assert [lr_at(step, chosen) for step in (STEPS, STEPS + 1, 10 * STEPS)] == pytest.approx([MINIMUM] * 3)
 
 
-def test_flags_say_warm_up_stable_and_decay() -> None:
-    args = "--data synthetic --steps 60 --warmup-steps 8 --stable-steps 20 --decay sqrt --lr 3e-4 --min-lr 3e-5"
-    assert parse_training(args.split()).optim == options("sqrt", WARMUP, STABLE, MINIMUM)
-
-
 def test_dtypes_follow_one_another() -> None:
     dtypes = [
         parse_training(["--data", "synthetic", *args.split()]).compute

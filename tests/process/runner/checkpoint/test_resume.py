@@ -365,14 +365,6 @@ def test_auto_names_what_is_damaged_and_resumes_from_the_checkpoint_before(runs:
     assert digests_in(newest) == digests_in(runs.checkpoint("whole-2-1F1B-untied"))
 
 
-def test_flags_that_are_written_win_and_are_said(runs: Runs) -> None:
-    assert "note: --lr 0.004 overrides 0.002 of the checkpoint" in runs.said("other rate")
-    (line,) = runs.losses("other rate").values()
-    loss, norm, rate = runs.losses("whole-2-1F1B-untied")[4]
-    assert line[:2] == (loss, norm)
-    assert line[2] > 1.9 * rate
-
-
 def test_weights_only_begins_at_step_0_and_says_what_stays_behind(runs: Runs) -> None:
     middle = runs.checkpoint("whole-2-1F1B-untied", MIDDLE)
     assert f"starting at step 0 with the weights of {middle}; " in runs.said("anew")

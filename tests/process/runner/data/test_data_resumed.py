@@ -136,23 +136,6 @@ def skipped(runs: Runs, name: str) -> dict[int, int]:
     return {line["step"]: line["skipped_documents"] for line in runs.lines(name) if "loss" in line}
 
 
-def test_checkpoint_says_where_each_source_was_left(runs: Runs) -> None:
-    middle, last = (state_of(runs.checkpoint("whole-packed", step)).data for step in (MIDDLE, STEPS))
-    assert middle is not None
-    assert last is not None
-    assert middle.cursor is not None
-    assert last.cursor is not None
-    assert (middle.num_sequences, last.num_sequences) == (24, 48)
-    assert middle.cursor.num_documents < last.cursor.num_documents
-    assert len(last.cursor.sources) == 3
-    assert all(position.epoch > 0 for position in last.cursor.sources)
-
-
-def test_data_in_another_order_is_refused(runs: Runs) -> None:
-    said = runs.said("wrong")
-    assert said[said.index("error: ") :].splitlines()[0] == "error: resume.other-data at rank 0: --data"
-
-
 def test_other_data_is_begun_once_and_gone_on_with_by_later_attempts(runs: Runs) -> None:
     left = [state_of(runs.checkpoint("attempts", step)).data for step in (3, 4, 5, 6)]
     assert [data.num_sequences for data in left if data is not None] == [24, 8, 16, 24]

@@ -116,11 +116,6 @@ def test_restart_that_leaves_no_newer_checkpoint_is_the_last_one(tmp_path: Path)
     assert [found[1] for found in map(RESTART.match, ended.said.splitlines()) if found] == ["1"]
 
 
-def test_job_that_ends_well_after_a_loss_is_done(tmp_path: Path) -> None:
-    ended = supervise(tmp_path, SAVES + f"[ $attempt = 2 ] && exit; {LOSES}", "--restarts", "5", "--requeue")
-    assert (ended.code, len(ended.attempts), ended.requeued) == (0, 2, False)
-
-
 @pytest.mark.parametrize("flags", [(), ("--requeue",)])
 def test_job_that_was_stopped_at_a_signal_is_queued_again_if_asked(tmp_path: Path, flags: tuple[str, ...]) -> None:
     ended = supervise(tmp_path, STOPS, "--restarts", "5", *flags)
@@ -134,11 +129,6 @@ def test_job_that_was_cancelled_is_not_queued_again(does: str, tmp_path: Path) -
     assert (ended.code, ended.requeued, ended.said) == (130, False, "")
     assert ended.state is not None
     assert ended.state["ended"] == "stopped"
-
-
-def test_job_that_was_cancelled_before_its_ranks_had_begun_is_not_restarted(tmp_path: Path) -> None:
-    ended = supervise(tmp_path, "exit 143", "--restarts", "3", shows="JobState=COMPLETING Reason=None", is_hurried=True)
-    assert (ended.code, len(ended.attempts), ended.said) == (130, 1, "")
 
 
 @pytest.mark.parametrize("flags", [(), ("--requeue",)])
@@ -196,11 +186,6 @@ def test_request_that_slurm_heard_and_did_not_answer_is_not_taken_for_refused(tm
     assert "error:" not in ended.said
 
 
-def test_job_is_queued_again_although_slurm_does_not_say_whether_it_was_cancelled(tmp_path: Path) -> None:
-    ended = supervise(tmp_path, STOPS, "--requeue", shows="$(sleep 5)", is_hurried=True)
-    assert (ended.code, ended.requeued) == (130, True)
-
-
 @pytest.mark.parametrize(
     ("names", "problem"),
     [("echo no slurm.conf >&2; exit 1", "scontrol: no slurm.conf"), (":", "scontrol: names no node of this job")],
@@ -218,11 +203,6 @@ def test_log_folder_that_takes_no_file_leaves_the_exit_code_as_it_is(tmp_path: P
     ended = supervise(tmp_path, breaks, "--restarts", "2", is_hurried=True)
     assert (ended.code, len(ended.attempts)) == (LOST, 2)
     assert ended.said.count(f"note: {tmp_path}/log/state.json") == 2
-
-
-def test_state_of_another_node_that_is_seen_late_counts(tmp_path: Path) -> None:
-    ended = supervise(tmp_path, f"(sleep 0.5; {FAILS % (3, 3)}) & exit 130", "--restarts", "3", "--requeue")
-    assert (ended.code, len(ended.attempts), ended.requeued) == (3, 1, False)
 
 
 @pytest.mark.parametrize(

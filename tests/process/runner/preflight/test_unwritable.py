@@ -74,15 +74,6 @@ def test_read_only_place_is_refused_by_its_flag_before_a_rank_starts(
     assert names_in(disk) == ["there"]
 
 
-@pytest.mark.parametrize("folder", ["trace", "tensorboard"])
-def test_folder_of_the_log_that_cannot_be_written_is_refused(folder: str, packed: Path, tmp_path: Path) -> None:
-    (tmp_path / "log").mkdir()
-    (tmp_path / "log" / folder).write_text("a file")
-    asked = ("--trace", "1") if folder == "trace" else ("--tensorboard",)
-    code, said = launch(packed, "--log-dir", tmp_path / "log", *asked)
-    assert (code, said.startswith(f"error: {asked[0]}: ")) == (3, True), said
-
-
 def test_log_folder_on_a_full_disk_is_refused_and_nothing_is_left_there(packed: Path, disk: Path) -> None:
     fill(disk)
     code, said = launch(packed, "--log-dir", disk / "log")
