@@ -64,7 +64,3 @@ def test_commands_of_a_page_exist_with_their_flags(page: Path) -> None:
 )
 def test_a_command_that_does_not_exist_is_found(command: str) -> None:
     assert unknown_in(command) is not None
-
-
-def test_pages_have_commands() -> None:
-    assert sum(len(list(commands_in(page.read_text()))) for page in PAGES) > 60

@@ -23,12 +23,10 @@ from manifests.command.palette import KIND_COLORS, MEMORY_COLORS, THEMES, WORK_C
 from manifests.errors import UsageError
 from reshard.cli import main as reshard_main
 from reshard.cli.command import cli as reshard_cli
-from reshard.cli.options import DTYPES, DtypeName
 from runner.cli import main as runner_main
 from runner.commands import cli as runner_cli
 from runner.config.flags import parse_training, training_command
 from tests.builders import llama_config, reshard, write_model
-from tests.fast.reshard.configs import write_config
 
 WORDS = {
     "reshard": [
@@ -91,19 +89,6 @@ def misuse(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return error
 
 
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        ("runner lanuch", "launch"), ("runner statsu", "status"), ("runner evla", "eval"), ("runner reprot", "report"),
-        ("reshard plann", "plan"), ("reshard plan x --layuot pp=2", "--layout"), ("runner eval x --dat y", "--data"),
-    ],
-)  # fmt: skip
-def test_word_with_a_typing_error_is_suggested(
-    words: str, meant: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert f"did you mean {meant}" in misuse(words.split(), monkeypatch, capsys)["hint"]
-
-
 @pytest.mark.parametrize("program", NEIGHBORS)
 def test_words_of_other_tools_are_answered_with_ours(
     program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -150,26 +135,6 @@ def test_flag_of_another_tool_is_not_answered_where_ours_is_none_either(
     assert not {"--layout", "--lr", "--dtype"} & set(hint.split())
 
 
-@pytest.mark.parametrize("program", NEIGHBORS)
-def test_every_word_of_other_tools_is_refused_by_every_verb(
-    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    verbs = ("inspect", "verify", "pack") if program == "reshard" else ("status", "eval")
-    for verb in verbs:
-        for word in (word for word in NEIGHBORS[program] if word.startswith("-")):
-            monkeypatch.setattr("sys.argv", [program, verb, "nowhere", word, "1"])
-            with pytest.raises(SystemExit) as ended:
-                (reshard_main if program == "reshard" else runner_main)()
-            assert ended.value.code in (2, 3)  # some are flags of a verb
-            assert capsys.readouterr().err.startswith("error: ")
-
-
-def test_dtypes_are_taken_by_their_names_in_torch() -> None:
-    options = parse_training(["--data", "a.txt", "--dtype", "bfloat16", "--master-dtype", "float32"])
-    assert (options.compute.dtype, options.compute.master_dtype) == ("bf16", "fp32")
-    assert DtypeName(DTYPES[1:]).convert("float16", None, None) == "fp16"
-
-
 @pytest.mark.parametrize("program", ["reshard", "runner"])
 def test_command_alone_shows_its_help(
     program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -179,14 +144,6 @@ def test_command_alone_shows_its_help(
         (reshard_main if program == "reshard" else runner_main)()
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(f"Usage: {program}")
-
-
-def test_layout_and_schedule_with_typing_errors_are_usage_errors_alike(tmp_path: Path) -> None:
-    config = write_config(tmp_path / "tiny.json")
-    for words in (("--layout", "p=2"), ("--layout", "pp=2,vp=3"), ("--layout", "pp=2", "--schedule", "1F1C")):
-        assert reshard("plan", config, *words).code == 2, words
-    (tmp_path / "layout.toml").write_text("stages = 7\n")
-    assert reshard("plan", config, "--layout", tmp_path / "layout.toml").code == 3
 
 
 def test_quiet_verbs_print_nothing_when_all_is_well(tmp_path: Path) -> None:
@@ -257,13 +214,6 @@ def test_verbs_flags_choices_and_paths_are_completed(program: str, words: tuple[
     assert asked(program, *words) == answers
 
 
-@pytest.mark.parametrize("program", ["reshard", "runner"])
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_script_of_a_shell_is_printed(program: str, shell: str) -> None:
-    ended = subprocess.run([BIN / program, "completion", shell], capture_output=True, text=True, timeout=60, check=True)
-    assert f"_{program.upper()}_COMPLETE={shell}_complete" in ended.stdout
-
-
 MEANINGS = {*KIND_COLORS.values(), *MEMORY_COLORS.values(), *(color for _, color in WORK_COLORS.values())}
 PANELS = (tuple(KIND_COLORS.values()), tuple(color for _, color in WORK_COLORS.values()), tuple(MEMORY_COLORS.values()))
 # Machado, Oliveira, Fernandes: A Physiologically-based Model for Simulation of Color Vision Deficiency (2009), table 1.
@@ -290,12 +240,6 @@ def lab(rgb: list[float]) -> tuple[float, float, float]:
         for row, white in zip(rows, whole, strict=True)
     )
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
-
-
-def test_contrast_is_that_of_the_published_examples() -> None:
-    assert contrast("#000000", "#ffffff") == pytest.approx(21)
-    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)  # WebAIM: just too little
-    assert contrast("#767676", "#ffffff") == pytest.approx(4.54, abs=0.005)
 
 
 @pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
