@@ -58,8 +58,8 @@ def parts_of(batch: Batch, microbatch: int, degrees: ParallelDims) -> tuple[torc
     return tuple(part.flatten() for tokens in of_ranks for part in torch.split(tokens, microbatch))
 
 
-def route(routers: Sequence[Router], run: Callable[[], Any], num_rows: int, length: int) -> list[Routing]:
-    """Return what routers do while all rows run, document by document; only the first `length` tokens of each count."""
+def route(routers: Sequence[Router], run: Callable[[], Any]) -> list[Routing]:
+    """Return what routers do while all rows run, document by document."""
     calls: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in routers]
     hooks = [
         router.module.register_forward_hook(lambda _, __, output, of=of: of.append(output))
@@ -70,8 +70,7 @@ def route(routers: Sequence[Router], run: Callable[[], Any], num_rows: int, leng
         hook.remove()
 
     def in_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
-        values = torch.cat([tensor.flatten(0, -2) for tensor in tensors])
-        return values.view(num_rows, -1, values.shape[-1])[:, :length].flatten(0, 1)
+        return torch.cat([tensor.flatten(0, -2) for tensor in tensors])
 
     return [
         Routing(

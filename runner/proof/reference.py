@@ -27,7 +27,6 @@ from runner.training.optimizer import plain_adamw
 LENGTH = 12  # tokens of a row: longer than the windows, chunks and blocks of a tiny config
 # Of the documents of rows, in turn: a row has a label more than tokens, and one has none.
 _DOCUMENTS = ((1, 9, 3), (5, 8), (1,), (3, 7))
-_FULL = ((4, 9), (5, 8))  # where routers count tokens: one process has no padding between documents
 # Where rows are one text. The last token is that of padding, so that rows of one process are the same.
 _ROWS = ((12,), (10,), (1,), (6,))
 _FILLER = 0
@@ -55,11 +54,9 @@ class Rows:
         return replace(build_batch(samples, LENGTH, filler=_FILLER), fields=self.fields)
 
 
-def draw_rows(
-    seed: int, num_rows: int, vocab_size: int, *, is_masked: bool, is_full: bool = False, form: RowForm | None = None
-) -> Rows:
+def draw_rows(seed: int, num_rows: int, vocab_size: int, *, is_masked: bool, form: RowForm | None = None) -> Rows:
     drawn = torch.Generator().manual_seed(seed)
-    lengths = (_FULL if is_full else _DOCUMENTS) if is_masked else _ROWS
+    lengths = _DOCUMENTS if is_masked else _ROWS
     rows = [lengths[number % len(lengths)] for number in range(num_rows)] if num_rows > 1 else lengths[:1]
     documents = [tuple(torch.randint(vocab_size, (length,), generator=drawn) for length in row) for row in rows]
     for (text,) in () if is_masked else documents:
@@ -284,17 +281,17 @@ def _loss(whole: Any, rows: Rows, loss_function: Loss | None = None) -> torch.Te
 
 
 def _logits(whole: Any, rows: Rows) -> torch.Tensor:
-    """Return the logits of all rows, those of each document by itself."""
-    padded = []
-    for row in rows.documents:
-        texts = row if rows.is_masked else (torch.nn.functional.pad(row[0], (0, LENGTH - len(row[0])), value=_FILLER),)
-        logits = torch.cat([whole(text[None])[0][0] for text in texts])[:LENGTH]
-        padded.append(torch.nn.functional.pad(logits, (0, 0, 0, LENGTH - len(logits))))
-    return torch.stack(padded)
+    """Return the logits of all rows, those of each document by itself; padding is part of the last one."""
+    of_rows = []
+    for *before, last in rows.documents:  # the last token is a label alone
+        length = LENGTH - sum(map(len, before))
+        texts = (*before, torch.nn.functional.pad(last[:-1], (0, length - len(last) + 1), value=_FILLER))
+        of_rows.append(torch.cat([whole(text[None])[0][0] for text in texts]))
+    return torch.stack(of_rows)
 
 
 def _route(whole: Any, rows: Rows) -> list[Routing]:
-    return route([*whole.routers()], partial(_logits, whole, rows), len(rows.documents), LENGTH)
+    return route([*whole.routers()], partial(_logits, whole, rows))
 
 
 def _fqns_of(whole: Any, parameters: Iterable[torch.nn.Parameter]) -> set[str]:

@@ -113,7 +113,7 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
         form = None if run.loss is None else run.loss.form
         num_rows = batch.global_batch * degrees.data
         is_balanced = run.balance.is_on
-        rows = draw_rows(seed, num_rows, family.vocab_size, is_masked=run.has_documents, is_full=is_balanced, form=form)
+        rows = draw_rows(seed, num_rows, family.vocab_size, is_masked=run.has_documents, form=form)
         ties = ties_of(family, run.stages)
         trains = trained_by(options, map(names_of, ties))
         reference: Reference | None = None

@@ -14,6 +14,7 @@ from runner.checkpoint import shard_file, state
 from runner.data.sequences import Batch
 from runner.parallel import mesh, parallelize
 from runner.pipeline import microbatches, runtime, schedule
+from runner.proof import reference
 from runner.tensors import row_parts
 from runner.training import activation_checkpoint, build, expert_balance, gradient_norm, optimizer, step, ties
 
@@ -389,6 +390,17 @@ def _biases_moved_on_one_rank(patch: Patch) -> None:
         return before(self, *args)
 
     _wrap(patch, expert_balance.ExpertBalance, "finish", finish)
+
+
+def _padding_is_a_document(patch: Patch) -> None:
+    def build(before: Any, samples: Any, *args: Any, **kwargs: Any) -> Batch:
+        batch: Batch = before(samples, *args, **kwargs)
+        assert batch.positions is not None
+        for positions, sample in zip(batch.positions, samples, strict=True):
+            positions[sample.num_labels :] = torch.arange(len(positions) - sample.num_labels)
+        return batch
+
+    _wrap(patch, reference, "build_batch", build)
 
 
 PLANTS: Mapping[str, Callable[[Patch], None]] = {

@@ -74,6 +74,7 @@ ROUTERS = (
     case("auxiliary_loss_of_each_rank_in_full", EXPERTS, 1, f"--dp-shard 2 --ep 2 {AUX_LOSS}"),
     case("tokens_of_one_rank_counted", DEEPSEEK, 1, f"--dp-shard 2 --ep 2 {BIAS_RATE}"),
     case("biases_moved_on_one_rank", DEEPSEEK, 1, f"--dp-shard 2 --ep 2 {BIAS_RATE}"),
+    case("padding_is_a_document", EXPERTS, 1, f"--document-mask {AUX_LOSS}"),
 )
 # Without a mistake, and what is refused by name; the last of both are slow.
 RIGHT = (
