@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from manifests.errors import LaunchError
 from manifests.module_times import ring
 from runner.config.flags import Device
 from runner.profiling.start import StartTimes
+
+logger = logging.getLogger("runner")
 
 _REDUCED_NBYTES, _NUM_REDUCTIONS = 64 << 20, 4  # to measure a rate; the first reduction does not count
 
@@ -72,16 +75,21 @@ def join_world(device: torch.device, timeout_s: int, *, shares_gpu: bool = False
 def measure_rate(device: torch.device) -> float | None:
     """Return the bytes per second that this rank sends while all ranks reduce a tensor; None for one rank.
 
-    All ranks call this.
+    All ranks call this when the run is done, so it fails no run: None, too, if a rank has no memory or has left.
     """
     if (size := dist.get_world_size() if dist.is_initialized() else 1) == 1:
         return None
-    tensor, seconds = torch.zeros(_REDUCED_NBYTES // 4, device=exchange_device(device)), list[float]()
-    for _ in range(_NUM_REDUCTIONS):
-        begun_s = time.perf_counter()
-        dist.all_reduce(tensor)
-        tensor[0].item()  # a GPU has reduced it
-        seconds.append(time.perf_counter() - begun_s)
+    seconds = list[float]()
+    try:
+        tensor = torch.zeros(_REDUCED_NBYTES // 4, device=exchange_device(device))
+        for _ in range(_NUM_REDUCTIONS):
+            begun_s = time.perf_counter()
+            dist.all_reduce(tensor)
+            tensor[0].item()  # a GPU has reduced it
+            seconds.append(time.perf_counter() - begun_s)
+    except RuntimeError as error:
+        logger.warning("note: the network's rate was not measured: %s", error)
+        return None
     return 2 * ring(size) * _REDUCED_NBYTES / median(seconds[1:])
 
 

@@ -21,7 +21,7 @@ from runner.launch.supervisor import agent_command
 from tests.builders import flip, weights_path
 from tests.process.forked import Forked
 from tests.process.local_jobs import ROOT, SMALL, Run, launched, pack_tiny, wait_until_gone
-from tests.process.torchrun import started
+from tests.process.torchrun import launch, started
 
 BROKEN = 1  # the rank that fails, and its stage
 HOST = re.escape(socket.gethostname())
@@ -102,6 +102,11 @@ def check_end(run: Run, exit_code: int, where: str, code: str) -> None:
     assert message == f"error: {run.state['error']}\n"
     assert (run.state["ended"], run.state["code"], run.state["error_code"]) == ("failed", exit_code, code)
     assert "Traceback" not in run.said
+
+
+def test_rank_that_has_left_fails_no_rate_of_a_run_that_is_done() -> None:
+    first, _ = launch(2, "runner/distributed/rate_worker.py")
+    assert "rate: None" in first.splitlines()
 
 
 @pytest.fixture(scope="module")
