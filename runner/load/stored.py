@@ -45,16 +45,22 @@ class StageLoader:
     def reading(self, pieces: Sequence[Piece]) -> Iterator[PendingRead | None]:
         """Read this rank's weights while a block runs, and after it; None: ranks read together, or files are remote.
 
-        What fails is raised by `load`. A block that raises ends the reading.
+        What headers tell, such as a missing shard, is raised at once on all ranks, and what fails later by `load`. A
+        block that raises ends the reading.
         """
-        is_independent = self.cache is None and (not self.is_broadcast or self.group is None)
         # The block may close connections that are opened meanwhile, see Note [Smaller world].
-        if not is_independent or self.origin.store is not None or self.origin.manifest.virtual is not None:
+        if self.cache or self.origin.store is not None or self.origin.manifest.virtual is not None:
+            yield None
+            return
+        bundles = self._bundles
+        with raise_on_all_ranks("load"):
+            plan_reads(pieces, bundles, self.origin.shape)
+        if self.is_broadcast and self.group is not None:
             yield None
             return
         stop, pool = threading.Event(), ThreadPoolExecutor(1, "weights")
         how = replace(self.how, stop=stop)
-        pending = pool.submit(read_tensors, pieces, self._bundles, self.origin.shape, WEIGHTS, how)
+        pending = pool.submit(read_tensors, pieces, bundles, self.origin.shape, WEIGHTS, how)
         pool.shutdown(wait=False)
         try:
             yield pending
