@@ -93,7 +93,7 @@ def plan(
         check_layout_file(write, force=force)
     if write_schedule:
         _check_schedule_file(write_schedule, force=force)
-    times = None if from_run is None else _times_of_run(from_run)
+    times = None if from_run is None else _times_of_run(from_run, quiet=quiet)
     if times is not None:
         arguments["assumed"] = _as_in_run(arguments["assumed"], times)
     if search["gpus"]:
@@ -141,8 +141,11 @@ _OF_RUN = {
 }  # fmt: skip
 
 
-def _times_of_run(log_dir: Path) -> MeasuredTimes:
-    """Read the times that a run wrote, with the options that they depend on."""
+def _times_of_run(log_dir: Path, *, quiet: bool) -> MeasuredTimes:
+    """Read the times that a run wrote, with the options that they depend on.
+
+    What a step takes beside its schedule grows with the parameters that it trains: of a part, it is left out.
+    """
     from manifests.errors import InputError
     from manifests.module_times import TIMES_NAME, read_times
 
@@ -152,12 +155,20 @@ def _times_of_run(log_dir: Path) -> MeasuredTimes:
         raise InputError(str(path), "no such file", hint, code="options.no-times")
     times = read_times(path)
     link = () if times.step is None or times.step.rate is None else ("num_ranks", "ranks_per_node")
-    degrees = (name for name in ("tp", "cp") if name in times.how)
+    degrees = (name for name in ("tp", "cp", "ep") if name in times.how)
     for name in ("seq_len", "microbatch", *degrees, *link):
         if type(number := times.how.get(name)) is not int or number < 1:
             problem = f"expected a number from 1 up, found {number!r}"
             raise InputError(f"{path}: measured.{name}", problem, code="options.cost-file")
-    return times
+    if times.step is None or times.how.get("trained") != "part":
+        return times
+    if not quiet:
+        click.echo(
+            "note: the run trained a part of the parameters: its backwards are shorter than those of all, and what "
+            "its steps take beside their schedules is left out",
+            err=True,
+        )
+    return replace(times, step=replace(times.step, overhead_s=0.0))
 
 
 def _as_in_run(assumed: Assumptions, times: MeasuredTimes) -> Assumptions:

@@ -62,8 +62,9 @@ def read_run_times(
             )
     how = {name: options[name] for name in _HOW if name in options}
     degrees = degrees or ParallelDims(pipeline=packed.manifest.placement.num_ranks)
-    if trained is None:
-        trained = {fqn: packed.shape.count_params(fqn) for fqn in packed.shape.tensors}
+    every = {fqn: packed.shape.count_params(fqn) for fqn in packed.shape.tensors}
+    trained = every if trained is None else trained
+    how["trained"] = "all" if trained.keys() == every.keys() else "part"
     return MeasuredTimes(modules=times, how=how, step=_step_time(packed, run, run.traces, degrees, rate, trained))
 
 

@@ -156,7 +156,10 @@ def test_rest_of_a_step_is_what_its_schedule_and_its_network_leave(tmp_path: Pat
     sent = 0.5 * 4 * max(stages) + 2 * 0.5 * 4 * max(stages) / 2  # FSDP's in float32, then those of replicas
     assert shared.overhead_s == pytest.approx(1 - makespan_s - sent / rate)
     assert (shared.num_params, shared.rate) == (max(stages) // 2, rate)
-    frozen = read_run_times(packed, log, degrees, rate, {"model.norm.weight": 64}).step
+    assert read_run_times(packed, log, degrees, rate).how["trained"] == "all"
+    times = read_run_times(packed, log, degrees, rate, {"model.norm.weight": 64})
+    assert times.how["trained"] == "part"
+    frozen = times.step
     assert frozen is not None
     assert (frozen.num_params, frozen.overhead_s) == (32, pytest.approx(1 - makespan_s - 4 * 64 / rate))
 
