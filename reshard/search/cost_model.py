@@ -200,33 +200,43 @@ class CostModel:
         self, tensor: int, expert: int, context: int, microbatch: int, recompute: Recompute, nbytes: int
     ) -> Mapping[str, ModuleTime]:
         """Return the seconds of each kind of module for one microbatch; see Note [Time of a step]."""
-        request, hidden = self.request, self.shape.hidden_size * nbytes
-        tokens, times = microbatch * request.seq_len // context, {}
+        request, times = self.request, {}
         for kind in self.kinds.modules:
-            forward, backward = self._compute(kind, tokens, tensor)
-            sent, is_layer = 0.0, _is_layer(kind)
-            if is_layer:
-                sent += 2 * _NUM_REDUCED * ring(tensor) * tokens * hidden / self._rate(tensor)
-            if self.has_experts[kind]:
-                sent += 2 * ring(expert) * tokens * self.top_k * hidden / tensor / self._rate(expert)
-            row = microbatch * request.seq_len * self.shape.work[kind].keys * nbytes / tensor
-            gathered = ring(context) * row / self._rate(tensor * context)
-            again = _recomputed(recompute) * (forward + sent + gathered) if is_layer else 0.0
+            forward, backward = self._compute(kind, microbatch * request.seq_len // context, tensor, nbytes)
+            sent, gathered = self._sending(kind, tensor, expert, context, microbatch * request.seq_len, nbytes)
+            again = _recomputed(recompute) * (forward + sent + gathered) if _is_layer(kind) else 0.0
             times[kind] = ModuleTime(forward=forward + sent + gathered, backward=backward + sent + 2 * gathered + again)
         return times
 
-    def _compute(self, kind: str, tokens: int, tensor: int) -> tuple[float, float]:
-        """Return the seconds in which a kind of module computes forward and backward, without recomputation."""
+    def _sending(
+        self, kind: str, tensor: int, expert: int, context: int, row_tokens: int, nbytes: int
+    ) -> tuple[float, float]:
+        """Return the seconds in which a forward sends hidden states, and gathers keys, of whole rows' tokens."""
+        hidden, sent = row_tokens // context * self.shape.hidden_size * nbytes, 0.0
+        if _is_layer(kind):
+            sent += 2 * _NUM_REDUCED * ring(tensor) * hidden / self._rate(tensor)
+        if self.has_experts[kind]:
+            sent += 2 * ring(expert) * self.top_k * hidden / tensor / self._rate(expert)
+        keys = row_tokens * self.shape.work[kind].keys * nbytes / tensor
+        return sent, ring(context) * keys / self._rate(tensor * context)
+
+    def _compute(self, kind: str, tokens: int, tensor: int, nbytes: int) -> tuple[float, float]:
+        """Return the seconds in which a kind of module computes forward and backward, without recomputation.
+
+        Of measured ones, what the run itself sent is subtracted.
+        """
         request = self.request
         if request.measured is None:
             flops = self.shape.work[kind].forward_flops(request.seq_len) * tokens
             forward = flops / (request.hardware.peak * request.efficiency * tensor)
             return forward, BACKWARD_SHARE * forward
         how, scale = request.measured.how, request.measured.scale_to(tokens, tensor)
+        degrees = how.get("tp", 1), how.get("ep", 1), how.get("cp", 1)
+        sent, gathered = self._sending(kind, *degrees, how["microbatch"] * how["seq_len"], nbytes)
         forward, backward = self._measured[kind]
         if _is_layer(kind):
             backward -= _recomputed(parse_recompute(str(how.get("ac", "none")))) * forward
-        return scale * forward, scale * max(0.0, backward)
+        return scale * max(0.0, forward - sent - gathered), scale * max(0.0, backward - sent - 2 * gathered)
 
     def _rate(self, num_adjacent: int) -> float:
         hardware = self.request.hardware

@@ -285,6 +285,32 @@ def test_times_of_a_run_are_divided_over_ranks_in_plans_as_in_searches(flag: str
     assert steps == pytest.approx([32 * 35 * 3e-3 / 2 + 1.5, 32 * 35 * 3e-3 + 1.5], rel=1e-6)
 
 
+DENSE, EXPERTS = 1_605_636_096, 45_097_156_608  # parameters of Mixtral 8x7B
+
+
+@pytest.mark.parametrize("ac", ["none", "full"])
+@pytest.mark.parametrize(
+    ("name", "flags", "reduced"),
+    [
+        ("llama-3.1-8b", ("tp",), 0),
+        ("llama-3.1-8b", ("cp",), 8_030_261_248),
+        ("mixtral-8x7b", ("dp-shard", "ep"), DENSE + EXPERTS // 2),
+    ],
+)
+def test_what_a_run_itself_sent_is_in_its_measured_times_once(
+    name: str, flags: tuple[str, ...], reduced: int, ac: str, tmp_path: Path
+) -> None:
+    config = CONFIGS / f"{name}.json"
+    log = write_run(tmp_path / "log", config, ac=ac, num_ranks=2, ranks_per_node=2, **dict.fromkeys(flags, 2))
+    degrees = [word for flag in flags for word in (f"--{flag}", "2")]
+    words = ("--gpus", "2", "--gpu-memory", "20TB", "--global-batch", "64", "--microbatch", "2", "--pp", "1", "--ac")
+    rates = ("--hardware", "1,300,300")  # TFLOP/s and GB/s: layers send for up to a tenth of their time
+    shown = reshard("plan", config, *words, ac, *degrees, "--from-run", log, *rates, "--json").json
+    num_microbatches = 16 if "dp-shard" in flags else 32
+    reduction_s = 0.5 * 8 * reduced / 300e9
+    assert first_step_s(shown) == pytest.approx(num_microbatches * 35 * 3e-3 + reduction_s, rel=1e-6)
+
+
 @pytest.mark.parametrize(("ranks_per_node", "link"), [(4, "network"), (8, "node")])
 def test_rate_of_a_run_is_that_of_its_slowest_link(ranks_per_node: int, link: str, tmp_path: Path) -> None:
     config = CONFIGS / "llama-3.1-8b.json"
@@ -297,6 +323,17 @@ def test_rate_of_a_run_is_that_of_its_slowest_link(ranks_per_node: int, link: st
     place = {"node": "on a node", "network": "between nodes"}[link]
     assert f"1 GB/s {place} (--from-run)" in run(*words).out
     assert "(--from-run)" not in run(*words, "--hardware", "h100").out.partition("modules take")[0]
+
+
+def test_rest_of_a_step_that_trained_adapters_is_not_that_of_all_parameters(tmp_path: Path) -> None:
+    config, steps = CONFIGS / "llama-3.1-8b.json", []
+    for how in ({}, {"trained": "all"}, {"trained": "part"}):
+        log = write_run(tmp_path / f"log{len(steps)}", config, num_ranks=1, ranks_per_node=1, **how)
+        add_step(log, overhead_s=3.0, num_params=1_000_000)
+        ended = run("plan", config, "--layout", "pp=1", "--global-batch", "64", "--json", "--from-run", log)
+        steps.append(json.loads(ended.out)["step_s"])
+        assert ended.err.startswith("note: ") == (how == {"trained": "part"})
+    assert steps == pytest.approx([32 * 35 * 3e-3 + 3.0 * 8030.261248] * 2 + [32 * 35 * 3e-3])
 
 
 def add_step(log: Path, **step: float) -> None:
