@@ -209,6 +209,8 @@ def refused_by_system(
 ) -> InputError:
     """Return an error about a file that the system refuses; `hint` is used unless the machine itself is at fault."""
     sentence = f"{problem}: {error.strerror}"
+    if error.errno == errno.EROFS and not hint:
+        hint = "choose a folder on a disk that is mounted read-write"
     if error.errno in _RUN_OUT:
         hint = "system resource limit reached; check ulimit -n and free memory"
         return UnreachableError(where, sentence, hint, code=code)

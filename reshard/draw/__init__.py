@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from manifests.errors import OutputError, UsageError
+from manifests.errors import UsageError, refused_by_system
 from manifests.store import write_file
 from reshard.formatting import list_words
 from stores.folders.probe import check_new_file
@@ -79,4 +79,4 @@ def _write(path: Path, data: bytes) -> None:
     try:
         write_file(path, data)
     except OSError as error:
-        raise OutputError(str(path), f"cannot be written: {error.strerror}", code="output.unwritable") from error
+        raise refused_by_system(str(path), error, "cannot be written", code="output.unwritable") from error

@@ -7,7 +7,7 @@ from typing import get_args
 
 import click
 
-from manifests.errors import OutputError
+from manifests.errors import refused_by_system
 from manifests.models.trainable import Implementation
 from manifests.models.training import parse_recompute
 from manifests.module_times import ModuleTime
@@ -68,7 +68,7 @@ def measure(
     try:
         write_file(out, times.encode(), is_durable=False)
     except OSError as error:
-        raise OutputError(str(out), f"cannot be written: {error.strerror}", code="output.unwritable") from error
+        raise refused_by_system(str(out), error, "cannot be written", code="output.unwritable") from error
     if not quiet:
         seconds = times.modules
         slowest = max(seconds, key=lambda module: seconds[module].total)

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from manifests.command.palette import WORK_COLORS
-from manifests.errors import LaunchError, LogError, OutputError, UsageError, UserError
+from manifests.errors import LaunchError, LogError, UsageError, UserError, refused_by_system
 from manifests.schedules import Timeline, simulate
 from manifests.schedules.picture import legend_of, pipeline_svg
 from manifests.store import write_file
@@ -115,7 +115,7 @@ def _write(out: Path, data: bytes) -> None:
     try:
         write_file(out, data, is_durable=False)
     except OSError as error:
-        raise OutputError(str(out), f"cannot be written: {error.strerror}", code="output.unwritable") from error
+        raise refused_by_system(str(out), error, "cannot be written", code="output.unwritable") from error
 
 
 def _page(title: str, parts: Sequence[str]) -> str:

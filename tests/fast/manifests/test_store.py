@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import subprocess
@@ -13,7 +14,15 @@ from pathlib import Path
 import pytest
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, RankError, SourceError, UnreachableError, UsageError, UserError
+from manifests.errors import (
+    InputError,
+    RankError,
+    SourceError,
+    UnreachableError,
+    UsageError,
+    UserError,
+    refused_by_system,
+)
 from manifests.safetensors import header_template, layout_tensors
 from manifests.schema import Shard
 from manifests.store import open_shard, read_small_file, write_manifest
@@ -100,6 +109,15 @@ def test_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "OSError: [Errno 27] File too large" in ended.stderr
     assert path.read_bytes() == b"old"
+
+
+def test_read_only_disk_has_a_hint_and_keeps_a_better_one() -> None:
+    error = OSError(errno.EROFS, "Read-only file system", "out")
+    bare, better = (
+        refused_by_system("out", error, hint=hint, code="output.unwritable") for hint in ("", "use --log-dir")
+    )
+    assert bare.hint
+    assert better.hint == "use --log-dir"
 
 
 KINDS = (UserError, UsageError, InputError, SourceError, UnreachableError, RankError)
