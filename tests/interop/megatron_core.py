@@ -39,6 +39,7 @@ moe_utils.te_general_gemm = None
 multi_latent_attention.HAVE_TE = False
 TOKENS = [[1, 5, 2, 7, 3, 0, 6, 4]]
 LR, BATCH = 4e-3, 4
+MTP_WEIGHT = 1.0
 
 _SET = DistributedOptimizer._set_main_param_and_optimizer_states
 
@@ -134,6 +135,7 @@ def latent(model: dict) -> dict:
         "moe_router_group_topk": model["topk_group"],
         "moe_router_topk_scaling_factor": model["routed_scaling_factor"],
         "mtp_num_layers": model["num_nextn_predict_layers"] or None,
+        "mtp_loss_scaling_factor": MTP_WEIGHT,
     }
     if rope:
         names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -241,7 +243,14 @@ def train(model: dict, asked: Namespace) -> list[float]:
     built = build(model, asked.tp, asked.pp)
     copied = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     wrapped = DistributedDataParallel(built.config, copied, built)
-    given = {"lr": LR, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "clip_grad": 1.0}
+    given = {
+        "lr": LR,
+        "weight_decay": 0.1,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "adam_eps": asked.eps,
+        "clip_grad": 1.0,
+    }
     optimizer = get_megatron_optimizer(OptimizerConfig(use_distributed_optimizer=True, **given), [wrapped])
     decay = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 0, "wd_incr_style": "constant"}
     rate = {"init_lr": 0, "max_lr": LR, "min_lr": 0, "lr_warmup_steps": 0, "lr_decay_steps": 400}
@@ -334,6 +343,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--load", type=Path)
     parser.add_argument("--save-at", type=int)
+    parser.add_argument("--eps", type=float, default=1e-8)
     parser.add_argument("--sharding", default="fully_reshardable")
     asked = parser.parse_args()
     asked.folder.mkdir(exist_ok=True)

@@ -134,23 +134,49 @@ def packed_of(saved: Path, out: Path) -> dict[str, torch.Tensor]:
     return {f"{path.relative_to(out).parent} {fqn}": one for path in files for fqn, one in load_file(path).items()}
 
 
+def resumed(place: Path, args: list[str]) -> list[float]:
+    """Train the packed model of a folder on two ranks, and return the losses."""
+    job = {"root": str(place / "packed"), "args": [*args, "--log-dir", str(place / "log")]}
+    (place / "jobs.json").write_text(json.dumps([{**job, "log": str(place / "runner.log")}]))
+    launch(2, "runner/checkpoint/resume_worker.py", place / "jobs.json")
+    lines = [json.loads(line) for line in (place / "log" / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_training_goes_from_megatron_core_to_the_runner_and_back(tmp_path: Path, name: str) -> None:
     alone = trained(tmp_path / "alone", name, "--save-at", "2", segments=[(0, 2), (1, 2), (2, 2)])
     reshard.pack(str(tmp_path / "alone" / "saved"), tmp_path / "packed", "pp=2")
     batch = ("--seq-len", "16", "--global-batch", "4", "--microbatch", "1", "--data", "synthetic", "--seed", "1")
-    args = [*batch, "--resume", "auto", "--steps", "4", "--checkpoint", str(tmp_path / "history")]
-    job = {"root": str(tmp_path / "packed"), "args": [*args, "--log-dir", str(tmp_path / "log")]}
-    (tmp_path / "jobs.json").write_text(json.dumps([{**job, "log": str(tmp_path / "runner.log")}]))
-    launch(2, "runner/checkpoint/resume_worker.py", tmp_path / "jobs.json")
-    lines = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
-    ours = [line["loss"] for line in lines if "loss" in line]
+    ours = resumed(tmp_path, [*batch, "--resume", "auto", "--steps", "4", "--checkpoint", str(tmp_path / "history")])
     reshard.export(tmp_path / "history" / "step-000004", tmp_path / "back", to="megatron")
     exported = tmp_path / "back" / "iter_0000004"
     theirs = trained(tmp_path / "again", name, "--load", exported, segments=[(2, 2)])
     assert len(ours) == len(theirs) == 2
     for number, (loss, expected) in enumerate(zip([*ours, *theirs], alone[2:], strict=True)):
         assert math.isclose(loss, expected, rel_tol=1e-5), (number, ours, theirs, alone)
+
+
+def test_mtp_layers_train_as_those_of_megatron_core(tmp_path: Path) -> None:
+    """Megatron-Core divides the loss of an MTP layer by its own labels: of 16 in a row, 15. Both give it weight 1."""
+    epsilon = ("--eps", "0.01")  # a step does not magnify what rounding leaves of a small gradient
+    trained(tmp_path / "begun", "deepseek-v3", "--save-at", "2", *epsilon, segments=[(0, 2)])
+    alone = trained(tmp_path / "alone", "deepseek-v3", "--save-at", "4", *epsilon, segments=[(0, 2), (1, 2)])
+    reshard.pack(str(tmp_path / "begun" / "saved"), tmp_path / "packed", "Ettt|tmL")
+    batch = ("--seq-len", "16", "--global-batch", "4", "--microbatch", "1", "--data", "synthetic", "--seed", "1")
+    args = [
+        *batch, "--mtp-loss-weight", str(16 / 15), *epsilon, "--implementation", "transformers", "--no-self-check",
+        "--resume", "auto", "--steps", "4", "--checkpoint", str(tmp_path / "history"),
+    ]  # fmt: skip
+    ours = resumed(tmp_path, args)
+    assert ours == pytest.approx(alone[2:], rel=1e-6)
+    theirs = packed_of(tmp_path / "alone" / "saved", tmp_path / "theirs")
+    step = tmp_path / "history" / "step-000004"
+    weights = {f". {fqn}": weight for file in step.glob("*.safetensors") for fqn, weight in load_file(file).items()}
+    assert weights.keys() == {name for name in theirs if name.startswith(". ")}
+    assert ". model.layers.4.eh_proj.weight" in weights
+    for name, weight in weights.items():
+        assert (weight - theirs[name]).abs().max() < 1e-6, name
 
 
 @pytest.mark.parametrize(("name", "tp", "pp", "dp"), [("llama", 2, 1, 2), ("qwen3", 1, 2, 1)])
