@@ -71,7 +71,8 @@ def plan(
     """Show a layout's stages, bytes, FLOPs, memory and pipeline bubble. Nothing is packed.
 
     SOURCE is a Hugging Face folder or hub repository, a manifest, or just a config.json. With --gpus, the fastest
-    layouts are searched for, and printed with the commands that pack and launch the first.
+    layouts are searched for, and printed with the commands that pack and launch the first. The exit code is 0 whether
+    or not a plan fits --gpu-memory.
 
     \b
     Examples:

@@ -107,6 +107,15 @@ def test_schedule_that_is_written_is_planned_and_simulated_as_its_flags(tmp_path
         assert reshard(*flags, "--json").refusal == refused
 
 
+@pytest.mark.parametrize("flags", [("--microbatch", "3"), ("--dp-replicate", "2", "--dp-shard", "8")])
+def test_batch_that_no_launch_splits_is_not_planned(flags: tuple[str, ...], tmp_path: Path) -> None:
+    words = ("plan", write_config(tmp_path / "config.json"), "--layout", "pp=2", *flags, "--json")
+    ended = reshard(*words)
+    assert ended.refusal == (2, "options.batch-size", "--global-batch")
+    assert reshard(*words, *ended.json["error"]["hint"].split()[1:]).code == 0
+    assert reshard(*words, "--microbatches", "4").code == 0
+
+
 def test_single_pipeline_rank_is_planned_with_any_schedule_as_it_trains(tmp_path: Path) -> None:
     words = ("plan", write_config(tmp_path / "config.json"), "--layout", "pp=1", "--json", "--schedule")
     plans = [reshard(*words, schedule).json for schedule in SCHEDULES]
@@ -212,7 +221,7 @@ def test_plan_takes_the_degrees_that_training_takes() -> None:
 def test_plan_of_deepseek_v3_with_expert_parallelism_fits_where_it_does_not_without() -> None:
     flags = (
         "--layout", "pp=16", "--dp-shard", "64", "--dtype", "bf16", "--master-dtype", "fp32",
-        "--ac", "full", "--json",
+        "--ac", "full", "--global-batch", "1024", "--json",
     )  # fmt: skip
     alone, distributed = (reshard("plan", TRUE / "deepseek-v3.json", *flags, *ep).json for ep in ((), ("--ep", "64")))
     assert (alone["assumed"]["ep"], distributed["assumed"]["ep"]) == (1, 64)

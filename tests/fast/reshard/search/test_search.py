@@ -118,8 +118,10 @@ def test_what_is_refused_for_a_model_is_named(tmp_path: Path) -> None:
     assert {choice.candidate.tensor for choice in result.choices if choice.candidate.expert > 1} == {1, 2, 4}
     narrow = find_layouts(CONFIGS / "qwen2-0.5b.json", request(8, 80, 64))  # two heads of keys and values
     assert any(reason.startswith("--tp: ") for reason in narrow.refusals)
-    shown = run("plan", CONFIGS / "gpt-oss-120b.json", "--gpus", "8", "--gpu-memory", "80GB").out
+    words = ("plan", CONFIGS / "gpt-oss-120b.json", "--gpus", "8", "--gpu-memory", "80GB")
+    shown = run(*words).out  # exits with 0
     assert "DOES NOT FIT" in shown
+    assert run(*words, "--json").json["layouts"] == []
     # In bfloat16, 8 bytes of each of 116.8 billion parameters; a GPU has 72 GiB.
     assert result.state_nbytes == 8 * result.shape.num_params
     assert f"at least {-(-8 * result.shape.num_params // int(0.9 * (80 << 30)))} GPUs" in shown

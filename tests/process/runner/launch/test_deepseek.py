@@ -37,7 +37,7 @@ def processor_s() -> float:
 
 def test_its_plan_fits_into_80_gb_and_takes_seconds(packed: Path) -> None:
     before_s = processor_s()
-    flags = ("--dtype", "bf16", "--master-dtype", "fp32", "--ac", "full", *GPU_MEMORY, "--json")
+    flags = ("--dtype", "bf16", "--master-dtype", "fp32", "--ac", "full", "--global-batch", 1024, *GPU_MEMORY, "--json")
     done = reshard("plan", packed, *map(str, (*DEGREES, *flags)))
     assert processor_s() - before_s < MOST_S
     assert done.code == 0, done.err
