@@ -15,7 +15,7 @@ _PLAIN = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show
 _VERBS = {
     "launch": ("runner.launch.command:launch", "Train a packed model, here or on the nodes of a cluster."),
     "status": ("runner.launch.verbs:status", "Show the state of a launched job, or why it failed."),
-    "list": ("runner.launch.runs:list_runs", "List the runs of a folder: state, step, loss, last heartbeat."),
+    "list": ("runner.launch.verbs:list_runs", "List the runs of a folder: state, step, loss, last heartbeat."),
     "logs": ("runner.launch.verbs:logs", "Print the output of a launched job."),
     "cancel": ("runner.launch.verbs:cancel", "Cancel a launched job, with a last checkpoint if it saves any."),
     "measure": ("runner.measure.command:measure", "Measure the seconds of each module, for reshard's --cost."),

@@ -27,7 +27,7 @@ from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
 from runner.config.flags import TrainOptions
 from runner.config.memory import planned_memory
-from runner.config.sharding import is_sharded
+from runner.config.parallel_dims import is_sharded
 from runner.config.trained import trained_by
 from runner.data.sequences import Batch, Rows, rows_of
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
@@ -40,8 +40,7 @@ from runner.metrics.gauges import memory_nbytes
 from runner.models import family_for
 from runner.models.family import Family, OnTransformers, WithMtp
 from runner.parallel.mesh import Mesh, build_mesh
-from runner.parallel.parallelize import check_plans
-from runner.parallel.rows import keep_documents, split_rows
+from runner.parallel.parallelize import check_plans, keep_documents, split_rows
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.pipeline.losses import Loss, loss_of_run
 from runner.pipeline.timetable import Timetable, choose_timetable
@@ -50,8 +49,7 @@ from runner.preflight.start import Start, log_start, read_start
 from runner.profiling.trace import Clock
 from runner.proof.combination import Combination
 from runner.proof.options import RunOptions, self_check
-from runner.proof.proving import OF_COMBINATION
-from runner.proof.record import prove_once
+from runner.proof.proving import OF_COMBINATION, prove_once
 from runner.proof.stages import Proven
 from runner.tensors.heap import set_up_heap
 from runner.training.build import Stages, build_engine, build_stages, names_of, ties_of

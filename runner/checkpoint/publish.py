@@ -35,10 +35,9 @@ from manifests.models.config import CONFIG_NAME, encode_config, with_dtype
 from manifests.schema import WEIGHTS
 from manifests.store import read_small_file, write_file
 from manifests.versions import LOCK_NAME, digest_of_state, encode_files, encode_version, folder_of, metadata_of
-from runner.checkpoint.delta_file import write_delta
-from runner.checkpoint.in_flight import InFlight
+from runner.checkpoint.async_save import InFlight
 from runner.checkpoint.save import SaveContext, check_folder, check_sizes, hurrying
-from runner.checkpoint.shard_file import NAMES, write_shard
+from runner.checkpoint.shard_file import NAMES, write_delta, write_shard
 from runner.checkpoint.state import Held, HostCopy, whole_in_root
 from runner.checkpoint.stored_once import hash_pieces
 from runner.config.schema import PublishOptions

@@ -1,4 +1,4 @@
-"""Shards as runs write them: safetensors files of tensors or slices, with their digests in the header."""
+"""Shards as runs write them: tensors or slices, or compressed differences, with the digests of states in the header."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import torch
+
 from manifests.digest import Hasher, digest_bytes
 from manifests.errors import CheckpointError, refused_by_system
 from manifests.index import MOST_READ_HEADER_NBYTES, is_indexed
-from manifests.safetensors import header_template, layout_tensors
+from manifests.safetensors import encode_header, header_template, layout_tensors
 from manifests.schema import WEIGHTS, Holds, Shard
 from manifests.slices import slice_metadata
 from manifests.store import sync_folder
+from manifests.versions import LEVEL
 from runner.load.fill import bytes_of
 from runner.tensors.local_shard import STORED_DTYPES, Piece
 
@@ -96,3 +99,39 @@ def header_of(pieces: Sequence[Piece], digests: Mapping[str, str] | None) -> byt
 def shard_of(path: str, holds: Holds, header: bytes, pieces: Sequence[Piece]) -> Shard:
     nbytes = len(header) + sum(piece.memory.nbytes for piece in pieces)
     return Shard(path=path, nbytes=nbytes, digest=digest_bytes(header), holds=holds)
+
+
+def write_delta(
+    path: Path,
+    states: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    digests: Mapping[str, str],
+    is_cancelled: Callable[[], bool],
+) -> Generator[None, None, int]:
+    """Write zstd of `old ^ new` of each tensor, given both by FQN on the CPU, fsync the file and return its bytes."""
+    from zstandard import ZstdCompressor  # of an extra
+
+    # The header comes first: room is left for that of the largest frames that there can be.
+    most = layout_tensors((fqn, "U8", (_most_nbytes(new.nbytes),)) for fqn, (_, new) in states.items())
+    sums = {fqn: digests[fqn] for fqn in states}
+    room, sizes = len(encode_header(most, sums)), dict[str, int]()
+    compressor = ZstdCompressor(level=LEVEL, write_checksum=True)
+    with syncing(path) as stream:
+        stream.seek(room)
+        for fqn, (old, new) in states.items():
+            frame, begin = compressor.compressobj(size=new.nbytes), stream.tell()
+            before, after = (torch.frombuffer(bytes_of(tensor), dtype=torch.uint8) for tensor in (old, new))
+            for first in range(0, new.nbytes, PART_NBYTES):
+                check_not_cancelled(path, is_cancelled)
+                difference = before[first : first + PART_NBYTES] ^ after[first : first + PART_NBYTES]
+                stream.write(frame.compress(difference.numpy().data))
+                yield
+            stream.write(frame.flush())
+            sizes[fqn] = stream.tell() - begin
+        stream.seek(0)
+        entries = layout_tensors((fqn, "U8", (size,)) for fqn, size in sizes.items())
+        stream.write(encode_header(entries, sums, alignment=room))
+    return room + sum(sizes.values())
+
+
+def _most_nbytes(nbytes: int) -> int:
+    return nbytes + nbytes // 100 + 1024  # of a frame: above ZSTD_compressBound

@@ -19,10 +19,9 @@ from manifests.errors import UsageError
 from manifests.models.adapters import ALL_LINEAR
 from manifests.models.training import HostMemory
 from manifests.schedules import SCHEDULES
-from runner.config.balance import BalanceOptions
 from runner.config.declared import WholeNumber, build, flag, group, parameters_of
 from runner.config.lora import WITH_RANK, LoraOptions, check_adapters, read_lora
-from runner.config.loss import LossOptions
+from runner.config.loss import BalanceOptions, LossOptions
 from runner.config.parallel_dims import DegreeOptions
 from runner.config.schema import (
     BatchOptions,

@@ -10,6 +10,7 @@ have different experts, and `efsdp` have the same. The last dimension is the fas
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -19,6 +20,7 @@ from manifests.command import defaults
 from manifests.errors import LaunchError, UsageError
 from manifests.models.training import ContextMethod
 from runner.config.declared import WholeNumber, flag
+from runner.config.schema import ComputeOptions
 
 # Names of the device mesh dimensions, as in torchtitan.
 PIPELINE, REPLICATE, FSDP, TENSOR = "pp", "dp_replicate", "fsdp", "tp"
@@ -205,3 +207,23 @@ class DegreeOptions:
                 code="launch.degrees",
             )
         return degrees
+
+
+def is_sharded(degrees: ParallelDims, compute: ComputeOptions) -> bool:
+    """Whether FSDP is used: to shard parameters, or for master weights of tensor-parallel matrices."""
+    shards_experts = degrees.expert > 1 and degrees.expert_fsdp > 1
+    return degrees.fsdp > 1 or shards_experts or (degrees.tensor > 1 and compute.has_masters)
+
+
+def check_float32(architecture: str, names: Sequence[str], compute: ComputeOptions, degrees: ParallelDims) -> None:
+    """Check that FSDP can shard parameters beside those of these names, which stay in float32."""
+    if not names or not is_sharded(degrees, compute) or {compute.master_dtype, compute.reduce_dtype} == {"fp32"}:
+        return
+    flag = "--dp-shard" if degrees.shard > 1 else "--cp" if degrees.context > 1 else "--tp"
+    raise UsageError(
+        flag,
+        f"{architecture} keeps some parameters in float32, which FSDP cannot shard with masters in "
+        f"{compute.master_dtype} and reduction in {compute.reduce_dtype}: {names[0]}, say",
+        f"use --master-dtype fp32 and --reduce-dtype fp32, or no {flag}",
+        code="options.catalogue-combination",
+    )

@@ -26,12 +26,11 @@ from runner.distributed.fail_together import errors_of_rank, from_all_ranks, rai
 from runner.distributed.rank_process import run_rank
 from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.options import EvalOptions, implementation_of, parse_eval
-from runner.evaluation.scores import Scores, writing_scores
-from runner.evaluation.token_losses import Recorded, TokenLosses
+from runner.evaluation.scores import Recorded, Scores, TokenLosses, writing_scores
 from runner.load.load import load_tensors
 from runner.models import Family, family_for
 from runner.parallel.mesh import Mesh, build_mesh
-from runner.parallel.rows import keep_documents
+from runner.parallel.parallelize import keep_documents
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
 from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata

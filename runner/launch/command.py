@@ -36,8 +36,15 @@ from runner.config.memory import planned_memory
 from runner.config.parallel_dims import ParallelDims
 from runner.launch.here import LocalJob, launch_here
 from runner.launch.job import FlagKind, Job, read_environment, read_job_file, shown_address
-from runner.launch.nodes import check_groups, check_host_memory, check_memory, check_ranks, describe_nodes, parse_nnodes
-from runner.launch.plan import describe_plan
+from runner.launch.nodes import (
+    check_groups,
+    check_host_memory,
+    check_memory,
+    check_ranks,
+    describe_nodes,
+    describe_plan,
+    parse_nnodes,
+)
 from runner.launch.run_folder import RunFolder, choose_folder
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import share_of

@@ -1,4 +1,7 @@
-"""FSDP and tensor parallelism for stages that several ranks share, with one gradient reduction per step.
+"""What stages that several ranks share do: FSDP, tensor and expert parallelism, parts of rows, one reduction a step.
+
+Whether an architecture computes parts of rows, or documents apart, right is not listed: see Note [Proof of the
+combination].
 
 # Note [One reduction a step]
 Schedules run backwards microbatch by microbatch, some in two parts, and none of torch's own hooks is right for all of
@@ -36,14 +39,26 @@ from torch.distributed.tensor import Shard
 
 from manifests.errors import UsageError
 from manifests.models.adapters import is_adapter
-from runner.config.parallel_dims import EXPERT, EXPERT_FSDP, FSDP, REPLICATE, TENSOR, ParallelDims
+from manifests.models.combinations import check_constant
+from manifests.models.training import ContextMethod
+from runner.config.parallel_dims import (
+    CONTEXT,
+    EXPERT,
+    EXPERT_FSDP,
+    FSDP,
+    REPLICATE,
+    TENSOR,
+    ParallelDims,
+    check_float32,
+    is_sharded,
+)
 from runner.config.schema import ComputeOptions
-from runner.config.sharding import check_float32, is_sharded
-from runner.models.family import Family, Planned
+from runner.models.family import Family, OnTransformers, Planned
 from runner.parallel.mesh import Mesh
 from runner.pipeline.chunk import StageChunk, float32_names, layers_of
 from runner.tensors.dtensor import local_of, mesh_dims
 from runner.tensors.local_shard import FLAG_DTYPES
+from runner.tensors.row_parts import RowParts
 
 _BUCKET = 1 << 24  # elements that are all-reduced at a time
 
@@ -228,3 +243,28 @@ def summed_over_heads(chunk: StageChunk) -> Iterator[nn.Parameter]:
     """Yield the parameters whose gradients on a rank cover only its own heads, and must be reduced."""
     assert isinstance(chunk.family, Planned), "refused before"
     return chunk.family.summed_over_heads(chunk.body)
+
+
+_APART = "leave --document-mask out, or use --no-packing, which has one document in each sequence"
+_WHOLE = "leave --cp out; more stages, --dp-shard and --ac save memory, too"
+
+
+def keep_documents(family: Family, seq_len: int) -> None:
+    """Let a family's modules keep packed documents apart; every rank calls this."""
+    if "position_ids" in family.row_inputs:
+        return
+    if not isinstance(family, OnTransformers):
+        problem = f"is not supported for {family.architecture}, whose family's modules take no position_ids"
+        raise UsageError("--document-mask", problem, _APART, code="options.document-mask")
+    check_constant("--document-mask", family.architecture, seq_len, family.padded_length(1, seq_len))
+    family.keep_documents()
+
+
+def split_rows(family: Family, mesh: Mesh, method: ContextMethod, seq_len: int = 1) -> None:
+    """Let a family's modules run on this rank's part of each row; every rank calls this."""
+    if not isinstance(family, OnTransformers):
+        problem = f"is not supported for {family.architecture}, which is not trained on transformers' modules"
+        raise UsageError("--cp", problem, _WHOLE, code="options.cp-architecture")
+    check_constant("--cp", family.architecture, seq_len, family.padded_length(1, seq_len))
+    gathers, group = method == "gather", mesh.group(CONTEXT)
+    family.split_rows(RowParts(rank=mesh.context_rank, size=mesh.degrees.context, gathers=gathers, group=group))

@@ -29,21 +29,20 @@ from runner.config.entry_points import find_entry_point
 from runner.config.flags import Device, TrainOptions, flag_of, recall
 from runner.config.loss import LOSSES
 from runner.config.optimizers import optimizer_of
-from runner.config.parallel_dims import ParallelDims
+from runner.config.parallel_dims import ParallelDims, check_float32
 from runner.config.schema import DATASETS, SYNTHETIC, BatchOptions, DataOptions
-from runner.config.sharding import check_float32
 from runner.config.trained import check_trained
 from runner.data.files import LINES, SUFFIXES, TEXT, file_nbytes, find_files, has_text
 from runner.data.rows import fields_of
 from runner.models.titan_fields import TITAN_FIELDS
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import (
+    check_balance,
     check_sinks,
     combine,
     part_of,
     sharing_ranks,
 )
-from runner.preflight.experts import check_balance
 
 LEAST = (2, 13)
 TESTED = ("2.13.0", "2.14.1", "2.15.0")  # see docs/compatibility.md

@@ -10,7 +10,7 @@ from manifests.schema import TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
 from runner.config.flags import TrainOptions, recall
-from runner.preflight.experts import check_balance, expert_notes
+from runner.preflight.combinations import check_balance, expert_notes
 from runner.preflight.preflight import notes
 from runner.rundir.records import read_run_record
 from runner.training.algorithms import plan_groups

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from runner.config.balance import BalanceOptions
+from runner.config.loss import BalanceOptions
 from runner.config.parallel_dims import ParallelDims
 from runner.data.sequences import Batch, Rows, rows_of
 from runner.models.routers import Router

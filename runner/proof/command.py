@@ -113,8 +113,7 @@ def _prove_run(
             click.echo(
                 "note: --resume is not read: give the flags that the checkpoint recalls, such as --dtype", err=True
             )
-        from runner.proof.alone import Request, try_here
-        from runner.proof.table import as_json, table_of
+        from runner.proof.alone import Request, as_json, table_of, try_here
 
         request = Request(launched=launched, options=options, degrees=degrees)
         tried = try_here(request)
@@ -138,8 +137,7 @@ def _prove_dump(
     check_device(device)
     import torch
 
-    from runner.proof.against import compare_dump
-    from runner.proof.dump import read_dump
+    from runner.proof.against import compare_dump, read_dump
 
     dump, folder = read_dump(against), Path(model)
     where = "cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu"

@@ -19,8 +19,7 @@ from manifests.store import write_file
 from runner.pipeline.timetable import find_timetable
 from runner.profiling.start import PARTS
 from runner.profiling.step_times import stage_costs
-from runner.report.charts import STYLE, Curve, draw_curves
-from runner.report.heat_map import draw_load
+from runner.report.charts import STYLE, Curve, draw_curves, draw_load
 from runner.report.perfetto import merged_trace
 from runner.report.read import RunLog, StepTrace, Traces, read_run
 from runner.rundir.records import config_of

@@ -12,8 +12,8 @@ import torch
 from manifests.placement import Placement
 from manifests.schema import TieGroup
 from runner.config.flags import TrainOptions
+from runner.config.parallel_dims import is_sharded
 from runner.config.schema import BatchOptions, ComputeOptions
-from runner.config.sharding import is_sharded
 from runner.config.trained import Trains
 from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks
 from runner.models.family import Family, WithMtp

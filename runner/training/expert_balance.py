@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runner.config.balance import BalanceOptions
+from runner.config.loss import BalanceOptions
 from runner.config.schema import BatchOptions
 from runner.models.routers import Router, routers_of
 from runner.parallel.mesh import Mesh

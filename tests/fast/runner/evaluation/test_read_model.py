@@ -15,7 +15,7 @@ from runner.config.parallel_dims import ParallelDims
 from runner.distributed.world import World
 from runner.evaluation.evaluate import read_model
 from runner.evaluation.options import parse_eval
-from runner.evaluation.token_losses import TokenLosses
+from runner.evaluation.scores import TokenLosses
 from runner.parallel.mesh import Mesh
 from tests.builders import pack
 from tests.fast.manifests.models.catalogued import save_tiny

@@ -16,7 +16,7 @@ from manifests.errors import UsageError
 from manifests.models import model_shape
 from manifests.models.mtp import MtpLayers
 from manifests.models.trainable import generic_entry
-from runner.evaluation.token_losses import TokenLosses
+from runner.evaluation.scores import TokenLosses
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
 from runner.proof.stages import compare_stages

@@ -10,7 +10,7 @@ from runner import NamedFamily
 from runner.config.parallel_dims import ParallelDims
 from runner.models.family import Family
 from runner.parallel.mesh import Mesh
-from runner.parallel.rows import split_rows
+from runner.parallel.parallelize import split_rows
 from tests.fast.runner.models.test_own_families import request
 from tests.fast.runner.pipeline.documents import generic
 

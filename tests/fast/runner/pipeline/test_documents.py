@@ -13,7 +13,7 @@ from manifests.models.catalogue import catalogued
 from manifests.models.trainable import generic_entry
 from manifests.placement import Placement
 from runner import NamedFamily
-from runner.parallel.rows import keep_documents
+from runner.parallel.parallelize import keep_documents
 from runner.proof.proving import prove
 from tests.fast.runner.models.test_own_families import request
 from tests.fast.runner.pipeline.documents import CONFIGS, Alone, generic

@@ -14,9 +14,9 @@ from manifests.errors import InputError, UserError
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import remembered
 from runner.commands import cli
-from runner.config.balance import BalanceOptions
 from runner.config.flags import parse_training, recall
-from runner.preflight.experts import check_balance, expert_notes
+from runner.config.loss import BalanceOptions
+from runner.preflight.combinations import check_balance, expert_notes
 from runner.preflight.preflight import check_length, is_less_than_a_step, notes
 from tests.builders import llama_config, pack, without_file, write_model
 from tests.fast.manifests.models.catalogued import save_tiny

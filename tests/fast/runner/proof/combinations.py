@@ -16,7 +16,7 @@ from runner.config.parallel_dims import ParallelDims
 from runner.models import family_for
 from runner.models.family import Family
 from runner.models.generic import Generic
-from runner.parallel.rows import keep_documents
+from runner.parallel.parallelize import keep_documents
 from runner.pipeline.timetable import find_timetable
 from runner.proof.combination import Combination
 from runner.training.build import Stages

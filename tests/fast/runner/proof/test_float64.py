@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from runner.proof.float64 import float32_as_float64
+from runner.proof.tiny_step import float32_as_float64
 
 
 def norm(tensor: torch.Tensor) -> torch.Tensor:

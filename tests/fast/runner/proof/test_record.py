@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from torch import distributed as dist
 
-from runner.proof import record
+from runner.proof import proving
 from runner.proof.combination import Combination
-from runner.proof.record import prove_once
+from runner.proof.proving import prove_once
 from runner.rundir.records import read_run_record, write_run_record
 from tests.fast.runner.proof.combinations import combination
 
@@ -29,8 +29,8 @@ def run() -> Iterator[Combination]:
 def proven(monkeypatch: pytest.MonkeyPatch) -> list[Combination]:
     """The combinations that are proven, which still are."""
     runs: list[Combination] = []
-    prove = record.prove
-    monkeypatch.setattr(record, "prove", lambda run: runs.append(run) or prove(run))  # type: ignore[func-returns-value]
+    prove = proving.prove
+    monkeypatch.setattr(proving, "prove", lambda run: runs.append(run) or prove(run))  # type: ignore[func-returns-value]
     return runs
 
 

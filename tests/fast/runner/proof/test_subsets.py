@@ -16,8 +16,7 @@ from runner.config.parallel_dims import ParallelDims
 from runner.data.rows import RowForm
 from runner.pipeline.losses import Loss
 from runner.pipeline.timetable import find_timetable
-from runner.proof.combination import Combination
-from runner.proof.subsets import subsets_of
+from runner.proof.combination import Combination, subsets_of
 from runner.training.build import Stages
 
 ANY: Any = None

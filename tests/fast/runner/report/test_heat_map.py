@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from manifests.errors import UserError
-from runner.report.heat_map import draw_load
+from runner.report.charts import draw_load
 from runner.report.read import check_line
 
 

@@ -11,7 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from manifests.errors import UserError
 from manifests.models.trainable import generic_entry
-from runner.config.balance import BalanceOptions
+from runner.config.loss import BalanceOptions
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions
 from runner.models import family_for

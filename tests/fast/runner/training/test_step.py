@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from manifests.errors import InputError, RankError
 from manifests.placement import Placement
-from runner.config.balance import BalanceOptions
+from runner.config.loss import BalanceOptions
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions, OptimOptions
 from runner.data.rows import RowForm

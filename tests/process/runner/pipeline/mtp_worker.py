@@ -19,10 +19,10 @@ from runner.config.flags import parse_training
 from runner.data.sequences import Batch, Rows, rows_of
 from runner.models import family_for
 from runner.parallel.mesh import build_mesh
-from runner.parallel.rows import keep_documents, split_rows
+from runner.parallel.parallelize import keep_documents, split_rows
 from runner.pipeline.chunk import hf_constants, hf_pieces
 from runner.pipeline.timetable import find_timetable
-from runner.proof.float64 import float32_as_float64
+from runner.proof.tiny_step import float32_as_float64
 from runner.tensors.local_shard import Piece
 from runner.training.build import Stages, build_engine, build_stages, ties_of
 from runner.training.step import eval_step, train_step

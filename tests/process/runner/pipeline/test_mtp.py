@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runner.config.flags import parse_training
-from runner.proof.float64 import float32_as_float64
+from runner.proof.tiny_step import float32_as_float64
 from tests.process.runner.pipeline.mtp_oracle import CASES, FLAGS, train_alone
 from tests.process.torchrun import launch
 
