@@ -45,12 +45,14 @@ class StepTime:
     """What a step takes besides its schedule: gradient norm, clipping, the optimizer's step, metrics; and its network.
 
     Units: `overhead_s` in seconds, of a rank that steps `num_params` parameters; `rate` in bytes per second, of each
-    rank's link while all ranks reduce a tensor as a ring.
+    rank's link while all ranks reduce gradients as a ring; `latency_s` in seconds, by which a product whose matrix
+    ranks share takes longer than its bytes at that rate.
     """
 
     overhead_s: float
     num_params: int
     rate: float | None = None  # None: there was one rank
+    latency_s: float = 0.0
 
     def overhead_of(self, num_params: float) -> float:
         """Return the seconds for a rank with so many parameters."""
@@ -80,8 +82,8 @@ class MeasuredTimes:
         }
         document = {"version": _VERSION, "measured": dict(self.how), "modules": modules}
         if (step := self.step) is not None:
-            rate = {} if step.rate is None else {"nbytes_per_s": step.rate}
-            document["step"] = {"overhead_s": step.overhead_s, "num_params": step.num_params, **rate}
+            link = {} if step.rate is None else {"nbytes_per_s": step.rate, "latency_s": step.latency_s}
+            document["step"] = {"overhead_s": step.overhead_s, "num_params": step.num_params, **link}
         return (json.dumps(document, indent=1) + "\n").encode()
 
 
@@ -94,7 +96,8 @@ def parse_times(text: bytes, where: str) -> MeasuredTimes:
     """Read `{"version": 1, "modules": {"model.layers.0": {"forward_s": 0.01, "backward_s": 0.02}}}`.
 
     "measured", an object, may say how they were measured, and `"step": {"overhead_s": 0.2, "num_params": 8030261248,
-    "nbytes_per_s": 5e10}` what a step takes besides, see `StepTime`. Units: seconds for one microbatch.
+    "nbytes_per_s": 5e10, "latency_s": 1e-4}` what a step takes besides, see `StepTime`. Units: seconds for one
+    microbatch.
     """
     document = parse_json_object(text, where)
     if document.get("version") != _VERSION or isinstance(document["version"], bool):
@@ -115,11 +118,12 @@ def parse_times(text: bytes, where: str) -> MeasuredTimes:
 
 
 def _step(entry: object, where: str) -> StepTime:
-    has_rate = "nbytes_per_s" in _object(entry, where)
+    names = _object(entry, where).keys()
     return StepTime(
         overhead_s=_number(entry, "overhead_s", where),
         num_params=int(_number(entry, "num_params", where, "a number", 1)),
-        rate=_number(entry, "nbytes_per_s", where, "bytes per second", 1) if has_rate else None,
+        rate=_number(entry, "nbytes_per_s", where, "bytes per second", 1) if "nbytes_per_s" in names else None,
+        latency_s=_number(entry, "latency_s", where) if "latency_s" in names else 0.0,
     )
 
 

@@ -35,7 +35,7 @@ from runner.distributed.fail_together import errors_of_rank, from_all_ranks, fro
 from runner.distributed.rank_process import run_rank
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer, StoppedError, Watchdog, enable_flight_recorder, log_to_file
-from runner.distributed.world import World, device_of, join_world, measure_rate
+from runner.distributed.world import World, device_of, join_world, measure_link
 from runner.load.local_cache import check_same_manifest, fetch_to_cache
 from runner.measure.of_run import write_run_times
 from runner.metrics.gauges import least_step_s, peak_memory_nbytes
@@ -175,10 +175,11 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
         if world.rank == 0:
             _note_end(options.log_dir, RunState(step=trained.step, ended="done"))
         if options.traced:
-            rate = measure_rate(device)
+            num_tokens = options.batch.microbatch * options.batch.seq_len
+            link = measure_link(device, num_tokens, ready.launched.shape.hidden_size)
             if world.rank == 0:
                 trained_counts = trained_params(options, ready.launched.shape)
-                write_run_times(ready.launched, options.log_dir, ready.mesh.degrees, rate, trained_counts)
+                write_run_times(ready.launched, options.log_dir, ready.mesh.degrees, link, trained_counts)
 
 
 def check_writes(ready: Ready, world: World) -> None:

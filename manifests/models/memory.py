@@ -360,8 +360,7 @@ def _sizes_of(shape: ModelShape, training: Training) -> dict[str, dict[str, int]
         count = shape.count_params(fqn)
         if _is_distributed(fqn, training):
             return count // training.expert  # on average, of experts in a tensor each
-        is_whole = training.tensor == 1 or len(shape.tensors[fqn]) < 2 or fqn.endswith(_WHOLE)
-        return count if is_whole else count // training.tensor
+        return count // training.tensor if is_divided(fqn, shape) else count
 
     sizes = {module: {fqn: on_rank(fqn) for fqn in fqns} for module, fqns in shape.by_module().items()}
     for fqn, count in training.adapters.items():
@@ -369,6 +368,11 @@ def _sizes_of(shape: ModelShape, training: Training) -> dict[str, dict[str, int]
         assert module is not None, fqn
         sizes[module][fqn] = count
     return sizes
+
+
+def is_divided(fqn: str, shape: ModelShape) -> bool:
+    """Return whether tensor-parallel ranks share a tensor."""
+    return len(shape.tensors[fqn]) > 1 and not fqn.endswith(_WHOLE)
 
 
 def _is_distributed(fqn: str, training: Training) -> bool:

@@ -2,11 +2,13 @@
 
 # Note [Time of a step]
 Ranks compute at a share of their GPU's peak, and wait for what they send: nothing overlaps. A layer's tensor-parallel
-ranks reduce two results forward and two gradients backward; its experts receive each token's hidden state, and send it
-back, as many times as a token has experts, each tensor-parallel rank for a part of the tokens. Context-parallel ranks
-gather the keys and values of whole rows (`--cp-method gather`), and reduce their gradients. Gradients are reduced,
-and sharded weights gathered, once per step. Rings move (n - 1) / n of a tensor to gather or to scatter it, and twice
-that to reduce it everywhere. Groups of adjacent ranks that fit on a node use its links.
+ranks reduce a tensor for each matrix that they share, two of them forward: the results of attention and MLP, and the
+gradients of what each other matrix takes; for experts, one forward and one backward. Experts receive each token's
+hidden state, and send it back, as many times as a token has experts, each tensor-parallel rank for a part of the
+tokens. Context-parallel ranks gather the keys and values of whole rows (`--cp-method gather`), and reduce their
+gradients. Gradients are reduced, and sharded weights gathered, once per step. Rings move (n - 1) / n of a tensor to
+gather or to scatter it, and twice that to reduce it everywhere. Groups of adjacent ranks that fit on a node use its
+links.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from manifests.models import ModelShape, is_expert
-from manifests.models.memory import MOST_IN_TRANSIT, Memory, MemoryEstimate, estimate_memory
+from manifests.models.memory import MOST_IN_TRANSIT, Memory, MemoryEstimate, estimate_memory, is_divided
 from manifests.models.shape import BACKWARD_SHARE
 from manifests.models.training import POLICIES, Recompute, Training, parse_recompute
 from manifests.module_times import ModuleTime, reduction_nbytes, ring
@@ -34,7 +36,7 @@ from reshard.search.candidates import SPLIT, Candidate, SearchRequest
 _MOST_ACTIONS = 4096  # forwards of a step that is simulated whole
 _NUMBER = re.compile(r"\.\d+(?=\.)")  # of an expert
 _ROUNDS = 4  # each of as many microbatches as there are pipeline ranks
-_NUM_REDUCED = 2  # results of a layer that its tensor-parallel ranks sum
+_NUM_RESULTS = 2  # of a layer, attention's and the MLP's, which its tensor-parallel ranks reduce
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,10 +80,16 @@ class CostModel:
         tied = [fqn for group in shape.ties for fqn in group]
         self._has_alike = self._alike.tensors.keys() >= set(tied)
         self.has_experts = {kind: any(map(is_expert, owned[kind])) for kind in self.counts}
+        self._num_matrices = {  # that tensor-parallel ranks share; experts reduce as two of them do
+            kind: 2 * self.has_experts[kind] + sum(self._is_matrix(fqn) for fqn in owned[kind]) for kind in self.counts
+        }
         fields = section if isinstance(section := config.get("text_config"), Mapping) else config
         self.top_k = fields.get("num_experts_per_tok") or 1
         self._measured: Mapping[str, tuple[float, float]] = {}
+        self._latency_s = 0.0
         if request.measured is not None:
+            if request.measured.step is not None:
+                self._latency_s = request.measured.step.latency_s
             times = times_of(shape, request.seq_len, request.measured.modules)
             by_kind: dict[str, list[ModuleTime]] = defaultdict(list)
             for module, time in times.items():
@@ -92,6 +100,9 @@ class CostModel:
             }
         self._times, self._kinds_memory = cache(self._make_times), cache(self._make_kinds_memory)
         self._profiles = cache(self._make_profiles)
+
+    def _is_matrix(self, fqn: str) -> bool:
+        return is_divided(fqn, self.shape) and not is_expert(fqn) and self.shape.count_params(fqn) > 0  # no scales
 
     def estimate(self, candidate: Candidate) -> CandidateForecast:
         """Return what a candidate takes, in closed form; see `_chunks_in_flight` and `_fill`."""
@@ -203,22 +214,25 @@ class CostModel:
         request, times = self.request, {}
         for kind in self.kinds.modules:
             forward, backward = self._compute(kind, microbatch * request.seq_len // context, tensor, nbytes)
-            sent, gathered = self._sending(kind, tensor, expert, context, microbatch * request.seq_len, nbytes)
-            again = _recomputed(recompute) * (forward + sent + gathered) if _is_layer(kind) else 0.0
-            times[kind] = ModuleTime(forward=forward + sent + gathered, backward=backward + sent + 2 * gathered + again)
+            sent = self._sending(kind, tensor, expert, context, microbatch * request.seq_len, nbytes)
+            again = _recomputed(recompute) * (forward + sent.forward) if _is_layer(kind) else 0.0
+            times[kind] = ModuleTime(forward=forward + sent.forward, backward=backward + sent.backward + again)
         return times
 
-    def _sending(
-        self, kind: str, tensor: int, expert: int, context: int, row_tokens: int, nbytes: int
-    ) -> tuple[float, float]:
-        """Return the seconds in which a forward sends hidden states, and gathers keys, of whole rows' tokens."""
-        hidden, sent = row_tokens // context * self.shape.hidden_size * nbytes, 0.0
-        if _is_layer(kind):
-            sent += 2 * _NUM_REDUCED * ring(tensor) * hidden / self._rate(tensor)
+    def _sending(self, kind: str, tensor: int, expert: int, context: int, row_tokens: int, nbytes: int) -> ModuleTime:
+        """Return the seconds in which a module sends hidden states, and gathers keys, of whole rows' tokens."""
+        hidden, reduction_s, routed_s = row_tokens // context * self.shape.hidden_size * nbytes, 0.0, 0.0
+        if _is_layer(kind) and tensor > 1:
+            reduction_s = self._latency_s + 2 * ring(tensor) * hidden / self._rate(tensor)
         if self.has_experts[kind]:
-            sent += 2 * ring(expert) * self.top_k * hidden / tensor / self._rate(expert)
+            routed_s = 2 * ring(expert) * self.top_k * hidden / tensor / self._rate(expert)
         keys = row_tokens * self.shape.work[kind].keys * nbytes / tensor
-        return sent, ring(context) * keys / self._rate(tensor * context)
+        gathered_s = ring(context) * keys / self._rate(tensor * context)
+        num_gradients = max(_NUM_RESULTS, self._num_matrices[kind] - _NUM_RESULTS)
+        return ModuleTime(
+            forward=_NUM_RESULTS * reduction_s + routed_s + gathered_s,
+            backward=num_gradients * reduction_s + routed_s + 2 * gathered_s,
+        )
 
     def _compute(self, kind: str, tokens: int, tensor: int, nbytes: int) -> tuple[float, float]:
         """Return the seconds in which a kind of module computes forward and backward, without recomputation.
@@ -232,11 +246,11 @@ class CostModel:
             return forward, BACKWARD_SHARE * forward
         how, scale = request.measured.how, request.measured.scale_to(tokens, tensor)
         degrees = how.get("tp", 1), how.get("ep", 1), how.get("cp", 1)
-        sent, gathered = self._sending(kind, *degrees, how["microbatch"] * how["seq_len"], nbytes)
+        sent = self._sending(kind, *degrees, how["microbatch"] * how["seq_len"], nbytes)
         forward, backward = self._measured[kind]
         if _is_layer(kind):
             backward -= _recomputed(parse_recompute(str(how.get("ac", "none")))) * forward
-        return scale * max(0.0, forward - sent - gathered), scale * max(0.0, backward - sent - 2 * gathered)
+        return scale * max(0.0, forward - sent.forward), scale * max(0.0, backward - sent.backward)
 
     def _rate(self, num_adjacent: int) -> float:
         hardware = self.request.hardware

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from statistics import median
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from manifests.errors import LaunchError
 from manifests.module_times import ring
@@ -20,7 +22,9 @@ from runner.profiling.start import StartTimes
 
 logger = logging.getLogger("runner")
 
-_REDUCED_NBYTES, _NUM_REDUCTIONS = 64 << 20, 4  # to measure a rate; the first reduction does not count
+# To measure a link: a bucket of gradients, and elements and columns of factors.
+_REDUCED_NBYTES, _MOST_MULTIPLIED, _MOST_COLUMNS = 64 << 20, 1 << 20, 1 << 10
+_NUM_REDUCTIONS, _NUM_PRODUCTS = 3, 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,25 +76,50 @@ def join_world(device: torch.device, timeout_s: int, *, shares_gpu: bool = False
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
 
-def measure_rate(device: torch.device) -> float | None:
-    """Return the bytes per second that this rank sends while all ranks reduce a tensor; None for one rank.
+def measure_link(device: torch.device, num_tokens: int, hidden_size: int) -> tuple[float, float] | None:
+    """Return the bytes per second that this rank sends while all ranks reduce gradients, and the seconds of any tensor.
 
-    All ranks call this when the run is done, so it fails no run: None, too, if a rank has no memory or has left.
+    The seconds are those by which a product whose matrix ranks share takes longer, forward and backward, than one of a
+    rank alone, beside its bytes: the ranks reduce one tensor in it. None for one rank. All ranks call this when the run
+    is done, so it fails no run: None, too, if a rank has no memory or has left.
     """
     if (size := dist.get_world_size() if dist.is_initialized() else 1) == 1:
         return None
-    seconds = list[float]()
+    place, shape = exchange_device(device), (min(num_tokens, -(-_MOST_MULTIPLIED // hidden_size)), hidden_size)
+
+    def reduce_gradients() -> None:
+        flat = torch.cat(list(gradients))
+        dist.all_reduce(flat)
+        gradients.copy_(flat.view_as(gradients))[0, 0].item()  # a GPU has reduced them
+
+    def multiply(factor: torch.Tensor) -> None:
+        taken = rows.clone().requires_grad_()
+        product = (DTensor.from_local(taken, mesh, [Replicate()]) if isinstance(factor, DTensor) else taken) @ factor
+        torch.autograd.backward((product.to_local() if isinstance(product, DTensor) else product).sum())
+        assert taken.grad is not None
+        taken.grad[0, 0].item()
+
     try:
-        tensor = torch.zeros(_REDUCED_NBYTES // 4, device=exchange_device(device))
-        for _ in range(_NUM_REDUCTIONS):
-            begun_s = time.perf_counter()
-            dist.all_reduce(tensor)
-            tensor[0].item()  # a GPU has reduced it
-            seconds.append(time.perf_counter() - begun_s)
+        mesh = init_device_mesh(place.type, (size,))
+        gradients = torch.zeros(2, _REDUCED_NBYTES // 8, device=place)
+        rows = torch.zeros(shape, device=place)
+        matrix = torch.zeros(hidden_size, min(hidden_size, _MOST_COLUMNS), device=place, requires_grad=True)
+        rate = 2 * ring(size) * _REDUCED_NBYTES / _mean_s(reduce_gradients, _NUM_REDUCTIONS)
+        factors = DTensor.from_local(matrix, mesh, [Shard(1)]), matrix
+        shared_s, alone_s = (_mean_s(partial(multiply, factor), _NUM_PRODUCTS) for factor in factors)
     except RuntimeError as error:
         logger.warning("note: the network's rate was not measured: %s", error)
         return None
-    return 2 * ring(size) * _REDUCED_NBYTES / median(seconds[1:])
+    return rate, max(0.0, shared_s - alone_s - 2 * ring(size) * rows.nbytes / rate)
+
+
+def _mean_s(act: Callable[[], None], count: int) -> float:
+    """Return the mean seconds of those after the first."""
+    act()
+    begun_s = time.perf_counter()
+    for _ in range(count):
+        act()
+    return (time.perf_counter() - begun_s) / count
 
 
 def exchange_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:

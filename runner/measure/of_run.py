@@ -28,13 +28,13 @@ def read_run_times(
     packed: Packed,
     log_dir: Path,
     degrees: ParallelDims | None = None,
-    rate: float | None = None,
+    link: tuple[float, float] | None = None,
     trained: Mapping[str, int] | None = None,
 ) -> MeasuredTimes:
     """Return the seconds of each module, from the traced steps of a run of this manifest, and of the rest of a step.
 
     A stage's median time for a microbatch is divided among its modules by their FLOPs. `degrees` are those of the run,
-    by default one rank for each stage, `rate` is that of `measure_rate`, and `trained` has the numbers of parameters
+    by default one rank for each stage, `link` is that of `measure_link`, and `trained` has the numbers of parameters
     that the run trains, by default all.
     """
     run = read_run(log_dir)
@@ -65,13 +65,18 @@ def read_run_times(
     every = {fqn: packed.shape.count_params(fqn) for fqn in packed.shape.tensors}
     trained = every if trained is None else trained
     how["trained"] = "all" if trained.keys() == every.keys() else "part"
-    return MeasuredTimes(modules=times, how=how, step=_step_time(packed, run, run.traces, degrees, rate, trained))
+    return MeasuredTimes(modules=times, how=how, step=_step_time(packed, run, run.traces, degrees, link, trained))
 
 
 def _step_time(
-    packed: Packed, run: RunLog, traces: Traces, degrees: ParallelDims, rate: float | None, trained: Mapping[str, int]
+    packed: Packed,
+    run: RunLog,
+    traces: Traces,
+    degrees: ParallelDims,
+    link: tuple[float, float] | None,
+    trained: Mapping[str, int],
 ) -> StepTime | None:
-    """Return what traced steps took beside their schedules, without the reduction of gradients at this rate."""
+    """Return what traced steps took beside their schedules, without the reduction of gradients at the link's rate."""
     seconds = {line["step"]: line["step_s"] for line in run.steps if "step_s" in line}
     traced = [(seconds[step.step], step.timeline) for step in traces.steps if step.step in seconds]
     if not traced:
@@ -84,8 +89,9 @@ def _step_time(
         + sum(reduction_nbytes(0, nbytes * experts, shards=degrees.expert_fsdp, replicas=degrees.replicate))
         for dense, experts in counts
     )
-    overhead_s = median(step_s - timeline.makespan_s for step_s, timeline in traced) - (sent / rate if rate else 0.0)
-    return StepTime(overhead_s=max(0.0, overhead_s), num_params=max(1, num_params), rate=rate)
+    overhead_s = median(step_s - timeline.makespan_s for step_s, timeline in traced) - (sent / link[0] if link else 0.0)
+    rate, latency_s = link or (None, 0.0)
+    return StepTime(overhead_s=max(0.0, overhead_s), num_params=max(1, num_params), rate=rate, latency_s=latency_s)
 
 
 def _count_on_ranks(packed: Packed, degrees: ParallelDims, trained: Mapping[str, int]) -> list[tuple[int, int]]:
@@ -113,13 +119,13 @@ def write_run_times(
     packed: Packed,
     log_dir: Path,
     degrees: ParallelDims | None = None,
-    rate: float | None = None,
+    link: tuple[float, float] | None = None,
     trained: Mapping[str, int] | None = None,
 ) -> None:
     """Write the times of a run that has ended into its folder; a failure is logged, and does not fail the run."""
     path = log_dir / TIMES_NAME
     try:
-        write_file(path, read_run_times(packed, log_dir, degrees, rate, trained).encode(), is_durable=False)
+        write_file(path, read_run_times(packed, log_dir, degrees, link, trained).encode(), is_durable=False)
     except UserError as error:
         logger.warning("note: %s is not written: %s", path, error)
     except OSError as error:

@@ -77,6 +77,7 @@ def times_document(shape: ModelShape, **changes: Any) -> dict[str, Any]:
          "times.json: modules['lm_head'].forward_s"),
         ({"step": {"overhead_s": 0.1, "num_params": 0}}, "times.json: step.num_params"),
         ({"step": {"overhead_s": 0.1, "num_params": 1, "nbytes_per_s": 0}}, "times.json: step.nbytes_per_s"),
+        ({"step": {"overhead_s": 0.1, "num_params": 1, "latency_s": -1}}, "times.json: step.latency_s"),
     ],
 )  # fmt: skip
 def test_file_that_holds_no_times_is_refused(

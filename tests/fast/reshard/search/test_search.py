@@ -313,6 +313,23 @@ def test_what_a_run_itself_sent_is_in_its_measured_times_once(
     assert first_step_s(shown) == pytest.approx(num_microbatches * 35 * 3e-3 + reduction_s, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "num_layers", "reductions"),
+    [("llama-3.1-8b", 32, 7), ("gpt-oss-120b", 36, 4 + 2)],  # q, k, v, o, gate, up, down; a layer's experts: 2
+)
+def test_tensor_parallel_ranks_reduce_a_tensor_for_each_matrix(
+    name: str, num_layers: int, reductions: int, tmp_path: Path
+) -> None:
+    config, steps = CONFIGS / f"{name}.json", []
+    words = ("--gpus", "2", "--gpu-memory", "4TB", "--global-batch", "8", "--microbatch", "2", "--pp", "1", "--tp", "2")
+    for latency_s in (0.0, 0.5):
+        log = write_run(tmp_path / f"{latency_s}", config, num_ranks=2, ranks_per_node=2)
+        add_step(log, overhead_s=0.0, num_params=1, nbytes_per_s=1e18, latency_s=latency_s)
+        flags = (*words, "--ac", "none", "--ep", "1", "--from-run", log, "--json")
+        steps.append(first_step_s(reshard("plan", config, *flags).json))
+    assert steps[1] - steps[0] == pytest.approx(4 * num_layers * reductions * 0.5)
+
+
 @pytest.mark.parametrize(("ranks_per_node", "link"), [(4, "network"), (8, "node")])
 def test_rate_of_a_run_is_that_of_its_slowest_link(ranks_per_node: int, link: str, tmp_path: Path) -> None:
     config = CONFIGS / "llama-3.1-8b.json"

@@ -151,13 +151,13 @@ def test_rest_of_a_step_is_what_its_schedule_and_its_network_leave(tmp_path: Pat
     stages = [sum(map(packed.shape.count_params, fqns)) for fqns in _fqns_of_stages(packed)]
     assert (alone.num_params, alone.rate) == (max(stages), None)
     degrees, rate = ParallelDims(pipeline=2, replicate=2, shard=2), 1e6
-    shared = read_run_times(packed, log, degrees, rate).step
+    shared = read_run_times(packed, log, degrees, (rate, 1e-4)).step
     assert shared is not None
     sent = 0.5 * 4 * max(stages) + 2 * 0.5 * 4 * max(stages) / 2  # FSDP's in float32, then those of replicas
     assert shared.overhead_s == pytest.approx(1 - makespan_s - sent / rate)
-    assert (shared.num_params, shared.rate) == (max(stages) // 2, rate)
-    assert read_run_times(packed, log, degrees, rate).how["trained"] == "all"
-    times = read_run_times(packed, log, degrees, rate, {"model.norm.weight": 64})
+    assert (shared.num_params, shared.rate, shared.latency_s) == (max(stages) // 2, rate, 1e-4)
+    assert read_run_times(packed, log, degrees).how["trained"] == "all"
+    times = read_run_times(packed, log, degrees, (rate, 1e-4), {"model.norm.weight": 64})
     assert times.how["trained"] == "part"
     frozen = times.step
     assert frozen is not None
@@ -171,7 +171,7 @@ def test_expert_parallel_ranks_reduce_their_own_experts(tmp_path: Path) -> None:
     write_traces(log, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
     (log / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 1.0, "tokens_per_s": 1.0, "step_s": 1.0}) + "\n")
     alone = read_run_times(packed, log).step
-    step = read_run_times(packed, log, ParallelDims(pipeline=2, shard=4, expert=2), 1e9).step
+    step = read_run_times(packed, log, ParallelDims(pipeline=2, shard=4, expert=2), (1e9, 0.0)).step
     assert alone is not None
     assert step is not None
     count = packed.shape.count_params
