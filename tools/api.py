@@ -136,7 +136,8 @@ def _signature(name: str, function: Callable[..., object]) -> str:
         text = (
             parameter.name if parameter.annotation is parameter.empty else f"{parameter.name}: {parameter.annotation}"
         )
-        shown.append(text if parameter.default is parameter.empty else f"{text} = {parameter.default!r}")
+        default = "…" if inspect.isfunction(parameter.default) else repr(parameter.default)
+        shown.append(text if parameter.default is parameter.empty else f"{text} = {default}")
     line = f"{name}({', '.join(shown)}) -> {signature.return_annotation}"
     if len(line) <= 110:
         return line

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,7 @@ GENERATED = {"commands.md": commands.render, "python-api.md": api.render}
 _LINK = re.compile(r"(?<=\]\()(?!https?:|#|mailto:)([^)\s]+)(?=\))")
 ROW = re.compile(r"^\|.*$", re.MULTILINE)
 _CODE = re.compile(r"`[^`]*`")
+_GRAPH = re.compile(r"^```mermaid\nflowchart TD\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _CARRIED = "pictures/*.*", "scripts/*.js"  # as they are
 _ABOUT_WORDS = 40
 _LAST = "---\nsearch:\n  boost: 0.1\n---\n\n"  # records of decisions come after the pages that say how
@@ -87,7 +89,16 @@ def _moved(source: str, text: str) -> str:
         place = posixpath.normpath(posixpath.join(posixpath.dirname(source), path)) if path else source
         return posixpath.relpath(_target(place), posixpath.dirname(page) or ".") + mark + anchor
 
-    return ROW.sub(plain_pipes, _LINK.sub(moved, text))
+    return ROW.sub(plain_pipes, _GRAPH.sub(_plain_graph, _LINK.sub(moved, text)))
+
+
+def _plain_graph(graph: re.Match[str]) -> str:
+    """Return the arrows of a graph as text: GitHub draws them, and the site has no script that does."""
+    ends = defaultdict[str, list[str]](list)
+    for arrow in re.finditer(r"(\w+) --> (\w+)", graph[1]):
+        ends[arrow[1]].append(arrow[2])
+    width = max(map(len, ends))
+    return "\n".join(["```text", *(f"{start:{width}} → {', '.join(to)}" for start, to in ends.items()), "```"])
 
 
 def plain_pipes(row: re.Match[str]) -> str:
