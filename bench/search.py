@@ -1,22 +1,29 @@
 """Compare the step times that `reshard plan` predicts, from one traced run, with those that are measured.
 
     python bench/search.py [--steps 3] [--turns 1] [--only "four ranks"] [--out bench/results/search.json]
+                           [--folder DIR --minutes 4]
 
 The first layout of a case is trained with --trace; `reshard plan --from-run` predicts the step of each layout from it,
 and each is trained. On four and eight ranks, which share cores, layers sleep as in `bench/bubble.py`: tensors and their
-transfers are real, only the time of a layer is simulated. Two ranks compute, on a core each; there, the predictions are
-those of the search, `plan --gpus 2`, with the degrees fixed. Of several turns, each run's fastest counts: its median
-step, since other work on the machine only adds to steps. --only renews one case of --out, and keeps the others.
+transfers are real, only the time of a layer is simulated. Two ranks compute, on a core each; the third of their layouts
+is the first of the search, `plan --gpus 2`, and of layouts of one stage, the search predicts the time.
+
+Of several turns, each run's fastest counts: its median step, since other work on the machine only adds to steps. Each
+turn begins with another run. --only renews one case of --out, and keeps the others. With --folder, runs are kept there,
+and none is repeated: no run begins after --minutes, and the same command goes on with the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -30,6 +37,7 @@ from measure import RESHARD, ROOT, circumstances, load_average, run_runner, writ
 
 WARM = 1  # steps that do not count
 LAST_TRACED = 6
+DONE = "load-average.json"  # in the folder of a run that has ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +82,7 @@ CASES = (
     Case(name="two ranks", num_ranks=2, num_layers=8, width=512, seq_len=128, global_batch=8, trials=(
         Trial(layout="pp=2"),
         Trial(layout="pp=2", flags=("--microbatch", "2")),
+        Trial(layout="balance:time,pp=2,vpp=2", flags=("--schedule", "InterleavedZeroBubble")),
         Trial(layout="pp=2,vpp=2", flags=("--schedule", "Interleaved1F1B")),
         Trial(layout="pp=1", flags=("--dp-replicate", "2"), pipeline=1),
         Trial(layout="pp=1", flags=("--dp-shard", "2"), pipeline=1),
@@ -82,14 +91,23 @@ CASES = (
 )  # fmt: skip
 
 
-def measure(case: Case, num_steps: int, num_turns: int, scratch: Path) -> dict[str, object]:
+def measure(case: Case, num_steps: int, num_turns: int, scratch: Path, end_s: float) -> dict[str, object]:
     """Return the predicted and the measured seconds of a step of each layout."""
-    before, rows, fastest = load_average(), list[dict[str, object]](), dict[int, tuple[float, Path]]()
-    trace = ("--trace", f"{WARM + 1}-{min(num_steps, LAST_TRACED)}")
-    for turn, number in product(range(num_turns), range(-1, len(case.trials))):  # the traced one first
-        log = _train(case, max(0, number), num_steps, scratch, turn, *(trace if number < 0 else ()))
+    loads, rows, fastest = list[float](), list[dict[str, object]](), dict[int, tuple[float, Path]]()
+    trace, numbers = ("--trace", f"{WARM + 1}-{min(num_steps, LAST_TRACED)}"), range(-1, len(case.trials))
+    for turn, place in product(range(num_turns), range(len(numbers))):
+        number = numbers[(place + turn) % len(numbers)]  # -1: the traced one
+        log = scratch / f"log-{case.num_ranks}-{turn}-{number}"
+        if not (log / DONE).exists():
+            if time.monotonic() > end_s:
+                raise SystemExit(f"not finished: {log.name} and those after it; run the same command again")
+            shutil.rmtree(log, ignore_errors=True)
+            load = load_average()
+            _train(case, max(0, number), num_steps, scratch, log, *(trace if number < 0 else ()))
+            (log / DONE).write_text(json.dumps(load))
+        loads.append(json.loads((log / DONE).read_text()))
         seconds = _step_s(log, case)
-        print(turn, number, seconds, file=sys.stderr, flush=True)
+        print(turn, number, round(seconds, 3), loads[-1], file=sys.stderr, flush=True)
         fastest[number] = min(fastest.get(number, (seconds, log)), (seconds, log))
     for number, trial in enumerate(case.trials):
         predicted, measured = _predict(case, trial, fastest[-1][1], scratch), fastest[number][0]
@@ -98,7 +116,7 @@ def measure(case: Case, num_steps: int, num_turns: int, scratch: Path) -> dict[s
             "measured_s": round(measured, 4), "error": round(predicted / measured - 1, 4),
         })  # fmt: skip
         print(rows[-1], file=sys.stderr, flush=True)
-    return {"layer_waits_s": case.wait_s, "turns": num_turns, "load_average": before, **_summary(rows)}
+    return {"layer_waits_s": case.wait_s, "turns": num_turns, "load_average": max(loads), **_summary(rows)}
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, object]:
@@ -120,17 +138,15 @@ def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, object]:
     }
 
 
-def _train(case: Case, number: int, num_steps: int, scratch: Path, turn: int, *flags: str) -> Path:
-    """Train with a layout, and return its log folder."""
+def _train(case: Case, number: int, num_steps: int, scratch: Path, log: Path, *flags: str) -> None:
+    """Train with a layout."""
     trial = case.trials[number]
-    name = f"log-{case.num_ranks}-{number}{'-traced' * bool(flags)}-{turn}"
-    packed, log = _packed(case, trial, scratch), scratch / name
+    packed = _packed(case, trial, scratch)
     run_runner(
         "launch", packed, "--nproc-per-node", case.num_ranks, "--log-dir", log, "--", "--data", "synthetic",
         "--seq-len", case.seq_len, "--global-batch", case.global_batch, "--steps", num_steps, "--no-self-check",
         *trial.flags, *flags, PYTHONPATH=_path(case, scratch),
     )  # fmt: skip
-    return log
 
 
 def _path(case: Case, scratch: Path) -> str:
@@ -157,12 +173,12 @@ def _predict(case: Case, trial: Trial, traced: Path, scratch: Path) -> float:
     """Return the seconds of a step as planned from the traced run."""
     source, batch = scratch / f"llama-{case.width}-{case.num_layers}", ("--global-batch", str(case.global_batch))
     words = [*RESHARD, "plan", str(source), "--from-run", str(traced), "--json", *batch, *trial.flags]
-    if case.wait_s:
-        words += ["--layout", trial.layout, "--pp", str(case.num_ranks)]
+    if trial.pipeline == 1:  # the search has what ranks of --tp send, too
+        words += ["--gpus", "2", "--gpu-memory", "80GB", "--pp", "1", "--microbatch", "1"]
     else:
-        words += ["--gpus", "2", "--gpu-memory", "80GB", "--pp", str(trial.pipeline or case.num_ranks)]
+        words += ["--layout", trial.layout, "--pp", str(case.num_ranks)]
     shown = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE).stdout)
-    seconds: float = shown["step_s"] if case.wait_s else shown["layouts"][0]["step_s"]
+    seconds: float = shown["layouts"][0]["step_s"] if trial.pipeline == 1 else shown["step_s"]
     return seconds
 
 
@@ -177,6 +193,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--only", help="the one case to run")
+    parser.add_argument("--folder", type=Path, help="where runs are kept, to go on with")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no run begins")
     parser.add_argument("--out")
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)
@@ -186,8 +204,10 @@ def main() -> None:
         else {}
     )
     with tempfile.TemporaryDirectory(prefix="bench-search-") as scratch:
+        folder, end_s = options.folder or Path(scratch), time.monotonic() + 60 * options.minutes
+        folder.mkdir(parents=True, exist_ok=True)
         cases = {
-            case.name: measure(case, options.steps, options.turns, Path(scratch))
+            case.name: measure(case, options.steps, options.turns, folder, end_s)
             for case in CASES
             if options.only in (None, case.name)
         }
