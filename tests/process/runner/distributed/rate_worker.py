@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from runner.distributed.world import World, join_world, measure_rate
+from runner.distributed.world import World, join_world, measure_link
 
 CPU = torch.device("cpu")
 
@@ -15,7 +15,7 @@ def main() -> None:
     world = World.from_environment(os.environ)
     join_world(CPU, timeout_s=60)
     if world.rank < world.size - 1:
-        print("rate:", measure_rate(CPU), flush=True)
+        print("rate:", measure_link(CPU, 64, 32), flush=True)
     os._exit(0)
 
 
