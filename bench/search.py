@@ -10,7 +10,7 @@ is the first of the search, `plan --gpus 2`, and of layouts of one stage, the se
 
 Of several turns, each run's fastest counts: its median step, since other work on the machine only adds to steps. Each
 turn begins with another run. --only renews one case of --out, and keeps the others. With --folder, runs are kept there,
-and none is repeated: no run begins after --minutes, and the same command goes on with the others.
+and none is repeated: no run begins after --minutes, and the same command resumes with the others.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--only", help="the one case to run")
-    parser.add_argument("--folder", type=Path, help="where runs are kept, to go on with")
+    parser.add_argument("--folder", type=Path, help="where runs are kept, to resume from")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no run begins")
     parser.add_argument("--out")
     options = parser.parse_args()
