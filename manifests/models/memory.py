@@ -357,10 +357,9 @@ def _sizes_of(shape: ModelShape, training: Training) -> dict[str, dict[str, int]
     """Return the parameters of each tensor that a tensor-parallel and expert-parallel rank has, by module."""
 
     def on_rank(fqn: str) -> int:
-        count = shape.count_params(fqn)
         if _is_distributed(fqn, training):
-            return count // training.expert  # on average, of experts in a tensor each
-        return count // training.tensor if is_divided(fqn, shape) else count
+            return shape.count_params(fqn) // training.expert  # on average, of experts in a tensor each
+        return shape.count_params(fqn) // (training.tensor if is_divided(fqn, shape) else 1)
 
     sizes = {module: {fqn: on_rank(fqn) for fqn in fqns} for module, fqns in shape.by_module().items()}
     for fqn, count in training.adapters.items():
