@@ -143,7 +143,10 @@ class Degrees:
         return cls(num_ranks=num_ranks, num_virtual=num_virtual, style=given, schedule=schedule)
 
     def placement(self, request: Request, num_stages: int | None = None) -> Placement:
-        """Return the placement of stages on ranks. Without `num_stages` there are pp x vpp."""
+        """Return the placement of stages on ranks. Without `num_stages` there are pp x vpp.
+
+        Without vpp, schedules of several stages per rank have two, as torchtitan's do.
+        """
         num_virtual = self.num_virtual or (2 if self.style == "v" else None)
         if num_stages is None:
             if self.num_ranks is None:
@@ -154,7 +157,8 @@ class Degrees:
                     "add pp=N",
                     code="layout.no-ranks",
                 )
-            num_stages = self.num_ranks * (num_virtual or 1)
+            is_interleaved = self.num_ranks > 1 and self.schedule not in (None, *SINGLE_STAGE_SCHEDULES)
+            num_stages = self.num_ranks * (num_virtual or 1 + is_interleaved)
         _check_num_stages(request, num_stages)
         num_ranks = self.num_ranks or max(1, num_stages // (num_virtual or 1))
         self._check(request, num_stages, num_ranks)

@@ -84,3 +84,20 @@ def test_bad_options_are_pointed_at(spec, code, wording):
         read(spec, 3)
     assert (error.value.code, error.value.where) == (code, "layout")
     wording(str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_stages"),
+    [
+        ("pp=2,schedule=Interleaved1F1B", 4),
+        ("balance:params,pp=2,schedule=InterleavedZeroBubble", 4),
+        ("pp=2,vpp=3,schedule=Interleaved1F1B", 6),
+        ("pp=2,layers-per-stage=1,schedule=LoopedBFS", 8),
+        ("pp=2,schedule=1F1B", 2),
+        ("pp=1,schedule=Interleaved1F1B", 1),
+    ],
+)
+def test_schedules_of_several_stages_have_two_on_each_rank_as_in_torchtitan(spec: str, num_stages: int) -> None:
+    inventory = inventory_of_layers(6)
+    layout = parse_layout(spec, inventory, costs={"params": dict.fromkeys(inventory.modules, 1.0)})
+    assert len(layout.stages) == layout.placement.num_stages == num_stages
