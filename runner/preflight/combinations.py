@@ -110,6 +110,7 @@ def share_of(batch: BatchOptions, num_replicas: int) -> BatchOptions:
     )
 
 
+RATE = 0.001  # DeepSeek-V3's report, section 4.2
 _BIAS, _LOSS = flag_of("router_bias_rate"), flag_of("router_aux_loss")
 
 
@@ -127,6 +128,20 @@ def check_balance(launched: Packed, options: TrainOptions, *, is_dtype_final: bo
     if not is_dtype_final or options.compute.dtype != "bf16":
         biases = {bias.replace("bfloat16", "float32") for bias in biases}
     balance.check_routers(architecture, biases, takes_loss=entry.aux_loss and has_routers)
+
+
+def balance_initialized(launched: Packed, options: TrainOptions) -> TrainOptions:
+    """Return options with the rate of DeepSeek-V3 for new weights with biases that it moves, unless a flag is given."""
+    manifest, is_given = launched.manifest, options.given & {"router_bias_rate", "router_aux_loss"}
+    if manifest.source.kind != "init" or is_given or generic_entry(launched.shape.architecture) is None:
+        return options
+    balance, values = BalanceOptions(bias_rate=RATE), {**options.values, "router_bias_rate": RATE}
+    balanced = replace(options, balance=balance, values=values)
+    try:
+        check_balance(launched, balanced)
+    except UsageError:
+        return options
+    return balanced if manifest.model.description is None else options
 
 
 def has_experts(tensors: Iterable[str]) -> bool:

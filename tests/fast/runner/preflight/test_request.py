@@ -12,12 +12,13 @@ from click.testing import CliRunner
 
 from manifests.errors import InputError, UserError
 from runner.bundle.packed import Packed, open_packed
-from runner.checkpoint.resume import remembered
+from runner.checkpoint.resume import Origin, remembered
 from runner.commands import cli
 from runner.config.flags import parse_training, recall
 from runner.config.loss import BalanceOptions
 from runner.preflight.combinations import check_balance, expert_notes
 from runner.preflight.preflight import check_length, is_less_than_a_step, notes
+from runner.preflight.start import read_start
 from tests.builders import llama_config, pack, without_file, write_model
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.models.decoders import save_decoder
@@ -216,6 +217,28 @@ def test_a_model_with_experts_is_noted_to_be_unbalanced(wording: Wording) -> Non
         for balance in (BalanceOptions(bias_rate=0.001), BalanceOptions(aux_loss=0.01)):
             assert expert_notes((*dense, f"model.layers.0.{name}"), balance) == ()
     wording("\n".join(sorted({*notes_of.values()})))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "flags", "rate"),
+    [
+        ("DeepseekV3ForCausalLM", "init", (), 0.001),
+        ("DeepseekV3ForCausalLM", "init", ("--router-bias-rate", "0"), 0),
+        ("DeepseekV3ForCausalLM", "folder", (), 0),
+        ("Qwen3MoeForCausalLM", "init", (), 0),  # its routers have no biases
+    ],
+)
+def test_biases_of_new_weights_move_by_the_rate_of_deepseek_v3(
+    architecture: str, kind: str, flags: tuple[str, ...], rate: float, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path / "model", architecture, num_hidden_layers=2)
+    packed = open_packed(pack(tmp_path / "model", tmp_path / "packed"))
+    manifest = replace(packed.manifest, source=replace(packed.manifest.source, kind=kind))
+    launched = replace(packed, read=replace(packed.read, manifest=manifest))
+    options = parse_training(["--data", "synthetic", "--log-dir", str(tmp_path / "log"), *flags])
+    start = read_start(launched, Origin(launched.root, launched.read), options)
+    assert (start.options.balance.bias_rate, start.options.values["router_bias_rate"]) == (rate, rate)
+    assert any(f"--router-bias-rate {rate}," in note for note in start.notes) == bool(rate)
 
 
 @pytest.mark.parametrize(("flag", "name"), [("bias_rate", "router_bias_rate"), ("aux_loss", "router_aux_loss")])
