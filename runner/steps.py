@@ -12,7 +12,7 @@ from itertools import islice
 
 import torch.distributed as dist
 
-from manifests.schedules import default_schedule
+from manifests.schedules.rules import default_schedule
 from manifests.schema import TrainingState
 from runner.checkpoint.async_save import Saver
 from runner.checkpoint.data_position import FoundData, check_alike, encode_files, find_data, read_skipped, read_state

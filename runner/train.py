@@ -17,7 +17,7 @@ import torch
 from manifests.errors import UserError
 from manifests.models.adapters import PEFT_WEIGHTS
 from manifests.models.combinations import check_combination
-from manifests.schedules import default_schedule
+from manifests.schedules.rules import default_schedule
 from manifests.schema import TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import Saver

@@ -22,7 +22,7 @@ KIND_COLORS: Mapping[str, str] = {
     "MTP layers": "#8acb90",
     "norm and head": "#306a35",
 }
-# F, B, I and W of `manifests.schedules.Action`, and the loss.
+# F, B, I and W of `manifests.schedules.actions.Action`, and the loss.
 WORK_COLORS: Mapping[str, tuple[str, str]] = {
     "F": ("forward", "#2f74c0"),
     "B": ("backward", "#f0a92e"),

@@ -41,15 +41,9 @@ from manifests.models.masks import masked_elements
 from manifests.models.mtp import count_borrowed, layer_number, work_where_kept
 from manifests.models.training import FP32_NBYTES, POLICIES, Training
 from manifests.placement import Placement
-from manifests.schedules import (
-    Table,
-    actions_of,
-    lower,
-    num_remote_neighbors,
-    peak_held,
-    peak_held_by_stage,
-    peak_received,
-)
+from manifests.schedules.actions import Table, actions_of
+from manifests.schedules.liveness import num_remote_neighbors, peak_held, peak_held_by_stage, peak_received
+from manifests.schedules.lowering import lower
 
 MOST_IN_TRANSIT = 2  # results of a stage in one direction that have been computed, and of which one is in transit
 # Matrices that every tensor-parallel rank has whole, by the end of their names: routers and projections to latents.
@@ -108,7 +102,7 @@ def estimate_memory(
 
     Tied parameters on one rank are one parameter with a gradient per name; each other rank has a copy.
     Activations: see `manifests.models.shape.Work`, for as many microbatches as the schedule has in flight.
-    Receive buffers: for as many as it has received, see `manifests.schedules.peak_received`.
+    Receive buffers: for as many as it has received, see `manifests.schedules.liveness.peak_received`.
     """
     placement, policy = table.placement, training.policy
     sizes = _sizes_of(shape, training)

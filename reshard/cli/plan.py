@@ -79,7 +79,7 @@ def plan(
       reshard plan ./Llama-3.2-1B --gpus 8 --gpu-memory 80GB --global-batch 512
       reshard plan ./Llama-3.2-1B --layout balance:time,pp=4 --gpu-memory 80GB --write layout.toml
     """
-    from manifests.schedules import write_csv
+    from manifests.schedules.csvtext import write_csv
     from manifests.store import write_file
     from reshard.layouts.files import check_layout_file, write_layout
     from reshard.packing.plan import plan as run
@@ -126,7 +126,7 @@ def plan(
 
 def _check_schedule_file(path: Path, *, force: bool) -> None:
     from manifests.errors import UsageError
-    from manifests.schedules import is_schedule_file
+    from manifests.schedules.csvtext import is_schedule_file
     from stores.folders.probe import check_new_file
 
     if not is_schedule_file(path.name):
@@ -214,7 +214,7 @@ def _search(
 ) -> SearchResult:
     """Search for layouts; flags of degrees on the command line are what all of them must have."""
     from manifests.errors import Parameter, UsageError
-    from manifests.schedules import schedule_named
+    from manifests.schedules.rules import schedule_named
     from reshard.search.candidates import SearchRequest
     from reshard.search.hardware import read_hardware
     from reshard.search.search import find_layouts

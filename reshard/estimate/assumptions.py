@@ -13,15 +13,10 @@ from manifests.models.training import ContextMethod, HostMemory, Recompute
 from manifests.module_times import ModuleTime, StepTime
 from manifests.optimizer_groups import PRESETS
 from manifests.placement import Placement
-from manifests.schedules import (
-    Table,
-    check_schedule,
-    default_schedule,
-    is_schedule_file,
-    read_schedule_file,
-    schedule_named,
-    schedule_table,
-)
+from manifests.schedules.actions import Table
+from manifests.schedules.csvtext import is_schedule_file, read_schedule_file
+from manifests.schedules.rules import check_schedule, default_schedule, schedule_named
+from manifests.schedules.tables import schedule_table
 from reshard.layouts.model import StageLayout
 
 Policy = Literal["fp32", "bf16", "mixed"]

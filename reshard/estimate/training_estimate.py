@@ -15,7 +15,7 @@ from manifests.models.training import POLICIES, Training, check_expert_degree
 from manifests.module_times import ModuleTime, reduction_nbytes
 from manifests.optimizer_groups import state_counter
 from manifests.placement import Placement
-from manifests.schedules import StageCosts, Timeline, simulate
+from manifests.schedules.simulation import StageCosts, Timeline, simulate
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
 from reshard.estimate.costs import flops_of, times_of
 from reshard.layouts.model import StageLayout

@@ -9,7 +9,7 @@ from functools import lru_cache
 from manifests.errors import UserError
 from manifests.models.memory import estimate_memory
 from manifests.models.training import Recompute
-from manifests.schedules import Table
+from manifests.schedules.actions import Table
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, num_passes
 from reshard.estimate.training_estimate import training_of
 from reshard.layouts.model import StageLayout

@@ -17,7 +17,8 @@ from manifests.models import ModelShape
 from manifests.models.config import CONFIG_NAME, MAX_LAYERS
 from manifests.module_times import ModuleTime
 from manifests.placement import Placement
-from manifests.schedules import in_flight, is_schedule_file
+from manifests.schedules.csvtext import is_schedule_file
+from manifests.schedules.liveness import in_flight
 from manifests.schema import Manifest, TieGroup
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, check_assumptions, num_passes
 from reshard.estimate.costs import costs_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from manifests.command.sizes import show_bytes
 from manifests.models.memory import Memory
-from manifests.schedules import Timeline
+from manifests.schedules.simulation import Timeline
 from manifests.schema import TieGroup
 from reshard.estimate.assumptions import Assumptions
 from reshard.estimate.training_estimate import Forecast, imbalance

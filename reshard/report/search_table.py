@@ -8,7 +8,7 @@ from typing import Any
 
 from manifests.command import defaults
 from manifests.command.sizes import show_bytes, write_size
-from manifests.schedules import default_schedule
+from manifests.schedules.rules import default_schedule
 from reshard.formats.open import find_config
 from reshard.formatting import table
 from reshard.search.candidates import MARGIN, SearchRequest

@@ -18,7 +18,7 @@ from manifests.models.trainable import generic_entry
 from manifests.models.training import POLICIES, Recompute, Training
 from manifests.module_times import MeasuredTimes
 from manifests.placement import Placement
-from manifests.schedules import ScheduleName, check_schedule
+from manifests.schedules.rules import ScheduleName, check_schedule
 from reshard.estimate.assumptions import MOST_PASSES, Policy, num_passes
 from reshard.layouts.model import Inventory, ModuleCosts, StageLayout
 from reshard.layouts.spelling import parse_layout

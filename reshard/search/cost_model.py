@@ -28,7 +28,9 @@ from manifests.models.training import POLICIES, Recompute, Training, parse_recom
 from manifests.module_times import ModuleTime, reduction_nbytes, ring
 from manifests.optimizer_groups import state_counter
 from manifests.placement import Placement
-from manifests.schedules import Action, StageCosts, Table, schedule_table, simulate
+from manifests.schedules.actions import Action, Table
+from manifests.schedules.simulation import StageCosts, simulate
+from manifests.schedules.tables import schedule_table
 from reshard.estimate.assumptions import Policy
 from reshard.estimate.costs import times_of
 from reshard.search.candidates import SPLIT, Candidate, SearchRequest

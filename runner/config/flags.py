@@ -18,7 +18,7 @@ from manifests.command.neighbors import usage_error
 from manifests.errors import UsageError
 from manifests.models.adapters import ALL_LINEAR
 from manifests.models.training import HostMemory
-from manifests.schedules import SCHEDULES
+from manifests.schedules.rules import SCHEDULES
 from runner.config.declared import WholeNumber, build, flag, group, parameters_of
 from runner.config.lora import WITH_RANK, LoraOptions, check_adapters, read_lora
 from runner.config.loss import BalanceOptions, LossOptions

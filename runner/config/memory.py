@@ -13,7 +13,7 @@ from manifests.models.memory import MemoryEstimate, estimate_memory
 from manifests.models.training import DtypePolicy, HostMemory, Training
 from manifests.optimizer_groups import known_kinds
 from manifests.optimizer_state import EMA, count_state, kinds_of
-from manifests.schedules import Table
+from manifests.schedules.actions import Table
 from runner.config.flags import TrainOptions
 from runner.config.optimizers import optimizer_of
 from runner.config.parallel_dims import ParallelDims

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 
 from manifests.errors import DataError, ModelError, UsageError
-from manifests.schedules import default_schedule
+from manifests.schedules.rules import default_schedule
 from runner.bundle.packed import Packed, open_packed
 from runner.config.flags import parse_training
 from runner.config.parallel_dims import ParallelDims

@@ -19,7 +19,7 @@ from manifests.command.sizes import read_size
 from manifests.errors import UsageError
 from manifests.models.memory import MemoryEstimate
 from manifests.models.training import HostMemory
-from manifests.schedules import Table
+from manifests.schedules.actions import Table
 from runner.bundle.cache_folder import check_cacheable
 from runner.bundle.packed import Packed, name_of, opened
 from runner.config.declared import WholeNumber

@@ -10,7 +10,8 @@ from manifests.command.sizes import show_bytes
 from manifests.errors import LaunchError, UsageError
 from manifests.models.memory import MemoryEstimate
 from manifests.models.shape import BACKWARD_SHARE
-from manifests.schedules import StageCosts, Table, simulate
+from manifests.schedules.actions import Table
+from manifests.schedules.simulation import StageCosts, simulate
 from manifests.schema import Manifest
 from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions

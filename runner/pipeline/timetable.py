@@ -7,20 +7,11 @@ from pathlib import Path
 
 from manifests.errors import UsageError
 from manifests.placement import Placement
-from manifests.schedules import (
-    Action,
-    LoweredTable,
-    Table,
-    actions_of,
-    check_schedule,
-    compute_part,
-    default_schedule,
-    is_schedule_file,
-    lower,
-    read_schedule_file,
-    schedule_named,
-    schedule_table,
-)
+from manifests.schedules.actions import Action, LoweredTable, Table, actions_of
+from manifests.schedules.csvtext import is_schedule_file, read_schedule_file
+from manifests.schedules.lowering import compute_part, lower
+from manifests.schedules.rules import check_schedule, default_schedule, schedule_named
+from manifests.schedules.tables import schedule_table
 from manifests.schema import Manifest
 
 _SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from manifests.schedules import LoweredTable
+from manifests.schedules.actions import LoweredTable
 from runner.distributed.world import exchange_device
 from runner.profiling.trace import RanKind, Recorder
 from runner.tensors.heap import return_holes
@@ -70,8 +70,8 @@ class RuntimeStage(PipelineStage):
     # Note [Tensors of other ranks]
     torch allocates a buffer for every microbatch in both directions when it prepares a stage. Here it gets meta tensors
     in their place. Memory is allocated when a receive starts, and given up when the microbatch's B or W has run, which
-    may recompute from the input and read the gradient of the output. `manifests.schedules.peak_received` counts by the
-    same rule. The allocator reuses the memory; buffers of our own would be overwritten where a gradient that autograd
+    may recompute from the input and read the gradient of the output. `manifests.schedules.liveness` counts by the same
+    rule. The allocator reuses the memory; buffers of our own would be overwritten where a gradient that autograd
     accumulated is a view of one.
 
     # Note [Waiting for sends]

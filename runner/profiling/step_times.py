@@ -24,7 +24,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 
-from manifests.schedules import StageCosts, Table, simulate
+from manifests.schedules.actions import Table
+from manifests.schedules.simulation import StageCosts, simulate
 
 logger = logging.getLogger("runner")
 

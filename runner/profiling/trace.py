@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from manifests.schedules import Table, actions_of
+from manifests.schedules.actions import Table, actions_of
 from manifests.store import write_file
 from runner.profiling.step_times import DATA, KINDS, RankTimes, SplitProcess, split_step
 

@@ -13,8 +13,8 @@ from statistics import mean, median
 
 from manifests.command.palette import WORK_COLORS
 from manifests.errors import LaunchError, LogError, UsageError, UserError, refused_by_system
-from manifests.schedules import Timeline, simulate
 from manifests.schedules.picture import legend_of, pipeline_svg
+from manifests.schedules.simulation import Timeline, simulate
 from manifests.store import write_file
 from runner.pipeline.timetable import find_timetable
 from runner.profiling.start import PARTS

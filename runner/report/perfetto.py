@@ -15,8 +15,8 @@ from typing import Any
 
 from manifests.command.palette import WORK_COLORS
 from manifests.errors import LogError
-from manifests.schedules import TimedAction
 from manifests.schedules.order import Result, input_of, result_of
+from manifests.schedules.simulation import TimedAction
 from runner.report.read import StepTrace, Traces, read_object, read_text
 
 _STEP_TID = 0  # the thread of stage n is n + 1

@@ -15,7 +15,8 @@ from typing import Any
 from manifests.errors import InputError, LogError, refused_by_system
 from manifests.jsontext import kind_of
 from manifests.placement import Placement
-from manifests.schedules import Action, TimedAction, Timeline
+from manifests.schedules.actions import Action
+from manifests.schedules.simulation import TimedAction, Timeline
 from runner.profiling.start import PARTS
 from runner.rundir.records import check_same_run, read_run_record, run_id
 

@@ -8,7 +8,7 @@ import pytest
 from manifests.command import defaults
 from manifests.errors import UsageError
 from manifests.placement import Placement, Style
-from manifests.schedules import SCHEDULES, check_schedule
+from manifests.schedules.rules import SCHEDULES, check_schedule
 from reshard.cli.plan import plan
 from reshard.estimate.assumptions import Assumptions
 from runner.config.flags import training_command

@@ -18,7 +18,8 @@ from manifests.models import ModelShape, is_expert, model_shape
 from manifests.models.memory import Memory, MemoryEstimate, estimate_memory, memory_of
 from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
-from manifests.schedules import Action, Table, schedule_table
+from manifests.schedules.actions import Action, Table
+from manifests.schedules.tables import schedule_table
 from runner.models.context_parallel import attention_of, attention_over
 from runner.tensors.row_parts import RowParts
 from tests.fast.manifests.models.built import build, read_config

@@ -11,7 +11,7 @@ from manifests.models import ModelShape
 from manifests.models.memory import estimate_memory, memory_of
 from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
-from manifests.schedules import schedule_table
+from manifests.schedules.tables import schedule_table
 from tests.process.runner.pipeline.mtp_oracle import NEXT, shape_of
 
 FP32 = Training(policy=POLICIES["fp32"], microbatch=2, seq_len=8)

@@ -14,14 +14,11 @@ from hypothesis import strategies as st
 
 from manifests.errors import ScheduleError
 from manifests.placement import Placement
-from manifests.schedules import (
-    SCHEDULES,
-    LoweredTable,
-    lower,
-    read_csv,
-    schedule_table,
-    write_csv,
-)
+from manifests.schedules.actions import LoweredTable
+from manifests.schedules.csvtext import read_csv, write_csv
+from manifests.schedules.lowering import lower
+from manifests.schedules.rules import SCHEDULES
+from manifests.schedules.tables import schedule_table
 from runner.pipeline.torch_runtime import ADAPTER
 from tests.fast.manifests.schedules.torch_tables import (
     LOOPED,

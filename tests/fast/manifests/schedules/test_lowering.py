@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from manifests.errors import UsageError
 from manifests.placement import Placement
-from manifests.schedules import SCHEDULES, LoweredTable, compute_part, lower, schedule_table
-from manifests.schedules.actions import Action, Overlap, Table, Transfer, Upkeep
+from manifests.schedules.actions import Action, LoweredTable, Overlap, Table, Transfer, Upkeep
+from manifests.schedules.lowering import compute_part, lower
+from manifests.schedules.rules import SCHEDULES
+from manifests.schedules.tables import schedule_table
 from tests.fast.manifests.schedules.torch_tables import placed, placements_of
 
 Result = tuple[int, str, int]  # stage, F or B, microbatch

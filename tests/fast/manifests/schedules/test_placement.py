@@ -11,7 +11,7 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from manifests.errors import UsageError
 from manifests.placement import Placement, Style
-from manifests.schedules import SCHEDULES, check_schedule
+from manifests.schedules.rules import SCHEDULES, check_schedule
 from tests.fast.manifests.schedules.torch_tables import placed
 from tests.refusals import refusal
 

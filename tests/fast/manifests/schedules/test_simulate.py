@@ -13,24 +13,12 @@ from hypothesis import strategies as st
 
 from manifests.errors import UsageError
 from manifests.placement import Placement
-from manifests.schedules import (
-    SCHEDULES,
-    Action,
-    Overlap,
-    StageCosts,
-    Step,
-    Table,
-    Timeline,
-    actions_of,
-    in_flight,
-    lower,
-    peak_held,
-    peak_held_by_stage,
-    peak_received,
-    schedule_table,
-    simulate,
-)
-from manifests.schedules.actions import ComputeKind
+from manifests.schedules.actions import Action, ComputeKind, Overlap, Step, Table, actions_of
+from manifests.schedules.liveness import in_flight, peak_held, peak_held_by_stage, peak_received
+from manifests.schedules.lowering import lower
+from manifests.schedules.rules import SCHEDULES
+from manifests.schedules.simulation import StageCosts, Timeline, simulate
+from manifests.schedules.tables import schedule_table
 from tests.fast.manifests.schedules.torch_tables import LOOPED, SINGLE, V_SHAPED, placed, placements_of
 from tests.refusals import refusal
 from tests.steps import steps_of

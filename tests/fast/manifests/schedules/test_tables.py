@@ -8,8 +8,11 @@ import pytest
 
 from manifests.errors import UsageError
 from manifests.placement import Placement
-from manifests.schedules import SCHEDULES, Action, StageCosts, actions_of, schedule_table, simulate
+from manifests.schedules.actions import Action, actions_of
 from manifests.schedules.picture import action_color, pipeline_svg, view_of
+from manifests.schedules.rules import SCHEDULES
+from manifests.schedules.simulation import StageCosts, simulate
+from manifests.schedules.tables import schedule_table
 from tests.fast.manifests.schedules.torch_tables import (
     SINGLE,
     compute_rows,

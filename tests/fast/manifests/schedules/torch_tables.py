@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
 
 from manifests.placement import Placement, Style
-from manifests.schedules import LoweredTable, Table
+from manifests.schedules.actions import LoweredTable, Table
 
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from manifests.placement import Placement
-from manifests.schedules import SCHEDULES, read_csv, schedule_table
+from manifests.schedules.csvtext import read_csv
+from manifests.schedules.rules import SCHEDULES
+from manifests.schedules.tables import schedule_table
 from tests.builders import files_in, refusal, reshard, run, write_model
 from tests.fast.reshard.configs import modules_of, write_config, write_times
 from tests.steps import steps_of

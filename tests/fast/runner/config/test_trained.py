@@ -16,7 +16,7 @@ from manifests.models.memory import estimate_memory
 from manifests.models.peft import parse_peft_config
 from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
-from manifests.schedules import schedule_table
+from manifests.schedules.tables import schedule_table
 from runner.config.flags import parse_training
 from runner.config.trained import check_trained, trained_by, trained_params
 from tests.fast.manifests.models.built import read_config

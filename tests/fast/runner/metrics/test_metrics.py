@@ -15,7 +15,7 @@ from manifests.models import model_shape
 from manifests.models.memory import estimate_memory
 from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
-from manifests.schedules import schedule_table
+from manifests.schedules.tables import schedule_table
 from runner.checkpoint.async_save import SaveReport
 from runner.checkpoint.publish import PublishReport
 from runner.config.flags import parse_training

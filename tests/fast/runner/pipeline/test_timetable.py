@@ -9,7 +9,11 @@ import pytest
 
 from manifests.errors import InputError, UsageError
 from manifests.placement import Placement, Style
-from manifests.schedules import SCHEDULES, actions_of, lower, schedule_table, write_csv
+from manifests.schedules.actions import actions_of
+from manifests.schedules.csvtext import write_csv
+from manifests.schedules.lowering import lower
+from manifests.schedules.rules import SCHEDULES
+from manifests.schedules.tables import schedule_table
 from runner.pipeline.timetable import Timetable, find_timetable
 
 

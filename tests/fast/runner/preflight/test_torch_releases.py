@@ -10,7 +10,9 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from manifests.errors import InputError
 from manifests.placement import Placement
-from manifests.schedules import SCHEDULES, lower, schedule_table
+from manifests.schedules.lowering import lower
+from manifests.schedules.rules import SCHEDULES
+from manifests.schedules.tables import schedule_table
 from runner.launch.agent import agent
 from runner.launch.here import launch_here
 from runner.pipeline.torch_runtime import ADAPTER, ADAPTERS

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manifests.placement import Placement
-from manifests.schedules import StageCosts, Table, Timeline, schedule_table, simulate
+from manifests.schedules.actions import Table
+from manifests.schedules.simulation import StageCosts, Timeline, simulate
+from manifests.schedules.tables import schedule_table
 from runner.pipeline.timetable import Timetable
 from runner.profiling.step_times import RankTimes, SplitProcess, split_step
 from runner.profiling.trace import Clock, Recorder

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from manifests.placement import Placement
-from manifests.schedules import StageCosts, schedule_table, simulate
+from manifests.schedules.simulation import StageCosts, simulate
+from manifests.schedules.tables import schedule_table
 from runner.profiling.trace import trace_path
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from manifests.models.catalogue import entry_of
 from manifests.placement import Placement
-from manifests.schedules import default_schedule
+from manifests.schedules.rules import default_schedule
 from manifests.schema import TieGroup, TieMember
 from runner.config.flags import parse_training
 from runner.config.parallel_dims import ParallelDims

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from manifests.schedules import actions_of
+from manifests.schedules.actions import actions_of
 from manifests.schema import Manifest
 from runner.pipeline.timetable import find_timetable
 from stores.open import open_manifest

@@ -10,7 +10,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from manifests.placement import Placement
-from manifests.schedules import SCHEDULES, ScheduleName, Table, actions_of, schedule_table
+from manifests.schedules.actions import Table, actions_of
+from manifests.schedules.rules import SCHEDULES, ScheduleName
+from manifests.schedules.tables import schedule_table
 from runner.config.schema import BatchOptions, OptimOptions
 from runner.data.sequences import Batch
 from tests.covering import covering

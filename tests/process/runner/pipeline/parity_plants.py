@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import _defer_recv_ops
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from manifests.schedules import Table
+from manifests.schedules.actions import Table
 from runner.config.schema import BatchOptions
 from runner.data.sequences import IGNORED, Batch
 from runner.pipeline.chunk import StageChunk, hf_pieces

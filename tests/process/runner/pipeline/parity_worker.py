@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from manifests.schedules import lower, write_csv
+from manifests.schedules.csvtext import write_csv
+from manifests.schedules.lowering import lower
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
 from runner.pipeline.schedule import Schedule, build_schedule

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from manifests.schedules import read_csv
+from manifests.schedules.csvtext import read_csv
 
 WIDTH, ROWS = 8, 3  # ROWS of each microbatch
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from manifests.schedules import schedule_table, write_csv
+from manifests.schedules.csvtext import write_csv
+from manifests.schedules.tables import schedule_table
 from runner.report.page import planned
 from runner.report.read import read_run
 from stores.open import open_manifest

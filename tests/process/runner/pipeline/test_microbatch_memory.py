@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from manifests.schedules import SCHEDULES
+from manifests.schedules.rules import SCHEDULES
 from tests.process.runner.pipeline.peak_worker import CONFIG, SEQ_LEN
 from tests.process.torchrun import launch
 

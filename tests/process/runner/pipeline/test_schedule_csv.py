@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 from manifests.placement import Placement
-from manifests.schedules import actions_of, lower, read_csv, schedule_table, write_csv
+from manifests.schedules.actions import actions_of
+from manifests.schedules.csvtext import read_csv, write_csv
+from manifests.schedules.lowering import lower
+from manifests.schedules.tables import schedule_table
 from runner.pipeline.torch_runtime import ADAPTER
 from tests.fast.manifests.schedules.torch_tables import text_with_waits
 from tests.process.runner.pipeline.schedule_csv_worker import build_batch, build_stage, loss_of

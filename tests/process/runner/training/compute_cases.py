@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manifests.placement import Placement
-from manifests.schedules import SCHEDULES, ScheduleName
+from manifests.schedules.rules import SCHEDULES, ScheduleName
 from runner.config.schema import BatchOptions, ComputeOptions
 
 STEPS = 3
