@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -62,6 +62,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=5, help="steps at each learning rate")
     parser.add_argument("--without-peers", action="store_true", help="leave out rsync and zstd")
+    parser.add_argument("--measures", nargs="*", help="of speed; default: all")
     parser.add_argument("--prepared", type=Path, help="a folder that has, or gets, the checkpoints of speed")
     options = parser.parse_args()
     if options.what == "bare":
@@ -72,7 +73,7 @@ def main() -> None:
         result = (
             density(root, options.steps)
             if options.what == "density"
-            else speed(root, options.gb, options.runs, with_peers=not options.without_peers)
+            else speed(root, options.gb, options.runs, options.measures, with_peers=not options.without_peers)
         )
     measure.write_result({**result, **measure.circumstances()}, options.out)
 
@@ -145,7 +146,7 @@ def bf16_in(step: Path, out: Path) -> np.ndarray:
     return np.concatenate([tensors[name].view(torch.uint16).numpy().ravel() for name in sorted(tensors)])
 
 
-def speed(root: Path, gb: float, num_turns: int, *, with_peers: bool) -> dict[str, object]:
+def speed(root: Path, gb: float, num_turns: int, only: Sequence[str] | None, *, with_peers: bool) -> dict[str, object]:
     old, new, few, chain, served = (root / name for name in ("old", "new", "few", "chain", "served"))
     copy, of_few = root / "copy", root / "chain-of-few"
     if not (root / "ready").exists():
@@ -216,6 +217,7 @@ def speed(root: Path, gb: float, num_turns: int, *, with_peers: bool) -> dict[st
                         for a, b in zip(of_old, shards, strict=True)),
         ),
     }  # fmt: skip
+    measures = {name: run for name, run in measures.items() if only is None or name in only}
     loads = [measure.load_average()]
     turns = measure.take_turns(measures, num_turns, pause_s=PAUSE_S, num_warmup=0)
     beside_peers = measure.take_turns(peers, int(with_peers), pause_s=PAUSE_S, num_warmup=0)
@@ -226,7 +228,7 @@ def speed(root: Path, gb: float, num_turns: int, *, with_peers: bool) -> dict[st
             runs.setdefault(name, []).append(run)
 
     def ratios(ours: str, theirs: str) -> dict[str, float]:
-        pairs = [(turn[ours], turn[theirs]) for turn in (*turns, *beside_peers) if theirs in turn]
+        pairs = [(turn[ours], turn[theirs]) for turn in (*turns, *beside_peers) if ours in turn and theirs in turn]
         wall = measure.median_ratio((a.wall_s for a, _ in pairs), (b.wall_s for _, b in pairs))
         return {"wall": wall, "cpu": measure.median_ratio((a.cpu_s for a, _ in pairs), (b.cpu_s for _, b in pairs))}
 
@@ -237,7 +239,7 @@ def speed(root: Path, gb: float, num_turns: int, *, with_peers: bool) -> dict[st
         "nbytes": sum(path.stat().st_size for path in shards),
         "delta_nbytes": sum(path.stat().st_size for path in (chain / "weight_v000002").iterdir()),
         "differing_nbytes": sum(path.stat().st_size for path in differing),
-        "apply_verify_of_the_rest_s": round(statistics.median(verified_s), 3),
+        "apply_verify_of_the_rest_s": round(statistics.median(verified_s or [0.0]), 3),
         "ratios": {
             f"{ours} to {theirs}": ratios(ours, theirs)
             for ours, theirs in [
@@ -251,7 +253,7 @@ def speed(root: Path, gb: float, num_turns: int, *, with_peers: bool) -> dict[st
                 ("apply", "rsync --inplace"),
                 ("publish", "zstd --patch-from"),
             ]
-            if theirs in runs
+            if ours in runs and theirs in runs
         },
         "of_one_core": parts(of_old[0], shards[0]),
         "commands": {name: measure.summary(of_name) for name, of_name in runs.items()},

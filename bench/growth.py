@@ -128,7 +128,7 @@ def _read(rank: int, size: int, folder: Path, file: Path, store: Path, queue: An
         folder=folder,
         vocab_size=600,
         rows=Rows(number=rank // 2, count=size // 2),
-        tokenize=shared,
+        shared=shared,
     )
     next(batches)  # the tokenizer is read, and the first buffers are allocated
     begun_s, digest = time.process_time(), blake3()

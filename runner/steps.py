@@ -24,7 +24,6 @@ from runner.data.own import SharedCounts, read_dataset
 from runner.data.read_ahead import GroupExchange, ReadAhead
 from runner.data.sequences import Batch, read_batches, read_once
 from runner.data.shared import SharedTokenization
-from runner.data.tokenizer import tokenize_alone
 from runner.distributed.fail_together import errors_of_rank, from_rank_0, raise_on_all_ranks
 from runner.distributed.watchdog import Watchdog
 from runner.evaluation.evaluate import cut_as, mean_loss
@@ -281,7 +280,7 @@ def _read(ready: Ready, found: FoundData, group: dist.ProcessGroup | None) -> _F
         cursor=position.cursor,
         skipped=Skipped(count=num_skipped, on_skip=log_skipped if ready.mesh.rank == 0 else None),
         rows=ready.rows,
-        tokenize=shared or tokenize_alone,
+        shared=shared,
         form=ready.engine.form,
     )
     return _Feed(reader=_ahead(ready, batches, shared), num_skipped=num_skipped)

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -38,18 +39,30 @@ class Document:
     """A text, or the rest of one, or a row of token ids.
 
     It is the concatenation of its pieces, which come with their offsets and end at line ends where possible. Iterating
-    over them raises BadDocumentError where they are not text.
+    over them raises BadDocumentError where they are not text. It can be pickled.
     """
 
     file: Path
     begin: int  # its offset
     end: int  # the offset of the file's next document, or before it
     nbytes: int  # of its text in the file, at least
-    pieces: Iterator[tuple[int, Piece]]
+    read: Callable[[], Iterator[tuple[int, Piece]]]
+
+    def __reduce__(self) -> tuple[Any, ...]:  # dataclasses' own way of pickling takes several times as long
+        return partial(Document, file=self.file, begin=self.begin, end=self.end, nbytes=self.nbytes, read=self.read), ()
+
+    @property
+    def pieces(self) -> Iterator[tuple[int, Piece]]:
+        return self.read()
+
+    @property
+    def is_file(self) -> bool:
+        """Whether its file has no other document; `Path.suffix` takes ten times as long."""
+        return str(self.file).endswith(TEXT)
 
     @property
     def is_rest(self) -> bool:
-        return self.file.suffix == TEXT and self.begin > 0
+        return self.begin > 0 and self.is_file
 
     @property
     def where(self) -> str:
@@ -151,7 +164,7 @@ def _read_text(file: Path, fields: Fields, begin: int) -> Iterator[Document]:
         problem = "is text, which has no fields for --tokenized or --completion-field"
         raise DataError(str(file), problem, "use .jsonl or .parquet files", code="data.unknown-format")
     if begin < (size := file_nbytes(file)):
-        yield Document(file=file, begin=begin, end=size, nbytes=size - begin, pieces=_text_pieces(file, begin))
+        yield Document(file=file, begin=begin, end=size, nbytes=size - begin, read=partial(_text_pieces, file, begin))
 
 
 def _text_pieces(file: Path, begin: int) -> Iterator[tuple[int, str]]:
@@ -191,14 +204,14 @@ def _read_json_lines(file: Path, fields: Fields, begin: int) -> Iterator[Documen
         stream.seek(begin)
         for first, end, line in _lines(stream, begin, MOST_NBYTES):
             if not line.isspace():
-                pieces = _json_pieces(line, fields, file, first, end - first)
-                yield Document(file=file, begin=first, end=end, nbytes=end - first, pieces=pieces)
+                read = partial(_json_pieces, line, fields, file, first, end - first)
+                yield Document(file=file, begin=first, end=end, nbytes=end - first, read=read)
 
 
 def line_document(file: Path, fields: Fields, begin: int, end: int) -> Document:
     """Return the document of the line at an offset, which is read when its pieces are; the next one is at `end`."""
-    pieces = _line_pieces(file, fields, begin)
-    return Document(file=file, begin=begin, end=end, nbytes=end - begin, pieces=pieces)
+    read = partial(_line_pieces, file, fields, begin)
+    return Document(file=file, begin=begin, end=end, nbytes=end - begin, read=read)
 
 
 def _line_pieces(file: Path, fields: Fields, begin: int) -> Iterator[tuple[int, Piece]]:
@@ -306,8 +319,8 @@ def _read_parquet(file: Path, fields: Fields, begin: int) -> Iterator[Document]:
 
 def row_document(file: Path, fields: Fields, row: int, values: Mapping[str, Any]) -> Document:
     """Return the document of a row, counted from 0; `values` are its Arrow values by column."""
-    pieces = _row_pieces(file, fields, row, values)
-    return Document(file=file, begin=row, end=row + 1, nbytes=sum(map(nbytes_of, values.values())), pieces=pieces)
+    read = partial(_row_pieces, file, fields, row, values)
+    return Document(file=file, begin=row, end=row + 1, nbytes=sum(map(nbytes_of, values.values())), read=read)
 
 
 def _row_pieces(file: Path, fields: Fields, row: int, values: Mapping[str, Any]) -> Iterator[tuple[int, Piece]]:

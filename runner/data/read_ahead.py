@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
+import struct
 import threading
 import time
 from collections import deque
@@ -22,6 +24,8 @@ from runner.rundir.exit_report import rank_label
 
 _NUM_AHEAD = 2  # batches
 _STOP_S = 10.0  # for other ranks to stop as well
+_HEADER = struct.Struct("<QQ")  # the length of a message, and of the longest one
+_SHORT_NBYTES = 32 << 10
 
 T = TypeVar("T")
 
@@ -35,6 +39,30 @@ class GroupExchange:
 
     def gather(self, value: T) -> Sequence[T]:
         return from_all_ranks(value, self._group)
+
+    def collect(self, value: T) -> Sequence[T]:
+        values = [value] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self._group, group_dst=0)
+        return values or ()
+
+    def scatter(self, values: Sequence[T]) -> T:
+        """Send with one collective what is short: `scatter_object_list` always takes three."""
+        pickled = [pickle.dumps(value) for value in values]
+        most = max(map(len, pickled), default=0)
+        heads = [_HEADER.pack(len(data), most) + data[:_SHORT_NBYTES] for data in pickled]
+        nbytes, most = _HEADER.unpack((head := self._scatter(heads, _HEADER.size + _SHORT_NBYTES))[: _HEADER.size])
+        rest = self._scatter([data[_SHORT_NBYTES:] for data in pickled], most - _SHORT_NBYTES)
+        value: T = pickle.loads((head[_HEADER.size :] + rest)[:nbytes])
+        return value
+
+    def _scatter(self, values: Sequence[bytes], nbytes: int) -> bytes:
+        """Scatter bytes, padded to `nbytes`."""
+        if nbytes <= 0:
+            return b""
+        received = torch.empty(nbytes, dtype=torch.uint8)
+        padded = [torch.frombuffer(bytearray(value.ljust(nbytes)), dtype=torch.uint8) for value in values]
+        dist.scatter(received, padded or None, group=self._group, group_src=0)
+        return received.numpy().tobytes()
 
 
 class ReadAhead:

@@ -1,13 +1,12 @@
-"""Documents to token sequences, packed or padded and numbered from 0, and to the batches of optimizer steps."""
+"""Documents to the batches of optimizer steps: token sequences, numbered from 0."""
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import chain, count, islice, repeat, takewhile
+from itertools import chain, count, islice, repeat
 from pathlib import Path
 
 import torch
@@ -17,94 +16,14 @@ from manifests.schema import DataCursor
 from runner.config.schema import SYNTHETIC, BatchOptions, DataOptions
 from runner.data.bad import Skipped
 from runner.data.documents import DocumentSource, open_sources
-from runner.data.mixture import Cursor, Drawn, draw_documents, first_cursor
-from runner.data.rows import IGNORED, RowForm, decode_row
-from runner.data.tokenizer import Tokenize, TokenRows, Vocabulary, load_vocabulary, tokenize_alone
+from runner.data.mixture import Cursor, draw_documents, first_cursor
+from runner.data.packing import Sample, pack_documents
+from runner.data.rows import IGNORED, RowForm
+from runner.data.shared import SharedTokenization
+from runner.data.tokenizer import TokenRows, Vocabulary, load_vocabulary, tokenize_alone
 from runner.tensors.row_parts import places_of
 
 _MOST_WAITING = 64  # lengths with incomplete batches
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Sample:
-    """The token ids of one sequence: those that it begins with, and the label of the last one.
-
-    A token that is not a label is the negative number ~id.
-    """
-
-    ids: array[int]  # at most the sequence length + 1; none in a sequence that fills up a batch
-    cursor: Cursor | None = None  # of the next sequence
-    begins: tuple[int, ...] = ()  # where documents begin in `ids`, but for the one at 0
-    is_masked: bool = False  # whether documents are kept apart: none predicts the first token of the next one
-    is_packed: bool = False  # whether its first document may have begun in an earlier sequence
-    document: int = 0  # the number of its first label's, in one epoch
-
-    @property
-    def num_labels(self) -> int:
-        return max(0, len(self.ids) - 1)
-
-    @property
-    def num_tokens(self) -> int:
-        """How many labels count in the loss."""
-        if not self.num_labels:
-            return 0
-        num_tokens = int((torch.frombuffer(self.ids, dtype=torch.int32)[1:] >= 0).sum())
-        return num_tokens - sum(self.ids[begin] >= 0 for begin in self.begins) if self.is_masked else num_tokens
-
-    @property
-    def num_documents(self) -> int:
-        """How many documents have a token in the sequence, the label of its last one aside."""
-        return 1 + sum(begin < self.num_labels for begin in self.begins) if self.num_labels else 0
-
-    def cut(self, seq_len: int) -> Sample:
-        """Return it with at most so many tokens."""
-        return replace(self, ids=self.ids[: seq_len + 1])
-
-    def fill(self, row: Mapping[str, torch.Tensor]) -> None:
-        """Write it into a row of a batch.
-
-        A document that began in an earlier row begins again, and padding is part of the last one.
-
-        Shapes: tokens, labels and positions (L,).
-        """
-        if self.num_labels:
-            ids = torch.frombuffer(self.ids, dtype=torch.int32)
-            row["tokens"][: self.num_labels] = torch.where(ids < 0, ~ids, ids)[:-1]
-            row["labels"][: self.num_labels] = torch.where(ids < 0, IGNORED, ids)[1:]
-        for begin in self.begins if self.is_masked else ():
-            row["labels"][begin - 1] = IGNORED
-            row["positions"][begin:] = torch.arange(len(row["positions"]) - begin)
-
-
-class RowSample(Sample):
-    """A row of token ids of its own; `ids` is the encoded row, see `runner.data.rows.Row`."""
-
-    __slots__ = ()
-
-    @property
-    def num_labels(self) -> int:
-        return self.ids[2]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.ids[0]
-
-    @property
-    def num_documents(self) -> int:
-        return self.ids[1]
-
-    def cut(self, seq_len: int) -> RowSample:
-        return self
-
-    def fill(self, row: Mapping[str, torch.Tensor]) -> None:
-        decoded = decode_row(self.ids)
-        length = len(decoded.ids)
-        row["tokens"][:length], row["labels"][:length] = torch.tensor(decoded.ids), torch.tensor(decoded.labels)
-        for name, values in decoded.fields.items():
-            (row[name][:length] if row[name].dim() else row[name]).copy_(torch.tensor(values))
-        if decoded.positions is not None:
-            row["positions"][:length] = torch.tensor(decoded.positions)
-            row["positions"][length:] += decoded.positions[-1] - (length - 1)  # padding is part of the last document
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -178,7 +97,7 @@ def read_batches(
     cursor: DataCursor | None = None,
     skipped: Skipped | None = None,
     rows: Rows = WHOLE_BATCH,
-    tokenize: Tokenize = tokenize_alone,
+    shared: SharedTokenization | None = None,
     form: RowForm | None = None,
 ) -> Iterator[Batch]:
     """Yield these rows of batches without end; the first begins with sequence number `start`, which is at the cursor.
@@ -186,18 +105,23 @@ def read_batches(
     The same options always yield the same sequences. Each batch has the cursor of the next one; without a cursor,
     everything before `start` is read. The tokenizer is in `folder`; `synthetic` needs neither. `skipped` counts invalid
     documents, starting from those before the cursor; a batch's cursor has the count up to it. `form` has the fields of
-    rows that the loss reads.
+    rows that the loss reads. With `shared`, ranks read together, and only the first one counts and reports.
     """
     if data.sources == (SYNTHETIC,):
         return _synthetic(data.seed, vocab_size, batch, start, rows)
-    vocabulary, sources = _open(data, batch, folder, vocab_size, form)
-    documents = draw_documents(
-        data, sources, vocabulary, cursor or first_cursor(len(sources)),
-        is_endless=True, skipped=_counted(data, skipped), tokenize=tokenize,
-    )  # fmt: skip
-    samples = islice(_samples(documents, data, batch.seq_len), 0 if cursor else start, None)
-    groups = iter(lambda: tuple(islice(samples, batch.global_batch)), ())
-    return (build_batch(group, batch.seq_len, vocabulary.filler, rows, form) for group in groups)
+    vocabulary = _vocabulary(data, folder, vocab_size)
+    if shared is not None and not shared.is_first:
+        selections = shared.follow(vocabulary, rows)
+    else:
+        sources = _sources(data, batch, vocab_size, form)
+        documents = draw_documents(
+            data, sources, vocabulary, cursor or first_cursor(len(sources)),
+            is_endless=True, skipped=_counted(data, skipped), tokenize=shared or tokenize_alone,
+        )  # fmt: skip
+        samples = islice(pack_documents(documents, data, batch.seq_len), 0 if cursor else start, None)
+        groups = iter(lambda: tuple(islice(samples, batch.global_batch)), ())
+        selections = shared.lead(groups, _select, rows) if shared else (_select(group, (rows,))[0] for group in groups)
+    return (_fill(selected, batch.seq_len, vocabulary.filler, form) for selected in selections)
 
 
 def read_once(
@@ -219,10 +143,10 @@ def read_once(
         raise DataError(
             SYNTHETIC, "has no end, so evaluation cannot use it", "use files, folders or globs", code="data.synthetic"
         )
-    vocabulary, sources = _open(data, batch, folder, vocab_size, form)
+    vocabulary, sources = _vocabulary(data, folder, vocab_size), _sources(data, batch, vocab_size, form)
     begin = first_cursor(len(sources))
     documents = draw_documents(data, sources, vocabulary, begin, is_endless=False, skipped=_counted(data, skipped))
-    samples, empty = _numbered(_samples(documents, data, batch.seq_len)), Sample(ids=array("i"))
+    samples, empty = _numbered(pack_documents(documents, data, batch.seq_len)), Sample(ids=array("i"))
     for seq_len, group in _of_one_length(samples, batch, padded_length, keeps_all=form is not None):
         filled = tuple(islice(chain(group, repeat(empty)), batch.global_batch))
         yield replace(build_batch(filled, seq_len, vocabulary.filler, form=form), samples=tuple(group))
@@ -232,21 +156,47 @@ def build_batch(
     samples: Sequence[Sample], seq_len: int, filler: int, rows: Rows = WHOLE_BATCH, form: RowForm | None = None
 ) -> Batch:
     """Build these rows of a batch, padded with `filler` and IGNORED."""
-    rank_samples, is_masked = samples[rows.within(len(samples))], samples[0].is_masked
+    (selected,) = _select(samples, (rows,))
+    return _fill(selected, seq_len, filler, form)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Selection:
+    """Some sequences of a batch, and what it says of the whole; see `Batch`."""
+
+    samples: Sequence[Sample]
+    num_tokens: int
+    num_documents: int
+    cursor: Cursor | None
+
+
+def _select(samples: Sequence[Sample], parts: Sequence[Rows]) -> list[_Selection]:
+    """Return each part of a batch."""
+    whole = _Selection(
+        samples=samples,
+        num_tokens=max(1, sum(sample.num_tokens for sample in samples)),
+        num_documents=sum(sample.num_documents for sample in samples),
+        cursor=samples[-1].cursor,
+    )
+    return [replace(whole, samples=samples[rows.within(len(samples))]) for rows in parts]
+
+
+def _fill(selected: _Selection, seq_len: int, filler: int, form: RowForm | None) -> Batch:
+    samples = selected.samples
     tensors = {
-        "tokens": torch.full((len(rank_samples), seq_len), filler),
-        "labels": torch.full((len(rank_samples), seq_len), IGNORED),
+        "tokens": torch.full((len(samples), seq_len), filler),
+        "labels": torch.full((len(samples), seq_len), IGNORED),
     }
-    if is_masked:
-        tensors["positions"] = torch.arange(seq_len).repeat(len(rank_samples), 1)
-    fields = {name: torch.zeros((len(rank_samples), seq_len)) for name in (form.per_token if form else ())}
-    fields |= {name: torch.zeros(len(rank_samples)) for name in (form.per_row if form else ())}
-    for row, sample in enumerate(rank_samples):
+    if samples[0].is_masked:
+        tensors["positions"] = torch.arange(seq_len).repeat(len(samples), 1)
+    fields = {name: torch.zeros((len(samples), seq_len)) for name in (form.per_token if form else ())}
+    fields |= {name: torch.zeros(len(samples)) for name in (form.per_row if form else ())}
+    for row, sample in enumerate(samples):
         sample.fill({name: tensor[row] for name, tensor in (tensors | fields).items()})
     return Batch(
-        num_tokens=max(1, sum(sample.num_tokens for sample in samples)),
-        cursor=samples[-1].cursor,
-        num_documents=sum(sample.num_documents for sample in samples),
+        num_tokens=selected.num_tokens,
+        cursor=selected.cursor,
+        num_documents=selected.num_documents,
         fields=fields,
         positions=tensors.get("positions"),
         tokens=tensors["tokens"],
@@ -285,89 +235,23 @@ def _of_one_length(
     yield from waiting.items()
 
 
-def _open(
-    data: DataOptions, batch: BatchOptions, folder: Path, vocab_size: int, form: RowForm | None
-) -> tuple[Vocabulary | TokenRows, tuple[DocumentSource, ...]]:
+def _vocabulary(data: DataOptions, folder: Path, vocab_size: int) -> Vocabulary | TokenRows:
     if data.is_tokenized:
-        row = form or RowForm()
-        row = replace(row, seq_len=batch.seq_len, vocab_size=vocab_size, is_masked=data.document_mask)
-        return TokenRows(), open_sources(data, row)
-    has_prompts = data.completion_field is not None
-    return load_vocabulary(folder, vocab_size, data.framing, has_prompts=has_prompts), open_sources(data)
+        return TokenRows()
+    return load_vocabulary(folder, vocab_size, data.framing, has_prompts=data.completion_field is not None)
+
+
+def _sources(
+    data: DataOptions, batch: BatchOptions, vocab_size: int, form: RowForm | None
+) -> tuple[DocumentSource, ...]:
+    row = form or RowForm()
+    row = replace(row, seq_len=batch.seq_len, vocab_size=vocab_size, is_masked=data.document_mask)
+    return open_sources(data, row if data.is_tokenized else None)
 
 
 def _counted(data: DataOptions, skipped: Skipped | None) -> Skipped | None:
     """Return the counter of invalid documents; None: they are errors."""
     return (skipped or Skipped()) if data.skip_bad_documents else None
-
-
-def _samples(documents: Iterable[Drawn], data: DataOptions, seq_len: int) -> Iterator[Sample]:
-    if data.is_tokenized:
-        return _rows(documents, is_masked=data.document_mask)
-    return _packed(documents, seq_len, is_masked=data.document_mask) if data.pack else _padded(documents, seq_len)
-
-
-def _packed(documents: Iterable[Drawn], seq_len: int, *, is_masked: bool) -> Iterator[Sample]:
-    """Split concatenated documents: each sequence begins with the last token of the previous one."""
-    ids = array("i")
-    runs: deque[tuple[int, Cursor]] = deque()  # the index of each run's first id, counted over all ids, and its cursor
-    firsts: deque[int] = deque()  # the index of each document's first id, counted over all ids
-    num_cut = 0
-    for is_first, run, more in _marked(documents):
-        if is_first:
-            firsts.append(num_cut + len(ids))
-        runs.append((num_cut + len(ids), run))
-        ids += more
-        num_used = (len(ids) - 1) // seq_len * seq_len
-        for begin in range(0, num_used, seq_len):
-            cursor = _cursor_at(num_cut + begin + seq_len, runs)
-            begins = _begins_in(firsts, num_cut + begin, seq_len)
-            yield Sample(
-                ids=ids[begin : begin + seq_len + 1], cursor=cursor, begins=begins, is_masked=is_masked, is_packed=True
-            )
-        del ids[:num_used]
-        num_cut += num_used
-    if len(ids) > 1:
-        yield Sample(ids=ids, begins=_begins_in(firsts, num_cut, seq_len), is_masked=is_masked, is_packed=True)
-
-
-def _marked(documents: Iterable[Drawn]) -> Iterator[tuple[bool, Cursor, array[int]]]:
-    """Yield the runs of all documents, each with whether it is its document's first."""
-    for document in documents:
-        for number, (run, ids) in enumerate(document.runs):
-            yield number == 0, run, ids
-
-
-def _begins_in(firsts: deque[int], place: int, seq_len: int) -> tuple[int, ...]:
-    """Return where documents begin in the sequence at a place, but for its first token; remove those before it."""
-    while firsts and firsts[0] <= place:
-        firsts.popleft()
-    return tuple(first - place for first in takewhile(lambda first: first <= place + seq_len, firsts))
-
-
-def _cursor_at(place: int, runs: deque[tuple[int, Cursor]]) -> Cursor:
-    """Return the cursor of a token, and remove the runs before its own."""
-    while len(runs) > 1 and runs[1][0] <= place:
-        runs.popleft()
-    begin, cursor = runs[0]
-    return cursor.later(place - begin)
-
-
-def _padded(documents: Iterable[Drawn], seq_len: int) -> Iterator[Sample]:
-    """Make each document one sequence, truncated where it is longer."""
-    for document in documents:
-        ids = array("i")
-        for _, more in document.runs:
-            ids += more
-            if len(ids) > seq_len:
-                break
-        yield Sample(ids=ids[: seq_len + 1], cursor=document.after)
-
-
-def _rows(documents: Iterable[Drawn], *, is_masked: bool) -> Iterator[Sample]:
-    for document in documents:
-        for _, ids in document.runs:
-            yield RowSample(ids=ids, cursor=document.after, is_masked=is_masked)
 
 
 def _synthetic(seed: int, vocab_size: int, batch: BatchOptions, start: int, rows: Rows) -> Iterator[Batch]:

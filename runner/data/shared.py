@@ -1,28 +1,29 @@
-"""Tokenizing documents once for several ranks: each takes a part, and all get the ids of all.
+"""Reading batches with several ranks: each tokenizes a part of the documents, and gets its rows.
 
 # Note [Shared tokenization]
 Where a sequence begins depends on the lengths of all documents before it, so no rank can tokenize its own rows alone.
-Ranks that need data therefore read the same documents in rounds. In each, they assign the next documents, or pieces of
-long ones, to the rank with the least text so far; each tokenizes its part, and all gather ids and errors. Everything
-after that (frames, drawing from sources, cursors, packing) is the same pure function of the same ids on every rank, as
-it is on a rank that is alone. A short document is parsed by the rank that tokenizes it, and by no other.
+The first of the ranks that need data reads the documents, in rounds: in each, it assigns the next documents, or pieces
+of long ones, to the rank with the least work so far, which for itself includes the reading. Each rank parses and
+tokenizes its part, and sends back ids and errors. Everything after that (frames, drawing from sources, cursors,
+packing) runs on the first rank as on a rank that is alone; it sends each rank its rows of every batch.
 
-A rank sends None instead of its part when it stops reading. That round is the last one of all ranks, so that none waits
-for another that has left. Ranks are never more than one round apart, because a round ends on none before all take part.
+The other ranks wait for one message after the other: texts to tokenize, rows of a batch, an error, or the end. A rank
+that stops reading answers None to the next texts, and takes part until the end comes, so that none waits for another
+that has left.
 """
 
 from __future__ import annotations
 
 import heapq
 import threading
-import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, groupby
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from manifests.errors import DataError, UserError
+from manifests.errors import UserError
 from runner.data.documents import PlacedDocument
 from runner.data.files import Document, Piece
 from runner.data.rows import TokenIds
@@ -32,8 +33,11 @@ _SHORT_NBYTES = 256 << 10  # of a document that is assigned whole: a longer one 
 _LEAST_NBYTES, _MOST_NBYTES = 4 << 10, 256 << 10  # of text for each rank in a round: it doubles from the first on
 _LEAST_PART_NBYTES = 1 << 10  # counted for a part in a round, whose number of parts is so bounded
 _PART_NBYTES = 64  # of text that takes as long to tokenize as a part takes besides
+_READING = 1 / 8  # of the time to tokenize a part: what the first rank does with it besides
 
 T = TypeVar("T")
+R = TypeVar("R")
+P = TypeVar("P")
 
 
 class StoppedReading(Exception):
@@ -41,14 +45,20 @@ class StoppedReading(Exception):
 
 
 class Exchange(Protocol):
-    """The ranks that read the same data; `label` names this one."""
+    """The ranks that read the same data; all of them call each method. `label` names this one."""
 
     rank: int
     size: int
     label: str
 
     def gather(self, value: T) -> Sequence[T]:
-        """Return the value of each rank; all of them call this."""
+        """Return the value of each rank."""
+
+    def collect(self, value: T) -> Sequence[T]:
+        """Return the value of each rank on the first, and nothing on the others."""
+
+    def scatter(self, values: Sequence[T]) -> T:
+        """Return this rank's value of those of the first rank; the others have none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,20 +74,11 @@ class _Part:
     def nbytes(self) -> int:
         return 0 if self.text is None else self.text.nbytes
 
-    @property
-    def position(self) -> str:
-        if self.placed is None:
-            return f"{self.failure is None}"
-        document = self.placed.document
-        return f"{document.file.name} {document.begin} {document.end} {self.nbytes}"
-
 
 @dataclass(kw_only=True, slots=True)
 class _Share:
-    """What one rank has tokenized in a round, and the state of its files."""
+    """What one rank has tokenized in a round."""
 
-    position: int  # a digest of the positions of all parts
-    failure: UserError | None  # why nothing follows
     ids: TokenIds = field(default_factory=lambda: array("i"))  # of its pieces, end to end
     pieces: list[tuple[int, int, int]] = field(default_factory=list)  # part, offset, number of ids
     errors: dict[int, UserError] = field(default_factory=dict)  # by part
@@ -91,13 +92,25 @@ class _Share:
             self.errors[part] = error
 
 
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """What a rank tokenizes, by index of its part."""
+
+    assigned: Sequence[tuple[int, Document]]
+
+
 class SharedTokenization:
-    """Tokenizes with other ranks: a `Tokenize` that all ranks of the exchange call with the same documents."""
+    """Reads with other ranks. The first one of the exchange `lead`s, and tokenizes by a call; the others `follow`."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._loads = [(0, rank) for rank in range(exchange.size)]  # a heap
-        self._is_stopped = threading.Event()
+        self._loads = [(0.0, rank) for rank in range(exchange.size)]  # a heap
+        self._reading = 0.0  # the first rank's work that is not in its load
+        self._is_stopped, self._has_ended = threading.Event(), False
+
+    @property
+    def is_first(self) -> bool:
+        return self._exchange.rank == 0
 
     def __call__(self, vocabulary: Vocabulary | TokenRows, documents: Iterator[PlacedDocument | None]) -> Tokenized:
         source = _Source(documents)
@@ -105,72 +118,100 @@ class SharedTokenization:
             yield _join(group)
             source.num_passed = number + 1
 
+    def lead(self, batches: Iterable[T], select: Callable[[T, Sequence[R]], Sequence[P]], rows: R) -> Iterator[P]:
+        """Yield the rows of each batch that this rank needs, and send the others theirs, which `select` returns."""
+        rows_of_ranks = self._exchange.gather(rows)
+        try:
+            for batch in batches:
+                yield self._exchange.scatter(select(batch, rows_of_ranks))
+        except UserError as error:
+            self._end(error)
+            raise
+
+    def follow(self, vocabulary: Vocabulary | TokenRows, rows: Any) -> Iterator[Any]:
+        """Yield this rank's part of each batch, and tokenize meanwhile."""
+        self._exchange.gather(rows)
+        while True:
+            message = self._receive(vocabulary)
+            if message is None:
+                raise StoppedReading
+            if isinstance(message, UserError):
+                message.is_elsewhere = True
+                raise message
+            yield message
+
     def stop(self) -> None:
         """Ask to stop reading, from any thread: the next round is the last."""
         self._is_stopped.set()
 
     def leave(self) -> None:
-        """Take part in the last round."""
-        self._exchange.gather(None)
+        """Take part until the end."""
+        self.stop()
+        if self.is_first and not self._has_ended:
+            self._end(None)
+        while not self._has_ended:
+            self._receive(None)
+
+    def _end(self, error: UserError | None) -> None:
+        self._has_ended = True
+        self._exchange.scatter([error] * self._exchange.size)
+
+    def _receive(self, vocabulary: Vocabulary | TokenRows | None) -> Any:
+        """Return the next message for the reader, and tokenize texts until it comes."""
+        message: Any
+        while isinstance(message := self._exchange.scatter(()), _Texts):
+            self._exchange.collect(self._tokenize(vocabulary, message))
+        self._has_ended = message is None or isinstance(message, UserError)
+        return message
+
+    def _tokenize(self, vocabulary: Vocabulary | TokenRows | None, texts: _Texts) -> _Share | None:
+        """Tokenize texts; None: this rank has stopped."""
+        share = _Share()
+        for part, text in texts.assigned:
+            if self._is_stopped.is_set() or vocabulary is None:
+                break
+            share.add(part, vocabulary.tokenize(text))
+        return None if self._is_stopped.is_set() else share
 
     def _rounds(self, source: _Source, vocabulary: Vocabulary | TokenRows) -> Iterator[tuple[_Part, Pieces]]:
         """Yield all parts of a source with their ids."""
         nbytes, remaining = _LEAST_NBYTES, source.parts()
         while parts := tuple(_next_parts(remaining, nbytes * self._exchange.size)):
-            position = zlib.crc32("\n".join(part.position for part in parts).encode())
-            failure = parts[-1].failure
-            share = _Share(position=position, failure=failure and failure.on_rank(self._exchange.label))
-            for index, text in self._assigned(parts):
-                if self._is_stopped.is_set():
-                    break
-                share.add(index, vocabulary.tokenize(text))
-            shares = self._exchange.gather(None if self._is_stopped.is_set() else share)
-            yield from zip(parts, self._merge(parts, shares), strict=True)
+            texts = self._exchange.scatter(self._assign(parts))
+            shares = self._exchange.collect(self._tokenize(vocabulary, texts))
+            if any(share is None for share in shares):
+                self._end(None)
+                raise StoppedReading
+            yield from zip(parts, _merge(parts, [share for share in shares if share is not None]), strict=True)
             nbytes = min(2 * nbytes, _MOST_NBYTES)
 
-    def _assigned(self, parts: Sequence[_Part]) -> list[tuple[int, Document]]:
-        """Return the texts that this rank tokenizes, by index of their part."""
-        assigned = []
+    def _assign(self, parts: Sequence[_Part]) -> list[_Texts]:
+        """Return the texts that each rank tokenizes."""
+        assigned: list[list[tuple[int, Document]]] = [[] for _ in range(self._exchange.size)]
         for index, part in enumerate(parts):
             if part.text is not None:
+                cost = part.nbytes + _PART_NBYTES
+                self._reading += cost * _READING
+                if self._loads[0][1] == 0:
+                    heapq.heapreplace(self._loads, (self._loads[0][0] + self._reading, 0))
+                    self._reading = 0.0
                 load, rank = self._loads[0]
-                heapq.heapreplace(self._loads, (load + part.nbytes + _PART_NBYTES, rank))
-                if rank == self._exchange.rank:
-                    assigned.append((index, part.text))
-        return assigned
+                heapq.heapreplace(self._loads, (load + cost, rank))
+                assigned[rank].append((index, part.text))
+        return [_Texts(texts) for texts in assigned]
 
-    def _merge(self, parts: Sequence[_Part], shares: Sequence[_Share | None]) -> Iterator[Pieces]:
-        """Return the pieces of each part, whichever rank has tokenized it."""
-        merged: list[list[tuple[int, TokenIds]]] = [[] for _ in parts]
-        errors: dict[int, UserError] = {}
-        for share in self._checked(parts, shares):
-            begin = 0
-            for index, offset, num_ids in share.pieces:
-                merged[index].append((offset, share.ids[begin : begin + num_ids]))
-                begin += num_ids
-            errors |= share.errors
-        return (_raising(pieces, errors.get(index)) for index, pieces in enumerate(merged))
 
-    def _checked(self, parts: Sequence[_Part], shares: Sequence[_Share | None]) -> list[_Share]:
-        """Return what each rank has tokenized, of the same documents on all.
-
-        Raises:
-            StoppedReading: a rank has stopped.
-            UserError: only some ranks cannot read on, or their files differ.
-        """
-        read = [share for share in shares if share is not None]
-        if len(read) < len(shares):
-            raise StoppedReading
-        if len({share.position for share in read}) == 1:
-            return read
-        for rank, share in enumerate(read):
-            if share.failure is not None:
-                share.failure.is_elsewhere = rank != self._exchange.rank
-                raise share.failure
-        names = [str(part.placed.document.file) for part in parts if part.placed is not None]
-        problem = "ranks have read other documents from it, or from a file near it"
-        hint = "every node must see the same files: a copy on the node's own disk may be outdated"
-        raise DataError(names[0] if names else "--data", problem, hint, code="data.differs-between-ranks")
+def _merge(parts: Sequence[_Part], shares: Sequence[_Share]) -> Iterator[Pieces]:
+    """Return the pieces of each part, whichever rank has tokenized it."""
+    merged: list[list[tuple[int, TokenIds]]] = [[] for _ in parts]
+    errors: dict[int, UserError] = {}
+    for share in shares:
+        begin = 0
+        for index, offset, num_ids in share.pieces:
+            merged[index].append((offset, share.ids[begin : begin + num_ids]))
+            begin += num_ids
+        errors |= share.errors
+    return (_raising(pieces, errors.get(index)) for index, pieces in enumerate(merged))
 
 
 class _Source:
@@ -185,7 +226,7 @@ class _Source:
             for number, placed in enumerate(self._documents):
                 if placed is None:
                     yield _Part(number=number)
-                elif placed.document.nbytes <= _SHORT_NBYTES:
+                elif placed.document.nbytes <= _SHORT_NBYTES and not placed.document.is_file:
                     yield _Part(number=number, placed=placed, text=placed.document)
                 else:
                     yield from self._pieces(number, placed)
@@ -194,7 +235,7 @@ class _Source:
 
     def _pieces(self, number: int, placed: PlacedDocument) -> Iterator[_Part]:
         document = placed.document
-        pieces, error = iter(document.pieces), None
+        pieces, error = document.pieces, None
         while error is None and number >= self.num_passed:
             piece: tuple[tuple[int, Piece], ...] = ()
             try:
@@ -203,7 +244,8 @@ class _Source:
                 return
             except UserError as caught:
                 error = caught
-            text = replace(document, nbytes=sum(len(more) for _, more in piece), pieces=_raising(piece, error))
+            nbytes = sum(len(more) for _, more in piece)
+            text = replace(document, nbytes=nbytes, read=partial(_raising, piece, error))
             yield _Part(number=number, placed=placed, text=text)
 
 

@@ -15,8 +15,9 @@ from manifests.optimizer_state import GroupNumbers
 from manifests.schema import TieGroup
 from runner.config.schema import OptimOptions
 from runner.config.trained import Trains
+from runner.data.packing import Sample
 from runner.data.rows import IGNORED, RowForm
-from runner.data.sequences import Batch, Sample, build_batch
+from runner.data.sequences import Batch, build_batch
 from runner.pipeline.heads import of_evaluation
 from runner.pipeline.losses import Loss
 from runner.proof.balance import Balance, Routing, route

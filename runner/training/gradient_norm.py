@@ -21,7 +21,7 @@ from runner.training.ties import Tie
 
 _HEAD = 5  # a row's numbers before the times and the squares
 _CURE = "try a lower --lr, a longer --warmup-steps or --dtype fp32"
-_CPU_PART = 1 << 18  # elements of a longer tensor: of those, torch makes a copy in float64 at a time
+_CPU_PART = 1 << 20  # elements of a longer tensor: of those, torch makes a copy in float64 at a time
 Number = float | torch.Tensor  # on the host, or () on the device
 
 

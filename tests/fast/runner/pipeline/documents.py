@@ -12,7 +12,8 @@ import transformers
 from manifests.models.catalogue import entry_of
 from manifests.placement import Placement
 from runner.config.schema import BatchOptions
-from runner.data.sequences import Batch, Sample, build_batch
+from runner.data.packing import Sample
+from runner.data.sequences import Batch, build_batch
 from runner.models.generic import Generic
 from runner.pipeline.chunk import StageChunk
 from runner.pipeline.schedule import build_schedule

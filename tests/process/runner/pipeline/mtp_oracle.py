@@ -23,7 +23,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderL
 from manifests.models import ModelShape, StoredTensors, model_shape
 from manifests.placement import Placement
 from runner.config.schema import BatchOptions
-from runner.data.sequences import Batch, Sample, build_batch
+from runner.data.packing import Sample
+from runner.data.sequences import Batch, build_batch
 from tests.fast.manifests.models.built import read_config
 from tests.fast.manifests.models.catalogued import config_of as tiny_config
 from tests.fast.runner.tiny import padded_batch
