@@ -14,6 +14,7 @@ from manifests.invariants import check_manifest, check_model, problems
 from manifests.models import ModelShape
 from manifests.paths import problem_with_path
 from manifests.schema import (
+    AlgorithmOption,
     Layout,
     Manifest,
     OptimizerState,
@@ -247,7 +248,20 @@ def test_a_broken_invariant_of_training_state_is_refused_with_its_path(
     wording(str(error))
 
 
+@pytest.mark.parametrize("value", ["[" * 200_000, "0.9.5"])
+def test_option_of_an_optimizer_that_is_not_json_is_refused(value: str) -> None:
+    options = (AlgorithmOption(name="momentum", value=value),)
+    assert [place for place, _ in problems(with_first_group(options=options))] == [
+        "training.optimizer.groups[0].options"
+    ]
+
+
 @pytest.mark.parametrize("manifest", [with_training(optimizer=None), replace(TRAINED, training=None)])
 def test_optimizer_state_without_an_optimizer_is_refused_shard_by_shard(manifest: Manifest) -> None:
     found = [place for place, _ in problems(manifest)]
     assert found == [f"stages[{stage}].shards[{shard}].holds" for stage in (0, 1, 3) for shard in (1, 2)]
+
+
+def test_optimizer_without_its_state_is_refused() -> None:
+    found = [place for place, _ in problems(replace(TRAINED, stages=full_manifest().stages))]
+    assert found == ["training.optimizer"] * 2

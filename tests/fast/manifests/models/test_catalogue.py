@@ -103,6 +103,12 @@ def family(folder: Path) -> Any:
     return family_for(json.loads((folder / "config.json").read_text()), max_seq_len=16)
 
 
+def test_layers_that_are_missing_in_the_middle_are_named() -> None:
+    config, stored = stored_by("Olmo3ForCausalLM")
+    gone = [name for name in stored.tensors if name.startswith("model.layers.2.")]
+    assert refusal(config, without(stored, *gone)) == "source.missing-tensor"
+
+
 def test_layers_and_tensors_that_the_config_does_not_have_are_refused() -> None:
     config, stored = stored_by("Glm4MoeForCausalLM")
     more = {name.replace("layers.3.", "layers.4."): size for name, size in stored.tensors.items()}
@@ -112,6 +118,12 @@ def test_layers_and_tensors_that_the_config_does_not_have_are_refused() -> None:
     assert shape.optional == {"model.layers.4"}
     for odd in ("model.layers.0.mlp.other.weight", "model.other.weight", "other.weight", "lm_head.bias"):
         assert refusal(config, replace(stored, tensors={**stored.tensors, odd: (1,)})) == "source.unknown-tensor"
+
+
+def test_index_of_another_model_is_refused() -> None:
+    config, _ = stored_by("Olmo3ForCausalLM")
+    _, other = stored_by("BloomForCausalLM")
+    assert refusal(config, other) == "source.missing-tensor"
 
 
 def test_config_fields_that_add_tensors_are_followed() -> None:

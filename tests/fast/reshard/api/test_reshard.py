@@ -120,6 +120,14 @@ def test_missing_optimizer_state_and_stages_are_refused(model: Path, tmp_path: P
         assert refused_stage.value.code == "options.unknown-stage"
 
 
+@pytest.mark.parametrize("place", [None, 3, ["pp2"]])
+def test_what_is_no_path_is_refused(place: Any) -> None:
+    for call in (reshard.open, reshard.verify):
+        with pytest.raises(reshard.UsageError) as refused:
+            call(place)
+        assert refused.value.code == "options.invalid-value"
+
+
 def test_damage_is_refused_when_a_stage_is_read_and_reported_by_verify(model: Path, tmp_path: Path) -> None:
     reshard.pack(model, tmp_path / "out", "pp=2")
     packed = reshard.open(tmp_path / "out")

@@ -26,6 +26,7 @@ from tests.builders import (
     llama_config,
     pack,
     random_tensors,
+    read_safetensors,
     reshard,
     write_model,
 )
@@ -284,6 +285,16 @@ def test_gpt2_under_its_old_names_has_no_problem(tmp_path: Path) -> None:
     save_decoder(tmp_path / "model", "tiny-gpt2", tie_word_embeddings=True)
     name_as_openai_did(tmp_path / "model")
     assert problems(tmp_path / "model", "--values") == []
+
+
+def test_tensor_under_its_old_and_its_new_name_is_there_twice(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    save_decoder(folder, "tiny-gpt2", tie_word_embeddings=True)
+    (path,) = folder.glob("*.safetensors")
+    tensors = read_safetensors(path.read_bytes())
+    tensors["wte.weight"] = tensors["transformer.wte.weight"]
+    write_shard(path, tensors, metadata={"format": "pt"})
+    assert problems(folder) == [("check.tensor-twice", path.name)]
 
 
 def test_other_checkpoint_of_the_same_model_has_no_problem_and_another_one_has(folder: Path, tmp_path: Path) -> None:

@@ -126,6 +126,15 @@ def test_each_difference_is_named_with_its_kind(tmp_path: Path) -> None:
     assert (ended.json["equal"], ended.json["num_equal"], ended.json["num_moved"]) == (False, 115, 0)
 
 
+def test_folder_without_digests_is_read_and_has_no_optimizer_state(
+    tmp_path: Path, wording: Callable[[str], None]
+) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    ended = reshard("diff", tmp_path / "source", trained)
+    assert ended.code == 4
+    wording(ended.out)
+
+
 @pytest.mark.parametrize("dtype", ["F64", "F32", "BF16", "F16"])
 def test_norm_of_a_difference_is_numpys(dtype: str, tmp_path: Path) -> None:
     config = llama_config(hidden_size=256, intermediate_size=640, num_hidden_layers=1)  # more than a block
@@ -165,6 +174,18 @@ def test_values_that_are_not_finite_are_said_and_the_report_stays_json(value: by
     ended = reshard("diff", trained, other, "--norms", "--json")
     (one,) = json.loads(ended.out, parse_constant=pytest.fail)["differences"]
     assert (one["problem"], one["norm"]) == ("bytes differ, and not all values are finite", None)
+
+
+def test_verify_against_the_parent_compares_optimizer_state_too(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    other = pack(trained, tmp_path / "other", "pp=4")
+    assert reshard("verify", other, "--against", trained).code == 0
+    moments = read_moments(other, 3, "exp_avg_sq")
+    write_moments(other, 3, "exp_avg_sq", {**moments, HEAD: replace(moments[HEAD], data=bytes(4 * 40 * 16))})
+    ended = reshard("verify", other, "--against", trained)
+    assert ended.code == 4
+    assert f"{other}/stage-003/exp_avg_sq/model.safetensors: '{HEAD}': expected blake3:" in ended.out
+    assert reshard("verify", other, "--against", tmp_path / "source").code == 0
 
 
 def test_norms_are_given_unless_they_are_not_wanted(tmp_path: Path) -> None:

@@ -140,6 +140,14 @@ def test_file_that_is_no_signature_is_refused(text: str, out: Path) -> None:
     assert verify(out) == (4, "signature.invalid")
 
 
+def test_signature_of_another_checkpoint_is_refused(out: Path) -> None:
+    other = out.with_name("other")
+    pack(out, other, "pp=4")
+    assert verify(other) == (4, "signature.missing")
+    (other / "manifest.sig").write_bytes((out / "manifest.sig").read_bytes())
+    assert verify(other) == (4, "signature.other-manifest")
+
+
 def test_signing_again_needs_force_and_files_of_others_are_kept(out: Path) -> None:
     before = (out / "manifest.sig").read_bytes()
     again = ("sign", out, "--key", out.parent / "two.pem", "--json")

@@ -41,6 +41,10 @@ def test_quota_of_version_1(cgroups: Path) -> None:
     assert usable_cores(cgroups, cgroups / "cgroup") == 4
 
 
+def test_without_cgroups_affinity_counts(cgroups: Path) -> None:
+    assert usable_cores(cgroups, cgroups / "absent") == 48
+
+
 @pytest.mark.parametrize(
     ("sizes", "asked", "memory_mib", "expected"),
     [

@@ -103,6 +103,18 @@ def test_pack_prints_the_size_of_what_stays_in_the_source(out: Path) -> None:
     }
 
 
+def test_inspect_and_plan_read_virtual_bundles(out: Path) -> None:
+    copies = out.parent / "copies"
+    run("pack", out, "--out", copies)
+    text = run("inspect", out)
+    assert f"virtual: stages 0-1 reference 3 files in {out.parent}/source\n" in text
+    rows, expected = (json.loads(run("inspect", place, "--tensors", "--json"))["tensors"] for place in (out, copies))
+    for row in expected:
+        row["blake3"] = None
+    assert sorted(rows, key=str) == sorted(expected, key=str)
+    assert run("plan", out, "--json") == run("plan", out.parent / "source", "--layout", "pp=2", "--json")
+
+
 def grow(file: Path) -> None:
     file.write_bytes(file.read_bytes() + b"x")
 

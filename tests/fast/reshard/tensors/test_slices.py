@@ -126,6 +126,20 @@ def test_diff_compares_the_values_of_tensors_that_are_sliced_differently(
     assert [(one["holds"], one["fqn"]) for one in ended.json["differences"]] == [("exp_avg", UP)]
 
 
+def test_inspect_shows_the_offsets_of_slices(tmp_path: Path) -> None:
+    sliced, _ = sliced_and_whole(tmp_path, "columns")
+    lines = [line.split() for line in reshard("inspect", sliced, "--tensors").out.splitlines() if UP in line]
+    assert [" ".join(line[2:-1]) for line in lines] == [
+        "F32 [24, 8] at [0, 0] of [24, 16]",
+        "F32 [24, 8] at [0, 8] of [24, 16]",
+    ]
+    stored = [one for one in reshard("inspect", sliced, "--tensors", "--json").json["tensors"] if one["fqn"] == UP]
+    assert [(one["shape"], one["offset"], one["whole_shape"]) for one in stored] == [
+        ([24, 8], [0, 0], [24, 16]),
+        ([24, 8], [0, 8], [24, 16]),
+    ]
+
+
 def without_one(shards: Shards) -> None:
     del shards[1][UP]
 
