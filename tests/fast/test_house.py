@@ -132,7 +132,7 @@ def test_import_brings_in_neither_torch_nor_other_heavy_packages(module: str) ->
 @pytest.mark.parametrize("command", ["reshard", "runner"])
 def test_help_costs_little_more_than_importing_click(command: str) -> None:
     click_s, help_s = [], []
-    for _ in range(5):
+    for _ in range(3):
         click_s.append(_processor_s("import click"))
         help_s.append(_processor_s(f"from {command}.cli import main; main()", "--help"))
     assert min(help_s) < MAX_HELP * min(click_s), (help_s, click_s)
@@ -142,8 +142,12 @@ def test_every_verb_of_the_runner_is_found_where_its_list_says() -> None:
     listed = run_python("from runner.cli import main; main()", "--help").partition("Commands:\n")[2]
     verbs = [line.split()[0] for line in listed.splitlines()]
     assert verbs == ["launch", "status", "list", "logs", "cancel", "measure", "report", "eval", "prove", "completion"]
-    for verb in verbs:
-        assert f"Usage: runner {verb} " in run_python("from runner.cli import main; main()", verb, "--help")
+    shown = run_python(
+        "import sys\nfrom contextlib import suppress\nfrom runner.cli import main\n"
+        "for verb in sys.argv[1:]:\n    sys.argv[1:] = [verb, '--help']\n    with suppress(SystemExit): main()",
+        *verbs,
+    )
+    assert [verb for verb in verbs if f"Usage: runner {verb} " not in shown] == []
 
 
 def _processor_s(code: str, *args: str) -> float:

@@ -199,14 +199,9 @@ def asked(program: str, *words: str) -> list[str]:
     ("program", "words", "answers"),
     [
         ("reshard", ("ver",), ["plain,verify"]),
-        ("reshard", ("plan", "x", "--master-d"), ["plain,--master-dtype"]),
         ("reshard", ("export", "x", "--to", "d"), ["plain,dcp", "plain,deepspeed"]),
-        ("reshard", ("pack", "x", "--model", "mod"), ["file,mod"]),
-        ("runner", ("launch", "--sched"), ["plain,--scheduler"]),
         ("runner", ("launch", "--scheduler", "s"), ["plain,slurm"]),
-        ("runner", ("launch", "--job", "j"), ["file,j"]),
         ("runner", ("launch", "x", "--", "--global"), ["plain,--global-batch"]),
-        ("runner", ("launch", "x", "--", "--quiet", "--loading", "r"), ["plain,rows"]),
         ("runner", ("launch", "x", "--", "--data", "t"), ["file,t"]),
     ],
 )

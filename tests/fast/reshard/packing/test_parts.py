@@ -217,8 +217,16 @@ def test_shards_of_another_pack_are_not_committed(source: Path, tmp_path: Path) 
     assert not out.exists()
 
 
-@pytest.mark.parametrize("is_there", [False, True], ids=["new", "replaced"])
-@pytest.mark.parametrize("call", ["rename", "unlink", "rmdir"])
+@pytest.mark.parametrize(
+    ("call", "is_there"),
+    [
+        ("rename", False),
+        ("rename", True),
+        ("unlink", True),
+        pytest.param("unlink", False, marks=pytest.mark.slow),
+        *(pytest.param("rmdir", is_there, marks=pytest.mark.slow) for is_there in (False, True)),
+    ],
+)
 def test_commit_that_was_killed_at_any_change_is_finished_by_a_commit(
     call: str, is_there: bool, source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -275,7 +283,7 @@ def test_parts_and_commit_killed_at_any_time_and_run_again_have_the_same_bytes(
 
 def test_commits_at_once_publish_the_parts_once(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     """Copies of this process: a commit finds the parts, those that another one has moved, or the output."""
-    for number in range(12):
+    for number in range(5):
         out = tmp_path / str(number) / "out"
         for part in ("1/2", "2/2"):
             assert pack_part(source, out, part).code == 0

@@ -81,8 +81,14 @@ def test_slices_longer_than_a_block_are_merged(cut: str, shape: tuple[int, int],
     assert pieces_of(merged) == (tuple(slices) if are_ranges else (merged,))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    ("cut", "tied"),
+    [
+        pytest.param(cut, tied, marks=() if tied == (number % 2 == 0) else pytest.mark.slow)
+        for number, cut in enumerate(CUTS)
+        for tied in (False, True)
+    ],
+)
 def test_merged_slices_are_the_whole_checkpoint(cut: str, tied: bool, tmp_path: Path) -> None:
     sliced, whole = sliced_and_whole(tmp_path, cut, tie_word_embeddings=tied)
     assert reshard("verify", sliced).code == 0, reshard("verify", sliced).out

@@ -85,7 +85,7 @@ def test_each_module_has_its_own_time(
         ("Olmo3ForCausalLM", set()),
         ("BioGptForCausalLM", {"biogpt.embed_positions"}),
         # its layers take more than the hidden state
-        ("DeepseekV4ForCausalLM", {"model.norm", "head"}),
+        pytest.param("DeepseekV4ForCausalLM", {"model.norm", "head"}, marks=pytest.mark.slow),
     ],
 )
 def test_modules_of_the_catalogue_are_measured(architecture: str, with_others: set[str], tmp_path: Path) -> None:

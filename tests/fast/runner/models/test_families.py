@@ -107,6 +107,7 @@ def test_import_brings_in_no_more_than_needed(module: str, absent: str) -> None:
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_model_on_torchtitans_modules_imports_neither_transformers_nor_inductor() -> None:
     script = "import json, sys, runner.models; runner.models.family_for(json.loads(sys.argv[1]), max_seq_len=8); "
     script += "sys.exit(str({'transformers', 'torch._inductor.compile_fx'} & set(sys.modules) or ''))"

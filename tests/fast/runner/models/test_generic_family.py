@@ -118,9 +118,9 @@ def test_a_loss_that_stages_would_leave_out_is_refused(architecture: str) -> Non
 
 HANDING_ON = (
     ("Gemma4ForCausalLM", {"num_kv_shared_layers": 2}),
-    ("Gemma3nForCausalLM", {"num_kv_shared_layers": 2}),
+    pytest.param("Gemma3nForCausalLM", {"num_kv_shared_layers": 2}, marks=SLOW),
     ("GlmMoeDsaForCausalLM", {"indexer_types": ["full", "shared", "shared", "full"]}),
-    ("DeepseekV4ForCausalLM", {"tie_word_embeddings": True}),
+    pytest.param("DeepseekV4ForCausalLM", {"tie_word_embeddings": True}, marks=SLOW),
 )
 
 

@@ -38,7 +38,13 @@ DEPENDENT: tuple[Variant, ...] = (
 )
 
 
-@pytest.mark.parametrize("variant", DEPENDENT, ids=variant_ids(DEPENDENT))
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(variant, id=name, marks=() if number in (0, 1, 3, 6) else pytest.mark.slow)
+        for number, (variant, name) in enumerate(zip(DEPENDENT, variant_ids(DEPENDENT), strict=True))
+    ],
+)
 @torch.no_grad()
 def test_logits_are_those_of_the_tokens_alone_whatever_fills_up_and_came_before(
     variant: Variant, tmp_path: Path

@@ -230,6 +230,7 @@ assert sum(parameter.numel() for chunk in chunks for parameter in chunk.paramete
 """
 
 
+@pytest.mark.slow  # what it has is in the test of true models above
 def test_rank_of_deepseek_v3_is_built_in_few_steps_a_module_and_300_mb() -> None:
     done = subprocess.run([sys.executable, "-c", DEEPSEEK], timeout=120, capture_output=True, text=True, check=True)
     num_steps, num_modules, grown_kib = map(int, done.stdout.split())

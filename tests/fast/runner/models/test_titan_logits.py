@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fast.runner.models.decoders import Variant, variant_ids
+from tests.fast.runner.models.decoders import Variant
 from tests.fast.runner.models.titans import (
-    TITANS,
+    TITAN_CASES,
     batch_of,
     chunks_of,
     forward,
@@ -22,7 +22,7 @@ from tests.fast.runner.models.titans import (
 )
 
 
-@pytest.mark.parametrize("variant", TITANS, ids=variant_ids(TITANS))
+@pytest.mark.parametrize("variant", TITAN_CASES)
 def test_logits_and_gradients_are_those_of_transformers_and_cutting_changes_no_bit(
     variant: Variant, tmp_path: Path
 ) -> None:

@@ -14,9 +14,9 @@ from runner.models import family_for
 from runner.models.generic import Generic
 from runner.pipeline.chunk import hf_constants
 from tests.fast.manifests.models.built import read_config
-from tests.fast.runner.models.decoders import SEQ_LEN, Variant, variant_ids
+from tests.fast.runner.models.decoders import SEQ_LEN, Variant
 from tests.fast.runner.models.titans import (
-    TITANS,
+    TITAN_CASES,
     batch_of,
     chunks_of,
     forward,
@@ -28,7 +28,7 @@ from tests.fast.runner.models.titans import (
 )
 
 
-@pytest.mark.parametrize("variant", TITANS, ids=variant_ids(TITANS))
+@pytest.mark.parametrize("variant", TITAN_CASES)
 def test_logits_and_gradients_are_bitwise_those_of_transformers_however_it_is_cut(
     variant: Variant, tmp_path: Path
 ) -> None:

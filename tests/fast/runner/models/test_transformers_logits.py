@@ -54,7 +54,19 @@ def loss_of(logits: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.flatten(0, 1), BATCH.labels.flatten(), ignore_index=IGNORED)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=variant_ids(VARIANTS))
+# Each decoder is compared with its head tied; as it is, and with these fields, among the slow tests.
+OF_SLOW_TESTS = {
+    "rope_scaling", "num_ln_in_parallel_attn", "_remove_final_layer_norm", "enable_bias", "qk_layernorm",
+}  # fmt: skip
+CASES = [
+    pytest.param(
+        variant, id=name, marks=() if variant[1] and OF_SLOW_TESTS.isdisjoint(variant[1]) else pytest.mark.slow
+    )
+    for variant, name in zip(VARIANTS, variant_ids(VARIANTS), strict=True)
+]
+
+
+@pytest.mark.parametrize("variant", CASES)
 def test_logits_and_gradients_are_those_of_transformers_however_it_is_cut(variant: Variant, tmp_path: Path) -> None:
     name, changes = variant
     save_decoder(tmp_path, name, **changes)

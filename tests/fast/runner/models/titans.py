@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -18,7 +19,7 @@ from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_pieces
 from tests.fast.manifests.models.built import build, perturb
 from tests.fast.manifests.models.built import read_config as tiny_config
-from tests.fast.runner.models.decoders import SEQ_LEN, Variant, fill_pieces
+from tests.fast.runner.models.decoders import SEQ_LEN, Variant, fill_pieces, variant_ids
 from tests.fast.runner.tiny import EMBEDDING, HEAD, padded_batch, read_config, split_evenly
 
 NOTHING: Mapping[str, object] = MappingProxyType({})
@@ -45,6 +46,11 @@ TITANS: tuple[Variant, ...] = (
     ("tiny-llama", {"rope_scaling": LLAMA_3, "head_dim": 32, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     ("tiny-llama", {"rope_theta": 500.0, "head_dim": 10, "num_key_value_heads": 4}),
 )
+# Those with fields that others have as well are compared among the slow tests.
+TITAN_CASES = [
+    pytest.param(variant, id=name, marks=pytest.mark.slow if row in (0, 1, 4, 6, 9, 13, 15) else ())
+    for row, (variant, name) in enumerate(zip(TITANS, variant_ids(TITANS), strict=True))
+]
 
 
 def save_titan(folder: Path, name: str, **changes: Any) -> None:

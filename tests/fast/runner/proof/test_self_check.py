@@ -89,7 +89,10 @@ def test_buffers_that_transformers_keeps_in_float32_are_not_rounded(twin: Callab
     check(twin("rounds"), 3, run=RunOptions(compute=ComputeOptions(dtype="bf16")))
 
 
-@pytest.mark.parametrize(("name", "master"), [("Ernie4_5_MoeForCausalLM", "fp32"), ("BeamForCausalLM", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "master"),
+    [("Ernie4_5_MoeForCausalLM", "fp32"), pytest.param("BeamForCausalLM", "bf16", marks=pytest.mark.slow)],
+)
 def test_a_parameter_that_transformers_keeps_in_float32_is_not_rounded(
     name: str, master: Dtype, monkeypatch: pytest.MonkeyPatch, wording: Callable[[str], None]
 ) -> None:
@@ -105,6 +108,7 @@ def test_a_parameter_that_transformers_keeps_in_float32_is_not_rounded(
         wording(str(caught.value))
 
 
+@pytest.mark.slow  # test_generic_steps.py has its gradients
 def test_gemma_3n_whose_layers_change_results_in_place_is_recomputed_right() -> None:
     config = config_of("Gemma3nForCausalLM")
     family = family_for({**config.to_dict(), "architectures": ["Gemma3nForCausalLM"]}, max_seq_len=8)
@@ -114,7 +118,12 @@ def test_gemma_3n_whose_layers_change_results_in_place_is_recomputed_right() -> 
 
 # Layers that hand on float32, logits in float32, and buffers that transformers makes in the model's dtype.
 @pytest.mark.parametrize(
-    "name", ["MambaForCausalLM", "NemotronHForCausalLM", "OpenAIGPTLMHeadModel", "XGLMForCausalLM"]
+    "name",
+    [
+        "MambaForCausalLM",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("NemotronHForCausalLM", "XGLMForCausalLM")),
+        "OpenAIGPTLMHeadModel",
+    ],
 )
 def test_models_that_compute_in_two_dtypes_pass_in_bfloat16(name: str) -> None:
     family = family_for({**config_of(name).to_dict(), "architectures": [name]}, max_seq_len=8)

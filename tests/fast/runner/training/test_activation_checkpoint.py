@@ -5,11 +5,9 @@ The catalogue's architectures are in test_generic_steps.py.
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +34,11 @@ from tests.fast.runner.models.titans import (
     save_titan,
     worst,
 )
+from tests.fast.runner.training.test_compute import peak_nbytes_of
 
 NUM_MICROBATCHES = 3
 PARTS: Sequence[Recompute] = ("full", "selective", 2)
+EACH_OR_PARTS = ("full", "selective", pytest.param(2, marks=pytest.mark.slow))  # 2: as "full", of each second layer
 FEW = (
     ("tiny-mixtral", "transformers", "selective"),
     ("tiny-qwen3-moe norm_topk_prob=True use_sliding_window=True sliding_window=16", "transformers", "selective"),
@@ -112,7 +112,7 @@ def without_autograd(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     return result.tanh()
 
 
-@pytest.mark.parametrize("recompute", PARTS)
+@pytest.mark.parametrize("recompute", EACH_OR_PARTS)
 @pytest.mark.parametrize("change", [product_plus, slice_times, list_plus, shares_of_topk, without_autograd])
 def test_a_result_that_a_layer_changes_in_place_is_recomputed_as_it_was(
     change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], recompute: Recompute, llama: Path
@@ -223,14 +223,8 @@ def test_layers_run_twice_for_a_microbatch_with_dropout_too(
 
 def test_a_backward_in_two_parts_frees_what_it_recomputed(tmp_path: Path) -> None:
     save_titan(tmp_path, "tiny-llama", num_hidden_layers=8)
-    peaks = []
     parts: Sequence[Recompute] = ("none", "full")
-    for recompute in parts:
-        gc.collect()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            middle_stage(tmp_path, recompute, is_split=True)
-        events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-        peaks.append(max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))))
+    peaks = [peak_nbytes_of(partial(middle_stage, tmp_path, part, is_split=True)) for part in parts]
     assert peaks[1] < 0.7 * peaks[0]
 
 

@@ -80,14 +80,21 @@ def train(folder: Path, options: ComputeOptions, num_stages: int = 1) -> tuple[f
     return loss.item(), gradients_of(chunks)
 
 
-def peak_nbytes(folder: Path, options: ComputeOptions) -> int:
-    """Give the most memory that torch's allocator gave out at a time during a forward and backward."""
-    _, schedule = build(folder, options)
-    gc.collect()  # what earlier tests left would be freed, and subtracted, meanwhile
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        schedule.train(padded_batch(0, size=4))
+def peak_nbytes_of(work: Callable[[], object]) -> int:
+    """Return the most memory that torch's allocator gave out at a time meanwhile."""
+    gc.disable()  # what earlier tests left would be freed, and subtracted
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            work()
+    finally:
+        gc.enable()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def peak_nbytes(folder: Path, options: ComputeOptions) -> int:
+    _, schedule = build(folder, options)
+    return peak_nbytes_of(lambda: schedule.train(padded_batch(0, size=4)))
 
 
 @pytest.fixture(scope="module")
