@@ -226,3 +226,10 @@ def test_module_that_fsdp_shards_is_filled_and_computes_the_same(model: Path, pa
     with torch.no_grad():
         found, expected = (each.model(TOKENS, use_cache=False).last_hidden_state for each in (stage, plain))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("modules", [None, 3, [], [None]])
+def test_what_is_no_module_is_refused(packed: Path, modules: Any) -> None:
+    with pytest.raises(reshard.UsageError) as refused:
+        runner.load_stages(packed, 0, modules)
+    assert (refused.value.where, refused.value.code) == ("model", "options.invalid-value")

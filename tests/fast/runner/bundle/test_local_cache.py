@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -15,10 +16,11 @@ import pytest
 
 from manifests.command.sizes import show_bytes
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, ShardError, UserError
+from manifests.errors import InputError, ShardError, UnreachableError, UserError
 from manifests.schema import MOMENTS, WEIGHTS, Manifest, Shard
 from runner.bundle.cache_folder import CacheFolder, check_cacheable, node_folder, shards_of
 from runner.bundle.packed import fetch, opened
+from runner.rundir.exit_report import code_of
 from stores.local import LocalFolder
 from stores.open import open_manifest
 from tests.builders import files_in, flip, llama_config, pack, weights_path, write_model
@@ -167,6 +169,28 @@ def test_full_disk_is_refused_before_copying(
     assert f" {show_bytes(needed)} more" in error.value.problem
     assert f" {old.name} (4.00 KiB)" in error.value.hint
     folder.check_room(shards[:1])  # it is cached already
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, 5), (errno.ESTALE, 5), (errno.ENOSPC, 3), (errno.EROFS, 3)])
+def test_disk_that_fails_ends_a_job_as_a_lost_rank_does_unless_it_is_full(
+    trained: Path, folder: CacheFolder, monkeypatch: pytest.MonkeyPatch, number: int, code: int,
+    wording: Callable[[str], None],
+) -> None:  # fmt: skip
+    def replace(source: Path, target: Path) -> None:
+        raise OSError(number, os.strerror(number), str(target))
+
+    monkeypatch.setattr(os, "replace", replace)
+    shard = shard_of(trained)
+    with pytest.raises(UserError) as shards:
+        ensure(folder, trained, shard)
+    if code == 3:
+        wording(shards.value.hint)
+    with pytest.raises(UserError) as small:
+        fetch(open_manifest(trained), folder.path)
+    assert (shards.value.code, small.value.code) == ("store.cache-unwritable", "output.unwritable")
+    assert (code_of(shards.value), code_of(small.value)) == (code, code)
+    # With an InputError, a run would skip the checkpoint for an older one.
+    assert type(shards.value) is (UnreachableError if code == 5 else UserError)
 
 
 def test_link_that_leads_out_of_the_folder_is_not_followed(trained: Path, folder: CacheFolder, tmp_path: Path) -> None:

@@ -123,3 +123,10 @@ def test_rank_that_finds_other_files_than_rank_0_is_refused_by_the_source(place:
     with pytest.raises(InputError) as error:
         check_alike(options(*asked).data, find(*asked), on_rank_0)
     assert (error.value.where, error.value.code) == ("--data more.txt", "data.differs-between-ranks")
+
+
+def test_rank_that_cuts_the_same_files_otherwise_than_rank_0_is_refused() -> None:
+    asked = ("--data", "text.txt")
+    with pytest.raises(InputError) as error:
+        check_alike(options(*asked).data, find(*asked, tokenizer="blake3:another"), find(*asked))
+    assert (error.value.where, error.value.code) == ("--data", "data.differs-between-ranks")

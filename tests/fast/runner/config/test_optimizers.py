@@ -305,6 +305,12 @@ def test_flags_do_not_override_groups_without_decay_of_other_parameters() -> Non
     assert planned("--weight-decay", "0.5", stored=plain) == ()
 
 
+def test_options_that_optimizer_changes_on_resume_are_noted() -> None:
+    stored = plan_of("--optimizer", "muon", "--weight-decay", "0.5")
+    assert len(planned("--optimizer", "muon", stored=stored)) == 1 + len(stored.groups)
+    assert len(planned("--optimizer", "muon", "--weight-decay", "0.5", stored=stored)) == len(stored.groups)
+
+
 def test_biases_of_stacked_experts_are_no_hidden_matrices() -> None:
     tensors = {"layers.0.experts.up_proj": (4, 8, 6), "layers.0.experts.up_proj_bias": (4, 8)}
     assert hidden_matrices({"layers.0": tensors}, tensors) == {"layers.0.experts.up_proj"}

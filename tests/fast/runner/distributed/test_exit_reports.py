@@ -32,6 +32,7 @@ from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
 from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, code_of, read_report, read_reports, report_exit
 from runner.rundir.heartbeat import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
 from runner.tensors.local_shard import whole_pieces
+from stores.folders.publish import publishing
 from tests.fast.runner.tiny import write_shard
 
 LOST = ExitReport(kind="lost", code=5, where="rank 1, stage 1, node n", problem="closed", error_code="rank.lost")
@@ -115,6 +116,10 @@ def test_without_a_suspect_among_heartbeats_the_first_report_is_the_cause(tmp_pa
     assert cause_of(failures, beats) == (5, "rank 1, stage 1, node n", "rank.stuck")
 
 
+def test_ranks_that_stopped_as_requested_have_no_cause(tmp_path: Path) -> None:
+    assert cause_of({0: failure(tmp_path, 130), 1: failure(tmp_path, -15, time_s=NOW + 1)}) is None
+
+
 def test_errors_at_a_stop_are_the_cause_and_lost_ranks_only_if_a_checkpoint_was_due() -> None:
     followed = replace(OWN, is_elsewhere=True)
     assert find_cause_at_stop((LOST, followed, OWN), is_unsaved=False) == OWN
@@ -191,6 +196,25 @@ def test_disk_that_fails_ends_a_job_as_a_lost_rank_does_and_a_file_that_is_not_t
     assert isinstance(said, UnreachableError) == (code == 5)
     found = unreachable(met)
     assert ((found.where, found.hint) if found else None) == (("shard", said.hint) if code == 5 else None)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EROFS])
+def test_disk_that_does_not_take_a_shard_ends_a_job_as_a_lost_rank_does_unless_it_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(InputError) as shard:
+        write_shard(whole_pieces({"w": torch.zeros(2)}), tmp_path, "shard")
+    with (
+        pytest.raises(InputError) as folder,
+        publishing(tmp_path / "out", force=False, find_owned=lambda _: None),
+    ):
+        fsync(0)
+    assert shard.value.where == str(tmp_path / "shard")
+    assert {code_of(shard.value), code_of(folder.value)} == {5 if number in (errno.EIO, errno.ESTALE) else 3}
 
 
 def test_large_tensor_is_written_in_parts_and_whoever_waits_hears_of_each(
@@ -275,6 +299,14 @@ def test_log_on_a_full_disk_ends_no_run(tmp_path: Path, capfd: pytest.CaptureFix
     with contextlib.suppress(OSError):  # which logging.shutdown catches
         logging.getLogger("runner.progress").handlers[-1].close()
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.usefixtures("loggers")
+def test_log_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(InputError) as refused:
+        log_to_file(tmp_path / "file" / "log", 0)
+    assert (refused.value.where, refused.value.code) == (f"{tmp_path}/file/log", "output.unwritable")
 
 
 def test_heartbeats_are_read_back_by_rank_and_old_ones_are_not(tmp_path: Path) -> None:

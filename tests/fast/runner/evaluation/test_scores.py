@@ -132,6 +132,12 @@ def test_flags_that_do_not_go_together_are_refused(flags: tuple[str, ...], code:
     assert caught.value.code == code
 
 
+def test_more_logits_than_the_vocabulary_has_are_refused(place: Path, world: World, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as error:
+        score(place, tmp_path / "scores.parquet", world, "--top-k", "999")
+    assert (error.value.where, error.value.code) == ("rank 0: --top-k", "options.scores")
+
+
 def test_disk_that_fills_while_scores_are_written_is_an_error_of_the_file(
     place: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from manifests.errors import UsageError
 from runner.cli import main
+from runner.config.schema import DataOptions
 from runner.evaluation.options import parse_eval
 from tests.fast.trained import write_trained
 
@@ -38,6 +39,21 @@ def test_ranks_get_the_flags_as_they_were_written(
     options = parse_eval(command[command.index("runner.evaluation.evaluate") + 1 :])
     assert (options.data.sources, options.seq_len, options.dtype) == (("two words.txt",), 3, "bf16")
     assert options.manifest == packed
+
+
+def test_two_dashes_before_the_flags_mean_nothing(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--data", "a.txt", "--no-packing", "--dry-run"]
+    with_dashes = run(["eval", packed, "--", *flags], monkeypatch, capsys)
+    assert with_dashes == run(["eval", packed, *flags], monkeypatch, capsys)
+    assert parse_eval([str(packed), *flags[:-1]]).data == DataOptions(sources=("a.txt",), pack=False)
+
+
+def test_flag_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UsageError) as error:
+        parse_eval(["folder", "--data", "a.txt", "--prompts", "a"])
+    assert (error.value.where, error.value.code) == ("--prompts", "usage.arguments")
 
 
 @pytest.mark.parametrize(

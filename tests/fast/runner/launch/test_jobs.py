@@ -177,6 +177,13 @@ def test_path_that_pods_do_not_share_is_not_written(packed: Path, flag: str, pat
 READ = ("--data", "--eval-data", "--resume")
 
 
+def test_relative_path_of_a_folder_that_pods_do_not_share_is_refused(packed: Path) -> None:
+    jobset = ("--scheduler", "jobset", "--image", "i", "--name", "tiny", "--mount", f"claim:{packed.parent}")
+    error = refusal(packed, *jobset)
+    assert error.code == "launch.not-mounted"
+    assert re.fullmatch(r"--log-dir runner-log/\S+-tiny", error.where)
+
+
 @pytest.mark.parametrize("flag", READ)
 def test_file_of_the_image_is_read(packed: Path, flag: str) -> None:
     data = () if flag == "--data" else ("--data", "synthetic")
@@ -279,6 +286,17 @@ def test_flag_of_a_job_file_gives_way_to_the_same_flag_wherever_it_is_written(
     assert options.data.sources == (("c",) if written[:1] == ("--data=c",) else ("a", "b"))
 
 
+def test_job_file_for_a_cluster_that_names_none_is_not_run_here(packed: Path, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f'manifest = "{packed}"\nenv = ["NCCL_DEBUG=INFO"]\n[training]\ndata = ["synthetic"]\n')
+    error = launch("--job", path, "--dry-run").exception
+    assert isinstance(error, UserError)
+    assert (error.code, error.where) == ("launch.scheduler-flag", "--env")
+    tried = launch("--job", path, "--scheduler", "local", "--dry-run")
+    assert tried.exception is None, tried.exception
+    assert "note: the job file's --env have no effect" in tried.stderr
+
+
 def test_switches_of_a_job_file_that_are_off_ask_for_nothing(packed: Path, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     off = "requeue = false\nrestarts = 0\nenv = []\nfollow = false\n"
@@ -315,6 +333,12 @@ def test_value_of_a_job_file_that_no_flag_takes_is_said_to_be_of_it(packed: Path
     shown = launch("--job", path).stderr
     assert "'--restarts': 'x'" in shown
     assert "(the job file)" in shown
+
+
+def test_training_flags_are_listed_without_a_manifest() -> None:
+    listed = CliRunner().invoke(cli, ["launch", "--", "--help"])
+    assert listed.exit_code == 0
+    assert "--global-batch" in listed.stdout
 
 
 @pytest.mark.parametrize("name", ["a\n#SBATCH --wrap=x", "a\rb"])

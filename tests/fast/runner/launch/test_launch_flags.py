@@ -12,7 +12,7 @@ from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UsageError, UserError
 from runner.commands import cli
 from runner.config.parallel_dims import ParallelDims
-from runner.launch.command import memories_gib
+from runner.launch.command import check_gpus, memories_gib
 from runner.launch.nodes import check_groups, check_ranks
 from runner.launch.schedulers.slurm import parse_time
 from tests.builders import llama_config, pack, reshard, write_model
@@ -292,6 +292,15 @@ def test_stages_that_do_not_fit_this_machines_gpus_are_refused(
     wording(str(error))
     assert launch(tmp_path / "pp2", "--gpu-memory", "1GB").exception is None
     assert launch(tmp_path / "pp2", training=(*TRAINING, "--device", "cpu")).exception is None
+
+
+def test_ranks_without_a_gpu_of_their_own_are_refused(wording: Wording) -> None:
+    check_gpus(0, 4)  # none, or unknown: the ranks see
+    check_gpus(4, 4)
+    with pytest.raises(UsageError) as error:
+        check_gpus(2, 4)
+    assert (error.value.code, error.value.where) == ("launch.too-few-gpus", "--nproc-per-node")
+    wording(str(error.value))
 
 
 def test_dry_run_prints_the_plan_of_reshard(packed: Path) -> None:

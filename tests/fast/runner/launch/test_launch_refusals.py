@@ -178,6 +178,13 @@ def test_force_does_not_replace_a_checkpoint_of_another_run(place: Path, tmp_pat
     pack(step, step, "pp=1", "--force")
 
 
+def test_save_under_the_name_of_a_checkpoint_is_refused(place: Path) -> None:
+    training = ["--data", "synthetic", "--checkpoint", f"{place}/ck", "--save", f"{place}/ck/step-000010"]
+    done = CliRunner().invoke(cli, ["launch", str(place / "pp2"), "--dry-run", "--", *training])
+    assert isinstance(done.exception, UsageError)
+    assert (done.exception.code, done.exception.where) == ("output.inside-input", f"--save {place}/ck/step-000010")
+
+
 def test_manifest_in_a_snapshot_of_the_hubs_cache_begins(place: Path) -> None:
     cache = place / "hub" / "models--org--pp2"
     snapshot = cache / "snapshots" / "abc"

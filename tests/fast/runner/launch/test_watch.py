@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from manifests.errors import InputError, LaunchError
+from manifests.errors import InputError, LaunchError, UsageError
 from runner.commands import cli
 from runner.launch import verbs as watch
 from runner.rundir.heartbeat import Beat, heartbeat_path, log_path, write_beat
@@ -85,6 +85,15 @@ def test_watched_status_outlives_a_scheduler_that_does_not_answer_once(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     done = CliRunner().invoke(cli, ["status", str(log), "--watch"])
     assert (done.exit_code, [line.split()[-1] for line in done.stdout.splitlines()]) == (0, ["RUNNING", "COMPLETED"])
+
+
+def test_watched_status_of_a_job_that_has_ended_is_shown_once(log: Path) -> None:
+    write_state(log, RunState(step=3, ended="done"))
+    plain, watched = (CliRunner().invoke(cli, ["status", str(log), *flags]) for flags in ((), ("--watch",)))
+    assert watched.stdout == plain.stdout
+    refused = CliRunner().invoke(cli, ["status", str(log), "--watch", "--json"]).exception
+    assert isinstance(refused, UsageError)
+    assert refused.code == "options.conflict"
 
 
 def test_list_has_every_run_of_a_folder_newest_first(tmp_path: Path) -> None:

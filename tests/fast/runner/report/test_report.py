@@ -38,6 +38,14 @@ def test_bubble_of_ranks_that_keep_to_the_schedule_is_the_planned_one(
     assert planned(traces).bubble == pytest.approx(bubble, rel=1e-6)
 
 
+def test_page_is_not_written_under_the_name_of_another_kind_of_file(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    with pytest.raises(UserError) as error:
+        write_report(tmp_path, tmp_path / "r.pdf")
+    assert error.value.where == "--out"
+    assert not (tmp_path / "r.pdf").exists()
+
+
 def test_page_that_exists_is_replaced_only_by_force(tmp_path: Path) -> None:
     (tmp_path / "report.html").write_text("mine")
     with pytest.raises(InputError) as error:
@@ -209,6 +217,13 @@ def test_run_that_is_loading_again_does_not_claim_a_first_step(tmp_path: Path) -
         assert ("first step taken in" in (tmp_path / "report.html").read_text()) == is_claimed
 
 
+def test_run_without_traces_has_no_merged_trace(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    with pytest.raises(UserError) as error:
+        write_trace(tmp_path, tmp_path / "merged.json")
+    assert (error.value.code, error.value.where) == ("log.no-trace", str(tmp_path / "trace"))
+
+
 def test_page_ends_with_what_the_run_is(tmp_path: Path) -> None:
     write_metrics(tmp_path)
     launch = {"argv": ["runner", "launch", "<packed>"], "host": "node-7", "versions": {"torch": "2.13.0"}}
@@ -275,6 +290,16 @@ def test_trace_that_is_not_as_traces_are_is_refused(tmp_path: Path, before: str,
         plan_of(tmp_path)
     assert error.value.where.startswith(str(tmp_path / "trace"))
     assert error.value.code.startswith(code)
+
+
+def test_traces_of_different_runs_are_not_mixed(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    path = trace_path(tmp_path, 1)
+    path.write_text(path.read_text().replace('"num_microbatches": 4', '"num_microbatches": 8'))
+    with pytest.raises(InputError) as error:
+        read_run(tmp_path)
+    assert error.value.code == "log.mixed-traces"
 
 
 def test_recorded_actions_are_in_the_trace_in_their_order_and_within_the_step(tmp_path: Path) -> None:
