@@ -109,7 +109,7 @@ WAYS: Mapping[str, tuple[tuple[str, ...], float]] = {
     "masters": (("--dtype", "bf16", "--master-dtype", "fp32"), 5e-2),
 }
 
-# On the CPU `tests/process/runner/training/test_compute.py` has all of them.
+# On the CPU `tests/matrix.py` has all of them.
 RUN = [*(("cpu", name) for name in ("plain", "masters")), *(("cuda", name) for name in WAYS)]
 
 

@@ -19,7 +19,6 @@ from runner.pipeline.stage_metadata import TensorMetadata, plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from tests.fast.runner.models.test_families import LLAMA
 from tests.fast.runner.tiny import fill, padded_batch, read_config, save_model, split_evenly
-from tests.process.runner.pipeline.nested_cases import Toy
 
 FAMILY = family_for(LLAMA, max_seq_len=8)
 EMBEDDING, *LAYERS, NORM, HEAD = FAMILY.modules
@@ -36,21 +35,6 @@ def test_cargo_follows_the_embedding_and_the_head() -> None:
         ((2, 8, 16), torch.bfloat16, True),
         ((2, 8, 40), torch.bfloat16, True),
     ]
-
-
-def test_wire_of_a_family_that_hands_on_trees_is_traced() -> None:
-    metadata = plan_stage_metadata(Toy(), split_evenly(Toy.modules, 4), torch.float32)
-    tokens, first, *_, logits = (metadata.form(boundary, 2, 5) for boundary in range(5))
-    assert [(tuple(e.shape), e.dtype) for e in tokens.examples()] == [((2, 5), torch.int64)]
-    assert [(tuple(e.shape), e.dtype, e.requires_grad) for e in logits.examples()] == [
-        ((2, 5, 40), torch.float32, True)
-    ]
-    assert [str(leaf) for leaf in first.leaves] == [
-        *("float32 [2, 5, 16]", "float32 [2, 5, 16]"),  # hidden, and the same for the head
-        *("float32 [5, 16]", "float32 [5, 16]", "int64 [2, 5]", "bool [2, 5]"),  # angles, tokens, mask
-        *("1", "'toy'", "0.5", "True"),
-    ]
-    assert metadata.form(1, 2, 9).examples()[0].shape == (2, 9, 16)
 
 
 @pytest.mark.parametrize(

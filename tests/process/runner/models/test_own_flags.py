@@ -40,7 +40,10 @@ CASES: dict[tuple[str, int], Cases] = {
         "zero bubble": ("pp=2,vpp=2", ZERO_BUBBLE),
     },
     (TREE, 2): {"experts": ("pp=1", ("--dp-shard", 2, "--ep", 2))},
-    (TREE, 3): {"zero bubble": ("pp=3,vpp=2", ZERO_BUBBLE)},
+    (TREE, 3): {
+        "zero bubble": ("pp=3,vpp=2", ZERO_BUBBLE),
+        "v": ("pp=3,vpp=2,style=v", ("--schedule", "ZBVZeroBubble")),
+    },
 }
 SLOW: dict[tuple[str, int], Cases] = {
     (TREE, 2): {"shards": ("pp=1", ("--dp-shard", 2, "--loss-chunk", 5))},

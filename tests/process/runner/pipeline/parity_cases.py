@@ -27,19 +27,6 @@ BATCH = BatchOptions(global_batch=8, microbatch=1, seq_len=SEQ_LEN)
 OPTIM = OptimOptions(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, max_norm=0.4)
 
 Weights = Literal["untied", "tied"]
-Plant = Literal[
-    "scale_grads",
-    "mean_per_microbatch",
-    "tie_not_summed",
-    "tie_counted_twice",
-    "tie_stepped_twice",
-    "stale_shapes",
-    "defer_pp_recv",
-    "losses_out_of_order",
-    "expert_dropped",
-    "expert_not_trained",
-    "through_host",
-]
 # The model of each family, from tests/data/configs: of its forms, the one that asks for most.
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     **{name: {} for name in (*TINY, *DECODERS)},
@@ -66,9 +53,8 @@ class Case:
     num_virtual: int = 0  # 0: as few as the schedule takes
     shares: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
-    plant: Plant | None = None  # a known mistake, or another way to exchange tensors
+    is_through_host: bool = False  # another way to exchange tensors
     is_csv: bool = False  # the schedule, read from a file
-    microbatch: int = 1
     steps: int = STEPS
 
     @property
@@ -81,7 +67,8 @@ class Case:
         parts += ["-".join(map(str, self.shares))] if self.shares else []
         parts += ["bf16"] if self.dtype == torch.bfloat16 else []
         parts += ["csv"] if self.is_csv else []
-        return "_".join([*parts, self.plant] if self.plant else parts)
+        parts += ["through_host"] if self.is_through_host else []
+        return "_".join(parts)
 
     @property
     def placement(self) -> Placement:
@@ -178,39 +165,10 @@ SPANNING = (
     UNEVEN[3],
 )
 HALF = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", dtype=torch.bfloat16),)
-THROUGH_HOST = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", plant="through_host"),)
+THROUGH_HOST = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", is_through_host=True),)
 FROM_CSV = (Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", is_csv=True), _CSV)
-PLANTED = (
-    Case(schedule="1F1B", num_ranks=2, weights="tied", plant="scale_grads"),
-    Case(schedule="1F1B", num_ranks=2, plant="mean_per_microbatch"),
-    Case(schedule="1F1B", num_ranks=2, weights="tied", plant="tie_not_summed"),
-    Case(schedule="1F1B", num_ranks=2, weights="tied", plant="tie_counted_twice"),
-    Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied", plant="tie_stepped_twice"),
-    # Of two sequences: behind one alone, stale values would only fill positions that nothing attends to.
-    Case(schedule="1F1B", num_ranks=2, plant="stale_shapes", microbatch=2),
-    Case(schedule="ZBVZeroBubble", num_ranks=2, plant="defer_pp_recv"),
-    Case(schedule="InterleavedZeroBubble", num_ranks=2, plant="defer_pp_recv"),
-    Case(schedule="GPipe", num_ranks=2, plant="losses_out_of_order"),
-    Case(schedule="1F1B", num_ranks=2, family="tiny-deepseek-v3", plant="expert_dropped"),
-    Case(schedule="1F1B", num_ranks=2, family="tiny-mixtral", plant="expert_not_trained"),
-)
-NORMAL = SPANNING + HALF + THROUGH_HOST + FROM_CSV + PLANTED
+NORMAL = SPANNING + HALF + THROUGH_HOST + FROM_CSV
 SLOW = (
     *covering(MATRIX, _columns, SPANNING[:-2] + FROM_CSV),
     *(case for case in UNEVEN if case not in SPANNING),
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replicated:
-    """Two pipelines of two ranks, each with half of the microbatches, under torch's wrapper for data parallelism."""
-
-    schedule: ScheduleName
-
-    @property
-    def placement(self) -> Placement:
-        return Case(schedule=self.schedule, num_ranks=2).placement
-
-
-REPLICATED = (Replicated(schedule="1F1B"), Replicated(schedule="InterleavedZeroBubble"))
-HALF_BATCH = replace(BATCH, global_batch=4)

@@ -6,7 +6,6 @@ usage: parity_worker.py MODELS OUT normal|FAMILY
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ import torch
 from torch import distributed as dist
 
 from manifests.schedules.csvtext import write_csv
-from manifests.schedules.lowering import lower
+from runner.config.schema import BatchOptions
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
+from runner.pipeline.runtime import Lane, Pipeline, Purpose
 from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import Timetable, find_timetable
@@ -26,32 +26,20 @@ from runner.training.optimizer import Optimizer
 from runner.training.step import Engine, eval_step, train_step
 from runner.training.ties import build_ties, check_equal, lead_parameters
 from tests.fast.runner.models.decoders import fill_pieces
-from tests.fast.runner.tiny import CPU, head_tie, padded_batch, read_config, split_evenly
+from tests.fast.runner.tiny import CPU, head_tie, read_config, split_evenly
 from tests.process.runner.pipeline.parity_cases import (
     BATCH,
     COMPARED,
     EVALUATED,
-    HALF_BATCH,
-    LLAMA,
     NORMAL,
     OPTIM,
-    REPLICATED,
     SEQ_LEN,
     SLOW,
     Case,
-    Replicated,
     batch_of,
     cut_modules,
     cut_of,
     folder_of,
-)
-from tests.process.runner.pipeline.parity_plants import (
-    PIPELINES,
-    DataParallel,
-    StepsFollowersToo,
-    drop_expert,
-    forwards_last_first,
-    stop_training_expert,
 )
 
 TIMEOUT = timedelta(seconds=60)
@@ -65,27 +53,23 @@ def run_case(case: Case, models: Path, out: Path, rank: int) -> dict[str, Any]:
     )
     chunks = build_chunks(family, stage_modules, placement.stages_on(rank))
     fill_pieces(chunks, folder, case.dtype)
-    plant_expert(case, chunks)
     groups = [head_tie(stage_modules)] if case.weights == "tied" else []
     ties = build_ties(groups, chunks, placement, TIMEOUT)
     check_equal(ties)
     parameters = lead_parameters(chunks, ties)
     metadata, timetable = plan_stage_metadata(family, stage_modules, case.dtype), timetable_of(case, out)
-    if case.plant in PIPELINES:
-        schedule: Schedule = PIPELINES[case.plant](timetable, chunks, metadata, BATCH)
-    else:
-        schedule = build_schedule(timetable, chunks, metadata, BATCH)
-    optimizer = Optimizer(parameters, OPTIM)
+    build = ThroughHost if case.is_through_host else build_schedule
+    schedule: Schedule = build(timetable, chunks, metadata, BATCH)
     engine = Engine(
         schedule=schedule,
-        ties=() if case.plant == "tie_not_summed" else ties,
-        totals=StepTotals(parameters, () if case.plant == "tie_counted_twice" else ties, device=CPU),
-        optimizer=StepsFollowersToo(optimizer, ties) if case.plant == "tie_stepped_twice" else optimizer,
+        ties=ties,
+        totals=StepTotals(parameters, ties, device=CPU),
+        optimizer=Optimizer(parameters, OPTIM),
     )
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "evals": [], "num_tokens": []}
     for step in range(case.steps):
         batch = batch_of(step, case.vocab_size) if schedule.has_first or schedule.has_last else None
-        cut = replace(cut_of(step), microbatch=case.microbatch)
+        cut = cut_of(step)
         if step < EVALUATED:
             found["evals"].append(eval_step(engine, batch, cut))
         report = train_step(engine, batch, step, cut)
@@ -97,22 +81,11 @@ def run_case(case: Case, models: Path, out: Path, rank: int) -> dict[str, Any]:
     found["parameters"] = {
         piece.fqn: piece.memory.clone() for chunk in chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk))
     }
-    if case.plant is None:
-        check_equal(ties)
+    check_equal(ties)
     return found
 
 
-def plant_expert(case: Case, chunks: tuple[StageChunk, ...]) -> None:
-    if case.plant == "expert_dropped":
-        drop_expert(chunks)
-    if case.plant == "expert_not_trained":
-        stop_training_expert(chunks)
-
-
 def timetable_of(case: Case, out: Path) -> Timetable:
-    if case.plant == "losses_out_of_order":
-        table = lower(forwards_last_first(case.table))
-        return Timetable(name="unchecked.csv", placement=case.placement, file=table)
     if not case.is_csv:
         return find_timetable(case.schedule, case.placement, BATCH.num_microbatches)
     path = out / f"{case.name}-{dist.get_rank()}.csv"
@@ -120,23 +93,14 @@ def timetable_of(case: Case, out: Path) -> Timetable:
     return find_timetable(str(path), case.placement, BATCH.num_microbatches)
 
 
-def run_replicated(case: Replicated, models: Path) -> dict[str, Any]:
-    """Give the gradients of one step on ranks (replica, pipeline rank) = (0, 0), (0, 1), (1, 0), (1, 1)."""
-    replica, rank = divmod(dist.get_rank(), 2)
-    pipelines = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    replicas = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    folder = folder_of(models, LLAMA, "untied")
-    family = family_for(read_config(folder), max_seq_len=SEQ_LEN)
-    stage_modules = split_evenly(family.modules, case.placement.num_stages)
-    chunks = build_chunks(family, stage_modules, case.placement.stages_on(rank))
-    fill_pieces(chunks, folder)
-    metadata = plan_stage_metadata(family, stage_modules, torch.float32)
-    timetable = find_timetable(case.schedule, case.placement, HALF_BATCH.num_microbatches)
-    schedule = DataParallel(timetable, chunks, metadata, HALF_BATCH, pipelines[replica])
-    schedule.replicas = replicas[rank]
-    whole, half = padded_batch(0), slice(4 * replica, 4 * replica + 4)
-    schedule.train(replace(whole, tokens=whole.tokens[half], labels=whole.labels[half]))
-    return {"gradients": gradients_of(chunks)}
+class ThroughHost(Pipeline):
+    """Stages that exchange tensors through the host's memory."""
+
+    def build_lane(self, purpose: Purpose, cut: BatchOptions) -> Lane:
+        lane = super().build_lane(purpose, cut)
+        for stage in lane.stages:
+            stage.is_through_host = True
+        return lane
 
 
 def gradients_of(chunks: tuple[StageChunk, ...]) -> dict[str, torch.Tensor]:
@@ -151,9 +115,6 @@ def main(models: Path, out: Path, cases: tuple[Case, ...]) -> None:
     for case in cases:
         if case.num_ranks == dist.get_world_size():
             save(run_case(case, models, out, dist.get_rank()), out / case.name)
-    if cases == NORMAL and dist.get_world_size() == 4:
-        for replicated in REPLICATED:
-            save(run_replicated(replicated, models), out / replicated.schedule)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,9 +1,7 @@
-"""Recomputed, compiled and mixed-precision pipelines of two ranks against plain ones, by their gradients."""
+"""Masters of a run in mixed precision, saved and resumed; tests/matrix.py has the gradients of each way to compute."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,7 @@ from manifests.store import open_shard
 from stores.open import open_manifest
 from tests.builders import pack
 from tests.fast.runner.tiny import save_model
-from tests.process.runner.training.compute_cases import COMPILED, REST, SPANNING, Case
 from tests.process.runner.training_jobs import job, run_jobs
-from tests.process.torchrun import launch
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -26,17 +22,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     save_model(folder, num_hidden_layers=4, hidden_size=32, intermediate_size=80, tie_word_embeddings=True)
     return folder
-
-
-def check(model: Path, out: Path, cases: tuple[Case, ...], which: str) -> None:
-    launch(2, "runner/training/compute_worker.py", model, out / which, which, timeout_s=500)
-    for rank in (0, 1):
-        found = json.loads((out / f"{which}-{rank}.json").read_text())
-        assert {str(case): found[str(case)] for case in cases if found[str(case)] > case.tolerance} == {}
-
-
-def test_every_way_to_compute_gives_the_gradients_of_the_plain_one(model: Path, tmp_path: Path) -> None:
-    check(model, tmp_path, SPANNING, "spanning")
 
 
 def test_masters_are_saved_and_a_resumed_run_ends_with_the_same_bits(model: Path, tmp_path: Path) -> None:
@@ -71,19 +56,3 @@ def digests_in(checkpoint: Path) -> dict[tuple[str, str], str]:
         digests = open_shard(checkpoint, shard).digests(shard.path)
         found |= {(shard.holds, fqn): digest for fqn, digest in digests.items()}
     return found
-
-
-@pytest.mark.slow
-def test_every_way_on_every_schedule(model: Path, tmp_path: Path) -> None:
-    check(model, tmp_path, REST, "rest")
-
-
-@pytest.mark.slow
-def test_compiled_layers_give_the_gradients_of_the_plain_ones(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not any(map(shutil.which, ("g++", "c++", "clang++"))):
-        pytest.skip("NO C++ COMPILER: torch.compile on the CPU was not tested")
-    # A rank that was killed while it compiled leaves half a library in the shared cache.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    check(model, tmp_path, COMPILED, "compiled")
