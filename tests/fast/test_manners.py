@@ -124,17 +124,6 @@ def test_training_flags_of_other_tools_are_answered_with_ours(word: str) -> None
         assert NEIGHBORS["runner"][word] in error.value.hint
 
 
-@pytest.mark.parametrize(
-    ("command", "unknown"),
-    [("reshard verify", "--num-stages"), ("reshard inspect", "--lerning-rate"), ("runner status", "--bf16")],
-)
-def test_flag_of_another_tool_is_not_answered_where_ours_is_none_either(
-    command: str, unknown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hint = misuse([*command.split(), "x", unknown], monkeypatch, capsys)["hint"]
-    assert not {"--layout", "--lr", "--dtype"} & set(hint.split())
-
-
 @pytest.mark.parametrize("program", ["reshard", "runner"])
 def test_command_alone_shows_its_help(
     program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

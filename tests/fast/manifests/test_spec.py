@@ -190,20 +190,3 @@ def test_golden_shard_is_read_and_written_as_it_was() -> None:
     entries = layout_tensors((name, "U8", part.shape) for name, part in IN_GOLDEN.items())
     written = header_template(entries, slice_metadata(IN_GOLDEN), header.digests("golden"))
     assert GOLDEN.read_bytes() == written + bytes(range(12))
-
-
-def test_reader_of_the_specification_gives_each_slice_its_place(tmp_path: Path) -> None:
-    data, header = GOLDEN.read_bytes(), read_header(GOLDEN)
-    (tmp_path / "a.safetensors").write_bytes(data)
-    shard = {"path": "a.safetensors", "nbytes": len(data), "digest": header.digest}
-    document = {"format": "reshard-manifest", "version": 1, "stages": [{"spans": [], "shards": [shard]}]}
-    (tmp_path / "manifest.json").write_text(json.dumps(document))
-    spec = Path(manifests.__file__).with_name("SPEC.md").read_text()
-    code = textwrap.dedent(spec.partition("## Reading\n")[2].partition("A real reader")[0])
-    names: dict[str, Any] = {}
-    exec(compile(code, "SPEC.md", "exec"), names)
-    found = {fqn: (place, whole, data) for fqn, _, _, data, place, whole in names["stored_on_stage"](tmp_path, 0)}
-    assert found == {
-        fqn: (list(part.offset), list(part.whole_shape), data)
-        for (fqn, part), data in zip(IN_GOLDEN.items(), (bytes(range(8)), bytes(range(8, 12))), strict=True)
-    }

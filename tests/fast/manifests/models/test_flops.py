@@ -83,12 +83,3 @@ def test_estimated_flops_are_within_a_tenth_of_those_counted_at_true_widths(arch
     assert shape.is_estimated
     estimated = length * sum(work.forward_flops(length) for work in shape.work.values())
     assert estimated == pytest.approx(counter.get_total_flops(), rel=0.1)
-
-
-def test_mtp_layer_costs_a_decoder_layer_its_projection_and_its_head() -> None:
-    config = read_config("tiny-deepseek-v3", num_nextn_predict_layers=1)
-    work = model_shape(config).work
-    mtp, decoder, head = (work[f"{module}"] for module in ("model.layers.4", "model.layers.3", "lm_head"))
-    width = config["hidden_size"]
-    assert mtp.flops == decoder.flops + 2 * 2 * width * width + head.flops
-    assert mtp.flops_per_key == decoder.flops_per_key

@@ -209,16 +209,6 @@ def test_expert_parallel_ranks_share_experts_and_fsdp_shards_those_over_fewer_ra
     assert rank.state == whole.state  # each has half of the experts, or half of each
 
 
-@pytest.mark.parametrize(("recompute", "checkpointed"), [("full", (0, 1, 2, 3)), (2, (0, 2)), (3, (0, 3))])
-def test_checkpointed_layers_keep_their_input(recompute: Any, checkpointed: tuple[int, ...]) -> None:
-    shape = model_shape(read_config("tiny-llama", num_hidden_layers=4))
-    alone = {module: memory_of(shape, FP32, 1)[module] - memory_of(shape, FP32, 0)[module] for module in shape.modules}
-    asked = replace(FP32, recompute=recompute)
-    kept = {module: memory_of(shape, asked, 1)[module] - memory_of(shape, asked, 0)[module] for module in shape.modules}
-    inputs = {f"model.layers.{number}": FP32.num_tokens * 4 * shape.hidden_size for number in checkpointed}
-    assert kept == {**alone, **inputs}
-
-
 def test_selective_checkpointing_keeps_what_matrices_and_attention_give() -> None:
     shape = model_shape(read_config("tiny-llama"))
     # q, k, v, attention and its output; gate, up and the MLP's output; the layer's input; sums of heads, norms.
@@ -228,12 +218,6 @@ def test_selective_checkpointing_keeps_what_matrices_and_attention_give() -> Non
     asked = replace(FP32, recompute="selective")
     kept = memory_of(shape, asked, 1)["model.layers.0"] - memory_of(shape, asked, 0)["model.layers.0"]
     assert kept == FP32.num_tokens * 4 * (2 * width + 2 * keys + width + 2 * ffn + width + width + heads + norms)
-
-
-def test_chunks_of_the_loss_keep_no_logits() -> None:
-    shape = model_shape(read_config("tiny-llama"))
-    asked = replace(FP32, loss_chunk=4)
-    assert memory_of(shape, asked, 3)["lm_head"] == memory_of(shape, asked, 0)["lm_head"]
 
 
 @pytest.mark.parametrize(("policy", "nbytes"), [("fp32", 0), ("bf16", 4), ("mixed", 0)])
@@ -300,20 +284,6 @@ def test_hidden_states_in_float32_are_sent_as_such() -> None:
         two = estimate(shape, "1F1B", Placement(num_stages=2, num_ranks=2), 4, training)
         buffers[value] = two.ranks[1].receive_buffers
     assert 0 < 2 * buffers[False] == buffers[True] == buffers[None]
-
-
-def test_receive_buffers_are_those_in_use_at_once() -> None:
-    shape, placement = model_shape(read_config("tiny-llama")), Placement(num_stages=3, num_ranks=3)
-    hidden = (2 * 8) * 32 * 4  # tokens x width x float32
-    for num_microbatches in (5, 500):
-        found = estimate(shape, "1F1B", placement, num_microbatches)
-        # A gradient is used as it arrives. The next input arrives while a stage computes: one more than are in flight.
-        # In transit are two results in each direction.
-        expected = [hidden * count for count in (1 + 2, (3 + 1) + 4, 2 + 2)]
-        assert [stage.receive_buffers for stage in found.stages] == expected
-        assert [rank.receive_buffers for rank in found.ranks] == expected
-    every = estimate(shape, "GPipe", placement, 500)
-    assert every.stages[2].receive_buffers == hidden * (500 + 2)
 
 
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])

@@ -66,13 +66,3 @@ def test_a_stage_borrows_the_embedding_for_its_mtp_layer() -> None:
     assert [first.gradients, second.gradients] == [of_tensors[0], of_tensors[1] + borrowed]
     on_one = estimate_memory(shape, stages, schedule_table("Interleaved1F1B", replace(TWO, num_ranks=1), 2), FP32)
     assert [stage.weights for stage in on_one.stages] == of_tensors  # one copy on a rank
-
-
-def test_fsdp_gathers_an_mtp_layer_beside_the_decoder_by_itself() -> None:
-    shape, table = shape_of(1, beside=NEXT), schedule_table("GPipe", ONE, 1)
-    sharded = replace(FP32, shard=2, policy=POLICIES["mixed"], microbatch=1, seq_len=1)
-    both, alone = (
-        estimate_memory(shape, [modules], table, sharded).stages[0] for modules in (("model.norm", "mtp"), ("mtp",))
-    )
-    norm = shape.count_params("model.norm.weight")
-    assert both.temporary + both.activations - alone.temporary - alone.activations < 4 * norm

@@ -53,10 +53,6 @@ def table_of(placement: Placement, num_microbatches: int, *rows: str) -> Table:
     return Table(placement=placement, num_microbatches=num_microbatches, ranks=ranks)
 
 
-def spans_of(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:
-    return [(str(span.action), span.start_s, span.end_s) for span in timeline.ranks[rank]]
-
-
 @pytest.mark.parametrize("name", SINGLE)
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (1, 5), (2, 2), (4, 4), (4, 16), (8, 9)])
 def test_bubble_of_gpipe_and_1f1b_is_the_closed_form(name: str, num_ranks: int, num_microbatches: int) -> None:
@@ -83,15 +79,6 @@ def test_zbv_waits_for_the_first_microbatch_alone_where_f_i_and_w_take_equally_l
     for num_microbatches in (2 * num_ranks, 2 * num_ranks + 3, 5 * num_ranks):
         found = run("ZBVZeroBubble", placed(num_ranks, 2, "v"), num_microbatches)
         assert found.makespan_s == 6 * num_microbatches + num_ranks - 1
-
-
-def test_overlapped_actions_run_in_turn_and_what_they_give_leaves_together() -> None:
-    placement = placed(2, 2, "v")
-    table = table_of(placement, 2, "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 2F0 1F1 2F1+2B0 1B0 2B1 1B1")
-    found = simulate(table, uniform(placement))
-    assert spans_of(found, 0)[3] == ("3B0", 4, 6)
-    assert spans_of(found, 1)[3:6] == [("2F1", 4, 5), ("2B0", 6, 8), ("1B0", 8, 10)]
-    assert spans_of(found, 0)[4] == ("3F1", 8, 9)
 
 
 @pytest.mark.parametrize(
@@ -140,16 +127,6 @@ def test_peak_received_does_not_depend_on_the_number_of_microbatches(
 ) -> None:
     table = schedule_table(name, placement, num_microbatches)
     assert peak_received(lower(table)).ranks == expected
-
-
-def test_tensor_that_crosses_is_received_until_its_b_or_w() -> None:
-    """Neither what a rank passes to itself counts, nor a gradient that no stage sends."""
-    table = table_of(placed(2), 2, "0F0 0F1 0B0 0B1", "1F0 1F1 1I0 1W0 1I1 1W1")
-    assert peak_received(lower(table)) == ((1, 2), (1, 2))
-    late = table_of(placed(2), 2, "0F0 0F1 0B0 0B1", "1F0 1I0 1F1 1I1 1W0 1W1")
-    assert peak_received(lower(late)).ranks == (1, 2)
-    alone = table_of(placed(1, 2), 1, "0F0 1F0 1B0 0B0")
-    assert peak_received(lower(alone)) == ((0, 0), (0,))
 
 
 @st.composite

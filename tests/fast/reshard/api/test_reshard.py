@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
-from tests.builders import EMBEDDING, HEAD, files_in, flip, llama_config, random_tensors, write_model
+from tests.builders import EMBEDDING, HEAD, files_in, flip, llama_config, write_model
 from tests.builders import reshard as command
 from tests.fast.runner.tiny import save_model
 from tests.fast.sliced import CUTS, cut_up
@@ -72,16 +72,6 @@ def test_state_dict_has_the_bytes_that_safetensors_reads(model: Path, tmp_path: 
         for fqn, array in stage.state_dict(dtype="fp32").items():
             assert np.array_equal(array, found[fqn].float().numpy(), equal_nan=True), fqn
             assert array.flags.writeable
-
-
-@pytest.mark.parametrize("dtype", ["F32", "F16"])
-def test_numpy_gets_the_dtypes_that_it_has(tmp_path: Path, dtype: str) -> None:
-    config = llama_config()
-    tensors = write_model(tmp_path / "model", config, random_tensors(config, dtypes=(dtype,)))
-    reshard.pack(tmp_path / "model", tmp_path / "out", "pp=2")
-    for stage in reshard.open(tmp_path / "out").stages:
-        for fqn, array in stage.state_dict().items():
-            assert (array.tobytes(), array.shape) == (tensors[fqn].data, tensors[fqn].shape)
 
 
 def test_bf16_as_numpy_is_refused_and_the_hint_works(model: Path, tmp_path: Path) -> None:

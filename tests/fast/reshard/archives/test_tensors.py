@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from reshard.archives.tensors import read_archive
 from reshard.tensors.lazy import read_blocks
 from stores.base import Range
 from stores.local import LocalFile, LocalReader
-from tests.builders import llama_config, llama_shapes, refusal, reshard, run
+from tests.builders import llama_config, llama_shapes, refusal, run
 
 NAME, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SHARDS = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
@@ -144,34 +143,6 @@ def test_missing_tensors_strays_and_an_index_that_disagrees_are_refused(tmp_path
     assert refused(two)[0] == "source.index-disagrees"
     (two / SHARDS[1]).unlink()
     assert refused(two) == ("source.missing-shard", f"SOURCE/{INDEX}: weight_map")
-
-
-def test_check_finds_what_is_wrong_with_them(tmp_path: Path) -> None:
-    def found(folder: Path) -> list[str]:
-        ended = reshard("check", folder, "--values", "--json")
-        assert ended.code in (0, 4)
-        return sorted({problem["code"] for problem in ended.json["problems"]})
-
-    state = state_of(llama_config())
-    one, two = write_folder(tmp_path / "one", state), write_folder(tmp_path / "two", state, 2)
-    assert found(one) == found(two) == []
-    (two / SHARDS[0]).rename(two / "pytorch_model-00007-of-00009.bin")
-    assert found(two) == ["check.missing-shard", "check.override"]
-    torch.save({**state, "model.norm.weight": torch.full((16,), float("nan"))}, one / NAME)
-    assert found(one) == ["check.not-finite"]
-    torch.save({"w": Payload(tmp_path / "ran")}, one / NAME)
-    assert found(one) == ["source.bad-pickle"]
-    assert not (tmp_path / "ran").exists()
-
-
-class Payload:
-    """Would create a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return os.mkdir, (str(self.path),)
 
 
 def rewrite(path: Path, **entries: bytes) -> None:

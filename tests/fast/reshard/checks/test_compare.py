@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from reshard.checks.compare import check_index, hash_each, read_index
+from reshard.checks.compare import hash_each
 from reshard.tensors.comparison import Findings
-from stores.bundles import Bundles, TensorAt
+from stores.bundles import TensorAt
 from stores.local import LocalFile
-from stores.open import open_manifest
-from tests.builders import llama_config, run, write_model
 
 NBYTES, NUM = 64, 9
 
@@ -34,16 +32,3 @@ def test_tensors_that_can_be_read_are_hashed_beside_those_that_cannot(tmp_path: 
     ranges = [data[number * NBYTES : (number + 1) * NBYTES] for number in range(NUM)]
     assert digests == [None if number in unreadable else blake3(part).hexdigest() for number, part in enumerate(ranges)]
     assert {(finding.code, finding.where) for finding in findings} == {("check.unreadable", str(tmp_path / "empty"))}
-
-
-def test_name_that_the_shards_of_the_chosen_stages_have_twice_is_a_finding(tmp_path: Path) -> None:
-    write_model(tmp_path / "model", llama_config())
-    run("pack", tmp_path / "model", "--layout", "pp=2", "--out", tmp_path / "packed")
-    read = open_manifest(tmp_path / "packed")
-    index, stage = read_index(read.manifest, read.folder, Findings()), read.manifest.stages[0]
-    assert index is not None
-    weights = Bundles(read.manifest, read.folder).tensors_on(stage)
-    for stored, num_findings in ((weights, 0), ([weights[0], *weights], 1)):
-        findings = Findings()
-        check_index(index, read.manifest, read.folder, [stage], stored, findings)
-        assert len(list(findings)) == num_findings

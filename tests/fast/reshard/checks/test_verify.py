@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 from tests.builders import (
     Tensor,
-    files_in,
     flip,
     llama_config,
     pack,
@@ -20,7 +18,6 @@ from tests.builders import (
     write_model,
 )
 from tests.fast.reshard.forged import digest, read_stage
-from tests.servers.hub import serve_hub, set_up
 
 UP = "model.layers.3.mlp.up_proj.weight"
 FIRST, SHARD = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -221,16 +218,3 @@ def test_auxiliary_files_are_compared_with_the_sources(change: str, out: Path) -
     ended = reshard("verify", out, "--against", source, "--json")
     assert ended.code == 4
     assert [found["where"] for found in ended.json["differences"]] == [str(out / file.name)]
-
-
-def test_manifest_of_a_url_is_read_once(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, expected = files_in(out), reshard("verify", out, "--json").json
-    with serve_hub() as served:
-        set_up(monkeypatch, served, tmp_path / "cache")
-        served.push("org/packed", files)
-        ended = reshard("verify", "hf://org/packed", "--against", tmp_path / "source", "--json")
-        address = f"/cdn/{hashlib.sha256(files['manifest.json']).hexdigest()}"
-        reads = [one.nbytes for one in served.take_requests() if one.path.startswith(address)]
-    assert ended.code == 0, ended.err
-    assert ended.json["num_tensors"] == expected["num_tensors"]
-    assert reads == [len(files["manifest.json"])]

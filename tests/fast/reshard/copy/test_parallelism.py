@@ -32,15 +32,6 @@ def test_quota_of_any_enclosing_cgroup_counts(cgroups: Path, pod: str, container
     assert usable_cores(cgroups, cgroups / "cgroup") == cores
 
 
-def test_quota_of_version_1(cgroups: Path) -> None:
-    (cgroups / "cgroup").write_text("12:memory:/x\n4:cpu,cpuacct:/pod\n")
-    folder = cgroups / "cpu,cpuacct" / "pod"
-    folder.mkdir(parents=True)
-    (folder / "cpu.cfs_quota_us").write_text("400000\n")
-    (folder / "cpu.cfs_period_us").write_text("100000\n")
-    assert usable_cores(cgroups, cgroups / "cgroup") == 4
-
-
 def test_without_cgroups_affinity_counts(cgroups: Path) -> None:
     assert usable_cores(cgroups, cgroups / "absent") == 48
 

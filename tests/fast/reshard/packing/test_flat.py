@@ -10,12 +10,8 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from manifests.index import INDEX_NAME, MOST_READ_HEADER_NBYTES
+from manifests.index import INDEX_NAME
 from manifests.paths import shard_path
-from reshard.packing.options import PackOptions
-from reshard.packing.pack import prepare_pack
-from reshard.packing.plan import LayoutRequest
-from reshard.plans.pack_plan import lay_out_shard
 from stores.open import open_manifest
 from tests.builders import (
     EMBEDDING,
@@ -145,17 +141,6 @@ def test_slices_get_no_index_unless_they_are_merged(tmp_path: Path) -> None:
     assert weight_map(merged).keys() == llama_shapes(llama_config()).keys()
 
 
-def test_parts_write_the_index_when_they_are_merged(tmp_path: Path) -> None:
-    write_model(tmp_path / "source", llama_config(tie_word_embeddings=True))
-    limit = ("--max-shard-size", "2KB")
-    whole = pack(tmp_path / "source", tmp_path / "whole", "pp=2", *limit)
-    for number in (3, 1, 2):
-        pack(tmp_path / "source", tmp_path / "parts", "pp=2", *limit, "--part", f"{number}/3")
-        assert not (tmp_path / "parts").exists()
-    assert reshard("commit", tmp_path / "parts").code == 0
-    assert files_in(tmp_path / "parts") == files_in(whole)
-
-
 def _missing(document: dict[str, Any]) -> None:
     del document["weight_map"][NORM]
 
@@ -208,27 +193,6 @@ def test_verify_refuses_a_missing_or_damaged_index(text: bytes | None, tmp_path:
     found = reshard("verify", tmp_path / "out", "--json")
     assert found.code == 4
     assert [each["where"].partition(": ")[0] for each in found.json["differences"]] == [str(index)]
-
-
-def test_force_replaces_the_index_and_removes_it_with_the_shards_that_it_lists(tmp_path: Path) -> None:
-    write_model(tmp_path / "source")
-    out = pack(tmp_path / "source", tmp_path / "out", "pp=4")
-    pack(tmp_path / "source", out, "pp=2", "--force")
-    assert len(set(weight_map(out).values())) == 2
-    pack(tmp_path / "source", out, "pp=2", "--force", "--virtual")
-    assert not (out / INDEX_NAME).exists()
-
-
-def test_headers_that_the_hub_does_not_read_are_named_before_packing(tmp_path: Path) -> None:
-    write_model(tmp_path / "source")
-    options = PackOptions(out=tmp_path / "out", layout=LayoutRequest(spec="pp=1"))
-    prepared = prepare_pack(str(tmp_path / "source"), options)
-    assert prepared.large_headers == ()
-    (shard,) = prepared.shards
-    many = (shard.origins[0],) * (MOST_READ_HEADER_NBYTES // 100)
-    prepared.__dict__["shards"] = (shard, large := lay_out_shard("model-00002-of-00002.safetensors", many))
-    assert large.header_nbytes > MOST_READ_HEADER_NBYTES
-    assert prepared.large_headers == (large,)
 
 
 def test_golden_folder_is_verified_exported_and_resharded_for_ever(tmp_path: Path) -> None:

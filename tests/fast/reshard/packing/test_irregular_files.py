@@ -94,14 +94,3 @@ def test_files_that_links_take_out_of_a_source_are_named(verb: str, tmp_path: Pa
     named = {line.split(": ", 1)[1].split(" -> ")[0] for line in packed.err.splitlines() if " -> " in line}
     assert named == files_in(base).keys() - {"tokenizer.json", "model.safetensors.index.json"}
     assert packed.out.startswith("packed " if verb == "pack" else "LlamaForCausalLM")
-
-
-def test_links_of_the_hubs_cache_are_not_named(tmp_path: Path) -> None:
-    repository = tmp_path / "models--a--b"
-    write_model(repository / "blobs")
-    snapshot = repository / "snapshots/0123"
-    snapshot.mkdir(parents=True)
-    for name in files_in(repository / "blobs"):
-        (snapshot / name).symlink_to(f"../../blobs/{name}")
-    packed = reshard("pack", snapshot, "--layout", "pp=2", "--out", tmp_path / "out")
-    assert (packed.code, " -> " in packed.err) == (0, False)

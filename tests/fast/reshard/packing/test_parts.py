@@ -434,21 +434,6 @@ def test_pack_that_would_fail_is_not_submitted(
     assert refused.found == (*found[:2], found[2].format(place=tmp_path))
 
 
-def test_dry_run_prints_an_array_and_the_commit_that_waits_for_it(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "the out"
-    asked = ("--parts", "4", "--scheduler", "slurm", "--account", "us", "--time", "1:00:00", "--sbatch-arg", "--mem=8G")
-    said = reshard("pack", source, "--layout", SPEC, "--out", out, "--no-sync", *asked, "--dry-run").out
-    sbatch = "$ sbatch --parsable --account=us --time=1:00:00 --mem=8G"
-    assert said.splitlines()[0] == sbatch
-    assert f"{sbatch} --dependency=afterok:ARRAY_JOB_ID" in said.splitlines()
-    assert said.count("#SBATCH --account=us\n#SBATCH --time=1:00:00\n#SBATCH --mem=8G\n") == 2
-    assert "#SBATCH --array=1-4\n" in said
-    again = f"-P -m reshard pack {source} --layout {SPEC} --out '{out}' --no-sync"
-    assert f'  {sys.executable} {again} --part "$SLURM_ARRAY_TASK_ID/4"\n' in said
-    assert f"exec {sys.executable} -P -m reshard commit '{out}'\n" in said
-    assert not out.parent.joinpath(".the out.partial").exists()
-
-
 def test_parts_that_cannot_be_submitted_say_why(source: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "reshard", "pack", str(source), "--layout", "pp=2"]
     command += ["--out", str(tmp_path / "out"), "--parts", "2", "--scheduler", "slurm", "--json"]

@@ -7,13 +7,8 @@ from math import prod
 from pathlib import Path
 
 import pytest
-import torch
 
-from manifests.models import model_shape, module_of
-from runner.bundle.packed import open_packed
-from runner.load.load import load_tensors
-from runner.tensors.local_shard import whole_pieces
-from stores.bundles import Bundles
+from manifests.models import model_shape
 from tests.builders import Tensor, files_in, pack, read_safetensors, run, write_model
 from tests.fast.manifests.models.built import DECODERS, TINY, read_config
 
@@ -50,20 +45,3 @@ def test_frequencies_of_every_rotary_family_are_packed_and_given_back(name: str,
         assert tensors.items() <= {fqn: tensor for bundle in bundles for fqn, tensor in bundle.items()}.items()
     run("export", resharded, "--to", "hf", "--out", exported)
     assert files_in(exported) == files_in(source)
-
-
-@pytest.mark.parametrize("name", ["tiny-deepseek-v3", "tiny-phi"])
-def test_frequencies_are_left_where_they_are_when_weights_are_loaded(name: str, tmp_path: Path) -> None:
-    tensors = write_with_frequencies(tmp_path / "source", name)
-    pack(tmp_path / "source", tmp_path / "out")
-    packed = open_packed(tmp_path / "out")
-    held = packed.stage_modules[1]
-    room = {
-        fqn: torch.empty(dims, dtype=torch.bfloat16)
-        for fqn, dims in packed.shape.tensors.items()
-        if module_of(fqn, held) is not None
-    }
-    load_tensors(whole_pieces(room), Bundles(packed.manifest, packed.root), packed.shape)
-    assert {fqn: bytes(found.view(-1).view(torch.uint8).tolist()) for fqn, found in room.items()} == {
-        fqn: tensors[fqn].data for fqn in room
-    }

@@ -87,22 +87,6 @@ def test_resharding_virtual_bundles_equals_packing_their_source(folder: Folder, 
         assert packed == expected
 
 
-def test_pack_prints_the_size_of_what_stays_in_the_source(out: Path) -> None:
-    again = ("pack", out, "--virtual", "--force", "--out", out)
-    assert "17.78 KiB" in run(*again).splitlines()[0]
-    assert json.loads(run(*again, "--json")) == {
-        "version": 1,
-        "manifest": f"{out}/manifest.json",
-        "num_stages": 2,
-        "num_ranks": 2,
-        "num_tensors": 39,
-        "nbytes": 0,
-        "virtual_nbytes": 18208,
-        "num_threads": 0,
-        "num_streams": 0,
-    }
-
-
 def test_inspect_and_plan_read_virtual_bundles(out: Path) -> None:
     copies = out.parent / "copies"
     run("pack", out, "--out", copies)

@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from bench.measure import cpu_s_since
-from manifests.digest import digest_hex
 from manifests.errors import InputError
 from manifests.models import model_shape
-from manifests.safetensors import encode_header, header_template, layout_tensors
-from reshard.copy.journal import plan_key
-from reshard.plans.pack_plan import GivenHeader, OutputShard, lay_out_readable, lay_out_shard
+from manifests.safetensors import encode_header, layout_tensors
+from reshard.plans.pack_plan import lay_out_readable
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import RecordedShard, SourceRecord, decode_record, encode_record
 from stores.bundles import TensorAt
@@ -134,16 +132,6 @@ def test_many_tensors_of_one_stage_are_in_headers_that_safetensors_reads(many: P
         assert (len(read), sum(map(len, read))) == (num_shards, MANY)
 
 
-def test_a_long_record_is_read_as_it_was_written() -> None:
-    index = json.dumps({"weight_map": {}, "é\U0001f600": "é\U0001f600" * 400_000}, ensure_ascii=False)
-    record = SourceRecord(shards=(RecordedShard("a.safetensors", b"{}"),), index=index.encode())
-    text = encode_record(record)
-    assert decode_record(text) == record
-    assert json.loads(text)["index"] == index
-    for indent, is_ascii in ((None, True), (1, False), (2, True)):  # as other programs may write it
-        assert decode_record(json.dumps(json.loads(text), indent=indent, ensure_ascii=is_ascii).encode()) == record
-
-
 @given(st.binary(max_size=12), st.integers(0), st.sampled_from([b"", b'"', b"\\", b"\\ud83d", b"\\u00"]))
 def test_a_damaged_record_is_refused_or_read_as_json_says(noise: bytes, at: int, more: bytes) -> None:
     text = encode_record(SourceRecord(shards=(RecordedShard("a.safetensors", b"{}"),), index=b'"\xc3\xa9"'))
@@ -158,34 +146,6 @@ def test_a_damaged_record_is_refused_or_read_as_json_says(noise: bytes, at: int,
         (shard["name"], shard["header"]) for shard in document["shards"]
     ]
     assert (found.index and found.index.decode(), list(found.dropped)) == (document["index"], document["dropped"])
-
-
-def test_the_key_of_a_plan_is_that_of_earlier_versions() -> None:
-    """An interrupted pack is resumed by a later version, which must call the plan the same."""
-    file = MemoryFile("source", bytes(6))
-    given = RecordedShard("b", json.dumps({"é": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}).encode())
-    tensors = [TensorAt(name, "U8", (size,), file, at, size) for name, at, size in (("x", 0, 4), ("é", 4, 2))]
-    entries = given.header.tensors
-    shards = [
-        lay_out_shard("a", tensors),
-        OutputShard(
-            path="b",
-            origins=(tensors[1],),
-            header_nbytes=8 + len(given.header_text),
-            given=GivenHeader.of(given.header_text, entries),
-        ),
-        lay_out_shard("none", []),
-    ]
-    headers = [
-        header_template(layout_tensors((each.name, each.dtype, each.shape) for each in tensors), {}),
-        len(given.header_text).to_bytes(8, "little") + given.header_text,
-        header_template((), {}),
-    ]
-    texts = [json.dumps([("source", "6 bytes in memory")]).encode()]
-    for path, header, ranges in zip("ab", headers, ([(0, 0, 4), (0, 4, 2)], [(0, 4, 2)]), strict=False):
-        texts += [json.dumps([path, len(header), ranges]).encode(), header]
-    texts += [json.dumps(["none", len(headers[2]), []]).encode(), headers[2]]
-    assert plan_key(shards) == digest_hex(texts)
 
 
 def test_a_bundle_whose_header_no_reader_accepts_is_planned_as_several_shards() -> None:

@@ -21,7 +21,7 @@ from pyarrow import parquet
 from manifests.errors import InputError
 from manifests.schema import DataCursor, SourcePosition
 from runner.config.schema import BatchOptions, DataOptions
-from runner.data.documents import draw, shuffled
+from runner.data.documents import draw
 from runner.data.sequences import Batch, read_batches
 from tests.fast.runner.data.words import EOS, FIRST, VOCAB_SIZE, WORDS, text_of, write_documents, write_tokenizer
 
@@ -141,23 +141,6 @@ def test_every_shuffled_pass_has_each_document_once_in_an_order_of_its_own(
     assert all(sorted(order) == list(range(60)) for order in found)
     assert len({*found, tuple(range(60))}) == 7
     assert passes(0) == found[:3]
-
-
-def test_shuffled_orders_are_the_ones_that_are_defined(tmp_path: Path, folder: Path) -> None:
-    lines = write_documents(tmp_path / "a.jsonl", [number_as_words(number) for number in range(10)])
-    rows = write_documents(tmp_path / "b.parquet", [number_as_words(number) for number in range(10, 40)], group=12)
-    data = DataOptions(sources=(lines, rows), shuffle=True, pack=False, seed=6)
-    for epoch, batch in enumerate(islice(read(data, folder, seq_len=8, rows=40), 2)):
-        expected = []
-        for place in range(13):  # ten lines and three row groups
-            item = shuffled(place, 13, 6, 0, epoch)
-            if item < 10:
-                expected.append(item)
-            else:
-                first = 10 + 12 * (item - 10)
-                size = min(12, 40 - first)
-                expected += [first + shuffled(row, size, 6, 0, epoch, item) for row in range(size)]
-        assert numbers_in(batch) == expected
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -47,21 +47,6 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        ("step-000100", 100),
-        ("step-1000000", 1_000_000),
-        ("step-100", None),
-        ("step-0000100", None),
-        ("step-00010a", None),
-        (".step-000100.partial", None),
-    ],
-)
-def test_checkpoint_is_known_by_its_name(name: str, step: int | None) -> None:
-    assert step_of(Path("/history") / name) == step
-
-
 def test_newest_is_the_one_of_the_most_steps_whatever_the_clock_says(trained: Path, tmp_path: Path) -> None:
     fill(tmp_path, trained, 999_999, 20, 1_000_000, 3)
     os.utime(checkpoint_path(tmp_path, 3), (2**33, 2**33))

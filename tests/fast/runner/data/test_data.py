@@ -115,31 +115,6 @@ def test_documents_are_read_from_the_end_of_any_other_on(tmp_path: Path) -> None
             assert rest == every[number + 1 :]
 
 
-def test_document_ends_where_its_record_ends(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\r\ntwo\n", newline="")
-    (tmp_path / "b.jsonl").write_text('{"text": "three\\nfour"}\n\n{"id": 7, "text": ""}')
-    table = pyarrow.table({"text": [f"row {number}" for number in range(150)], "id": list(range(150))})
-    parquet.write_table(table, tmp_path / "c.parquet", row_group_size=40)
-    files = find_files([str(tmp_path)])
-    assert texts(*files) == ["one\r\ntwo\n", "three\nfour", "", *(f"row {number}" for number in range(150))]
-    documents = [document for file in files for document in read_documents(file, Fields("text"))]
-    assert [document.where for document in documents[:3]] == [
-        str(tmp_path / "a.txt"),
-        f"{tmp_path / 'b.jsonl'}:1",
-        f"{tmp_path / 'b.jsonl'}:3",
-    ]
-    assert documents[-1].where == f"{tmp_path / 'c.parquet'}: row 150"
-
-
-def test_sources_keep_their_order_and_folders_and_globs_are_sorted(tmp_path: Path) -> None:
-    for name in ("z/2.txt", "z/1.txt", "z/deep/0.txt", "z/notes.md", "a.txt", "b.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    found = find_files([str(tmp_path / "b.txt"), str(tmp_path / "z"), str(tmp_path / "?.txt")])
-    names = [file.relative_to(tmp_path).as_posix() for file in found]
-    assert names == ["b.txt", "z/1.txt", "z/2.txt", "z/deep/0.txt", "a.txt", "b.txt"]
-
-
 @pytest.mark.parametrize(
     ("source", "code"),
     [
@@ -161,25 +136,6 @@ def test_source_without_text_files_is_refused(
     assert (error.value.where, error.value.code) == (str(tmp_path / shown), code)
     if source != "*.md":
         wording(str(error.value))
-
-
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [
-        (b"[1]", "data.not-an-object"),
-        (b'{"id": 1, "body": "x"}', "data.no-text"),
-        (b'{"text": null}', "data.no-text"),
-        (b'{"text": "\\ud800"}', "data.lone-surrogate"),
-        (b'{"text": "\xff"}', "data.not-utf8"),
-        (b"{", "data.not-json"),
-    ],
-)
-def test_bad_json_line_is_named(line: bytes, code: str, tmp_path: Path, wording: Callable[[str], None]) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b'{"text": "good"}\n' + line + b"\n")
-    error = refusal(file)
-    assert (error.where, error.code) == (f"{file}:2", code)
-    wording(str(error))
 
 
 def test_bad_parquet_is_named(tmp_path: Path, wording: Callable[[str], None]) -> None:

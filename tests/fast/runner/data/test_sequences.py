@@ -106,21 +106,6 @@ def test_padded_sequences_are_one_document_each(documents: list[list[int]], seq_
     assert first.num_tokens == sum(min(seq_len, len(ids) - 1) for ids in expected)
 
 
-@pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("source", ["synthetic", "data"])
-def test_start_skips_the_sequences_before_it(source: str, pack: bool, folder: Path) -> None:
-    name = write_documents(folder / "data.jsonl", [[1, 2, 3], [4], [5, 6, 7, 0, 1]]) if source == "data" else source
-    one = BatchOptions(global_batch=1, microbatch=1, seq_len=4)
-    two = BatchOptions(global_batch=2, microbatch=1, seq_len=4)
-    each = list(islice(read(name, folder, pack=pack, batch=one), 9))
-    for start in range(5):
-        pairs = list(islice(read(name, folder, pack=pack, batch=two, start=start), 2))
-        for position, batch in enumerate(pairs):
-            expected = each[start + 2 * position : start + 2 * position + 2]
-            assert torch.equal(batch.tokens, torch.cat([part.tokens for part in expected]))
-            assert torch.equal(batch.labels, torch.cat([part.labels for part in expected]))
-
-
 @given(documents=DOCUMENTS, seq_len=st.integers(1, 9), global_batch=st.integers(1, 3), pack=st.booleans())
 def test_reading_once_counts_every_token_once(
     documents: list[list[int]], seq_len: int, global_batch: int, pack: bool, folder: Path

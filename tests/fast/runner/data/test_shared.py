@@ -226,26 +226,3 @@ def test_rank_that_needs_more_than_the_others_is_told_that_one_has_stopped(tmp_p
         return None
 
     assert on_ranks(2, run) == [None, ("rank.lost", True)]
-
-
-def test_batch_that_is_ready_is_not_waited_for_and_one_that_is_not_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = Batch(tokens=torch.zeros(1, 1), labels=torch.zeros(1, 1), num_tokens=1)
-    slow, is_ready = threading.Event(), threading.Event()
-
-    def batches() -> Iterator[Batch]:
-        yield batch
-        yield batch
-        is_ready.set()
-        slow.wait(60)
-        yield batch
-
-    with ReadAhead(batches(), CPU) as reader:
-        first, _ = reader.take()
-        assert first is batch
-        assert is_ready.wait(60)  # so the second is there
-        assert reader.take()[1] == 0.0
-        wait = reader._changed.wait
-        monkeypatch.setattr(reader._changed, "wait", lambda *timeout: slow.set() or wait(*timeout))
-        assert reader.take()[1] > 0
-        with pytest.raises(EOFError):
-            reader.take()

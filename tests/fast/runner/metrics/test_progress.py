@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import os
 import pty
 import struct
@@ -46,19 +45,6 @@ def read_all(terminal: int) -> str:
     return b"".join(parts).decode()
 
 
-def test_terminal_without_columns_shows_lines(terminal: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch) -> None:
-    user, stream = terminal
-    fcntl.ioctl(user, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(sys, "stderr", stream)
-    progress = StepProgress(2)
-    for step in (1, 2):
-        progress.step(step, "brief", f"line {step}")
-    progress.close()
-    stream.flush()
-    assert read_all(user).split() == ["line", "1", "line", "2"]
-
-
 def test_terminal_shows_a_bar_with_loss_and_time_left_and_other_lines_above_it(
     terminal: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,21 +65,3 @@ def test_terminal_shows_a_bar_with_loss_and_time_left_and_other_lines_above_it(
     assert "loss 5.0000, 1,234 tokens/s]" in shown
     assert "<" in shown  # time gone < time left
     assert "saved step-000007\r\n" in shown
-
-
-def test_notes_are_lines_of_their_own_above_the_bar(
-    terminal: tuple[int, TextIO], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    user, stream = terminal
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(sys, "stderr", stream)
-    handler = logging.StreamHandler(stream)
-    logging.getLogger().addHandler(handler)
-    try:
-        progress = StepProgress(2)
-        logging.getLogger("runner").warning("a note")
-        progress.close()
-    finally:
-        logging.getLogger().removeHandler(handler)
-    stream.flush()
-    assert "\ra note\r\n" in read_all(user)

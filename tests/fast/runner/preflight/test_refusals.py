@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +21,8 @@ from manifests.models.trainable import why_not_expert_parallel
 from runner.config.flags import parse_training
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions
-from runner.pipeline.timetable import choose_timetable
-from runner.preflight.combinations import combine, part_of, share_of
-from stores.open import open_manifest
-from tests.builders import llama_config, pack, write_model
+from runner.preflight.combinations import part_of, share_of
+from tests.builders import llama_config
 from tests.fast.manifests.models.built import read_config
 
 ZERO_BUBBLE: dict[str, Any] = {"schedule": "ZBVZeroBubble", "splits_backward": True}
@@ -128,25 +125,6 @@ def test_rows_and_heads_that_do_not_divide_over_context_parallel_ranks_are_refus
             check_heads(other, num_context, "ulysses", num_tensor)
         assert (error.value.where, error.value.code) == ("--cp", "options.cp-divisor")
     wording(str(error.value))
-
-
-def test_combination_is_read_from_manifest_options_and_timetable(tmp_path: Path) -> None:
-    write_model(tmp_path / "model")
-    pack(tmp_path / "model", tmp_path / "packed", "pp=2,vpp=2,style=v")
-    manifest = open_manifest(tmp_path / "packed").manifest
-    options = parse_training(["--data", "synthetic", "--compile", "--global-batch", "4"])
-    found = combine(manifest, options, choose_timetable(options.schedule, manifest, options.batch.num_microbatches))
-    assert found.whole_because
-    assert found.experts_because
-    plain = Combination(whole_because=found.whole_because, experts_because=found.experts_because)
-    assert found == replace(plain, schedule="ZBVZeroBubble", splits_backward=True, is_compiled=True)
-    for architecture, refused in (("MptForCausalLM", False), ("Qwen2ForCausalLM", False), ("Olmo3ForCausalLM", True)):
-        other = replace(manifest, model=replace(manifest.model, architecture=architecture))
-        assert combine(other, options, choose_timetable(None, manifest, 4)).is_generic == refused
-    # Layers numbered after the model's are for multi-token prediction.
-    last = replace(manifest.stages[-1], modules=(*manifest.stages[-1].modules, "model.layers.4", "model.layers.5"))
-    longer = replace(manifest, stages=(*manifest.stages[:-1], last))
-    assert combine(longer, options, choose_timetable(None, manifest, 4)).num_mtp_layers == 2
 
 
 def test_ties_are_checked_every_so_many_steps_and_before_checkpoints() -> None:

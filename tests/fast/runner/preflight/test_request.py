@@ -148,22 +148,6 @@ def test_run_does_not_write_where_it_reads(place: Path, flag: str, data: tuple[s
         wording(str(error))
 
 
-@pytest.mark.parametrize(
-    ("files", "shown"),
-    [
-        (("a.txt", "b.jsonl", "c.md"), "'PLACE/*.jsonl' 'PLACE/*.txt'"),
-        (("below/a.txt",), ""),  # a glob of these would find the log, too
-    ],
-)
-def test_hint_names_texts_that_lie_there(files: tuple[str, ...], shown: str, place: Path, tmp_path: Path) -> None:
-    for file in files:
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text("{}")
-    hint = refusal(place, "--data", str(tmp_path), "--save", f"{tmp_path}/out").hint.replace(str(tmp_path), "PLACE")
-    assert hint.endswith(shown)
-    assert ("PLACE" in hint) is bool(shown)
-
-
 def test_working_folder_is_no_data_where_the_log_goes_by_default(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place / "texts")
     assert refusal(place, "--data", ".").where.startswith("--log-dir runner-log/")

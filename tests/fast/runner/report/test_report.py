@@ -25,19 +25,6 @@ from tests.fast.runner.profiling.traced import write_metrics, write_traces
 CASES = (("1F1B", 4, "loop", 6), ("Interleaved1F1B", 8, "loop", 8), ("ZBVZeroBubble", 8, "v", 8))
 
 
-@pytest.mark.parametrize(("schedule", "num_stages", "style", "num_microbatches"), CASES)
-def test_bubble_of_ranks_that_keep_to_the_schedule_is_the_planned_one(
-    tmp_path: Path, schedule: str, num_stages: int, style: str, num_microbatches: int
-) -> None:
-    write_metrics(tmp_path)
-    placement = Placement(num_stages=num_stages, num_ranks=4, style=style)  # type: ignore[arg-type]
-    bubble = write_traces(tmp_path, schedule, placement, num_microbatches)
-    traces = read_run(tmp_path).traces
-    assert traces is not None
-    assert traces.steps[0].timeline.bubble == pytest.approx(bubble, rel=1e-6)
-    assert planned(traces).bubble == pytest.approx(bubble, rel=1e-6)
-
-
 def test_page_is_not_written_under_the_name_of_another_kind_of_file(tmp_path: Path) -> None:
     write_metrics(tmp_path)
     with pytest.raises(UserError) as error:
@@ -391,17 +378,3 @@ def test_steps_that_not_every_rank_has_traced_are_left_out(tmp_path: Path) -> No
     assert [step.step for step in traces.steps] == [3]
     path.write_text(json.dumps({**document, "traceEvents": later}))
     assert read_run(tmp_path).traces is None
-
-
-@pytest.mark.parametrize("timed", [{1}, {1, 4}, {3}])
-def test_steps_that_were_not_timed_are_read_and_left_out_of_the_medians(timed: set[int], tmp_path: Path) -> None:
-    lines = [
-        {name: value for name, value in line.items() if name not in ("compute_s", "communication_s", "bubble_s")}
-        if "loss" in line and line["step"] not in timed
-        else line
-        for line in attempt(1, 5, 3.0)
-    ]
-    write_lines(tmp_path, lines)
-    assert len(read_run(tmp_path).steps) == 5
-    write_report(tmp_path, tmp_path / "report.html")
-    assert "<td>1</td><td>0.0</td><td>400.0</td><td>100.0</td><td>400.0</td>" in (tmp_path / "report.html").read_text()
