@@ -88,20 +88,6 @@ def test_failures_are_the_same_in_text_and_in_json(args: tuple[str, ...], exit_c
     assert (printed.code, printed.out, printed.err) == (exit_code, "", f"{problem}{hint}\n")
 
 
-def test_measured_times_balance_a_layout_without_a_model(tmp_path: Path) -> None:
-    modules = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
-    seconds = {module: {"forward_s": 0.1, "backward_s": 0.2} for module in modules}
-    seconds["model.layers.1"] = {"forward_s": 1, "backward_s": 2}
-    times = tmp_path / "times.json"
-    times.write_text(json.dumps({"version": 1, "modules": seconds}))
-    args = ("layout", "balance:time,pp=3", "--layers", "2", "--cost", times)
-    assert [stage["modules"] for stage in reshard(*args, "--json").json["stages"]] == [
-        modules[:2],
-        ["model.layers.1"],
-        modules[3:],
-    ]
-
-
 def test_every_layout_in_the_docs_is_read(tmp_path: Path) -> None:
     table = DOCS.read_text().partition("## All forms of --layout")[2].partition("\n## ")[0]
     specs = re.findall(r"^\| `([^`]+)`", table.replace(r"\|", "|"), re.MULTILINE)

@@ -125,19 +125,6 @@ def test_reading_once_counts_every_token_once(
     assert sum(each.num_tokens for each in found) == len(counted)
 
 
-def test_synthetic_tokens_depend_on_the_seed_and_stay_in_the_vocabulary(tmp_path: Path) -> None:
-    batch = BatchOptions(global_batch=4, microbatch=1, seq_len=64)
-
-    def first(seed: int) -> torch.Tensor:
-        data = DataOptions(sources=("synthetic",), seed=seed)
-        return next(read_batches(data, batch, folder=tmp_path, vocab_size=17)).tokens
-
-    assert torch.equal(first(1), first(1))
-    assert not torch.equal(first(1), first(2))
-    assert {int(token) for token in first(1).flatten()} == set(range(17))
-    assert len({tuple(row) for row in first(1).tolist()}) == 4
-
-
 @pytest.mark.parametrize("pack", [True, False])
 def test_text_without_a_token_is_refused(pack: bool, tmp_path: Path, folder: Path) -> None:
     (tmp_path / "empty.txt").write_text(" \n \n")

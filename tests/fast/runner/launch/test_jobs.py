@@ -185,17 +185,6 @@ def test_relative_path_of_a_folder_that_pods_do_not_share_is_refused(packed: Pat
 
 
 @pytest.mark.parametrize("flag", READ)
-def test_file_of_the_image_is_read(packed: Path, flag: str) -> None:
-    data = () if flag == "--data" else ("--data", "synthetic")
-    words = rendered(
-        packed, "jobset", "--image", "i", "--mount", "claim:/kept", "--log-dir", "/kept/log",
-        training=(*data, flag, "/opt/corpus/a"),
-    )  # fmt: skip
-    assert "/opt/corpus/a" in words
-    assert f"{packed}/manifest.json" in words
-
-
-@pytest.mark.parametrize("flag", READ)
 @pytest.mark.parametrize("given", ["a/b", "../b"])
 def test_relative_path_that_pods_do_not_find_is_not_read(
     packed: Path, flag: str, given: str, monkeypatch: pytest.MonkeyPatch

@@ -164,17 +164,6 @@ def test_job_file_with_a_value_of_another_kind_is_refused(tmp_path: Path, line: 
     assert (error.code, error.where) == ("launch.job-file", f"{path}: {key}")
 
 
-def test_job_file_has_paths_in_the_home_folder(packed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(packed.parent))
-    (tmp_path / "job.toml").write_text(
-        f'manifest = "~/{packed.name}"\nlog-dir = "~/log"\n[training]\ndata = "synthetic"\nsave = "~/saved"\n'
-    )
-    done = launch("--job", tmp_path / "job.toml")
-    assert done.exception is None, done.exception
-    assert f"--save {packed.parent}/saved" in done.stdout
-    assert f"--log-dir {packed.parent}/log" in done.stdout
-
-
 @pytest.mark.parametrize(("scheduler", "where"), [(SLURM, "scontrol"), (JOBSET, "kubectl")])
 def test_machine_without_the_scheduler_is_said_to_be(
     packed: Path, tmp_path: Path, scheduler: tuple[str, ...], where: str, monkeypatch: pytest.MonkeyPatch,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -71,21 +70,6 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[runner.families]\n{architecture} = {module}:family\n")
     return folder
-
-
-def test_example_of_an_own_decoder_trains_on_two_ranks_as_the_whole_model_does(packages: Path, tmp_path: Path) -> None:
-    text = EXAMPLE.read_text()
-    example = imported(packages / "own_model.py")
-    config = json.loads(re.search(r"config\.json (\{.*\}) and", text)[1])  # type: ignore[index]
-    described = text.partition("model.toml:\n\n")[2].partition("\n\n")[0]
-    sizes = {name: config[name] for name in ("depth", "dim", "heads", "vocab_size")}
-    modules = ("embed", *(f"layers.{number}" for number in range(config["depth"])), "norm", "head")
-
-    torch.manual_seed(0)
-    model: nn.Module = example.Decoder(**sizes, modules=modules)
-    pack(tmp_path, config, described, model)
-    run_jobs(2, [job(tmp_path / "pp2", tmp_path / "log", *FLAGS, *saving(tmp_path), path=packages)])
-    check_losses(tmp_path, config, model, lambda model, tokens: model(tokens))
 
 
 def test_architecture_that_nothing_knows_trains_through_an_entry_point(packages: Path, tmp_path: Path) -> None:
@@ -192,28 +176,3 @@ def imported(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_class_of_transformers_kind_trains_under_flags_by_the_plan_of_its_config(
-    packages: Path, tmp_path: Path
-) -> None:
-    new = imported(packages / "new_model.py")
-    fields = {name: value for name, value in NEW_CONFIG.items() if name not in ("architectures", "model_type")}
-    torch.manual_seed(0)
-    model: nn.Module = new.NewForCausalLM(new.NewConfig(**fields)).eval()
-    pack(tmp_path, NEW_CONFIG, NEW_MODEL, model)
-    run("pack", tmp_path / "pp2", "--layout", "pp=1", "--out", tmp_path / "pp1")
-    cases = {
-        "tp": ("pp1", ("--tp", 2)),
-        "shards": ("pp1", ("--dp-shard", 2, "--loss-chunk", 5)),
-        "chunks": ("pp2", ("--loss-chunk", 5, "--ac", "full")),
-    }
-    jobs = [
-        job(tmp_path / layout, tmp_path / name, *FLAGS, *more, path=packages) for name, (layout, more) in cases.items()
-    ]
-    run_jobs(2, jobs, timeout_s=500)
-    expected = train(model, 64, tmp_path, lambda model, tokens: model(tokens, use_cache=False).logits)
-    for name in cases:
-        assert losses_of(tmp_path / name) == pytest.approx(expected, rel=1e-5), name

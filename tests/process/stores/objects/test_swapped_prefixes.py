@@ -144,21 +144,6 @@ def test_changed_prefix_is_refused_or_read_right_by_every_verb(
     assert check_replaced(moto, place, prefix, tmp_path) == ("output.exists", forced)
 
 
-@pytest.mark.slow
-def test_copied_and_swapped_prefixes_are_what_they_contain(
-    moto: MotoServer, place: Path, outputs: dict[str, Objects], tmp_path: Path
-) -> None:
-    put(moto, "deep/copy", outputs["model"])
-    put(moto, "first", outputs["other"])
-    put(moto, "second", outputs["model"])
-    for prefix in ("deep/copy", "second"):
-        assert set(check_verbs(place, prefix, tmp_path / prefix).values()) == {0}
-    assert reshard("verify", url_of("first")).code == 0
-    assert reshard("diff", place / "model" / "trained", url_of("first")).code == 4
-    assert check_replaced(moto, place, "first", tmp_path) == ("output.exists", 0)
-    assert objects_in(moto, "other") == outputs["other"]
-
-
 def shards_of(objects: Objects) -> dict[str, bytes]:
     return {name: data for name, data in objects.items() if name.endswith(SHARD)}
 
