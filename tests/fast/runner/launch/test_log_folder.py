@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +16,6 @@ from click.testing import CliRunner, Result
 from manifests.errors import UserError
 from runner.commands import cli
 from runner.launch.run_folder import check_free
-from runner.launch.schedulers.local import record_here
 from runner.rundir.heartbeat import Beat, heartbeat_path, write_beat
 from runner.rundir.records import JobRecord, RunState, read_job_record, read_state, write_job_record, write_state
 from tests.builders import llama_config, pack, write_model
@@ -110,17 +107,6 @@ def test_number_that_slurm_has_given_to_another_job_is_not_the_job(
         assert "RUNNING" in refusal(log).problem
 
 
-@pytest.mark.parametrize("scheduler", ["local", "slurm"])
-def test_copy_of_a_live_jobs_folder_is_free(scheduler: str, place: Path) -> None:
-    put_program(place, "scontrol", f"echo JobId=7 JobState=RUNNING StdOut={place}/log/slurm-7.out")
-    here = record_here(place / "log", "tiny")
-    log = put_job(place, here if scheduler == "local" else replace(SLURM, output=f"{place}/log/slurm-7.out"))
-    shutil.copytree(log, place / "copy")
-    (place / "link").symlink_to(log)
-    check_free(place / "copy")
-    refusal(place / "link")
-
-
 def test_folder_is_refused_where_slurm_cannot_be_asked(place: Path, wording: Callable[[str], None]) -> None:
     log = put_job(place, SLURM)
     wording(str(refusal(log)))
@@ -152,13 +138,6 @@ def put_beat(log: Path, now_s: float) -> None:
     path.parent.mkdir(exist_ok=True)
     beat = Beat(rank=0, stages=(0,), host="elsewhere", pid=8, step=3, phase="train", time=now_s)
     write_beat(path, beat)
-
-
-def test_number_that_another_process_has_got_is_no_job(place: Path) -> None:
-    record = JobRecord(
-        scheduler="local", id=str(os.getpid()), name="tiny", output="", host=socket.gethostname(), birth="a boot 17"
-    )
-    check_free(put_job(place, record))
 
 
 @pytest.fixture(scope="module")

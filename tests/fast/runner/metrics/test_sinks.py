@@ -194,22 +194,6 @@ def test_lines_that_the_disk_has_no_room_for_are_left_out_whole_and_said_once(
     assert said.endswith("; lines that cannot be written are left out")
 
 
-@pytest.mark.usefixtures("limited")
-def test_event_files_that_cannot_grow_are_given_up_and_metrics_jsonl_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with Metrics([JsonLines(tmp_path / "metrics.jsonl"), TensorBoard(tmp_path / "events", 0, {})]) as metrics:
-        for _ in range(2):  # whose event files are the larger ones
-            tell_all(metrics)
-    assert len(lines_of(tmp_path / "metrics.jsonl")) == 18
-    (said,) = caplog.messages
-    assert said.startswith("note: --tensorboard failed")
-    assert said.endswith("[Errno 27] File too large")
-    for thread in threading.enumerate():
-        if type(thread).__name__ == "_AsyncWriterThread":
-            thread.join(10)  # it raises once more, which is to be seen in this test
-
-
 def test_line_that_a_dying_machine_left_half_is_cut_off_when_the_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st')

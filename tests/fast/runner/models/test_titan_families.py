@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,12 @@ from runner.models import titan_families as families
 from runner.models.experts import grouped_product
 from runner.models.titan_fields import TITAN_FIELDS
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
-from runner.tensors.local_shard import whole_pieces
 from stores.bundles import Bundles
 from tests.builders import Tensor, pack, reshard
 from tests.fast.manifests.models.built import read_config
 from tests.fast.reshard.transforms.test_dequantize import MXFP4, fp8, values_in, write_quantized
 from tests.fast.runner.models.titans import save_titan
-from tests.fast.runner.tiny import CPU, split_evenly, write_shard
+from tests.fast.runner.tiny import CPU, split_evenly
 
 TINY = ("tiny-deepseek-v3", "tiny-gpt-oss", "tiny-llama", "tiny-mistral", "tiny-qwen3", "tiny-qwen3-moe")
 # Fields as on the hub.
@@ -148,28 +146,6 @@ def test_what_a_bundle_holds_is_loaded_and_held_to_the_last_byte(name: str, tmp_
     held = [piece for kinds in held_weights(chunks, ()).values() for pieces in kinds.values() for piece in pieces]
     assert {piece.fqn for piece in held} == stored.keys()
     assert all(torch.equal(piece.memory, stored[piece.fqn]) for piece in held)
-
-
-@pytest.mark.parametrize("expert", [0, 5])
-def test_dropped_expert_is_an_error_and_never_a_guess(expert: int, tmp_path: Path) -> None:
-    """torchtitan's own adapter leaves out all of a layer's experts where one is missing, and says nothing."""
-    bundles, config = packed_titan(tmp_path, "tiny-qwen3-moe"), read_config("tiny-qwen3-moe")
-    lost = f"model.layers.2.mlp.experts.{expert}.up_proj.weight"
-    first, second = bundles.manifest.stages
-    (shard,) = second.shards
-    root = tmp_path / "packed"
-    stored = load_file(root / shard.path)  # lies in the file, which is written anew below
-    tensors = {fqn: tensor.clone() for fqn, tensor in stored.items() if fqn != lost}
-    assert len(tensors) == len(stored) - 1
-    left = write_shard(whole_pieces(tensors), root, shard.path)
-    bundles = Bundles(replace(bundles.manifest, stages=(first, replace(second, shards=(left,)))), root)
-    family = family_for(config, max_seq_len=8)
-    (chunk,) = build_chunks(family, (family.modules,), (0,))
-    materialize(chunk, device=CPU, dtype=torch.float32)
-    with pytest.raises(InputError) as error:
-        load_tensors([*hf_pieces(chunk), *hf_constants(chunk)], bundles, model_shape(config))
-    assert (error.value.code, error.value.where) == ("shard.missing-tensor", f"{tmp_path}/packed: stages[1]")
-    assert lost in error.value.problem
 
 
 @pytest.mark.parametrize(

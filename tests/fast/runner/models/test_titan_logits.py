@@ -47,27 +47,6 @@ def test_logits_and_gradients_are_those_of_transformers_and_cutting_changes_no_b
     assert all(torch.equal(found[fqn], gradients[fqn]) for fqn in gradients)
 
 
-@pytest.mark.parametrize(
-    ("name", "field", "wrong"),
-    [
-        ("tiny-llama", "rms_norm_eps", 1e-2),
-        ("tiny-mistral", "sliding_window", 15),
-        ("tiny-qwen3-moe", "norm_topk_prob", True),
-        ("tiny-deepseek-v3", "topk_group", 2),
-        ("tiny-deepseek-v3", "routed_scaling_factor", 2.49),
-        ("tiny-gpt-oss", "swiglu_limit", 0.1),
-        ("tiny-gpt-oss", "layer_types", ["sliding_attention"] * 4),
-    ],
-)
-def test_planted_wrong_field_is_caught(name: str, field: str, wrong: object, tmp_path: Path) -> None:
-    save_titan(tmp_path, name, **({"sliding_window": 16} if name == "tiny-mistral" else {}))
-    batch = batch_of(0)
-    with torch.no_grad():
-        expected = load(tmp_path)(batch.tokens).logits
-        found = forward(chunks_of(tmp_path, 1, changes={field: wrong}), batch.tokens)
-    assert (found - expected).abs().max() > 1e-4
-
-
 @pytest.mark.parametrize("name", ["tiny-mistral", "tiny-qwen3", "tiny-qwen3-moe", "tiny-deepseek-v3", "tiny-gpt-oss"])
 def test_in_bf16_logits_are_near_and_what_is_not_trained_stays_exact(name: str, tmp_path: Path) -> None:
     save_titan(tmp_path, name)

@@ -70,24 +70,6 @@ def test_file_gives_the_table_that_was_written(tmp_path: Path, name: str, with_t
     assert found.splits_backward == find_timetable(name, placement, 4).splits_backward
 
 
-def test_group_of_microbatches_gives_megatrons_table(tmp_path: Path) -> None:
-    """See test_tables.py, which compares it with what Megatron-Core documents."""
-    megatron = schedule_table("Interleaved1F1B", placed(2, 2), 5, microbatch_group=3)
-    timetable = find_timetable("Interleaved1F1B", placed(2, 2), 5, 3)
-    assert timetable.planned(5) == megatron
-    assert timetable.training(5) == lower(megatron)
-    path = tmp_path / "table.csv"
-    path.write_text(write_csv(megatron))
-    assert find_timetable(str(path), placed(2, 2), 5).planned(5) == megatron
-    with pytest.raises(UsageError) as error:
-        find_timetable(str(path), placed(2, 2), 5, 3)
-    assert (error.value.where, error.value.code) == ("--microbatch-group", "schedule.microbatch-group")
-    for name, placement in (("1F1B", placed(2)), ("Interleaved1F1B", placed(1, 2))):
-        with pytest.raises(UsageError) as error:
-            find_timetable(name, placement, 5, 3)
-        assert (error.value.where, error.value.code) == ("--microbatch-group", "schedule.microbatch-group")
-
-
 GOOD = write_csv(schedule_table("GPipe", placed(2), 2))
 
 

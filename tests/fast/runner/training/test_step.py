@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
-from manifests.errors import InputError, RankError
+from manifests.errors import RankError
 from manifests.placement import Placement
 from runner.config.loss import BalanceOptions
 from runner.config.parallel_dims import ParallelDims
@@ -32,10 +32,9 @@ from runner.pipeline.timetable import find_timetable
 from runner.tensors.local_shard import persistent_buffers
 from runner.training.expert_balance import balance_experts
 from runner.training.gradient_norm import StepTotals, clip_gradients, sum_squares
-from runner.training.mixed_precision import keep_masters, master_of, round_masters
 from runner.training.optimizer import Optimizer, lr_at
 from runner.training.step import Engine, eval_step, train_step
-from runner.training.ties import Tie, build_ties, check_equal, check_loaded, lead_parameters, sync_gradients
+from runner.training.ties import Tie, build_ties, check_equal, lead_parameters, sync_gradients
 from tests.fast.manifests.models.built import read_config as read_tiny
 from tests.fast.runner.tiny import (
     CPU,
@@ -116,41 +115,6 @@ def test_tied_weight_is_one_storage_with_one_leader(folder: Path, num_stages: in
     assert named[HEAD].grad is None
 
 
-def test_copies_that_differ_in_masters_alone_are_refused(folder: Path) -> None:
-    family = family_for(read_config(folder), max_seq_len=16)
-    chunks = build_chunks(family, [family.modules], [0])
-    fill(chunks, folder, torch.bfloat16)
-    keep_masters(chunks, torch.float32)
-    named, tie = dict(named_hf_parameters(chunks[0])), head_tie([tuple(family.modules)])
-    for parameter in named.values():
-        master_of(parameter).copy_(parameter.detach())
-    check_loaded([tie], chunks)
-    master_of(named[HEAD])[0, 0] *= 1 + 2**-20
-    round_masters(named.values())
-    assert torch.equal(named[HEAD], named[EMBEDDING])
-    with pytest.raises(InputError) as error:
-        check_loaded([tie], chunks)
-    assert (error.value.code, error.value.where) == ("shard.tied-weights-differ", f"tied weight {EMBEDDING}")
-
-
-def test_replica_gradient_is_summed_into_the_owner_and_zeros_stand_for_none(folder: Path) -> None:
-    chunks, ties, _ = build(folder, 1)
-    named = dict(named_hf_parameters(chunks[0]))
-    owner, replica = named[EMBEDDING], named[HEAD]
-    owner.grad, replica.grad = torch.full_like(owner, 2.0), torch.full_like(replica, 3.0)
-    sync_gradients(ties)
-    assert owner.grad is not None
-    assert bool((owner.grad == 5).all())
-    assert replica.grad is None
-    owner.grad = None
-    replica.grad = torch.full_like(replica, 3.0)
-    sync_gradients(ties)
-    assert bool((owner.grad == 3).all())
-    owner.grad = replica.grad = None
-    sync_gradients(ties)
-    assert bool((owner.grad == 0).all())
-
-
 def test_norm_is_exact_and_clipping_keeps_the_direction() -> None:
     parameters = [(name, nn.Parameter(torch.zeros(3))) for name in ("a", "b", "c")]
     for (_, parameter), value in zip(parameters, (2.0, -1.0, None), strict=True):
@@ -227,18 +191,6 @@ def test_parameter_without_a_gradient_of_its_own_counts_as_zero_on_its_device() 
         torch.stack([torch.zeros(()), torch.zeros((), device=meta)])
     with pytest.raises(NotImplementedError, match=r"^Cannot copy out of meta tensor; no data!$"):
         StepTotals(parameters, (), device=meta).reduce(None, 0)
-
-
-def test_gradient_that_is_not_finite_stops_the_step_before_any_weight_changes(folder: Path) -> None:
-    chunks, _, engine = build(folder, 1)
-    named = dict(named_hf_parameters(chunks[0]))
-    name = "model.layers.1.mlp.down_proj.weight"
-    named[name].data[0, 0] = math.inf
-    before = {fqn: parameter.detach().clone() for fqn, parameter in named.items()}
-    with pytest.raises(RankError) as error:
-        train_step(engine, padded_batch(0, size=4, seq_len=16), 3)
-    assert (error.value.code, error.value.where) == ("rank.not-finite", "step 4: rank 0")
-    assert all(torch.equal(parameter, before[fqn]) for fqn, parameter in named.items())
 
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
