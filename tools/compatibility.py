@@ -32,7 +32,6 @@ PACKAGES = ("torch", "torchtitan", "transformers", "safetensors", "numpy")
 SUITES: dict[str, tuple[tuple[str, ...], bool]] = {
     "logits": (
         (
-            "tests/fast/runner/models/test_titan_logits.py",
             "tests/fast/runner/models/test_transformers_logits.py",
             "tests/fast/runner/preflight/test_torch_releases.py",
         ),

@@ -12,6 +12,7 @@ import pytest
 from manifests.schema import Manifest, TrainingState
 from tests.builders import llama_config, pack, write_model
 from tests.pages import NOT_RUN, OUTPUT, PAGES, ROOT, RUN, SECTIONS_OF, blocks_of, missing_lines
+from tools.site import ROW, plain_pipes
 
 
 def test_every_block_is_run_or_listed() -> None:
@@ -120,3 +121,11 @@ def test_listing_of_a_packed_folder_is_what_pack_writes(tmp_path: Path) -> None:
     packed = tmp_path / "out"
     found = {path.relative_to(packed).as_posix() for path in packed.rglob("*") if path.is_file()}
     assert found == {*listed, "tokenizer.json", "generation_config.json"}
+
+
+# What the site changes in the pages of docs/.
+
+
+def test_code_in_a_table_has_no_backslash_before_a_pipe() -> None:
+    page = "| `Et*3\\|(t*4\\|)*6` | `a\\|b` or c\\|d |\n\n`outside\\|`\n"
+    assert ROW.sub(plain_pipes, page) == "| `Et*3|(t*4|)*6` | `a|b` or c\\|d |\n\n`outside\\|`\n"

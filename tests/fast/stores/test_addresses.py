@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ from huggingface_hub import constants, snapshot_download
 from stores.address import HubAddress, is_inside, parse_hub_address, place_of
 from stores.hub.store import HubFolder
 from stores.local import LocalFolder
-from stores.open import open_store
-from tests.builders import files_in, pack, refusal, reshard, write_model
+from stores.open import open_manifest, open_store
+from tests.builders import files_in, llama_config, pack, refusal, reshard, write_model
+from tests.builders import reshard as command
 from tests.refusals import refused
 from tests.servers.hub import MEMBER, Hub
 
@@ -167,3 +170,28 @@ def test_check_reads_a_packed_repository_from_the_cache_it_opened(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     ended = reshard("check", "org/packed", "--against", "ckpt/step-000001")
     assert ended.code == 0, ended.err
+
+
+# The door to a manifest: links to its folder are followed once, whoever asks.
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("door")
+    write_model(folder / "model", llama_config())
+    assert command("pack", folder / "model", "--layout", "pp=2", "--out", folder / "packed").code == 0
+    return folder / "packed"
+
+
+def test_link_that_moves_after_a_manifest_was_read_mixes_no_two_checkpoints(packed: Path, tmp_path: Path) -> None:
+    other, latest = shutil.copytree(packed, tmp_path / "other"), tmp_path / "latest"
+    latest.symlink_to(packed)
+    read = open_manifest(latest)
+    os.replace(_link(tmp_path / "new", other), latest)
+    assert (read.root, read.parent.location) == (packed, str(packed))
+    assert str(read) == str(packed / "manifest.json")
+
+
+def _link(path: Path, target: Path) -> Path:
+    path.symlink_to(target)
+    return path

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from stores.base import Range
 from stores.prefetch import GAP_NBYTES, LONGEST_REQUEST_NBYTES, NUM_PARALLEL, RangeReader, plan_requests
+from stores.workers import Take, for_each, share_out
 
 MIB = 1 << 20
 ranges_of_files = st.lists(
@@ -160,3 +161,53 @@ def test_far_apart_short_ranges_are_fetched_a_few_ahead_and_skipped_ones_not() -
         assert not {begin for begin, _ in source.asked} & set(begins[6:20])
     finally:
         reader.close()
+
+
+# Threads share out a sequence: every item once, neighbours to one thread, the first failure ends all.
+
+
+def test_threads_take_consecutive_items_from_the_ends_of_parts() -> None:
+    begun, lock = dict[int, int](), threading.Lock()
+    barrier = threading.Barrier(4)
+
+    def run(take: Take[int], stop: threading.Event) -> None:
+        first = take()
+        assert first is not None
+        with lock:
+            begun[first] = threading.get_ident()
+        barrier.wait(10)
+        while take() is not None:
+            pass
+
+    share_out(range(100), run, 4)
+    assert sorted(begun) == [0, 49, 50, 99]
+    assert len(set(begun.values())) == 4
+
+
+def test_items_in_order_are_taken_from_the_front_by_all() -> None:
+    found, both = list[int](), threading.Barrier(2)
+
+    def run(take: Take[int], stop: threading.Event) -> None:
+        for _ in range(5):
+            both.wait(10)
+            if (item := take()) is not None:
+                found.append(item)
+            both.wait(10)
+            assert sorted(found) == list(range(len(found)))
+
+    share_out(range(9), run, in_order=True)
+    assert sorted(found) == list(range(9))
+
+
+def test_first_failure_is_raised_not_what_it_stopped() -> None:
+    both = threading.Barrier(2)
+
+    def work(item: int, stop: threading.Event) -> None:
+        both.wait(10)
+        if item == 0:
+            raise ZeroDivisionError
+        assert stop.wait(10)
+        raise CancelledError
+
+    with pytest.raises(ZeroDivisionError):
+        for_each(range(2), work, 2)

@@ -9,7 +9,8 @@ import click
 import pytest
 
 from manifests.errors import UsageError
-from runner.config.flags import parse_training, training_command
+from runner.config.declared import parameters_of
+from runner.config.flags import TrainOptions, parse_training, training_command
 from runner.config.schema import BatchOptions, DataOptions, OptimOptions
 from runner.launch.command import launch
 
@@ -119,3 +120,21 @@ def test_help_has_every_flag_in_one_group_and_a_dozen_first(command: click.Comma
     titles = [line.removesuffix(":") for line in shown.splitlines() if line[:1].isalpha() and line.endswith(":")]
     assert [title for title in titles if title in command.groups] == [*command.groups]
     assert len(next(iter(command.groups.values()))) <= 12
+
+
+# Options that are declared as dataclass fields: their flags, their defaults, and what values become of them.
+
+
+def test_every_training_flag_is_named_once_and_has_a_help_text() -> None:
+    options = [*parameters_of(TrainOptions)]
+    spelled = [word for option in options for word in (*option.opts, *option.secondary_opts)]
+    assert len(set(spelled)) == len(spelled)
+    assert [option.name for option in options if not option.help] == []
+    assert [param.name for param in training_command.params] == [option.name for option in options]
+
+
+def test_defaults_that_other_flags_decide_follow_them() -> None:
+    options = parse_training(["--data", "synthetic", "--dtype", "bf16", "--steps", "7", "--timeout", "5"])
+    assert (options.compute.master_dtype, options.compute.reduce_dtype) == ("bf16", "bf16")
+    assert (options.optim.decay_steps, options.step_timeout_s) == (7, 10)
+    assert options.values["master_dtype"] is None  # what was written, for a resumed run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,10 +19,14 @@ from torch.nn.functional import cross_entropy
 
 from manifests.errors import OutputError, UsageError
 from runner.bundle.packed import open_packed
+from runner.config.parallel_dims import ParallelDims
 from runner.distributed.world import World
-from runner.evaluation.evaluate import loss_over
+from runner.evaluation.evaluate import loss_over, read_model
 from runner.evaluation.options import parse_eval
+from runner.evaluation.scores import TokenLosses
+from runner.parallel.mesh import Mesh
 from tests.builders import pack
+from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.tiny import load_model, save_model
 
 SEQ_LEN, EOS = 16, 301
@@ -150,3 +155,19 @@ def test_disk_that_fills_while_scores_are_written_is_an_error_of_the_file(
         score(place, out := tmp_path / "scores.parquet", world)
     assert (error.value.where, error.value.code) == (f"rank 0: {out}", "output.unwritable")
     assert list(tmp_path.iterdir()) == []
+
+
+# A packed model opened for `runner eval`, by one rank in this process.
+
+
+@pytest.mark.parametrize("flags", [(), ("--no-self-check",)])
+def test_generic_family_is_compared_with_the_whole_model_before_it_is_read(
+    flags: tuple[str, ...], world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny(tmp_path / "source", "Olmo3ForCausalLM")
+    pack(tmp_path / "source", tmp_path / "packed", "pp=1", "--quiet")
+    options = parse_eval([str(tmp_path / "packed"), "--data", "a.txt", "--seq-len", "8", *flags])
+    with caplog.at_level(logging.INFO, "runner"):
+        mesh = Mesh(degrees=ParallelDims(pipeline=1), rank=0)
+        read_model(open_packed(tmp_path / "packed"), options, world, mesh, torch.device("cpu"), TokenLosses())
+    assert ("self-check: a tiny Olmo3ForCausalLM" in caplog.text) == (not flags)

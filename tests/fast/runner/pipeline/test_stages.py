@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from manifests.errors import ManifestError
+from manifests.errors import ManifestError, UsageError
 from manifests.placement import Placement
+from runner.config.flags import parse_training
 from runner.config.schema import BatchOptions
 from runner.models import Family, family_for
+from runner.pipeline import losses
 from runner.pipeline.chunk import build_chunks
+from runner.pipeline.losses import Loss, PerRow, loss_of_run
 from runner.pipeline.schedule import Schedule, build_schedule
-from runner.pipeline.stage_io import StageIO, form_of
+from runner.pipeline.stage_io import FormError, StageIO, form_of
 from runner.pipeline.stage_metadata import TensorMetadata, plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from tests.fast.runner.models.test_families import LLAMA
@@ -90,3 +97,122 @@ def test_sequences_of_another_length_are_refused_before_they_meet_stale_buffers(
     for act in (schedule.train, schedule.evaluate):
         with pytest.raises(ValueError, match=r"found \(4, 15\)"):
             act(short)
+
+
+# What a loss of another package may ask of a run.
+
+
+DATA = ("--data", "rows.jsonl", "--tokenized", "--loss", "pairs")
+
+
+def pairs(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return logits.sum(), len(labels) // 2
+
+
+def load(monkeypatch: pytest.MonkeyPatch, function: Any, *flags: str) -> Loss | None:
+    monkeypatch.setattr(losses, "load_entry_point", lambda *names: function)
+    return loss_of_run(parse_training([*DATA, *flags]), is_split=False)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--microbatch", "3", "--global-batch", "6"),
+        ("--microbatch", "2", "--shuffle"),
+        ("--microbatch", "2", "--data-weight", "1"),
+        ("--microbatch", "2", "--skip-bad-documents"),
+    ],
+)
+def test_loss_over_pairs_is_refused_where_they_are_torn(
+    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs, "num_together", 2, raising=False)
+    with pytest.raises(UsageError) as error:
+        load(monkeypatch, pairs, *flags)
+    assert (error.value.code, error.value.where) == ("options.loss", "--loss pairs")
+    loss = load(monkeypatch, pairs, "--microbatch", "4")
+    assert loss is not None
+    assert loss.num_together == 2
+
+
+class Pairs:
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *, reference: PerRow) -> tuple[torch.Tensor, int]:
+        return reference.sum(), len(labels)
+
+
+@pytest.mark.parametrize("function", [partial(Pairs()), Pairs, Pairs().__call__, 1])
+def test_loss_whose_fields_are_not_to_be_read_is_refused(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError) as error:
+        load(monkeypatch, function)
+    assert (error.value.code, error.value.where) == ("options.loss", "--loss pairs")
+    loss = load(monkeypatch, Pairs())
+    assert loss is not None
+    assert loss.form.per_row == ("reference",)
+
+
+# Nested outputs of stages as tensors, and back.
+
+
+CONSTANTS = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.floats(allow_nan=False))
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    return torch.randint(0, 2, shape).to(draw(DTYPES))
+
+
+TREES = st.recursive(
+    st.one_of(CONSTANTS, tensors()),
+    lambda children: st.one_of(
+        st.lists(children, max_size=3),
+        st.tuples(children, children),
+        st.dictionaries(st.text(max_size=2), children, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if isinstance(theirs, dict):
+        return list(ours) == list(theirs) and all(same(ours[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, list | tuple):
+        return type(ours) is type(theirs) and len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return type(ours) is type(theirs) and ours == theirs
+
+
+@given(TREES)
+def test_what_is_unpacked_is_what_was_packed(value: Any) -> None:
+    form = form_of(value)
+    with torch.no_grad():  # a lone output is else made to require a gradient, as the test below shows
+        packed = form.pack(value)
+    sent = (packed,) if isinstance(packed, torch.Tensor) else packed
+    assert same(form.unpack(sent), value)
+    assert [(e.shape, e.dtype) for e in form.examples()] == [(tensor.shape, tensor.dtype) for tensor in sent]
+    assert form == form_of(value)
+
+
+HIDDEN = torch.empty(2, 3)
+DECLARED = {"hidden": HIDDEN, "layer": 3, "mask": None}
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        {**DECLARED, "hidden": HIDDEN[:1]},
+        {**DECLARED, "hidden": HIDDEN.bfloat16()},
+        {**DECLARED, "hidden": None},
+        {**DECLARED, "layer": 4},
+        {**DECLARED, "layer": True},
+        {**DECLARED, "mask": HIDDEN},
+        [HIDDEN, 3, None],
+    ],
+)
+def test_output_of_another_form_than_declared_is_refused(output: Any, wording: Callable[[str], None]) -> None:
+    with pytest.raises(FormError) as error:
+        form_of(DECLARED).pack(output)
+    wording(str(error.value))

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from manifests.errors import ModelError, UserError
+from manifests.models.catalogue import catalogued, entry_of
 from runner.config.schema import ComputeOptions, Dtype
 from runner.models import family_for, generic
 from runner.models.generic import Generic
 from runner.proof import stages as self_check
 from runner.proof.options import RunOptions, check_stages
+from runner.proof.proving import compare
 from runner.proof.stages import Proven, SelfChecked
+from runner.proof.tiny_step import float32_as_float64
 from tests.fast.manifests.models.built import DECODERS, read_config
 from tests.fast.manifests.models.catalogued import config_of, quiet
 from tests.fast.runner.models.twins import NAME, TwinForCausalLM, entry_of_twin, twin_config
+from tests.fast.runner.proof.combinations import combination
 
 
 @pytest.fixture
@@ -226,3 +232,58 @@ def test_head_dim_stays_right_in_the_tiny_model_or_is_refused(heads: int, width:
     with pytest.raises(UserError) as caught:
         family_for(fields, max_seq_len=8)
     assert caught.value.where == "config.json: head_dim"
+
+
+# What code computes in float32 is float64 in a proof.
+
+
+def norm(tensor: torch.Tensor) -> torch.Tensor:
+    wide = tensor.to(torch.float32)
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True))).to(tensor.dtype)
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Recompute what rounds: in the backward, which is not intercepted."""
+    leaf = tensor.detach().requires_grad_()
+    torch.autograd.backward(checkpoint(norm, leaf, use_reentrant=False)[0])
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def test_casts_to_float32_do_not_round_forward_or_when_they_are_recomputed() -> None:
+    tensor = torch.linspace(0.1, 1.0, 7, dtype=torch.float64)
+    exact = tensor * tensor.pow(2).mean().rsqrt()
+    assert not torch.equal(norm(tensor), exact)
+    rounded = gradient_of(tensor)
+    with float32_as_float64():
+        assert torch.zeros(1).dtype == torch.ones(1).float().dtype == torch.float64
+        assert torch.allclose(norm(tensor), exact, rtol=1e-14, atol=0)
+        assert 1e-9 < (gradient_of(tensor) - rounded).abs().max() < 1e-6
+    assert torch.zeros(1).dtype == torch.float32
+    assert not torch.equal(norm(tensor), exact)
+
+
+# What balances experts: of every architecture with routers, a step is that of one process of transformers' model.
+
+
+FLAGS = {
+    name: (*(("--router-bias-rate", "0.001") if entry.router_bias else ()),
+           *(("--router-aux-loss", "0.001") if entry.aux_loss else ()))
+    for name in catalogued() if (entry := entry_of(name))
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [name for name, flags in FLAGS.items() if flags])
+def test_biases_and_gradients_of_routers_are_those_of_one_process(architecture: str) -> None:
+    distances, problem = compare(combination(architecture, 1, *FLAGS[architecture]))
+    assert problem is None
+    assert distances is not None
+    assert max(distances.largest.values()) <= 1e-10 or distances.dtype == "fp32"

@@ -8,15 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM
+from torch.nn.functional import cross_entropy
+from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM
 
+import runner
 from tests.builders import pack
 from tests.fast.manifests.models.built import TINY
+from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
 from tests.fast.runner.models.decoders import VARIANTS, Variant, variant_ids
 from tests.fast.runner.models.titans import TITANS, YARN, load, save_titan
-from tests.fast.runner.tiny import load_model, save_model
+from tests.fast.runner.tiny import load_model, read_config, save_model
 from tests.process.local_jobs import forked_runner
+from tests.process.runner.pipeline.mtp_oracle import config_of, random_weights
+from tests.process.runner.training_jobs import job, lines_of, losses_of, run_jobs
 from tests.process.torchrun import launch
 
 WORDS = [f"w{number}" for number in range(300)]
@@ -224,3 +230,56 @@ def test_loss_is_printed_as_one_json_object(place: Path) -> None:
     expected, count = loss_of(load_model(place / "source"), place / "text.jsonl")
     assert (printed["version"], printed["num_tokens"]) == (1, count)
     assert printed["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+# Evaluations between steps: their losses, and that training is the same without them.
+
+
+def evaluations_of(log_dir: Path) -> dict[int, float]:
+    return {line["step"]: line["eval_loss"] for line in lines_of(log_dir) if "eval_loss" in line}
+
+
+def test_evaluations_between_steps_are_those_after_them_and_change_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    save_model(source, num_hidden_layers=2, hidden_size=32, bos_token_id=BOS, eos_token_id=EOS)
+    write_tokenizer(source, **read_config(source))
+    pack(source, tmp_path / "packed", "pp=2")
+    documents = [[(number + place) % 8 for place in range(1 + 5 * number % 17)] for number in range(30)]
+    data = ("--data", write_documents(tmp_path / "text.jsonl", documents))
+    held = ("--eval-data", write_documents(tmp_path / "held.jsonl", documents[:7]))
+    flags = (*data, *held, "--seq-len", 16, "--global-batch", 4, "--lr", 1e-2)
+    logs = {name: tmp_path / name for name in ("every", "two", "four", "five")}
+    run_jobs(
+        2,
+        [
+            job(tmp_path / "packed", logs["every"], *flags, "--steps", 5, "--eval-every", 2),
+            job(tmp_path / "packed", logs["two"], *flags, "--steps", 2),
+            job(tmp_path / "packed", logs["four"], *flags, "--steps", 4),
+            job(tmp_path / "packed", logs["five"], *flags, "--steps", 5),
+        ],
+    )
+    assert losses_of(logs["every"]) == losses_of(logs["five"])
+    expected = {step: loss for name in ("two", "four", "five") for step, loss in evaluations_of(logs[name]).items()}
+    assert evaluations_of(logs["every"]) == expected
+    assert list(expected) == [2, 4, 5]
+
+
+# `runner eval` of a model with MTP layers is of the model alone, as transformers computes it.
+
+
+@pytest.mark.parametrize("layout", ["Ett|ttmL", "Et|ttt|m|L"])  # the third stage borrows the norm
+def test_loss_is_that_of_transformers(tmp_path: Path, layout: str) -> None:
+    source, rows = tmp_path / "source", torch.randint(1, 96, (6, 13), generator=torch.Generator().manual_seed(0))
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({**config_of(1), "dtype": "float32"}))
+    weights = {name: tensor.clone() for name, tensor in random_weights(1).items()}
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows.tolist()))
+    pack(source, tmp_path / "packed", layout)
+    ended = runner.evaluate(tmp_path / "packed", data, seq_len=13, flags=["--tokenized"], self_check=False)
+    model = DeepseekV3ForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = cross_entropy(model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+    assert ended.num_tokens == rows[:, 1:].numel()
+    assert ended.loss == pytest.approx(expected.item(), abs=1e-6)
