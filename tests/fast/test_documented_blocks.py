@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from manifests.models import ARCHITECTURES
+from manifests.models.catalogue import catalogued
+from manifests.models.trainable import TORCHTITAN, is_generic
 from manifests.schema import Manifest, TrainingState
 from tests.builders import llama_config, pack, write_model
 from tests.pages import NOT_RUN, OUTPUT, PAGES, ROOT, RUN, SECTIONS_OF, blocks_of, missing_lines
@@ -129,3 +132,31 @@ def test_listing_of_a_packed_folder_is_what_pack_writes(tmp_path: Path) -> None:
 def test_code_in_a_table_has_no_backslash_before_a_pipe() -> None:
     page = "| `Et*3\\|(t*4\\|)*6` | `a\\|b` or c\\|d |\n\n`outside\\|`\n"
     assert ROW.sub(plain_pipes, page) == "| `Et*3|(t*4|)*6` | `a|b` or c\\|d |\n\n`outside\\|`\n"
+
+
+# docs/models.md says what can be packed and what each trains on: its table is the code's.
+
+
+DOCUMENT = ROOT / "docs" / "models.md"
+
+
+def test_table_says_what_each_architecture_trains_on() -> None:
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| [^|]+ \| ([a-z ]+) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    found = {name: road for names, road in rows for name in re.findall(r"`(\w+)`", names)}
+    assert found == {
+        name: "torchtitan or transformers"
+        if name in TORCHTITAN
+        else "transformers"
+        if is_generic(name)
+        else "packs only"
+        for name in ARCHITECTURES
+    }
+
+
+def test_readme_counts_the_architectures_of_the_catalogue() -> None:
+    found = re.search(
+        r"(\d+) more architectures can be\s.*?and (\d+) of them train", (ROOT / "README.md").read_text(), re.S
+    )
+    assert found is not None
+    others = [name for name in catalogued() if name not in ARCHITECTURES]
+    assert tuple(map(int, found.groups())) == (len(others), sum(map(is_generic, others)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from runner.config.schema import BatchOptions
 from runner.preflight.combinations import part_of, share_of
 from tests.builders import llama_config
 from tests.fast.manifests.models.built import read_config
+from tests.matrix import AXES, MODELS, covered_by, dozen, matrix
 
 ZERO_BUBBLE: dict[str, Any] = {"schedule": "ZBVZeroBubble", "splits_backward": True}
 GENERIC: dict[str, Any] = {"is_generic": True, "architecture": "Olmo3ForCausalLM"}
@@ -180,3 +182,39 @@ def test_expert_parallel_runs_of_families_of_torchtitan_are_built_of_transformer
     assert parse_training([*args, "--ep", "2"]).compute.implementation == "transformers"
     chosen = parse_training([*args, "--ep", "2", "--implementation", "torchtitan"])
     assert chosen.compute.implementation == "torchtitan"
+
+
+# Every pair of features is either in a run that is compared with one process, or refused before the first step.
+
+
+# What no run combines, with the code of its refusal.
+REFUSED_PAIRS = {
+    ("context", "model"): {"options.cp-architecture", "model.no-context-parallelism"},
+    ("documents", "model"): {"options.document-mask", "model.no-document-mask"},
+    ("expert", "model"): {"options.ep-architecture"},
+    ("loss_chunk", "model"): {"options.loss-chunk"},
+    ("loss_chunk", "tensor"): {"options.tp-loss-chunk"},
+    ("model", "tensor"): {"options.tp-architecture"},
+}
+
+
+def test_every_pair_is_compared_or_refused() -> None:
+    pairs = matrix(strength=2)
+    covered = set().union(*map(covered_by, pairs.cases))
+    for axes in combinations(sorted(AXES), 2):
+        for values in product(*(AXES[axis] for axis in axes)):
+            pair = frozenset(zip(axes, values, strict=True))
+            assert (pair in pairs.refused) != (pair in covered), pair
+            assert pair in covered or pairs.refused[pair] & REFUSED_PAIRS[axes], pair
+
+
+def test_the_dozen_has_every_value() -> None:
+    values = {(axis, getattr(case, axis)) for case in dozen() for axis in AXES if axis not in ("model", "dtype")}
+    assert {(axis, value) for axis in AXES if axis not in ("model", "dtype") for value in AXES[axis]} <= values
+
+
+def test_architectures_are_at_least_twelve_and_eight_have_experts() -> None:
+    architectures = {architecture for architecture, _ in MODELS.values()}
+    experts = {name for name in architectures if not why_not_expert_parallel(name, "transformers")}
+    assert len(architectures) >= 12
+    assert len(experts) >= 8
