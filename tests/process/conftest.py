@@ -53,27 +53,6 @@ def packed_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pack_tiny(tmp_path_factory.mktemp("models"), 1)
 
 
-@pytest.fixture(scope="module", params=["moto", pytest.param("ceph", marks=pytest.mark.slow)])
-def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    from tests.process.stores.objects.buckets import BUCKET, start_server
-
-    if request.param == "moto":
-        yield request.getfixturevalue("moto_server")
-        return
-    with start_server(request.param, tmp_path_factory.mktemp("server")) as server:
-        server.bucket(BUCKET)
-        yield server
-
-
-@pytest.fixture
-def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    """Give a server that has `BUCKET`: tests run on every kind that there is."""
-    from tests.process.stores.objects.buckets import become
-
-    become(monkeypatch, s3_server.environment())
-    return s3_server
-
-
 @pytest.fixture(scope="session")
 def started_moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
     from tests.process.stores.objects.buckets import BUCKET
@@ -99,3 +78,9 @@ def moto(moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[M
     become(monkeypatch, moto_server.environment())
     yield moto_server
     moto_server.fail()
+
+
+@pytest.fixture
+def s3(moto: MotoServer) -> S3Server:
+    """Give the server to tests that ask for nothing that real ones lack."""
+    return moto

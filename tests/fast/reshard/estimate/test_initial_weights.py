@@ -18,7 +18,6 @@ import transformers
 from safetensors.torch import load_file
 from transformers.core_model_loading import revert_weight_conversion
 
-import reshard
 from manifests.errors import InputError
 from reshard.estimate.meta_model import InitialWeights, build, initialize
 from reshard.packing.initialize import initial_model
@@ -246,15 +245,3 @@ def test_child_ends_with_a_parent_that_is_killed() -> None:
         assert parent.stdout.read() == ""  # the child had it open, and has ended
     late = subprocess.run([sys.executable, "-c", code, str(child)], stdout=subprocess.PIPE, timeout=60)
     assert (late.returncode, late.stdout) == (1, b"")
-
-
-def test_progress_counts_bytes_that_are_initialized_and_those_packed(tmp_path: Path) -> None:
-    source = tmp_path / "config.json"
-    source.write_text(json.dumps(config_named("tiny-llama")))
-    counts: list[tuple[int, int]] = []
-    done = reshard.pack(source, tmp_path / "out", "pp=2", init=1, progress=lambda *count: counts.append(count))
-    sums = [done_nbytes for done_nbytes, _ in counts]
-    assert sums == sorted(sums)
-    half = counts[0][1] // 2  # one tensor after the other is initialized, and then as many bytes are packed
-    assert sums.index(half) >= done.num_tensors
-    assert half < sums[-1] == counts[-1][1]

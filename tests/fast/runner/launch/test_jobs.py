@@ -146,15 +146,6 @@ def test_relative_paths_are_looked_up_in_the_same_folder_in_a_pod(
     assert found["workingDir"] == str(packed.parent)
 
 
-OWN_SHARED_MEMORY = ("--mount", "/dev/shm:/dev/shm")
-
-
-def test_shared_memory_that_is_asked_for_is_the_only_one(packed: Path) -> None:
-    log = str(packed.parent / "log")
-    paths = [mount["mountPath"] for mount in container(packed, *OWN_SHARED_MEMORY, "--log-dir", log)["volumeMounts"]]
-    assert paths == [str(packed.parent), "/dev/shm"]
-
-
 @pytest.mark.parametrize(
     ("flag", "path", "folder"),
     [

@@ -17,7 +17,7 @@ from manifests.errors import InputError, LogError, UserError
 from manifests.placement import Placement
 from runner.profiling.start import PARTS
 from runner.profiling.torch_tools import profile_folder, profiled
-from runner.profiling.trace import Recorder, RunShape, Tracer, trace_path
+from runner.profiling.trace import trace_path
 from runner.report.charts import draw_load
 from runner.report.page import planned, write_report, write_trace
 from runner.report.read import check_line, read_run
@@ -194,17 +194,6 @@ def _traced_with_profile(log_dir: Path, document: object) -> Path:
     return path
 
 
-def test_run_that_is_loading_again_does_not_claim_a_first_step(tmp_path: Path) -> None:
-    load = {"rank": 0, "stages": [0], **dict.fromkeys(PARTS, 0.5)}
-    lines: list[dict[str, object]] = [
-        {**load, "load_s": 1.0, "time": 100.0}, {"step": 1, "loss": 4.0, "tokens_per_s": 1.0, "time": 103.0},
-    ]  # fmt: skip
-    for again, is_claimed in (([], True), ([{**load, "load_s": 1.0, "time": 3700.0}], False)):
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, *again)))
-        write_report(tmp_path, tmp_path / "report.html", force=True)
-        assert ("first step taken in" in (tmp_path / "report.html").read_text()) == is_claimed
-
-
 def test_run_without_traces_has_no_merged_trace(tmp_path: Path) -> None:
     write_metrics(tmp_path)
     with pytest.raises(UserError) as error:
@@ -288,28 +277,6 @@ def test_traces_of_different_runs_are_not_mixed(tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         read_run(tmp_path)
     assert error.value.code == "log.mixed-traces"
-
-
-def test_recorded_actions_are_in_the_trace_in_their_order_and_within_the_step(tmp_path: Path) -> None:
-    recorder = Recorder(torch.device("cpu"))
-    shape = RunShape(schedule="1F1B", num_stages=1, num_ranks=1, style="loop", num_microbatches=1)
-    tracer = Tracer(tmp_path, 0, shape)
-    recorder.start()
-    with recorder.action("F", 0, 0):
-        pass
-    recorder.loss(0, lambda: torch.zeros(()))()
-    with recorder.action("B", 0, 0):
-        pass
-    recorder.stop()
-    tracer.add(7, recorder)
-    events = [event for event in json.loads(trace_path(tmp_path, 0).read_text())["traceEvents"] if event["ph"] == "X"]
-    whole, *actions = events
-    assert [event["name"] for event in events] == ["step 7", "F0", "L0", "B0"]
-    begins = [event["ts"] for event in actions]
-    assert begins == sorted(begins)
-    for event in actions:
-        assert whole["ts"] <= event["ts"]
-        assert event["ts"] + event["dur"] <= whole["ts"] + whole["dur"] + 1
 
 
 def write_lines(log_dir: Path, lines: list[dict[str, object]]) -> None:

@@ -69,14 +69,6 @@ def test_folder_lists_the_files_of_the_commit_that_a_revision_means(hub: Hub) ->
     assert str(open_repo("org/name@v1").file("config.json")) == "hf://org/name@v1/config.json"
 
 
-def test_a_later_push_does_not_change_an_open_folder(hub: Hub) -> None:
-    hub.push("org/name", {"config.json": b"old", WEIGHTS: b"o" * 5000})
-    folder = open_repo("org/name")
-    hub.push("org/name", {"config.json": b"newer", WEIGHTS: b"n" * 6000})
-    assert read_whole(folder.file("config.json")) == b"old"
-    assert read_whole(folder.file(WEIGHTS)) == b"o" * 5000
-
-
 def test_reading_a_stage_transfers_its_bytes_and_the_header(hub: Hub) -> None:
     nbytes = 3 * MIB
     entries = [
@@ -281,29 +273,6 @@ def test_digests_are_verified_on_the_hub_and_written_to_folders_only(
     assert problems("hf://org/changed", "--digests", "verify") == [("check.changed-file", "tokenizer.json")]
     refused = reshard("check", "hf://org/tiny", "--digests", "write", "--json").refusal
     assert refused[:2] == (3, "output.unwritable")
-
-
-def test_signature_of_a_packed_repository_is_beside_its_manifest(hub: Hub, tmp_path: Path) -> None:
-    pytest.importorskip("model_signing", reason="pip install 'reshard[sign]'")
-    from tests.fast.reshard.checks.test_sign import write_keys
-
-    write_model(tmp_path / "model", llama_config())
-    for name in ("one", "two"):
-        write_keys(tmp_path, name)
-    out = tmp_path / "packed"
-    pack(tmp_path / "model", out)
-    hub.push("org/unsigned", files_in(out))
-    assert reshard("sign", out, "--key", tmp_path / "one.pem").code == 0
-    hub.push("org/packed", files_in(out))
-    for key, address, code, error in (
-        ("one", "org/packed", 0, ""),
-        ("two", "org/packed", 4, "signature.other-key"),
-        ("one", "org/unsigned", 4, "signature.missing"),
-    ):
-        ended = reshard("verify", f"hf://{address}", "--public-key", tmp_path / f"{key}.pub", "--json")
-        assert (ended.code, json.loads(ended.out).get("error", {}).get("code", "")) == (code, error)
-    refused = reshard("sign", "hf://org/packed", "--key", tmp_path / "one.pem", "--json")
-    assert refused.refusal[:2] == (3, "output.unwritable")
 
 
 def test_pack_from_the_hub_is_the_pack_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

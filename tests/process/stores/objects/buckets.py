@@ -6,26 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from manifests.errors import InputError
-from tests.servers.ceph import missing_for_ceph, start_ceph
-from tests.servers.s3 import S3Server, start_moto
+from tests.servers.s3 import S3Server
 
 BUCKET = "checkpoints"  # that the servers of `conftest.py` have
 MIB = 1 << 20
 ROOT = Path(__file__).parents[4]
-
-
-def start_server(name: str, folder: Path) -> AbstractContextManager[S3Server]:
-    missing = missing_for_ceph() if name == "ceph" else None
-    if missing:
-        pytest.skip(f"NOT RUN against Ceph: {missing}")
-    return start_ceph(folder) if name == "ceph" else start_moto(folder)
 
 
 def become(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:

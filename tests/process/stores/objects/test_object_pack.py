@@ -12,12 +12,10 @@ import pytest
 
 from stores.base import LOCK_NAME, PROGRESS_NAME
 from tests.builders import (
-    INDEX,
     files_in,
     llama_config,
     random_tensors,
     reshard,
-    weights_path,
     without_digest,
     write_model,
 )
@@ -26,7 +24,6 @@ from tests.process.stores.objects.buckets import BUCKET, MIB, measured, objects_
 from tests.servers.s3 import Fault, MotoServer, S3Server
 
 ROOT = Path(__file__).parents[4]
-STAGE_0 = "model-00001-of-00002.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -151,24 +148,6 @@ def test_virtual_bundles_lie_in_a_bucket_and_refer_to_one(
         f"error: {model}/model-00002-of-00003.safetensors: expected "
     )
     assert not (tmp_path / "late").exists()
-
-
-def test_manifest_is_replaced_by_force_in_one_step(s3: S3Server, source: Path, packed: Path, tmp_path: Path) -> None:
-    url = upload(s3, packed, "replaced")
-    assert run("pack", source, "--layout", "pp=4", "--out", url, code=3).startswith(
-        f"error: {url}: already exists [output.exists]\n"
-    )
-    assert objects_in(s3, "replaced") == files_in(packed)
-    run("pack", url, "--layout", "pp=4", "--out", url, "--force")  # it reads what it replaces
-    found = objects_in(s3, "replaced")
-    first = weights_path(0, 4)
-    assert len([name for name in found if name.endswith(f"/{first}")]) == 1
-    assert {STAGE_0, first}.isdisjoint(found)
-    weight_map = json.loads(found[INDEX])["weight_map"]
-    assert set(weight_map.values()) <= found.keys()
-    assert run("verify", url, "--against", source)
-    run("export", url, "--to", "hf", "--out", tmp_path / "back")
-    assert files_in(tmp_path / "back") == files_in(source)
 
 
 @pytest.mark.slow

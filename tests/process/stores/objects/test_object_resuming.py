@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stores.base import LOCK_NAME, PROGRESS_NAME
-from tests.builders import Ended, files_in, llama_config, random_tensors, reshard, run, weights_path, write_model
+from tests.builders import Ended, files_in, llama_config, random_tensors, reshard, weights_path, write_model
 from tests.process.stores.objects.buckets import BUCKET, objects_in, url_of
 from tests.servers.s3 import Fault, MotoServer
 
@@ -148,14 +148,3 @@ def test_another_plan_resumes_nothing(moto: MotoServer, source: Path) -> None:
     assert sorted(name for name in found if name.endswith(".safetensors")) == [
         weights_path(0, 2), weights_path(1, 2)
     ]  # fmt: skip
-
-
-def test_steady_throttling_of_a_source_is_waited_out(
-    moto: MotoServer, source: Path, packed: Path, tmp_path: Path
-) -> None:
-    for path, data in files_in(source).items():
-        moto.client().put_object(Bucket=BUCKET, Key=f"busy-source/{path}", Body=data)
-    moto.fail(Fault(method="GET", address="busy-source/model-", what="status", status=503, times=8))
-    run("pack", url_of("busy-source"), "--layout", "pp=4", "--out", tmp_path / "out")
-    shards = {path: data for path, data in files_in(tmp_path / "out").items() if path.endswith(".safetensors")}
-    assert shards.items() <= files_in(packed).items()
