@@ -11,7 +11,7 @@ from itertools import accumulate
 import pytest
 from blake3 import blake3
 
-from manifests.errors import ShardError
+from manifests.errors import ShardError, StoreError
 from reshard.copy.engine import InOrder
 from reshard.copy.runs import Run, copy_run
 from reshard.plans.pack_plan import OutputShard
@@ -201,6 +201,18 @@ class _Lending:
 
     def lend(self, position: int, nbytes: int, stop: threading.Event) -> memoryview | None:
         return memoryview(self.data)[position : position + nbytes] if self.is_fast else None
+
+
+def test_failure_of_a_request_is_that_of_the_read() -> None:
+    def before(position: int) -> None:
+        raise StoreError("server", "refuses", code="store.wrong-answer")
+
+    file = Remote(pattern(MIB, 1), before=before)
+    with Prefetcher(1, threading.Event()) as prefetcher:
+        readers = Lane(prefetcher).plan([(file, 0, MIB)])
+        with pytest.raises(StoreError) as refused:
+            readers[file].read_into(memoryview(bytearray(10)), 0)
+    assert refused.value.code == "store.wrong-answer"
 
 
 @pytest.mark.parametrize("is_fast", [True, False])

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from manifests.errors import InputError
-from reshard.estimate.meta_model import InitialWeights, build, initialize
+from reshard.estimate.meta_model import InitialWeights, build, initialize, write_initial
 from reshard.packing.initialize import initial_model
 from reshard.packing.options import PackOptions
 from reshard.packing.pack import prepare_pack
@@ -158,6 +158,14 @@ def test_a_model_with_weights_or_quantized_and_an_output_that_exists_are_refused
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "out"]
 
 
+def test_mtp_layers_are_refused_by_their_field(tmp_path: Path) -> None:
+    source = tmp_path / "config.json"
+    source.write_text(json.dumps({**config_named("tiny-deepseek-v3"), "num_nextn_predict_layers": 1}))
+    done = refusal("pack", source, "--init", "1", "--layout", "pp=2", "--out", tmp_path / "out")
+    assert done.found[1:] == ("config.mtp-layers", f"{source}: num_nextn_predict_layers")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
 def options_for(out: Path) -> PackOptions:
     return PackOptions(out=out, layout=LayoutRequest(spec="pp=2"), init=1)
 
@@ -233,6 +241,14 @@ end_with(int(sys.argv[1]))
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
+
+
+def test_folder_that_cannot_be_written_is_not_a_fault_of_the_config(tmp_path: Path) -> None:
+    config = llama_config()
+    names = build(config["architectures"][0], config)[1]
+    start = InitialWeights(folder=tmp_path / "absent", dtype="float32", seed=1)
+    with pytest.raises(FileNotFoundError):
+        write_initial(config, "config.json", names, start, os.open(tmp_path, os.O_RDONLY))
 
 
 @pytest.mark.timeout(120)

@@ -239,6 +239,12 @@ def test_plan_of_deepseek_v3_with_expert_parallelism_fits_where_it_does_not_with
     assert most_nbytes[1] < 42 << 30
 
 
+def test_where_nothing_fits_the_headline_has_the_largest_degrees_that_were_tried() -> None:
+    asked = ("plan", TRUE / "llama-3.1-8b.json", "--dtype", "bf16", "--master-dtype", "fp32", "--gpu-memory", "20MB")
+    assert reshard(*asked, "--layout", "pp=4").out.splitlines()[2].endswith("up to pp=32, dp-shard=32, tp=8, ac=full")
+    assert reshard(*asked, "--layout", "pp=4", "--json").json["smallest_fit"] is None
+
+
 @pytest.mark.parametrize("given", [(), ("--ac", "full"), ("--tp", "2"), ("--dp-shard", "4", "--ac", "full")])
 def test_smallest_change_that_fits_is_the_headline_and_fits(given: tuple[str, ...]) -> None:
     asked = ("plan", TRUE / "llama-3.1-8b.json", "--dtype", "bf16", "--master-dtype", "fp32", "--gpu-memory", "20GB",

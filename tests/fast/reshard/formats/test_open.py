@@ -108,6 +108,16 @@ GUESSED = (
 )  # fmt: skip
 
 
+def test_config_without_an_architecture_is_named_by_the_file(tmp_path: Path) -> None:
+    write_own(tmp_path / "source", architectures=None)
+    given = write_description(tmp_path / "model.toml", architecture="Mine")
+    ended = reshard("plan", tmp_path / "source", "--layout", "pp=2", "--model", given, "--json")
+    assert ended.code == 0, ended.out
+    ended = reshard("plan", tmp_path / "source", "--layout", "pp=2", "--model",
+                    write_description(tmp_path / "other.toml"), "--json")  # fmt: skip
+    assert ended.refusal[1] == "config.unsupported-architecture"
+
+
 @pytest.mark.parametrize(("change", "config"), GUESSED, ids=["tied", "renamed"])
 def test_refusal_of_an_unknown_architecture_has_a_file_that_packs_it(
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]],

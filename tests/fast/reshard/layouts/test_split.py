@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
-from manifests.errors import LayoutError
+from manifests.errors import LayoutError, UsageError
 from reshard.layouts.model import StageLayout, inventory_of_layers
 from reshard.layouts.spelling import parse_layout, split_layers
 
@@ -101,3 +101,13 @@ def test_schedules_of_several_stages_have_two_on_each_rank_as_in_torchtitan(spec
     inventory = inventory_of_layers(6)
     layout = parse_layout(spec, inventory, costs={"params": dict.fromkeys(inventory.modules, 1.0)})
     assert len(layout.stages) == layout.placement.num_stages == num_stages
+
+
+@pytest.mark.parametrize(("num_ranks", "code"), [(3, "layout.conflicting-degrees"), (0, "layout.bad-option")])
+def test_ranks_of_the_caller_must_be_those_of_the_spec(num_ranks, code, wording):
+    assert read("pp=2", 4, num_ranks=2).placement.num_ranks == 2
+    assert read("vpp=2", 8, num_ranks=2).placement.num_stages == 4
+    with pytest.raises(UsageError) as error:
+        read("pp=2", 4, num_ranks=num_ranks)
+    assert (error.value.code, error.value.where) == (code, "--pp")
+    wording(str(error.value))

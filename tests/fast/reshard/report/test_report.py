@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from manifests.models import model_shape
-from tests.builders import EMBEDDING, HEAD, files_in, llama_config, pack, reshard, run, write_model
+from tests.builders import EMBEDDING, HEAD, files_in, leftovers, llama_config, pack, refusal, reshard, run, write_model
 from tests.fast.manifests.models.built import DECODERS, build, perturb, read_config
 from tests.fast.reshard.configs import modules_of, write_config, write_times
 from tests.fast.runner.models.decoders import name_as_openai_did, save_decoder
@@ -295,6 +295,13 @@ def test_tensor_without_prefix_is_dropped_by_either_name(named: str, tmp_path: P
     assert reshard("export", out, "--to", "hf", "--out", tmp_path / "exported").code == 0
     left = load_file(tmp_path / "exported" / "model.safetensors").keys()
     assert left == load_file(tmp_path / "gpt2" / "model.safetensors").keys() - {"h.2.attn.bias"}
+
+
+def test_virtual_bundles_do_not_refer_to_files_without_prefix(tmp_path: Path) -> None:
+    openai_gpt2(tmp_path)
+    refused = refusal("pack", tmp_path / "gpt2", "--layout", "pp=2", "--virtual", "--out", tmp_path / "packed")
+    assert refused.found == (3, "options.cannot-be-virtual", "model.safetensors: 'h.0.attn.bias'")
+    assert leftovers(tmp_path / "packed") == []
 
 
 def test_tensor_with_and_without_prefix_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:

@@ -230,6 +230,12 @@ def test_values_that_are_not_finite_are_refused(base: Path, tmp_path: Path) -> N
     assert not list(tmp_path.glob("*out*"))
 
 
+def test_weights_and_adapters_must_be_as_many(base: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter")
+    refused = refusal("merge", base, adapter, "--weight", "1", "--weight", "2", "--out", tmp_path / "out")
+    assert refused.found == (2, "options.conflict", "--weight")
+
+
 def at(dtype: str, values: Any) -> TensorAt:
     data = values.tobytes()
     return TensorAt(dtype, dtype, values.shape, MemoryFile("f", data, dtype), 0, len(data))

@@ -27,6 +27,7 @@ from tests.builders import (
     write_model,
 )
 from tests.fast.reshard.forged import change_manifest, change_stage
+from tests.fast.trained import write_trained
 
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FLAGS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
@@ -194,6 +195,13 @@ def test_transformers_loads_trained_weights_in_the_dtype_of_the_source(tmp_path:
         assert {weight.dtype for weight in model.parameters()} == {stored}
         for weight, before in zip(model.parameters(), source.parameters(), strict=True):
             assert torch.equal(weight, before.to(stored))
+
+
+def test_weights_with_optimizer_state_are_not_cast_by_pack(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    refused = refusal("pack", trained, "--layout", "pp=4", "--dtype", "bf16", "--out", tmp_path / "out")
+    assert refused.found[::2] == (2, "--dtype")
+    wording(refused.text)
 
 
 @pytest.mark.parametrize("args", [["--virtual"], ["--stages", "0"]])

@@ -14,7 +14,7 @@ import pytest
 
 from manifests.errors import InputError, UnreachableError, UserError
 from stores.folders.owned import write_record
-from stores.folders.probe import check_room, check_writable
+from stores.folders.probe import check_new_file, check_room, check_writable
 from stores.folders.publish import publishing
 from tests.builders import files_in
 from tests.refusals import refusal
@@ -224,6 +224,13 @@ def test_old_folder_is_locked_while_it_is_taken_away(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["out"]
 
 
+def test_folder_that_cannot_be_made_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    (tmp_path / "file").touch()
+    error = refused(tmp_path / "file" / "out")
+    assert error.code == "output.unwritable"
+    wording(str(error))
+
+
 @pytest.mark.parametrize("is_there", [False, True])
 def test_commit_that_cannot_be_brought_to_disk_is_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
@@ -303,3 +310,11 @@ def test_disk_with_too_little_room_for_all_together_is_refused(tmp_path: Path) -
     with pytest.raises(InputError) as error:
         check_room([("--checkpoint x", tmp_path / "a", half), ("--save x", tmp_path / "b", half)])
     assert (error.value.code, error.value.where) == ("output.disk-full", "--save x")
+
+
+@pytest.mark.parametrize("path", ["absent/page.html", "folder"])
+def test_new_file_without_a_folder_or_named_as_one_is_refused(path: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError) as error:
+        check_new_file(tmp_path / path, "--out", force=True)
+    assert error.value.code == "output.unwritable"

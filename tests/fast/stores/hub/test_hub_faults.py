@@ -28,6 +28,7 @@ MIB = 1 << 20
 QUICK = Retries(num_attempts=4, first_wait_s=0.01, longest_wait_s=5.0, window_s=0.2, answer_s=5.0)
 WEIGHTS = "model.safetensors"
 PLACE = f"hf://org/name/{WEIGHTS}"
+LAST = len(DATA) - 1
 DATA = random.Random(0).randbytes(20 * MIB)
 
 
@@ -191,6 +192,12 @@ def test_expired_address_is_asked_for_once_more(hub: Hub, folder: HubFolder) -> 
     statuses = [(request.method, request.status) for request in hub.take_requests()]
     assert statuses.count(("GET", 302)) == 1
     assert ("GET", 403) in statuses
+
+
+def test_reading_past_the_end_is_refused(hub: Hub, folder: HubFolder) -> None:
+    assert refused(lambda: read_range(folder, LAST, LAST + 2)) == ("source.changed", PLACE)
+    hub.fail("/cdn/", status=416)
+    assert refused(lambda: read_range(folder, LAST, LAST + 1)) == ("store.wrong-answer", PLACE)
 
 
 @pytest.mark.parametrize(

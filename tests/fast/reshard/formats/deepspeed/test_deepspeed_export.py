@@ -139,6 +139,14 @@ def test_flags_of_another_format_are_refused(flags: tuple[str, ...], tmp_path: P
     assert error.found[1] == "options.conflict"
 
 
+def test_key_that_is_no_name_of_a_module_is_refused(tmp_path: Path) -> None:
+    pack(GOLDEN / "gpt2", tmp_path / "packed")
+    flags = ("--to", "universal", "--for", "pipeline", "--tied-key")
+    for key in ("../..", "tok.embed", ""):
+        error = refusal("export", tmp_path / "packed", *flags, key, "--out", tmp_path / "out")
+        assert error.found[1] == "options.invalid-value"
+
+
 def test_universal_checkpoint_of_a_model_with_buffers_is_refused(tmp_path: Path) -> None:
     sizes = {
         **SIZES,
