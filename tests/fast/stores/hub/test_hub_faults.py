@@ -28,8 +28,8 @@ MIB = 1 << 20
 QUICK = Retries(num_attempts=4, first_wait_s=0.01, longest_wait_s=5.0, window_s=0.2, answer_s=5.0)
 WEIGHTS = "model.safetensors"
 PLACE = f"hf://org/name/{WEIGHTS}"
-LAST = len(DATA) - 1
 DATA = random.Random(0).randbytes(20 * MIB)
+LAST = len(DATA) - 1
 
 
 def open_repo(text: str = "hf://org/name") -> HubFolder:
