@@ -304,7 +304,8 @@ def _progress(metrics: Path) -> dict[str, Any]:
             saved = {}
         if "checkpoint" in record and "save_error" not in record:
             saved = record
-        progress["last_step"] = record.get("step", progress["last_step"])
+        # A checkpoint is noted once it is saved, steps after its own.
+        progress["last_step"] = max(record.get("step", 0), progress["last_step"] or 0) or None
         progress["last_loss"] = record.get("loss", progress["last_loss"])
         progress["last_checkpoint"] = saved.get("checkpoint") if progress["last_step"] is not None else None
     return progress

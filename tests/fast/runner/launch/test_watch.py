@@ -44,6 +44,7 @@ def saved(number: int) -> dict[str, Any]:
     ("lines", "last"),
     [
         ((LOAD, step(1), step(2), saved(2), step(3)), (3, 2.0, "ck/2")),
+        ((LOAD, step(1), step(2), step(3), saved(2)), (3, 2.0, "ck/2")),  # saved beside steps
         ((LOAD, step(1), saved(1), LOAD), (None, None, None)),
         ((LOAD, step(1), step(2), saved(2), LOAD, step(1)), (1, 4.0, None)),
         ((LOAD, step(1), step(2), saved(2), LOAD, step(1), step(2), step(3)), (3, 2.0, None)),
