@@ -29,14 +29,13 @@ def search_figure(result: SearchResult, theme: Theme) -> Figure:
     axes.annotate(
         text, (limit, 0.98), (4, 0), xycoords=axes.get_xaxis_transform(), textcoords="offset points", va="top"
     )
+    words = "no layout fits within the limit"
     for choice in result.best[:1]:
+        words = f"ring: {choice.candidate.layout.spec}, the fastest within the limit"
         x, y = choice.forecast.memory / _GIB, 100 * choice.forecast.bubble
         for color, width in ((theme.paper, 5.5), (theme.ink, 2)):  # a margin parts the ring from dots
             axes.plot([x], [y], "o", mfc="none", markersize=13, color=color, markeredgewidth=width, clip_on=False)
-        axes.annotate(
-            f"ring: {choice.candidate.layout.spec}, the fastest within the limit", (0, 1), (0, 5),
-            xycoords="axes fraction", textcoords="offset points", color=theme.quiet,
-        )  # fmt: skip
+    axes.annotate(words, (0, 1), (0, 5), xycoords="axes fraction", textcoords="offset points", color=theme.quiet)
     axes.set_xlim(0, most)
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])  # the words on the limit are above all dots
     more = sum(x > most for x, _ in points)
