@@ -42,6 +42,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "minimax-m2": ("MiniMaxM2ForCausalLM", {}),
     "dots1": ("Dots1ForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {"sliding_window": 6}),
+    "qwen3": ("Qwen3ForCausalLM", {}),
     "gemma2": ("Gemma2ForCausalLM", {}),
     "gemma3": ("Gemma3ForCausalLM", {}),
     "olmo3": ("Olmo3ForCausalLM", {}),
@@ -49,11 +50,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-next": ("Qwen3NextForCausalLM", {}),
     # Routers send all tokens to the first expert: most ranks get none.
     "one-expert": ("GptOssForCausalLM", {"num_experts_per_tok": 1}),
-    **{f"{name}{TITAN}": (architecture, {}) for name, architecture in (
-        ("llama", "LlamaForCausalLM"), ("mistral", "MistralForCausalLM"), ("qwen3", "Qwen3ForCausalLM"),
-        ("qwen3-moe", "Qwen3MoeForCausalLM"), ("deepseek-v3", "DeepseekV3ForCausalLM"),
-        ("gpt-oss", "GptOssForCausalLM"),
-    )},
+    f"llama{TITAN}": ("LlamaForCausalLM", {}),
 }  # fmt: skip
 SKEWED = "one-expert"
 # What ranks refuse before the first step, by what they build: tokens that meet in linear attention, and capped logits.
@@ -192,7 +189,7 @@ def _facts(model: str) -> Mapping[str, Any]:
         "architecture": architecture,
         "implementation": implementation,
         "whole_because": why_not_tensor_parallel(architecture, implementation),
-        "experts_because": why_not_expert_parallel(architecture, implementation),
+        "experts_because": why_not_expert_parallel(architecture),
         "is_generic": is_generic(architecture),
         "is_unverified": hands_on_trees(architecture),
     }

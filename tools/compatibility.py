@@ -54,13 +54,13 @@ is written from what it records in `bench/results/torch-*.json`.
 
 """
 LEGEND = """
-*logits*: every family against transformers, whole and cut into stages. *both implementations*: torchtitan's families on
-torchtitan's modules and on transformers'. *families*: every family packed, trained on two ranks, saved and exported,
-against transformers. *parity*: all seven schedules and tables from files, on one, two and four ranks, tied and untied:
-bitwise equal to one process, and to transformers within 1e-5; planted mistakes are found.
+*logits*: every family against transformers, whole and cut into stages. *both implementations*: architectures that
+torchtitan has, too, on transformers' modules. *families*: every family packed, trained on two ranks, saved and
+exported, against transformers. *parity*: all seven schedules and tables from files, on one, two and four ranks, tied
+and untied: bitwise equal to one process, and to transformers within 1e-5; planted mistakes are found.
 *schedules*: tables against torch's own. *ties*: replicas of tied weights. *checkpoints*: saved, resumed, and resumed at
 other degrees. *FSDP and TP*: FSDP2, HSDP, replicas, tensor parallelism and their combinations, and their checkpoints.
-Without torchtitan, its families run on transformers' modules, and suites that need it are left out.
+Without torchtitan, Llama runs on transformers' modules, and suites that need it are left out.
 
 torch before 2.13 is refused when a run starts; a release newer than those that were tested is noted. A release counts
 as tested once *logits*, *parity* and *ties* have passed on it.

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from manifests.models import ARCHITECTURES
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of, left_out
 from manifests.models.trainable import (
-    TORCHTITAN,
+    ON_TORCHTITAN,
     is_generic,
     why_not_expert_parallel,
     why_not_tensor_parallel,
@@ -48,7 +48,7 @@ def render() -> str:
     for name in names:
         entry = entry_of(name)
         road = "by shape" if name in ARCHITECTURES else "by name"
-        tensor, expert = _tensor(name), "" if why_not_expert_parallel(name, "transformers") else "yes"
+        tensor, expert = _tensor(name), "" if why_not_expert_parallel(name) else "yes"
         plan = "config.json" if name in ARCHITECTURES else "with transformers"
         lines.append(f"| `{name}` | {plan} | {road} | {_trains(name)} | {_ties(entry)} | {tensor} | {expert} |")
     lines += [
@@ -62,7 +62,7 @@ def render() -> str:
 
 
 def _trains(name: str) -> str:
-    if name in TORCHTITAN:
+    if name == ON_TORCHTITAN:
         return "by its own family"
     if is_generic(name):
         entry = entry_of(name)
@@ -73,8 +73,6 @@ def _trains(name: str) -> str:
 
 def _tensor(name: str) -> str:
     why = why_not_tensor_parallel(name, "transformers")
-    if name in TORCHTITAN:
-        return "torchtitan's modules" if why else "yes"
     return f"no: {why}" if why and is_generic(name) else "no" if why else "yes"
 
 

@@ -99,7 +99,7 @@ REFUSED = (
         code="options.ep-architecture",
         applies=lambda run: run.num_expert > 1 and bool(run.experts_because),
         problem="expert parallelism is not supported for {architecture} here: {experts_because}",
-        hint="remove --ep, and --implementation if it is torchtitan; docs/models.md lists what supports it",
+        hint="remove --ep; docs/models.md lists what supports it",
     ),
     Refusal(
         where="--loss-chunk",
@@ -202,9 +202,9 @@ REFUSED = (
     Refusal(
         where="manifest",
         code="manifest.mtp-layers",
-        applies=lambda run: run.num_mtp_layers > 0 and (run.implementation == "torchtitan" or run.is_own),
+        applies=lambda run: run.num_mtp_layers > 0 and run.is_own,
         problem="multi-token prediction (MTP) layers train on transformers' modules alone",
-        hint="use --implementation transformers, or pack again without them: --drop each of their modules",
+        hint="pack again without them: --drop each of their modules",
     ),
     *map(_refuse_mtp, ("--compile", "--lora-rank", "--loss"), ("is_compiled", "has_adapters", "has_own_loss")),
 )
@@ -221,7 +221,7 @@ def combination_of(
         architecture=architecture,
         implementation=implementation,
         whole_because=why_not_tensor_parallel(architecture, implementation, is_own=is_own),
-        experts_because=why_not_expert_parallel(architecture, implementation, is_own=is_own),
+        experts_because=why_not_expert_parallel(architecture, is_own=is_own),
         is_generic=not is_own and is_generic(architecture) and architecture not in ARCHITECTURES,
         is_unverified=not is_own and hands_on_trees(architecture),
         is_own=is_own,
@@ -250,12 +250,10 @@ def check_degrees(
 ) -> None:
     """Check that `runner launch` accepts these degrees of parallelism, and `features` of a combination.
 
-    It chooses the modules, or --implementation transformers does for MTP layers; with `is_own`, a family of another
-    package has them.
+    It chooses the modules; with `is_own`, a family of another package has them.
     """
     architecture, tensor, expert, context = shape.architecture, training.tensor, training.expert, training.context
-    shards, has_mtp = training.shard // context, features.get("num_mtp_layers", 0) > 0
-    shares = has_mtp or max(tensor, expert, context) > 1
+    shards, shares = training.shard // context, max(tensor, expert, context) > 1
     check_combination(
         combination_of(
             architecture, choose_implementation(architecture, "transformers" if shares else None),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
@@ -15,20 +14,12 @@ from manifests.errors import ModelError, UsageError
 from manifests.models.catalogue import CatalogueEntry, entry_of
 
 Implementation = Literal["torchtitan", "transformers"]
-# Those with modules of torchtitan's, and their `model_type`. transformers has them, too.
-TORCHTITAN: Mapping[str, str] = {
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-    "GptOssForCausalLM": "gpt_oss",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-}
+ON_TORCHTITAN = "LlamaForCausalLM"  # which is faster on its modules, see docs/adr/0044
 
 
 def is_generic(architecture: str) -> bool:
     """Return whether an architecture trains by the catalogue alone, on transformers' own forward."""
-    return architecture not in TORCHTITAN and generic_entry(architecture) is not None
+    return architecture != ON_TORCHTITAN and generic_entry(architecture) is not None
 
 
 def generic_entry(architecture: str) -> CatalogueEntry | None:
@@ -50,7 +41,7 @@ def why_not_tensor_parallel(architecture: str, implementation: Implementation, *
     return "there is no plan of how to shard it" if entry is None else entry.no_tp
 
 
-def why_not_expert_parallel(architecture: str, implementation: Implementation, *, is_own: bool = False) -> str:
+def why_not_expert_parallel(architecture: str, *, is_own: bool = False) -> str:
     """Return why the experts of an architecture are not distributed over ranks, or nothing if they are.
 
     Ranks ask a family of another package.
@@ -58,9 +49,8 @@ def why_not_expert_parallel(architecture: str, implementation: Implementation, *
     if is_own:
         return ""
     entry = generic_entry(architecture)
-    if entry is None or not entry.distributes_experts:
-        return "transformers has no plan for its experts that was found to compute the same"
-    return "torchtitan's modules have all experts on every rank" if implementation == "torchtitan" else ""
+    has_plan = entry is not None and entry.distributes_experts
+    return "" if has_plan else "transformers has no plan for its experts that was found to compute the same"
 
 
 def hands_on_trees(architecture: str) -> bool:
@@ -77,12 +67,12 @@ def choose_implementation(architecture: str, chosen: Implementation | None = Non
 
     A machine without torch only submits jobs: the nodes are expected to have torchtitan.
     """
-    if architecture not in TORCHTITAN:
+    if architecture != ON_TORCHTITAN:
         if chosen == "torchtitan":
             raise UsageError(
                 "--implementation",
-                f"torchtitan does not have {architecture}",
-                f"remove --implementation; torchtitan has {', '.join(TORCHTITAN)}",
+                f"{architecture} is not built of torchtitan's modules",
+                f"remove --implementation; {ON_TORCHTITAN} alone is",
                 code="options.implementation",
             )
         return "transformers"

@@ -325,7 +325,7 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     # torchtitan's attention is causal, over whole rows, its weights are on every rank, and its names are its own.
     has_adapters = filled["lora_rank"] is not None or filled["adapter"] is not None
     is_parallel = any(filled[name] > 1 for name in ("tp", "cp", "ep"))
-    if filled["document_mask"] or is_parallel or has_adapters or filled["router_aux_loss"]:
+    if filled["document_mask"] or is_parallel or has_adapters:
         filled["implementation"] = filled["implementation"] or "transformers"
     filled["step_timeout"] = filled["step_timeout"] or 2 * filled["timeout"]
     if filled["decay_steps"] is None:
@@ -356,9 +356,6 @@ def _check_together(values: Mapping[str, Any]) -> None:
     if values["router_aux_loss"] and counted:
         problem = f"conflicts with {counted}: gradients are divided by what that loss counts"
         raise UsageError("--router-aux-loss", problem, "remove one of them", code="options.router")
-    if values["router_aux_loss"] and values["implementation"] == "torchtitan":
-        problem = "conflicts with --implementation torchtitan, whose routers return no logits"
-        raise UsageError("--router-aux-loss", problem, "remove --implementation", code="options.router")
     checkpoint, resume, local = values["checkpoint"], values["resume"], values["stage_to_local"]
     if checkpoint is None and resume and re.fullmatch(r"step-\d+", resume):
         where, hint = f"--resume {resume}", f"add --checkpoint DIR, or write the whole path: --resume DIR/{resume}"

@@ -195,7 +195,7 @@ class ComputeOptions:
     )
     implementation: Implementation | None = flag(
         "--implementation", type=click.Choice(get_args(Implementation)), default=None,
-        show_default="torchtitan if it is installed and has the architecture",
+        show_default="torchtitan for a Llama if it is installed",
         help="Library whose modules the model is built of.",
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import click
 from manifests.errors import DataError, UsageError
 from manifests.models.trainable import check_trainable
 from runner.bundle.packed import check_tokenizer, open_packed
-from runner.evaluation.options import PARAMETERS, PLAIN, EvalOptions, eval_options, implementation_of
+from runner.evaluation.options import PARAMETERS, PLAIN, EvalOptions, eval_options
 from runner.launch.here import launch_here
 from runner.launch.nodes import check_ranks
 from runner.preflight.preflight import check_device, check_documents, check_model
@@ -48,7 +48,7 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
     manifest = read.manifest
     check_trainable(manifest.model.architecture, is_described=manifest.model.description is not None)
     packed = open_packed(read)
-    check_model(packed, implementation_of(packed, options))
+    check_model(packed, options.implementation)
     check_stdout()
     num_ranks = manifest.layout.num_ranks
     nproc_per_node = options.nproc_per_node or max(1, num_ranks // options.nnodes)

@@ -25,7 +25,7 @@ from runner.data.sequences import Batch, Rows, read_once, rows_of
 from runner.distributed.fail_together import errors_of_rank, from_all_ranks, raise_on_all_ranks
 from runner.distributed.rank_process import run_rank
 from runner.distributed.world import World, device_of, join_world
-from runner.evaluation.options import EvalOptions, implementation_of, parse_eval
+from runner.evaluation.options import EvalOptions, parse_eval
 from runner.evaluation.scores import Recorded, Scores, TokenLosses, writing_scores
 from runner.load.load import load_tensors
 from runner.models import Family, family_for
@@ -190,7 +190,7 @@ def read_model(
         family = family_for(
             packed.config,
             max_seq_len=options.seq_len,
-            implementation=implementation_of(packed, options),
+            implementation=options.implementation,
             shape=packed.shape,
             description=manifest.model.description,
         )

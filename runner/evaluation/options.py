@@ -12,9 +12,7 @@ import click
 
 from manifests.command.neighbors import usage_error
 from manifests.errors import UsageError
-from manifests.models.mtp import MtpLayers
-from manifests.models.trainable import Implementation, generic_entry
-from runner.bundle.packed import Packed
+from manifests.models.trainable import Implementation
 from runner.config.declared import DtypeName, WholeNumber, build, flag, group, parameters_of
 from runner.config.flags import Device
 from runner.config.schema import SYNTHETIC, DataOptions, Dtype
@@ -86,16 +84,14 @@ class EvalOptions:
             raise UsageError("--rendezvous", problem, "name a free port, the same on all nodes", code="launch.nodes")
 
     @property
+    def implementation(self) -> Implementation | None:
+        """Whose modules an evaluation is of: transformers', which documents apart need, or any."""
+        return "transformers" if self.text.document_mask else None
+
+    @property
     def data(self) -> DataOptions:
         how = {member.name: getattr(self.text, member.name) for member in fields(TextOptions)}
         return DataOptions(sources=self.sources, **how)
-
-
-def implementation_of(packed: Packed, options: EvalOptions) -> Implementation | None:
-    """Return whose modules an evaluation is of: transformers', which documents apart and MTP layers need; or any."""
-    entry = generic_entry(packed.shape.architecture)
-    has_mtp = entry is not None and MtpLayers.find(entry, packed.shape) is not None
-    return "transformers" if options.text.document_mask or has_mtp else None
 
 
 def _is_address(text: str | None) -> bool:

@@ -31,7 +31,7 @@ from stores.folders.probe import check_new_file, print_result
 @click.option("--ac", default="none", metavar="none|full|selective|N", help="Activation checkpointing, as in training.")
 @click.option(
     "--implementation", type=click.Choice(get_args(Implementation)), default=None,
-    show_default="torchtitan, if it is installed and has the architecture", help="Whose modules to run.",
+    show_default="torchtitan for a Llama if it is installed", help="Whose modules to run.",
 )  # fmt: skip
 @click.option("--device", type=click.Choice(get_args(Device)), default="auto", help="Device to compute on.")
 @click.option(

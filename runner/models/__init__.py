@@ -11,7 +11,6 @@ from manifests.jsontext import with_floats
 from manifests.models import ModelShape, architecture_of, is_sized_by_files, model_shape
 from manifests.models.mtp import MtpLayers
 from manifests.models.trainable import (
-    TORCHTITAN,
     Implementation,
     check_trainable,
     choose_implementation,
@@ -49,7 +48,7 @@ def family_for(
         architecture = model_shape(config, where).architecture  # MosaicML's MPT has another name in its own configs
     check_trainable(architecture, where, is_described=description is not None)
     chosen = choose_implementation(architecture, implementation)
-    is_usual = config.get("model_type") in (None, TORCHTITAN.get(architecture))
+    is_usual = config.get("model_type") in (None, "llama" if chosen == "torchtitan" else None)
     if not is_usual and find_spec("transformers") is not None and description is None:  # it takes a second to import
         from runner.models.implementations import check_model_type
 
@@ -67,16 +66,16 @@ def import_family(config: Mapping[str, object], implementation: Implementation |
     if choose_implementation(architecture, implementation) == "transformers":
         import_module("runner.models.generic")
     else:
-        import_module("runner.models.titan_families")
+        import_module("runner.models.torchtitan")
     getattr(import_module("transformers"), architecture)
 
 
 def _titan(architecture: str, config: Mapping[str, object], max_seq_len: int, where: str) -> Family:
     _check_installed("torchtitan", f"{architecture} was asked for on its modules", "pip install 'reshard[torchtitan]'")
     # torchtitan takes seconds to import: not before a model is wanted.
-    from runner.models.titan_families import FAMILIES
+    from runner.models.torchtitan import TitanLlama
 
-    return FAMILIES[architecture](config, max_seq_len=max_seq_len, where=where)
+    return TitanLlama(config, max_seq_len=max_seq_len, where=where)
 
 
 def _generic(

@@ -12,7 +12,7 @@ from torch import nn
 
 from runner.models.family import Family
 
-_BIASES = ("e_score_correction_bias", "expert_bias_E")  # of transformers and torchtitan
+_BIAS = "e_score_correction_bias"
 
 
 @runtime_checkable
@@ -60,7 +60,7 @@ def routers_among(named: Iterable[tuple[str, nn.Module]], module: nn.Module) -> 
     for name, part in named:
         around = module.get_submodule(name.rpartition(".")[0])
         buffers = [*part.named_buffers(recurse=False), *around.named_buffers(recurse=False)]
-        bias = next((buffer for leaf, buffer in buffers if leaf in _BIASES), None)
+        bias = next((buffer for leaf, buffer in buffers if leaf == _BIAS), None)
         number = re.search(r"\.(\d+)\.", name)
         assert number, name
         yield Router(

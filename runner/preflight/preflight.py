@@ -18,7 +18,7 @@ from manifests.models.combinations import (
 )
 from manifests.models.generic_limits import check_fields, check_modules, check_positions
 from manifests.models.mtp import MtpLayers
-from manifests.models.trainable import TORCHTITAN, Implementation, choose_implementation, generic_entry
+from manifests.models.trainable import Implementation, choose_implementation, generic_entry
 from manifests.schema import Manifest, TrainingState
 from runner.bundle.packed import Packed, check_tokenizer, open_packed
 from runner.checkpoint.adapter_record import check_adapters, check_launched
@@ -34,7 +34,7 @@ from runner.config.schema import DATASETS, SYNTHETIC, BatchOptions, DataOptions
 from runner.config.trained import check_trained
 from runner.data.files import LINES, SUFFIXES, TEXT, file_nbytes, find_files, has_text
 from runner.data.rows import fields_of
-from runner.models.titan_fields import TITAN_FIELDS
+from runner.models.titan_fields import TitanFields
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import (
     check_balance,
@@ -185,9 +185,8 @@ def check_places(options: TrainOptions) -> None:
 def check_model(launched: Packed, implementation: Implementation | None = None) -> None:
     """Check that the family supports every field of the config, as every rank does when it builds its stages."""
     config, where, shape = launched.config, "config.json", launched.shape
-    modules = [module for stage in launched.stage_modules for module in stage]
     if choose_implementation(shape.architecture, implementation) == "torchtitan":
-        TITAN_FIELDS[shape.architecture](config, where).check_modules(modules)
+        TitanFields(config, where)
     elif (entry := generic_entry(shape.architecture)) is not None and launched.manifest.model.description is None:
         check_fields(entry, ConfigReader(config, where))
         check_modules(entry, MtpLayers.trained_modules(entry, shape), launched.stage_modules, where)
@@ -233,13 +232,11 @@ def check_documents(flag: str, data: DataOptions) -> None:
             raise DataError(f"{flag} {', '.join(names)}", problem, hint, code="data.empty")
 
 
-def notes(
-    given_options: TrainOptions, options: TrainOptions, origin: Manifest, training: TrainingState | None
-) -> list[str]:
+def notes(given_options: TrainOptions, options: TrainOptions, training: TrainingState | None) -> list[str]:
     """Return notes on what a run does, or does not do, that a user may not expect.
 
     `options` are the `given_options` with the values that the checkpoint stores; `training` is the state that the run
-    resumes, if it does not start at step 0 with the weights of `origin`.
+    resumes, if it does not start at step 0.
     """
     lines, first, last = [], (training.step if training else 0) + 1, options.steps
     if given_options.resume.source == "auto" and training is None and options.checkpoint is not None:
@@ -247,18 +244,6 @@ def notes(
         lines.append(f"--resume auto: {history} has no checkpoint; starting at step 0 with the launched weights")
     if first <= last and options.checkpoint is None and options.save is None:
         lines.append("without --checkpoint DIR or --save DIR the trained weights are lost when the run ends")
-    architecture, implementation = origin.model.architecture, given_options.compute.implementation
-    if architecture in TORCHTITAN and not implementation and choose_implementation(architecture) == "transformers":
-        lines.append(f"{architecture} is built of transformers' modules: torchtitan is not installed")
-    needs = {
-        "--document-mask": options.data.document_mask,
-        "--tp": options.degrees.tensor > 1,
-        "--ep": options.degrees.expert > 1,
-        "--lora-rank": options.lora is not None,
-    }
-    needed_by = next((flag for flag, is_given in needs.items() if is_given), "")
-    if needed_by and architecture in TORCHTITAN and "implementation" not in given_options.given:
-        lines.append(f"{architecture} is built of transformers' modules, which {needed_by} needs")
     for name, steps in (("trace", options.traced), ("profile", options.profiled)):
         if steps and first <= last and not (steps.start <= last and steps.stop > first):
             lines.append(f"--{name} {given_options.values[name]} has no effect: the run takes steps {first} to {last}")

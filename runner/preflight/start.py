@@ -41,7 +41,7 @@ def read_start(launched: Packed, start_from: Origin, options: TrainOptions) -> S
         lines += schedule_notes(options, training)
     options, groups = plan_groups(options, launched.shape, training.optimizer if training else None, origin.where)
     lines += groups
-    lines += tuple(notes(given_options, options, origin.manifest, training))
+    lines += tuple(notes(given_options, options, training))
     check_balance(launched, options)
     if (balanced := balance_initialized(launched, options)) is not options:
         lines += (f"experts are balanced with --router-bias-rate {RATE}, as weights are from reshard pack --init",)

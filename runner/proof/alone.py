@@ -41,7 +41,7 @@ from runner.proof.stages import Proven
 from runner.proof.tiny_step import Distances
 from runner.training.build import Stages
 
-_PRELOADED = ("runner.proof.alone", "runner.models.generic", "runner.models.titan_families")
+_PRELOADED = ("runner.proof.alone", "runner.models.generic", "runner.models.torchtitan")
 _Outcome = tuple[Distances | None, str | None, float]  # what a rank found: what differs, and seconds
 _PATIENCE_S = 5.0  # for the others, once a rank has ended
 

@@ -11,7 +11,7 @@ import pytest
 
 from manifests.models import ARCHITECTURES
 from manifests.models.catalogue import catalogued
-from manifests.models.trainable import TORCHTITAN, is_generic
+from manifests.models.trainable import ON_TORCHTITAN, is_generic
 from manifests.schema import Manifest, TrainingState
 from tests.builders import llama_config, pack, write_model
 from tests.pages import NOT_RUN, OUTPUT, PAGES, ROOT, RUN, SECTIONS_OF, blocks_of, missing_lines
@@ -145,7 +145,7 @@ def test_table_says_what_each_architecture_trains_on() -> None:
     found = {name: road for names, road in rows for name in re.findall(r"`(\w+)`", names)}
     assert found == {
         name: "torchtitan or transformers"
-        if name in TORCHTITAN
+        if name == ON_TORCHTITAN
         else "transformers"
         if is_generic(name)
         else "packs only"

@@ -34,7 +34,7 @@ _IMPORTED = (
     "transformers",
     "runner.train",
     "runner.evaluation.evaluate",
-    "runner.models.titan_families",
+    "runner.models.torchtitan",
     "runner.models.generic",
 )
 

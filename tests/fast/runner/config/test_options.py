@@ -97,7 +97,6 @@ def test_data_options_that_conflict_are_refused(
         (("--resume", "step-3"), "--resume step-3", "options.needs-checkpoint"),
         (("--resume", "auto", "--resume-weights-only"), "--resume-weights-only", "options.auto-weights-only"),
         (("--stage-to-local", "scratch"), "--stage-to-local scratch", "options.relative-cache"),
-        (("--router-aux-loss", "0.1", "--implementation", "torchtitan"), "--router-aux-loss", "options.router"),
         (("--router-aux-loss", "0.1", "--tokenized", "--token-weights", "w"), "--router-aux-loss", "options.router"),
         (("--router-aux-loss", "0.1", "--loss", "pairs"), "--router-aux-loss", "options.router"),
     ],

@@ -17,6 +17,7 @@ from manifests.errors import InputError, UserError
 from runner.models import family_for
 from runner.models.family import Family
 from runner.models.generic import Generic
+from runner.models.titan_fields import TitanFields
 from runner.models.titan_modules import compile_later
 from tools.tiny_models import tiny_config
 
@@ -101,6 +102,10 @@ def test_field_that_is_not_supported_is_refused_by_name(
         family_for({**LLAMA, **fields}, max_seq_len=8)
     assert error.value.where == where
     wording(f"{error.value.code}: {error.value}")
+    if "architectures" not in fields:
+        with pytest.raises(InputError) as at_launch:  # without torch
+            TitanFields({**LLAMA, **fields})
+        assert str(at_launch.value) == str(error.value)
 
 
 @pytest.mark.parametrize(

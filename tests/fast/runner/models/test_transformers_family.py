@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from manifests.errors import InputError, UserError
 from manifests.models import ARCHITECTURES, model_shape
-from manifests.models.trainable import TORCHTITAN, is_generic
+from manifests.models.trainable import ON_TORCHTITAN, is_generic
 from runner.models import family_for, generic
 from runner.pipeline.chunk import StageChunk, build_chunks
 from runner.training.rng import seed_rng
-from tests.fast.manifests.models.built import DECODERS, TRUE_DECODERS, read_config
+from tests.fast.manifests.models.built import DECODERS, TINY, TRUE_DECODERS, read_config
 from tests.fast.runner.models.decoders import SEQ_LEN, fill_pieces, save_decoder
 from tests.fast.runner.tiny import split_evenly
 
@@ -45,8 +45,8 @@ def forward(chunks: tuple[StageChunk, ...]) -> torch.Tensor:
 
 
 def test_every_architecture_described_by_hand_trains_by_the_catalogue_or_on_torchtitan() -> None:
-    architectures = {read_config(name)["architectures"][0] for name in DECODERS}
-    assert architectures | {"MPTForCausalLM"} == ARCHITECTURES.keys() - set(TORCHTITAN)
+    architectures = {read_config(name)["architectures"][0] for name in (*DECODERS, *TINY)} - {ON_TORCHTITAN}
+    assert architectures | {"MPTForCausalLM"} == ARCHITECTURES.keys() - {ON_TORCHTITAN}
     assert all(map(is_generic, architectures))
 
 

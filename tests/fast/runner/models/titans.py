@@ -1,4 +1,4 @@
-"""Tiny models of torchtitan's families that transformers builds and saves, and what both make of the same batches."""
+"""Tiny models of architectures that torchtitan has, too: transformers builds and saves them, and runs batches."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ TITANS: tuple[Variant, ...] = (
     ("tiny-gpt-oss", {"attention_bias": False, "swiglu_limit": 0.5, "layer_types": ["full_attention"] * 4}),
     ("tiny-llama", {"rope_scaling": LLAMA_3, "head_dim": 32, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     ("tiny-llama", {"rope_theta": 500.0, "head_dim": 10, "num_key_value_heads": 4}),
+    ("tiny-llama", {"rope_scaling": YARN, "max_position_embeddings": 64}),
 )
 # Those with fields that others have as well are compared among the slow tests.
 TITAN_CASES = [
     pytest.param(variant, id=name, marks=pytest.mark.slow if row in (0, 1, 4, 6, 9, 13, 15) else ())
     for row, (variant, name) in enumerate(zip(TITANS, variant_ids(TITANS), strict=True))
 ]
+LLAMAS = tuple(variant for variant in TITANS if variant[0] == "tiny-llama")  # on torchtitan's modules by default
 
 
 def save_titan(folder: Path, name: str, **changes: Any) -> None:

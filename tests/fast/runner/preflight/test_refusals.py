@@ -63,7 +63,7 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"has_adapters": True}, "--lora-rank", "options.lora-architecture"),
     ({**LORA, "moves_biases": True}, "--router-bias-rate", "options.lora-combination"),
     ({**LORA, "is_compiled": True}, "--compile", "options.lora-combination"),
-    ({"num_mtp_layers": 1}, "manifest", "manifest.mtp-layers"),
+    ({"num_mtp_layers": 1, "is_own": True}, "manifest", "manifest.mtp-layers"),
     *(
         ({**MTP, **found}, where, "options.mtp-combination")
         for found, where in (
@@ -160,20 +160,19 @@ def test_expert_parallel_ranks_have_as_many_experts_each(name: str, wording: Cal
 
 
 @pytest.mark.parametrize(
-    ("architecture", "implementation", "is_own", "is_distributed"),
+    ("architecture", "is_own", "is_distributed"),
     [
-        ("Qwen3MoeForCausalLM", "transformers", False, True),
-        ("Qwen3MoeForCausalLM", "torchtitan", False, False),
-        ("Glm4MoeForCausalLM", "transformers", False, True),
-        ("LlamaForCausalLM", "transformers", False, False),  # no experts
-        ("DeepseekV4ForCausalLM", "transformers", False, False),  # stages exchange more than the hidden state
-        ("MineForCausalLM", "transformers", True, True),  # unless ranks find that its family has no plan
+        ("Qwen3MoeForCausalLM", False, True),
+        ("Glm4MoeForCausalLM", False, True),
+        ("LlamaForCausalLM", False, False),  # no experts
+        ("DeepseekV4ForCausalLM", False, False),  # stages exchange more than the hidden state
+        ("MineForCausalLM", True, True),  # unless ranks find that its family has no plan
     ],
 )
 def test_experts_are_distributed_by_plans_of_transformers(
-    architecture: str, implementation: Any, is_own: bool, is_distributed: bool
+    architecture: str, is_own: bool, is_distributed: bool
 ) -> None:
-    assert (why_not_expert_parallel(architecture, implementation, is_own=is_own) == "") == is_distributed
+    assert (why_not_expert_parallel(architecture, is_own=is_own) == "") == is_distributed
 
 
 def test_expert_parallel_runs_of_families_of_torchtitan_are_built_of_transformers_modules() -> None:
@@ -215,6 +214,6 @@ def test_the_dozen_has_every_value() -> None:
 
 def test_architectures_are_at_least_twelve_and_eight_have_experts() -> None:
     architectures = {architecture for architecture, _ in MODELS.values()}
-    experts = {name for name in architectures if not why_not_expert_parallel(name, "transformers")}
+    experts = {name for name in architectures if not why_not_expert_parallel(name)}
     assert len(architectures) >= 12
     assert len(experts) >= 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -261,7 +260,7 @@ def noted(origin: Packed, *training: str, is_resumed: bool = False) -> list[str]
     asked = parse_training(["--data", "synthetic", *training])
     state = origin.manifest.training if is_resumed else None
     options = asked if state is None else recall(asked, remembered(state))
-    return notes(asked, options, origin.manifest, state)
+    return notes(asked, options, state)
 
 
 @pytest.mark.parametrize(
@@ -294,15 +293,6 @@ def test_data_of_less_than_a_step_is_noted(tmp_path: Path, nbytes: int, is_noted
     options = parse_training(["--data", str(tmp_path), "--seq-len", "8", "--global-batch", "8"])
     assert is_less_than_a_step(options.data, options.batch) == is_noted
     assert not is_less_than_a_step(replace(options.data, pack=False), options.batch)
-
-
-def test_family_that_lacks_its_usual_modules_is_noted(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = open_packed(place / "packed")
-    assert noted(packed, "--save", "s") == noted(packed, "--save", "s", "--implementation", "transformers") == []
-    monkeypatch.setitem(sys.modules, "torchtitan", None)
-    (note,) = noted(packed, "--save", "s")
-    assert "torchtitan" in note
-    assert noted(packed, "--save", "s", "--implementation", "transformers") == []
 
 
 def test_what_a_run_takes_from_its_checkpoint_is_said(place: Path, wording: Wording) -> None:

@@ -1,4 +1,4 @@
-"""torchtitan's families are proven against transformers' whole model, and mistakes in them are found."""
+"""Llama on torchtitan's modules is proven against transformers' whole model, and mistakes in it are found."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from runner.models import attention
+from runner.models import torchtitan
 from runner.models.titan_modules import RMSNorm
 from runner.proof.combination import Combination
 from runner.proof.proving import compare
 from runner.training import step
 from tests.fast.manifests.models.built import read_config
 from tests.fast.runner.models.decoders import Variant, variant_ids
-from tests.fast.runner.models.titans import TITANS
+from tests.fast.runner.models.titans import LLAMAS
 from tests.fast.runner.proof.combinations import titan_combination
 
 LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 64}  # fmt: skip
 STRETCHED: Variant = ("tiny-llama", {"rope_scaling": LLAMA_3, "max_position_embeddings": 512})
-FEW = (STRETCHED, *(TITANS[number] for number in (3, 10, 12)))  # tied; latent attention with YaRN; sinks
-REST = tuple(variant for variant in TITANS if variant not in FEW)
+TIED: Variant = ("tiny-llama", {"tie_word_embeddings": True})
+FEW = (STRETCHED, TIED)
+REST = LLAMAS
 
 
 @pytest.fixture(autouse=True)
@@ -52,23 +53,23 @@ def test_every_gradient_of_a_family_on_torchtitan_is_that_of_transformers(varian
 
 
 def test_parameters_that_are_not_trained_have_no_optimizer_state_to_reload() -> None:
-    assert compare(combination_of(TITANS[0], "--train-only", "mlp"))[1] is None
+    assert compare(combination_of(LLAMAS[0], "--train-only", "mlp"))[1] is None
 
 
 def _without_scaling(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(attention, "_stretch", lambda inv_freq, config: inv_freq)
+    patch.setattr(torchtitan, "_stretch", lambda inv_freq, config: inv_freq)
 
 
 def _heads_in_turn(patch: pytest.MonkeyPatch) -> None:
     """Queries share keys as if the heads of a group were apart."""
-    before = attention.CausalAttention.forward
+    before = torchtitan.CausalAttention.forward
 
     def forward(self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
         turns = q.shape[2] // k.shape[2]
         result: torch.Tensor = before(self, q, k.repeat(1, 1, turns, 1), v.repeat(1, 1, turns, 1), **more)
         return result
 
-    patch.setattr(attention.CausalAttention, "forward", forward)
+    patch.setattr(torchtitan.CausalAttention, "forward", forward)
 
 
 def _another_epsilon(patch: pytest.MonkeyPatch) -> None:
@@ -96,9 +97,9 @@ def _tied_twice(patch: pytest.MonkeyPatch) -> None:
     ("variant", "mistake"),
     [
         (STRETCHED, _without_scaling),
-        (TITANS[0], _heads_in_turn),
-        (TITANS[0], _another_epsilon),
-        (TITANS[3], _tied_twice),
+        (LLAMAS[0], _heads_in_turn),
+        (LLAMAS[0], _another_epsilon),
+        (TIED, _tied_twice),
     ],
     ids=["rope", "gqa", "norm", "tied"],
 )

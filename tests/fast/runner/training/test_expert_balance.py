@@ -14,14 +14,12 @@ from manifests.models.trainable import generic_entry
 from runner.config.loss import BalanceOptions
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions
-from runner.models import family_for
 from runner.models.family import Family
 from runner.models.generic import Generic
 from runner.models.routers import routers_of
 from runner.parallel.mesh import Mesh
 from runner.pipeline.chunk import StageChunk, materialize
 from runner.training.expert_balance import balance_experts, balance_loss
-from tests.fast.manifests.models.built import read_config
 from tests.fast.manifests.models.catalogued import config_of, quiet
 
 # With the bias in the router, in the module around it, and none.
@@ -55,14 +53,6 @@ def test_routers_and_their_biases_are_found_in_transformers(architecture: str) -
     for router in routers:
         assert (router.bias is not None) == ROUTED[architecture]
         assert router.num_experts == router.module.weight.shape[0]
-
-
-@pytest.mark.parametrize(("name", "has_bias"), [("tiny-deepseek-v3", True), ("tiny-qwen3-moe", False)])
-def test_routers_and_their_biases_are_found_in_torchtitan(name: str, has_bias: bool) -> None:
-    chunk = chunk_of(family_for(read_config(name), max_seq_len=8, implementation="torchtitan"))
-    routers = list(routers_of(chunk.family, chunk.body))
-    assert routers
-    assert all((router.bias is not None) == has_bias for router in routers)
 
 
 @pytest.mark.parametrize("top_k", [1, 3])

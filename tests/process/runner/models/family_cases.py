@@ -32,7 +32,7 @@ class Case:
     num_shards: int = 1  # ranks that share every parameter of a stage
     loss_chunk: int = 0  # 0: whole logits
     is_compiled: bool = False  # with --ac selective
-    implementation: Implementation | None = None  # None: torchtitan's modules, where it is installed
+    implementation: Implementation | None = None  # None: torchtitan's modules of a Llama, where it is installed
 
     @property
     def name(self) -> str:
@@ -118,7 +118,7 @@ NORMAL = (
         layout="balance:params,pp=2,pin=embed_tokens@0,pin=project_in@1",
     ),
     Case(number=4, model="tiny-falcon", layout="pp=2,vpp=2", schedule="Interleaved1F1B"),
-    Case(number=9, model="tiny-deepseek-v3", layout="pp=2,style=v", schedule="ZBVZeroBubble"),
+    Case(number=9, model="tiny-llama", layout="pp=2,style=v", schedule="ZBVZeroBubble"),
     Case(number=10, model="tiny-gpt-oss"),
     Case(number=11, model="tiny-opt", changes={"word_embed_proj_dim": 16}, loss_chunk=20),
     *_TRANSFORMERS[3:5],

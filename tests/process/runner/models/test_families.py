@@ -192,7 +192,7 @@ def test_resumed_runs_go_on_with_dropout_and_on_the_other_implementation(tmp_pat
     for name, changes in RANDOM.items():
         save_decoder(tmp_path / name / "source", name, **changes)
         jobs += whole_and_resumed(tmp_path / name)
-    save_titan(other / "source", "tiny-qwen3-moe")
+    save_titan(other / "source", "tiny-llama")
     run_jobs(2, [*jobs, *whole_and_resumed(other, "--implementation", "transformers")])
     for name in RANDOM:
         whole, resumed = (steps_of(tmp_path / name / f"{run}-log") for run in ("whole", "resumed"))

@@ -21,7 +21,6 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from manifests.models.trainable import TORCHTITAN
 from runner import setup
 from runner.bundle.packed import open_packed
 from runner.checkpoint.data_position import find_data
@@ -42,6 +41,7 @@ from stores.local import LocalFolder
 from tests.fast.runner.tiny import padded_batch
 from tests.process.runner.parallel.matrix_reference import matrix_batch
 from tests.process.runner.parallel.parallel_cases import VOCAB_SIZE
+from tests.process.runner.training_jobs import COMPARED
 
 CPU = torch.device("cpu")
 STEPS = 2
@@ -104,9 +104,9 @@ def run_case(case: dict[str, Any], out: Path, world: World) -> dict[str, Any]:
     origin = out / f"{case['origin']}-saved" if case["origin"] else launched.root
     flags = ("--resume", str(origin)) if case["origin"] else ()
     data = () if "--data" in case["args"] else ("--data", "synthetic")
-    # The whole test compares modules of torchtitan with one process; those of transformers are proven as in a run.
-    is_titans = launched.manifest.model.architecture in TORCHTITAN and "--implementation" not in case["args"]
-    options = parse_training([*data, *case["args"], *flags, *(("--no-self-check",) if is_titans else ())])
+    # The whole test compares these with one process; those with --implementation are proven as in a run.
+    is_compared = launched.manifest.model.architecture in COMPARED and "--implementation" not in case["args"]
+    options = parse_training([*data, *case["args"], *flags, *(("--no-self-check",) if is_compared else ())])
     with pytest.MonkeyPatch.context() as patch:
         if "rows" in case:  # every gradient of these is compared: a proof would take longer than the step
             patch.setattr(setup, "prove_once", lambda *args, **kwargs: None)
