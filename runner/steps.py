@@ -32,8 +32,7 @@ from runner.metrics.metrics import Metrics, StepTimes
 from runner.pipeline.heads import of_evaluation
 from runner.preflight.combinations import part_of, share_of
 from runner.preflight.preflight import is_less_than_a_step
-from runner.profiling.torch_tools import profiled
-from runner.profiling.trace import RunShape, Tracer
+from runner.profiling.trace import RunShape, Tracer, profiled
 from runner.rundir.records import run_id
 from runner.setup import Ready
 from runner.training.rng import rng_state

@@ -47,7 +47,7 @@ from runner.models import import_family
 from runner.models.family import OnTransformers
 from runner.preflight.combinations import check_sinks, sharing_ranks
 from runner.preflight.preflight import check_evaluable, check_texts
-from runner.profiling.torch_tools import memory_snapshot
+from runner.profiling.trace import memory_snapshot
 from runner.rundir.exit_report import set_rank_label, stages_of
 from runner.rundir.heartbeat import clear_beats
 from runner.rundir.records import STATE_NAME, RunState, clear_state, note_resolved, run_id, write_state

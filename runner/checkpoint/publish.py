@@ -37,9 +37,8 @@ from manifests.store import read_small_file, write_file
 from manifests.versions import LOCK_NAME, digest_of_state, encode_files, encode_version, folder_of, metadata_of
 from runner.checkpoint.async_save import InFlight
 from runner.checkpoint.save import SaveContext, check_folder, check_sizes, hurrying
-from runner.checkpoint.shard_file import NAMES, write_delta, write_shard
+from runner.checkpoint.shard_file import NAMES, hash_pieces, write_delta, write_shard
 from runner.checkpoint.state import Held, HostCopy, whole_in_root
-from runner.checkpoint.stored_once import hash_pieces
 from runner.config.schema import PublishOptions
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 from runner.distributed.rounds import in_rounds, run_beside_training

@@ -26,9 +26,8 @@ from manifests.trained import TRAINED_NAME, encode_trained
 from runner.bundle.packed import Packed
 from runner.checkpoint.adapter_record import AdapterRecord
 from runner.checkpoint.data_position import FILES, with_files
-from runner.checkpoint.shard_file import header_of, shard_of, write_shard
+from runner.checkpoint.shard_file import Before, Digests, hash_pieces, header_of, shard_of, write_shard
 from runner.checkpoint.state import Divide, Held, ShardToWrite, nbytes_of, slices_in_stage_folders, whole_in_root
-from runner.checkpoint.stored_once import Before, Digests, hash_pieces
 from runner.distributed.fail_together import from_all_ranks
 from runner.distributed.rounds import in_rounds, run_beside_training
 from runner.distributed.watchdog import StallTimer

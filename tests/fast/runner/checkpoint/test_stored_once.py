@@ -16,8 +16,7 @@ from manifests.errors import InputError
 from manifests.schema import WEIGHTS, Shard
 from runner.checkpoint import save as shared_folder
 from runner.checkpoint.save import check_folder, check_sizes
-from runner.checkpoint.shard_file import header_of, shard_of
-from runner.checkpoint.stored_once import Before, Digests, hash_pieces
+from runner.checkpoint.shard_file import Before, Digests, hash_pieces, header_of, shard_of
 from runner.distributed.rounds import run_beside_training
 from runner.tensors.local_shard import Piece, whole_pieces
 from tests.fast.runner.tiny import write_shard

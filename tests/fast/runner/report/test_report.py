@@ -16,8 +16,7 @@ import torch
 from manifests.errors import InputError, LogError, UserError
 from manifests.placement import Placement
 from runner.profiling.start import PARTS
-from runner.profiling.torch_tools import profile_folder, profiled
-from runner.profiling.trace import trace_path
+from runner.profiling.trace import profile_folder, profiled, trace_path
 from runner.report.charts import draw_load
 from runner.report.page import planned, write_report, write_trace
 from runner.report.read import check_line, read_run
