@@ -134,11 +134,7 @@ class Ready:
 def begin(
     launched: Packed, origins: Sequence[Origin], options: TrainOptions, world: World, device: torch.device
 ) -> Ready:
-    """Make a run ready from the first of these origins that can be read; their folders are the same on all ranks.
-
-    Raises:
-        UserError: on all ranks alike, for the first origin.
-    """
+    """Make a run ready from the first of these origins that can be read; their folders are the same on all ranks."""
     with raise_on_all_ranks("ranks"):
         degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world.size)
     mesh = build_mesh(degrees, world.rank, device, timedelta(seconds=options.timeout_s))

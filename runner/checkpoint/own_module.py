@@ -240,11 +240,7 @@ def _digests_of_ties(packed: Packed, pieces: Mapping[Holds, _Pieces]) -> dict[_T
 
 
 def _check_parts(packed: Packed, parts: Sequence[_Part]) -> None:
-    """Check that the ranks together have every tensor once, with optimizer state if any has, and equal ties.
-
-    Raises:
-        UserError: the same on every rank.
-    """
+    """Check that the ranks together have every tensor once, with optimizer state if any has, and equal ties."""
     counts = Counter(part.rank for part in parts)
     expected = packed.manifest.placement.num_ranks
     if len(counts) != expected or len(set(counts.values())) != 1:

@@ -39,9 +39,6 @@ def load_adapters(
     """Fill a run's adapters from a checkpoint of adapters, a PEFT folder, or the seed; every rank calls this.
 
     `stored` loads the base. Returns the loader of the optimizer state, and what checkpoints say of the adapters.
-
-    Raises:
-        UserError: on all ranks alike.
     """
     assert isinstance(family, OnTransformers)
     adapters, base = family.adapters, stored.origin
@@ -65,11 +62,7 @@ def load_adapters(
 
 
 def save_peft(weights: Held, adapters: Adapters, record: AdapterRecord | None, out: Path, *, force: bool) -> None:
-    """Write adapters as a PEFT folder, on rank 0; every rank calls this with what it has of them.
-
-    Raises:
-        UserError: on all ranks alike.
-    """
+    """Write adapters as a PEFT folder, on rank 0; every rank calls this with what it has of them."""
     mine = {piece.fqn: piece.memory for kinds in weights.values() for piece in kinds[WEIGHTS]}
     is_rank_0 = dist.get_rank() == 0
     gathered: list[dict[str, torch.Tensor]] | None = [{}] * dist.get_world_size() if is_rank_0 else None

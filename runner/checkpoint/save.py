@@ -104,9 +104,6 @@ def save(
     # Note [A disk that hangs]
     What rank 0 does alone, creating and committing the folder, is done in rounds as well: the others do not time out
     while its disk hangs, and its own watchdog, to which `timer` beats, ends the job and names the rank.
-
-    Raises:
-        UserError: the same on every rank, whichever rank failed.
     """
     timer, is_rank_0 = timer or StallTimer(), dist.get_rank() == 0
     past = Before.read(before, state.keys())

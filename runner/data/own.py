@@ -51,12 +51,7 @@ class SharedCounts:
         self._exchange, self._is_stopped = exchange, threading.Event()
 
     def gather(self, rank: int, num_tokens: int, state: str) -> int:
-        """Return the labels of all ranks; those with the same rows count once.
-
-        Raises:
-            StoppedReading: a rank has stopped.
-            DataError: states differ.
-        """
+        """Return the labels of all ranks; those with the same rows count once."""
         if self._exchange is None:
             return num_tokens
         shares = self._exchange.gather(None if self._is_stopped.is_set() else (rank, num_tokens, state))

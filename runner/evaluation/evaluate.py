@@ -131,10 +131,6 @@ def mean_loss(
     """Return the mean loss over the valid tokens of all batches, and their number.
 
     `loss_of` returns the mean over the tokens of a batch, and what the loss counts in their place, if anything.
-
-    Raises:
-        DataError: there are none; on all ranks alike.
-        ModelError: the loss is infinite or not a number; on all ranks alike.
     """
     losses, counts, num_tokens = list[float](), list[float](), 0
     for batch in batches:
@@ -180,9 +176,6 @@ def read_model(
     """Build this rank's stages and read their weights; return the family, and a schedule that evaluates batches.
 
     It records the losses of tokens in `scores`.
-
-    Raises:
-        UserError: on all ranks alike, whichever rank met it.
     """
     dtype = FLAG_DTYPES[options.dtype]
     manifest = packed.manifest

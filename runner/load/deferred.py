@@ -68,12 +68,7 @@ class DeferredVerification:
         return self._running is not None and self._running.done() and self._running.exception() is not None
 
     def finish(self) -> None:
-        """Wait until all ranks have verified everything; every rank calls this.
-
-        Raises:
-            UserError: on all ranks, whichever found a mismatch, as loading would have said it. Cached copies that are
-                damaged have been replaced.
-        """
+        """Wait until all ranks have verified everything; every rank calls this."""
         if self._is_finished:
             return
         self.start()

@@ -71,11 +71,7 @@ def local_cache_of(
 
 
 def fetch_to_cache(read: ReadManifest, options: TrainOptions, world: World) -> Packed:
-    """Download a remote manifest's auxiliary files to every node, and open it there. Every rank calls this.
-
-    Raises:
-        UserError: on all ranks, whichever failed.
-    """
+    """Download a remote manifest's auxiliary files to every node, and open it there. Every rank calls this."""
     assert options.stage_to_local is not None, "checked by the launcher"
     check_same_manifest(str(read), read.digest)
     with raise_on_all_ranks("manifest"):
@@ -87,11 +83,7 @@ def fetch_to_cache(read: ReadManifest, options: TrainOptions, world: World) -> P
 
 
 def check_same_manifest(where: str, digest: str) -> None:
-    """Check that the digest of the file that this rank has read is rank 0's. Every rank calls this.
-
-    Raises:
-        ManifestError: on all ranks alike, naming those that differ.
-    """
+    """Check that the digest of the file that this rank has read is rank 0's. Every rank calls this."""
     expected = from_rank_0(digest)
     with raise_on_all_ranks("manifest"):
         if digest != expected:
@@ -127,9 +119,6 @@ class LocalCache:
         """Cache all shards. Every rank of the job calls this; the ranks of a node split the work.
 
         With `verifies`, cached shards are read, and copied again if they are damaged. Otherwise, loading finds damage.
-
-        Raises:
-            UserError: on all ranks, whichever failed.
         """
         started_s = time.perf_counter()
         with raise_on_all_ranks("stage to local"):

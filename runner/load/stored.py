@@ -73,9 +73,6 @@ class StageLoader:
 
         Everything is verified, now or by `deferred`, except original files, which have no digests. If cached shards of
         any node are found damaged now, they are copied again, once.
-
-        Raises:
-            UserError: on all ranks, whichever failed.
         """
         try:
             return self._load_once(pieces, holds, pending)
@@ -132,9 +129,6 @@ def read_for_all(
 
     The rank that reads a tensor verifies its digest, or returns it to be verified if nothing is hashed. This needs
     extra memory for two rounds of tensors.
-
-    Raises:
-        UserError: the same on all ranks of the group, whichever rank failed.
     """
     started_s, nbytes = time.perf_counter(), 0
     wanted = defaultdict[_Key, list[Read]](list)

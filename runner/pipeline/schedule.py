@@ -48,10 +48,6 @@ class Schedule(Protocol):
 
         Returns the loss, the mean over the valid tokens of the whole batch, on ranks with the last stage: () in
         float64, on the device, since reading it would wait for the device.
-
-        Raises:
-            UsageError: on all ranks, for a number of microbatches that the schedule cannot run.
-            ValueError: the batch does not have the declared shape.
         """
         ...
 

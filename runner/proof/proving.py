@@ -53,11 +53,7 @@ _HINTS: Mapping[str, str] = {
 
 
 def compare(run: Combination, seed: int = 0) -> tuple[Distances | None, str | None]:
-    """Compare a step on the job's ranks, which all call this, with that of one process; return what is wrong as well.
-
-    Raises:
-        UserError: on all ranks alike, where the tiny model or what the run asks of it is refused.
-    """
+    """Compare a step on the job's ranks, which all call this, with that of one process; return what is wrong, too."""
     problem: str | None = None
     dtypes: tuple[Dtype, ...] = ("fp32",) if run.options.compute.has_masters else ("fp64", "fp32")
     for dtype in dtypes:
@@ -93,11 +89,7 @@ def _join(ranks: Sequence[Distances]) -> Distances:
 
 
 def prove(run: Combination) -> dict[str, float]:
-    """Check a run's combination; every rank calls this. Returns what differs most, and the seconds that it took.
-
-    Raises:
-        ModelError: on all ranks alike, if it trains something else than one process does.
-    """
+    """Check a run's combination; every rank calls this. Returns what differs most, and the seconds that it took."""
     started_s = time.perf_counter()
     distances, problem = compare(run)
     if problem and distances is not None:

@@ -94,9 +94,6 @@ class StepTotals:
         stages are averaged. `addends`, as many on all ranks, are summed over the ranks that share a stage.
 
         Every rank calls this after `sync_gradients`; it runs one collective, and one more where ranks share stages.
-
-        Raises:
-            RankError: on all ranks alike, if a gradient or the loss is not finite, or the loss counts nothing.
         """
         num_here, head = num_tokens / self._num_losses, list[Number]([0.0, 0.0, 0.0])
         if loss is not None and self.counts_loss:

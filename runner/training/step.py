@@ -71,9 +71,6 @@ def train_step(
     The clipped gradients stay in `.grad` until the next step. Ranks with neither the first nor the
     last stage may pass no batch. All ranks pass the same `cut` where it is not that of the run, see
     Note [Shapes are declared] in schedule.py.
-
-    Raises:
-        RankError: on all ranks alike, before any weight changes, if a gradient or the loss is not finite.
     """
     optimizer = engine.optimizer
     optimizer.zero_gradients()

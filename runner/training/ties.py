@@ -166,9 +166,6 @@ def check_equal(
     """Check that all copies of each tied weight (the master, or what `of` returns for it) have the same bytes.
 
     Every rank calls this. Ranks that have the same part of a weight are compared, over all pipelines.
-
-    Raises:
-        RankError: on all ranks alike, naming the weight and the ranks that differ.
     """
     if not dist.is_initialized():
         return
