@@ -50,6 +50,7 @@ SECTIONS = {
     "search": Section("Predicted step times", "search.py"),
     "growth": Section("What must not grow", "growth.py --runs 7"),
     "saving": Section("Saving", "saving.py"),
+    "beside": Section("Steps beside a save", "beside.py"),
     "imports": Section("Checkpoints of other trainers", "imports.py --gb 4 --ranks 2"),
     "checksums": Section("Checksums of torch.save files", "checksums.py"),
     "deepseek": Section("DeepSeek-V3's shape", "deepseek.py --real"),

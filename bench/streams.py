@@ -6,9 +6,10 @@ The store is a server on loopback with a latency and a limited speed of each con
 helps. The output is a folder in memory, if /dev/shm is there. `hub` is compared with `hf download` too, whose files are
 left whole. A first run of each compares the result with the source.
 
-What this machine can do at most is measured, too: `bare client, SHA-256` also hashes each file, as the hub's listing
-requires, and `bare httpx client` reads from the hub with huggingface_hub's own client, and keeps nothing. The peer of
-`bucket to bucket` reads with 64 requests and sends with 64 others, in objects of 8 MiB, hashing nothing.
+What this machine can do at most is measured, too: those with BLAKE3 also hash each file and write it to memory, or read
+it from a folder, as a pack has to on the same cores, and check nothing. `bare client, SHA-256` hashes each file, as
+the hub's listing requires, and `bare httpx client` reads from the hub with huggingface_hub's own client, and keeps
+nothing. The peer of `bucket to bucket` reads with 64 requests and sends with 64 others, in objects of 8 MiB.
 `cpu_s_per_gb` is that of the client's process, without the server's.
 """
 
@@ -34,6 +35,7 @@ from checkpoints import llama_of, write_checkpoint
 NUM_STREAMS = 64
 BARE, BARE_PUT, BARE_SHA = "bare client", "bare client, PUTs", "bare client, SHA-256"
 BARE_COPY = "bare client, GETs and PUTs"
+WHOLE, WHOLE_PUT, WHOLE_COPY = (f"bare client, BLAKE3, {what}" for what in ("files", "PUTs of files", "GETs and PUTs"))
 REQUEST_NBYTES = 8 << 20
 LINKS = {"40 ms, 8 MB/s": (0.04, 8e6), "5 ms, 1 GB/s": (0.005, 1e9)}
 PAUSE_S = 2.0
@@ -81,8 +83,11 @@ def compare(root: Path, scratch: Path, port: int, runs: int) -> dict[str, object
         "bucket, tensors shuffled over shards": partial(pack, "s3://bench/shuffled", out, environment, port),
         "hub": partial(pack, "hf://bench/model", out, environment, port),
         "hf download": partial(download, out, environment),
+        WHOLE: partial(bare, port, _BARE, "blake3", str(out)),
         BARE_PUT: partial(bare, port, _BARE_PUT),
+        WHOLE_PUT: partial(bare, port, _BARE_PUT, str(root / "model")),
         BARE_COPY: partial(bare, port, _BARE_COPY),
+        WHOLE_COPY: partial(bare, port, _BARE_COPY, "blake3"),
         "local to bucket": partial(send, str(root / "model"), environment, port),
         "bucket to bucket": partial(send, "s3://bench/model", environment, port),
     }
@@ -93,6 +98,7 @@ def compare(root: Path, scratch: Path, port: int, runs: int) -> dict[str, object
         name: {
             "mb_per_s": round(statistics.median(speeds[name])),
             "of_bare_client": measure.median_ratio(speeds[name], speeds[peer_of(name)], 2),
+            "of_one_with_blake3": measure.median_ratio(speeds[name], speeds[whole_peer_of(name)], 2),
             **(
                 {"of_bare_client_sha256": measure.median_ratio(speeds[name], speeds[BARE_SHA], 2)}
                 if name == "hub"
@@ -105,9 +111,14 @@ def compare(root: Path, scratch: Path, port: int, runs: int) -> dict[str, object
 
 
 def peer_of(name: str) -> str:
-    if name in (BARE_COPY, "bucket to bucket"):
+    if name in (BARE_COPY, WHOLE_COPY, "bucket to bucket"):
         return BARE_COPY
-    return BARE_PUT if name.endswith(("PUTs", "to bucket")) else BARE
+    return BARE_PUT if name.endswith(("PUTs", "PUTs of files", "to bucket")) else BARE
+
+
+def whole_peer_of(name: str) -> str:
+    """Return the bare client that does what a pack has to: it also hashes, and writes or reads files."""
+    return {BARE: WHOLE, BARE_PUT: WHOLE_PUT, BARE_COPY: WHOLE_COPY}[peer_of(name)]
 
 
 def check(source: str, local: Path, out: Path, environment: Mapping[str, str]) -> None:
@@ -193,9 +204,10 @@ snapshot_download("bench/model", local_dir=sys.argv[1], max_workers=8)
 nbytes = sum(path.stat().st_size for path in Path(sys.argv[1]).glob("*.safetensors"))
 {_END}"""
 _BARE = f"""
-import hashlib, os, sys, time
+import hashlib, os, shutil, sys, time
 from concurrent.futures import ThreadPoolExecutor
 import obstore
+from blake3 import blake3
 from obstore.store import S3Store
 {_BEGIN}
 options = dict(skip_signature=True, region="x", virtual_hosted_style_request=False)
@@ -205,22 +217,31 @@ files = [file for page in store.list() for file in page]
 size = {REQUEST_NBYTES}
 pieces = [[(file["path"], at, min(at + size, file["size"])) for at in range(0, file["size"], size)] for file in files]
 get = lambda piece: obstore.get_range(store, piece[0], start=piece[1], end=piece[2])
-def take(requests):
-    hasher, nbytes = hashlib.sha256(), 0
+def take(number, requests):
+    hasher, nbytes = (blake3() if "blake3" in sys.argv else hashlib.sha256()), 0
+    file = open(f"{{sys.argv[3]}}/{{number}}" if "blake3" in sys.argv else os.devnull, "wb", 0)
     while requests:
         data = requests.pop(0).result()
         nbytes += len(data)
-        if "sha256" in sys.argv:
+        if len(sys.argv) > 2:
             hasher.update(data)
+        if "blake3" in sys.argv:
+            file.write(data)
     return nbytes
+if "blake3" in sys.argv:
+    os.mkdir(sys.argv[3])
 with ThreadPoolExecutor({NUM_STREAMS}) as pool, ThreadPoolExecutor(os.cpu_count()) as takers:
     requests = [[pool.submit(get, piece) for piece in of_file] for of_file in pieces]
-    nbytes = sum(takers.map(take, requests))
-{_END}"""
+    nbytes = sum(takers.map(take, range(len(requests)), requests))
+{_END}
+if "blake3" in sys.argv:
+    shutil.rmtree(sys.argv[3])
+"""
 _BARE_COPY = f"""
 import sys, time
 from concurrent.futures import ThreadPoolExecutor
 import obstore
+from blake3 import blake3
 from obstore.store import S3Store
 {_BEGIN}
 options = dict(skip_signature=True, region="x", virtual_hosted_style_request=False)
@@ -232,6 +253,8 @@ pieces = [(file["path"], at, min(at + size, file["size"])) for file in files for
 get = lambda piece: obstore.get_range(source, piece[0], start=piece[1], end=piece[2])
 def put(number, got):
     data = got.result()
+    if "blake3" in sys.argv:
+        blake3(data)
     obstore.put(target, str(number), data, use_multipart=False)
     return len(data)
 with ThreadPoolExecutor({NUM_STREAMS}) as getters, ThreadPoolExecutor({NUM_STREAMS}) as putters:
@@ -256,17 +279,29 @@ with ThreadPoolExecutor({NUM_STREAMS}) as pool:
     nbytes = sum(pool.map(get, pieces))
 {_END}"""
 _BARE_PUT = f"""
-import sys, time
+import os, sys, time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 import obstore
+from blake3 import blake3
 from obstore.store import S3Store
 options = dict(skip_signature=True, region="x", virtual_hosted_style_request=False)
 options |= dict(endpoint="http://127.0.0.1:" + sys.argv[1], client_options={{"allow_http": True}})
-store, data = S3Store("bench", prefix="put", **options), bytes({REQUEST_NBYTES})
+store, size = S3Store("bench", prefix="put", **options), {REQUEST_NBYTES}
+same = bytes(size)
 {_BEGIN}
-put = lambda number: obstore.put(store, str(number), data, use_multipart=False) and len(data)
+paths = [path for folder in sys.argv[2:] for path in Path(folder).glob("*.safetensors")]
+files = [open(path, "rb", 0) for path in paths]
+pieces = [(file.fileno(), at) for file, path in zip(files, paths) for at in range(0, path.stat().st_size, size)]
+def put(number):
+    data = same
+    if pieces:
+        data = os.pread(pieces[number][0], size, pieces[number][1])
+        blake3(data)
+    obstore.put(store, str(number), data, use_multipart=False)
+    return len(data)
 with ThreadPoolExecutor({NUM_STREAMS}) as pool:
-    nbytes = sum(pool.map(put, range({NUM_STREAMS + NUM_STREAMS // 4})))
+    nbytes = sum(pool.map(put, range(len(pieces) or {NUM_STREAMS + NUM_STREAMS // 4})))
 {_END}"""
 
 
