@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.flight_recorder.components.loader import read_dump
 
+from manifests.module_times import read_times
 from tests.process.local_jobs import SMALL, launched, runner
 from tests.process.runner.training_jobs import losses_of
 from tests.process.torchrun import started
@@ -28,6 +29,11 @@ def test_run_that_is_watched_leaves_event_files_an_offline_run_and_a_page(packed
     (offline,) = (log / "wandb").glob("offline-run-*/run-*.wandb")
     for path in (events, offline):
         assert b"communication_s/1" in path.read_bytes()
+
+    step = read_times(log / "times.json").step
+    assert step is not None
+    assert step.rate is not None, said  # so it has a latency, too
+    assert step.rate > 0
 
     page = tmp_path / "page.html"
     done = runner("report", log, "--out", page)
