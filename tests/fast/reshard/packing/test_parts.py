@@ -220,9 +220,9 @@ def test_shards_of_another_pack_are_not_committed(source: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("call", "is_there"),
     [
-        ("rename", False),
         ("rename", True),
         ("unlink", True),
+        pytest.param("rename", False, marks=pytest.mark.slow),
         pytest.param("unlink", False, marks=pytest.mark.slow),
         *(pytest.param("rmdir", is_there, marks=pytest.mark.slow) for is_there in (False, True)),
     ],
