@@ -179,7 +179,8 @@ _TRAINING = (
     ),
     _count(
         "--global-batch", metavar="B",
-        show_default=f"{defaults.GLOBAL_BATCH}, or a microbatch per stage; with --gpus N: 512, or N if that is more",
+        show_default=f"{defaults.GLOBAL_BATCH} in whole microbatches, or as many of these as stages if that is more; "
+        "with --gpus N: 512, or N if that is more",
         help="Sequences in an optimizer step.",
     ),
     _count("--microbatch", default=defaults.MICROBATCH, metavar="B", help="Sequences per microbatch."),

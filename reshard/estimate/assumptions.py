@@ -176,16 +176,14 @@ def check_assumptions(assumed: Assumptions) -> None:
             code="options.tp-loss-chunk",
         )
     size = assumed.replicate * assumed.shard * assumed.microbatch
-    if assumed.num_microbatches is None:
-        batch = assumed.global_batch or defaults.GLOBAL_BATCH
+    if (batch := assumed.global_batch) is not None:
+        if assumed.num_microbatches is not None:
+            problem = f"conflicts with {Parameter('assumed.num_microbatches')}"
+            raise UsageError(Parameter("assumed.global_batch"), problem, "remove one of them", code="options.conflict")
         if batch % size:
-            origin = "" if assumed.global_batch else ", the default"
-            problem = f"expected a multiple of {size}, a microbatch of all data-parallel ranks, found {batch}{origin}"
+            problem = f"expected a multiple of {size}, a microbatch of all data-parallel ranks, found {batch}"
             hint = f"pass {Parameter('assumed.global_batch', max(size, batch - batch % size))}"
             raise UsageError(Parameter("assumed.global_batch"), problem, hint, code="options.batch-size")
-    elif assumed.global_batch is not None:
-        problem = f"conflicts with {Parameter('assumed.num_microbatches')}"
-        raise UsageError(Parameter("assumed.global_batch"), problem, "remove one of them", code="options.conflict")
 
 
 def num_passes(placement: Placement, num_microbatches: int) -> int:

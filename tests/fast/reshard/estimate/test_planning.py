@@ -119,9 +119,10 @@ def test_schedule_that_is_written_is_planned_and_simulated_as_its_flags(tmp_path
 @pytest.mark.parametrize("flags", [("--microbatch", "3"), ("--dp-replicate", "2", "--dp-shard", "8")])
 def test_batch_that_no_launch_splits_is_not_planned(flags: tuple[str, ...], tmp_path: Path) -> None:
     words = ("plan", write_config(tmp_path / "config.json"), "--layout", "pp=2", *flags, "--json")
-    ended = reshard(*words)
+    ended = reshard(*words, "--global-batch", "8")
     assert ended.refusal == (2, "options.batch-size", "--global-batch")
     assert reshard(*words, *ended.json["error"]["hint"].split()[1:]).code == 0
+    assert reshard(*words).json["assumed"]["num_microbatches"] == 2
     assert reshard(*words, "--microbatches", "4").code == 0
 
 
