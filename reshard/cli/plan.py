@@ -156,12 +156,12 @@ def _times_of_run(log_dir: Path, *, quiet: bool) -> MeasuredTimes:
         raise InputError(str(path), "no such file", hint, code="options.no-times")
     times = read_times(path)
     link = () if times.step is None or times.step.rate is None else ("num_ranks", "ranks_per_node")
-    degrees = (name for name in ("tp", "cp", "ep") if name in times.how)
+    degrees = (name for name in ("tp", "cp", "ep", "ranks_per_node") if name in times.how)
     for name in ("seq_len", "microbatch", *degrees, *link):
         if type(number := times.how.get(name)) is not int or number < 1:
             problem = f"expected a number from 1 up, found {number!r}"
             raise InputError(f"{path}: measured.{name}", problem, code="options.cost-file")
-    if times.step is None or times.how.get("trained") != "part":
+    if times.how.get("trained") != "part":
         return times
     if not quiet:
         click.echo(
@@ -169,7 +169,7 @@ def _times_of_run(log_dir: Path, *, quiet: bool) -> MeasuredTimes:
             "its steps take beside their schedules is left out",
             err=True,
         )
-    return replace(times, step=replace(times.step, overhead_s=0.0))
+    return replace(times, step=times.step and replace(times.step, overhead_s=0.0))
 
 
 def _as_in_run(assumed: Assumptions, times: MeasuredTimes) -> Assumptions:

@@ -17,7 +17,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from statistics import fmean
 from typing import Any
 
@@ -215,31 +215,35 @@ class CostModel:
         """Return the seconds of each kind of module for one microbatch; see Note [Time of a step]."""
         request, times = self.request, {}
         for kind in self.kinds.modules:
-            forward, backward = self._compute(kind, microbatch * request.seq_len // context, tensor, nbytes)
-            sent = self._sending(kind, tensor, expert, context, microbatch * request.seq_len, nbytes)
+            forward, backward = self._compute(kind, microbatch * request.seq_len // context, tensor)
+            row_tokens = microbatch * request.seq_len
+            sent = self._sending(kind, tensor, expert, context, row_tokens, nbytes, request.per_node)
             again = _recomputed(recompute) * (forward + sent.forward) if _is_layer(kind) else 0.0
             times[kind] = ModuleTime(forward=forward + sent.forward, backward=backward + sent.backward + again)
         return times
 
-    def _sending(self, kind: str, tensor: int, expert: int, context: int, row_tokens: int, nbytes: int) -> ModuleTime:
+    def _sending(
+        self, kind: str, tensor: int, expert: int, context: int, row_tokens: int, nbytes: int, per_node: int
+    ) -> ModuleTime:
         """Return the seconds in which a module sends hidden states, and gathers keys, of whole rows' tokens."""
+        rate = partial(self._rate, per_node=per_node)
         hidden, reduction_s, routed_s = row_tokens // context * self.shape.hidden_size * nbytes, 0.0, 0.0
         if _is_layer(kind) and tensor > 1:
-            reduction_s = self._latency_s + 2 * ring(tensor) * hidden / self._rate(tensor)
+            reduction_s = self._latency_s + 2 * ring(tensor) * hidden / rate(tensor)
         if self.has_experts[kind]:
-            routed_s = 2 * ring(expert) * self.top_k * hidden / tensor / self._rate(expert)
+            routed_s = 2 * ring(expert) * self.top_k * hidden / tensor / rate(expert)
         keys = row_tokens * self.shape.work[kind].keys * nbytes / tensor
-        gathered_s = ring(context) * keys / self._rate(tensor * context)
+        gathered_s = ring(context) * keys / rate(tensor * context)
         num_gradients = max(_NUM_RESULTS, self._num_matrices[kind] - _NUM_RESULTS)
         return ModuleTime(
             forward=_NUM_RESULTS * reduction_s + routed_s + gathered_s,
             backward=num_gradients * reduction_s + routed_s + 2 * gathered_s,
         )
 
-    def _compute(self, kind: str, tokens: int, tensor: int, nbytes: int) -> tuple[float, float]:
+    def _compute(self, kind: str, tokens: int, tensor: int) -> tuple[float, float]:
         """Return the seconds in which a kind of module computes forward and backward, without recomputation.
 
-        Of measured ones, what the run itself sent is subtracted.
+        Of measured ones, what the run itself sent is subtracted, unless it takes longer at these rates.
         """
         request = self.request
         if request.measured is None:
@@ -248,15 +252,19 @@ class CostModel:
             return forward, BACKWARD_SHARE * forward
         how, scale = request.measured.how, request.measured.scale_to(tokens, tensor)
         degrees = how.get("tp", 1), how.get("ep", 1), how.get("cp", 1)
-        sent = self._sending(kind, *degrees, how["microbatch"] * how["seq_len"], nbytes)
+        nbytes = POLICIES["bf16" if how.get("dtype") == "bf16" else "fp32"].compute
+        per_node = how.get("ranks_per_node", request.per_node)
+        sent = self._sending(kind, *degrees, how["microbatch"] * how["seq_len"], nbytes, per_node)
         forward, backward = self._measured[kind]
         if _is_layer(kind):
             backward -= _recomputed(parse_recompute(str(how.get("ac", "none")))) * forward
-        return scale * max(0.0, forward - sent.forward), scale * max(0.0, backward - sent.backward)
+        if forward < sent.forward or backward < sent.backward:
+            return scale * forward, scale * max(0.0, backward)
+        return scale * (forward - sent.forward), scale * (backward - sent.backward)
 
-    def _rate(self, num_adjacent: int) -> float:
+    def _rate(self, num_adjacent: int, per_node: int | None = None) -> float:
         hardware = self.request.hardware
-        return hardware.node if self.request.per_node % num_adjacent == 0 else hardware.network
+        return hardware.node if (per_node or self.request.per_node) % num_adjacent == 0 else hardware.network
 
     def _hidden_nbytes(self, candidate: Candidate) -> int:
         tokens = candidate.microbatch * self.request.seq_len // candidate.context

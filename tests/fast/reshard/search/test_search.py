@@ -313,6 +313,34 @@ def test_what_a_run_itself_sent_is_in_its_measured_times_once(
     assert first_step_s(shown) == pytest.approx(num_microbatches * 35 * 3e-3 + reduction_s, rel=1e-6)
 
 
+@pytest.mark.parametrize("hardware", [(), ("--hardware", "990,200,5")])
+def test_what_a_run_sent_is_of_its_own_nodes_and_dtype(hardware: tuple[str, ...], tmp_path: Path) -> None:
+    config, rate, num_microbatches = CONFIGS / "llama-3.1-8b.json", 2e11, 32
+    log = write_run(tmp_path / "log", config, num_ranks=8, ranks_per_node=8, tp=8)
+    add_step(log, overhead_s=0.0, num_params=1, nbytes_per_s=rate)
+    words = ("plan", config, "--gpu-memory", "2TB", "--global-batch", "64", "--microbatch", "2", "--pp", "1", "--json")
+    words = (*words, "--ac", "none", "--from-run", log, *hardware)
+
+    def sent_s(tensor: int, element_nbytes: int) -> float:  # of q, k, v, o, gate, up and down
+        return 7 * 2 * (tensor - 1) / tensor * 1024 * 4096 * element_nbytes / rate
+
+    for tensor in (8, 4):
+        for dtype, element_nbytes in (("fp32", 4), ("bf16", 2)):
+            shown = reshard(*words, "--gpus", str(tensor), "--tp", str(tensor), "--dtype", dtype).json
+            layer_s = 8 / tensor * (3e-3 - sent_s(8, 4)) + sent_s(tensor, element_nbytes)
+            expected_s = num_microbatches * (32 * layer_s + 3 * 8 / tensor * 3e-3)
+            assert first_step_s(shown) == pytest.approx(expected_s, rel=1e-6)
+
+
+def test_modules_never_compute_in_less_than_no_time(tmp_path: Path) -> None:
+    config = CONFIGS / "llama-3.1-8b.json"
+    log = write_run(tmp_path / "log", config, num_ranks=8, ranks_per_node=8, tp=8)
+    words = ("plan", config, "--gpus", "8", "--gpu-memory", "2TB", "--global-batch", "64", "--microbatch", "2")
+    flags = ("--pp", "1", "--ac", "none", "--tp", "8", "--from-run", log, "--hardware", "1,1,1", "--json")
+    sent_s = 7 * 2 * 7 / 8 * 1024 * 4096 * 4 / 1e9
+    assert first_step_s(reshard(*words, *flags).json) == pytest.approx(32 * (35 * 3e-3 + 32 * sent_s), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("name", "num_layers", "reductions"),
     [("llama-3.1-8b", 32, 7), ("gpt-oss-120b", 36, 4 + 2)],  # q, k, v, o, gate, up, down; a layer's experts: 2
@@ -353,6 +381,8 @@ def test_rest_of_a_step_that_trained_adapters_is_not_that_of_all_parameters(tmp_
         steps.append(json.loads(ended.out)["step_s"])
         assert ended.err.startswith("note: ") == (how == {"trained": "part"})
     assert steps == pytest.approx([32 * 35 * 3e-3 + 3.0 * 8030.261248] * 2 + [32 * 35 * 3e-3])
+    alone = write_run(tmp_path / "alone", config, trained="part")
+    assert run("plan", config, "--layout", "pp=1", "--from-run", alone).err.startswith("note: ")
 
 
 def add_step(log: Path, **step: float) -> None:
@@ -364,7 +394,14 @@ def first_step_s(shown: Any) -> float:
     return shown["layouts"][0]["step_s"]
 
 
-@pytest.mark.parametrize(("how", "code"), [(None, "options.no-times"), ({"tp": "2"}, "options.cost-file")])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        (None, "options.no-times"),
+        ({"tp": "2"}, "options.cost-file"),
+        ({"ranks_per_node": 0}, "options.cost-file"),
+    ],
+)
 def test_run_without_times_is_refused(how: dict[str, object] | None, code: str, tmp_path: Path) -> None:
     config, log = CONFIGS / "llama-3.1-8b.json", tmp_path / "log"
     if how is not None:
