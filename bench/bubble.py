@@ -165,7 +165,8 @@ def packed(case: Case, scratch: Path) -> Path:
         LlamaForCausalLM(config).save_pretrained(source)
         for path in (scratch / "model").glob("tokenizer*"):
             shutil.copy(path, source)
-    if not out.exists():
+    if not (out / "manifest.json").exists():
+        shutil.rmtree(out, ignore_errors=True)
         words = ["--layout", case.layout, "--pp", str(case.num_ranks), "--out", str(out)]
         run_quietly([*RESHARD, "pack", str(source), *words])
     return out

@@ -10,12 +10,13 @@ their layouts of one stage, the search predicts the time, `plan --gpus 2`, as it
 
 Of several turns, each run's fastest counts: its median step, since other work on the machine only adds to steps. Each
 turn begins with another run. --only renews one case of --out, and keeps the others. With --folder, runs are kept there,
-and none is repeated: no run begins after --minutes, and the same command resumes with the others.
+and none is repeated: no run begins after --minutes, and the same command resumes with the others, of the same commit.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -93,10 +94,13 @@ CASES = (
 def measure(case: Case, num_steps: int, num_turns: int, scratch: Path, end_s: float) -> dict[str, object]:
     """Return the predicted and the measured seconds of a step of each layout."""
     loads, rows, fastest = list[float](), list[dict[str, object]](), dict[int, tuple[float, Path]]()
+    where = circumstances()
+    scratch /= hashlib.blake2b(repr((case, num_steps, where["commit"])).encode(), digest_size=4).hexdigest()
+    scratch.mkdir(exist_ok=True)
     trace, numbers = ("--trace", f"{WARM + 1}-{min(num_steps, LAST_TRACED)}"), range(-1, len(case.trials))
     for turn, place in product(range(num_turns), range(len(numbers))):
         number = numbers[(place + turn) % len(numbers)]  # -1: the traced one
-        log = scratch / f"log-{case.num_ranks}-{turn}-{number}"
+        log = scratch / f"log-{turn}-{number}"
         if not (log / DONE).exists():
             if time.monotonic() > end_s:
                 raise SystemExit(f"not finished: {log.name} and those after it; run the same command again")
@@ -115,7 +119,9 @@ def measure(case: Case, num_steps: int, num_turns: int, scratch: Path, end_s: fl
             "measured_s": round(measured, 4), "error": round(predicted / measured - 1, 4),
         })  # fmt: skip
         print(rows[-1], file=sys.stderr, flush=True)
-    return {"layer_waits_s": case.wait_s, "turns": num_turns, "load_average": max(loads), **_summary(rows)}
+    return {
+        **where, "layer_waits_s": case.wait_s, "turns": num_turns, "load_average": max(loads), **_summary(rows),
+    }  # fmt: skip
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, object]:
@@ -212,7 +218,6 @@ def main() -> None:
         }
     result = {
         "what": "seconds of a step, as `reshard plan --from-run` predicts them from one traced run, and as measured",
-        **circumstances(),
         "cases": before | cases,
     }
     write_result(result, options.out)

@@ -231,7 +231,7 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     what = result["what"]
     yield f"## {section.title}\n"
     yield f"{what[0].upper()}{what[1:]}.\n"
-    facts = [f"{result['date']}", f"commit {result['commit']}" if "commit" in result else "", result["machine"]]
+    facts = list(_circumstances(result))
     facts.append(f"{result['turns']} turns" if "turns" in result else "")
     facts.append(f"{_gb(result)}" if "nbytes" in result else "")
     facts.append(f"load average {min(result['load_average'])}" if "load_average" in result else "")
@@ -240,6 +240,17 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     if "left_out" in result:
         yield f"Left out: {result['left_out']}.\n"
     yield from _tables(result)
+
+
+def _circumstances(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the date, commit and machine of a result, or those of each of its cases, by their names."""
+    if "date" in result:
+        yield from (result["date"], f"commit {result['commit']}" if "commit" in result else "", result["machine"])
+        return
+    names: dict[str, list[str]] = {}
+    for name, case in result["cases"].items():
+        names.setdefault(", ".join(_circumstances(case)), []).append(name)
+    yield from (f"{' and '.join(several)}: {where}" for where, several in names.items())
 
 
 def _tables(result: Mapping[str, Any]) -> Iterator[str]:
