@@ -52,6 +52,10 @@ SHARE = 0.02  # of the elements that change
 NUM_SHARDS, PAUSE_S = 4, 2.0
 PARTS_NBYTES = 256 << 20  # of a shard
 BARE_NBYTES = 64 << 20  # that a thread of the bare loop takes at a time
+MEASURES = (
+    "apply", "copy of what differs", "publish", "publish, few tensors", "read both", "bare loop", "BLAKE3 of both",
+    "publish, cold", "read both, cold", "full copy",
+)  # fmt: skip
 HASH = "import sys, blake3\nfor path in sys.argv[1:]: blake3.blake3(max_threads=-1).update_mmap(path).digest()"
 BATCH = ("--seq-len", 128, "--global-batch", 32, "--microbatch", 4)
 
@@ -62,7 +66,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=5, help="steps at each learning rate")
     parser.add_argument("--without-peers", action="store_true", help="leave out rsync and zstd")
-    parser.add_argument("--measures", nargs="*", help="of speed; default: all")
+    parser.add_argument("--measures", nargs="+", choices=MEASURES, default=MEASURES, help="of speed; default: all")
     parser.add_argument("--prepared", type=Path, help="a folder that has, or gets, the checkpoints of speed")
     options = parser.parse_args()
     if options.what == "bare":
@@ -146,7 +150,7 @@ def bf16_in(step: Path, out: Path) -> np.ndarray:
     return np.concatenate([tensors[name].view(torch.uint16).numpy().ravel() for name in sorted(tensors)])
 
 
-def speed(root: Path, gb: float, num_turns: int, only: Sequence[str] | None, *, with_peers: bool) -> dict[str, object]:
+def speed(root: Path, gb: float, num_turns: int, only: Sequence[str], *, with_peers: bool) -> dict[str, object]:
     old, new, few, chain, served = (root / name for name in ("old", "new", "few", "chain", "served"))
     copy, of_few = root / "copy", root / "chain-of-few"
     if not (root / "ready").exists():
@@ -217,7 +221,7 @@ def speed(root: Path, gb: float, num_turns: int, only: Sequence[str] | None, *, 
                         for a, b in zip(of_old, shards, strict=True)),
         ),
     }  # fmt: skip
-    measures = {name: run for name, run in measures.items() if only is None or name in only}
+    measures = {name: measures[name] for name in MEASURES if name in only}
     loads = [measure.load_average()]
     turns = measure.take_turns(measures, num_turns, pause_s=PAUSE_S, num_warmup=0)
     beside_peers = measure.take_turns(peers, int(with_peers), pause_s=PAUSE_S, num_warmup=0)
@@ -227,8 +231,10 @@ def speed(root: Path, gb: float, num_turns: int, only: Sequence[str] | None, *, 
         for name, run in turn.items():
             runs.setdefault(name, []).append(run)
 
-    def ratios(ours: str, theirs: str) -> dict[str, float]:
+    def ratios(ours: str, theirs: str) -> dict[str, float] | None:
         pairs = [(turn[ours], turn[theirs]) for turn in (*turns, *beside_peers) if ours in turn and theirs in turn]
+        if not pairs:
+            return None
         wall = measure.median_ratio((a.wall_s for a, _ in pairs), (b.wall_s for _, b in pairs))
         return {"wall": wall, "cpu": measure.median_ratio((a.cpu_s for a, _ in pairs), (b.cpu_s for _, b in pairs))}
 
@@ -239,9 +245,9 @@ def speed(root: Path, gb: float, num_turns: int, only: Sequence[str] | None, *, 
         "nbytes": sum(path.stat().st_size for path in shards),
         "delta_nbytes": sum(path.stat().st_size for path in (chain / "weight_v000002").iterdir()),
         "differing_nbytes": sum(path.stat().st_size for path in differing),
-        "apply_verify_of_the_rest_s": round(statistics.median(verified_s or [0.0]), 3),
+        **({"apply_verify_of_the_rest_s": round(statistics.median(verified_s), 3)} if verified_s else {}),
         "ratios": {
-            f"{ours} to {theirs}": ratios(ours, theirs)
+            f"{ours} to {theirs}": ratio
             for ours, theirs in [
                 ("publish, cold", "read both, cold"),
                 ("publish", "BLAKE3 of both"),
@@ -253,7 +259,7 @@ def speed(root: Path, gb: float, num_turns: int, only: Sequence[str] | None, *, 
                 ("apply", "rsync --inplace"),
                 ("publish", "zstd --patch-from"),
             ]
-            if ours in runs and theirs in runs
+            if (ratio := ratios(ours, theirs))
         },
         "of_one_core": parts(of_old[0], shards[0]),
         "commands": {name: measure.summary(of_name) for name, of_name in runs.items()},
