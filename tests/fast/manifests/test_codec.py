@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 import manifests
@@ -103,6 +104,15 @@ def test_schema_allows_what_is_encoded_and_decoding_it_returns_the_same_manifest
     encoded = encode_manifest(manifest)
     SCHEMA.validate(json.loads(encoded))
     assert decode_manifest(encoded) == manifest
+
+
+@settings(max_examples=20)
+@given(drawn_manifests, st.data())
+def test_decoder_and_schema_refuse_a_spoiled_field_of_any_manifest(manifest: Manifest, data: st.DataObject) -> None:
+    corruption = data.draw(st.sampled_from(list(corruptions(document := json.loads(encode_manifest(manifest))))))
+    spoiled = corruption.of(document)
+    assert not SCHEMA.is_valid(spoiled)
+    assert refused(lambda: decode_manifest(json.dumps(spoiled).encode())) == (corruption.code, corruption.where)
 
 
 def test_decoder_and_schema_refuse_every_spoiled_field_of_a_golden_file_by_its_path() -> None:

@@ -105,6 +105,15 @@ def test_link_to_a_folder_is_passed_over_if_what_it_points_to_is_listed(
         assert refused(folder.names)[0] == "source.linked-folder"
 
 
+def test_linked_manifest_is_in_the_folder_of_its_target(tmp_path: Path) -> None:
+    write_model(tmp_path / "source")
+    packed = pack(tmp_path / "source", tmp_path / "packed")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "manifest.json").symlink_to(packed / "manifest.json")
+    for address in (tmp_path / "linked", tmp_path / "linked" / "manifest.json"):
+        assert open_manifest(address).root == packed
+
+
 MISSING = "source.not-a-folder"
 
 

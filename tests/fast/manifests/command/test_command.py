@@ -10,11 +10,13 @@ from pathlib import Path
 
 import click
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from manifests.command import defaults
 from manifests.command.console import expand_home, print_error
 from manifests.command.interpreter import leave_out_working_folder, module_command, safe_environment
-from manifests.command.sizes import parse_size, read_size
+from manifests.command.sizes import parse_size, read_size, write_size
 from manifests.errors import UsageError
 from manifests.placement import Placement, Style
 from manifests.schedules.rules import SCHEDULES, check_schedule
@@ -68,6 +70,11 @@ def test_number_that_has_no_unit_or_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError) as error:
         read_size("--gpu-memory", text)
     assert (error.value.code, error.value.where) == ("options.memory-size", "--gpu-memory")
+
+
+@given(st.integers(1, 1 << 20), st.sampled_from([1, 1 << 10, 1 << 20, 1 << 30, 1 << 40]))
+def test_size_that_is_written_is_read_back(number: int, unit: int) -> None:
+    assert parse_size(write_size(number * unit)) == number * unit
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from reshard.checks.compare import hash_each
+from reshard.checks.compare import check_index, hash_each, read_index
 from reshard.tensors.comparison import Findings
-from stores.bundles import TensorAt
+from stores.bundles import Bundles, TensorAt
 from stores.local import LocalFile
+from stores.open import open_manifest
 from tests.builders import (
     Tensor,
     flip,
@@ -248,3 +249,13 @@ def test_tensors_that_can_be_read_are_hashed_beside_those_that_cannot(tmp_path: 
     ranges = [data[number * NBYTES : (number + 1) * NBYTES] for number in range(NUM)]
     assert digests == [None if number in unreadable else blake3(part).hexdigest() for number, part in enumerate(ranges)]
     assert {(finding.code, finding.where) for finding in findings} == {("check.unreadable", str(tmp_path / "empty"))}
+
+
+def test_name_that_the_shards_of_a_stage_have_twice_is_a_finding(out: Path) -> None:
+    read, findings = open_manifest(out), Findings()
+    index, stage = read_index(read.manifest, read.folder, findings), read.manifest.stages[0]
+    assert index is not None
+    first, *others = Bundles(read.manifest, read.folder).tensors_on(stage)
+    check_index(index, read.manifest, read.folder, [stage], [first, first, *others], findings)
+    (finding,) = findings
+    assert first.name in finding.problem

@@ -9,7 +9,7 @@ import pytest
 
 from reshard.copy.parallelism import Parallelism
 from stores.objects.uplink import part_nbytes
-from stores.workers import usable_cores
+from stores.workers import threads_for_ranks, usable_cores
 
 
 @pytest.fixture
@@ -30,6 +30,21 @@ def test_quota_of_any_enclosing_cgroup_counts(cgroups: Path, pod: str, container
         if text:
             (folder / "cpu.max").write_text(text + "\n")
     assert usable_cores(cgroups, cgroups / "cgroup") == cores
+
+
+def test_quota_of_version_1(cgroups: Path) -> None:
+    (cgroups / "cgroup").write_text("12:memory:/x\n4:cpu,cpuacct:/pod\n")
+    folder = cgroups / "cpu,cpuacct" / "pod"
+    folder.mkdir(parents=True)
+    (folder / "cpu.cfs_quota_us").write_text("400000\n")
+    (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert usable_cores(cgroups, cgroups / "cgroup") == 4
+
+
+@pytest.mark.parametrize(("num_ranks", "num_threads"), [(1, 32), (4, 12), (48, 2)])
+def test_ranks_of_a_node_share_its_cores(num_ranks: int, num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stores.workers.usable_cores", lambda: 48)
+    assert threads_for_ranks(num_ranks) == num_threads
 
 
 def test_without_cgroups_affinity_counts(cgroups: Path) -> None:

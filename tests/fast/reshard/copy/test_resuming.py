@@ -12,12 +12,16 @@ from huggingface_hub import constants
 from manifests.errors import InputError, UnreachableError
 from reshard.copy.destination import open_target
 from reshard.copy.engine import WriteOptions
+from reshard.copy.journal import plan_key
 from reshard.estimate.assumptions import Assumptions
 from reshard.formats.huggingface.write import export
 from reshard.formats.manifest.read import open_packed
 from reshard.formats.open import open_source
 from reshard.formats.table import ExportOptions
 from reshard.packing.plan import LayoutRequest, lay_out
+from reshard.plans.pack_plan import lay_out_shard
+from reshard.tensors.lazy import MemoryFile
+from stores.bundles import TensorAt
 from stores.hub import store as hub
 from stores.net.retries import Retries
 from stores.open import open_manifest
@@ -110,3 +114,10 @@ def test_source_that_is_cut_short_meanwhile_leaves_nothing_to_resume_from(tmp_pa
         target.write_shards(shards, WriteOptions(progress=cut_short))
     assert (refused.value.code, refused.value.where) == ("source.changed", str(last))
     assert leftovers(tmp_path / "out") == []
+
+
+def test_the_key_of_a_plan_is_that_of_earlier_versions() -> None:
+    """An interrupted pack is resumed by a later version, which must call the plan the same."""
+    tensor = TensorAt("x", "U8", (4,), MemoryFile("source", bytes(4)), 0, 4)
+    key = plan_key([lay_out_shard("a", [tensor]), lay_out_shard("b", [])])
+    assert key == "40fa328e240892caa6a2dc093b4aee3a940c6b42b555010fcffe7f7923f91d12"

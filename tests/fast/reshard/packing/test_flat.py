@@ -203,3 +203,13 @@ def test_golden_folder_is_verified_exported_and_resharded_for_ever(tmp_path: Pat
     pack(folder, tmp_path / "again")
     wanted = {path: data for path, data in files_in(folder).items() if path != "manifest.json"}
     assert {path: data for path, data in files_in(tmp_path / "again").items() if path != "manifest.json"} == wanted
+
+
+def test_header_that_the_hub_does_not_read_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(tmp_path / "source", llama_config())
+    files = pack(tmp_path / "source", tmp_path / "out").glob("*.safetensors")
+    sizes = {file.name: 8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files}
+    for most, warned in ((max(sizes.values()), 0), (min(sizes.values()) - 1, len(sizes))):
+        monkeypatch.setattr("reshard.packing.pack.MOST_READ_HEADER_NBYTES", most)
+        shown = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out", "--force").err
+        assert sum(f"{name} takes {nbytes} bytes" in shown for name, nbytes in sizes.items()) == warned

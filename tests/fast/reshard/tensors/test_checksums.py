@@ -15,9 +15,11 @@ from zlib import crc32
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from manifests.errors import SourceError
-from reshard.tensors.checksums import verify_records, with_records
+from reshard.tensors.checksums import combined_crc, verify_records, with_records
 from stores.base import read_range
 from stores.bundles import TensorAt
 from stores.local import LocalFile
@@ -157,6 +159,12 @@ def test_checksums_are_compared_in_requests_to_the_hub(tmp_path: Path, monkeypat
         served.push("org/tiny", files_in(source))
         found = refusal("pack", "hf://org/tiny", "--layout", "pp=2", "--out", tmp_path / "out").found
     assert found[:2] == (3, MISMATCH)
+
+
+@given(st.binary(), st.binary(), st.integers(0, 5000))
+def test_checksums_of_pieces_combine_as_those_of_all_bytes_do(first: bytes, second: bytes, times: int) -> None:
+    second *= times
+    assert combined_crc(crc32(first), crc32(second), len(second)) == crc32(first + second)
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])

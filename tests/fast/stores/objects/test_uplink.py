@@ -12,7 +12,7 @@ from manifests.digest import digest_bytes
 from manifests.errors import StoreError
 from stores.objects.client import ObjectEntry
 from stores.objects.lock import CompletedObjects
-from stores.objects.uplink import NUM_PARTS, Uplink, part_nbytes
+from stores.objects.uplink import LEAST_BYTES_PER_S, LONGEST_PART_S, NUM_PARTS, Uplink, part_nbytes
 
 PART = part_nbytes(0)
 
@@ -44,6 +44,17 @@ def test_slow_line_gets_fewer_parts_at_a_time_and_a_fast_one_all() -> None:
 )
 def test_parts_of_a_shorter_object_are_shorter_so_that_more_are_sent_at_a_time(nbytes: int, part_mib: int) -> None:
     assert part_nbytes(nbytes) == part_mib << 20
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 10_000 * (8 << 20), 10_000 * (8 << 20) + 1, 345 << 30, 1 << 40])
+def test_object_of_any_length_fits_in_the_parts_that_a_store_takes(nbytes: int) -> None:
+    assert part_nbytes(nbytes) >= 5 << 20  # what S3 takes
+    assert nbytes <= part_nbytes(nbytes) * 10_000
+
+
+def test_part_may_take_as_long_as_the_slowest_line_needs() -> None:
+    assert part_nbytes(1 << 30) <= LONGEST_PART_S * LEAST_BYTES_PER_S
+    assert LONGEST_PART_S > 30 * 2 * NUM_PARTS  # obstore's own limit, were all parts to share one that takes 30 s
 
 
 class Bucket:

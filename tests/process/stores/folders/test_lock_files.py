@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from manifests.errors import InputError
-from stores.folders.lock import locking
+from stores.folders.lock import Process, locking
 from tests.process.local_jobs import ROOT, SMALL, forked_runner
 from tests.process.torchrun import started
 
@@ -146,6 +146,13 @@ def test_claim_on_another_machine_is_kept_while_it_is_touched_and_taken_over_whe
     with locking(path, "place", "took over", stale_s=1):
         assert json.loads(path.read_bytes())["doing"] == "took over"
     assert not path.exists()
+
+
+def test_process_with_the_number_of_a_dead_holder_is_not_taken_for_it(tmp_path: Path) -> None:
+    mine = Process()
+    record(tmp_path / "claim", pid=mine.pid, birth=f"{mine.birth.split()[0]} 1", namespace=mine.namespace)
+    with locking(tmp_path / "claim", "place", "took over"):
+        pass
 
 
 def test_two_launches_into_one_log_folder_at_once_start_one_job(packed_alone: Path, tmp_path: Path) -> None:
