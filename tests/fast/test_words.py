@@ -90,13 +90,14 @@ def test_what_people_read_uses_the_words_of_the_field() -> None:
     found = []
     for path in paths():
         # One search of a whole file by each word: a line break, which no text has within, keeps texts apart.
-        said = "\n".join(flat(text) for _, text in texts(ROOT / path))
+        parts = list(texts(ROOT / path))
+        said = "\n".join(flat(text) for _, text in parts)
         for word in WORDS:
             if not any(fnmatch(path, pattern) for pattern in word.apart):
-                found += [
-                    f"{path}: {said[max(0, match.start() - 30) : match.end() + 30]!r}: say {word.say}"
-                    for match in word.found(said)
-                ]
+                for match in word.found(said):
+                    line = parts[said.count("\n", 0, match.start())][0]
+                    excerpt = said[max(0, match.start() - 30) : match.end() + 30]
+                    found.append(f"{path}:{line}: {excerpt!r}: say {word.say}")
     assert found == []
 
 
