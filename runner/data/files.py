@@ -319,8 +319,11 @@ def _read_parquet(file: Path, fields: Fields, begin: int) -> Iterator[Document]:
 
 def row_document(file: Path, fields: Fields, row: int, values: Mapping[str, Any]) -> Document:
     """Return the document of a row, counted from 0; `values` are its Arrow values by column."""
+    nbytes = sum(map(nbytes_of, values.values()))
+    if fields.row is None:  # pickled, a value would be decoded, and its buffer is not
+        values = {column: value.as_buffer() if value.is_valid else None for column, value in values.items()}
     read = partial(_row_pieces, file, fields, row, values)
-    return Document(file=file, begin=row, end=row + 1, nbytes=sum(map(nbytes_of, values.values())), read=read)
+    return Document(file=file, begin=row, end=row + 1, nbytes=nbytes, read=read)
 
 
 def _row_pieces(file: Path, fields: Fields, row: int, values: Mapping[str, Any]) -> Iterator[tuple[int, Piece]]:

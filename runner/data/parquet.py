@@ -75,15 +75,15 @@ def _batch_size(table: Any, columns: Sequence[str]) -> int:
     return max(1, min(_ROWS, _ROWS_NBYTES // max(1, *sizes, 1)))
 
 
-def text_of(value: Any, file: Path, column: str, row: int) -> str:
-    """Return the text of a row, counted from 0."""
+def text_of(buffer: Any | None, file: Path, column: str, row: int) -> str:
+    """Return the text of a row, counted from 0, from the buffer of its value; None: it is null."""
     where = f"{file}: row {row + 1}"
-    if not value.is_valid:
+    if buffer is None:
         raise BadDocumentError(where, f"expected text in column {column!r}, found null", code="data.no-text")
-    if (nbytes := nbytes_of(value)) > MOST_NBYTES:
-        raise too_long(where, nbytes)
+    if buffer.size > MOST_NBYTES:
+        raise too_long(where, buffer.size)
     try:
-        return str(value.as_py())
+        return str(buffer, "utf-8")
     except UnicodeDecodeError as error:
         raise BadDocumentError(where, f"is not UTF-8: {error.reason}", code="data.not-utf8") from error
 

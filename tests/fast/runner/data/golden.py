@@ -79,8 +79,9 @@ def write_sources(place: Path) -> Path:
     pairs = zip(lines, BAD_LINES * 5, strict=True)
     (place / "bad.jsonl").write_text("\n".join(line for pair in pairs for line in pair))
     texts = [json.loads(line)["text"] for line in lines[:9]]
-    table = pyarrow.table({"text": [None, *texts[:5], None, "", *texts[5:]]})
-    parquet.write_table(table, place / "bad.parquet", row_group_size=4)
+    rows = pyarrow.array([None, *(text.encode() for text in texts[:5]), b"\xff\xfe", b"", *map(str.encode, texts[5:])])
+    column = pyarrow.StringArray.from_buffers(len(rows), rows.buffers()[1], rows.buffers()[2], rows.buffers()[0])
+    parquet.write_table(pyarrow.table({"text": column}), place / "bad.parquet", row_group_size=4)
     words = [[(number * number + i * 3) % 8 for i in range(90)] for number in range(1200)]
     text = "\n".join(" ".join(f"w{word}" for word in line) for line in words)
     (place / "long.txt").write_text(text[: 140 << 10])
