@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -210,13 +209,22 @@ def _read_json_lines(file: Path, fields: Fields, begin: int) -> Iterator[Documen
 
 def line_document(file: Path, fields: Fields, begin: int, end: int) -> Document:
     """Return the document of the line at an offset, which is read when its pieces are; the next one is at `end`."""
-    read = partial(_line_pieces, file, fields, begin)
+    read = partial(_line_pieces, file, fields, begin, end)
     return Document(file=file, begin=begin, end=end, nbytes=end - begin, read=read)
 
 
-def _line_pieces(file: Path, fields: Fields, begin: int) -> Iterator[tuple[int, Piece]]:
-    for document in islice(_read_json_lines(file, fields, begin), 1):
-        yield from document.pieces
+def _line_pieces(file: Path, fields: Fields, begin: int, end: int) -> Iterator[tuple[int, Piece]]:
+    with _open(file) as stream:
+        stream.seek(begin)
+        _, after, line = next(_lines(stream, begin, MOST_NBYTES), (begin, begin, b""))
+        nbytes = after - begin
+        while after < end and (blank := stream.read(min(_SCAN_NBYTES, end - after))).isspace():
+            after += len(blank)
+    if after != end:  # an offset is of the first rank's file
+        problem = "has other lines than on the first rank, or has changed since their offsets were read"
+        hint = "every node must see the same files: a copy on the node's own disk may be outdated"
+        raise DataError(str(file), problem, hint, code="data.differs-between-ranks")
+    yield from _json_pieces(line, fields, file, begin, nbytes)
 
 
 def _json_pieces(line: bytes, fields: Fields, file: Path, begin: int, nbytes: int) -> Iterator[tuple[int, Piece]]:

@@ -24,6 +24,7 @@ from itertools import chain, groupby
 from typing import Any, Protocol, TypeVar
 
 from manifests.errors import UserError
+from runner.data.bad import BadDocumentError
 from runner.data.documents import PlacedDocument
 from runner.data.files import Document, Piece
 from runner.data.rows import TokenIds
@@ -83,13 +84,15 @@ class _Share:
     pieces: list[tuple[int, int, int]] = field(default_factory=list)  # part, offset, number of ids
     errors: dict[int, UserError] = field(default_factory=dict)  # by part
 
-    def add(self, part: int, pieces: Pieces) -> None:
+    def add(self, part: int, pieces: Pieces, rank: str) -> None:
         try:
             for offset, ids in pieces:
                 self.pieces.append((part, offset, len(ids)))
                 self.ids += ids
-        except UserError as error:
+        except BadDocumentError as error:  # identical on each rank
             self.errors[part] = error
+        except UserError as error:
+            self.errors[part] = error.on_rank(rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,7 @@ class SharedTokenization:
         for part, text in texts.assigned:
             if self._is_stopped.is_set() or vocabulary is None:
                 break
-            share.add(part, vocabulary.tokenize(text))
+            share.add(part, vocabulary.tokenize(text), self._exchange.label)
         return None if self._is_stopped.is_set() else share
 
     def _rounds(self, source: _Source, vocabulary: Vocabulary | TokenRows) -> Iterator[tuple[_Part, Pieces]]:

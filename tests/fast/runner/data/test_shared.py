@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 class Threads:
-    """An exchange between threads of this process."""
+    """An exchange between threads of this process, each with a disk of its own for what is in a folder `node-0`."""
 
     def __init__(self, rank: int, size: int, values: list[object], barrier: threading.Barrier) -> None:
         self.rank, self.size, self.label = rank, size, f"rank {rank}"
@@ -46,7 +46,8 @@ class Threads:
     def gather(self, value: T) -> Sequence[T]:
         self._values[self.rank] = value
         self._barrier.wait(60)
-        values = [pickle.loads(pickle.dumps(each)) for each in self._values]  # as between processes
+        node = b"node-%d" % self.rank
+        values = [pickle.loads(pickle.dumps(each).replace(b"node-0", node)) for each in self._values]
         self._barrier.wait(60)
         return values  # type: ignore[return-value]
 
@@ -183,6 +184,35 @@ def test_what_cannot_be_read_ends_all_ranks_at_the_same_batch_and_one_reports_it
     assert first == second
     if kind == "a document":
         assert first == 9  # the tenth batch ends with a token of document 41
+    assert (error.is_elsewhere, other.is_elsewhere) == (False, True)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("kind", ["another file", "no file"])
+def test_shuffled_lines_that_are_elsewhere_on_one_rank_end_all_with_its_name(
+    kind: str, skips: bool, tmp_path: Path
+) -> None:
+    folder, batch = write_tokenizer(tmp_path / "tokenizer"), BatchOptions(global_batch=4, microbatch=1, seq_len=42)
+    written = [json.dumps({"text": " ".join(["w1"] * (1 + number % 7))}) for number in range(60)]
+    for rank, copy in enumerate((written, [*written[1:], written[0]])):
+        (tmp_path / f"node-{rank}").mkdir()
+        if rank == 0 or kind == "another file":
+            (tmp_path / f"node-{rank}" / "a.jsonl").write_text("\n".join(copy) + "\n")
+    data = DataOptions(sources=(str(tmp_path / "node-0"),), shuffle=True, skip_bad_documents=skips)
+
+    def run(exchange: Threads) -> UserError:
+        batches = read_batches(
+            data, batch, folder=folder, vocab_size=VOCAB_SIZE, shared=SharedTokenization(exchange), skipped=Skipped()
+        )
+        with pytest.raises(UserError) as caught:
+            list(islice(batches, 30))
+        return caught.value
+
+    error, other = on_ranks(2, run)
+    code = "data.unreadable" if kind == "no file" else "data.differs-between-ranks"
+    assert {error.code, other.code} == {code}
+    assert error.where.startswith("rank 1: ")
+    assert error.where.endswith("a.jsonl")
     assert (error.is_elsewhere, other.is_elsewhere) == (False, True)
 
 
