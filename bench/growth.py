@@ -116,12 +116,12 @@ def _read(rank: int, size: int, folder: Path, file: Path, store: Path, queue: An
     from runner.config.schema import BatchOptions, DataOptions
     from runner.data.read_ahead import GroupExchange
     from runner.data.sequences import Rows, read_batches
-    from runner.data.shared import SharedTokenization
+    from runner.data.shared import SharedReading
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     assert dist.group.WORLD is not None
-    shared = SharedTokenization(GroupExchange(dist.group.WORLD))
+    shared = SharedReading(GroupExchange(dist.group.WORLD))
     batches = read_batches(
         DataOptions(sources=(str(file),)),
         BatchOptions(global_batch=GLOBAL_BATCH, microbatch=1, seq_len=SEQ_LEN),

@@ -23,7 +23,7 @@ from runner.data.bad import Skipped, log_skipped
 from runner.data.own import SharedCounts, read_dataset
 from runner.data.read_ahead import GroupExchange, ReadAhead
 from runner.data.sequences import Batch, read_batches, read_once
-from runner.data.shared import SharedTokenization
+from runner.data.shared import SharedReading
 from runner.distributed.fail_together import errors_of_rank, from_rank_0, raise_on_all_ranks
 from runner.distributed.watchdog import Watchdog
 from runner.evaluation.evaluate import cut_as, mean_loss
@@ -268,7 +268,7 @@ def _read(ready: Ready, found: FoundData, group: dist.ProcessGroup | None) -> _F
     """Read this rank's rows of all remaining batches ahead, with the ranks of the group."""
     if ready.options.data.dataset is not None:
         return _read_dataset(ready, group, is_resumed=found.position.num_sequences > 0)
-    position, shared = found.position, None if group is None else SharedTokenization(GroupExchange(group))
+    position, shared = found.position, None if group is None else SharedReading(GroupExchange(group))
     num_skipped = read_skipped(ready.origin) if position.cursor is not None else 0
     batches = read_batches(
         ready.options.data,
@@ -296,7 +296,7 @@ def _read_dataset(ready: Ready, group: dist.ProcessGroup | None, *, is_resumed: 
     return _Feed(reader=_ahead(ready, batches, counts), state=state)
 
 
-def _ahead(ready: Ready, batches: Iterator[Batch], shared: SharedTokenization | SharedCounts | None) -> ReadAhead:
+def _ahead(ready: Ready, batches: Iterator[Batch], shared: SharedReading | SharedCounts | None) -> ReadAhead:
     remaining = (batch.part(*ready.parts) for batch in islice(batches, max(0, ready.options.steps - ready.num_steps)))
     return ReadAhead(remaining, ready.chunks[0].device, shared)
 

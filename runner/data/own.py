@@ -45,7 +45,7 @@ class Dataset(Protocol):
 
 
 class SharedCounts:
-    """What the ranks that read a dataset tell each other of each batch; see Note [Shared tokenization] for the end."""
+    """What the ranks that read a dataset tell each other of each batch; one that stops gathers None, which ends all."""
 
     def __init__(self, exchange: Exchange | None) -> None:
         self._exchange, self._is_stopped = exchange, threading.Event()

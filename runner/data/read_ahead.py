@@ -18,14 +18,14 @@ import torch.distributed as dist
 from manifests.errors import RankError
 from runner.data.own import SharedCounts
 from runner.data.sequences import Batch
-from runner.data.shared import SharedTokenization, StoppedReading
+from runner.data.shared import SharedReading, StoppedReading
 from runner.distributed.fail_together import from_all_ranks
 from runner.rundir.exit_report import rank_label
 
 _NUM_AHEAD = 2  # batches
 _STOP_S = 10.0  # for other ranks to stop as well
 _HEADER = struct.Struct("<QQ")  # the length of a message, and of the longest one
-_SHORT_NBYTES = 32 << 10
+_FIRST_NBYTES = 32 << 10  # of a message, in its first collective
 
 T = TypeVar("T")
 
@@ -49,9 +49,9 @@ class GroupExchange:
         """Send with one collective what is short: `scatter_object_list` always takes three."""
         pickled = [pickle.dumps(value) for value in values]
         most = max(map(len, pickled), default=0)
-        heads = [_HEADER.pack(len(data), most) + data[:_SHORT_NBYTES] for data in pickled]
-        nbytes, most = _HEADER.unpack((head := self._scatter(heads, _HEADER.size + _SHORT_NBYTES))[: _HEADER.size])
-        rest = self._scatter([data[_SHORT_NBYTES:] for data in pickled], most - _SHORT_NBYTES)
+        heads = [_HEADER.pack(len(data), most) + data[:_FIRST_NBYTES] for data in pickled]
+        nbytes, most = _HEADER.unpack((head := self._scatter(heads, _HEADER.size + _FIRST_NBYTES))[: _HEADER.size])
+        rest = self._scatter([data[_FIRST_NBYTES:] for data in pickled], most - _FIRST_NBYTES)
         value: T = pickle.loads((head[_HEADER.size :] + rest)[:nbytes])
         return value
 
@@ -68,11 +68,11 @@ class GroupExchange:
 class ReadAhead:
     """Batches that a thread reads before they are needed.
 
-    Leaving the context ends the thread, on all ranks that share its tokenization; after an error, it is not waited for.
+    Leaving the context ends the thread, on all ranks that read together; after an error, it is not waited for.
     """
 
     def __init__(
-        self, batches: Iterator[Batch], device: torch.device, shared: SharedTokenization | SharedCounts | None = None
+        self, batches: Iterator[Batch], device: torch.device, shared: SharedReading | SharedCounts | None = None
     ) -> None:
         self._batches, self._device, self._shared = batches, device, shared
         self._copies: torch.cuda.Stream | None = None

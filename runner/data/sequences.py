@@ -19,7 +19,7 @@ from runner.data.documents import DocumentSource, open_sources
 from runner.data.mixture import Cursor, draw_documents, first_cursor
 from runner.data.packing import Sample, pack_documents
 from runner.data.rows import IGNORED, RowForm
-from runner.data.shared import SharedTokenization
+from runner.data.shared import SharedReading
 from runner.data.tokenizer import TokenRows, Vocabulary, load_vocabulary, tokenize_alone
 from runner.tensors.row_parts import places_of
 
@@ -97,7 +97,7 @@ def read_batches(
     cursor: DataCursor | None = None,
     skipped: Skipped | None = None,
     rows: Rows = WHOLE_BATCH,
-    shared: SharedTokenization | None = None,
+    shared: SharedReading | None = None,
     form: RowForm | None = None,
 ) -> Iterator[Batch]:
     """Yield these rows of batches without end; the first begins with sequence number `start`, which is at the cursor.

@@ -1,11 +1,12 @@
 """Reading batches with several ranks: each tokenizes a part of the documents, and gets its rows.
 
-# Note [Shared tokenization]
+# Note [Shared reading]
 Where a sequence begins depends on the lengths of all documents before it, so no rank can tokenize its own rows alone.
 The first of the ranks that need data reads the documents, in rounds: in each, it assigns the next documents, or pieces
-of long ones, to the rank with the least work so far, which for itself includes the reading. Each rank parses and
-tokenizes its part, and sends back ids and errors. Everything after that (frames, drawing from sources, cursors,
-packing) runs on the first rank as on a rank that is alone; it sends each rank its rows of every batch.
+of long ones, to the rank with the least work so far, which for itself includes the reading. Each rank tokenizes its
+part, of which it parses whole documents, and reads shuffled lines from its own file; it sends back ids and errors.
+Everything after that (frames, drawing from sources, cursors, packing) runs on the first rank as on a rank that is
+alone; it sends each rank its rows of every batch.
 
 The other ranks wait for one message after the other: texts to tokenize, rows of a batch, an error, or the end. A rank
 that stops reading answers None to the next texts, and takes part until the end comes, so that none waits for another
@@ -30,7 +31,7 @@ from runner.data.files import Document, Piece
 from runner.data.rows import TokenIds
 from runner.data.tokenizer import Pieces, Tokenized, TokenRows, Vocabulary
 
-_SHORT_NBYTES = 256 << 10  # of a document that is assigned whole: a longer one is assigned by pieces
+_WHOLE_NBYTES = 256 << 10  # of a document that is assigned whole: a longer one is assigned by pieces
 _LEAST_NBYTES, _MOST_NBYTES = 4 << 10, 256 << 10  # of text for each rank in a round: it doubles from the first on
 _LEAST_PART_NBYTES = 1 << 10  # counted for a part in a round, whose number of parts is so bounded
 _PART_NBYTES = 64  # of text that takes as long to tokenize as a part takes besides
@@ -102,7 +103,7 @@ class _Texts:
     assigned: Sequence[tuple[int, Document]]
 
 
-class SharedTokenization:
+class SharedReading:
     """Reads with other ranks. The first one of the exchange `lead`s, and tokenizes by a call; the others `follow`."""
 
     def __init__(self, exchange: Exchange) -> None:
@@ -144,7 +145,7 @@ class SharedTokenization:
             yield message
 
     def stop(self) -> None:
-        """Ask to stop reading, from any thread: the next round is the last."""
+        """Ask to stop reading, from any thread: this rank tokenizes no more, and the first ends all."""
         self._is_stopped.set()
 
     def leave(self) -> None:
@@ -229,7 +230,7 @@ class _Source:
             for number, placed in enumerate(self._documents):
                 if placed is None:
                     yield _Part(number=number)
-                elif placed.document.nbytes <= _SHORT_NBYTES and not placed.document.is_file:
+                elif placed.document.nbytes <= _WHOLE_NBYTES and not placed.document.is_file:
                     yield _Part(number=number, placed=placed, text=placed.document)
                 else:
                     yield from self._pieces(number, placed)

@@ -1,4 +1,4 @@
-"""Ranks that share the tokenization of their data read the batches of one rank, and stop and fail together."""
+"""Ranks that read together read the batches of one rank, and stop and fail together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runner.config.schema import BatchOptions, DataOptions
 from runner.data.bad import Skipped
 from runner.data.read_ahead import ReadAhead
 from runner.data.sequences import Batch, Rows, read_batches
-from runner.data.shared import SharedTokenization
+from runner.data.shared import SharedReading
 from tests.fast.runner.data.golden import GLOBAL_BATCH, NUM_BATCHES, Case, cases, digests, write_sources
 from tests.fast.runner.data.words import VOCAB_SIZE, write_documents, write_tokenizer
 
@@ -78,7 +78,7 @@ def read(case: Case, place: Path, exchange: Threads, **how: object) -> Iterator[
     """Read this rank's rows: two ranks, the first and the last stage, of each of `size // 2` replicas."""
     return read_batches(
         case.options(place), case.batch, folder=place / "tokenizer", vocab_size=VOCAB_SIZE,
-        rows=Rows(number=exchange.rank // 2, count=exchange.size // 2), shared=SharedTokenization(exchange), **how,
+        rows=Rows(number=exchange.rank // 2, count=exchange.size // 2), shared=SharedReading(exchange), **how,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def test_each_rank_tokenizes_its_part_and_parses_no_other_line(tmp_path: Path, m
 
     def run(exchange: Threads) -> int:
         batches = read_batches(
-            data, batch, folder=folder, vocab_size=VOCAB_SIZE, shared=SharedTokenization(exchange),
+            data, batch, folder=folder, vocab_size=VOCAB_SIZE, shared=SharedReading(exchange),
             rows=Rows(number=exchange.rank, count=exchange.size),
         )  # fmt: skip
         begun = parsed.get(threading.get_ident(), 0)
@@ -159,7 +159,7 @@ def test_what_cannot_be_read_ends_all_ranks_at_the_same_batch_and_one_reports_it
     def run(exchange: Threads) -> tuple[int, UserError | None]:
         batches = read_batches(
             DataOptions(sources=sources), batch, folder=folder, vocab_size=VOCAB_SIZE,
-            shared=SharedTokenization(exchange),
+            shared=SharedReading(exchange),
         )  # fmt: skip
         number = 0
         try:
@@ -202,7 +202,7 @@ def test_shuffled_lines_that_are_elsewhere_on_one_rank_end_all_with_its_name(
 
     def run(exchange: Threads) -> UserError:
         batches = read_batches(
-            data, batch, folder=folder, vocab_size=VOCAB_SIZE, shared=SharedTokenization(exchange), skipped=Skipped()
+            data, batch, folder=folder, vocab_size=VOCAB_SIZE, shared=SharedReading(exchange), skipped=Skipped()
         )
         with pytest.raises(UserError) as caught:
             list(islice(batches, 30))
@@ -224,7 +224,7 @@ def test_reader_stops_on_all_ranks_wherever_each_of_them_is(num_taken: int, dela
     before, taken = threading.active_count(), threading.Barrier(3)
 
     def run(exchange: Threads) -> None:
-        shared = SharedTokenization(exchange)
+        shared = SharedReading(exchange)
         batches = read_batches(
             DataOptions(sources=(str(file),)), batch, folder=folder, vocab_size=VOCAB_SIZE, shared=shared
         )
@@ -243,7 +243,7 @@ def test_rank_that_needs_more_than_the_others_is_told_that_one_has_stopped(tmp_p
     batch = BatchOptions(global_batch=8, microbatch=1, seq_len=42)
 
     def run(exchange: Threads) -> tuple[str, bool] | None:
-        shared = SharedTokenization(exchange)
+        shared = SharedReading(exchange)
         batches = read_batches(
             DataOptions(sources=(str(file),)), batch, folder=folder, vocab_size=VOCAB_SIZE, shared=shared
         )
