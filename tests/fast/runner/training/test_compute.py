@@ -139,6 +139,15 @@ def test_chunks_bound_the_memory_of_logits(tmp_path: Path) -> None:
     assert whole - chunked > 2 * logits_nbytes
 
 
+def test_head_must_be_on_the_last_stage(folder: Path, wording: Callable[[str], None]) -> None:
+    family = family_for(read_config(folder), max_seq_len=8)
+    chunks = build_chunks(family, (family.modules, ()), (0, 1))
+    with pytest.raises(UsageError) as error:
+        apply_compute_options(chunks, 2, ComputeOptions(loss_chunk=8))
+    assert (error.value.where, error.value.code) == ("--loss-chunk", "options.loss-chunk")
+    wording(str(error.value))
+
+
 def test_model_that_changes_its_logits_after_the_head_is_refused(wording: Callable[[str], None]) -> None:
     family = family_for(built.read_config("tiny-gemma2"), max_seq_len=8)
     chunks = build_chunks(family, (family.modules,), (0,))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
-from manifests.errors import RankError
+from manifests.errors import InputError, RankError
 from manifests.placement import Placement
 from runner.config.loss import BalanceOptions
 from runner.config.parallel_dims import ParallelDims
@@ -32,9 +32,10 @@ from runner.pipeline.timetable import find_timetable
 from runner.tensors.local_shard import persistent_buffers
 from runner.training.expert_balance import balance_experts
 from runner.training.gradient_norm import StepTotals, clip_gradients, sum_squares
+from runner.training.mixed_precision import keep_masters, master_of, round_masters
 from runner.training.optimizer import Optimizer, lr_at
 from runner.training.step import Engine, eval_step, train_step
-from runner.training.ties import Tie, build_ties, check_equal, lead_parameters, sync_gradients
+from runner.training.ties import Tie, build_ties, check_equal, check_loaded, lead_parameters, sync_gradients
 from tests.fast.manifests.models.built import read_config as read_tiny
 from tests.fast.runner.tiny import (
     CPU,
@@ -113,6 +114,23 @@ def test_tied_weight_is_one_storage_with_one_leader(folder: Path, num_stages: in
     train_step(engine, padded_batch(0, size=4, seq_len=16), 0)
     assert torch.equal(named[EMBEDDING], named[HEAD])
     assert named[HEAD].grad is None
+
+
+def test_copies_that_differ_in_masters_alone_are_refused(folder: Path) -> None:
+    family = family_for(read_config(folder), max_seq_len=16)
+    chunks = build_chunks(family, [family.modules], [0])
+    fill(chunks, folder, torch.bfloat16)
+    keep_masters(chunks, torch.float32)
+    named, tie = dict(named_hf_parameters(chunks[0])), head_tie([tuple(family.modules)])
+    for parameter in named.values():
+        master_of(parameter).copy_(parameter.detach())
+    check_loaded([tie], chunks)
+    master_of(named[HEAD])[0, 0] *= 1 + 2**-20
+    round_masters(named.values())
+    assert torch.equal(named[HEAD], named[EMBEDDING])
+    with pytest.raises(InputError) as error:
+        check_loaded([tie], chunks)
+    assert (error.value.code, error.value.where) == ("shard.tied-weights-differ", f"tied weight {EMBEDDING}")
 
 
 def test_norm_is_exact_and_clipping_keeps_the_direction() -> None:
