@@ -111,10 +111,15 @@ def read_tensors(
 
     Shapes: as stored; see `manifests.models`.
     """
+    return read_planned(plan_reads(pieces, bundles, shape, holds), how)
+
+
+def read_planned(planned: Iterable[Read], how: Reading) -> tuple[LoadReport, list[PartRead]]:
+    """Execute planned reads as `read_tensors` does."""
     started_s = time.perf_counter()
     reads: dict[_Bytes, Read] = {}
     wanted: dict[_Bytes, list[Piece]] = defaultdict(list)  # two tied names may have the same bytes
-    for read in plan_reads(pieces, bundles, shape, holds):
+    for read in planned:
         key = read.at.file, read.at.begin, read.region
         reads.setdefault(key, read)
         wanted[key].append(read.into)

@@ -16,17 +16,17 @@ import torch.distributed as dist
 from manifests.errors import InputError
 from manifests.index import split_by_size
 from manifests.safetensors import nbytes_of
-from manifests.schema import WEIGHTS, Holds
+from manifests.schema import Holds
 from runner.bundle.packed import Packed
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 from runner.load.deferred import DeferredVerification
-from runner.load.load import LoadReport, Read, Reading, count_unverified, plan_reads, read_all, read_tensors
+from runner.load.load import LoadReport, Read, Reading, count_unverified, plan_reads, read_all, read_planned
 from runner.load.local_cache import LocalCache
 from runner.load.verify_parts import PartRead, choose_readers, share_parts, verify_parts
 from runner.tensors.local_shard import STORED_DTYPES, Piece
 from stores.bundles import Bundles
 
-PendingRead = Future[tuple[LoadReport, list[PartRead]]]
+PendingRead = Future[tuple[LoadReport, list[PartRead]]] | list[Read]  # begun, or planned only
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class StageLoader:
 
     @contextmanager
     def reading(self, pieces: Sequence[Piece]) -> Iterator[PendingRead | None]:
-        """Read this rank's weights while a block runs, and after it; None: ranks read together, or files are remote.
+        """Read this rank's weights while a block runs, and after it; None: files are remote or to be cached.
 
         What headers tell, such as a missing shard, is raised at once on all ranks, and what fails later by `load`. A
         block that raises ends the reading.
@@ -52,15 +52,14 @@ class StageLoader:
         if self.cache or self.origin.store is not None or self.origin.manifest.virtual is not None:
             yield None
             return
-        bundles = self._bundles
         with raise_on_all_ranks("load"):
-            plan_reads(pieces, bundles, self.origin.shape)
+            reads = plan_reads(pieces, self._bundles, self.origin.shape)
         if self.is_broadcast and self.group is not None:
-            yield None
+            yield reads
             return
         stop, pool = threading.Event(), ThreadPoolExecutor(1, "weights")
         how = replace(self.how, stop=stop)
-        pending = pool.submit(read_tensors, pieces, bundles, self.origin.shape, WEIGHTS, how)
+        pending = pool.submit(read_planned, reads, how)
         pool.shutdown(wait=False)
         try:
             yield pending
@@ -82,18 +81,18 @@ class StageLoader:
         return self._load_once(pieces, holds)
 
     def _load_once(self, pieces: Sequence[Piece], holds: Holds, pending: PendingRead | None = None) -> LoadReport:
-        bundles, shape = self._bundles, self.origin.shape
+        with raise_on_all_ranks("load"):
+            reads = plan_reads(pieces, self._bundles, self.origin.shape, holds) if pending is None else pending
         if not self.is_broadcast or self.group is None:
             with raise_on_all_ranks("load"):
-                report, parts = pending.result() if pending else read_tensors(pieces, bundles, shape, holds, self.how)
+                report, parts = reads.result() if isinstance(reads, Future) else read_planned(reads, self.how)
             shared = share_parts(parts, self.group)
             if not self.how.hashes:
                 self.deferred.add(shared)
                 return report
             with raise_on_all_ranks("load"):
                 return replace(report, verified_nbytes=verify_parts(shared, self.how.num_threads))
-        with raise_on_all_ranks("load"):
-            reads = plan_reads(pieces, bundles, shape, holds)
+        assert isinstance(reads, list)
         with raise_on_all_ranks("load"):  # the ranks of a stage fail as one, and then the others
             report, unverified = read_for_all(reads, self.group, self.device, self.how)
         self.deferred.add(share_parts(unverified))

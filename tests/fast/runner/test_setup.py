@@ -18,7 +18,7 @@ from runner.checkpoint.resume import Origin
 from runner.config.flags import parse_training
 from runner.distributed.world import World
 from runner.load import stored
-from runner.load.load import Reading, plan_reads, read_all, read_tensors
+from runner.load.load import Reading, plan_reads, read_all, read_planned
 from runner.setup import Ready, begin
 from runner.tensors.local_shard import whole_pieces
 from stores.open import open_manifest
@@ -51,14 +51,14 @@ def test_weights_are_read_while_the_self_check_runs(packed: Path, monkeypatch: p
     has_read = threading.Event()
 
     def read(*args: Any) -> Any:
-        result = read_tensors(*args)
+        result = read_planned(*args)
         has_read.set()
         return result
 
     def check(*args: Any, **kwargs: Any) -> None:
         assert has_read.wait(LIMIT_S)
 
-    monkeypatch.setattr(stored, "read_tensors", read)
+    monkeypatch.setattr(stored, "read_planned", read)
     monkeypatch.setattr(setup, "prove_once", check)
     ready = start(packed)
     assert ready.loaded.nbytes == sum(parameter.nbytes for parameter in ready.chunks[0].parameters())
@@ -74,7 +74,7 @@ def test_self_check_that_fails_ends_the_reading(packed: Path, monkeypatch: pytes
     def check(*args: Any, **kwargs: Any) -> None:
         raise ModelError("config.json", "differs", code="model.self-check-failed")
 
-    monkeypatch.setattr(stored, "read_tensors", read)
+    monkeypatch.setattr(stored, "read_planned", read)
     monkeypatch.setattr(setup, "prove_once", check)
     with pytest.raises(ModelError):
         start(packed)

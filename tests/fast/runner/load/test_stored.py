@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from manifests.errors import ShardError
-from runner.bundle.packed import open_packed
+from manifests.schema import WEIGHTS
+from manifests.store import open_shard
+from runner.bundle.packed import Packed, open_packed
 from runner.load.deferred import DeferredVerification
 from runner.load.load import Reading
 from runner.load.stored import StageLoader
-from runner.tensors.local_shard import whole_pieces
+from runner.tensors.local_shard import Piece, whole_pieces
+from stores import bundles
 from tests.builders import weights_path
 from tests.fast.trained import write_trained
 
@@ -26,15 +30,36 @@ def _one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("is_broadcast", [False, True])
-def test_missing_shard_is_named_before_what_runs_beside_reading(is_broadcast: bool, tmp_path: Path) -> None:
-    origin = open_packed(write_trained(tmp_path, "pp=2"))
+def loader_of(origin: Packed, *, is_broadcast: bool) -> tuple[StageLoader, tuple[Piece, ...]]:
     pieces = whole_pieces({fqn: torch.empty(shape) for fqn, shape in origin.shape.tensors.items()})
-    (origin.root / weights_path(1, 2)).unlink()
     loader = StageLoader(
         origin=origin, cache=None, group=dist.group.WORLD, is_broadcast=is_broadcast, device=torch.device("cpu"),
         how=Reading(), deferred=DeferredVerification(is_needed=False),
     )  # fmt: skip
+    return loader, tuple(pieces)
+
+
+@pytest.mark.parametrize("is_broadcast", [False, True])
+def test_headers_are_read_once(is_broadcast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader, pieces = loader_of(open_packed(write_trained(tmp_path, "pp=2")), is_broadcast=is_broadcast)
+    opened = []
+
+    def count(*args: Any, **options: Any) -> Any:
+        opened.append(args)
+        return open_shard(*args, **options)
+
+    monkeypatch.setattr(bundles, "open_shard", count)
+    with loader.reading(pieces) as pending:
+        pass
+    assert loader.load(pieces, WEIGHTS, pending).num_tensors == len(loader.origin.shape.tensors)
+    assert len(opened) == 2  # a shard on each stage
+
+
+@pytest.mark.parametrize("is_broadcast", [False, True])
+def test_missing_shard_is_named_before_what_runs_beside_reading(is_broadcast: bool, tmp_path: Path) -> None:
+    origin = open_packed(write_trained(tmp_path, "pp=2"))
+    (origin.root / weights_path(1, 2)).unlink()
+    loader, pieces = loader_of(origin, is_broadcast=is_broadcast)
     reached = []
     with pytest.raises(ShardError) as caught, loader.reading(pieces):
         reached.append("the self-check")
