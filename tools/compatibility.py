@@ -57,7 +57,7 @@ LEGEND = """
 *logits*: every family against transformers, whole and cut into stages. *both implementations*: architectures that
 torchtitan has, too, on transformers' modules. *families*: every family packed, trained on two ranks, saved and
 exported, against transformers. *parity*: all seven schedules and tables from files, on one, two and four ranks, tied
-and untied: bitwise equal to one process, and to transformers within 1e-5; planted mistakes are found.
+and untied: bitwise equal to one process, and to transformers within 1e-5.
 *schedules*: tables against torch's own. *ties*: replicas of tied weights. *checkpoints*: saved, resumed, and resumed at
 other degrees. *FSDP and TP*: FSDP2, HSDP, replicas, tensor parallelism and their combinations, and their checkpoints.
 Without torchtitan, Llama runs on transformers' modules, and suites that need it are left out.

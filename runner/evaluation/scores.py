@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -19,10 +19,6 @@ from runner.data.sequences import Batch
 from runner.evaluation.options import EvalOptions
 from runner.pipeline.chunk import StageChunk, part_of
 from runner.pipeline.losses import Loss
-
-if TYPE_CHECKING:
-    import torch
-
 
 # Of consecutive rows, by the name of what is recorded: (B, L) or (B, L, n), on the CPU.
 Recorded: TypeAlias = dict[str, torch.Tensor]

@@ -1,6 +1,6 @@
 """What stages that several ranks share do: FSDP, tensor and expert parallelism, parts of rows, one reduction a step.
 
-Whether an architecture computes parts of rows, or documents apart, right is not listed: see Note [Proof of the
+No list says which architectures compute parts of rows, or documents apart, correctly: see Note [Proof of the
 combination].
 
 # Note [One reduction a step]
