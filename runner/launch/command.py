@@ -47,7 +47,7 @@ from runner.launch.nodes import (
 )
 from runner.launch.run_folder import RunFolder, choose_folder
 from runner.pipeline.timetable import choose_timetable
-from runner.preflight.combinations import share_of
+from runner.preflight.combinations import balance_flags, share_of
 from runner.preflight.preflight import check_beginning, check_device, check_request, has_gpu, is_cpu_build
 from runner.rundir.records import SCHEDULERS
 
@@ -182,7 +182,11 @@ def launch(
     with opened(manifest, is_staged=options.stage_to_local is not None) as (address, launched):
         if is_chosen := "log_dir" not in options.given:
             training += ("--log-dir", str(choose_folder(options, name or name_of(launched.location))))
-            options = parse_training(training)
+        if added := balance_flags(launched, options):
+            training += added
+            if not options.quiet:
+                click.echo(f"note: {' '.join(added)} is added: it balances experts of new weights", err=True)
+        options = parse_training(training)
         num_per_node = nproc_per_node or max(1, launched.manifest.layout.num_ranks // num_nodes)
         degrees = _check_placement(launched, options, num_nodes, num_per_node, gpu_nbytes)
         if scheduler == "local":

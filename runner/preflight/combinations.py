@@ -110,7 +110,7 @@ def share_of(batch: BatchOptions, num_replicas: int) -> BatchOptions:
     )
 
 
-RATE = 0.001  # DeepSeek-V3's report, section 4.2
+_RATE = 0.001  # DeepSeek-V3's report, section 4.2
 _BIAS, _LOSS = flag_of("router_bias_rate"), flag_of("router_aux_loss")
 
 
@@ -130,18 +130,15 @@ def check_balance(launched: Packed, options: TrainOptions, *, is_dtype_final: bo
     balance.check_routers(architecture, biases, takes_loss=entry.aux_loss and has_routers)
 
 
-def balance_initialized(launched: Packed, options: TrainOptions) -> TrainOptions:
-    """Return options with the rate of DeepSeek-V3 for new weights with biases that it moves, unless a flag is given."""
-    manifest, is_given = launched.manifest, options.given & {"router_bias_rate", "router_aux_loss"}
-    if manifest.source.kind != "init" or is_given or generic_entry(launched.shape.architecture) is None:
-        return options
-    balance, values = BalanceOptions(bias_rate=RATE), {**options.values, "router_bias_rate": RATE}
-    balanced = replace(options, balance=balance, values=values)
-    try:
-        check_balance(launched, balanced)
-    except UsageError:
-        return options
-    return balanced if manifest.model.description is None else options
+def balance_flags(launched: Packed, options: TrainOptions) -> tuple[str, ...]:
+    """Return the flag that moves router biases by DeepSeek-V3's rate, for a run that trains all of new weights."""
+    manifest, entry = launched.manifest, generic_entry(launched.shape.architecture)
+    is_new = manifest.source.kind == "init" and manifest.training is None and not options.resume.weights_only
+    has_biases = entry is not None and entry.router_bias == "float32" and has_experts(launched.shape.tensors)
+    trains_part, is_given = options.lora or options.train_only, options.given & {"router_bias_rate", "router_aux_loss"}
+    if not is_new or not has_biases or manifest.model.description is not None or trains_part or is_given:
+        return ()
+    return _BIAS, str(_RATE)
 
 
 def has_experts(tensors: Iterable[str]) -> bool:

@@ -18,6 +18,7 @@ from runner.config.declared import WholeNumber
 from runner.config.flags import Device, is_training_flag, parse_training
 from runner.config.parallel_dims import DegreeOptions
 from runner.config.schema import SYNTHETIC
+from runner.preflight.combinations import balance_flags
 from runner.preflight.preflight import check_device, check_request, check_torch
 from stores.folders.probe import check_stdout, print_result
 
@@ -106,6 +107,7 @@ def _prove_run(
         words = ("--data", SYNTHETIC, *words)
     options = parse_training(words)
     with opened(manifest, is_staged=True) as (_, launched):
+        options = parse_training((*words, *balance_flags(launched, options)))
         num_pipeline = launched.manifest.layout.num_ranks
         num_ranks = nnodes * nproc_per_node if nproc_per_node else _ranks_of(options.degrees, num_pipeline)
         degrees = check_request(launched, options, num_ranks)

@@ -11,13 +11,12 @@ from click.testing import CliRunner
 
 from manifests.errors import InputError, UserError
 from runner.bundle.packed import Packed, open_packed
-from runner.checkpoint.resume import Origin, remembered
+from runner.checkpoint.resume import remembered
 from runner.commands import cli
 from runner.config.flags import parse_training, recall
 from runner.config.loss import BalanceOptions
-from runner.preflight.combinations import check_balance, expert_notes
+from runner.preflight.combinations import balance_flags, check_balance, expert_notes
 from runner.preflight.preflight import check_length, is_less_than_a_step, notes
-from runner.preflight.start import read_start
 from tests.builders import llama_config, pack, without_file, write_model
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.models.decoders import save_decoder
@@ -202,26 +201,44 @@ def test_a_model_with_experts_is_noted_to_be_unbalanced(wording: Wording) -> Non
     wording("\n".join(sorted({*notes_of.values()})))
 
 
+ADDED = ("--router-bias-rate", "0.001")
+
+
 @pytest.mark.parametrize(
-    ("architecture", "kind", "flags", "rate"),
+    ("architecture", "flags", "is_moved"),
     [
-        ("DeepseekV3ForCausalLM", "init", (), 0.001),
-        ("DeepseekV3ForCausalLM", "init", ("--router-bias-rate", "0"), 0),
-        ("DeepseekV3ForCausalLM", "folder", (), 0),
-        ("Qwen3MoeForCausalLM", "init", (), 0),  # its routers have no biases
+        ("DeepseekV3ForCausalLM", (), True),
+        ("DeepseekV3ForCausalLM", ("--resume", "auto", "--checkpoint", "c"), True),
+        ("DeepseekV3ForCausalLM", ("--router-bias-rate", "0"), False),
+        ("DeepseekV3ForCausalLM", ("--lora-rank", "2"), False),
+        ("DeepseekV3ForCausalLM", ("--train-only", "norm"), False),
+        ("DeepseekV3ForCausalLM", ("--resume", "c", "--resume-weights-only"), False),
+        ("Qwen3MoeForCausalLM", (), False),  # its routers have no biases
+        ("MiniMaxM2ForCausalLM", (), False),  # in bfloat16
+        ("LlamaForCausalLM", (), False),
     ],
 )
 def test_biases_of_new_weights_move_by_the_rate_of_deepseek_v3(
-    architecture: str, kind: str, flags: tuple[str, ...], rate: float, tmp_path: Path
+    architecture: str, flags: tuple[str, ...], is_moved: bool, place: Path
 ) -> None:
-    save_tiny(tmp_path / "model", architecture, num_hidden_layers=2)
-    packed = open_packed(pack(tmp_path / "model", tmp_path / "packed"))
-    manifest = replace(packed.manifest, source=replace(packed.manifest.source, kind=kind))
-    launched = replace(packed, read=replace(packed.read, manifest=manifest))
-    options = parse_training(["--data", "synthetic", "--log-dir", str(tmp_path / "log"), *flags])
-    start = read_start(launched, Origin(launched.root, launched.read), options)
-    assert (start.options.balance.bias_rate, start.options.values["router_bias_rate"]) == (rate, rate)
-    assert any(f"--router-bias-rate {rate}," in note for note in start.notes) == bool(rate)
+    launched, options = with_experts(place, architecture), parse_training(["--data", "synthetic", *flags])
+    new = replace(launched.manifest, source=replace(launched.manifest.source, kind="init"))
+    trained = replace(new, training=open_packed(place / "trained").manifest.training)
+    added = {
+        name: balance_flags(replace(launched, read=replace(launched.read, manifest=manifest)), options)
+        for name, manifest in (("packed", launched.manifest), ("new", new), ("trained", trained))
+    }
+    assert added == {"packed": (), "new": ADDED if is_moved else (), "trained": ()}
+
+
+@pytest.mark.parametrize("flags", [(), ("--lora-rank", "2")])
+def test_ranks_are_launched_with_the_rate_of_new_weights(flags: tuple[str, ...], tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "DeepseekV3ForCausalLM", num_hidden_layers=2)
+    pack(tmp_path / "model" / "config.json", tmp_path / "new", "pp=1", "--init", "0")
+    words = ["launch", str(tmp_path / "new"), "--dry-run", "--quiet", "--", "--data", "synthetic", *flags]
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 0, done.output
+    assert (" ".join(ADDED) in done.stdout) == (not flags)
 
 
 @pytest.mark.parametrize(("flag", "name"), [("bias_rate", "router_bias_rate"), ("aux_loss", "router_aux_loss")])

@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 from runner.commands import cli
 from tests.builders import pack
 from tests.fast.manifests.models.built import build, perturb, read_config
+from tests.fast.manifests.models.catalogued import save_tiny
 from tests.process.torchrun import fork_context
 
 pytestmark = pytest.mark.timeout(400)
@@ -49,6 +50,18 @@ def test_a_combination_of_64_ranks_is_proven_on_4(packed: Path) -> None:
         "pipeline": 2, "replicate": 2, "shard": 2, "expert": 2,
     }  # fmt: skip
     assert max(tried["differences"].values()) <= 1e-10
+
+
+@pytest.mark.parametrize(("flags", "is_moved"), [((), True), (("--lora-rank", 2), False)])
+def test_new_weights_are_proven_with_the_rate_of_their_launch(
+    flags: tuple[Any, ...], is_moved: bool, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path / "model", "DeepseekV3ForCausalLM", num_hidden_layers=2)
+    new = pack(tmp_path / "model" / "config.json", tmp_path / "new", "pp=1", "--init", "0")
+    done = prove(new, "--nproc-per-node", 1, "--json", "--", *flags)
+    assert done.exit_code == 0, (done.stdout, done.stderr, done.exception)
+    (tried,) = json.loads(done.stdout)["tried"]
+    assert ("--router-bias-rate 0.001" in tried["options"]) == is_moved
 
 
 @pytest.mark.slow
