@@ -1,6 +1,6 @@
-"""A packed model, and servers of buckets, one of a kind for a module; a test that asks for one has its environment on.
+"""A packed model, and a server of buckets, empty for each module; a test that asks for it has its environment on.
 
-What they are made of is imported here only when a test asks: the others need no client of S3.
+What these are made of is imported here only when a test asks: the others need no client of S3.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.servers.s3 import MotoServer, S3Server
+    from tests.servers.s3 import MotoServer
 
 
 # `--dist loadfile` gives a file to one worker: of those that take long, none may be begun last.
@@ -78,9 +78,3 @@ def moto(moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[M
     become(monkeypatch, moto_server.environment())
     yield moto_server
     moto_server.fail()
-
-
-@pytest.fixture
-def s3(moto: MotoServer) -> S3Server:
-    """Give the server to tests that ask for nothing that real ones lack."""
-    return moto

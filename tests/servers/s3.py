@@ -76,10 +76,11 @@ class Strike:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class S3Server:
+class MotoServer:
     endpoint: str
     owner: Account
     stranger: Account
+    log: Path
 
     def client(self) -> Any:
         """Give boto3's client, as the owner."""
@@ -125,11 +126,6 @@ class S3Server:
             aws_access_key_id=account.access_key,
             aws_secret_access_key=account.secret_key,
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MotoServer(S3Server):
-    log: Path
 
     def requests(self, method: str, path: str) -> list[Request]:
         """Give the requests of a method for paths that contain `path`, oldest first."""

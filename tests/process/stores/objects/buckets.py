@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import InputError
-from tests.servers.s3 import S3Server
+from tests.servers.s3 import MotoServer
 
 BUCKET = "checkpoints"  # that the servers of `conftest.py` have
 MIB = 1 << 20
@@ -36,9 +36,9 @@ def url_of(name: str) -> str:
     return f"s3://{BUCKET}/{name}"
 
 
-def objects_in(s3: S3Server, name: str) -> dict[str, bytes]:
+def objects_in(moto: MotoServer, name: str) -> dict[str, bytes]:
     """Return the objects of a prefix, named as below it."""
-    return {key.removeprefix(f"{name}/"): data for key, data in s3.objects(BUCKET, f"{name}/").items()}
+    return {key.removeprefix(f"{name}/"): data for key, data in moto.objects(BUCKET, f"{name}/").items()}
 
 
 def problem(call: Any) -> str:

@@ -25,7 +25,7 @@ from stores.objects.store import open_objects
 from stores.objects.uplink import NUM_PARTS
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.process.stores.objects.buckets import BUCKET, MIB, become, measured, problem, refusal, url_of
-from tests.servers.s3 import Fault, MotoServer, S3Server, Strike, strike
+from tests.servers.s3 import Fault, MotoServer, Strike, strike
 
 MANIFEST = encode_manifest(full_manifest())
 CONFIG = b'{"architectures": []}'
@@ -57,7 +57,7 @@ def write_checkpoint(url: str, seed: int = 0, *, force: bool = False, nbytes: in
     return data
 
 
-def test_what_is_written_reads_back(s3: S3Server) -> None:
+def test_what_is_written_reads_back(moto: MotoServer) -> None:
     large, small = shard(30 * MIB + 123), shard(5000, seed=1)  # several parts, and less than one
     with open_output(url_of("whole/1")) as target:
         target.put("config.json", CONFIG)
@@ -70,13 +70,13 @@ def test_what_is_written_reads_back(s3: S3Server) -> None:
         "stage-000/model.safetensors": large,
         "stage-001/model.safetensors": small,
     }
-    assert s3.objects(BUCKET, "whole/") == {f"whole/1/{name}": data for name, data in expected.items()}
+    assert moto.objects(BUCKET, "whole/") == {f"whole/1/{name}": data for name, data in expected.items()}
     folder = open_objects(url_of("whole/1"))
     assert {name: read_whole(folder.file(name)) for name in folder.names()} == expected
-    assert s3.uploads(BUCKET, "whole/") == []
+    assert moto.uploads(BUCKET, "whole/") == []
 
 
-def test_nothing_is_readable_before_the_commit(s3: S3Server) -> None:
+def test_nothing_is_readable_before_the_commit(moto: MotoServer) -> None:
     url = url_of("early")
     with open_output(url) as target:
         target.put("config.json", CONFIG)
@@ -106,7 +106,7 @@ def test_interrupt_as_a_small_file_arrives_leaves_nothing(moto: MotoServer) -> N
 
 
 def test_interrupt_while_a_small_file_is_sent_beside_leaves_nothing(
-    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+    moto: MotoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_removed, put = threading.Event(), ObstoreClient.put
 
@@ -129,10 +129,10 @@ def test_interrupt_while_a_small_file_is_sent_beside_leaves_nothing(
     monkeypatch.setattr(ObstoreClient, "put", put_late)
     with pytest.raises(KeyboardInterrupt):
         write_config()
-    assert s3.objects(BUCKET, "beside/") == {}
+    assert moto.objects(BUCKET, "beside/") == {}
 
 
-@pytest.mark.usefixtures("s3")
+@pytest.mark.usefixtures("moto")
 def test_what_makes_a_folder_a_model_is_removed_first_and_the_lock_last(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[set[str]] = []
     monkeypatch.setattr(ObstoreClient, "remove", lambda client, names: turns.append(set(names)))
@@ -141,12 +141,14 @@ def test_what_makes_a_folder_a_model_is_removed_first_and_the_lock_last(monkeypa
     assert turns == [marks, {"model.safetensors"}, last]
 
 
-def test_objects_that_came_before_the_lock_are_refused_and_kept(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_that_came_before_the_lock_are_refused_and_kept(
+    moto: MotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, theirs = url_of("between"), {"between/config.json": b"theirs", "between/model.safetensors": b"theirs too"}
 
     def lock_of_the_later() -> bytes:  # listed before, created afterwards
         for key, data in theirs.items():
-            s3.client().put_object(Bucket=BUCKET, Key=key, Body=data)
+            moto.client().put_object(Bucket=BUCKET, Key=key, Body=data)
         return new_lock()
 
     monkeypatch.setattr(object_output, "new_lock", lock_of_the_later)
@@ -157,10 +159,10 @@ def test_objects_that_came_before_the_lock_are_refused_and_kept(s3: S3Server, mo
             write(target, "model.safetensors", shard(MIB))
 
     assert refusal(write_beside) == ("output.exists", url)
-    assert s3.objects(BUCKET, "between/") == theirs
+    assert moto.objects(BUCKET, "between/") == theirs
 
 
-def test_second_writer_is_refused_until_the_first_has_ended(s3: S3Server) -> None:
+def test_second_writer_is_refused_until_the_first_has_ended(moto: MotoServer) -> None:
     url = url_of("contended")
     with open_output(url) as target:
         target.put("config.json", CONFIG)
@@ -172,7 +174,7 @@ def test_second_writer_is_refused_until_the_first_has_ended(s3: S3Server) -> Non
     write_checkpoint(url)
 
 
-def test_writer_that_was_taken_over_commits_nothing_and_removes_nothing(s3: S3Server) -> None:
+def test_writer_that_was_taken_over_commits_nothing_and_removes_nothing(moto: MotoServer) -> None:
     url = url_of("taken")
     first = open_output(url, wanted=Wanted(small={"config.json"}))
     first.put("config.json", b"of the first")
@@ -184,16 +186,16 @@ def test_writer_that_was_taken_over_commits_nothing_and_removes_nothing(s3: S3Se
     }
     assert refusal(lambda: first.commit(MANIFEST))[0] == "store.no-such-file"
     first.abort()
-    assert s3.objects(BUCKET, "taken/") == expected
+    assert moto.objects(BUCKET, "taken/") == expected
 
     with open_output(url, force=True) as third:
         fourth = open_output(url, force=True)
         assert refusal(lambda: third.commit(MANIFEST)) == ("output.contended", url)
     fourth.commit(MANIFEST)
-    assert s3.objects(BUCKET, "taken/") == {"taken/manifest.json": MANIFEST}
+    assert moto.objects(BUCKET, "taken/") == {"taken/manifest.json": MANIFEST}
 
 
-def test_writer_that_was_taken_over_writes_over_nothing(s3: S3Server) -> None:
+def test_writer_that_was_taken_over_writes_over_nothing(moto: MotoServer) -> None:
     url, data = url_of("late"), shard(MIB)
     first = open_output(url)
     late = first.writer("stage-000/model.safetensors", len(data), data)
@@ -201,40 +203,40 @@ def test_writer_that_was_taken_over_writes_over_nothing(s3: S3Server) -> None:
     for act in (late.finish, lambda: first.put("config.json", b"late"), first.writer("config.json", 1, b"l").finish):
         assert refusal(act) == ("store.no-such-file", f"{url}/{LOCK_NAME}")
     first.abort()
-    assert s3.objects(BUCKET, "late/") == {
+    assert moto.objects(BUCKET, "late/") == {
         "late/config.json": CONFIG,
         "late/manifest.json": MANIFEST,
         "late/stage-000/model.safetensors": second,
     }
 
 
-def test_object_that_got_lost_is_missed_before_the_commit(s3: S3Server) -> None:
+def test_object_that_got_lost_is_missed_before_the_commit(moto: MotoServer) -> None:
     url = url_of("lost")
     with open_output(url) as target:
         target.put("config.json", CONFIG)
-        s3.client().delete_object(Bucket=BUCKET, Key="lost/config.json")
+        moto.client().delete_object(Bucket=BUCKET, Key="lost/config.json")
         assert refusal(lambda: target.commit(MANIFEST)) == ("output.lost-object", f"{url}/config.json")
-    assert s3.objects(BUCKET, "lost/") == {}
+    assert moto.objects(BUCKET, "lost/") == {}
 
 
 def test_stranger_and_wrong_bucket_are_refused_before_anything_is_written(
-    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+    moto: MotoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "s3://no-such-bucket/a"
     assert refusal(lambda: open_output(url)) == ("store.no-such-bucket", url)
-    become(monkeypatch, s3.environment(s3.stranger))
+    become(monkeypatch, moto.environment(moto.stranger))
     assert refusal(lambda: open_output(url_of("denied"))) == ("store.denied", url_of("denied"))
-    assert s3.objects(BUCKET, "denied") == {}
+    assert moto.objects(BUCKET, "denied") == {}
 
 
 def test_store_without_conditional_writes_still_refuses_what_is_there(
-    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+    moto: MotoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
     url = url_of("unconditional")
     write_checkpoint(url)
     assert refusal(lambda: open_output(url)) == ("output.exists", url)
-    assert LOCK_NAME not in "".join(s3.objects(BUCKET, "unconditional/"))
+    assert LOCK_NAME not in "".join(moto.objects(BUCKET, "unconditional/"))
 
 
 def test_store_that_has_no_conditional_writes_is_told_how_to_be_used(moto: MotoServer) -> None:
@@ -284,10 +286,10 @@ def test_commit_without_any_answer_removes_nothing(moto: MotoServer) -> None:
     assert open_objects(url_of("undecided")).names() == names  # it had taken place
 
 
-def test_written_memory_does_not_grow_with_the_object(s3: S3Server) -> None:
+def test_written_memory_does_not_grow_with_the_object(moto: MotoServer) -> None:
     nbytes = 64 * MIB
     peak_nbytes, digest = measured("write", url_of("long"), "file", nbytes)
-    (key,) = [key for key in s3.objects(BUCKET, "long/") if key.endswith("/file")]
-    assert hashlib.sha256(s3.objects(BUCKET, key)[key]).hexdigest() == digest
+    (key,) = [key for key in moto.objects(BUCKET, "long/") if key.endswith("/file")]
+    assert hashlib.sha256(moto.objects(BUCKET, key)[key]).hexdigest() == digest
     assert peak_nbytes < (8 * (NUM_PARTS + 1) + 24) * MIB  # parts, and Python
-    assert json.loads(s3.objects(BUCKET, "long/manifest.json")["long/manifest.json"]) == {}
+    assert json.loads(moto.objects(BUCKET, "long/manifest.json")["long/manifest.json"]) == {}

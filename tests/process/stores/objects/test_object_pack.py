@@ -21,7 +21,7 @@ from tests.builders import (
 )
 from tests.fast.reshard.transforms.adapters import write_adapter
 from tests.process.stores.objects.buckets import BUCKET, MIB, measured, objects_in, url_of
-from tests.servers.s3 import Fault, MotoServer, S3Server
+from tests.servers.s3 import Fault, MotoServer
 
 ROOT = Path(__file__).parents[4]
 
@@ -58,9 +58,9 @@ def run(*args: str | Path, code: int = 0) -> str:
     return ended.out + ended.err
 
 
-def upload(s3: S3Server, folder: Path, name: str) -> str:
+def upload(moto: MotoServer, folder: Path, name: str) -> str:
     for path, data in files_in(folder).items():
-        s3.client().put_object(Bucket=BUCKET, Key=f"{name}/{path}", Body=data)
+        moto.client().put_object(Bucket=BUCKET, Key=f"{name}/{path}", Body=data)
     return url_of(name)
 
 
@@ -72,14 +72,14 @@ def without_origin(files: dict[str, bytes]) -> dict[str, object]:
     return {**files, "manifest.json": document}
 
 
-def test_pack_in_a_bucket_is_the_pack_in_a_folder(s3: S3Server, source: Path, packed: Path) -> None:
+def test_pack_in_a_bucket_is_the_pack_in_a_folder(moto: MotoServer, source: Path, packed: Path) -> None:
     said = run("pack", source, "--layout", "pp=2", "--out", url_of("packed"))
     assert url_of("packed/manifest.json") in said
-    assert objects_in(s3, "packed") == files_in(packed)
-    assert s3.uploads(BUCKET, "packed/") == []
+    assert objects_in(moto, "packed") == files_in(packed)
+    assert moto.uploads(BUCKET, "packed/") == []
 
 
-def test_long_auxiliary_file_is_sent_in_parts_and_replaced(s3: S3Server, tmp_path: Path) -> None:
+def test_long_auxiliary_file_is_sent_in_parts_and_replaced(moto: MotoServer, tmp_path: Path) -> None:
     source, out = tmp_path / "source", url_of("carried")
     write_model(source, llama_config())
     for number, content in enumerate((b"first", b"other"), 1):
@@ -87,38 +87,38 @@ def test_long_auxiliary_file_is_sent_in_parts_and_replaced(s3: S3Server, tmp_pat
             file.truncate(20 * MIB + number)
             file.write(content)
         run("pack", source, "--layout", f"pp={number}", "--out", out, *(["--force"] if number > 1 else []))
-        assert objects_in(s3, "carried")["long.dat"] == (source / "long.dat").read_bytes()
-        assert LOCK_NAME not in objects_in(s3, "carried")
-        assert s3.uploads(BUCKET, "carried/") == []
+        assert objects_in(moto, "carried")["long.dat"] == (source / "long.dat").read_bytes()
+        assert LOCK_NAME not in objects_in(moto, "carried")
+        assert moto.uploads(BUCKET, "carried/") == []
         assert run("verify", out)
 
 
 def test_checkpoint_goes_through_buckets_and_comes_back(
-    s3: S3Server, source: Path, packed: Path, tmp_path: Path
+    moto: MotoServer, source: Path, packed: Path, tmp_path: Path
 ) -> None:
-    model = upload(s3, source, "round/model")
+    model = upload(moto, source, "round/model")
     first, second = url_of("round/first"), url_of("round/second")
     run("pack", model, "--layout", "pp=2", "--out", first)
-    assert without_origin(objects_in(s3, "round/first")) == without_origin(files_in(packed))
+    assert without_origin(objects_in(moto, "round/first")) == without_origin(files_in(packed))
     run("pack", f"{first}/manifest.json", "--layout", "pp=4", "--out", second)
     run("pack", second, "--layout", "pp=2", "--out", tmp_path / "third")
     assert without_origin(files_in(tmp_path / "third")) == without_origin(files_in(packed))
     run("export", tmp_path / "third", "--to", "hf", "--out", tmp_path / "here")
     run("export", second, "--to", "hf", "--out", url_of("round/there"))
-    assert files_in(tmp_path / "here") == objects_in(s3, "round/there") == files_in(source)
+    assert files_in(tmp_path / "here") == objects_in(moto, "round/there") == files_in(source)
 
 
-def test_merge_of_a_base_and_an_adapter_in_buckets_is_that_of_folders(s3: S3Server, tmp_path: Path) -> None:
+def test_merge_of_a_base_and_an_adapter_in_buckets_is_that_of_folders(moto: MotoServer, tmp_path: Path) -> None:
     write_model(tmp_path / "base", num_shards=2)
     adapter = write_adapter(tmp_path / "adapter")
     run("merge", tmp_path / "base", adapter, "--out", tmp_path / "out")
-    base = upload(s3, tmp_path / "base", "merge/base")
-    run("merge", base, upload(s3, adapter, "merge/adapter"), "--out", url_of("merge/out"))
-    assert objects_in(s3, "merge/out") == files_in(tmp_path / "out")
+    base = upload(moto, tmp_path / "base", "merge/base")
+    run("merge", base, upload(moto, adapter, "merge/adapter"), "--out", url_of("merge/out"))
+    assert objects_in(moto, "merge/out") == files_in(tmp_path / "out")
 
 
-def test_verbs_that_read_take_a_manifest_in_a_bucket(s3: S3Server, source: Path, packed: Path) -> None:
-    url = upload(s3, packed, "read")
+def test_verbs_that_read_take_a_manifest_in_a_bucket(moto: MotoServer, source: Path, packed: Path) -> None:
+    url = upload(moto, packed, "read")
     assert run("verify", url).endswith("all digests match the manifest\n")
     assert "not verified" in run("verify", f"{url}/manifest.json", "--quick")
     assert run("verify", url, "--against", source).endswith(f"all tensors equal those of {source}\n")
@@ -130,20 +130,20 @@ def test_verbs_that_read_take_a_manifest_in_a_bucket(s3: S3Server, source: Path,
 
 
 def test_virtual_bundles_lie_in_a_bucket_and_refer_to_one(
-    s3: S3Server, source: Path, packed: Path, tmp_path: Path
+    moto: MotoServer, source: Path, packed: Path, tmp_path: Path
 ) -> None:
-    model, url = upload(s3, source, "virtual/model"), url_of("virtual/packed")
+    model, url = upload(moto, source, "virtual/model"), url_of("virtual/packed")
     run("pack", model, "--layout", "pp=2", "--virtual", "--out", url)
-    assert not [name for name in objects_in(s3, "virtual/packed") if name.startswith("stage-")]
+    assert not [name for name in objects_in(moto, "virtual/packed") if name.startswith("stage-")]
     run("verify", url, "--against", source)
     run("pack", url, "--out", tmp_path / "real")
     run("pack", url, "--stages", "1", "--out", url_of("virtual/half"))
     run("pack", url_of("virtual/half"), "--out", url_of("virtual/real"))
     expected = without_origin(files_in(packed))
     assert without_origin(files_in(tmp_path / "real")) == expected
-    assert without_origin(objects_in(s3, "virtual/real")) == expected
-    upload(s3, source, "virtual/model")  # the same bytes, written again
-    s3.client().put_object(Bucket=BUCKET, Key="virtual/model/model-00002-of-00003.safetensors", Body=b"changed")
+    assert without_origin(objects_in(moto, "virtual/real")) == expected
+    upload(moto, source, "virtual/model")  # the same bytes, written again
+    moto.client().put_object(Bucket=BUCKET, Key="virtual/model/model-00002-of-00003.safetensors", Body=b"changed")
     assert run("pack", url, "--out", tmp_path / "late", code=3).startswith(
         f"error: {model}/model-00002-of-00003.safetensors: expected "
     )
@@ -152,7 +152,7 @@ def test_virtual_bundles_lie_in_a_bucket_and_refer_to_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_pack_that_is_interrupted_leaves_nothing(s3: S3Server, large: Path, number: int) -> None:
+def test_pack_that_is_interrupted_leaves_nothing(moto: MotoServer, large: Path, number: int) -> None:
     command = (
         sys.executable,
         "-m",
@@ -165,20 +165,20 @@ def test_pack_that_is_interrupted_leaves_nothing(s3: S3Server, large: Path, numb
         url_of("interrupted"),
     )
     worker = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not s3.uploads(BUCKET, "interrupted/") and worker.poll() is None:
+    while not moto.uploads(BUCKET, "interrupted/") and worker.poll() is None:
         pass
     worker.send_signal(number)
     assert worker.communicate(timeout=60)[1].split() == ["interrupted"]
     assert worker.returncode == 130
-    assert objects_in(s3, "interrupted") == {}
-    assert s3.uploads(BUCKET, "interrupted/") == []
+    assert objects_in(moto, "interrupted") == {}
+    assert moto.uploads(BUCKET, "interrupted/") == []
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_model(s3: S3Server, large: Path) -> None:
+def test_memory_does_not_grow_with_the_model(moto: MotoServer, large: Path) -> None:
     nbytes = (large / "model.safetensors").stat().st_size
     peak_nbytes, _ = measured("pack", str(large), url_of("large"), "--io-memory", "80MiB")
-    assert s3.uploads(BUCKET, "large/") == []
+    assert moto.uploads(BUCKET, "large/") == []
     assert peak_nbytes < (80 + 24) * MIB < nbytes  # parts, and Python
 
 

@@ -20,11 +20,11 @@ from stores.objects.store import open_objects
 from stores.open import open_store
 from tests.builders import Tensor, write_safetensors
 from tests.process.stores.objects.buckets import BUCKET, MIB, become, measured, problem, refusal
-from tests.servers.s3 import Fault, MotoServer, S3Server
+from tests.servers.s3 import Fault, MotoServer
 
 
-def put(s3: S3Server, key: str, data: bytes) -> bytes:
-    s3.client().put_object(Bucket=BUCKET, Key=key, Body=data)
+def put(moto: MotoServer, key: str, data: bytes) -> bytes:
+    moto.client().put_object(Bucket=BUCKET, Key=key, Body=data)
     return data
 
 
@@ -46,11 +46,11 @@ def _blocks(read_into: Callable[[memoryview, int], None], begin: int, end: int) 
         yield bytes(part)
 
 
-def test_names_are_those_below_the_prefix_and_no_others(s3: S3Server) -> None:
+def test_names_are_those_below_the_prefix_and_no_others(moto: MotoServer) -> None:
     for key in ("named/config.json", "named/b c/ü%41+&?#.json", "named/.cache/x", "named/.git/y", "named2/z", "namedz"):
-        put(s3, key, b"{}")
-    put(s3, "named/", b"")  # as consoles and file browsers mark a folder
-    put(s3, "named/b c/", b"")
+        put(moto, key, b"{}")
+    put(moto, "named/", b"")  # as consoles and file browsers mark a folder
+    put(moto, "named/b c/", b"")
     folder = open_store(f"s3://{BUCKET}/named/")
     assert folder.names() == ("b c/ü%41+&?#.json", "config.json")
     assert (folder.kind, folder.location, folder.revision) == ("huggingface", f"s3://{BUCKET}/named", None)
@@ -58,22 +58,22 @@ def test_names_are_those_below_the_prefix_and_no_others(s3: S3Server) -> None:
     assert open_objects(f"s3://{BUCKET}/nothing").names() == ()
 
 
-def test_names_come_from_as_many_pages_as_there_are(s3: S3Server) -> None:
-    client, names = s3.client(), [f"{number:04}" for number in range(1001)]  # a page has 1000
+def test_names_come_from_as_many_pages_as_there_are(moto: MotoServer) -> None:
+    client, names = moto.client(), [f"{number:04}" for number in range(1001)]  # a page has 1000
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda name: client.put_object(Bucket=BUCKET, Key=f"pages/{name}", Body=b""), names))
     assert list(open_objects(f"s3://{BUCKET}/pages").names()) == names
 
 
 @pytest.mark.parametrize("key", ["hostile-1/../x", "hostile-2/a//b"])
-def test_object_whose_name_is_no_path_below_its_folder_is_refused(s3: S3Server, key: str) -> None:
-    put(s3, key, b"")
+def test_object_whose_name_is_no_path_below_its_folder_is_refused(moto: MotoServer, key: str) -> None:
+    put(moto, key, b"")
     folder = f"s3://{BUCKET}/{key.partition('/')[0]}"
     assert refusal(open_objects(folder).names) == ("store.invalid-name", folder)
 
 
-def test_object_with_a_name_that_no_system_takes_is_refused(s3: S3Server) -> None:
-    put(s3, "hostile-3/back\\slash", b"")
+def test_object_with_a_name_that_no_system_takes_is_refused(moto: MotoServer) -> None:
+    put(moto, "hostile-3/back\\slash", b"")
     assert refusal(open_objects(f"s3://{BUCKET}/hostile-3").names) == ("store.invalid-name", f"s3://{BUCKET}/hostile-3")
     assert r"'back\\slash'" in problem(open_objects(f"s3://{BUCKET}/hostile-3").names)
 
@@ -107,12 +107,12 @@ def test_header_of_a_shard_is_read_without_its_data(moto: MotoServer, tmp_path: 
     assert header.nbytes <= sent == 128 << 10 < len(data)
 
 
-def test_changed_object_is_refused(s3: S3Server) -> None:
-    put(s3, "changed/file", noise(2 * MIB))
+def test_changed_object_is_refused(moto: MotoServer) -> None:
+    put(moto, "changed/file", noise(2 * MIB))
     folder = open_objects(f"s3://{BUCKET}/changed")
     folder.names()
     file, pin = folder.file("file"), folder.file("file").fingerprint
-    put(s3, "changed/file", noise(2 * MIB, seed=1))
+    put(moto, "changed/file", noise(2 * MIB, seed=1))
     changed = (SOURCE_CHANGED, f"s3://{BUCKET}/changed/file")
     assert refusal(lambda: read(file, (0, MIB))) == changed
     assert refusal(lambda: read(folder.file("file"), (0, MIB))) == changed  # pinned by its folder
@@ -128,35 +128,35 @@ def test_changed_object_is_refused_by_its_etag_where_the_server_ignores_conditio
     assert [request.status for request in moto.requests("GET", "unconditional/file")] == [206]
 
 
-def test_object_changed_while_it_is_read_is_refused(s3: S3Server) -> None:
-    data = put(s3, "midway/file", noise(90 * MIB))
+def test_object_changed_while_it_is_read_is_refused(moto: MotoServer) -> None:
+    data = put(moto, "midway/file", noise(90 * MIB))
     file, part = open_objects(f"s3://{BUCKET}/midway").file("file"), bytearray(MIB)
     with contextlib.closing(file.open([(0, len(data))])) as reader:
         reader.read_into(memoryview(part), 0)
         assert part == data[:MIB]
-        put(s3, "midway/file", noise(90 * MIB, seed=1))
+        put(moto, "midway/file", noise(90 * MIB, seed=1))
         changed = (SOURCE_CHANGED, f"s3://{BUCKET}/midway/file")
         assert refusal(lambda: reader.read_into(memoryview(part), 89 * MIB)) == changed
 
 
-def test_object_that_is_gone_or_shorter_is_refused(s3: S3Server) -> None:
-    put(s3, "gone/file", b"12345")
+def test_object_that_is_gone_or_shorter_is_refused(moto: MotoServer) -> None:
+    put(moto, "gone/file", b"12345")
     file = open_objects(f"s3://{BUCKET}/gone").file("file")
     assert refusal(lambda: read(file, (3, 9))) == (SOURCE_CHANGED, f"s3://{BUCKET}/gone/file")
-    s3.client().delete_object(Bucket=BUCKET, Key="gone/file")
+    moto.client().delete_object(Bucket=BUCKET, Key="gone/file")
     gone = ("store.no-such-file", f"s3://{BUCKET}/gone/file")
     assert refusal(lambda: read(file, (0, 5))) == gone
     assert refusal(lambda: open_objects(f"s3://{BUCKET}/gone").file("file")) == gone
 
 
-def test_strangers_are_refused(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(s3, "secret/file", b"12345")
+def test_strangers_are_refused(moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(moto, "secret/file", b"12345")
     mistyped = {"AWS_SECRET_ACCESS_KEY": "mistyped"}
     unknown = {"AWS_ACCESS_KEY_ID": "UNKNOWNUNKNOWNUNKNOW"}
     for environment, code in [
-        (s3.environment(s3.stranger), "AccessDenied"),
-        (s3.environment() | mistyped, "SignatureDoesNotMatch"),
-        (s3.environment() | unknown, "InvalidAccessKeyId"),
+        (moto.environment(moto.stranger), "AccessDenied"),
+        (moto.environment() | mistyped, "SignatureDoesNotMatch"),
+        (moto.environment() | unknown, "InvalidAccessKeyId"),
     ]:
         become(monkeypatch, environment)
         folder = open_objects(f"s3://{BUCKET}/secret")
@@ -166,8 +166,8 @@ def test_strangers_are_refused(s3: S3Server, monkeypatch: pytest.MonkeyPatch) ->
         assert refusal(lambda folder=folder: folder.file("file")) == ("store.denied", f"s3://{BUCKET}/secret/file")
 
 
-def test_missing_credentials_are_asked_for(s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    environment = {"AWS_ENDPOINT_URL": s3.endpoint, "AWS_ALLOW_HTTP": "true"}
+def test_missing_credentials_are_asked_for(moto: MotoServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    environment = {"AWS_ENDPOINT_URL": moto.endpoint, "AWS_ALLOW_HTTP": "true"}
     become(monkeypatch, environment)
     names = open_objects(f"s3://{BUCKET}/secret").names
     assert refusal(names) == ("store.no-credentials", f"s3://{BUCKET}/secret")
@@ -175,13 +175,13 @@ def test_missing_credentials_are_asked_for(s3: S3Server, monkeypatch: pytest.Mon
         assert variable in problem(names)
 
 
-def test_profile_of_the_aws_command_is_used(s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    put(s3, "profile/file", b"12345")
+def test_profile_of_the_aws_command_is_used(moto: MotoServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    put(moto, "profile/file", b"12345")
     profile = tmp_path / "credentials"
     profile.write_text(
-        f"[team]\naws_access_key_id = {s3.owner.access_key}\naws_secret_access_key = {s3.owner.secret_key}\n"
+        f"[team]\naws_access_key_id = {moto.owner.access_key}\naws_secret_access_key = {moto.owner.secret_key}\n"
     )
-    environment = {"AWS_ENDPOINT_URL": s3.endpoint, "AWS_ALLOW_HTTP": "true"}
+    environment = {"AWS_ENDPOINT_URL": moto.endpoint, "AWS_ALLOW_HTTP": "true"}
     environment |= {"AWS_SHARED_CREDENTIALS_FILE": str(profile), "AWS_PROFILE": "team"}
     become(monkeypatch, environment)
     assert open_objects(f"s3://{BUCKET}/profile").names() == ("file",)
@@ -192,7 +192,7 @@ def test_profile_of_the_aws_command_is_used(s3: S3Server, monkeypatch: pytest.Mo
     )
 
 
-def test_endpoint_that_does_not_answer_is_named_soon(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_that_does_not_answer_is_named_soon(moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert refusal(open_objects(f"s3://{BUCKET}/a").names) == ("store.unreachable", f"s3://{BUCKET}/a")
     assert "http://127.0.0.1:1" in problem(open_objects(f"s3://{BUCKET}/a").names)
@@ -200,7 +200,7 @@ def test_endpoint_that_does_not_answer_is_named_soon(s3: S3Server, monkeypatch: 
         open_objects(f"s3://{BUCKET}/a").names()
 
 
-def test_endpoint_without_encryption_needs_consent(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_without_encryption_needs_consent(moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     assert refusal(open_objects(f"s3://{BUCKET}/a").names) == ("store.not-https", f"s3://{BUCKET}/a")
     assert "AWS_ALLOW_HTTP=true" in problem(open_objects(f"s3://{BUCKET}/a").names)
@@ -289,10 +289,10 @@ def test_answer_that_is_never_whole_is_refused(moto: MotoServer, what: Any, code
     assert refusal(lambda: read(file, (MIB, 3 * MIB))) == (code, f"s3://{BUCKET}/never/file")
 
 
-def test_read_memory_does_not_grow_with_the_object(s3: S3Server) -> None:
+def test_read_memory_does_not_grow_with_the_object(moto: MotoServer) -> None:
     nbytes = 128 * MIB
     data = noise(MIB) * (nbytes // MIB)
-    put(s3, "long/file", data)
+    put(moto, "long/file", data)
     peak_nbytes, digest = measured("read", f"s3://{BUCKET}/long", "file")
     assert digest == hashlib.sha256(data).hexdigest()
     assert peak_nbytes < 110 * MIB  # four answers of 16 MiB, what is on its way to them, and Python
