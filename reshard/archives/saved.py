@@ -26,12 +26,12 @@ _MAX32 = 0xFFFFFFFF
 _MAX16 = 0xFFFF
 _HAS_DESCRIPTOR = 8  # flag: CRC and sizes follow the data
 _DATE = 33  # 1980-01-01
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+TORCH_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CLASSES = {dtype: f"{name}Storage" for name, dtype in STORAGE_CLASSES.items()}
 
 
 def torch_dtype(dtype: str) -> Name:
-    return Name("torch", _NAMES[dtype])
+    return Name("torch", TORCH_NAMES[dtype])
 
 
 @dataclass(frozen=True, slots=True)

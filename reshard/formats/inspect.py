@@ -12,6 +12,7 @@ from manifests.brief import brief
 from manifests.errors import CheckpointError, Parameter, UsageError, check_choice
 from manifests.optimizer_state import stored_kinds
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Layout, Manifest, Stage
+from reshard.archives.saved import TORCH_NAMES
 from reshard.formats.open import find_format
 from reshard.formats.table import Listing
 from reshard.tensors.lazy import read_blocks
@@ -251,12 +252,6 @@ _NUMPY: Mapping[str, str] = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8",
     "I64": "<i8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "C64": "<c8",
 }  # fmt: skip
-_TORCH: Mapping[str, str] = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
-    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
-    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
-}  # fmt: skip
 
 
 def to_numpy(tensor: TensorAt) -> Array:
@@ -279,9 +274,9 @@ def to_torch(tensor: TensorAt) -> Tensor:
     """
     import torch
 
-    if tensor.dtype not in _TORCH:
+    if tensor.dtype not in TORCH_NAMES:
         raise _no_dtype(tensor, "torch", "dequantize the weights with reshard pack --dequantize")
-    dtype: torch.dtype = getattr(torch, _TORCH[tensor.dtype])
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES[tensor.dtype])
     if not tensor.nbytes:
         return torch.empty(tensor.shape, dtype=dtype)
     return torch.frombuffer(_read(tensor), dtype=dtype).view(tensor.shape)
