@@ -33,12 +33,7 @@ class Reader(Protocol):
     """An open file. It is read by one thread, mostly sequentially."""
 
     def read_into(self, part: memoryview, position: int) -> None:
-        """Fill `part` with the bytes at `position`.
-
-        Raises:
-            SourceError: the file is too short, or changed since it was listed.
-            InputError: it cannot be read.
-        """
+        """Fill `part` with the bytes at `position`."""
         ...
 
     def close(self) -> None: ...
@@ -102,21 +97,12 @@ def merge_ranges(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def read_config(file: InputFile, digest: str | None = None) -> dict[str, Any]:
-    """Read a config, of a model or a tokenizer, and check its digest when one is given.
-
-    Raises:
-        InputError: it cannot be read, is longer than any config, does not match the digest, or is not an object.
-    """
+    """Read a config, of a model or a tokenizer, and check its digest when one is given."""
     return parse_config(read_whole(file, digest, most_nbytes=MAX_CONFIG_NBYTES), str(file))
 
 
 def read_whole(file: InputFile, digest: str | None = None, *, most_nbytes: int = MAX_WHOLE_NBYTES) -> bytes:
-    """Read a file of at most 1 GiB, and check its digest if one is passed; see `Blocks` for longer files.
-
-    Raises:
-        SourceError: it is too large, or has another digest.
-        InputError: it cannot be read.
-    """
+    """Read a file of at most 1 GiB, and check its digest if one is passed; see `Blocks` for longer files."""
     if file.nbytes > most_nbytes:
         problem = f"expected at most {most_nbytes} bytes, found {file.nbytes}"
         raise SourceError(str(file), problem, code="source.file-too-large")
@@ -130,12 +116,7 @@ def read_whole(file: InputFile, digest: str | None = None, *, most_nbytes: int =
 
 
 def check_whole(file: InputFile, digest: str | None) -> None:
-    """Read a file of any length, a block at a time, and check its digest if there is one.
-
-    Raises:
-        SourceError: it has another digest.
-        InputError: it cannot be read.
-    """
+    """Read a file of any length, a block at a time, and check its digest if there is one."""
     for _ in Blocks(file, digest):
         pass
 
@@ -144,10 +125,6 @@ class Blocks:
     """Iterate over a file's blocks and hash them; each block is valid until the next.
 
     `digest` is set after the last block, and checked if one is `expected`.
-
-    Raises:
-        SourceError: the file has another digest.
-        InputError: it cannot be read.
     """
 
     def __init__(self, file: InputFile, expected: str | None = None) -> None:
@@ -173,11 +150,7 @@ class Blocks:
 
 
 def read_head(file: InputFile) -> bytes:
-    """Return the first bytes of a shard, which have all of most headers.
-
-    Raises:
-        InputError: they cannot be read.
-    """
+    """Return the first bytes of a shard, which have all of most headers."""
     return read_range(file, 0, min(_HEAD_NBYTES, file.nbytes))
 
 
@@ -185,10 +158,6 @@ def read_file_header(file: InputFile, head: bytes | None = None) -> Header:
     """Read and check the header of a safetensors file: in one request, or two if it is long.
 
     `head` is what `read_head` returned, if it was called.
-
-    Raises:
-        ShardError: as `manifests.safetensors.read_header`.
-        InputError: it cannot be read.
     """
     where = str(file)
     first = read_head(file) if head is None else head
@@ -236,11 +205,7 @@ def _check_digest(file: InputFile, expected: str, digest: str) -> None:
 
 
 def read_range(file: InputFile, begin: int, end: int) -> bytes:
-    """Return bytes `begin` to `end` of a file.
-
-    Raises:
-        InputError: they cannot be read.
-    """
+    """Return bytes `begin` to `end` of a file."""
     data = io.BytesIO(bytes(end - begin))
     with closing(file.open(((begin, end),))) as reader, data.getbuffer() as part:
         reader.read_into(part, begin)

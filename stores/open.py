@@ -28,11 +28,6 @@ def open_store(address: str) -> Folder:
 
     Existing paths are local. `hf://org/name[@revision]`, and `org/name[@revision]` if neither that path nor `org`
     exists, are on the hub. Any other `scheme://` is an object store. See Note [Kind of an address].
-
-    Raises:
-        SourceError: no such path, in a folder that exists.
-        StoreError: the address is malformed, or the store refuses the request.
-        UnreachableError: the store cannot be reached.
     """
     if is_url(address) and not address.startswith(SCHEME):
         from stores.objects.store import open_objects
@@ -89,12 +84,6 @@ def open_manifest(address: Address | Folder) -> ReadManifest:
     """Read a manifest, by its file's address or its folder's. Only a `scheme://` is off this machine.
 
     Links to its folder are followed once: a `latest` that moves meanwhile mixes no two checkpoints.
-
-    Raises:
-        ManifestError: it does not exist, or is not valid (see `decode_manifest`).
-        StoreError: its store refuses the request.
-        UnreachableError: its store cannot be reached.
-        InputError: it cannot be read.
     """
     folder, name = locate_manifest(address)
     file = folder.file(name)
@@ -106,12 +95,7 @@ def open_manifest(address: Address | Folder) -> ReadManifest:
 
 
 def locate_manifest(address: Address | Folder) -> tuple[Folder, str]:
-    """Return the folder of a manifest, and the name of its file.
-
-    Raises:
-        ManifestError: it does not exist.
-        InputError: see `open_store`.
-    """
+    """Return the folder of a manifest, and the name of its file."""
     if not isinstance(address, str | Path):
         if isinstance(address, LocalFolder):
             return locate_manifest(address.path)

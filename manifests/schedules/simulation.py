@@ -19,11 +19,7 @@ _Row = dict[int, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCosts:
-    """Seconds of each stage for one microbatch, and of a transfer between ranks. B takes as long as I and W together.
-
-    Raises:
-        ScheduleError: tuples of different lengths, or a time below 0.
-    """
+    """Seconds of a stage for one microbatch, and of a transfer between ranks. B takes as long as I and W together."""
 
     forward_s: tuple[float, ...]
     input_s: tuple[float, ...]  # I: gradients of the stage's input

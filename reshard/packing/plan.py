@@ -39,11 +39,7 @@ _SOLVED = re.compile(r"\s*balance:")  # the spelling that takes limit=
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutRequest:
-    """A requested layout; see `parse_layout`. Without a spec, a manifest keeps its own layout.
-
-    Raises:
-        UsageError: a spec that is not text.
-    """
+    """A requested layout; see `parse_layout`. Without a spec, a manifest keeps its own layout."""
 
     spec: str | None = None
     num_ranks: int | None = None

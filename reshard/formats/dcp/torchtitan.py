@@ -223,11 +223,7 @@ _OF_HEADS = re.compile(r"^self_attn\.([qkv])_proj\.(weight|bias)$")
 
 
 class TitanModel:
-    """The names and layouts of a model's tensors in torchtitan.
-
-    Raises:
-        ModelError: torchtitan's layout of the architecture is not known.
-    """
+    """The names and layouts of a model's tensors in torchtitan."""
 
     def __init__(self, config: Mapping[str, object], fqns: Mapping[str, object], where: str) -> None:
         self._config, self._where = config, where

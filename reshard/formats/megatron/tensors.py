@@ -139,11 +139,7 @@ _MTP_INNER = ("transformer_layer", "mtp_model_layer")  # an MTP layer's decoder 
 
 
 class MegatronModel:
-    """The names and layouts of a model's tensors in Megatron-Core.
-
-    Raises:
-        ModelError: Megatron's layout of the architecture is not known.
-    """
+    """The names and layouts of a model's tensors in Megatron-Core."""
 
     def __init__(self, config: Mapping[str, Any], weights: Mapping[str, TensorAt], where: str) -> None:
         self._config, self._weights, self._where = config, weights, where
