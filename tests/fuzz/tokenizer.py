@@ -33,7 +33,8 @@ def check(text: bytes) -> None:
     for name in _FILES:
         if name in found:
             (folder / name).write_bytes(json.dumps(found[name]).encode("utf-8", "surrogatepass"))
-    document = Document(file=Path("a.jsonl"), begin=0, end=9, nbytes=9, pieces=iter(((0, "ab ba é\n"), (5, " ab"))))
+    pieces = (0, "ab ba é\n"), (5, " ab")
+    document = Document(file=Path("a.jsonl"), begin=0, end=9, nbytes=9, read=lambda: iter(pieces))
     try:
         vocabulary = load_vocabulary(folder, _SIZE)
         runs = list(vocabulary.framed(document, vocabulary.tokenize(document)))
