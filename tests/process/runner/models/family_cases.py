@@ -51,8 +51,8 @@ class Case:
 
     @property
     def experts(self) -> str | None:
-        """How transformers is to compute experts: as the family does, one after the other or by its own choice."""
-        return "eager" if self.is_titan else None
+        """How transformers is to compute experts: by its own choice, but for widths that grouped products have not."""
+        return "eager" if self.changes.get("moe_intermediate_size", 0) % 4 else None
 
     @property
     def is_tied(self) -> bool:

@@ -64,7 +64,7 @@ SLOW_CASES = (
     Case("qwen-replicas", "qwen", ("--router-aux-loss", COEF, *REPLICAS)),
     Case("qwen-context", "qwen", ("--router-aux-loss", COEF, "--cp", 2, "--ac", "full")),
 )
-# Schedules with the backward in two parts; the last one has titan's modules.
+# Schedules with the backward in two parts.
 SPLIT_CASES = (
     Case("deepseek-zbv", "deepseek", ("--router-bias-rate", RATE, "--schedule", "ZBVZeroBubble", *SHARED), layout=V),
     Case("qwen-zbv", "qwen", ("--router-aux-loss", COEF, "--schedule", "ZBVZeroBubble", *SHARED), layout=V),
