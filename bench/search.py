@@ -5,8 +5,9 @@
 
 The first layout of a case is trained with --trace; `reshard plan --from-run` predicts the step of each layout from it,
 and each is trained. On four and eight ranks, which share cores, layers sleep as in `bench/bubble.py`: tensors and their
-transfers are real, only the time of a layer is simulated. Two ranks compute, on a core each; of
-their layouts of one stage, the search predicts the time, `plan --gpus 2`, as it knows what ranks of --tp send.
+transfers are real, only the time of a layer is simulated. Two ranks compute, on a core each; the third of their layouts
+is the first of the search, `plan --gpus 2`, and of layouts of one stage, the search predicts the time, as it knows what
+ranks of --tp send.
 
 Of several turns, each run's fastest counts: its median step, since other work on the machine only adds to steps. Each
 turn begins with another run. --only renews one case of --out, and keeps the others. With --folder, runs are kept there,
@@ -83,6 +84,7 @@ CASES = (
     Case(name="two ranks", num_ranks=2, num_layers=8, width=512, seq_len=128, global_batch=8, trials=(
         Trial(layout="pp=2"),
         Trial(layout="pp=2", flags=("--microbatch", "2")),
+        Trial(layout="balance:time,pp=2,vpp=2", flags=("--schedule", "InterleavedZeroBubble")),
         Trial(layout="pp=2,vpp=2", flags=("--schedule", "Interleaved1F1B")),
         Trial(layout="pp=1", flags=("--dp-replicate", "2"), pipeline=1),
         Trial(layout="pp=1", flags=("--dp-shard", "2"), pipeline=1),
