@@ -232,7 +232,8 @@ def _section(name: str, result: Mapping[str, Any]) -> Iterator[str]:
     yield f"## {section.title}\n"
     yield f"{what[0].upper()}{what[1:]}.\n"
     facts = list(_circumstances(result))
-    facts.append(f"{result['turns']} turns" if "turns" in result else "")
+    turns = result.get("turns", 0)
+    facts.append(f"{turns} turn{'' if turns == 1 else 's'}" if turns else "")
     facts.append(f"{_gb(result)}" if "nbytes" in result else "")
     facts.append(f"load average {min(result['load_average'])}" if "load_average" in result else "")
     facts.append(f"`bench/{section.command}`")

@@ -258,8 +258,8 @@ def _times(run: RunLog) -> list[str]:
     whole_s = median(line["step_s"] for line in lines)
     return [
         "<h2>Where the time of a step goes, in ms</h2>", _table(("pipeline rank", *_PARTS), rows),
-        f"<p class=note>Medians over {len(lines)} steps, until the gradients' norm is known; a step with its "
-        f"optimizer takes {whole_s * 1e3:.1f} ms.</p>",
+        f"<p class=note>Medians over {len(lines)} step{'s' if len(lines) > 1 else ''}, until the gradients' norm is "
+        f"known; a step with its optimizer takes {whole_s * 1e3:.1f} ms.</p>",
     ]  # fmt: skip
 
 
