@@ -336,8 +336,12 @@ def row_document(file: Path, fields: Fields, row: int, values: Mapping[str, Any]
 
 def _row_pieces(file: Path, fields: Fields, row: int, values: Mapping[str, Any]) -> Iterator[tuple[int, Piece]]:
     if fields.row is not None:
-        record = {column: value.as_py() for column, value in values.items()}
-        yield row, parse_row(record, fields.row, lambda: f"{file}: row {row + 1}").encode()
+        where = f"{file}: row {row + 1}"
+        try:
+            record = {column: value.as_py() for column, value in values.items()}
+        except UnicodeDecodeError as error:
+            raise BadDocumentError(where, f"is not UTF-8: {error.reason}", code="data.not-utf8") from error
+        yield row, parse_row(record, fields.row, lambda: where).encode()
         return
     yield from _text_pieces_of([text_of(values[name], file, name, row) for name in fields.texts], row)
 

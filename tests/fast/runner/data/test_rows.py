@@ -124,6 +124,15 @@ def test_bad_row_is_refused_by_line_or_skipped(tmp_path: Path, record: Mapping[s
     assert (len(batches), skipped.count) == (1, 1)
 
 
+def test_row_of_text_that_is_not_utf8_is_refused_by_its_number(tmp_path: Path) -> None:
+    file, text = tmp_path / "rows.parquet", pyarrow.array([b"w1 \xff"], pyarrow.binary())
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 1, text.buffers())
+    parquet.write_table(pyarrow.table({"input_ids": column}), file)
+    with pytest.raises(DataError) as error:
+        rows_in(str(file), is_tokenized=True)
+    assert (error.value.code, error.value.where) == ("data.not-utf8", f"{file}: row 1")
+
+
 @pytest.mark.parametrize(
     "record",
     [
