@@ -80,14 +80,14 @@ def run_ranks(num_ranks: int, script: str, *args: str) -> None:
     """Run a script under torchrun, one thread per rank, with these packages importable."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
     torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _path(ROOT)}
     subprocess.run([*torchrun, script, *args], check=True, env=environment)
 
 
 def run_runner(*arguments: object, checkout: Path = ROOT, **environment: str) -> None:
     """Run a command of `runner` of a checkout quietly, one thread per rank."""
     command = [sys.executable, "-c", "from runner.cli import main; main()", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout), **environment}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _path(checkout), **environment}
     subprocess.run(
         command, cwd=checkout, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
     )
@@ -194,6 +194,11 @@ def write_result(result: Mapping[str, Any], out: str | None) -> None:
     print(text, end="")
     if out:
         Path(out).write_text(text)
+
+
+def _path(checkout: Path) -> str:
+    """Return this process's PYTHONPATH, which may have packages that .venv lacks, after a checkout."""
+    return os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
 
 
 def _environment() -> dict[str, str]:
