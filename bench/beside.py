@@ -1,8 +1,9 @@
 """Time the steps of `runner launch` while a checkpoint is saved, beside those of the same run when none is.
 
-    python bench/beside.py [--runs 3] [--steps 13] [--every 5] [--folder DIR] [--out bench/results/beside.json]
+    python bench/beside.py [--runs 3] [--device cuda] [--steps 13] [--every 5] [--folder DIR] [--out FILE]
 
-Two pipeline ranks of one thread each on a machine of two cores, so that training keeps the cores busy. A step is beside
+Two pipeline ranks of one thread each on a machine of two cores, so that training keeps the cores busy; with --device
+cuda one rank on a GPU, which trains in bfloat16 with masters in float32 and saves while its step runs. A step is beside
 a save if it begins after training resumed and before the checkpoint is committed; its time is that between the ends of
 two steps without the pause for the copy, `stall_s`, which bench/saving.py compares with a copy. The first
 steps, and those until the save after the last one, do not count.
@@ -14,7 +15,8 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,49 +25,69 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import measure
 
 CONFIG = {**measure.LLAMA, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
-SEQ_LEN = 64
+GPU_CONFIG = {**CONFIG, "num_hidden_layers": 24, "vocab_size": 32000, "max_position_embeddings": 2048}
+GPU_FLAGS = ("--device", "cuda", "--dtype", "bf16", "--master-dtype", "fp32", "--seq-len", 2048, "--microbatch", 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    config: Mapping[str, Any]
+    num_ranks: int
+    num_steps: int
+    every: int
+    flags: tuple[object, ...]
+
+
+CASES = {
+    "cpu": Case(config=CONFIG, num_ranks=2, num_steps=13, every=5, flags=("--seq-len", 64, "--microbatch", 1)),
+    "cuda": Case(config=GPU_CONFIG, num_ranks=1, num_steps=150, every=50, flags=GPU_FLAGS),
+}
+_WHERE = {"cpu": "two ranks and two cores", "cuda": "one rank and a GPU"}
 
 
 def main() -> None:
     parser = measure.options_of(__doc__, runs=3)
-    parser.add_argument("--steps", type=int, default=13)
-    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--device", choices=tuple(CASES), default="cpu")
+    parser.add_argument("--steps", type=int, help="of a run")
+    parser.add_argument("--every", type=int, help="steps between checkpoints")
     options = parser.parse_args()
+    case = CASES[options.device]
+    case = replace(case, num_steps=options.steps or case.num_steps, every=options.every or case.every)
     load = [measure.load_average()]
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-beside-") as scratch:
         root = Path(scratch)
-        measure.write_llama(root / "model", CONFIG)
-        measure.run_quietly(
-            [*measure.RESHARD, "pack", str(root / "model"), "--layout", "pp=2", "--out", str(root / "packed")]
-        )
+        measure.write_llama(root / "model", case.config)
+        layout = ["--layout", f"pp={case.num_ranks}", "--out", str(root / "packed")]
+        measure.run_quietly([*measure.RESHARD, "pack", str(root / "model"), *layout])
         runs = []
         for _ in range(options.runs):
-            runs.append(run(root, options.steps, options.every))
+            runs.append(run(root, case))
             print(runs[-1], file=sys.stderr)
     result = {
-        "what": "steps of runner launch on two ranks and two cores while a checkpoint is saved, and when none is",
+        "what": f"steps of runner launch on {_WHERE[options.device]} while a checkpoint is saved, and when none is",
         **measure.circumstances(),
         "load_average": [*load, measure.load_average()],
+        "device": options.device,
         "turns": options.runs,
-        "model": CONFIG,
+        "model": case.config,
         "ratio": round(statistics.median(row["ratio"] for row in runs), 3),
         "runs": {str(number): row for number, row in enumerate(runs, 1)},
     }
     measure.write_result(result, options.out)
 
 
-def run(root: Path, num_steps: int, every: int) -> dict[str, Any]:
+def run(root: Path, case: Case) -> dict[str, Any]:
     """Train, and compare the steps of one run."""
     with tempfile.TemporaryDirectory(dir=root) as folder:
         log = Path(folder, "log")
         measure.run_runner(
-            "launch", root / "packed", "--nproc-per-node", 2, "--log-dir", log, "--", "--data", "synthetic",
-            "--seq-len", SEQ_LEN, "--global-batch", measure.GLOBAL_BATCH, "--microbatch", 1, "--steps", num_steps,
-            "--checkpoint", Path(folder, "saved"), "--checkpoint-every", every, "--no-self-check",
+            "launch", root / "packed", "--nproc-per-node", case.num_ranks, "--log-dir", log, "--",
+            "--data", "synthetic", "--global-batch", measure.GLOBAL_BATCH, "--steps", case.num_steps, *case.flags,
+            "--checkpoint", Path(folder, "saved"), "--checkpoint-every", case.every, "--no-self-check",
         )  # fmt: skip
         lines = [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
-    saves = [line for line in lines if "save_s" in line and line["step"] < num_steps]
+    saves = [line for line in lines if "save_s" in line and line["step"] < case.num_steps]
     ends_s = {line["step"]: line["time"] for line in steps}
     spans = [(ends_s[save["step"]] + save["stall_s"], save["save_s"]) for save in saves]
     beside, alone = list[float](), list[float]()

@@ -1,6 +1,6 @@
 """What must not grow: memory with microbatches, data with replicas, and rank 0's work beside the model with ranks.
 
-    python bench/growth.py [--runs 5] [--folder DIR] [--out bench/results/growth.json]
+    python bench/growth.py [--runs 5] [--device cuda] [--folder DIR] [--out bench/results/growth.json]
 
 - `memory`: planned bytes of the largest rank of a Llama 70B at pp 16, sequence 8192, bf16, by schedule, with 8, 64 and
   512 microbatches; with 8 the pipeline is not full yet, so 512 is compared with 64.
@@ -9,7 +9,8 @@
 - `clock`: what rank 0 of Interleaved1F1B at pp 64, vpp 4, 256 microbatches does in a step besides the model's actions,
   by the processor time of its main thread: reading the times of its actions, and handing those of all ranks to the
   process that splits them, as often as that is done; also the seconds until that process has split them.
-- `norm`: the norm of 51 M float32 gradients as it is computed on CPUs, beside one `torch._foreach_norm` in float64.
+- `norm`: the norm of 51 M float32 gradients as it is computed, beside one `torch._foreach_norm` in float64. With
+  --device cuda this alone, on a GPU.
 """
 
 from __future__ import annotations
@@ -183,22 +184,28 @@ def clock(runs: int) -> dict[str, Any]:
     }
 
 
-def norm(runs: int) -> dict[str, dict[str, Any]]:
-    """Time both norms in turn, by processor time, of 51 M gradients in many tensors and in one."""
+def norm(runs: int, device: str) -> dict[str, dict[str, Any]]:
+    """Time both norms of 51 M gradients, in many tensors and in one, in turn: CPU time, or until a GPU is done."""
     import torch
 
     from runner.training.gradient_norm import sum_squares
 
     torch.set_num_threads(1)
-    layers, embedding = [torch.randn(1024, 1024) for _ in range(49)], [torch.randn(50176, 1024)]
+    layers, embedding = ([torch.randn(size, 1024, device=device) for size in sizes] for sizes in (49 * [1024], [50176]))
 
     def foreach(gradients: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square()
 
     def timed(squares: Callable[[list[torch.Tensor]], torch.Tensor], gradients: list[torch.Tensor]) -> float:
-        begun_s = time.process_time()
+        if device == "cpu":
+            begun_s = time.process_time()
+            squares(gradients)
+            return time.process_time() - begun_s
+        torch.cuda.synchronize()
+        begun_s = time.perf_counter()
         squares(gradients)
-        return time.process_time() - begun_s
+        torch.cuda.synchronize()
+        return time.perf_counter() - begun_s
 
     rows = {}
     for name, gradients in (("of a Llama's layers", layers), ("an embedding", embedding)):
@@ -207,8 +214,8 @@ def norm(runs: int) -> dict[str, dict[str, Any]]:
         turns = measure.take_turns(ways, runs)
         rows[name] = {
             "elements": sum(gradient.numel() for gradient in gradients),
-            "ms": round(statistics.median(turn["ours"] for turn in turns) * 1e3, 1),
-            "ms of foreach": round(statistics.median(turn["foreach"] for turn in turns) * 1e3, 1),
+            "ms": round(statistics.median(turn["ours"] for turn in turns) * 1e3, 3),
+            "ms of foreach": round(statistics.median(turn["foreach"] for turn in turns) * 1e3, 3),
             "ratio": measure.median_ratio((turn["ours"] for turn in turns), (turn["foreach"] for turn in turns)),
         }
     return rows
@@ -216,14 +223,21 @@ def norm(runs: int) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     parser = measure.options_of(__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
-    load = [measure.load_average()]
-    with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-growth-") as scratch:
-        parts: dict[str, Any] = {"data": data(Path(scratch)), "memory": memory(Path(scratch))}
-    parts |= {"clock": clock(options.runs), "norm": norm(options.runs)}
+    load, parts = [measure.load_average()], dict[str, Any]()
+    what = "the norm of 51 M gradients on a GPU"
+    if options.device == "cpu":
+        what = (
+            "what must not grow with microbatches, replicas and ranks: planned memory, processor time of data, of "
+            "rank 0's clock, and of a norm"
+        )
+        with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-growth-") as scratch:
+            parts |= {"data": data(Path(scratch)), "memory": memory(Path(scratch))}
+        parts |= {"clock": clock(options.runs)}
+    parts |= {"norm": norm(options.runs, options.device)}
     result = {
-        "what": "what must not grow with microbatches, replicas and ranks: planned memory, processor time of data, of "
-        "rank 0's clock, and of a norm",
+        "what": what,
         **measure.circumstances(),
         "load_average": [*load, measure.load_average()],
         "turns": options.runs,

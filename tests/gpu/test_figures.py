@@ -59,7 +59,7 @@ def test_stage_is_loaded_as_safetensors_loads_it(device: str, dtype: torch.dtype
 @on_devices
 def test_load_beside_other_loaders(device: str, tmp_path: Path, record: Record) -> None:
     is_gpu = device == "cuda"
-    size = ("--gb", "4", "--runs", "1") if is_gpu else ("--gb", "0.02", "--width", "128", "--runs", "1")
+    size = ("--gb", "4", "--runs", "3") if is_gpu else ("--gb", "0.02", "--width", "128", "--runs", "1")
     result = figures(device, tmp_path, "load.py", *size)
     record("load", result)
     assert {"runner", "load_file"} <= result["warm"].keys()
@@ -76,6 +76,20 @@ def test_pause_of_a_save_beside_a_plain_copy(device: str, tmp_path: Path, record
     assert len(rank["stall_s"]) == result["turns"]
     if is_gpu:
         assert rank["ratio"] <= 1.5
+
+
+@on_devices
+def test_step_beside_a_save(device: str, tmp_path: Path, record: Record) -> None:
+    result = figures(device, tmp_path, "beside.py", *(() if device == "cuda" else ("--runs", "1")))
+    record("beside", result)
+    for run in result["runs"].values():
+        assert run["steps beside"]
+        assert run["steps alone"]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_norm_beside_one_in_float64(device: str, tmp_path: Path, record: Record) -> None:
+    record("norm", figures(device, tmp_path, "growth.py", "--runs", "99"))
 
 
 @on_devices
