@@ -48,6 +48,7 @@ def merge(
     Example:
       reshard merge ./Llama-3.2-1B ./adapter --out ./Llama-3.2-1B-merged
     """
+    from reshard.formatting import counted
     from reshard.packing.merge import merge as run
 
     with options.progress("merge", quiet) as progress:
@@ -57,5 +58,6 @@ def merge(
         as_json,
         lambda: {"version": 1, "out": str(out), "num_files": done.num_files, "nbytes": done.nbytes,
                  "num_merged": done.num_merged},
-        lambda: f"merged {done.num_merged} tensors; wrote {done.num_files} files, {show_bytes(done.nbytes)}: {out}",
+        lambda: f"merged {done.num_merged} tensors; wrote {counted(done.num_files, 'file')}, "
+                f"{show_bytes(done.nbytes)}: {out}",
     )  # fmt: skip

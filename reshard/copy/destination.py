@@ -60,7 +60,7 @@ class Target(Protocol):
         ...
 
 
-def check_apart(out: Address, checkpoint: Checkpoint, *, may_replace: bool) -> None:
+def check_apart(out: Address, checkpoint: Checkpoint, *, may_replace: bool, option: str = "out") -> None:
     """Refuse an output that overlaps what it is read from, whichever names lead there.
 
     With `may_replace`, a manifest may be replaced by its own repack, which has the same bytes.
@@ -71,10 +71,10 @@ def check_apart(out: Address, checkpoint: Checkpoint, *, may_replace: bool) -> N
         if is_inside(place, origin) or is_inside(origin, place):
             inner, outer = (out, source) if is_inside(place, origin) else (source, out)
             problem = f"overlaps the source: {inner} is inside {outer}"
-            raise UsageError(Parameter("out"), problem, "choose a folder beside it", code="output.overlaps-source")
+            raise UsageError(Parameter(option), problem, "choose a folder beside it", code="output.overlaps-source")
         if place == origin and not (may_replace and number == 0):
-            problem = f"is the source itself, which {Parameter('force', True)} does not replace"
-            raise OutputError(str(out), problem, f"choose another {Parameter('out')}", code="output.overlaps-source")
+            problem, hint = "is the source itself, which is never replaced", f"choose another {Parameter(option)}"
+            raise OutputError(str(out), problem, hint, code="output.overlaps-source")
 
 
 def check_space(needed_nbytes: int, free_nbytes: int, folder: Path) -> None:

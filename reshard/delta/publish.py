@@ -105,7 +105,7 @@ def publish_delta(
     check_choice(Parameter("dtype"), dtype, get_args(ExportDtype))
     check_packages()
     opened = open_source(str(source))
-    check_apart(_address(chain), opened, may_replace=False)
+    check_apart(_address(chain), opened, may_replace=False, option="chain")
     new = with_config_for(cast_checkpoint(opened, dtype), dtype)
     with _publishing(_address(chain)) as spool:
         opened_chain = open_chain(chain)

@@ -95,7 +95,7 @@ def export_json(done: ExportResult, form: str, out: Address) -> dict[str, Any]:
 
 def export_text(done: ExportResult, form: str, names: str, dtype: ExportDtype, out: Address) -> str:
     _, target = export_targets()[form]
-    written = f"exported {done.num_files} files, {show_bytes(done.nbytes)}"
+    written = f"exported {counted(done.num_files, 'file')}, {show_bytes(done.nbytes)}"
     if target.reader:
         lines = [f"{written}, for {target.reader.format(out=out)}", *target.notes.get(names, "").splitlines()]
         return "\n".join(lines + [f"cast {num} tensors from {a} to {b}" for (a, b), num in done.casts.items()])
@@ -158,7 +158,7 @@ def push_json(done: PushResult) -> dict[str, Any]:
 def push_text(done: PushResult, folder: Path) -> str:
     place = done.repository + (f"@{done.branch}" if done.branch != "main" else "")
     kind = "private" if done.is_private else "public"
-    size = f"{done.num_files} files, {show_bytes(done.nbytes)}"
+    size = f"{counted(done.num_files, 'file')}, {show_bytes(done.nbytes)}"
     if not done.is_new:
         return f"{place} ({kind}) has all of {shlex.quote(str(folder))} already: {size}, commit {done.revision[:12]}"
     removed = [f"removed, of another model: {', '.join(done.removed)}"] if done.removed else []
@@ -338,7 +338,7 @@ def listing_json(listing: Listing, with_tensors: bool) -> dict[str, Any]:
 def listing_text(listing: Listing, with_tensors: bool) -> str:
     rows = [(part, str(num), show_bytes(nbytes)) for part, num, nbytes in _parts(listing)]
     lines = [
-        f"{listing.title}, {listing.num_files} files",
+        f"{listing.title}, {counted(listing.num_files, 'file')}",
         table(("part", "tensors", "bytes"), rows, left_columns=frozenset({"part"})),
     ]
     if listing.others:

@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from manifests.digest import PREFIX, digest_bytes, is_digest, split_digests
-from manifests.errors import SourceError
+from manifests.errors import Parameter, SourceError
 from manifests.index import ADAPTER_NAMES, INDEX_NAME
 from manifests.jsontext import parse_json_object
 from manifests.paths import problem_with_path
@@ -116,8 +116,9 @@ class Chain:
     def version(self, number: int) -> Version:
         """Read the index of a version."""
         if number not in self.numbers:
-            there = f"from {self.numbers[0]} to {self.numbers[-1]}" if self.numbers else "none"
-            problem, hint = f"no version {number}; there are {there}", "reshard delta log CHAIN lists them"
+            ends = dict.fromkeys(self.numbers[:1] + self.numbers[-1:])
+            there = " to ".join(map(str, ends)) or "none"
+            problem, hint = f"no version {number}; the chain has {there}", "reshard delta log CHAIN lists them"
             raise SourceError(str(self), problem, hint, code="source.no-version")
         return _read_version(self.folder, number)
 
@@ -167,7 +168,9 @@ def open_versions(address: Address) -> Chain:
     """Open a chain that has versions."""
     chain = open_chain(address)
     if not chain.numbers:
+        place, number = split_version(str(address))
         hint = "check the path for typos; reshard delta publish writes the first one"
+        hint = hint if number is None else f"name {place}, and the version as {Parameter('version', number)}"
         raise SourceError(str(chain), "has no versions", hint, code="source.no-version")
     return chain
 

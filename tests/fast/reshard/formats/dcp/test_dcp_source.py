@@ -325,7 +325,7 @@ def test_inspect_lists_what_torch_saved(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     torch.save(state, tmp_path / "bin" / "pytorch_model.bin")
     assert reshard("inspect", tmp_path / "bin", "--json").json["parts"]["model"]["nbytes"] == nbytes
-    assert reshard("inspect", source).out.startswith("torch.distributed.checkpoint, 1 files")
+    assert reshard("inspect", source).out.startswith("torch.distributed.checkpoint, 1 file\n")
 
 
 def entry_of(metadata: Any) -> Any:
