@@ -75,6 +75,9 @@ class Strike:
     times: int = 1
 
 
+PAGE_KEYS = 100  # in an answer to a listing; S3 gives 1000
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MotoServer:
     endpoint: str
@@ -137,8 +140,9 @@ class MotoServer:
         self.fail()
         client = self.client()
         for bucket in (each["Name"] for each in client.list_buckets()["Buckets"]):
-            for key in self._keys(client, bucket):
-                client.delete_object(Bucket=bucket, Key=key)
+            keys = [{"Key": key} for key in self._keys(client, bucket)]
+            for at in range(0, len(keys), 1000):
+                client.delete_objects(Bucket=bucket, Delete={"Objects": keys[at : at + 1000]})
             for upload in client.list_multipart_uploads(Bucket=bucket).get("Uploads", ()):
                 client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
         self.log.write_text("")
@@ -315,6 +319,7 @@ def _serve(log: Path) -> None:
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
     from werkzeug.serving import make_server
 
+    os.environ["MOTO_S3_DEFAULT_MAX_KEYS"] = str(PAGE_KEYS)
     application = _Watched(DomainDispatcherApplication(create_backend_app), log)
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler)
     print(server.port, flush=True)

@@ -7,7 +7,6 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from stores.objects.store import open_objects
 from stores.open import open_store
 from tests.builders import Tensor, write_safetensors
 from tests.process.stores.objects.buckets import BUCKET, MIB, become, measured, problem, refusal
-from tests.servers.s3 import Fault, MotoServer
+from tests.servers.s3 import PAGE_KEYS, Fault, MotoServer
 
 
 def put(moto: MotoServer, key: str, data: bytes) -> bytes:
@@ -59,10 +58,11 @@ def test_names_are_those_below_the_prefix_and_no_others(moto: MotoServer) -> Non
 
 
 def test_names_come_from_as_many_pages_as_there_are(moto: MotoServer) -> None:
-    client, names = moto.client(), [f"{number:04}" for number in range(1001)]  # a page has 1000
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda name: client.put_object(Bucket=BUCKET, Key=f"pages/{name}", Body=b""), names))
+    names = [f"{number:04}" for number in range(PAGE_KEYS + 1)]
+    for name in names:
+        put(moto, f"pages/{name}", b"")
     assert list(open_objects(f"s3://{BUCKET}/pages").names()) == names
+    assert sum("prefix=pages" in request.query for request in moto.requests("GET", BUCKET)) == 2
 
 
 @pytest.mark.parametrize("key", ["hostile-1/../x", "hostile-2/a//b"])
