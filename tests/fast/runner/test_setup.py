@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from manifests.errors import ModelError
 from runner import setup
@@ -25,14 +23,9 @@ from stores.open import open_manifest
 from tests.builders import pack
 from tests.fast.runner.tiny import save_model
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 LIMIT_S = 60
-
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

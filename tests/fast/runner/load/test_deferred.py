@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from blake3 import blake3
 
 from manifests.errors import RankError, ShardError
@@ -23,14 +22,9 @@ from stores.base import Range, Reader
 from stores.bundles import TensorAt
 from stores.local import LocalFile
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 DATA = bytes(range(256))
-
-
-@pytest.fixture(autouse=True)
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @dataclass(frozen=True, slots=True)

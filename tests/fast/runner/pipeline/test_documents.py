@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from torch import distributed as dist
 from torch import nn
 
 from manifests.errors import UserError
@@ -34,13 +31,6 @@ LEAKING = (
 FEW = ("BioGptForCausalLM", "DeepseekV32ForCausalLM", "Lfm2ForCausalLM")
 
 
-@pytest.fixture
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     ("architecture", "num_stages"),
     [
@@ -57,6 +47,7 @@ def test_packed_documents_train_as_each_by_itself(architecture: str, num_stages:
     assert max(gradients.values()) <= alone.tolerance
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     "architecture",
     [
@@ -65,7 +56,7 @@ def test_packed_documents_train_as_each_by_itself(architecture: str, num_stages:
         if generic_entry(name) is not None
     ],
 )
-def test_architectures_keep_documents_apart_or_are_refused(architecture: str, world: None) -> None:
+def test_architectures_keep_documents_apart_or_are_refused(architecture: str) -> None:
     run = combination(architecture, 1, "--document-mask", "--microbatch", "2")
     if architecture not in LEAKING:
         assert prove(run)["gradient"] <= 1e-4

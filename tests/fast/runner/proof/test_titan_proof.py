@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed as dist
 
 from runner.models import torchtitan
 from runner.models.titan_modules import RMSNorm
@@ -19,19 +18,14 @@ from tests.fast.runner.models.decoders import Variant, variant_ids
 from tests.fast.runner.models.titans import LLAMAS
 from tests.fast.runner.proof.combinations import titan_combination
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 64}  # fmt: skip
 STRETCHED: Variant = ("tiny-llama", {"rope_scaling": LLAMA_3, "max_position_embeddings": 512})
 TIED: Variant = ("tiny-llama", {"tie_word_embeddings": True})
 FEW = (STRETCHED, TIED)
 REST = LLAMAS
-
-
-@pytest.fixture(autouse=True)
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def combination_of(variant: Variant, *flags: str) -> Combination:
