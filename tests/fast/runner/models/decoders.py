@@ -41,11 +41,14 @@ def variant_ids(variants: Iterable[Variant]) -> list[str]:
     return [" ".join([name, *(f"{key}={value}" for key, value in changes.items())])[:80] for name, changes in variants]
 
 
-def save_decoder(folder: Path, name: str, **changes: Any) -> Any:
-    """Save a random model, and give it."""
+def save_decoder(folder: Path, name: str, **changes: Any) -> None:
+    """Save a random model; the biases that steer a choice of experts are random too."""
     model = perturb(build(read_config(name, **changes)))
+    generator = torch.Generator().manual_seed(2)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) / 10)
     model.save_pretrained(folder)
-    return model
 
 
 def name_as_openai_did(folder: Path) -> None:

@@ -17,65 +17,20 @@ from manifests.models import model_shape
 from runner.bundle.packed import open_packed
 from runner.checkpoint.state import held_weights
 from runner.load.load import load_tensors
-from runner.models import Family, family_for
+from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
 from stores.bundles import Bundles
 from tests.builders import Tensor, pack, reshard
 from tests.fast.manifests.models.built import read_config
 from tests.fast.reshard.transforms.test_dequantize import MXFP4, fp8, values_in, write_quantized
-from tests.fast.runner.models.titans import save_titan
+from tests.fast.runner.models.decoders import save_decoder
 from tests.fast.runner.tiny import CPU, split_evenly
 
 TINY = ("tiny-deepseek-v3", "tiny-gpt-oss", "tiny-llama", "tiny-mistral", "tiny-qwen3", "tiny-qwen3-moe")
-# Fields as on the hub.
-MISTRAL: dict[str, Any] = {
-    "architectures": ["MistralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "hidden_act": "silu",
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-}  # fmt: skip
-QWEN3: dict[str, Any] = {
-    **read_config("qwen3-32b"), "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
-}  # fmt: skip
-TRUE: dict[str, dict[str, Any]] = {
-    **{name: read_config(name) for name in ("deepseek-v3", "gpt-oss-120b", "qwen3-235b-a22b", "qwen3-32b")},
-    "deepseek-r1": {**read_config("deepseek-v3"), "num_nextn_predict_layers": 1, "aux_loss_alpha": 0.001},
-    "gpt-oss-20b": {**read_config("gpt-oss-120b"), "num_hidden_layers": 24, "num_local_experts": 32,
-                    "layer_types": ["sliding_attention", "full_attention"] * 12},
-    "mistral-7b-v0.1": {**MISTRAL, "vocab_size": 32000, "sliding_window": 4096, "rope_theta": 10000.0},
-    "mistral-7b-v0.3": {**MISTRAL, "vocab_size": 32768, "sliding_window": None, "rope_theta": 1000000.0},
-    "qwen3-0.6b": QWEN3,
-    "qwen3-8b": {**read_config("qwen3-32b"), "hidden_size": 4096, "intermediate_size": 12288,
-                 "num_hidden_layers": 36, "num_attention_heads": 32},
-    "qwen3-30b-a3b": {**read_config("qwen3-235b-a22b"), "hidden_size": 2048, "intermediate_size": 6144,
-                      "moe_intermediate_size": 768, "num_attention_heads": 32, "num_hidden_layers": 48},
-}  # fmt: skip
-
-
-def plain(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: found for name, found in config.items() if name != "quantization_config"}
-
-
-def built_tensors(family: Family, modules: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    (chunk,) = build_chunks(family, (modules,), (0,))
-    pieces = [*hf_pieces(chunk), *hf_constants(chunk)]
-    assert all(piece.is_whole for piece in pieces)
-    found = {piece.fqn: piece.shape for piece in pieces}
-    assert len(found) == len(pieces)
-    return found
-
-
-@pytest.mark.parametrize("name", TRUE)
-def test_stage_of_a_true_model_is_built_without_memory_and_holds_its_own_tensors(name: str) -> None:
-    config = plain(TRUE[name])
-    family, shape = family_for(config, max_seq_len=4096), model_shape(config)
-    modules = (*family.modules[:2], *family.modules[-4:-2])
-    body, owned = family.build(modules), shape.by_module()
-    assert all(tensor.is_meta for tensor in (*body.parameters(), *body.buffers()))
-    assert built_tensors(family, modules) == {fqn: shape.tensors[fqn] for module in modules for fqn in owned[module]}
 
 
 def packed_titan(folder: Path, name: str) -> Bundles:
-    save_titan(folder / "source", name)
+    save_decoder(folder / "source", name)
     pack(folder / "source", folder / "packed", "pp=2", "--quiet")
     launched = open_packed(folder / "packed")
     return Bundles(launched.manifest, launched.root)

@@ -1,4 +1,4 @@
-"""Architectures that torchtitan has, too, on transformers' own model classes, bit for bit."""
+"""Architectures that torchtitan has, too, on its modules and on transformers' own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from runner.models import family_for
 from runner.models.generic import Generic
 from runner.pipeline.chunk import hf_constants
 from tests.fast.manifests.models.built import read_config
-from tests.fast.runner.models.decoders import SEQ_LEN, Variant, variant_ids
+from tests.fast.runner.models.decoders import SEQ_LEN, Variant, save_decoder, variant_ids
 from tests.fast.runner.models.titans import (
     LLAMAS,
-    TITAN_CASES,
     batch_of,
     chunks_of,
     forward,
@@ -25,36 +24,12 @@ from tests.fast.runner.models.titans import (
     in_files,
     load,
     loss_of,
-    save_titan,
     worst,
 )
 
 
-@pytest.mark.parametrize("variant", TITAN_CASES)
-def test_logits_and_gradients_are_bitwise_those_of_transformers_however_it_is_cut(
-    variant: Variant, tmp_path: Path
-) -> None:
-    name, changes = variant
-    save_titan(tmp_path, name, **changes)
-    batch, tied = batch_of(0), bool(changes.get("tie_word_embeddings"))
-    aligned = "moe_intermediate_size" not in changes  # else transformers' grouped products refuse it
-    model = load(tmp_path, experts=None if aligned else "eager")
-    expected = model(batch.tokens).logits
-    torch.autograd.backward(loss_of(expected, batch))
-    gradients = in_files(model, tmp_path, gradients=True)
-    assert expected.abs().max() > 0.5
-    for num_stages in (1, 3):
-        chunks = chunks_of(tmp_path, num_stages, implementation="transformers")
-        logits = forward(chunks, batch.tokens)
-        torch.autograd.backward(loss_of(logits, batch))
-        assert torch.equal(logits, expected)
-        found = gradients_in(chunks, tied=tied)
-        assert found.keys() == gradients.keys()
-        assert [fqn for fqn, gradient in found.items() if not torch.equal(gradient, gradients[fqn])] == []
-
-
 def test_bias_that_steers_experts_stays_float32_in_bf16(tmp_path: Path) -> None:
-    save_titan(tmp_path, "tiny-deepseek-v3")
+    save_decoder(tmp_path, "tiny-deepseek-v3")
     chunks = chunks_of(tmp_path, 2, torch.bfloat16, implementation="transformers")
     constants = [piece for chunk in chunks for piece in hf_constants(chunk)]
     assert constants
@@ -103,7 +78,7 @@ def test_logits_and_gradients_are_those_of_transformers_and_cutting_changes_no_b
     variant: Variant, tmp_path: Path
 ) -> None:
     name, changes = variant
-    save_titan(tmp_path, name, **changes)
+    save_decoder(tmp_path, name, **changes)
     model, batch, tied = load(tmp_path), batch_of(0), bool(changes.get("tie_word_embeddings"))
     expected = model(batch.tokens).logits
     torch.autograd.backward(loss_of(expected, batch))
@@ -125,7 +100,7 @@ def test_logits_and_gradients_are_those_of_transformers_and_cutting_changes_no_b
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-deepseek-v3"])
 def test_in_bf16_logits_are_near_and_what_is_not_trained_stays_exact(name: str, tmp_path: Path) -> None:
-    save_titan(tmp_path, name)
+    save_decoder(tmp_path, name)
     batch, exact, half = batch_of(0), chunks_of(tmp_path, 2), chunks_of(tmp_path, 2, torch.bfloat16)
     with torch.no_grad():
         expected, found = forward(exact, batch.tokens), forward(half, batch.tokens)

@@ -18,9 +18,9 @@ from manifests.errors import InputError, UserError
 from manifests.models import ARCHITECTURES, model_shape
 from manifests.models.trainable import ON_TORCHTITAN, is_generic
 from runner.models import family_for, generic
-from runner.pipeline.chunk import StageChunk, build_chunks
+from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
 from runner.training.rng import seed_rng
-from tests.fast.manifests.models.built import DECODERS, TINY, TRUE_DECODERS, read_config
+from tests.fast.manifests.models.built import DECODERS, TINY, TRUE, TRUE_DECODERS, read_config
 from tests.fast.runner.models.decoders import SEQ_LEN, fill_pieces, save_decoder
 from tests.fast.runner.tiny import split_evenly
 
@@ -50,18 +50,15 @@ def test_every_architecture_described_by_hand_trains_by_the_catalogue_or_on_torc
     assert all(map(is_generic, architectures))
 
 
-@pytest.mark.parametrize("name", TRUE_DECODERS)
+@pytest.mark.parametrize("name", [*TRUE_DECODERS, *TRUE])
 def test_stage_of_a_true_model_is_built_without_memory_and_holds_its_own_tensors(name: str) -> None:
     config = read_config(name)
-    family, shape = family_for(config, max_seq_len=16), model_shape(config)
-    modules = family.modules[1:4]
-    body = family.build(modules)
-    assert all(parameter.is_meta for parameter in body.parameters())
-    found = {
-        piece.fqn: tuple(piece.memory.shape)
-        for name, parameter in body.named_parameters()
-        for piece in family.pieces(name, parameter, (0,) * parameter.dim())
-    }
+    config.pop("quantization_config", None)
+    family, shape = family_for(config, max_seq_len=16, implementation="transformers"), model_shape(config)
+    modules = (*family.modules[1:3], *family.modules[-4:-2])
+    (chunk,) = build_chunks(family, (modules,), (0,))
+    assert all(tensor.is_meta for tensor in (*chunk.parameters(), *chunk.buffers()))
+    found = {piece.fqn: piece.shape for piece in (*hf_pieces(chunk), *hf_constants(chunk))}
     by_module = shape.by_module()
     assert found == {fqn: shape.tensors[fqn] for module in modules for fqn in by_module[module]}
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -17,10 +16,8 @@ from manifests.models.trainable import Implementation
 from runner.data.sequences import IGNORED, Batch
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_pieces
-from tests.fast.manifests.models.built import build, perturb
-from tests.fast.manifests.models.built import read_config as tiny_config
-from tests.fast.runner.models.decoders import SEQ_LEN, Variant, fill_pieces, variant_ids
-from tests.fast.runner.tiny import EMBEDDING, HEAD, padded_batch, read_config, split_evenly
+from tests.fast.runner.models.decoders import SEQ_LEN, Variant, fill_pieces, tied_name
+from tests.fast.runner.tiny import HEAD, padded_batch, read_config, split_evenly
 
 NOTHING: Mapping[str, object] = MappingProxyType({})
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 0.5}
@@ -47,22 +44,7 @@ TITANS: tuple[Variant, ...] = (
     ("tiny-llama", {"rope_theta": 500.0, "head_dim": 10, "num_key_value_heads": 4}),
     ("tiny-llama", {"rope_scaling": YARN, "max_position_embeddings": 64}),
 )
-# Those with fields that others have as well are compared among the slow tests.
-TITAN_CASES = [
-    pytest.param(variant, id=name, marks=pytest.mark.slow if row in (0, 1, 4, 6, 9, 13, 15) else ())
-    for row, (variant, name) in enumerate(zip(TITANS, variant_ids(TITANS), strict=True))
-]
 LLAMAS = tuple(variant for variant in TITANS if variant[0] == "tiny-llama")  # on torchtitan's modules by default
-
-
-def save_titan(folder: Path, name: str, **changes: Any) -> None:
-    """Save a random model; the biases that steer a choice of experts are random too."""
-    model = perturb(build(tiny_config(name, **changes)))
-    generator = torch.Generator().manual_seed(2)
-    for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.randn(buffer.shape, generator=generator) / 10)
-    model.save_pretrained(folder)
 
 
 def load(folder: Path, experts: str | None = "eager") -> Any:
@@ -118,7 +100,8 @@ def gradients_in(chunks: Iterable[StageChunk], *, tied: bool) -> dict[str, torch
     pieces = (piece for chunk in chunks for piece in hf_pieces(chunk, lambda weight: weight.grad))
     found = {piece.fqn: piece.memory for piece in pieces}
     if tied:
-        found[EMBEDDING] = found[EMBEDDING] + found.pop(HEAD)
+        owner = tied_name(found)
+        found[owner] = found[owner] + found.pop(HEAD)
     return found
 
 

@@ -19,9 +19,8 @@ from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.training.activation_checkpoint import apply_compute_options
 from tests.fast.manifests.models.built import DECODERS, TINY
-from tests.fast.runner.models.decoders import Variant, fill_pieces, variant_ids
+from tests.fast.runner.models.decoders import Variant, fill_pieces, save_decoder, variant_ids
 from tests.fast.runner.models.test_families import LLAMA
-from tests.fast.runner.models.titans import save_titan
 from tests.fast.runner.tiny import padded_batch, read_config, split_evenly
 from tests.process.runner.training.memory_worker import status_nbytes
 
@@ -65,7 +64,7 @@ FEW = {CAPPED, "tiny-opt", "tiny-gpt2", "tiny-deepseek-v3", "tiny-gpt-oss", "tin
 )
 def test_head_in_chunks_gives_the_same_loss_and_gradients(variant: Variant, tmp_path: Path) -> None:
     name, changes = variant
-    save_titan(tmp_path, name, **changes)
+    save_decoder(tmp_path, name, **changes)
     loss, gradients = train(tmp_path, ComputeOptions())
     again, found = train(tmp_path, ComputeOptions(loss_chunk=7))
     assert again == pytest.approx(loss, rel=1e-6)
@@ -76,7 +75,7 @@ def test_head_in_chunks_gives_the_same_loss_and_gradients(variant: Variant, tmp_
 
 @pytest.mark.parametrize("changes", [{}, {"final_logit_softcapping": 5.0}])
 def test_capped_logits_are_refused_in_chunks(changes: dict[str, Any], tmp_path: Path) -> None:
-    save_titan(tmp_path, CAPPED, **changes)
+    save_decoder(tmp_path, CAPPED, **changes)
     with pytest.raises(UsageError) as refused:
         train(tmp_path, ComputeOptions(loss_chunk=7))
     assert (refused.value.where, refused.value.code) == ("--loss-chunk", "options.loss-chunk")
@@ -84,7 +83,7 @@ def test_capped_logits_are_refused_in_chunks(changes: dict[str, Any], tmp_path: 
 
 def test_head_without_its_neighbours_is_refused_in_chunks_alike(tmp_path: Path) -> None:
     """A last stage of the head alone, as narrow as it is."""
-    save_titan(tmp_path, "tiny-opt", word_embed_proj_dim=16)
+    save_decoder(tmp_path, "tiny-opt", word_embed_proj_dim=16)
     family = family_for(read_config(tmp_path), max_seq_len=BATCH.seq_len)
     chunk = StageChunk(family, 1, family.modules[-1:])
     fill_pieces([chunk], tmp_path)

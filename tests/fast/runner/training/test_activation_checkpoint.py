@@ -16,15 +16,12 @@ import torch
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from manifests.errors import ModelError
-from manifests.models.trainable import Implementation
 from manifests.models.training import Recompute
 from runner.pipeline.chunk import layers_of
 from runner.training.activation_checkpoint import recompute_layers
-from tests.fast.manifests.models.built import DECODERS
 from tests.fast.runner.models.decoders import SEQ_LEN, Variant, save_decoder, variant_ids
 from tests.fast.runner.models.titans import (
     LLAMAS,
-    TITANS,
     batch_of,
     chunks_of,
     forward,
@@ -32,45 +29,33 @@ from tests.fast.runner.models.titans import (
     in_files,
     load,
     loss_of,
-    save_titan,
     worst,
 )
 from tests.fast.runner.training.test_compute import peak_nbytes_of
 
 NUM_MICROBATCHES = 3
 PARTS: Sequence[Recompute] = ("full", "selective", 2)
+FAST = ("tiny-llama", "selective")
 EACH_OR_PARTS = ("full", "selective", pytest.param(2, marks=pytest.mark.slow))  # 2: as "full", of each second layer
-FEW = (
-    ("tiny-mixtral", "transformers", "selective"),
-    ("tiny-qwen3-moe norm_topk_prob=True use_sliding_window=True sliding_window=16", "transformers", "selective"),
-    ("tiny-llama", "torchtitan", "selective"),
+
+
+@pytest.mark.parametrize(
+    ("variant", "recompute"),
+    [
+        pytest.param(*case, id=f"{name}-{case[1]}", marks=() if (name, case[1]) == FAST else pytest.mark.slow)
+        for variant, name in zip(LLAMAS, variant_ids(LLAMAS), strict=True)
+        for case in ((variant, part) for part in PARTS)
+    ],
 )
-DECODER_VARIANTS: tuple[Variant, ...] = tuple((name, {}) for name in DECODERS)
-ALL = (
-    *((variant, "transformers", part) for variant in (*DECODER_VARIANTS, *TITANS) for part in PARTS),
-    *((variant, "torchtitan", part) for variant in LLAMAS for part in PARTS),
-)
-
-
-def case(variant: Variant, implementation: str, recompute: Recompute) -> Any:
-    (label,) = variant_ids([variant])
-    is_fast = (label, implementation, recompute) in FEW
-    return pytest.param(
-        variant, implementation, recompute,
-        id=f"{label}-{implementation}-{recompute}", marks=() if is_fast else pytest.mark.slow,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("variant", "implementation", "recompute"), [case(*run) for run in ALL])
-def test_gradients_are_those_of_transformers_whole_model(
-    variant: Variant, implementation: Implementation, recompute: Recompute, tmp_path: Path
+def test_gradients_on_torchtitans_modules_are_those_of_transformers_whole_model(
+    variant: Variant, recompute: Recompute, tmp_path: Path
 ) -> None:
     name, changes = variant
-    (save_decoder if name in DECODERS else save_titan)(tmp_path, name, **changes)
+    save_decoder(tmp_path, name, **changes)
     batch, tied = batch_of(0), bool(changes.get("tie_word_embeddings"))
     model = load(tmp_path)
     torch.autograd.backward(loss_of(model(batch.tokens).logits, batch))
-    chunks = chunks_of(tmp_path, 2, implementation=implementation)
+    chunks = chunks_of(tmp_path, 2, implementation="torchtitan")
     recompute_layers(chunks, recompute)
     torch.autograd.backward(loss_of(forward(chunks, batch.tokens), batch))
     assert worst(gradients_in(chunks, tied=tied), in_files(model, tmp_path, gradients=True)) <= 1e-5
@@ -79,7 +64,7 @@ def test_gradients_are_those_of_transformers_whole_model(
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
-    save_titan(folder, "tiny-llama")
+    save_decoder(folder, "tiny-llama")
     return folder
 
 
@@ -223,7 +208,7 @@ def test_layers_run_twice_for_a_microbatch_with_dropout_too(
 
 
 def test_a_backward_in_two_parts_frees_what_it_recomputed(tmp_path: Path) -> None:
-    save_titan(tmp_path, "tiny-llama", num_hidden_layers=8)
+    save_decoder(tmp_path, "tiny-llama", num_hidden_layers=8)
     parts: Sequence[Recompute] = ("none", "full")
     peaks = [peak_nbytes_of(partial(middle_stage, tmp_path, part, is_split=True)) for part in parts]
     assert peaks[1] < 0.7 * peaks[0]

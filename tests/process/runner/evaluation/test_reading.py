@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,19 +14,16 @@ from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM
 
 import runner
 from tests.builders import pack
-from tests.fast.manifests.models.built import TINY
 from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
-from tests.fast.runner.models.decoders import VARIANTS, Variant, variant_ids
-from tests.fast.runner.models.titans import TITANS, YARN, load, save_titan
+from tests.fast.runner.models.decoders import Variant, save_decoder
+from tests.fast.runner.models.titans import load
 from tests.fast.runner.tiny import load_model, read_config, save_model
-from tests.process.local_jobs import forked_runner
 from tests.process.runner.pipeline.mtp_oracle import config_of, random_weights
 from tests.process.runner.training_jobs import job, lines_of, losses_of, run_jobs
 from tests.process.torchrun import launch
 
 WORDS = [f"w{number}" for number in range(300)]
 ENDS = {"bos_token_id": 60, "eos_token_id": 61}
-FAMILY_TEXT = "w1 w2 w3 w14 w15 w9 w26 w5 w3"
 LAYOUTS = {1: ("pp=1",), 2: ("pp=2", "pp=2,vpp=2", "pp=2,vpp=2,style=v"), 4: ("pp=4", "pp=4,vpp=2")}
 
 
@@ -82,89 +78,7 @@ def test_every_layout_evaluates_as_transformers_does(place: Path, layout: str) -
     check(place, layout)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
-    """A form of a family's model, on so many ranks."""
-
-    number: int
-    variant: Variant
-    num_ranks: int
-
-    @property
-    def name(self) -> str:
-        return f"pp={self.num_ranks} {variant_ids([self.variant])[0]}"
-
-    def folder(self, place: Path, what: str) -> Path:
-        return place / f"{self.number:03d}-{what}"
-
-
-def cases_of() -> tuple[Case, ...]:
-    """Give a model's forms on two ranks and on four in turn."""
-    forms = (*TITANS, *VARIANTS, *FORMS)
-    turns = [sum(name == form[0] for name, _ in forms[:number]) for number, form in enumerate(forms)]
-    return tuple(
-        Case(number=number, variant=form, num_ranks=(2, 4)[turn % 2])
-        for number, (form, turn) in enumerate(zip(forms, turns, strict=True))
-    )
-
-
-TIED = {"tie_word_embeddings": True}
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16}  # fmt: skip
-# What the logits' tests leave out.
-FORMS: tuple[Variant, ...] = (
-    *((name, TIED) for name in TINY if name != "tiny-qwen3"),  # which is among them
-    ("tiny-llama", {"num_key_value_heads": 1, "rope_scaling": LLAMA3}),
-    ("tiny-qwen2", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
-    ("tiny-qwen2", {"rope_scaling": YARN, "max_position_embeddings": 96, "num_key_value_heads": 4}),
-    # The texts grow longer than 64 tokens, and change to the other factors.
-    ("tiny-phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64, "num_key_value_heads": 1}),
-)
-CASES = cases_of()
-
-
-@pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What every model loses on a text: one launch for each number of ranks."""
-    place = tmp_path_factory.mktemp("families")
-    ids = {word: index for index, word in enumerate(WORDS[:60])}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    (place / "text.jsonl").write_text("".join(json.dumps({"text": FAMILY_TEXT}) + "\n" for _ in range(5)))
-    for num_ranks in (2, 4):
-        jobs, cases = [], [case for case in CASES if case.num_ranks == num_ranks]
-        for case in cases:
-            source, packed = (case.folder(place, what) for what in ("source", "packed"))
-            name, changes = case.variant
-            save_titan(source, name, **changes, **ENDS)
-            tokenizer.save(str(source / "tokenizer.json"))
-            pack(source, packed, f"pp={num_ranks}")
-            text = ["--data", str(place / "text.jsonl"), "--seq-len", "16", "--no-packing"]
-            jobs += [[str(packed), *text]]
-        (place / "jobs.json").write_text(json.dumps(jobs))
-        launch(
-            num_ranks, "runner/evaluation/reading_worker.py", place / "jobs.json", place / "found.jsonl", timeout_s=900
-        )
-        found = (place / "found.jsonl").read_text().splitlines()
-        for number, case in enumerate(cases):
-            case.folder(place, "found").write_text(found[number])
-    return place
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_family_evaluates_as_transformers_does(case: Case, families: Path) -> None:
-    loss, num_tokens = json.loads(case.folder(families, "found").read_text())
-    model = load(case.folder(families, "source")).eval()
-    ids = torch.tensor([[*(int(word[1:]) for word in FAMILY_TEXT.split()), 61]])
-    with torch.no_grad():
-        logits = model(ids[:, :-1]).logits[0].float()
-    expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:]).item()
-    assert (loss, num_tokens) == (pytest.approx(expected, rel=1e-5), 5 * (ids.shape[1] - 1))
-
-
 LENGTHS = (3, 9, 15, 16, 17, 20, 9, 12, 18)  # of documents; frequencies change after 16
 DEPENDENT: dict[str, Variant] = {
     "longrope": ("tiny-phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 16}),
@@ -183,7 +97,7 @@ def lengths(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     jobs = []
     for name, (config, changes) in DEPENDENT.items():
-        save_titan(place / name, config, **changes, **ENDS)
+        save_decoder(place / name, config, **changes, **ENDS)
         tokenizer.save(str(place / name / "tokenizer.json"))
         packed = place / f"{name}-pp=2"
         pack(place / name, packed)
@@ -198,6 +112,7 @@ def tokens_of(length: int) -> list[int]:
     return [1 + (7 * i + i * i + length) % 59 for i in range(length)]
 
 
+@pytest.mark.slow  # `tests/fast/runner/models/test_lengths.py` has the logits
 @pytest.mark.parametrize("name", DEPENDENT)
 def test_loss_is_that_of_each_text_alone_where_frequencies_depend_on_the_length(name: str, lengths: Path) -> None:
     found = [json.loads(line) for line in (lengths / "found.jsonl").read_text().splitlines()]
@@ -221,15 +136,6 @@ def loss_alone(folder: Path, windows: list[list[int]]) -> tuple[float, int]:
             logits = load(folder).eval()(torch.tensor([window[:-1]])).logits[0].float()
         total += torch.nn.functional.cross_entropy(logits, torch.tensor(window[1:]), reduction="sum").item()
     return total, sum(len(window) - 1 for window in windows)
-
-
-def test_loss_is_printed_as_one_json_object(place: Path) -> None:
-    done = forked_runner("eval", place / "pp=2", "--data", place / "text.jsonl", "--seq-len", 32, "--json")
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
-    expected, count = loss_of(load_model(place / "source"), place / "text.jsonl")
-    assert (printed["version"], printed["num_tokens"]) == (1, count)
-    assert printed["loss"] == pytest.approx(expected, rel=1e-6)
 
 
 # Evaluations between steps: their losses, and that training is the same without them.
@@ -267,7 +173,10 @@ def test_evaluations_between_steps_are_those_after_them_and_change_nothing(tmp_p
 # `runner eval` of a model with MTP layers is of the model alone, as transformers computes it.
 
 
-@pytest.mark.parametrize("layout", ["Ett|ttmL", "Et|ttt|m|L"])  # the third stage borrows the norm
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("Ett|ttmL", marks=pytest.mark.slow), "Et|ttt|m|L"],  # the third stage borrows the norm
+)
 def test_loss_is_that_of_transformers(tmp_path: Path, layout: str) -> None:
     source, rows = tmp_path / "source", torch.randint(1, 96, (6, 13), generator=torch.Generator().manual_seed(0))
     source.mkdir()

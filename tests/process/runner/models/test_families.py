@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from runner.data.sequences import Batch
 from tests.builders import pack, reshard
 from tests.fast.runner.models.decoders import name_as_openai_did, save_decoder, tied_name
-from tests.fast.runner.models.titans import in_files, load, save_titan
+from tests.fast.runner.models.titans import in_files, load
 from tests.fast.runner.tiny import HEAD
 from tests.process.runner.models.family_cases import (
     COMPILED,
@@ -52,7 +52,7 @@ class Run:
 def run_cases(place: Path, which: str, cases: tuple[Case, ...], timeout_s: int) -> Path:
     for case in cases:
         source = case.folder(place, "source")
-        save_titan(source, case.model, **case.changes)
+        save_decoder(source, case.model, **case.changes)
         if case.is_openai:
             name_as_openai_did(source)
         pack(
@@ -192,7 +192,7 @@ def test_resumed_runs_go_on_with_dropout_and_on_the_other_implementation(tmp_pat
     for name, changes in RANDOM.items():
         save_decoder(tmp_path / name / "source", name, **changes)
         jobs += whole_and_resumed(tmp_path / name)
-    save_titan(other / "source", "tiny-llama")
+    save_decoder(other / "source", "tiny-llama")
     run_jobs(2, [*jobs, *whole_and_resumed(other, "--implementation", "transformers")])
     for name in RANDOM:
         whole, resumed = (steps_of(tmp_path / name / f"{run}-log") for run in ("whole", "resumed"))

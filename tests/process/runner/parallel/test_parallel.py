@@ -21,7 +21,7 @@ from manifests.store import open_shard
 from stores.open import open_manifest
 from tests.builders import pack
 from tests.fast.manifests.models.catalogued import save_tiny
-from tests.fast.runner.models.titans import save_titan
+from tests.fast.runner.models.decoders import save_decoder
 from tests.process.runner.parallel.parallel_cases import (
     LAYOUTS,
     MODELS,
@@ -87,7 +87,7 @@ def pack_model(place: Path, model: str) -> None:
     if name in TWO_DTYPES:
         save_tiny(place / model, name)
     else:
-        save_titan(place / model, name, **changes)
+        save_decoder(place / model, name, **changes)
     for layout in LAYOUTS:
         pack(place / model, place / f"{model}-{layout}", layout)
 

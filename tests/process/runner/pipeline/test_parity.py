@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fast.runner.models.titans import save_titan
+from tests.fast.runner.models.decoders import save_decoder
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.pipeline.parity_cases import (
     CHANGES,
@@ -58,7 +58,7 @@ def save_models(models: Path, cases: Iterable[Case]) -> None:
         if not folder.exists() and family == LLAMA:
             save_model(folder, **tied)
         elif not folder.exists():
-            save_titan(folder, family, **CHANGES[family], **tied)
+            save_decoder(folder, family, **CHANGES[family], **tied)
 
 
 @pytest.fixture(scope="module")
