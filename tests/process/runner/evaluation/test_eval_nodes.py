@@ -1,4 +1,4 @@
-"""`runner eval` on two nodes, each with an address of its own, and `runner.evaluate` on one rank: the same digits."""
+"""`runner eval` by replicas, also on two nodes: the digits of `runner.evaluate` on one rank."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyarrow import parquet
@@ -16,36 +17,56 @@ import runner
 from tests.builders import pack
 from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
 from tests.fast.runner.tiny import read_config, save_model
-from tests.process.local_jobs import ROOT
+from tests.process.local_jobs import ROOT, forked_runner
 from tests.servers.network import missing_for_network, start_network
 
 MISSING = missing_for_network()
-pytestmark = [
-    pytest.mark.skipif(MISSING is not None, reason=f"no network namespaces: {MISSING}"),
-    pytest.mark.timeout(300),
-]
+pytestmark = pytest.mark.timeout(300)
 NODES = ("node1", "node2")
+READ = ("--seq-len", 16, "--microbatch", 2, "--no-self-check", "--json")
 
 
-def test_replicas_on_two_nodes_print_and_write_what_one_rank_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Save a model and a text, and pack the model for a rank and for two."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     save_model(tmp_path / "source", num_hidden_layers=2, hidden_size=32, bos_token_id=BOS, eos_token_id=EOS)
     write_tokenizer(tmp_path / "source", **read_config(tmp_path / "source"))
     for layout in ("pp=1", "pp=2"):
         pack(tmp_path / "source", tmp_path / layout, layout)
     documents = [[(number * place) % 8 for place in range(1 + 7 * number % 29)] for number in range(60)]
-    text = write_documents(tmp_path / "text.jsonl", documents)
+    write_documents(tmp_path / "text.jsonl", documents)
+    return tmp_path
+
+
+def check_equal_to_one_rank(printed: dict[str, Any], written: Path, place: Path) -> None:
     alone = runner.evaluate(
-        tmp_path / "pp=1", text, out=tmp_path / "alone.parquet", seq_len=16, microbatch=2, flags=["--no-self-check"]
-    )
+        place / "pp=1", place / "text.jsonl", out=place / "alone.parquet", seq_len=16, microbatch=2,
+        flags=["--no-self-check"],
+    )  # fmt: skip
+    assert (printed["version"], printed["loss"], printed["num_tokens"]) == (1, alone.loss, alone.num_tokens)
+    rows = parquet.read_table(written).to_pylist()
+    assert rows == parquet.read_table(place / "alone.parquet").to_pylist()
+    losses = [loss for row in rows for loss in row["losses"]]
+    assert len(losses) == alone.num_tokens
+    assert alone.loss == pytest.approx(math.fsum(losses) / len(losses), rel=1e-15)
+
+
+def test_replicas_print_and_write_what_one_rank_does(place: Path) -> None:
+    words = ("--data", place / "text.jsonl", *READ, "--out", place / "four.parquet", "--nproc-per-node", 4)
+    ended = forked_runner("eval", place / "pp=2", *words)
+    assert ended.returncode == 0, ended.stderr
+    check_equal_to_one_rank(json.loads(ended.stdout), place / "four.parquet", place)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(MISSING is not None, reason=f"no network namespaces: {MISSING}")
+def test_replicas_on_two_nodes_print_and_write_what_one_rank_does(place: Path) -> None:
     words = [
-        sys.executable, "-m", "runner.cli", "eval", tmp_path / "pp=2", "--data", text, "--seq-len", 16,
-        "--microbatch", 2, "--out", tmp_path / "nodes.parquet", "--no-self-check", "--json",
-        "--nnodes", 2, "--nproc-per-node", 2, "--rendezvous", "node1:29511",
+        sys.executable, "-m", "runner.cli", "eval", place / "pp=2", "--data", place / "text.jsonl", *READ,
+        "--out", place / "nodes.parquet", "--nnodes", 2, "--nproc-per-node", 2, "--rendezvous", "node1:29511",
     ]  # fmt: skip
-    with start_network(tmp_path, NODES) as network:
+    with start_network(place, NODES) as network:
         nodes = [
             subprocess.Popen(
                 network.on(node, *words, "--node-rank", number),
@@ -55,13 +76,7 @@ def test_replicas_on_two_nodes_print_and_write_what_one_rank_does(
         ]  # fmt: skip
         outputs = [node.communicate(timeout=250) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    printed = json.loads(outputs[0][0])
-    assert (printed["loss"], printed["num_tokens"]) == (alone.loss, alone.num_tokens)
-    rows = parquet.read_table(tmp_path / "nodes.parquet").to_pylist()
-    assert rows == parquet.read_table(tmp_path / "alone.parquet").to_pylist()
-    losses = [loss for row in rows for loss in row["losses"]]
-    assert len(losses) == alone.num_tokens
-    assert alone.loss == pytest.approx(math.fsum(losses) / len(losses), rel=1e-15)
+    check_equal_to_one_rank(json.loads(outputs[0][0]), place / "nodes.parquet", place)
 
 
 def test_errors_of_an_evaluation_have_the_codes_that_the_command_prints(tmp_path: Path) -> None:
