@@ -363,7 +363,7 @@ def test_rate_of_a_run_is_that_of_its_slowest_link(ranks_per_node: int, link: st
     config = CONFIGS / "llama-3.1-8b.json"
     log = write_run(tmp_path / "log", config, num_ranks=8, ranks_per_node=ranks_per_node)
     add_step(log, overhead_s=0.0, num_params=1, nbytes_per_s=1e9)
-    words = ("plan", config, "--gpus", "8", "--gpu-memory", "200GB", "--tp", "1", "--from-run", log)
+    words = ("plan", config, "--gpus", "8", "--gpu-memory", "200GB", "--tp", "1", "--pp", "1", "--from-run", log)
     hardware = reshard(*words, "--json").json["assumed"]["hardware"]
     rates = {"node": HARDWARE["h100"].node, "network": HARDWARE["h100"].network, link: 1e9}
     assert hardware == {"peak": HARDWARE["h100"].peak, **rates, "measured": link}

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -294,9 +293,10 @@ def test_launcher_that_ends_takes_all_ranks_with_it(
         assert run.said.endswith(f"interrupted by {number.name}\n")
 
 
-def test_a_refusal_that_torch_wraps_is_printed_without_a_traceback() -> None:
+def test_a_refusal_that_torch_wraps_is_printed_without_a_traceback(tmp_path: Path) -> None:
     """As pipelining wraps what the recomputation of a layer refuses in a backward."""
-    script = """
+    script = tmp_path / "wrapped.py"
+    script.write_text("""
 from manifests.errors import ModelError
 from runner.distributed.rank_process import run_rank
 
@@ -307,9 +307,7 @@ def act(world):
         raise RuntimeError("wrapped") from error
 
 run_rank(act)
-"""
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    command = [sys.executable, "-P", "-c", script]
-    ended = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, timeout=100)
-    assert (ended.returncode, ended.stderr.count("\n")) == (3, 1), ended.stderr
-    assert "--ac: refused [model.not-recomputable]" in ended.stderr
+""")
+    with started(1, str(script)) as (rank,):
+        assert (rank.wait(60), rank.said.count("\n")) == (3, 1), rank.said
+        assert "--ac: refused [model.not-recomputable]" in rank.said

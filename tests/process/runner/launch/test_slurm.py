@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.fast.runner.tiny import save_model
+from tests.process.local_jobs import pack_tiny
 from tests.servers.slurm import REQUEUE_S, SAFE_REQUEUE_S, Slurm, missing_for_slurm, start_slurm
 
 MISSING = missing_for_slurm()
@@ -27,21 +27,7 @@ TRAINING = ("--data", "synthetic", "--seq-len", "16", "--global-batch", "48", "-
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save_model(folder / "tied", tie_word_embeddings=True)
-    command: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "reshard",
-        "pack",
-        folder / "tied",
-        "--layout",
-        "pp=4",
-        "--out",
-        folder / "pp4",
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
-    return folder / "pp4"
+    return pack_tiny(tmp_path_factory.mktemp("models"), 4)
 
 
 @pytest.fixture(scope="module")
