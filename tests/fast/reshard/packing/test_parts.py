@@ -1,4 +1,7 @@
-"""Packs in parts: the bytes of one pack, whoever wrote them, in whatever order, however often they were killed."""
+"""Packs in parts: the bytes of one pack, whoever wrote them and in whatever order.
+
+`tests/process/reshard/packing/test_events.py` kills parts and commits at any change of the disk.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,9 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ from tests.builders import (
     random_tensors,
     refusal,
     reshard,
-    run,
     write_model,
 )
 
@@ -266,21 +265,6 @@ def test_part_that_is_run_again_after_a_killed_commit_does_no_harm(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))])
-def test_parts_and_commit_killed_at_any_time_and_run_again_have_the_same_bytes(
-    seed: int, source: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    """A copy of this process packs, and is killed; it has everything imported, so that the kill hits the work."""
-    out, dice = tmp_path / "out", random.Random(seed)
-    for number in (1, 2, 3):
-        _kill_after(dice.uniform(0, 0.06), partial(pack_part, source, out, f"{number}/3"))
-        assert not out.exists()
-        assert pack_part(source, out, f"{number}/3").code == 0
-    _kill_after(dice.uniform(0, 0.02), lambda: reshard("commit", out))
-    run("commit", out)
-    assert files_in(out) == whole
-
-
 def test_commits_at_once_publish_the_parts_once(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     """Copies of this process: a commit finds the parts, those that another one has moved, or the output."""
     for number in range(5):
@@ -365,18 +349,6 @@ def _end_at(work: Callable[[], object], name: str, counts: Callable[[str], bool]
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert code in (0, 1)
     return code == 0
-
-
-def _kill_after(seconds: float, work: Callable[[], object]) -> None:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    time.sleep(seconds)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
 
 
 SLURM = ("--parts", "4", "--scheduler", "slurm")

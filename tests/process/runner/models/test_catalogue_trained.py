@@ -67,14 +67,6 @@ def test_two_ranks_train_as_one_does_and_resume_on_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_that_would_draw_other_numbers_end_before_the_first_step(tmp_path: Path) -> None:
-    name = "GraniteForCausalLM"  # a rank's heads are its own: in Olmo3 each rank has all
-    pack(tmp_path / name, name, "pp=1", attention_dropout=0.1)
-    run_all(tmp_path, 2, {name: ("pp=1", "refused-log", "--tp", 2)}, error="model.self-check-failed at rank 0: --tp")
-    assert not (tmp_path / name / "refused-log" / "metrics.jsonl").exists()
-
-
-@pytest.mark.slow
 def test_deepseek_v4_trains_with_wide_heads_and_its_table_of_experts(tmp_path: Path) -> None:
     place = tmp_path / "DeepseekV4ForCausalLM"
     with quiet():
