@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 # `--dist loadfile` gives a file to one worker: of those that take long, none may be begun last.
 LONGEST = (
-    "test_matrix.py", "test_parallel.py", "test_plants.py", "test_resume.py", "test_faults.py",
-    "test_catalogue_trained.py", "test_parity.py", "test_families.py", "test_own_flags.py", "test_flipped_bits.py",
-    "test_memory_measured.py", "test_mtp.py", "test_adapters.py", "test_launch.py", "test_saving_faults.py",
-    "test_publish.py", "test_training.py", "test_compute.py", "test_eval_nodes.py", "test_microbatch_memory.py",
-    "test_own_losses.py", "test_reading.py", "test_nodes_meeting.py", "test_local_job.py", "test_life.py",
-    "test_lock_files.py", "test_object_pack.py", "test_data_resumed.py",
+    "test_matrix.py", "test_plants.py", "test_parallel.py", "test_pages.py", "test_resume.py", "test_flipped_bits.py",
+    "test_objects.py", "test_mtp.py", "test_bucket_parts.py", "test_own_losses.py",
+    "test_catalogue_trained.py", "test_object_pack.py", "test_parity.py", "test_bucket_events.py", "test_events.py",
+    "test_families.py", "test_lock_files.py", "test_own_flags.py", "test_publish.py", "test_faults.py",
+    "test_prove.py", "test_reading.py", "test_launch.py", "test_hostile_folder.py", "test_conversion_memory.py",
+    "test_signals.py", "test_delta_events.py", "test_local_job.py", "test_training.py", "test_saving_faults.py",
+    "test_eval_nodes.py", "test_life.py", "test_object_resuming.py", "test_optimizers.py", "test_supervise.py",
 )  # fmt: skip
 
 

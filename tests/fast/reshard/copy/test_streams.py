@@ -57,7 +57,12 @@ COMMANDS = (
 )
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+# One for each way to print; the others, which print as one of them does, are slow.
+FEW = (*COMMANDS[:2], COMMANDS[3], COMMANDS[9], COMMANDS[11])
+ALL = [pytest.param(command, marks=() if command in FEW else pytest.mark.slow) for command in COMMANDS]
+
+
+@pytest.mark.parametrize("command", ALL)
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 def test_full_standard_output_is_said_with_code_3(command: str, place: Path) -> None:
     done = run(f"{command} >{FULL}", place)
@@ -66,14 +71,14 @@ def test_full_standard_output_is_said_with_code_3(command: str, place: Path) -> 
     assert done.stderr.count(b"\n") == 1
 
 
-@pytest.mark.parametrize("command", COMMANDS[:3] + COMMANDS[-3:])
+@pytest.mark.parametrize("command", ALL[:3] + ALL[-3:])
 def test_closed_standard_output_is_said_with_code_3(command: str, place: Path) -> None:
     done = run(f"{command} >&-", place)
     assert done.returncode == 3, done.stderr
     assert done.stderr.startswith(b"error: standard output: ")
 
 
-@pytest.mark.parametrize("command", COMMANDS[:3] + COMMANDS[-3:])
+@pytest.mark.parametrize("command", ALL[:3] + ALL[-3:])
 def test_reader_that_has_gone_ends_a_command_as_sigpipe_does_and_without_a_word(command: str, place: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -182,8 +182,8 @@ def test_shard_that_another_wrote_over_is_not_committed(moto: MotoServer, source
 @pytest.mark.parametrize(
     ("method", "address"),
     [
-        ("PUT", "cut/config.json"),
-        ("PUT", "cut/model.safetensors.index.json"),
+        pytest.param("PUT", "cut/config.json", marks=pytest.mark.slow),
+        pytest.param("PUT", "cut/model.safetensors.index.json", marks=pytest.mark.slow),
         ("PUT", "cut/manifest.json"),
         ("POST", "?delete"),
     ],

@@ -36,7 +36,7 @@ FLAGS = (
     "--mtp-loss-weight", str(WEIGHT), "--global-batch", "4", "--seq-len", str(SEQ_LEN), "--implementation",
     "transformers",
 )  # fmt: skip
-NUM_STEPS = 3  # a gradient that is not reset shows in the second
+NUM_STEPS = 2  # a gradient that is not reset shows in the second
 _LENGTHS = ((5, 1, 4, 3), (13,), (2, 11), (9, 4))  # of documents: a row has a label more than tokens
 
 NEXT, DENSE, EXPERTS = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
@@ -91,12 +91,12 @@ class Case:
 
 CASES: Mapping[str, Case] = {
     "1F1B": Case(schedule="1F1B", layout="Ettt|tmL"),
-    "GPipe, two layers apart": Case(schedule="GPipe", layout="Ettttm|mL", depth=2, is_chosen=True),
+    "GPipe, two layers apart": Case(schedule="GPipe", layout="Ettttm|mL", depth=2, is_chosen=True, is_slow=True),
     "Interleaved1F1B, alone": Case(schedule="Interleaved1F1B", layout="Et|ttt|m|L", recompute="full"),
     "lent on its rank": Case(schedule="Interleaved1F1B", layout="Etttt|m|m|L", depth=2, is_chosen=True),
     "InterleavedZeroBubble": Case(schedule="InterleavedZeroBubble", layout="Ett|t|tm|mL", depth=2),
     "ZBV": Case(schedule="ZBVZeroBubble", layout="Et|tt|tm|L"),
-    "DualPipeV": Case(schedule="DualPipeV", layout="Ett|t|t|mmL", depth=2),
+    "DualPipeV": Case(schedule="DualPipeV", layout="Ett|t|t|mmL", depth=2, is_slow=True),
     "documents": Case(schedule="Interleaved1F1B", layout="Ett|tt|m|mL", depth=2, has_documents=True),
     "--dp-shard": Case(
         schedule="Interleaved1F1B",

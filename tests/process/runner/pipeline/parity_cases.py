@@ -146,7 +146,7 @@ UNEVEN = (
     Case(schedule="InterleavedZeroBubble", num_ranks=3, weights="tied"),
     Case(schedule="DualPipeV", num_ranks=3, weights="tied"),
 )
-# One case for each schedule on two ranks and on four, each placement tied and untied. One takes more steps.
+# Each schedule, and each placement tied and untied; the slow cases have the other pairs. One takes more steps.
 SPANNING = (
     Case(schedule="GPipe", num_ranks=1, weights="tied"),
     Case(schedule="ZBVZeroBubble", num_ranks=1),
@@ -154,12 +154,9 @@ SPANNING = (
     Case(schedule="1F1B", num_ranks=2, weights="tied", steps=10),
     Case(schedule="Interleaved1F1B", num_ranks=2, weights="tied"),
     Case(schedule="LoopedBFS", num_ranks=2, weights="tied"),
-    Case(schedule="InterleavedZeroBubble", num_ranks=2),
     Case(schedule="ZBVZeroBubble", num_ranks=2, weights="tied"),
-    Case(schedule="DualPipeV", num_ranks=2),
     Case(schedule="1F1B", num_ranks=4),
     Case(schedule="InterleavedZeroBubble", num_ranks=4, weights="tied"),
-    Case(schedule="ZBVZeroBubble", num_ranks=4),
     Case(schedule="DualPipeV", num_ranks=4, weights="tied"),
     UNEVEN[0],
     UNEVEN[3],

@@ -37,7 +37,7 @@ def slow_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("slow")
     for case in SLOW:
         make(case, place)
-    for num_ranks in (1, 4):
+    for num_ranks in (1, 2, 4):
         launch(num_ranks, "runner/training/adapters_worker.py", place, "slow", timeout_s=400)
     return place
 

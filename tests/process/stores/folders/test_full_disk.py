@@ -73,22 +73,11 @@ def test_disk_that_has_room_is_enough(verb: str, source: Path, disk: Path) -> No
     assert sorted(path.name for path in disk.iterdir()) == [*record, "out"]
 
 
-@pytest.mark.parametrize("verb", ["pack", "repack", "export"])
+@pytest.mark.parametrize("verb", ["pack", pytest.param("repack", marks=pytest.mark.slow), "export"])
 def test_disk_that_another_process_fills_meanwhile_is_one_error(verb: str, source: Path, disk: Path) -> None:
     """Somebody else takes the room as soon as the work has begun, and gives it back at the end."""
-    command = [
-        "nice",
-        "-n",
-        "19",
-        sys.executable,
-        "-m",
-        "reshard",
-        *verbs(source)[verb],
-        "--out",
-        disk / "out",
-        "--quiet",
-        "--json",
-    ]
+    command = ["nice", "-n", "19", sys.executable, "-m", "reshard", *verbs(source)[verb], "--out", disk / "out"]
+    command += ["--quiet", "--json"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     filler = threading.Thread(target=fill, args=(disk, process))
     filler.start()

@@ -17,7 +17,7 @@ from tests.fast.reshard.formats.dcp.test_dcp_source import (
 from tests.process.torchrun import launch
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "qwen3_moe"])
 def test_shards_of_three_ranks_become_the_model(kind: str, tmp_path: Path) -> None:
     state = huggingface_state(kind, tmp_path / "model")
     torch.save(torchtitan_state(kind, state), tmp_path / "native.pt")
