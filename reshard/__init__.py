@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from manifests.errors import UserError as UserError
     from manifests.models.memory import Memory as Memory
     from manifests.models.memory import MemoryEstimate as MemoryEstimate
+    from manifests.module_times import Link as Link
+    from manifests.module_times import MeasuredTimes as MeasuredTimes
     from manifests.module_times import ModuleTime as ModuleTime
     from manifests.module_times import StepTime as StepTime
     from manifests.placement import Placement as Placement
@@ -122,7 +124,7 @@ _NAMES_BY_MODULE = {
     ),
     "reshard.delta.publish": ("PublishResult", "fold_delta", "publish_delta"),
     "reshard.estimate.assumptions": ("Assumptions",),
-    "manifests.module_times": ("ModuleTime", "StepTime"),
+    "manifests.module_times": ("Link", "MeasuredTimes", "ModuleTime", "StepTime"),
     "reshard.estimate.training_estimate": ("Forecast", "StepEstimate"),
     "reshard.formats.export": ("export",),
     "reshard.formats.inspect": ("PackedModel", "PackedStage", "TensorInfo", "inspect", "open"),

@@ -101,6 +101,7 @@ def run(launched: Packed, options: TrainOptions, world: World, device: torch.dev
         if world.rank == 0:
             resolved = {
                 **ready.options.values,
+                "device": device.type,
                 "num_ranks": world.size,
                 "ranks_per_node": world.local_size,
                 "first_step": ready.num_steps + 1,

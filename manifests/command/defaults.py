@@ -10,3 +10,5 @@ DTYPE: Final = "fp32"
 OPTIMIZER: Final = "adamw"
 RECOMPUTE: Final = "none"
 CONTEXT_METHOD: Final = "gather"
+HARDWARE: Final = "h100"  # of `reshard plan`
+GPUS_PER_NODE: Final = 8

@@ -17,6 +17,11 @@ _EXPERTS = re.compile(r"\.(experts|block_sparse_moe\.(?:input|output)_linear)\."
 BACKWARD_SHARE = 2  # backward FLOPs for each forward one: a product for either operand's gradient
 
 
+def is_layer(module: str) -> bool:
+    """Return whether a module is a layer, by its name."""
+    return module.rpartition(".")[2].isdecimal()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensors:
     """The tensors in files, by their names there, and the place that errors name."""

@@ -19,15 +19,16 @@ _Row = dict[int, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCosts:
-    """Seconds of a stage for one microbatch, and of a transfer between ranks. B takes as long as I and W together."""
+    """Seconds of a stage for one microbatch, and of a transfer between ranks."""
 
     forward_s: tuple[float, ...]
     input_s: tuple[float, ...]  # I: gradients of the stage's input
     weight_s: tuple[float, ...]  # W: gradients of its weights
+    whole_s: tuple[float, ...] = ()  # B; if empty, as long as I and W together
     hop_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if len({len(self.forward_s), len(self.input_s), len(self.weight_s)}) != 1:
+        if len({len(self.forward_s), len(self.input_s), len(self.weight_s), len(self.whole_s or self.input_s)}) != 1:
             raise ScheduleError(
                 "costs",
                 f"expected the same number of stages in each, found {len(self.forward_s)} forward, "
@@ -35,30 +36,36 @@ class StageCosts:
                 code="schedule.invalid-costs",
             )
         # NaN fails every comparison.
-        if not all(0 <= seconds < inf for seconds in (*self.forward_s, *self.input_s, *self.weight_s, self.hop_s)):
+        times = (*self.forward_s, *self.input_s, *self.weight_s, *self.whole_s, self.hop_s)
+        if not all(0 <= seconds < inf for seconds in times):
             problem = "expected finite times of at least 0 seconds"
             raise ScheduleError("costs", problem, code="schedule.invalid-costs")
 
     @classmethod
     def of(
-        cls, forward_s: Sequence[float], backward_s: Sequence[float], *, input_share: float = 0.5, hop_s: float = 0.0
-    ) -> StageCosts:
+        cls, forward_s: Sequence[float], backward_s: Sequence[float], *, input_share: float = 0.5,
+        split_s: Sequence[float] = (), hop_s: float = 0.0,
+    ) -> StageCosts:  # fmt: skip
         """Return costs from the whole backward of each stage, of which I takes `input_share`.
 
         One half is right for matrix products: one for the input, one for the weights. The first stage does not send
-        a gradient: torch runs its whole backward as W.
+        a gradient: torch runs its whole backward as W. On others, I and W together take `split_s` longer.
         """
         shares = [input_share if stage else 0.0 for stage in range(len(backward_s))]
+        extra_s = [0.0, *split_s[1:]] if split_s else [0.0] * len(shares)
+        parts = [(seconds * share + extra / 2, seconds * (1 - share) + extra / 2)
+                 for seconds, share, extra in zip(backward_s, shares, extra_s, strict=True)]  # fmt: skip
         return cls(
             forward_s=tuple(forward_s),
-            input_s=tuple(seconds * share for seconds, share in zip(backward_s, shares, strict=True)),
-            weight_s=tuple(seconds * (1 - share) for seconds, share in zip(backward_s, shares, strict=True)),
+            input_s=tuple(inputs for inputs, _ in parts),
+            weight_s=tuple(weights for _, weights in parts),
+            whole_s=tuple(backward_s) if split_s else (),
             hop_s=hop_s,
         )
 
     def by_kind(self) -> dict[str, tuple[float, ...]]:
         """Return the seconds of each kind of action, by stage."""
-        whole = tuple(map(sum, zip(self.input_s, self.weight_s, strict=True)))
+        whole = self.whole_s or tuple(map(sum, zip(self.input_s, self.weight_s, strict=True)))
         return {"F": self.forward_s, "I": self.input_s, "W": self.weight_s, "B": whole}
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -155,7 +155,7 @@ def _times_of_run(log_dir: Path, *, quiet: bool) -> MeasuredTimes:
         hint = "give a run that traced some steps: runner launch … -- --trace 10-20"
         raise InputError(str(path), "no such file", hint, code="options.no-times")
     times = read_times(path)
-    link = () if times.step is None or times.step.rate is None else ("num_ranks", "ranks_per_node")
+    link = () if times.step is None or times.step.link is None else ("num_ranks", "ranks_per_node")
     degrees = (name for name in ("tp", "cp", "ep", "ranks_per_node") if name in times.how)
     for name in ("seq_len", "microbatch", *degrees, *link):
         if type(number := times.how.get(name)) is not int or number < 1:
@@ -173,9 +173,8 @@ def _times_of_run(log_dir: Path, *, quiet: bool) -> MeasuredTimes:
 
 
 def _as_in_run(assumed: Assumptions, times: MeasuredTimes) -> Assumptions:
-    """Assume a run's options where they are not on the command line, and its times, for as many tokens as assumed."""
+    """Assume a run's options where they are not on the command line, and its times."""
     from manifests.models.training import parse_recompute
-    from manifests.module_times import ModuleTime
 
     context = click.get_current_context()
     changes: dict[str, Any] = {
@@ -183,13 +182,7 @@ def _as_in_run(assumed: Assumptions, times: MeasuredTimes) -> Assumptions:
         for name, field in _OF_RUN.items()
         if name in times.how and context.get_parameter_source(field) is not ParameterSource.COMMANDLINE
     }
-    assumed = replace(assumed, **changes)
-    scale = times.scale_to(assumed.microbatch * assumed.seq_len // assumed.context, assumed.tensor)
-    measured = {
-        module: ModuleTime(forward=scale * time.forward, backward=scale * time.backward)
-        for module, time in times.modules.items()
-    }
-    return replace(assumed, measured=measured, overhead=times.step)
+    return replace(assumed, **changes, run=times)
 
 
 def _refuse_without_gpus(search: Mapping[str, Any]) -> None:
@@ -215,8 +208,8 @@ def _search(
     """Search for layouts; flags of degrees on the command line are what all of them must have."""
     from manifests.errors import Parameter, UsageError
     from manifests.schedules.rules import schedule_named
+    from reshard.estimate.hardware import hardware_in, read_hardware
     from reshard.search.candidates import SearchRequest
-    from reshard.search.hardware import read_hardware
     from reshard.search.search import find_layouts
 
     context = click.get_current_context()
@@ -240,10 +233,8 @@ def _search(
     numbers = {name: search[name] for name in ("gpus", "efficiency", "gpus_per_node")}
     seq_len = assumed.seq_len if times is not None or "seq_len" in given else defaults.SEARCH_SEQ_LEN
     batch, hardware = assumed.global_batch or max(512, search["gpus"]), read_hardware(search["hardware"])
-    if times is not None and times.step is not None and times.step.rate is not None and "hardware" not in given:
-        is_node = times.how["num_ranks"] <= times.how["ranks_per_node"]
-        measured: Literal["node", "network"] = "node" if is_node else "network"
-        hardware = replace(hardware, **{measured: times.step.rate}, measured=measured)
+    if times is not None and "hardware" not in given:
+        hardware = hardware_in(times, hardware)
     request = SearchRequest(
         **numbers, memory_limit=assumed.memory_limit, global_batch=batch, seq_len=seq_len, hardware=hardware,
         fixed=fixed, measured=times, optimizer=assumed.optimizer, ema=assumed.ema,

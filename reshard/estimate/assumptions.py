@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from manifests.command import defaults
 from manifests.errors import Parameter, UsageError, check_choice, check_count
 from manifests.models.training import ContextMethod, HostMemory, Recompute
-from manifests.module_times import ModuleTime, StepTime
+from manifests.module_times import MeasuredTimes, ModuleTime, StepTime
 from manifests.optimizer_groups import PRESETS
 from manifests.placement import Placement
 from manifests.schedules.actions import Table
@@ -39,7 +39,8 @@ class Assumptions:
     share one copy, that have different experts. `recompute` is activation checkpointing: "none", "full", "selective"
     (all but matrix products), or N for every Nth layer. Logits and loss are computed in chunks of `loss_chunk` tokens;
     None: of a whole microbatch. `host_memory` is what ranks on CPUs do with freed memory; None: on GPUs. `measured` has
-    the time of each module, and `overhead` what a step takes besides.
+    the time of each module, and `overhead` what a step takes besides; `run` has both as a run measured them, from which
+    a plan derives those of its own degrees.
 
     Units: `memory_limit` in bytes per rank, `measured` in seconds per microbatch.
     """
@@ -66,6 +67,7 @@ class Assumptions:
     memory_limit: int | None = None
     measured: Mapping[str, ModuleTime] | None = None
     overhead: StepTime | None = None
+    run: MeasuredTimes | None = None
 
     @property
     def num_per_stage(self) -> int:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from manifests.brief import brief
 from manifests.command.interpreter import collector_paused
 from manifests.errors import Parameter
 from manifests.models import ModelShape
 from manifests.models.memory import Memory, MemoryEstimate, estimate_memory
+from manifests.models.shape import is_layer
 from manifests.models.training import POLICIES, Training, check_expert_degree
-from manifests.module_times import ModuleTime, reduction_nbytes
+from manifests.module_times import ModuleTime, split_s
 from manifests.optimizer_groups import state_counter
 from manifests.placement import Placement
 from manifests.schedules.simulation import StageCosts, Timeline, simulate
@@ -98,10 +100,11 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
     num_microbatches = assumed.microbatches_for(placement)
     schedule = assumed.check_schedule(layout)
     flops, of_module = flops_of(shape, assumed.seq_len), times_of(shape, assumed.seq_len, assumed.measured)
-    times = tuple(_sum_times([of_module[module] for module in modules]) for modules in layout.stages)
+    times = tuple(sum_times([of_module[module] for module in modules]) for modules in layout.stages)
     step, overhead_s = None, 0.0
     if num_passes(placement, num_microbatches) <= MOST_PASSES:
-        costs = StageCosts.of([time.forward for time in times], [time.backward for time in times])
+        how = None if assumed.run is None else assumed.run.how
+        costs = costs_of_stages(times, layout.stages, how)
         with collector_paused():
             table = assumed.table_for(layout)
             memory = estimate_memory(shape, layout.stages, table, training_of(assumed, shape))
@@ -128,8 +131,9 @@ def _overhead_s(shape: ModelShape, layout: StageLayout, assumed: Assumptions, ra
     owned, shards = shape.by_module(), assumed.shard * assumed.context
     stages = [layout.stages[stage] for stage in layout.placement.stages_on(rank)]
     num_params = sum(shape.count_params(fqn) for module in chain.from_iterable(stages) for fqn in owned[module])
-    nbytes = reduction_nbytes(memory.weights, memory.gradients, shards=shards, replicas=assumed.replicate)
-    sent_s = sum(nbytes) / assumed.overhead.rate if assumed.overhead.rate else 0.0
+    sent_s = 0.0
+    if (link := assumed.overhead.link) is not None:
+        sent_s = link.reduction_s(memory.weights, memory.gradients, shards=shards, replicas=assumed.replicate)
     return sent_s + assumed.overhead.overhead_of(num_params / (shards * assumed.tensor))
 
 
@@ -158,5 +162,19 @@ def imbalance(times: Sequence[float]) -> float:
     return max(times) * len(times) / total if total else 1.0
 
 
-def _sum_times(times: Sequence[ModuleTime]) -> ModuleTime:
+def costs_of_stages(
+    times: Sequence[ModuleTime], stages: Sequence[Sequence[str]], how: Mapping[str, Any] | None, *, hop_s: float = 0.0
+) -> StageCosts:
+    """Return the costs of stages with these modules; `how` is that of `split_s`, None where times are FLOPs."""
+    num_layers = [sum(map(is_layer, modules)) for modules in stages]
+    split = (
+        () if how is None else [split_s(how, time.backward, num) for time, num in zip(times, num_layers, strict=True)]
+    )
+    return StageCosts.of(
+        [time.forward for time in times], [time.backward for time in times], split_s=split, hop_s=hop_s
+    )  # fmt: skip
+
+
+def sum_times(times: Sequence[ModuleTime]) -> ModuleTime:
+    """Return the time of modules together."""
     return ModuleTime(forward=sum(time.forward for time in times), backward=sum(time.backward for time in times))

@@ -22,7 +22,7 @@ from manifests.schedules.liveness import in_flight
 from manifests.schema import Manifest, TieGroup
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, check_assumptions, num_passes
 from reshard.estimate.costs import costs_of
-from reshard.formats.open import find_config, links_of, open_config, open_with_model_file
+from reshard.formats.open import config_of, find_config, links_of, open_config, open_with_model_file
 from reshard.formatting import shorten
 from reshard.layouts import StageLayout, parse_layout
 from reshard.layouts.balance import balances_memory, balances_time, unsolved
@@ -149,6 +149,10 @@ def plan(
     check_assumptions(assumed)
     checkpoint = open_model(str(source), frozenset(drop), None if model is None else Path(model))
     request = LayoutRequest(spec=layout, num_ranks=pp)
+    if assumed.run is not None:
+        from reshard.estimate.module_seconds import with_times_of_run  # most plans are of none
+
+        assumed = with_times_of_run(checkpoint.shape, config_of(checkpoint), assumed)
     planned = estimate_step(lay_out(model_name(str(source)), checkpoint, request, assumed))
     from reshard.packing.launchable import check_launch  # nor does it train
 

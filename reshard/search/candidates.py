@@ -20,9 +20,9 @@ from manifests.module_times import MeasuredTimes
 from manifests.placement import Placement
 from manifests.schedules.rules import ScheduleName, check_schedule
 from reshard.estimate.assumptions import MOST_PASSES, Policy, num_passes
+from reshard.estimate.hardware import Hardware
 from reshard.layouts.model import Inventory, ModuleCosts, StageLayout
 from reshard.layouts.spelling import parse_layout
-from reshard.search.hardware import Hardware
 
 MARGIN = 0.9  # of the memory is planned: processes need up to 1.09 times their plan, see docs/layouts.md
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # the fastest first
@@ -115,13 +115,16 @@ class Space:
     refusals: dict[str, None] = field(default_factory=dict)
     _reasons: dict[tuple[object, ...], str] = field(default_factory=dict)
 
-    def candidates(self, policy: Policy, *, splits_rows: bool = False) -> Iterator[Candidate]:
-        """Yield every candidate of a dtype policy, with context parallelism or without it."""
+    def candidates(self, policy: Policy, *, crosses_nodes: bool = False) -> Iterator[Candidate]:
+        """Yield the candidates of a dtype policy whose tensor- and context-parallel ranks fit on a node, or the others.
+
+        With a fixed degree of context parallelism, all are yielded.
+        """
         gpus, batch = self.request.gpus, self.request.global_batch
         choices = self._allowed("microbatch", _MICROBATCHES), self._allowed("recompute", RECOMPUTE)
         for pipeline in self._allowed("pipeline", divisors(gpus)):
             layouts = [] if gpus % pipeline else list(self._layouts(pipeline))
-            for degrees in self._degrees(gpus // pipeline, policy, splits_rows=splits_rows) if layouts else ():
+            for degrees in self._degrees(gpus // pipeline, policy, crosses_nodes) if layouts else ():
                 for (layout, schedule), microbatch, recompute in product(layouts, *choices):
                     number, rest = divmod(batch, microbatch * degrees["replicate"] * degrees["shard"])
                     if rest or not number:
@@ -162,11 +165,13 @@ class Space:
             self.refusals.setdefault(f"{spec}: {error.problem}")
             return None
 
-    def _degrees(self, per_stage: int, policy: Policy, *, splits_rows: bool) -> Iterator[dict[str, int]]:
+    def _degrees(self, per_stage: int, policy: Policy, crosses_nodes: bool) -> Iterator[dict[str, int]]:
         node, has_experts = self.request.per_node, bool(self.kinds.count_experts())
-        contexts = self._allowed("context", divisors(node)[1:] if splits_rows else (1,))
+        contexts = self._allowed("context", divisors(node))
         for tensor, context in product(self._allowed("tensor", divisors(per_stage)), contexts):
             data, rest = divmod(per_stage, tensor * context)
+            if (tensor * context > node) is not crosses_nodes and "context" not in self.request.fixed:
+                continue
             if rest or tensor > node or self._refusal(tensor=tensor, context=context):
                 continue
             if context > 1 and self.request.seq_len % (2 * context):

@@ -1,15 +1,4 @@
-"""The memory, bubble and time of a candidate: in closed form for all, by the simulated schedule for the best few.
-
-# Note [Time of a step]
-Ranks compute at a share of their GPU's peak, and wait for what they send: nothing overlaps. A layer's tensor-parallel
-ranks reduce a tensor for each matrix that they share, two of them forward: the results of attention and MLP, and the
-gradients of what each other matrix takes; for experts, one forward and one backward. Experts receive each token's
-hidden state, and send it back, as many times as a token has experts, each tensor-parallel rank for a part of the
-tokens. Context-parallel ranks gather the keys and values of whole rows (`--cp-method gather`), and reduce their
-gradients. Gradients are reduced, and sharded weights gathered, once per step. Rings move (n - 1) / n of a tensor to
-gather or to scatter it, and twice that to reduce it everywhere. Groups of adjacent ranks that fit on a node use its
-links.
-"""
+"""The memory, bubble and time of a candidate: in closed form for all, by the simulated schedule for the best few."""
 
 from __future__ import annotations
 
@@ -17,28 +6,30 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from statistics import fmean
 from typing import Any
 
-from manifests.models import ModelShape, is_expert
-from manifests.models.memory import MOST_IN_TRANSIT, Memory, MemoryEstimate, estimate_memory, is_divided
-from manifests.models.shape import BACKWARD_SHARE
-from manifests.models.training import POLICIES, Recompute, Training, parse_recompute
-from manifests.module_times import ModuleTime, reduction_nbytes, ring
+from manifests.models import ModelShape
+from manifests.models.memory import MOST_IN_TRANSIT, Memory, MemoryEstimate, estimate_memory
+from manifests.models.shape import is_layer
+from manifests.models.training import POLICIES, Recompute, Training
+from manifests.module_times import ModuleTime, reduction_nbytes, split_s
 from manifests.optimizer_groups import state_counter
 from manifests.placement import Placement
 from manifests.schedules.actions import Action, Table
-from manifests.schedules.simulation import StageCosts, simulate
+from manifests.schedules.simulation import simulate
 from manifests.schedules.tables import schedule_table
 from reshard.estimate.assumptions import Policy
 from reshard.estimate.costs import times_of
+from reshard.estimate.module_seconds import ModuleSeconds
+from reshard.estimate.training_estimate import costs_of_stages, sum_times
+from reshard.layouts.model import StageLayout
 from reshard.search.candidates import SPLIT, Candidate, SearchRequest
 
 _MOST_ACTIONS = 4096  # forwards of a step that is simulated whole
 _NUMBER = re.compile(r"\.\d+(?=\.)")  # of an expert
 _ROUNDS = 4  # each of as many microbatches as there are pipeline ranks
-_NUM_RESULTS = 2  # of a layer, attention's and the MLP's, which its tensor-parallel ranks reduce
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +45,7 @@ class CostModel:
     """Costs of a model's modules. Layers with the same tensors, optimizer state and work are one kind of module."""
 
     def __init__(self, shape: ModelShape, config: Mapping[str, Any], request: SearchRequest) -> None:
-        self.shape, self.request, first = shape, request, dict[object, str]()
+        self.shape, self.request, self._per_node, first = shape, request, request.per_node, dict[object, str]()
         owned, self._state_of = shape.by_module(), state_counter(request.optimizer, shape)
         self.kind_of = {
             module: first.setdefault(
@@ -81,56 +72,49 @@ class CostModel:
         self._alike = replace(self.kinds, tensors={fqn: shape.tensors[fqn] for fqn in copies}, copies=copies)
         tied = [fqn for group in shape.ties for fqn in group]
         self._has_alike = self._alike.tensors.keys() >= set(tied)
-        self.has_experts = {kind: any(map(is_expert, owned[kind])) for kind in self.counts}
-        self._num_matrices = {  # that tensor-parallel ranks share; experts reduce as two of them do
-            kind: 2 * self.has_experts[kind] + sum(self._is_matrix(fqn) for fqn in owned[kind]) for kind in self.counts
-        }
-        fields = section if isinstance(section := config.get("text_config"), Mapping) else config
-        self.top_k = fields.get("num_experts_per_tok") or 1
-        self._measured: Mapping[str, tuple[float, float]] = {}
-        self._latency_s = 0.0
-        if request.measured is not None:
-            if request.measured.step is not None:
-                self._latency_s = request.measured.step.latency_s
-            times = times_of(shape, request.seq_len, request.measured.modules)
+        measured = request.measured
+        if measured is not None:
             by_kind: dict[str, list[ModuleTime]] = defaultdict(list)
-            for module, time in times.items():
+            for module, time in times_of(shape, request.seq_len, measured.modules).items():
                 by_kind[self.kind_of[module]].append(time)
-            self._measured = {
-                kind: (fmean(time.forward for time in several), fmean(time.backward for time in several))
+            means = {
+                kind: ModuleTime(
+                    forward=fmean(time.forward for time in several), backward=fmean(time.backward for time in several)
+                )
                 for kind, several in by_kind.items()
             }
-        self._times, self._kinds_memory = cache(self._make_times), cache(self._make_kinds_memory)
-        self._profiles = cache(self._make_profiles)
-
-    def _is_matrix(self, fqn: str) -> bool:
-        return is_divided(fqn, self.shape) and not is_expert(fqn) and self.shape.count_params(fqn) > 0  # no scales
+            measured = replace(measured, modules=means)
+        self._seconds = ModuleSeconds(
+            self.kinds, config, seq_len=request.seq_len, hardware=request.hardware, efficiency=request.efficiency,
+            per_node=request.per_node, measured=measured,
+        )  # fmt: skip
+        link = None if measured is None or measured.step is None else measured.step.link
+        # Times as long as their bytes, to gather weights and to scatter gradients.
+        self._shard_factor = link.rate / link.shard_rate if link is not None and request.hardware.measured else 1.0
+        self._layouts: dict[str, StageLayout] = {}  # by their specs
+        self._how = {} if measured is None else measured.how
+        self._times, self._kinds_memory = cache(self._seconds.times), cache(self._make_kinds_memory)
+        self._profiles, self._states = cache(self._make_profiles), cache(self._make_states)
+        self._activations, self._loads = cache(self._make_activations), cache(self._make_loads)
 
     def estimate(self, candidate: Candidate) -> CandidateForecast:
         """Return what a candidate takes, in closed form; see `_chunks_in_flight` and `_fill`."""
-        seconds, context = self._seconds(candidate), candidate.context
-        degrees = candidate.policy, candidate.tensor, context
-        state = self._kinds_memory(*degrees, candidate.shard * context, candidate.expert, 1, "none")
+        layout, context = candidate.layout, candidate.context
+        self._layouts[layout.spec] = layout
+        degrees = layout.spec, candidate.policy, candidate.tensor, context
+        states, weights, gradients = self._states(*degrees, candidate.shard * context, candidate.expert)
         shards = max(min(2, candidate.shard * context), context)
-        used = self._kinds_memory(*degrees, shards, 1, candidate.microbatch, candidate.recompute)
-        most, slowest, stepped, virtual = 0, 0.0, 0, candidate.layout.placement.num_virtual
-        for rank, counts in self._profiles(candidate.layout.placement, candidate.layout.stages):
-            total = sum(count * state[kind].state for kind, count in counts)
-            activations = sum(count * used[kind].activations for kind, count in counts)
-            total += activations * _chunks_in_flight(candidate, rank) // virtual
-            most = max(most, total + max(used[kind].temporary for kind, _ in counts))
-            slowest = max(slowest, sum(count * seconds[kind].total for kind, count in counts))
-            stepped = max(stepped, sum(count * self._params[kind] for kind, count in counts))
+        used = self._activations(*degrees, shards, candidate.microbatch, candidate.recompute)
+        slowest, busy, stepped = self._loads(layout.spec, candidate.schedule in SPLIT, *self._setting(candidate))
+        most = max(
+            state + activations * _chunks_in_flight(candidate, rank) // layout.placement.num_virtual + temporary
+            for state, (rank, activations, temporary) in zip(states, used, strict=True)
+        )
         transfers = 2 * MOST_IN_TRANSIT * (candidate.pipeline > 1) * self._hidden_nbytes(candidate)
         makespan = slowest * (candidate.num_microbatches + _fill(candidate))
-        ratio = candidate.num_microbatches / candidate.pipeline / makespan
-        busy = sum(count * seconds[kind].total for kind, count in self.counts.items()) * ratio
-        weights, gradients = (
-            sum(count * getattr(state[kind], name) for kind, count in self.counts.items()) / candidate.pipeline
-            for name in ("weights", "gradients")
-        )
+        bubble = 1 - busy * candidate.num_microbatches / candidate.pipeline / makespan
         step_s = makespan + self._reduction_s(candidate, weights, gradients) + self._overhead_s(candidate, stepped)
-        return CandidateForecast(memory=most + transfers, bubble=max(0.0, 1 - busy), step_s=step_s)
+        return CandidateForecast(memory=most + transfers, bubble=max(0.0, bubble), step_s=step_s)
 
     def state_nbytes(self, policy: Policy) -> int:
         """Return the bytes of all weights, gradients and optimizer state, each once: what GPUs need in any layout."""
@@ -150,13 +134,10 @@ class CostModel:
         simulated = min(number, _ROUNDS * size) if is_long else number
         table = schedule_table(candidate.schedule, placement, simulated)
         ranks = self._estimate_memory(stages, table, candidate.training(self.request.seq_len)).ranks
-        seconds = self._seconds(candidate)
-        times = [[seconds[self.kind_of[module]] for module in stage] for stage in stages]
-        costs = StageCosts.of(
-            [sum(time.forward for time in stage) for stage in times],
-            [sum(time.backward for time in stage) for stage in times],
-            hop_s=self._hidden_nbytes(candidate) / self._rate(2 * candidate.per_stage),
-        )
+        seconds = self._times(*self._setting(candidate))
+        times = [sum_times([seconds[self.kind_of[module]] for module in modules]) for modules in stages]
+        hop_s = self._hidden_nbytes(candidate) / self._seconds.rate(2 * candidate.per_stage)
+        costs = costs_of_stages(times, stages, self._how, hop_s=hop_s)
         timeline = simulate(table, costs)
         step_s = timeline.makespan_s
         if simulated < number:
@@ -164,8 +145,7 @@ class CostModel:
             step_s += (number - simulated) / size * (step_s - before_s)
         bubble = max(0.0, 1 - sum(timeline.busy_s) * number / simulated / (size * step_s))
         step_s += max(self._reduction_s(candidate, rank.weights, rank.gradients) for rank in ranks)
-        profiles = self._profiles(placement, stages)
-        stepped = max(sum(count * self._params[kind] for kind, count in counts) for _, counts in profiles)
+        *_, stepped = self._loads(candidate.layout.spec, candidate.schedule in SPLIT, *self._setting(candidate))
         step_s += self._overhead_s(candidate, stepped)
         return CandidateForecast(memory=max(rank.total for rank in ranks), bubble=bubble, step_s=step_s)
 
@@ -177,11 +157,10 @@ class CostModel:
             stages = [[self.kind_of[module] for module in stage] for stage in stages]
         return estimate_memory(shape, stages, table, training)
 
-    def _make_profiles(
-        self, placement: Placement, stages: Sequence[Sequence[str]]
-    ) -> list[tuple[int, tuple[tuple[str, int], ...]]]:
+    def _make_profiles(self, spec: str) -> list[tuple[int, tuple[tuple[str, int], ...]]]:
         """Return the modules of ranks by kind: of ranks with the same ones, the first, which has the most in flight."""
         first: dict[tuple[tuple[str, int], ...], int] = {}
+        placement, stages = self._layouts[spec].placement, self._layouts[spec].stages
         for rank in range(placement.num_ranks):
             kinds = (self.kind_of[module] for stage in placement.stages_on(rank) for module in stages[stage])
             first.setdefault(tuple(sorted(Counter(kinds).items())), rank)
@@ -204,67 +183,43 @@ class CostModel:
         stages = estimate_memory(self._alike, [(kind,) for kind in kinds], table, training).stages
         return dict(zip(kinds, stages, strict=True))
 
-    def _seconds(self, candidate: Candidate) -> Mapping[str, ModuleTime]:
+    def _make_states(
+        self, spec: str, policy: Policy, tensor: int, context: int, shard: int, expert: int
+    ) -> tuple[list[int], float, float]:
+        """Return the bytes of the state of each of `_profiles`, and of weights and gradients of a rank on average."""
+        memory = self._kinds_memory(policy, tensor, context, shard, expert, 1, "none")
+        profiles, num_ranks = self._profiles(spec), self._layouts[spec].placement.num_ranks
+        states = [sum(count * memory[kind].state for kind, count in kinds) for _, kinds in profiles]
+        weights = sum(count * memory[kind].weights for kind, count in self.counts.items())
+        gradients = sum(count * memory[kind].gradients for kind, count in self.counts.items())
+        return states, weights / num_ranks, gradients / num_ranks
+
+    def _make_activations(
+        self, spec: str, policy: Policy, tensor: int, context: int, shard: int, microbatch: int, recompute: Recompute
+    ) -> list[tuple[int, int, int]]:
+        """Return the rank of each of `_profiles`, and the bytes of a microbatch's activations and temporary ones."""
+        memory = self._kinds_memory(policy, tensor, context, shard, 1, microbatch, recompute)
+        kept = {kind: (each.activations, each.temporary) for kind, each in memory.items()}
+        return [
+            (rank, sum(count * kept[kind][0] for kind, count in kinds), max(kept[kind][1] for kind, _ in kinds))
+            for rank, kinds in self._profiles(spec)
+        ]
+
+    def _make_loads(self, spec: str, splits: bool, *setting: Any) -> tuple[float, float, int]:
+        """Return the seconds of a microbatch on the slowest rank, and on all; and the most parameters of a rank."""
+        times = self._times(*setting).items()
+        seconds = {
+            kind: time.total + splits * split_s(self._how, time.backward, is_layer(kind)) for kind, time in times
+        }
+        profiles = [kinds for _, kinds in self._profiles(spec)]
+        slowest = max(sum(count * seconds[kind] for kind, count in kinds) for kinds in profiles)
+        stepped = max(sum(count * self._params[kind] for kind, count in kinds) for kinds in profiles)
+        return slowest, sum(count * seconds[kind] for kind, count in self.counts.items()), stepped
+
+    def _setting(self, candidate: Candidate) -> tuple[Any, ...]:
+        """Return what the times of modules depend on; see `ModuleSeconds.times`."""
         degrees = candidate.tensor, candidate.expert, candidate.context
-        nbytes = POLICIES[candidate.policy].compute
-        return self._times(*degrees, candidate.microbatch, candidate.recompute, nbytes)
-
-    def _make_times(
-        self, tensor: int, expert: int, context: int, microbatch: int, recompute: Recompute, nbytes: int
-    ) -> Mapping[str, ModuleTime]:
-        """Return the seconds of each kind of module for one microbatch; see Note [Time of a step]."""
-        request, times = self.request, {}
-        for kind in self.kinds.modules:
-            forward, backward = self._compute(kind, microbatch * request.seq_len // context, tensor)
-            row_tokens = microbatch * request.seq_len
-            sent = self._sending(kind, tensor, expert, context, row_tokens, nbytes, request.per_node)
-            again = _recomputed(recompute) * (forward + sent.forward) if _is_layer(kind) else 0.0
-            times[kind] = ModuleTime(forward=forward + sent.forward, backward=backward + sent.backward + again)
-        return times
-
-    def _sending(
-        self, kind: str, tensor: int, expert: int, context: int, row_tokens: int, nbytes: int, per_node: int
-    ) -> ModuleTime:
-        """Return the seconds in which a module sends hidden states, and gathers keys, of whole rows' tokens."""
-        rate = partial(self._rate, per_node=per_node)
-        hidden, reduction_s, routed_s = row_tokens // context * self.shape.hidden_size * nbytes, 0.0, 0.0
-        if _is_layer(kind) and tensor > 1:
-            reduction_s = self._latency_s + 2 * ring(tensor) * hidden / rate(tensor)
-        if self.has_experts[kind]:
-            routed_s = 2 * ring(expert) * self.top_k * hidden / tensor / rate(expert)
-        keys = row_tokens * self.shape.work[kind].keys * nbytes / tensor
-        gathered_s = ring(context) * keys / rate(tensor * context)
-        num_gradients = max(_NUM_RESULTS, self._num_matrices[kind] - _NUM_RESULTS)
-        return ModuleTime(
-            forward=_NUM_RESULTS * reduction_s + routed_s + gathered_s,
-            backward=num_gradients * reduction_s + routed_s + 2 * gathered_s,
-        )
-
-    def _compute(self, kind: str, tokens: int, tensor: int) -> tuple[float, float]:
-        """Return the seconds in which a kind of module computes forward and backward, without recomputation.
-
-        Of measured ones, what the run itself sent is subtracted, unless it takes longer at these rates.
-        """
-        request = self.request
-        if request.measured is None:
-            flops = self.shape.work[kind].forward_flops(request.seq_len) * tokens
-            forward = flops / (request.hardware.peak * request.efficiency * tensor)
-            return forward, BACKWARD_SHARE * forward
-        how, scale = request.measured.how, request.measured.scale_to(tokens, tensor)
-        degrees = how.get("tp", 1), how.get("ep", 1), how.get("cp", 1)
-        nbytes = POLICIES["bf16" if how.get("dtype") == "bf16" else "fp32"].compute
-        per_node = how.get("ranks_per_node", request.per_node)
-        sent = self._sending(kind, *degrees, how["microbatch"] * how["seq_len"], nbytes, per_node)
-        forward, backward = self._measured[kind]
-        if _is_layer(kind):
-            backward -= _recomputed(parse_recompute(str(how.get("ac", "none")))) * forward
-        if forward < sent.forward or backward < sent.backward:
-            return scale * forward, scale * max(0.0, backward)
-        return scale * (forward - sent.forward), scale * (backward - sent.backward)
-
-    def _rate(self, num_adjacent: int, per_node: int | None = None) -> float:
-        hardware = self.request.hardware
-        return hardware.node if (per_node or self.request.per_node) % num_adjacent == 0 else hardware.network
+        return *degrees, candidate.microbatch, candidate.recompute, POLICIES[candidate.policy].compute
 
     def _hidden_nbytes(self, candidate: Candidate) -> int:
         tokens = candidate.microbatch * self.request.seq_len // candidate.context
@@ -274,22 +229,14 @@ class CostModel:
         """Return the seconds in which a rank's gradients are reduced and its sharded weights gathered."""
         shards = candidate.shard * candidate.context
         sharded, replicated = reduction_nbytes(weights, gradients, shards=shards, replicas=candidate.replicate)
-        return sharded / self._rate(shards * candidate.tensor) + replicated / self._rate(candidate.per_stage)
+        sharded_s = self._shard_factor * sharded / self._seconds.rate(shards * candidate.tensor)
+        return sharded_s + replicated / self._seconds.rate(candidate.per_stage)
 
     def _overhead_s(self, candidate: Candidate, num_params: int) -> float:
         """Return the measured seconds of a step beside its schedule, for a rank of stages with so many parameters."""
         if self.request.measured is None or (step := self.request.measured.step) is None:
             return 0.0
         return step.overhead_of(num_params / (candidate.shard * candidate.context * candidate.tensor))
-
-
-def _is_layer(kind: str) -> bool:
-    return kind.rpartition(".")[2].isdecimal()
-
-
-def _recomputed(recompute: Recompute) -> float:
-    """Return the share of layers of which --ac repeats the forward."""
-    return 1.0 if recompute == "full" else 1 / recompute if isinstance(recompute, int) else 0.0
 
 
 def _chunks_in_flight(candidate: Candidate, rank: int) -> int:

@@ -104,9 +104,9 @@ def find_layouts(
     )  # fmt: skip
     policies: Sequence[Policy] = (request.fixed["policy"],) if "policy" in request.fixed else _POLICIES
     choices, best = list[Choice](), tuple[Choice, ...]()
-    # Context parallelism saves memory alone: it is tried where nothing fits without it.
-    for policy, splits_rows in product(policies, (False,) if "context" in request.fixed else (False, True)):
-        candidates = space.candidates(policy, splits_rows=splits_rows)
+    # Ranks that gather keys over nodes wait long: they are tried where nothing else fits.
+    for policy, crosses_nodes in product(policies, (False,) if "context" in request.fixed else (False, True)):
+        candidates = space.candidates(policy, crosses_nodes=crosses_nodes)
         tried = [Choice(candidate=candidate, forecast=costs.estimate(candidate)) for candidate in candidates]
         choices += tried
         if best := _best(tried, costs, MARGIN * request.memory_limit):

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from manifests.errors import LaunchError
-from manifests.module_times import ring
+from manifests.module_times import Link, ring
 from runner.config.flags import Device
 from runner.profiling.start import StartTimes
 
@@ -76,12 +76,12 @@ def join_world(device: torch.device, timeout_s: int, *, shares_gpu: bool = False
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
 
-def measure_link(device: torch.device, num_tokens: int, hidden_size: int) -> tuple[float, float] | None:
-    """Return the bytes per second that this rank sends while all ranks reduce gradients, and the seconds of any tensor.
+def measure_link(device: torch.device, num_tokens: int, hidden_size: int) -> Link | None:
+    """Return what this rank sends while all ranks reduce, gather and scatter, and while they share a matrix product.
 
-    The seconds are those by which a product whose matrix ranks share takes longer, forward and backward, than one of a
-    rank alone, beside its bytes: the ranks reduce one tensor in it. None for one rank. All ranks call this when the run
-    is done, so it fails no run: None, too, if a rank has no memory or has left.
+    The latter takes longer, forward and backward, than one of a rank alone, beside its bytes: the ranks reduce one
+    tensor in it. None for one rank. All ranks call this when the run is done, so it fails no run: None, too, if a rank
+    has no memory or has left.
     """
     if (size := dist.get_world_size() if dist.is_initialized() else 1) == 1:
         return None
@@ -92,6 +92,13 @@ def measure_link(device: torch.device, num_tokens: int, hidden_size: int) -> tup
         dist.all_reduce(flat)
         gradients.copy_(flat.view_as(gradients))[0, 0].item()  # a GPU has reduced them
 
+    def shard_gradients() -> None:
+        flat, part = gradients.view(-1), torch.empty(gradients.numel() // size, device=place)
+        dist.reduce_scatter_single(part, torch.cat(list(flat.chunk(size))))
+        whole = torch.empty_like(flat)
+        dist.all_gather_single(whole, part)
+        flat.copy_(whole)[0].item()
+
     def multiply(factor: torch.Tensor) -> None:
         taken = rows.clone().requires_grad_()
         product = (DTensor.from_local(taken, mesh, [Replicate()]) if isinstance(factor, DTensor) else taken) @ factor
@@ -101,16 +108,18 @@ def measure_link(device: torch.device, num_tokens: int, hidden_size: int) -> tup
 
     try:
         mesh = init_device_mesh(place.type, (size,))
-        gradients = torch.zeros(2, _REDUCED_NBYTES // 8, device=place)
+        gradients = torch.zeros(2, _REDUCED_NBYTES // 8 // size * size, device=place)
         rows = torch.zeros(shape, device=place)
         matrix = torch.zeros(hidden_size, min(hidden_size, _MOST_COLUMNS), device=place, requires_grad=True)
-        rate = 2 * ring(size) * _REDUCED_NBYTES / _mean_s(reduce_gradients, _NUM_REDUCTIONS)
+        acts = reduce_gradients, shard_gradients
+        rate, shard_rate = (2 * ring(size) * gradients.nbytes / _mean_s(act, _NUM_REDUCTIONS) for act in acts)
         factors = DTensor.from_local(matrix, mesh, [Shard(1)]), matrix
         shared_s, alone_s = (_mean_s(partial(multiply, factor), _NUM_PRODUCTS) for factor in factors)
     except RuntimeError as error:
         logger.warning("note: the network's rate was not measured: %s", error)
         return None
-    return rate, max(0.0, shared_s - alone_s - 2 * ring(size) * rows.nbytes / rate)
+    latency_s = max(0.0, shared_s - alone_s - 2 * ring(size) * rows.nbytes / rate)
+    return Link(rate=rate, shard_rate=shard_rate, latency_s=latency_s)
 
 
 def _mean_s(act: Callable[[], None], count: int) -> float:

@@ -10,8 +10,8 @@ from statistics import median
 
 from manifests.errors import LogError, UserError
 from manifests.models.adapters import is_adapter
-from manifests.models.shape import is_expert, module_of
-from manifests.module_times import TIMES_NAME, MeasuredTimes, ModuleTime, StepTime, reduction_nbytes
+from manifests.models.shape import is_expert, is_layer, module_of
+from manifests.module_times import TIMES_NAME, Link, MeasuredTimes, ModuleTime, StepTime, whole_s
 from manifests.store import write_file
 from runner.bundle.packed import Packed
 from runner.config.parallel_dims import ParallelDims
@@ -19,7 +19,9 @@ from runner.report.read import RunLog, Traces, read_run
 from runner.rundir.records import config_of
 
 logger = logging.getLogger("runner")
-_HOW = ("seq_len", "microbatch", "dtype", "master_dtype", "ac", "tp", "cp", "ep", "num_ranks", "ranks_per_node")
+_HOW = (
+    "seq_len", "microbatch", "dtype", "master_dtype", "ac", "tp", "cp", "ep", "num_ranks", "ranks_per_node", "device",
+)  # fmt: skip
 _NBYTES = {"bf16": 2}
 _SEQ_LEN = 4096  # of a run whose record lacks it; how FLOPs are divided hardly depends on it
 
@@ -28,7 +30,7 @@ def read_run_times(
     packed: Packed,
     log_dir: Path,
     degrees: ParallelDims | None = None,
-    link: tuple[float, float] | None = None,
+    link: Link | None = None,
     trained: Mapping[str, int] | None = None,
 ) -> MeasuredTimes:
     """Return the seconds of each module, from the traced steps of a run of this manifest, and of the rest of a step.
@@ -52,15 +54,18 @@ def read_run_times(
     forward, backward, inputs, weights, loss = (run.traces.seconds_of(kind) for kind in "FBIWL")
     options = config_of(run.record)
     seq_len = int(options.get("seq_len", _SEQ_LEN))
+    how = {name: options[name] for name in _HOW if name in options}
     times = {}
     for stage, modules in enumerate(stages):
+        backward_s = backward[stage] or inputs[stage] + weights[stage]
+        if stage and not backward[stage]:  # the first stage runs its whole backward as W
+            backward_s = whole_s(how, backward_s, sum(map(is_layer, modules)))
         flops = [packed.shape.work[module].forward_flops(seq_len) for module in modules]
         for module, share in zip(modules, _shares(flops), strict=True):
             times[module] = ModuleTime(
                 forward=share * (forward[stage] + loss[stage]),
-                backward=share * (backward[stage] or inputs[stage] + weights[stage]),
+                backward=share * backward_s,
             )
-    how = {name: options[name] for name in _HOW if name in options}
     degrees = degrees or ParallelDims(pipeline=packed.manifest.placement.num_ranks)
     every = {fqn: packed.shape.count_params(fqn) for fqn in packed.shape.tensors}
     trained = every if trained is None else trained
@@ -73,7 +78,7 @@ def _step_time(
     run: RunLog,
     traces: Traces,
     degrees: ParallelDims,
-    link: tuple[float, float] | None,
+    link: Link | None,
     trained: Mapping[str, int],
 ) -> StepTime | None:
     """Return what traced steps took beside their schedules, without the reduction of gradients at the link's rate."""
@@ -84,14 +89,15 @@ def _step_time(
     nbytes = _NBYTES.get(config_of(run.record).get("reduce_dtype", "fp32"), 4)
     counts = _count_on_ranks(packed, degrees, trained)
     num_params = max(dense // degrees.fsdp + experts // degrees.expert_fsdp for dense, experts in counts)
-    sent = max(  # weights are gathered in the schedule
-        sum(reduction_nbytes(0, nbytes * dense, shards=degrees.fsdp, replicas=degrees.replicate))
-        + sum(reduction_nbytes(0, nbytes * experts, shards=degrees.expert_fsdp, replicas=degrees.replicate))
+    overhead_s = median(step_s - timeline.makespan_s for step_s, timeline in traced)
+    if link is None:
+        return StepTime(overhead_s=max(0.0, overhead_s), num_params=max(1, num_params))
+    sent_s = max(  # weights are gathered in the schedule
+        link.reduction_s(0, nbytes * dense, shards=degrees.fsdp, replicas=degrees.replicate)
+        + link.reduction_s(0, nbytes * experts, shards=degrees.expert_fsdp, replicas=degrees.replicate)
         for dense, experts in counts
     )
-    overhead_s = median(step_s - timeline.makespan_s for step_s, timeline in traced) - (sent / link[0] if link else 0.0)
-    rate, latency_s = link or (None, 0.0)
-    return StepTime(overhead_s=max(0.0, overhead_s), num_params=max(1, num_params), rate=rate, latency_s=latency_s)
+    return StepTime(overhead_s=max(0.0, overhead_s - sent_s), num_params=max(1, num_params), link=link)
 
 
 def _count_on_ranks(packed: Packed, degrees: ParallelDims, trained: Mapping[str, int]) -> list[tuple[int, int]]:
@@ -119,7 +125,7 @@ def write_run_times(
     packed: Packed,
     log_dir: Path,
     degrees: ParallelDims | None = None,
-    link: tuple[float, float] | None = None,
+    link: Link | None = None,
     trained: Mapping[str, int] | None = None,
 ) -> None:
     """Write the times of a run that has ended into its folder; a failure is logged, and does not fail the run."""

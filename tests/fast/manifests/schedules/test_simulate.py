@@ -225,7 +225,7 @@ def test_costs_are_refused_unless_they_fit(wording: Callable[[str], None]) -> No
         refusal(lambda: simulate(schedule_table("GPipe", placed(4), 4), uniform(placed(2)))),
         refusal(lambda: StageCosts(forward_s=(1, 1), input_s=(1,), weight_s=(1,))),
         *(
-            refusal(partial(StageCosts, forward_s=(1,), input_s=(seconds,), weight_s=(1,)))
+            refusal(partial(StageCosts, forward_s=(1,), input_s=(1,), weight_s=(1,), whole_s=(seconds,)))
             for seconds in (-1.0, float("nan"), float("inf"))
         ),
     ]
@@ -238,6 +238,12 @@ def test_costs_of_whole_backwards_leave_the_first_stages_to_w() -> None:
     assert StageCosts.of([1, 1, 1], [2, 2, 4], input_share=0.25, hop_s=3) == StageCosts(
         forward_s=(1, 1, 1), input_s=(0, 0.5, 1), weight_s=(2, 1.5, 3), hop_s=3
     )
+
+
+def test_backwards_in_two_parts_take_longer_by_what_is_given() -> None:
+    costs = StageCosts.of([1, 1], [2, 4], split_s=[1, 2]).by_kind()
+    assert costs == {"F": (1, 1), "I": (0, 3), "W": (2, 3), "B": (2, 4)}
+    assert StageCosts.of([1, 1], [2, 4]).by_kind() == {"F": (1, 1), "I": (0, 2), "W": (2, 2), "B": (2, 4)}
 
 
 @pytest.mark.parametrize("name", [*LOOPED, *V_SHAPED])

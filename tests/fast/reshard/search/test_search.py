@@ -14,9 +14,12 @@ from click.testing import CliRunner
 
 from bench.sparse import write_sparse
 from manifests.module_times import MeasuredTimes, ModuleTime
+from manifests.placement import Placement
+from manifests.schedules.simulation import StageCosts, simulate
+from manifests.schedules.tables import schedule_table
+from reshard.estimate.hardware import HARDWARE
 from reshard.report.search_table import launch_command, pack_command
 from reshard.search.candidates import SearchRequest
-from reshard.search.hardware import HARDWARE
 from reshard.search.search import find_layouts
 from runner.commands import cli
 from tests.builders import reshard, run
@@ -254,6 +257,43 @@ def test_search_takes_the_times_of_a_run(tmp_path: Path) -> None:
     assert shown[1]["step_s"] == pytest.approx(32 * (modules * 3e-3 - 32 * 1e-3))  # without its recomputation
 
 
+@pytest.mark.parametrize(("device", "share", "layer_s"), [("cpu", 0.14, 0.0), ("cuda", 0.0, 2e-3)])
+def test_backwards_in_two_parts_take_longer_in_plans_and_searches(
+    device: str, share: float, layer_s: float, tmp_path: Path
+) -> None:
+    config = CONFIGS / "llama-3.1-8b.json"
+    log = write_run(tmp_path / "log", config, num_ranks=2, ranks_per_node=2, device=device)
+    flags = ("--global-batch", "64", "--microbatch", "2", "--schedule", "InterleavedZeroBubble", "--json")
+    words = ("plan", config, *flags, "--from-run", log)
+    planned = reshard(*words, "--layout", "pp=2,vpp=4").json
+    modules = [stage["modules"] for stage in planned["stages"]]
+    backward_s = [2e-3 * len(names) for names in modules]
+    extra_s = [share * seconds + layer_s * sum(".layers." in name for name in names)
+               for seconds, names in zip(backward_s, modules, strict=True)]  # fmt: skip
+    costs = StageCosts.of([1e-3 * len(names) for names in modules], backward_s, split_s=extra_s)
+    table = schedule_table("InterleavedZeroBubble", Placement(num_stages=8, num_ranks=2), 32)
+    assert planned["step_s"] == pytest.approx(simulate(table, costs).makespan_s)
+    search = ("--gpus", "2", "--gpu-memory", "9TB", "--pp", "2", "--ac", "none", "--hardware", "1,999999,999999")
+    found = [layout for layout in reshard(*words, *search).json["layouts"] if layout["layout"] == "pp=2,vpp=4"]
+    assert [layout["step_s"] for layout in found] == pytest.approx([planned["step_s"]] * len(found), rel=1e-3)
+
+
+def test_parts_of_rows_attend_with_masks(tmp_path: Path) -> None:
+    config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+    seconds = {}
+    for length in (4096, 32768):
+        words = ("--gpus", "2", "--gpu-memory", "9TB", "--pp", "1", "--tp", "1", "--global-batch", "2", "--ac", "none")
+        words = (*words, "--seq-len", str(length), "--microbatch", "1", "--hardware", "989,999999,999999", "--json")
+        for context in (1, 2):
+            flags = ("--cp", str(context), "--dp-shard", str(2 // context), "--dp-replicate", "1")
+            seconds[length, context] = first_step_s(reshard("plan", CONFIGS / "llama-3.1-8b.json", *words, *flags).json)
+    attention, width = 4 * config["hidden_size"], config["num_hidden_layers"]
+    for length in (4096, 32768):
+        extra_s = seconds[length, 2] - seconds[length, 1]
+        flops = 2 * 3 * width * attention * length * length
+        assert extra_s == pytest.approx(1.2 * flops / 2 / (0.33 * 989e12), rel=0.01)
+
+
 def test_rest_of_a_measured_step_and_its_network_are_in_planned_steps(tmp_path: Path) -> None:
     config = CONFIGS / "llama-3.1-8b.json"
     without = write_run(tmp_path / "without", config, num_ranks=2, ranks_per_node=2)
@@ -284,7 +324,10 @@ def test_times_of_a_run_are_divided_over_ranks_in_plans_as_in_searches(flag: str
         search = ("--gpus", "2", "--gpu-memory", "200GB", "--pp", "1", "--ac", "none")
         steps.append(reshard("plan", config, "--layout", "pp=1", *flags, log).json["step_s"])
         assert steps[-1] == pytest.approx(first_step_s(reshard("plan", config, *search, *flags, log).json), rel=1e-6)
-    assert steps == pytest.approx([32 * 35 * 3e-3 / 2 + 1.5, 32 * 35 * 3e-3 + 1.5], rel=1e-6)
+    attention, layer = 4 * 4096 * 512, 2 * 218_103_808  # FLOPs of a token, of the latter in products with weights
+    masked = 1.2 * attention / (attention + layer) if flag == "cp" else 0.0
+    expected = [32 * (35 + 32 * masked) * 3e-3 / 2 + 1.5, 32 * 35 * 3e-3 + 1.5]
+    assert steps == pytest.approx(expected, rel=1e-6)
 
 
 DENSE, EXPERTS = 1_605_636_096, 45_097_156_608  # parameters of Mixtral 8x7B

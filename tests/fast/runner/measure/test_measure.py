@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.sparse import write_sparse
 from manifests.errors import UserError
-from manifests.module_times import read_times
+from manifests.module_times import Link, read_times, split_s
 from manifests.placement import Placement
 from runner.bundle.packed import Packed, open_packed
 from runner.commands import cli
@@ -135,6 +135,20 @@ def test_times_of_a_run_are_divided_among_the_modules_of_a_stage(tmp_path: Path)
     assert modules["model.layers.1"].forward > modules["model.norm"].forward
 
 
+def test_times_of_a_run_that_splits_backwards_are_those_of_whole_ones(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", num_hidden_layers=4)
+    packed, log = open_packed(pack(tmp_path, "pp=2,vpp=2")), tmp_path / "log"
+    log.mkdir()
+    write_metrics(log)
+    write_traces(log, "InterleavedZeroBubble", packed.manifest.placement, 4)
+    write_run_times(packed, log)
+    modules = read_times(log / "times.json").modules
+    for stage, names in enumerate(packed.stage_modules):
+        backward_s = sum(modules[name].backward for name in names)
+        extra_s = split_s({}, backward_s, sum(".layers." in name for name in names)) if stage else 0.0
+        assert backward_s + extra_s == pytest.approx(0.021)
+
+
 def test_rest_of_a_step_is_what_its_schedule_and_its_network_leave(tmp_path: Path) -> None:
     save_model(tmp_path / "model", num_hidden_layers=2)
     packed, log = open_packed(pack(tmp_path)), tmp_path / "log"
@@ -149,19 +163,19 @@ def test_rest_of_a_step_is_what_its_schedule_and_its_network_leave(tmp_path: Pat
     makespan_s = 4 * 0.032 + 0.010 + 0.021  # rank 1's microbatches, rank 0's first forward and last backward
     assert alone.overhead_s == pytest.approx(1 - makespan_s)
     stages = [sum(map(packed.shape.count_params, fqns)) for fqns in _fqns_of_stages(packed)]
-    assert (alone.num_params, alone.rate) == (max(stages), None)
-    degrees, rate = ParallelDims(pipeline=2, replicate=2, shard=2), 1e6
-    shared = read_run_times(packed, log, degrees, (rate, 1e-4)).step
+    assert (alone.num_params, alone.link) == (max(stages), None)
+    degrees, link = ParallelDims(pipeline=2, replicate=2, shard=2), Link(rate=1e6, shard_rate=8e5, latency_s=1e-4)
+    shared = read_run_times(packed, log, degrees, link).step
     assert shared is not None
-    sent = 0.5 * 4 * max(stages) + 2 * 0.5 * 4 * max(stages) / 2  # FSDP's in float32, then those of replicas
-    assert shared.overhead_s == pytest.approx(1 - makespan_s - sent / rate)
-    assert (shared.num_params, shared.rate, shared.latency_s) == (max(stages) // 2, rate, 1e-4)
+    sent_s = 0.5 * 4 * max(stages) / 8e5 + 2 * 0.5 * 4 * max(stages) / 2 / 1e6  # FSDP's in float32, then replicas'
+    assert shared.overhead_s == pytest.approx(1 - makespan_s - sent_s)
+    assert (shared.num_params, shared.link) == (max(stages) // 2, link)
     assert read_run_times(packed, log, degrees).how["trained"] == "all"
-    times = read_run_times(packed, log, degrees, (rate, 1e-4), {"model.norm.weight": 64})
+    times = read_run_times(packed, log, degrees, link, {"model.norm.weight": 64})
     assert times.how["trained"] == "part"
     frozen = times.step
     assert frozen is not None
-    assert (frozen.num_params, frozen.overhead_s) == (32, pytest.approx(1 - makespan_s - 4 * 64 / rate))
+    assert (frozen.num_params, frozen.overhead_s) == (32, pytest.approx(1 - makespan_s - 4 * 32 / 8e5 - 4 * 32 / 1e6))
 
 
 def test_expert_parallel_ranks_reduce_their_own_experts(tmp_path: Path) -> None:
@@ -171,7 +185,7 @@ def test_expert_parallel_ranks_reduce_their_own_experts(tmp_path: Path) -> None:
     write_traces(log, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
     (log / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 1.0, "tokens_per_s": 1.0, "step_s": 1.0}) + "\n")
     alone = read_run_times(packed, log).step
-    step = read_run_times(packed, log, ParallelDims(pipeline=2, shard=4, expert=2), (1e9, 0.0)).step
+    step = read_run_times(packed, log, ParallelDims(pipeline=2, shard=4, expert=2), Link(rate=1e9, shard_rate=1e9)).step
     assert alone is not None
     assert step is not None
     count = packed.shape.count_params

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from manifests.errors import UsageError
+from manifests.module_times import MeasuredTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +29,15 @@ class Hardware:
         run = {self.measured: " (--from-run)"}
         rates = f"{self.peak / 1e12:g} TFLOP/s, {self.node / 1e9:g} GB/s on a node{run.get('node', '')}"
         return f"{rates}, {self.network / 1e9:g} GB/s between nodes{run.get('network', '')}"
+
+
+def hardware_in(run: MeasuredTimes, hardware: Hardware) -> Hardware:
+    """Return hardware with the rate that a run has measured, if it has: of its slowest link."""
+    if run.step is None or run.step.link is None:
+        return hardware
+    is_node = run.how["num_ranks"] <= run.how["ranks_per_node"]
+    link: Literal["node", "network"] = "node" if is_node else "network"
+    return replace(hardware, **{link: run.step.link.rate}, measured=link)
 
 
 # Sources: peaks, the data sheets that torchtitan 0.3.0 quotes in tools/utils.py (`get_peak_flops`); NVLink of the H100,

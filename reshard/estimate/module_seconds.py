@@ -1,0 +1,147 @@
+"""Seconds of modules for a microbatch, by FLOPs or as a run measured them, with what ranks send in them.
+
+# Note [Time of a step]
+Ranks compute at a share of their GPU's peak, and wait for what they send: nothing overlaps. A layer's tensor-parallel
+ranks reduce a tensor for each matrix that they share, two of them forward: the results of attention and MLP, and the
+gradients of what each other matrix takes; for experts, one forward and one backward. Experts receive each token's
+hidden state, and send it back, as many times as a token has experts, each tensor-parallel rank for a part of the
+tokens. Context-parallel ranks gather the keys and values of whole rows (`--cp-method gather`), and reduce their
+gradients. Gradients are reduced, and sharded weights gathered, once per step. Rings move (n - 1) / n of a tensor to
+gather or to scatter it, and twice that to reduce it everywhere. Groups of adjacent ranks that fit on a node use its
+links.
+
+# Note [Attention with a mask]
+A part of a row attends to the whole row with a mask, for which there is no FlashAttention. On an H100, forward and
+backward, 16 heads of 128 with 2 of keys, in bfloat16: a whole row of 8,192 tokens takes 2.36 ms with a causal flag, and
+its parts 7.6 ms with masks, one after the other, for 2 ranks, 8.8 ms for 4; 32,768 tokens 13.8 and 62 ms. That is 3.2
+to 4.5 times as long, 187 to 216 counted TFLOP/s against 700 to 950. Beside a step in which all FLOPs take as long as at
+the default efficiency, 326 TFLOP/s, attention then takes 2.0 to 2.5 times as long as its FLOPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from manifests.command import defaults
+from manifests.models import ModelShape, is_expert
+from manifests.models.memory import is_divided
+from manifests.models.shape import BACKWARD_SHARE, is_layer
+from manifests.models.training import POLICIES, Recompute, parse_recompute
+from manifests.module_times import MeasuredTimes, ModuleTime, ring
+from reshard.estimate.assumptions import Assumptions
+from reshard.estimate.costs import times_of
+from reshard.estimate.hardware import Hardware, hardware_in, read_hardware
+
+_MASKED = 2.2
+_NUM_RESULTS = 2  # of a layer, attention's and the MLP's, which its tensor-parallel ranks reduce
+
+
+def with_times_of_run(shape: ModelShape, config: Mapping[str, Any], assumed: Assumptions) -> Assumptions:
+    """Return the assumptions with the times of their run, for their degrees and tokens."""
+    run = assumed.run
+    assert run is not None, "checked by the caller"
+    hardware = hardware_in(run, read_hardware(defaults.HARDWARE))
+    seconds = ModuleSeconds(
+        shape, config, seq_len=assumed.seq_len, hardware=hardware, efficiency=1.0,
+        per_node=defaults.GPUS_PER_NODE, measured=replace(run, modules=times_of(shape, assumed.seq_len, run.modules)),
+    )  # fmt: skip
+    degrees, nbytes = (assumed.tensor, assumed.expert, assumed.context), POLICIES[assumed.policy].compute
+    times = seconds.times(*degrees, assumed.microbatch, assumed.recompute, nbytes)
+    return replace(assumed, measured=times, overhead=run.step)
+
+
+class ModuleSeconds:
+    """Seconds of a model's modules; `measured` has the times of each, in a run."""
+
+    def __init__(
+        self, shape: ModelShape, config: Mapping[str, Any], *, seq_len: int, hardware: Hardware, efficiency: float,
+        per_node: int, measured: MeasuredTimes | None,
+    ) -> None:  # fmt: skip
+        self._shape, self._seq_len, self._measured = shape, seq_len, measured
+        self._hardware, self._efficiency, self._per_node = hardware, efficiency, per_node
+        owned = shape.by_module()
+        self._has_experts = {module: any(map(is_expert, owned[module])) for module in shape.modules}
+        self._num_matrices = {  # that tensor-parallel ranks share; experts reduce as two of them do
+            module: 2 * has_experts + sum(self._is_matrix(fqn) for fqn in owned[module])
+            for module, has_experts in self._has_experts.items()
+        }
+        fields = section if isinstance(section := config.get("text_config"), Mapping) else config
+        self._top_k = fields.get("num_experts_per_tok") or 1
+        link = None if measured is None or measured.step is None else measured.step.link
+        self._latency_s = 0.0 if link is None else link.latency_s
+
+    def _is_matrix(self, fqn: str) -> bool:
+        return is_divided(fqn, self._shape) and not is_expert(fqn) and self._shape.count_params(fqn) > 0  # no scales
+
+    def times(
+        self, tensor: int, expert: int, context: int, microbatch: int, recompute: Recompute, nbytes: int
+    ) -> Mapping[str, ModuleTime]:
+        """Return the seconds of each module for one microbatch; see Note [Time of a step].
+
+        Units: `nbytes` of an element that ranks send.
+        """
+        times, row_tokens = {}, microbatch * self._seq_len
+        for module in self._shape.modules:
+            forward, backward = self._compute(module, row_tokens // context, tensor, context)
+            sent = self._sending(module, tensor, expert, context, row_tokens, nbytes, self._per_node)
+            again = _recomputed(recompute) * (forward + sent.forward) if is_layer(module) else 0.0
+            times[module] = ModuleTime(forward=forward + sent.forward, backward=backward + sent.backward + again)
+        return times
+
+    def rate(self, num_adjacent: int, per_node: int | None = None) -> float:
+        """Return the bytes per second that each of so many adjacent ranks sends to the others."""
+        is_on_node = (per_node or self._per_node) % num_adjacent == 0
+        return self._hardware.node if is_on_node else self._hardware.network
+
+    def _sending(
+        self, module: str, tensor: int, expert: int, context: int, row_tokens: int, nbytes: int, per_node: int
+    ) -> ModuleTime:
+        """Return the seconds in which a module sends hidden states, and gathers keys, of whole rows' tokens."""
+        rate = partial(self.rate, per_node=per_node)
+        hidden, reduction_s, routed_s = row_tokens // context * self._shape.hidden_size * nbytes, 0.0, 0.0
+        if is_layer(module) and tensor > 1:
+            reduction_s = self._latency_s + 2 * ring(tensor) * hidden / rate(tensor)
+        if self._has_experts[module]:
+            routed_s = 2 * ring(expert) * self._top_k * hidden / tensor / rate(expert)
+        keys = row_tokens * self._shape.work[module].keys * nbytes / tensor
+        gathered_s = ring(context) * keys / rate(tensor * context)
+        num_gradients = max(_NUM_RESULTS, self._num_matrices[module] - _NUM_RESULTS)
+        return ModuleTime(
+            forward=_NUM_RESULTS * reduction_s + routed_s + gathered_s,
+            backward=num_gradients * reduction_s + routed_s + 2 * gathered_s,
+        )
+
+    def _flops(self, module: str, context: int) -> float:
+        """Return a token's forward FLOPs, those of attention by their time: see Note [Attention with a mask]."""
+        work, factor = self._shape.work[module], _MASKED if context > 1 else 1.0
+        return work.flops + factor * work.flops_per_key * self._seq_len
+
+    def _compute(self, module: str, tokens: int, tensor: int, context: int) -> tuple[float, float]:
+        """Return the seconds in which a module computes forward and backward, without recomputation.
+
+        Of measured ones, what the run itself sent is subtracted, unless it takes longer at these rates.
+        """
+        flops = self._flops(module, context)
+        if self._measured is None:
+            forward = flops * tokens / (self._hardware.peak * self._efficiency * tensor)
+            return forward, BACKWARD_SHARE * forward
+        how, scale = self._measured.how, self._measured.scale_to(tokens, tensor)
+        degrees = how.get("tp", 1), how.get("ep", 1), how.get("cp", 1)
+        scale *= flops / self._flops(module, degrees[2]) if flops else 1.0
+        nbytes = POLICIES["bf16" if how.get("dtype") == "bf16" else "fp32"].compute
+        per_node = how.get("ranks_per_node", self._per_node)
+        sent = self._sending(module, *degrees, how["microbatch"] * how["seq_len"], nbytes, per_node)
+        forward, backward = self._measured.modules[module].forward, self._measured.modules[module].backward
+        if is_layer(module):
+            backward -= _recomputed(parse_recompute(str(how.get("ac", "none")))) * forward
+        if forward < sent.forward or backward < sent.backward:
+            return scale * forward, scale * max(0.0, backward)
+        return scale * (forward - sent.forward), scale * (backward - sent.backward)
+
+
+def _recomputed(recompute: Recompute) -> float:
+    """Return the share of layers of which --ac repeats the forward."""
+    return 1.0 if recompute == "full" else 1 / recompute if isinstance(recompute, int) else 0.0
