@@ -1,4 +1,4 @@
-"""Training with MTP layers through the commands' own flags: resumed at other degrees, and on replicas."""
+"""Training with MTP layers through the commands' own flags, resumed at other degrees."""
 
 from __future__ import annotations
 
@@ -42,25 +42,15 @@ def losses(place: Path, name: str) -> list[tuple[float, float]]:
     return [(line["loss"], line["mtp_loss"]) for line in lines if "loss" in line]
 
 
-def expected(place: Path) -> list[tuple[float, float]]:
-    if not (place / "log-alone").exists():
-        run_jobs(1, [train(place, "alone", LAYOUTS[0], STEPS)])
-    return losses(place, "alone")
-
-
 def test_checkpoint_resumes_at_another_degree(place: Path) -> None:
-    whole = expected(place)
-    saved, resumed = ("--checkpoint", place / "history", "--resume", "auto"), list[tuple[float, float]]()
-    for number, layout in enumerate(LAYOUTS, 1):
-        steps = number * STEPS // len(LAYOUTS)
-        run_jobs(layout.count("|") + 1, [train(place, f"hop {number}", layout, steps, *saved)])
-        resumed += losses(place, f"hop {number}")
-    assert len(resumed) == STEPS
-    assert resumed == [pytest.approx(of_step, rel=1e-6) for of_step in whole]
+    saved = ("--checkpoint", place / "history", "--resume", "auto")
+    hops = [
+        train(place, f"hop {number}", layout, number * STEPS // len(LAYOUTS), *saved)
+        for number, layout in enumerate(LAYOUTS, 1)
+    ]
+    run_jobs(1, [train(place, "whole", LAYOUTS[0], STEPS), hops[0]])
+    for layout, hop in zip(LAYOUTS[1:], hops[1:], strict=True):
+        run_jobs(layout.count("|") + 1, [hop])
+    resumed = [of_step for number in range(1, len(hops) + 1) for of_step in losses(place, f"hop {number}")]
     assert len(set(resumed)) == STEPS  # the weights move
-
-
-@pytest.mark.slow
-def test_replicas_train_as_one_process(place: Path) -> None:
-    run_jobs(4, [train(place, "replicas", LAYOUTS[1], STEPS, "--dp-replicate", 2)])
-    assert losses(place, "replicas") == [pytest.approx(of_step, rel=1e-6) for of_step in expected(place)]
+    assert resumed == [pytest.approx(of_step, rel=1e-6) for of_step in losses(place, "whole")]

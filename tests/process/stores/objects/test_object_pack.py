@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -148,30 +145,6 @@ def test_virtual_bundles_lie_in_a_bucket_and_refer_to_one(
         f"error: {model}/model-00002-of-00003.safetensors: expected "
     )
     assert not (tmp_path / "late").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_pack_that_is_interrupted_leaves_nothing(moto: MotoServer, large: Path, number: int) -> None:
-    command = (
-        sys.executable,
-        "-m",
-        "reshard",
-        "pack",
-        large,
-        "--layout",
-        "pp=2",
-        "--out",
-        url_of("interrupted"),
-    )
-    worker = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    while not moto.uploads(BUCKET, "interrupted/") and worker.poll() is None:
-        pass
-    worker.send_signal(number)
-    assert worker.communicate(timeout=60)[1].split() == ["interrupted"]
-    assert worker.returncode == 130
-    assert objects_in(moto, "interrupted") == {}
-    assert moto.uploads(BUCKET, "interrupted/") == []
 
 
 @pytest.mark.slow
