@@ -72,6 +72,10 @@ class Parallelism:
         self.used.num_threads = max(self.used.num_threads, number)
         return number
 
+    def computing(self) -> Parallelism:
+        """Return one with two threads more than cores, by default: some compute while others wait for the disk."""
+        return replace(self, num_threads=self.num_threads or threads_for_ranks() + 2)
+
     def within(self, memory_nbytes: int) -> Parallelism:
         """Return one with this part of the memory, for one of several uses at a time."""
         return replace(self, memory_nbytes=memory_nbytes)

@@ -47,7 +47,7 @@ class ApplyResult:
     `is_recorded`: the chain has the digest of the whole state, as chains of others have not.
 
     Units: bytes written to shards, and read of the folder and the chain, headers apart; seconds for the verification of
-    tensors that stayed as they were.
+    tensors that stayed as they were, and for hashing the folder's, if its headers have no digests.
     """
 
     location: str
@@ -97,16 +97,18 @@ def apply_delta(
     folder, work = Path(to), Work(Path(to))
     with writing_to(str(folder)), work.locked():
         work.switch()
+        began_s = time.monotonic()
         present, before, hashed = _present(folder)
+        hash_s = time.monotonic() - began_s
         target, before = _target(opened, number, present, before, work.deltas)
         published = (opened.version(before).files or {}) if before in opened.numbers else {}
         plan = _plan(folder, target, present, number, published)
         if not quick:
             plan = replace(plan, to_verify=[tensor for tensor in plan.unchanged if tensor.name not in hashed])
         _check_space(folder, plan.shards, work.nbytes)
-        done = _carry_out(plan, target, work, wanted, before, parallelism or Parallelism(), progress)
+        done = _carry_out(plan, target, work, wanted, before, (parallelism or Parallelism()).computing(), progress)
         shutil.rmtree(work.deltas, ignore_errors=True)
-        return done
+        return replace(done, verify_s=hash_s + done.verify_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

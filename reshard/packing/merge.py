@@ -20,7 +20,6 @@ from reshard.transforms.adapters import merge_adapters
 from reshard.transforms.dequantize import is_scale
 from reshard.transforms.quantize import forget_source
 from stores.address import output_address
-from stores.workers import threads_for_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +78,7 @@ def merge(
     changed = [fqn for fqn, tensor in merged.tensors.items() if tensor.file is not before[fqn].file]
     num_merged = sum(not is_scale(fqn, before) for fqn in changed)
     total = sum(tensor.nbytes for tensor in merged.tensors.values())
-    parallelism = parallelism or Parallelism()
-    # Two more than cores: these compute while others wait for the disk.
-    parallelism = replace(parallelism, num_threads=parallelism.num_threads or threads_for_ranks() + 2)
+    parallelism = (parallelism or Parallelism()).computing()
     write = WriteOptions(io=io, sync=sync, progress=counting(progress, total), parallelism=parallelism)
     done = HUGGINGFACE.export(merged, address, ExportOptions(to="hf", force=force, write=write))
     return MergeResult(num_files=done.num_files, nbytes=done.nbytes, num_merged=num_merged)
