@@ -8,17 +8,20 @@ published in bf16: the fraction of elements and bytes that change, and zstd's ra
 does not depend on how busy the machine is.
 
 speed: a checkpoint in four shards, in three of which 2 % of the elements change. Publish, with a copy of the version
-before, beside one read of both, and one read and BLAKE3 of both; likewise where the 2 % are whole tensors; apply beside
-a read and a write of the shards that differ; a bare loop that reads, hashes and compares both and compresses what
-differs, which is the least that a publish can do; and a full copy, `rsync --inplace` and `zstd --patch-from`, which are
-required, and timed once. Turn by turn, rotated, with pauses; files are in the page cache, unless the name says cold,
-and every writer ends with its bytes on disk. Of one core: seconds of its time for a GB of the shards that change.
+before, beside one read of both, and one read and BLAKE3 of both; likewise where the 2 % are whole tensors; apply,
+whose verification of the shard that stays is left out of its time, and given apart, beside a copy of the shards that
+differ, flushed; bare loops, in as many threads, of the least that both can do: one reads, hashes and compares both
+states and compresses what differs, the other decompresses it, changes and hashes what it reads, and writes and flushes
+that; and a full copy, `rsync --inplace` and `zstd --patch-from`, which are required, and timed once. Turn by
+turn, rotated, with pauses; files are in the page cache, unless the name says cold, and every writer ends with its bytes
+on disk. Of one core: seconds of its time for a GB of the shards that change.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import shlex
@@ -30,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import blake3
@@ -41,20 +45,24 @@ import measure
 from checkpoints import llama_of, write_checkpoint
 from measure import Found
 
+from manifests.safetensors import read_header
 from manifests.versions import LEVEL
+from reshard.copy.parallelism import Parallelism
 from reshard.tensors.lazy import STEP_NBYTES
-from reshard.transforms.arithmetic import xor_of
+from reshard.transforms.arithmetic import xor_into, xor_of
+from stores.bundles import TensorAt, tensors_in
+from stores.local import LocalFile
 
 RATES = (1e-6, 1e-5, 1e-4)
 LEVELS = (1, 3, 9, 19)
 CHEAPER = (-1, -7, -50)
 SHARE = 0.02  # of the elements that change
-NUM_SHARDS, PAUSE_S = 4, 2.0
+NUM_SHARDS, PAUSE_S = 4, 1.0
 PARTS_NBYTES = 256 << 20  # of a shard
 BARE_NBYTES = 64 << 20  # that a thread of the bare loop takes at a time
 MEASURES = (
-    "apply", "copy of what differs", "publish", "publish, few tensors", "read both", "bare loop", "BLAKE3 of both",
-    "publish, cold", "read both, cold", "full copy",
+    "apply", "bare apply", "copy of what differs", "publish", "publish, few tensors", "read both", "bare loop",
+    "BLAKE3 of both", "publish, cold", "read both, cold", "full copy",
 )  # fmt: skip
 HASH = "import sys, blake3\nfor path in sys.argv[1:]: blake3.blake3(max_threads=-1).update_mmap(path).digest()"
 BATCH = ("--seq-len", 128, "--global-batch", 32, "--microbatch", 4)
@@ -62,15 +70,15 @@ BATCH = ("--seq-len", 128, "--global-batch", 32, "--microbatch", 4)
 
 def main() -> None:
     parser = measure.options_of(__doc__, gb=4.0)
-    parser.add_argument("what", choices=["density", "speed", "bare"])
+    parser.add_argument("what", choices=["density", "speed", *BARE])
     parser.add_argument("folders", nargs="*", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=5, help="steps at each learning rate")
     parser.add_argument("--without-peers", action="store_true", help="leave out rsync and zstd")
     parser.add_argument("--measures", nargs="+", choices=MEASURES, default=MEASURES, help="of speed; default: all")
     parser.add_argument("--prepared", type=Path, help="a folder that has, or gets, the checkpoints of speed")
     options = parser.parse_args()
-    if options.what == "bare":
-        bare(*options.folders)
+    if options.what in BARE:
+        BARE[options.what](*options.folders)
         return
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-delta-") as scratch:
         root = Path(options.prepared or scratch)
@@ -151,21 +159,25 @@ def bf16_in(step: Path, out: Path) -> np.ndarray:
 
 
 def speed(root: Path, gb: float, num_turns: int, only: Sequence[str], *, with_peers: bool) -> dict[str, object]:
-    old, new, few, chain, served = (root / name for name in ("old", "new", "few", "chain", "served"))
-    copy, of_few = root / "copy", root / "chain-of-few"
+    old, new, few, chain, before = (root / name for name in ("old", "new", "few", "chain", "before"))
+    copy, served, of_few = root / "copy", root / "served", root / "chain-of-few"
     if not (root / "ready").exists():
         write_checkpoint(old, llama_of(gb * 1e9 / 2, 1024, least_layers=4), num_shards=NUM_SHARDS)
         shutil.copytree(old, new)
         differing = [change(shard) for shard in sorted(new.glob("*.safetensors"))[:-1]]
         shutil.copytree(old, few, copy_function=os.link)
         change_few(few)
-        shutil.copytree(old, served, copy_function=os.link)  # which apply never writes to
+        shutil.copytree(old, before, copy_function=os.link)  # which apply never writes to
         delta(root, "publish", old, "--chain", chain)
         shutil.copytree(chain, of_few, copy_function=os.link)
         delta(root, "publish", new, "--chain", chain, "--base", old, "--quiet")
-        done = json.loads(reshard("delta", "apply", chain, "--to", served, "--json"))
+        done = json.loads(reshard("delta", "apply", chain, "--to", before, "--json"))
         assert done["write_nbytes"] < 1.001 * sum(path.stat().st_size for path in differing), "only what differs"
-        assert same_weights(served, new)
+        assert same_weights(before, new)
+        delta(root, "apply", chain, "--to", before, "--version", 1)
+        bare_apply(before, chain / "weight_v000002", copy)
+        assert all(map(np.array_equal, map(data_of, sorted(copy.iterdir())), map(data_of, differing)))
+        shutil.rmtree(copy)
         os.sync()
         (root / "ready").touch()
     shards = sorted(new.glob("*.safetensors"))
@@ -179,6 +191,10 @@ def speed(root: Path, gb: float, num_turns: int, only: Sequence[str], *, with_pe
         read_both()
         return run(*arguments)
 
+    def applying(run: Callable[..., measure.Run], *arguments: object) -> measure.Run:
+        shell(None, f"cat {before}/*.safetensors {chain}/weight_v000002/* > /dev/null")
+        return run(*arguments)
+
     def cold(run: Callable[..., measure.Run], *arguments: object) -> measure.Run:
         for path in both:
             with open(path, "rb") as file:
@@ -190,21 +206,27 @@ def speed(root: Path, gb: float, num_turns: int, only: Sequence[str], *, with_pe
         return delta(root, "publish", source, "--chain", to, "--base", old, "--quiet")
 
     def apply() -> measure.Run:
-        delta(root, "apply", chain, "--to", served, "--version", 1)
-        shell(None, f"sync -f {served}; cat {words(served.glob('*.safetensors'))} > /dev/null")
-        run = delta(root, "apply", chain, "--to", served, "--json")
+        shutil.rmtree(served, ignore_errors=True)
+        shutil.copytree(before, served, copy_function=os.link)
+        run = applying(delta, root, "apply", chain, "--to", served, "--json")
         verified_s.append(json.loads((root / "printed").read_text())["verify_s"])
-        return run
+        shutil.rmtree(served)
+        os.sync()  # the next run must not wait for the blocks that are freed
+        return replace(run, wall_s=run.wall_s - verified_s[-1])
+
+    def bare(name: str, *folders: Path) -> measure.Run:
+        return measure.run_measured([sys.executable, __file__, name, *map(str, (*folders, copy))], copy)
 
     measures = {
         "apply": apply,
-        "copy of what differs": lambda: shell(copy, f"mkdir {copy}; cp {words(differing)} {copy}; sync -f {copy}"),
+        "bare apply": lambda: applying(bare, "bare-apply", before, chain / "weight_v000002"),
+        "copy of what differs": lambda: applying(
+            shell, copy, f"mkdir {copy}; cp {before}/*.v*.safetensors {copy}; sync -f {copy}"
+        ),
         "publish": lambda: warm(publish, new, chain),
         "publish, few tensors": lambda: warm(publish, few, of_few),
         "read both": lambda: warm(read_both),
-        "bare loop": lambda: warm(
-            measure.run_measured, [sys.executable, __file__, "bare", *map(str, (old, new, copy))], copy
-        ),
+        "bare loop": lambda: warm(bare, "bare-publish", old, new),
         "BLAKE3 of both": lambda: warm(measure.run_measured, [sys.executable, "-c", HASH, *map(str, both)]),
         "publish, cold": lambda: cold(publish, new, chain),
         "read both, cold": lambda: cold(read_both),
@@ -254,7 +276,9 @@ def speed(root: Path, gb: float, num_turns: int, only: Sequence[str], *, with_pe
                 ("bare loop", "BLAKE3 of both"),
                 ("publish", "bare loop"),
                 ("publish, few tensors", "BLAKE3 of both"),
+                ("apply", "bare apply"),
                 ("apply", "copy of what differs"),
+                ("bare apply", "copy of what differs"),
                 ("apply", "full copy"),
                 ("apply", "rsync --inplace"),
                 ("publish", "zstd --patch-from"),
@@ -267,7 +291,7 @@ def speed(root: Path, gb: float, num_turns: int, only: Sequence[str], *, with_pe
     }  # fmt: skip
 
 
-def bare(old: Path, new: Path, out: Path) -> None:
+def bare_publish(old: Path, new: Path, out: Path) -> None:
     """Read, hash and compare both states, and compress what differs, in a thread for each core, with no checks."""
 
     def work(part: tuple[Path, int]) -> None:
@@ -298,6 +322,55 @@ def bare(old: Path, new: Path, out: Path) -> None:
     parts = [(shard, begin) for shard in shards for begin in range(0, shard.stat().st_size, BARE_NBYTES)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(work, parts))
+
+
+def bare_apply(before: Path, delta: Path, out: Path) -> None:
+    """Read, decompress, change, hash, write and flush what differs, in as many threads as apply, with no checks."""
+    frames = {frame.name: frame for path in delta.glob("*.safetensors") for frame in tensors_of(path)}
+
+    def work(tensor: TensorAt) -> None:
+        frame, hasher = frames[tensor.name], blake3.blake3()
+        block, difference = (memoryview(bytearray(min(STEP_NBYTES, tensor.nbytes))) for _ in range(2))
+        with (
+            open(str(tensor.file), "rb", 0) as left,
+            open(str(frame.file), "rb") as compressed,
+            open(out / Path(str(tensor.file)).name, "r+b", 0) as file,
+        ):
+            left.seek(tensor.begin)
+            file.seek(tensor.begin)
+            compressed.seek(frame.begin)
+            reader = zstandard.ZstdDecompressor().stream_reader(compressed, read_size=STEP_NBYTES)
+            for begin in range(0, tensor.nbytes, STEP_NBYTES):
+                nbytes = left.readinto(block[: tensor.nbytes - begin])
+                part = difference[:nbytes]
+                while part:
+                    part = part[reader.readinto(part) :]
+                xor_into(block[:nbytes], difference[:nbytes])
+                hasher.update(block[:nbytes])
+                file.write(block[:nbytes])
+            hasher.digest()
+
+    out.mkdir()
+    shards = {path: tensors_of(path) for path in sorted(before.glob("*.safetensors"))}
+    differing = {path: tensors for path, tensors in shards.items() if tensors[0].name in frames}
+    for path in differing:
+        with open(path, "rb") as header, open(out / path.name, "wb") as file:
+            file.write(header.read(header_nbytes(path)))
+            file.truncate(path.stat().st_size)
+    with ThreadPoolExecutor(Parallelism().computing().most_threads) as pool:
+        list(pool.map(work, itertools.chain(*differing.values())))
+    os.sync()
+
+
+BARE = {"bare-publish": bare_publish, "bare-apply": bare_apply}
+
+
+def tensors_of(path: Path) -> list[TensorAt]:
+    return tensors_in(LocalFile(path), read_header(path))
+
+
+def data_of(shard: Path) -> np.ndarray:
+    return np.memmap(shard, np.uint8, "r", offset=header_nbytes(shard))
 
 
 def parts(old: Path, new: Path) -> dict[str, float]:
