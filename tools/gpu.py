@@ -26,8 +26,8 @@ import measure
 
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-m", "gpu")
 FIGURES = "tests/gpu/test_figures.py"
-# Each worker has ranks of its own, most of which wait for each other, and measures only memory, its processes' own.
-_SIDE_BY_SIDE = ("-n", str(max(1, min(4, (os.cpu_count() or 1) // 2))), "--dist", "loadgroup")
+# A worker has a file, whose tests share ranks, most of which wait for each other, and measures only their memory.
+_SIDE_BY_SIDE = ("-n", str(max(1, min(3, (os.cpu_count() or 1) // 2))), "--dist", "loadfile")
 GROUPS = (("tests/gpu", f"--ignore={FIGURES}", *_SIDE_BY_SIDE), (FIGURES,))
 
 

@@ -55,7 +55,6 @@ def families(device: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 
 # For a scope of its own, pytest would take what the ranks found apart after each test, and run them again.
-@pytest.mark.xdist_group("families")  # whose ranks one worker starts
 @pytest.mark.parametrize(
     ("device", "family", "num_ranks", "dtype"), on_devices(CASES), indirect=["device"], scope="module"
 )
@@ -127,7 +126,6 @@ def ways(device: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, F
     return place, run_jobs(jobs, device, place, timeout_s=400)
 
 
-@pytest.mark.xdist_group("ways")
 @pytest.mark.parametrize(("device", "name"), on_devices(RUN), indirect=["device"], scope="module")
 def test_way_to_compute_gives_the_gradients_of_the_plain_one(device: str, name: str, ways: tuple[Path, Found]) -> None:
     place, found = ways
