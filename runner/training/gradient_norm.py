@@ -209,11 +209,14 @@ def _squared_norms(parameters: Iterable[nn.Parameter], mesh: Mesh | None) -> tor
 
 def sum_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares of each tensor, accumulated in float64: on a GPU, each element is read once."""
-    parts = [
-        torch.split(gradient.reshape(-1), _CPU_PART) if gradient.device.type == "cpu" else (gradient,)
-        for gradient in gradients
-    ]
-    squares = torch.stack(torch._foreach_norm([part for of in parts for part in of], 2, dtype=torch.float64)).square()
+    if gradients[0].device.type != "cpu":
+        return _squares_of(list(gradients))
+    parts = [torch.split(gradient.reshape(-1), _CPU_PART) for gradient in gradients]
+    squares = _squares_of([part for of in parts for part in of])
     if len(squares) == len(gradients):
         return squares
     return torch.stack([of.sum() for of in torch.split(squares, [len(of) for of in parts])])
+
+
+def _squares_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square()
