@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 README = ROOT / "README.md"
-GPU_RESULTS = ("gpu-suite", "gpu-mfu", "gpu-memory", "gpu-saving", "gpu-load")  # by `make test-gpu`
+# By `make test-gpu`.
+GPU_RESULTS = ("gpu-suite", "gpu-mfu", "gpu-memory", "gpu-saving", "gpu-beside", "gpu-norm", "gpu-load")
 _FACTS = ("nbytes", "turns")  # which are said in a line, not in a table
 BEGIN, END = "<!-- figures: written by make performance -->\n", "<!-- end of figures -->\n"
 _HEAD = """\
@@ -198,6 +199,21 @@ def _gpu_sentences(results: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"- An asynchronous save of {saving['1 ranks'][0]['nbytes'] / 1e9:.1f} GB pauses training for "
         f"{saving['1 ranks'][0]['ratio']:.3f} times as long as a plain copy into host memory {_link('gpu-saving')}."
+    )
+    beside, norm = results["gpu-beside"], results["gpu-norm"]
+    runs = list(beside["runs"].values())
+    alone_s = [step_s for run in runs for step_s in run["each, alone"]]
+    yield (
+        f"- A step of `runner launch` while {runs[0]['saved bytes'] / 1e9:.1f} GB are saved takes "
+        f"{beside['ratio']:.3f} times as long as one when none are, the median of {len(runs)} runs "
+        f"({', '.join(str(run['ratio']) for run in runs)}). Without a save, steps took {min(alone_s):.2f} to "
+        f"{max(alone_s):.2f} s {_link('gpu-beside')}."
+    )
+    layers, embedding = norm["norm"].values()
+    yield (
+        f"- The norm of 51 million gradients in many tensors takes {layers['ratio']:.2f} times as long as one "
+        f"`torch._foreach_norm` in float64, and in one tensor {embedding['ratio']:.2f} times (commit "
+        f"{norm['commit']}) {_link('gpu-norm')}."
     )
     yield (
         f"- A stage of 1 GB is loaded from a cold disk in {load['cold']['runner']['ratio_to_load_file']:.2f} times the "
