@@ -96,23 +96,25 @@ class CostModel:
         self._times, self._kinds_memory = cache(self._seconds.times), cache(self._make_kinds_memory)
         self._profiles, self._states = cache(self._make_profiles), cache(self._make_states)
         self._activations, self._loads = cache(self._make_activations), cache(self._make_loads)
+        self._chunks, self._totals = cache(self._make_chunks), cache(self._make_totals)
 
     def estimate(self, candidate: Candidate) -> CandidateForecast:
         """Return what a candidate takes, in closed form; see `_chunks_in_flight` and `_fill`."""
-        layout, context = candidate.layout, candidate.context
+        layout, context, number = candidate.layout, candidate.context, candidate.num_microbatches
         self._layouts[layout.spec] = layout
         degrees = layout.spec, candidate.policy, candidate.tensor, context
         states, weights, gradients = self._states(*degrees, candidate.shard * context, candidate.expert)
         shards = max(min(2, candidate.shard * context), context)
         used = self._activations(*degrees, shards, candidate.microbatch, candidate.recompute)
         slowest, busy, stepped = self._loads(layout.spec, candidate.schedule in SPLIT, *self._setting(candidate))
+        chunks, virtual = self._chunks(layout.spec, candidate.schedule, number), layout.placement.num_virtual
         most = max(
-            state + activations * _chunks_in_flight(candidate, rank) // layout.placement.num_virtual + temporary
-            for state, (rank, activations, temporary) in zip(states, used, strict=True)
+            state + activations * in_flight // virtual + temporary
+            for state, (activations, temporary), in_flight in zip(states, used, chunks, strict=True)
         )
         transfers = 2 * MOST_IN_TRANSIT * (candidate.pipeline > 1) * self._hidden_nbytes(candidate)
-        makespan = slowest * (candidate.num_microbatches + _fill(candidate))
-        bubble = 1 - busy * candidate.num_microbatches / candidate.pipeline / makespan
+        makespan = slowest * (number + _fill(candidate))
+        bubble = 1 - busy * number / candidate.pipeline / makespan
         step_s = makespan + self._reduction_s(candidate, weights, gradients) + self._overhead_s(candidate, stepped)
         return CandidateForecast(memory=most + transfers, bubble=max(0.0, bubble), step_s=step_s)
 
@@ -196,21 +198,28 @@ class CostModel:
 
     def _make_activations(
         self, spec: str, policy: Policy, tensor: int, context: int, shard: int, microbatch: int, recompute: Recompute
-    ) -> list[tuple[int, int, int]]:
-        """Return the rank of each of `_profiles`, and the bytes of a microbatch's activations and temporary ones."""
+    ) -> list[tuple[int, int]]:
+        """Return the bytes of a microbatch's activations, and the temporary ones, of each of `_profiles`."""
         memory = self._kinds_memory(policy, tensor, context, shard, 1, microbatch, recompute)
         kept = {kind: (each.activations, each.temporary) for kind, each in memory.items()}
         return [
-            (rank, sum(count * kept[kind][0] for kind, count in kinds), max(kept[kind][1] for kind, _ in kinds))
-            for rank, kinds in self._profiles(spec)
+            (sum(count * kept[kind][0] for kind, count in kinds), max(kept[kind][1] for kind, _ in kinds))
+            for _, kinds in self._profiles(spec)
         ]
+
+    def _make_chunks(self, spec: str, schedule: str, number: int) -> list[int]:
+        """Return how many results of its stages each of `_profiles` has in flight, of a number of microbatches."""
+        placement = self._layouts[spec].placement
+        return [_chunks_in_flight(placement, schedule, number, rank) for rank, _ in self._profiles(spec)]
+
+    def _make_totals(self, splits: bool, *setting: Any) -> Mapping[str, float]:
+        """Return the seconds of a microbatch in each kind of module, forward and backward."""
+        times = self._times(*setting).items()
+        return {kind: time.total + splits * split_s(self._how, time.backward, is_layer(kind)) for kind, time in times}
 
     def _make_loads(self, spec: str, splits: bool, *setting: Any) -> tuple[float, float, int]:
         """Return the seconds of a microbatch on the slowest rank, and on all; and the most parameters of a rank."""
-        times = self._times(*setting).items()
-        seconds = {
-            kind: time.total + splits * split_s(self._how, time.backward, is_layer(kind)) for kind, time in times
-        }
+        seconds = self._totals(splits, *setting)
         profiles = [kinds for _, kinds in self._profiles(spec)]
         slowest = max(sum(count * seconds[kind] for kind, count in kinds) for kinds in profiles)
         stepped = max(sum(count * self._params[kind] for kind, count in kinds) for kinds in profiles)
@@ -239,16 +248,16 @@ class CostModel:
         return step.overhead_of(num_params / (candidate.shard * candidate.context * candidate.tensor))
 
 
-def _chunks_in_flight(candidate: Candidate, rank: int) -> int:
+def _chunks_in_flight(placement: Placement, schedule: str, number: int, rank: int) -> int:
     """Return how many results of its stages a rank has in flight; see `manifests.schedules.tables`."""
-    num_ranks, virtual, number = candidate.pipeline, candidate.layout.placement.num_virtual, candidate.num_microbatches
+    num_ranks, virtual = placement.num_ranks, placement.num_virtual
     ranks_after, groups = num_ranks - 1 - rank, (virtual - 1) * (number // max(1, number // num_ranks))
     chunks = {
         "1F1B": ranks_after + 1,
         "Interleaved1F1B": groups + 2 * ranks_after + 1,
         "InterleavedZeroBubble": groups + num_ranks,  # with the weight gradients that it delays
         "DualPipeV": 2 * num_ranks + 1,
-    }.get(candidate.schedule, 2 * num_ranks)
+    }.get(schedule, 2 * num_ranks)
     return min(chunks, virtual * number)
 
 
