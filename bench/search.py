@@ -5,9 +5,9 @@
 
 The first layout of a case is trained with --trace; `reshard plan --from-run` predicts the step of each layout from it,
 and each is trained. On four and eight ranks, which share cores, layers sleep as in `bench/bubble.py`: tensors and their
-transfers are real, only the time of a layer is simulated. Two ranks compute, on a core each; the third of their layouts
-is the first of the search, `plan --gpus 2`, and of layouts of one stage, the search predicts the time, as it knows what
-ranks of --tp send.
+transfers are real, only the time of a layer is simulated. Two ranks compute, on a core each; the result has what the
+search, `plan --gpus 2`, finds first for them. The third of their layouts was that, before a backward in two parts was
+counted as longer than a whole one.
 
 Of several turns, each run's fastest counts: its median step, since other work on the machine only adds to steps. Each
 turn begins with another run. --only renews one case of --out, and keeps the others. With --folder, runs are kept there,
@@ -89,6 +89,7 @@ CASES = (
         Trial(layout="pp=1", flags=("--dp-replicate", "2"), pipeline=1),
         Trial(layout="pp=1", flags=("--dp-shard", "2"), pipeline=1),
         Trial(layout="pp=1", flags=("--tp", "2"), pipeline=1),
+        Trial(layout="pp=2,vpp=3", flags=("--schedule", "Interleaved1F1B")),
     )),
 )  # fmt: skip
 
@@ -121,8 +122,10 @@ def measure(case: Case, num_steps: int, num_turns: int, scratch: Path, end_s: fl
             "measured_s": round(measured, 4), "error": round(predicted / measured - 1, 4),
         })  # fmt: skip
         print(rows[-1], file=sys.stderr, flush=True)
+    first = {} if case.wait_s else {"first_of_search": _search(case, fastest[-1][1], scratch)}
     return {
-        **where, "layer_waits_s": case.wait_s, "turns": num_turns, "load_average": max(loads), **_summary(rows),
+        **where, **first, "layer_waits_s": case.wait_s, "turns": num_turns, "load_average": max(loads),
+        **_summary(rows),
     }  # fmt: skip
 
 
@@ -178,15 +181,24 @@ def _packed(case: Case, trial: Trial, scratch: Path) -> Path:
 
 def _predict(case: Case, trial: Trial, traced: Path, scratch: Path) -> float:
     """Return the seconds of a step as planned from the traced run."""
-    source, batch = scratch / f"llama-{case.width}-{case.num_layers}", ("--global-batch", str(case.global_batch))
-    words = [*RESHARD, "plan", str(source), "--from-run", str(traced), "--json", *batch, *trial.flags]
-    if trial.pipeline == 1:  # the search has what ranks of --tp send, too
-        words += ["--gpus", "2", "--gpu-memory", "80GB", "--pp", "1", "--microbatch", "1"]
-    else:
-        words += ["--layout", trial.layout, "--pp", str(case.num_ranks)]
-    shown = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE).stdout)
-    seconds: float = shown["layouts"][0]["step_s"] if trial.pipeline == 1 else shown["step_s"]
+    words = ("--layout", trial.layout, "--pp", str(trial.pipeline or case.num_ranks), *trial.flags)
+    seconds: float = _plan(case, traced, scratch, *words)["step_s"]
     return seconds
+
+
+def _search(case: Case, traced: Path, scratch: Path) -> dict[str, object]:
+    """Return the layout that the search finds first, from the traced run."""
+    first = _plan(case, traced, scratch, "--gpus", str(case.num_ranks), "--gpu-memory", "80GB")["layouts"][0]
+    return {
+        name: first[name] for name in ("layout", "schedule", "microbatch", "replicate", "shard", "tensor", "step_s")
+    }
+
+
+def _plan(case: Case, traced: Path, scratch: Path, *words: str) -> dict[str, Any]:
+    source, batch = scratch / f"llama-{case.width}-{case.num_layers}", ("--global-batch", str(case.global_batch))
+    command = [*RESHARD, "plan", str(source), "--from-run", str(traced), "--json", *batch, *words]
+    shown: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return shown
 
 
 def _step_s(log: Path, case: Case) -> float:
