@@ -92,9 +92,12 @@ class StageOfAny(nn.Module):
             listed[self._last + 1].register_forward_pre_hook(self._leave, with_kwargs=True)
         elif not self._has_norms:
             listed[-1].register_forward_hook(self._end)
+        self._lengthening = tuple(_ropes_of_longest(model))
 
     def forward(self, given: Any, position_ids: torch.Tensor | None = None) -> Any:
-        forget_lengths(self.model)
+        for rope, prefix in self._lengthening:
+            setattr(rope, f"{prefix}max_seq_len_cached", rope.original_max_seq_len)
+            setattr(rope, f"{prefix}inv_freq", getattr(rope, f"{prefix}original_inv_freq"))
         self._make_traceable(given)
         size = given["size"] if isinstance(given, dict) else tuple(given.shape[:2])
         device = pytree.tree_leaves(given)[0].device if self.parts else None
@@ -194,17 +197,6 @@ def longest_alike(config: Any, length: int, most: int) -> int:
     return max(length, most)
 
 
-def forget_lengths(model: nn.Module) -> None:
-    """Let `dynamic` frequencies be those of the next sequence: transformers keeps those of the longest one before."""
-    for part in model.modules():
-        kinds = getattr(part, "rope_type", None)
-        for layer_type, kind in kinds.items() if isinstance(kinds, Mapping) else (("", kinds),):
-            if isinstance(kind, str) and "dynamic" in kind:
-                prefix = f"{layer_type}_" if layer_type else ""
-                setattr(part, f"{prefix}max_seq_len_cached", part.original_max_seq_len)
-                setattr(part, f"{prefix}inv_freq", getattr(part, f"{prefix}original_inv_freq"))
-
-
 class _Elsewhere(nn.Module):
     """A layer of another stage: hands the hidden state on, and has the attributes of the layer."""
 
@@ -274,3 +266,12 @@ def _ropes(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for rope in (parameters, *parameters.values()):
         if isinstance(rope, Mapping) and isinstance(kind := rope.get("rope_type"), str):
             yield kind, rope
+
+
+def _ropes_of_longest(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield modules whose `dynamic` frequencies transformers keeps for the longest sequence, and prefixes of names."""
+    for part in model.modules():
+        kinds = getattr(part, "rope_type", None)
+        for layer_type, kind in kinds.items() if isinstance(kinds, Mapping) else (("", kinds),):
+            if isinstance(kind, str) and "dynamic" in kind:
+                yield part, f"{layer_type}_" if layer_type else ""
