@@ -66,11 +66,11 @@ interop: setup
 test-pythons:  ## Test the half without torch on Python 3.11 to 3.14, those that are here
 	@$(FIND_PYTHON); "$$python" tools/pythons.py
 
-# The registry's build of torch has CUDA packages, several GB, and runs on CPUs. WITHOUT=torchtitan leaves that out.
+# The registry's build of torch has CUDA packages, several GB, and runs on CPUs.
 test-torch:  ## Run the suites on another release: make test-torch TORCH=2.15.0
 	@$(FIND_PYTHON); \
 	test -n "$(TORCH)" || { echo 'hint: make test-torch TORCH=2.15.0' >&2; exit 2; }; \
-	"$$python" tools/compatibility.py --torch $(TORCH) $(if $(WITHOUT),--without $(WITHOUT))
+	"$$python" tools/compatibility.py --torch $(TORCH)
 
 wording: setup  ## Renew the snapshots of messages that tests compare; review their diff
 	$(BIN)/python -m pytest -q -m "not process and not slow" --snapshot-update
@@ -136,7 +136,7 @@ fmt: setup  ## Format, and fix what the linter can
 
 # torch comes first, so that no other package chooses the build of it. uv is faster than pip, and does not read pip's
 # settings: pip installs where these name an index, and where uv does not succeed.
-EVERYTHING = -c constraints.txt --no-build-isolation -e '.[runner,torchtitan,test,docs,dev]'
+EVERYTHING = -c constraints.txt --no-build-isolation -e '.[runner,test,docs,dev]'
 .venv/.stamp: pyproject.toml constraints.txt
 	@$(FIND_PYTHON); \
 	test -x $(BIN)/pip || { echo "setup: .venv from $$python"; "$$python" -m venv --clear .venv; }
@@ -150,7 +150,7 @@ constraints:  ## Regenerate constraints.txt from the newest releases that pyproj
 	@$(FIND_PYTHON); set -e; \
 	"$$python" -m venv --clear .constraints; \
 	.constraints/bin/python -m pip install -qq $$(sed -n "/^torch==/p;/^triton==/p" constraints.txt); \
-	.constraints/bin/python -m pip install -qq --no-build-isolation -e '.[runner,torchtitan,test,docs,dev]'; \
+	.constraints/bin/python -m pip install -qq --no-build-isolation -e '.[runner,test,docs,dev]'; \
 	.constraints/bin/python -m pip freeze --all --exclude-editable --exclude pip >.constraints/exact; \
 	{ sed -n '/^#/p' constraints.txt; sed 's/+[^ ]*//' .constraints/exact; } >.constraints/new; \
 	mv .constraints/new constraints.txt; \

@@ -134,8 +134,7 @@ def timed(root: Path, name: str, num_steps: int) -> tuple[list[dict[str, float]]
             measure.run_runner(
                 "launch", root / "packed", "--nproc-per-node", 1, "--log-dir", log, "--", "--data", root / "rows.jsonl",
                 "--tokenized", "--seq-len", SEQ_LEN, "--global-batch", GLOBAL_BATCH, "--microbatch", 1,
-                "--optimizer", "muon", "--lr", LR, "--steps", num_steps, "--implementation", "transformers",
-                "--no-self-check",
+                "--optimizer", "muon", "--lr", LR, "--steps", num_steps, "--no-self-check",
             )  # fmt: skip
             lines = [json.loads(line) for line in Path(log, "metrics.jsonl").read_text().splitlines()]
         else:

@@ -50,7 +50,7 @@ from runner.profiling.trace import Clock
 from runner.proof.combination import Combination
 from runner.proof.options import RunOptions, self_check
 from runner.proof.proving import OF_COMBINATION, prove_once
-from runner.proof.stages import Proven
+from runner.proof.stages import SelfChecked
 from runner.tensors.heap import set_up_heap
 from runner.training.build import Stages, build_engine, build_stages, names_of, ties_of
 from runner.training.mixed_precision import master_of, round_masters
@@ -190,11 +190,10 @@ def _begin(
         family = family_for(
             launched.config,
             max_seq_len=options.batch.seq_len,
-            implementation=options.compute.implementation,
             shape=launched.shape,
             description=launched.manifest.model.description,
         )
-        if not isinstance(family, Proven):
+        if not isinstance(family, SelfChecked):
             check_combination(replace(features, is_generic=True, is_unverified=True))
         check_plans(family, mesh.degrees)
         if options.lora is not None:
@@ -273,7 +272,7 @@ def _run_self_check(
                 self_check(family, launched.stage_modules, RunOptions(compute=options.compute, splitting=splitting))
     has_documents = options.data.document_mask
     # Which architectures can keep documents apart or split rows is not listed: that is always checked.
-    if isinstance(family, Proven) and (options.self_check or has_documents or mesh.degrees.context > 1):
+    if isinstance(family, SelfChecked) and (options.self_check or has_documents or mesh.degrees.context > 1):
         run = Combination(
             family=family,
             stages=stages_of(launched),

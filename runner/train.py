@@ -242,10 +242,10 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
 
 def prepare(words: Sequence[str]) -> None:
     """Import the model code that ranks with these arguments import, in the process that they are forked from."""
-    path, *training = words
+    path, *_ = words
     if not is_url(path):
         launched = open_packed(open_manifest(path))
-        import_family(launched.config, parse_training(training).compute.implementation)
+        import_family(launched.config)
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 from manifests.errors import UserError
 from manifests.models.combinations import REFUSED, Combination
 from manifests.models.trainable import (
-    Implementation,
     hands_on_trees,
     is_generic,
     why_not_expert_parallel,
@@ -28,7 +27,6 @@ VOCAB_SIZE, SEQ_LEN, MOST_RANKS = 96, 16, 8
 GLOBAL_BATCHES = (8, 16)
 BF16_BATCH = 64  # of few tokens, one that is near a tie and goes to another expert is most of the rounding
 NUM_CASES = 300
-TITAN = "-titan"  # ends the name of a model on torchtitan's modules
 # By name: an architecture of the catalogue, and what is changed of its tiny config.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
@@ -50,7 +48,6 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-next": ("Qwen3NextForCausalLM", {}),
     # Routers send all tokens to the first expert: most ranks get none.
     "one-expert": ("GptOssForCausalLM", {"num_experts_per_tok": 1}),
-    f"llama{TITAN}": ("LlamaForCausalLM", {}),
 }  # fmt: skip
 SKEWED = "one-expert"
 # What ranks refuse before the first step, by what they build: tokens that meet in linear attention, and capped logits.
@@ -102,7 +99,7 @@ class Case:
     @property
     def folder(self) -> str:
         """The name of its model's folder."""
-        return f"{self.model.removesuffix(TITAN)}-{'tied' if self.tied else 'untied'}"
+        return f"{self.model}-{'tied' if self.tied else 'untied'}"
 
     @property
     def packed(self) -> str:
@@ -128,14 +125,10 @@ class Case:
         return BF16_BATCH if self.dtype == "bf16" else least if is_full else most
 
     @property
-    def implementation(self) -> Implementation:
-        return "torchtitan" if self.model.endswith(TITAN) else "transformers"
-
-    @property
     def args(self) -> list[str]:
         flags: dict[str, Any] = {
-            "--implementation": self.implementation, "--schedule": self.schedule, "--dp-replicate": self.replicate,
-            "--dp-shard": self.shard, "--cp": self.num_context,
+            "--schedule": self.schedule, "--dp-replicate": self.replicate, "--dp-shard": self.shard,
+            "--cp": self.num_context,
             "--cp-method": self.context.partition("-")[0] or "gather",
             "--tp": self.tensor, "--ep": self.expert, "--ac": self.recompute, "--microbatch": self.microbatch,
             "--seq-len": SEQ_LEN, "--global-batch": self.global_batch, "--loading": self.load,
@@ -184,11 +177,9 @@ Value = tuple[str, Any]  # of an axis
 @cache
 def _facts(model: str) -> Mapping[str, Any]:
     architecture = MODELS[model][0]
-    implementation: Implementation = "torchtitan" if model.endswith(TITAN) else "transformers"
     return {
         "architecture": architecture,
-        "implementation": implementation,
-        "whole_because": why_not_tensor_parallel(architecture, implementation),
+        "whole_because": why_not_tensor_parallel(architecture),
         "experts_because": why_not_expert_parallel(architecture),
         "is_generic": is_generic(architecture),
         "is_unverified": hands_on_trees(architecture),
@@ -268,7 +259,7 @@ def every_case() -> tuple[Case, ...]:
 @cache
 def dozen() -> tuple[Case, ...]:
     """Choose twelve cases of four ranks that cover most pairs."""
-    drawn, cases, covered = Random(0), list[Case](), set[frozenset[Value]]()
+    drawn, cases, covered = Random(1), list[Case](), set[frozenset[Value]]()
     for _ in range(12):
         candidates, _ = _candidates(frozenset({("dtype", "fp32")}), drawn, most_ranks=4)
         candidates = [case for case in candidates if case.world_size == 4]

@@ -2,7 +2,7 @@
 
 `python tools/compatibility.py --torch 2.15.0` builds an environment of its own, .venv-torch-2.15.0, from the package
 registry (with CUDA packages, several GB; it runs on CPUs), runs the suites there, and writes their counts and times to
-bench/results/torch-2.15.0.json. `--without torchtitan` leaves that out, and the tests that need it. `--in PYTHON` takes
+bench/results/torch-2.15.0.json. `--in PYTHON` takes
 an environment that exists, `--only parity` renews one suite of a record. Without
 `--torch` the page alone is written; `--check` exits with 1 where it is out of date. Standard library alone.
 """
@@ -28,39 +28,35 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
 RESULTS = ROOT / "bench" / "results"
 PACKAGES = ("torch", "torchtitan", "transformers", "safetensors", "numpy")
-# What a suite runs, and whether it can do without torchtitan.
-SUITES: dict[str, tuple[tuple[str, ...], bool]] = {
+SUITES: dict[str, tuple[str, ...]] = {
     "logits": (
-        (
-            "tests/fast/runner/models/test_transformers_logits.py",
-            "tests/fast/runner/preflight/test_torch_releases.py",
-        ),
-        True,
+        "tests/fast/runner/models/test_transformers_logits.py",
+        "tests/fast/runner/preflight/test_torch_releases.py",
     ),
-    "both implementations": (("tests/fast/runner/models/test_titans_on_transformers.py",), False),
-    "families": (("tests/process/runner/models/test_families.py",), True),
-    "parity": (("tests/process/runner/pipeline/test_parity.py",), True),
-    "schedules": (("tests/fast/manifests/schedules", "tests/process/runner/pipeline/test_schedule_csv.py"), True),
-    "ties": (("tests/process/runner/pipeline/test_ties.py",), True),
-    "checkpoints": (("tests/process/runner/checkpoint/test_resume.py",), True),
-    "FSDP and TP": (("tests/process/runner/parallel",), False),
+    "both implementations": ("tests/fast/runner/models/test_titans_on_transformers.py",),
+    "families": ("tests/process/runner/models/test_families.py",),
+    "parity": ("tests/process/runner/pipeline/test_parity.py",),
+    "schedules": ("tests/fast/manifests/schedules", "tests/process/runner/pipeline/test_schedule_csv.py"),
+    "ties": ("tests/process/runner/pipeline/test_ties.py",),
+    "checkpoints": ("tests/process/runner/checkpoint/test_resume.py",),
+    "FSDP and TP": ("tests/process/runner/parallel",),
 }
 INTRODUCTION = """# Compatibility
 
 What was run, and on which releases: tests that passed, of those that ran, and their time on shared CPU cores, with
-gloo. torch 2.13.0 with torchtitan, as in `constraints.txt`, has no row: `make test` runs everything on it. A suite
-without a figure (-) was not run on that release. `make test-torch TORCH=2.15.0` runs them on another release; this page
-is written from what it records in `bench/results/torch-*.json`.
+gloo. torch 2.13.0, as in `constraints.txt`, has no row but one without torchtitan: `make test` runs everything on it. A
+suite without a figure (-) was not run on that release. `make test-torch TORCH=2.15.0` runs them on another release;
+this page is written from what it records in `bench/results/torch-*.json`.
 
 """
 LEGEND = """
 *logits*: every family against transformers, whole and cut into stages. *both implementations*: architectures that
-torchtitan has, too, on transformers' modules. *families*: every family packed, trained on two ranks, saved and
-exported, against transformers. *parity*: all seven schedules and tables from files, on one, two and four ranks, tied
-and untied: bitwise equal to one process, and to transformers within 1e-5.
+torchtitan has, too; these runs also compared Llama on its modules, which no model is built of any more
+([ADR 0047](adr/0047-models-are-built-of-transformers-modules-alone.md)). *families*: every family packed, trained on
+two ranks, saved and exported, against transformers. *parity*: all seven schedules and tables from files, on one, two
+and four ranks, tied and untied: bitwise equal to one process, and to transformers within 1e-5.
 *schedules*: tables against torch's own. *ties*: replicas of tied weights. *checkpoints*: saved, resumed, and resumed at
 other degrees. *FSDP and TP*: FSDP2, HSDP, replicas, tensor parallelism and their combinations, and their checkpoints.
-Without torchtitan, Llama runs on transformers' modules, and suites that need it are left out.
 
 torch before 2.13 is refused when a run starts; a release newer than those that were tested is noted. A release counts
 as tested once *logits*, *parity* and *ties* have passed on it.
@@ -71,7 +67,7 @@ def main() -> int:
     """Run, write or check; return the exit code."""
     options = _parser().parse_args()
     if options.torch:
-        code = run(options.torch, options.without == "torchtitan", options.environment, options.only)
+        code = run(options.torch, options.environment, options.only)
         PAGE.write_text(render())
         return code
     if not options.check:
@@ -82,27 +78,27 @@ def main() -> int:
     return 0
 
 
-def run(release: str, is_without: bool, environment: str | None, only: Sequence[str] = ()) -> int:
+def run(release: str, environment: str | None, only: Sequence[str] = ()) -> int:
     """Run the suites on a release of torch, or `only` some, record them, and return the exit code."""
-    name = f"torch-{release}" + ("-without-torchtitan" if is_without else "")
-    python = environment or build(ROOT / f".venv-{name}", release, is_without)
+    name = f"torch-{release}"
+    python = environment or build(ROOT / f".venv-{name}", release)
     found = _versions(python)
-    if found["torch"].split("+")[0] != release or (found["torchtitan"] is None) != is_without:
-        print(f"{python} has torch {found['torch']} and torchtitan {found['torchtitan']}", file=sys.stderr)
+    if found["torch"].split("+")[0] != release:
+        print(f"{python} has torch {found['torch']}", file=sys.stderr)
         return 2
     suites: dict[str, dict[str, Any]] = {}
     result = {"what": f"suites on torch {release}", **_circumstances(found), "suites": suites}
     record = RESULTS / f"{name}.json"
     if only and record.exists() and (before := json.loads(record.read_text()))["versions"] == result["versions"]:
         suites |= before["suites"]  # the others
-    for suite, (files, can) in SUITES.items():
-        if suite in only if only else can or not is_without:
+    for suite, files in SUITES.items():
+        if not only or suite in only:
             suites[suite] = {**run_suite(python, suite, files), "commit": result["commit"]}
             record.write_text(json.dumps(result, indent=2) + "\n")
     return int(any(suite["failed"] for suite in suites.values()))
 
 
-def build(folder: Path, release: str, is_without: bool) -> str:
+def build(folder: Path, release: str) -> str:
     """Build an environment, torch first: that the rest leaves it alone is part of the test. Return its Python."""
     python = str(folder / "bin" / "python")
     if not folder.exists():
@@ -110,15 +106,14 @@ def build(folder: Path, release: str, is_without: bool) -> str:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     _pip(python, f"torch=={release}", "setuptools>=77.0.3")  # also where an interrupted build left the folder
     before = _frozen(python, "torch", "triton", "nvidia-", "cuda-")
-    extras = "runner,test" if is_without else "runner,torchtitan,test"
     with TemporaryDirectory() as folder_of_lock:
         lock = Path(folder_of_lock) / "constraints.txt"
         lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
         lock.write_text("".join(line for line in lines if not line.startswith(("torch==", "triton==", "setuptools=="))))
-        _pip(python, "-c", str(lock), "--no-build-isolation", "-e", f"{ROOT}[{extras}]")
+        _pip(python, "-c", str(lock), "--no-build-isolation", "-e", f"{ROOT}[runner,test]")
     after = _frozen(python, "torch", "triton", "nvidia-", "cuda-")
     if changed := [line for line in before if line not in after]:
-        raise SystemExit(f"installing reshard[{extras}] changed {', '.join(changed)}")
+        raise SystemExit(f"installing reshard[runner,test] changed {', '.join(changed)}")
     return python
 
 
@@ -215,7 +210,6 @@ def _frozen(python: str, *prefixes: str) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", metavar="VERSION", help="run the suites on this release")
-    parser.add_argument("--without", choices=["torchtitan"], help="leave a package out")
     parser.add_argument("--in", dest="environment", metavar="PYTHON", help="an environment that exists")
     parser.add_argument("--only", action="append", choices=list(SUITES), default=[], help="run this suite alone")
     parser.add_argument("--check", action="store_true", help="check that the page is up to date")

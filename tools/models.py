@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from manifests.models import ARCHITECTURES
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of, left_out
 from manifests.models.trainable import (
-    ON_TORCHTITAN,
     is_generic,
     why_not_expert_parallel,
     why_not_tensor_parallel,
@@ -62,8 +61,6 @@ def render() -> str:
 
 
 def _trains(name: str) -> str:
-    if name == ON_TORCHTITAN:
-        return "by its own family"
     if is_generic(name):
         entry = entry_of(name)
         return "its text model, by the catalogue" if entry is not None and entry.towers else "by the catalogue"
@@ -72,7 +69,7 @@ def _trains(name: str) -> str:
 
 
 def _tensor(name: str) -> str:
-    why = why_not_tensor_parallel(name, "transformers")
+    why = why_not_tensor_parallel(name)
     return f"no: {why}" if why and is_generic(name) else "no" if why else "yes"
 
 

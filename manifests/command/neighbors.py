@@ -70,6 +70,7 @@ _TRAINING = {
     "--validation-file": "--eval-data PATH",
     "--tokenizer": "the packed folder's own, which --data is read with",
     "--torch-compile": "--compile",
+    "--implementation": "transformers' modules, which all models are built of: leave it out",
     "--pp": _LAYOUT,
     "--pipeline-parallel-size": _LAYOUT,
     "--pipeline-model-parallel-size": _LAYOUT,

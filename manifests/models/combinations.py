@@ -1,4 +1,4 @@
-"""Combinations that torch or torchtitan would silently train wrong, and degrees that do not divide a model's sizes."""
+"""Combinations that torch would silently train wrong, and degrees that do not divide a model's sizes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 from manifests.errors import UsageError
 from manifests.models import ARCHITECTURES, ModelShape
 from manifests.models.trainable import (
-    Implementation,
-    choose_implementation,
     hands_on_trees,
     is_generic,
     why_not_expert_parallel,
@@ -43,7 +41,6 @@ class Combination:
     num_tensor: int = 1  # tensor-parallel ranks
     num_expert: int = 1  # expert-parallel ranks
     architecture: str = "LlamaForCausalLM"
-    implementation: Implementation = "torchtitan"  # whose modules
     has_loss_chunks: bool = False
     whole_because: str = ""  # why matrices of the architecture are not sharded
     experts_because: str = ""  # why its experts are not distributed
@@ -92,7 +89,7 @@ REFUSED = (
         code="options.tp-architecture",
         applies=lambda run: run.num_tensor > 1 and bool(run.whole_because),
         problem="tensor parallelism is not supported for {architecture}: {whole_because}",
-        hint="remove --tp, and --implementation if it is torchtitan; docs/models.md lists what supports it",
+        hint="remove --tp; docs/models.md lists what supports it",
     ),
     Refusal(
         where="--ep",
@@ -151,20 +148,6 @@ REFUSED = (
         hint=f"take {_UNSPLIT}",
     ),
     Refusal(
-        where="--document-mask",
-        code="options.document-mask",
-        applies=lambda run: run.keeps_documents and run.implementation == "torchtitan",
-        problem="is not supported on torchtitan's modules, whose attention is causal over a whole row",
-        hint="leave --implementation out: --document-mask takes transformers' modules",
-    ),
-    Refusal(
-        where="--cp",
-        code="options.cp-architecture",
-        applies=lambda run: run.num_context > 1 and run.implementation == "torchtitan",
-        problem="is not supported on torchtitan's modules",
-        hint="leave --implementation out: --cp takes transformers' modules",
-    ),
-    Refusal(
         where="--cp",
         code="options.cp-architecture",
         applies=lambda run: run.num_context > 1 and (run.is_unverified or run.is_narrow or run.is_own),
@@ -181,9 +164,9 @@ REFUSED = (
     Refusal(
         where="--lora-rank",
         code="options.lora-architecture",
-        applies=lambda run: run.has_adapters and (run.implementation == "torchtitan" or run.is_own),
+        applies=lambda run: run.has_adapters and run.is_own,
         problem="adapters are supported on transformers' modules alone",
-        hint="leave --implementation out",
+        hint="train all parameters, or some with --train-only",
     ),
     Refusal(
         where="--router-bias-rate",
@@ -210,17 +193,14 @@ REFUSED = (
 )
 
 
-def combination_of(
-    architecture: str, implementation: Implementation, *, is_own: bool = False, **features: Any
-) -> Combination:
+def combination_of(architecture: str, *, is_own: bool = False, **features: Any) -> Combination:
     """Return the combination of these features with what an architecture supports.
 
     `is_own` says that a family of another package trains it, which may have more features than are known without it.
     """
     return Combination(
         architecture=architecture,
-        implementation=implementation,
-        whole_because=why_not_tensor_parallel(architecture, implementation, is_own=is_own),
+        whole_because=why_not_tensor_parallel(architecture, is_own=is_own),
         experts_because=why_not_expert_parallel(architecture, is_own=is_own),
         is_generic=not is_own and is_generic(architecture) and architecture not in ARCHITECTURES,
         is_unverified=not is_own and hands_on_trees(architecture),
@@ -250,14 +230,13 @@ def check_degrees(
 ) -> None:
     """Check that `runner launch` accepts these degrees of parallelism, and `features` of a combination.
 
-    It chooses the modules; with `is_own`, a family of another package has them.
+    With `is_own`, a family of another package has the modules.
     """
     architecture, tensor, expert, context = shape.architecture, training.tensor, training.expert, training.context
-    shards, shares = training.shard // context, max(tensor, expert, context) > 1
     check_combination(
         combination_of(
-            architecture, choose_implementation(architecture, "transformers" if shares else None),
-            is_own=is_own, num_tensor=tensor, num_expert=expert, num_context=context, num_shards=shards, **features,
+            architecture, is_own=is_own, num_tensor=tensor, num_expert=expert, num_context=context,
+            num_shards=training.shard // context, **features,
         )
     )  # fmt: skip
     check_divides(shape, config, tensor, expert)

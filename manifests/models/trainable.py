@@ -1,4 +1,4 @@
-"""The architectures that can be trained, on whose model code, and with tensor or expert parallelism. No torch."""
+"""The architectures that can be trained, and with tensor or expert parallelism. No torch."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ import sys
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
-from importlib.util import find_spec
-from typing import Literal
 
-from manifests.errors import ModelError, UsageError
+from manifests.errors import ModelError
 from manifests.models.catalogue import CatalogueEntry, entry_of
-
-Implementation = Literal["torchtitan", "transformers"]
-ON_TORCHTITAN = "LlamaForCausalLM"  # which is faster on its modules, see docs/adr/0044
 
 
 def is_generic(architecture: str) -> bool:
     """Return whether an architecture trains by the catalogue alone, on transformers' own forward."""
-    return architecture != ON_TORCHTITAN and generic_entry(architecture) is not None
+    return generic_entry(architecture) is not None
 
 
 def generic_entry(architecture: str) -> CatalogueEntry | None:
@@ -28,15 +23,13 @@ def generic_entry(architecture: str) -> CatalogueEntry | None:
     return None if entry is None or entry.refused else entry
 
 
-def why_not_tensor_parallel(architecture: str, implementation: Implementation, *, is_own: bool = False) -> str:
+def why_not_tensor_parallel(architecture: str, *, is_own: bool = False) -> str:
     """Return why the matrices of an architecture are not sharded over tensor-parallel ranks, or nothing if they are.
 
     Ranks ask a family of another package.
     """
     if is_own:
         return ""
-    if implementation == "torchtitan":
-        return "torchtitan's modules have whole matrices on every rank"
     entry = generic_entry(architecture)
     return "there is no plan of how to shard it" if entry is None else entry.no_tp
 
@@ -60,24 +53,6 @@ def hands_on_trees(architecture: str) -> bool:
 
 
 NARROW = "model.decoder.project_in"  # of an OPT: hidden states are not as wide before it, nor after the last layer
-
-
-def choose_implementation(architecture: str, chosen: Implementation | None = None) -> Implementation:
-    """Return whose modules an architecture is built of: those asked for, else torchtitan's where it is installed.
-
-    A machine without torch only submits jobs: the nodes are expected to have torchtitan.
-    """
-    if architecture != ON_TORCHTITAN:
-        if chosen == "torchtitan":
-            raise UsageError(
-                "--implementation",
-                f"{architecture} is not built of torchtitan's modules",
-                f"remove --implementation; {ON_TORCHTITAN} alone is",
-                code="options.implementation",
-            )
-        return "transformers"
-    has_titan = find_spec("torchtitan") is not None or find_spec("torch") is None
-    return chosen or ("torchtitan" if has_titan else "transformers")
 
 
 def check_trainable(architecture: str, where: str = "config.json", *, is_described: bool = False) -> None:

@@ -10,13 +10,7 @@ from manifests.models.combinations import check_degrees
 from manifests.models.config import CONFIG_NAME
 from manifests.models.generic_limits import check_fields, check_modules, check_positions
 from manifests.models.mtp import MtpLayers, layer_number
-from manifests.models.trainable import (
-    check_trainable,
-    choose_implementation,
-    find_family,
-    generic_entry,
-    hands_on_trees,
-)
+from manifests.models.trainable import check_trainable, find_family, generic_entry, hands_on_trees
 from reshard.estimate.training_estimate import Forecast, training_of
 from reshard.formats.open import CONFIG_ONLY, config_of
 from reshard.layouts.model import StageLayout
@@ -33,8 +27,7 @@ def check_launch(checkpoint: Checkpoint, layout: StageLayout, forecast: Forecast
         check_trainable(shape.architecture, is_described=is_described)
         if entry is not None:
             check_modules(entry, MtpLayers.trained_modules(entry, shape), layout.stages, CONFIG_NAME)
-            if choose_implementation(shape.architecture) == "transformers":
-                check_fields(entry, reader)
+            check_fields(entry, reader)
     except UserError:
         if max(assumed.num_per_stage, assumed.expert) > 1:
             raise

@@ -13,7 +13,7 @@ from manifests.errors import Parameter, UsageError, check_count
 from manifests.models import ConfigReader, ModelShape
 from manifests.models.config import CONFIG_NAME
 from manifests.models.generic_limits import check_fields, check_positions
-from manifests.models.trainable import check_trainable, choose_implementation, find_family, generic_entry
+from manifests.models.trainable import check_trainable, find_family, generic_entry
 from reshard.estimate.assumptions import Assumptions, Policy
 from reshard.estimate.costs import costs_of
 from reshard.formats.open import config_of
@@ -87,8 +87,7 @@ def find_layouts(
     config = config_of(checkpoint)
     shape, is_described = checkpoint.shape, checkpoint.description is not None
     check_trainable(shape.architecture, is_described=is_described)
-    is_own = is_described or choose_implementation(shape.architecture) != "transformers"
-    if not is_own and (entry := generic_entry(shape.architecture)) is not None:
+    if not is_described and (entry := generic_entry(shape.architecture)) is not None:
         check_fields(entry, ConfigReader(config, CONFIG_NAME))
     check_positions(shape.architecture, ConfigReader(config, CONFIG_NAME), request.seq_len)
     extra = tuple(module for module in shape.modules if module in shape.optional)  # such as MTP layers

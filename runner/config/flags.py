@@ -281,7 +281,7 @@ _GROUPS = {
     "Loss": ("own_loss", "label_smoothing", "z_loss", "token_weights", "mtp_loss_weight"),
     "Experts": ("router_bias_rate", "router_aux_loss"),
     "Precision and memory": (
-        "master_dtype", "reduce_dtype", "ac", "loss_chunk", "is_compiled", "implementation", "device", "host_memory",
+        "master_dtype", "reduce_dtype", "ac", "loss_chunk", "is_compiled", "device", "host_memory",
     ),
     "Adapters and freezing": (
         "lora_rank", "lora_alpha", "lora_target", "lora_experts", "lora_dropout", "lora_rslora", "adapter",
@@ -322,11 +322,6 @@ def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     filled["reduce_dtype"] = filled["reduce_dtype"] or filled["master_dtype"]
     if filled["lora_alpha"] is None:
         filled["lora_alpha"] = filled["lora_rank"]
-    # torchtitan's attention is causal, over whole rows, its weights are on every rank, and its names are its own.
-    has_adapters = filled["lora_rank"] is not None or filled["adapter"] is not None
-    is_parallel = any(filled[name] > 1 for name in ("tp", "cp", "ep"))
-    if filled["document_mask"] or is_parallel or has_adapters:
-        filled["implementation"] = filled["implementation"] or "transformers"
     filled["step_timeout"] = filled["step_timeout"] or 2 * filled["timeout"]
     if filled["decay_steps"] is None:
         filled["decay_steps"] = filled["steps"]

@@ -13,7 +13,6 @@ import click
 
 from manifests.command import defaults
 from manifests.errors import UsageError
-from manifests.models.trainable import Implementation
 from manifests.models.training import Recompute, parse_recompute
 from manifests.schema import Decay, LearningRate, OptimizerState
 from manifests.training_state import LARGEST_RATE
@@ -193,11 +192,6 @@ class ComputeOptions:
     is_compiled: bool = flag(
         "--compile", "is_compiled", is_flag=True, default=False, help="Compile each layer with torch.compile."
     )
-    implementation: Implementation | None = flag(
-        "--implementation", type=click.Choice(get_args(Implementation)), default=None,
-        show_default="torchtitan for a Llama if it is installed",
-        help="Library whose modules the model is built of.",
-    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.dtype == "fp32" and self.master_dtype == "bf16":

@@ -48,7 +48,7 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
     manifest = read.manifest
     check_trainable(manifest.model.architecture, is_described=manifest.model.description is not None)
     packed = open_packed(read)
-    check_model(packed, options.implementation)
+    check_model(packed)
     check_stdout()
     num_ranks = manifest.layout.num_ranks
     nproc_per_node = options.nproc_per_node or max(1, num_ranks // options.nnodes)

@@ -183,7 +183,6 @@ def read_model(
         family = family_for(
             packed.config,
             max_seq_len=options.seq_len,
-            implementation=options.implementation,
             shape=packed.shape,
             description=manifest.model.description,
         )

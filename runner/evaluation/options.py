@@ -12,7 +12,6 @@ import click
 
 from manifests.command.neighbors import usage_error
 from manifests.errors import UsageError
-from manifests.models.trainable import Implementation
 from runner.config.declared import DtypeName, WholeNumber, build, flag, group, parameters_of
 from runner.config.flags import Device
 from runner.config.schema import SYNTHETIC, DataOptions, Dtype
@@ -82,11 +81,6 @@ class EvalOptions:
         if self.nnodes > 1 and not _is_address(self.rendezvous):
             problem = f"expected HOST:PORT of node 0, found {self.rendezvous or 'none'}"
             raise UsageError("--rendezvous", problem, "name a free port, the same on all nodes", code="launch.nodes")
-
-    @property
-    def implementation(self) -> Implementation | None:
-        """Whose modules an evaluation is of: transformers', which documents apart need, or any."""
-        return "transformers" if self.text.document_mask else None
 
     @property
     def data(self) -> DataOptions:

@@ -47,7 +47,7 @@ from stores.folders.lock import locking
 _EARLIER = "earlier"
 _FILES = ("metrics.jsonl", "job.json", "state.json", RUN_NAME, "report.html")
 _FOLDERS = ("trace", "heartbeat", "tensorboard", "wandb", "flight-recorder", "profile")
-_PACKAGES = ("reshard", "torch", "torchtitan", "transformers")
+_PACKAGES = ("reshard", "torch", "transformers")
 _CLAIM = ".launch.lock"
 
 

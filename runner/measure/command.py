@@ -8,7 +8,6 @@ from typing import get_args
 import click
 
 from manifests.errors import refused_by_system
-from manifests.models.trainable import Implementation
 from manifests.models.training import parse_recompute
 from manifests.module_times import ModuleTime
 from manifests.store import write_file
@@ -29,10 +28,6 @@ from stores.folders.probe import check_new_file, print_result
 @click.option("--microbatch", type=WholeNumber(min=1), default=1, help="Sequences per microbatch, as in training.")
 @click.option("--dtype", type=DtypeName(get_args(Dtype)), default="fp32", help="Dtype of weights and activations.")
 @click.option("--ac", default="none", metavar="none|full|selective|N", help="Activation checkpointing, as in training.")
-@click.option(
-    "--implementation", type=click.Choice(get_args(Implementation)), default=None,
-    show_default="torchtitan for a Llama if it is installed", help="Whose modules to run.",
-)  # fmt: skip
 @click.option("--device", type=click.Choice(get_args(Device)), default="auto", help="Device to compute on.")
 @click.option(
     "--repeats", type=WholeNumber(min=1, max=1000), default=10, help="Runs of each module; the median counts."
@@ -41,7 +36,7 @@ from stores.folders.probe import check_new_file, print_result
 @click.option("--quiet", is_flag=True, help="Print only errors.")
 def measure(
     manifest: Path, out: Path, seq_len: int, microbatch: int, dtype: Dtype, ac: str,
-    implementation: Implementation | None, device: Device, repeats: int, force: bool, quiet: bool,
+    device: Device, repeats: int, force: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Measure the seconds that each module of MANIFEST's model takes, forward and backward, for one microbatch.
 
@@ -62,7 +57,7 @@ def measure(
 
     setting = Setting(
         seq_len=seq_len, microbatch=microbatch, dtype=dtype, recompute=recompute, device=device,
-        implementation=implementation, num_repeats=repeats,
+        num_repeats=repeats,
     )  # fmt: skip
     times = measure_modules(packed, setting, note=None if quiet else _note)
     try:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from manifests.models.trainable import Implementation
 from manifests.models.training import Recompute
 from manifests.module_times import MeasuredTimes, ModuleTime, StepTime
 from runner.bundle.packed import Packed
@@ -49,7 +48,6 @@ class Setting:
     dtype: Dtype
     recompute: Recompute
     device: Device
-    implementation: Implementation | None
     num_repeats: int
 
 
@@ -64,7 +62,7 @@ def measure_modules(
     compact_heap(is_sharded=False)
     device = device_of(World(rank=0, local_rank=0, size=1), setting.device)
     family = family_for(
-        packed.config, max_seq_len=setting.seq_len, implementation=setting.implementation, shape=packed.shape,
+        packed.config, max_seq_len=setting.seq_len, shape=packed.shape,
         description=packed.manifest.model.description,
     )  # fmt: skip
     module_seconds, overhead_s, num_params = dict[str, ModuleTime](), 0.0, 0

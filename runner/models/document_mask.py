@@ -7,6 +7,9 @@ an attention implementation of another name is registered, with a mask function 
 function is the one that the model has anyway. The model gets a mask of ones: it then looks for no documents by itself.
 What mixes tokens without a mask, such as linear attention, is found by the proof, see Note [Proof of the combination].
 
+Without documents, transformers looks in every forward whether positions restart, and waits for the device. Rows of a
+stage are then whole documents, which it need not ask.
+
 A layer that is recomputed runs when other documents are current, or none. Masks are made before the layers, which take
 them as arguments, so nothing reads the current documents then.
 
@@ -23,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -32,6 +35,13 @@ from runner.tensors.row_parts import RowParts
 
 _OF_PARTS = "_of_parts"
 _positions: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)
+_are_rows_whole: ContextVar[bool] = ContextVar("are_rows_whole", default=False)
+_find_packed = masking_utils.find_packed_sequence_indices
+setattr(  # noqa: B010 - mypy forbids to assign to a function
+    masking_utils,
+    "find_packed_sequence_indices",
+    lambda position_ids: None if _are_rows_whole.get() else _find_packed(position_ids),
+)
 
 
 def mask_rows(model: nn.Module, parts: RowParts | None) -> None:
@@ -70,11 +80,12 @@ def documents_at(position_ids: torch.Tensor | None) -> Iterator[None]:
 
     Shapes: position_ids (B, L), of whole rows.
     """
-    token = _positions.set(position_ids)
+    token, whole = _positions.set(position_ids), _are_rows_whole.set(position_ids is None)
     try:
         yield
     finally:
         _positions.reset(token)
+        _are_rows_whole.reset(whole)
 
 
 def inputs_of_rows(

@@ -219,8 +219,6 @@ class Generic:
             self.adapters.add_to(model)
         return WholeModel(model, self._in_files)
 
-    reference = whole
-
     def plans(self) -> Collection[Plan]:
         model = self._whole("meta")
         complete_plan(model, self._layers_name)

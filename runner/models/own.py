@@ -160,8 +160,6 @@ class NamedFamily:
         self.init_buffers(model, torch.device("cpu"))
         return WholeOwn(self, model)
 
-    reference = whole
-
     def plans(self) -> tuple[Plan, ...]:
         """Return the kinds of plans that it has, whose names are checked.
 

@@ -23,13 +23,6 @@ from runner.models.regions import keeping_views
 from runner.models.routers import Router, recorded_routers, routers_among
 
 
-def with_defaults(architecture: str, config: Mapping[str, object]) -> dict[str, object]:
-    """Return a config with all fields that transformers reads."""
-    config_class: Any = getattr(transformers, architecture).config_class
-    fields: dict[str, object] = config_class.from_dict(copy.deepcopy(dict(config))).to_dict()
-    return fields
-
-
 def router_loss(logits: torch.Tensor, top_k: int) -> torch.Tensor:
     """Return the auxiliary loss of a router. Shapes: logits (N, E)."""
     loss = load_balancing_loss_func((logits,), logits.shape[-1], top_k)

@@ -11,7 +11,7 @@ from typing import Any
 from manifests.errors import UsageError
 from manifests.models.combinations import Combination, combination_of
 from manifests.models.mtp import is_beside
-from manifests.models.trainable import NARROW, choose_implementation, find_family, generic_entry
+from manifests.models.trainable import NARROW, find_family, generic_entry
 from manifests.schema import Manifest
 from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions, flag_of
@@ -63,7 +63,6 @@ def sharing_ranks(manifest: Manifest, options: TrainOptions) -> Combination:
     architecture = manifest.model.architecture
     return combination_of(
         architecture,
-        choose_implementation(architecture, options.compute.implementation),
         is_own=manifest.model.description is not None or find_family(architecture) is not None,
         num_tensor=options.degrees.tensor,
         num_expert=options.degrees.expert,

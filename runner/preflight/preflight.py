@@ -18,7 +18,7 @@ from manifests.models.combinations import (
 )
 from manifests.models.generic_limits import check_fields, check_modules, check_positions
 from manifests.models.mtp import MtpLayers
-from manifests.models.trainable import Implementation, choose_implementation, generic_entry
+from manifests.models.trainable import generic_entry
 from manifests.schema import Manifest, TrainingState
 from runner.bundle.packed import Packed, check_tokenizer, open_packed
 from runner.checkpoint.adapter_record import check_adapters, check_launched
@@ -34,7 +34,6 @@ from runner.config.schema import DATASETS, SYNTHETIC, BatchOptions, DataOptions
 from runner.config.trained import check_trained
 from runner.data.files import LINES, SUFFIXES, TEXT, file_nbytes, find_files, has_text
 from runner.data.rows import fields_of
-from runner.models.titan_fields import TitanFields
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import (
     check_balance,
@@ -92,7 +91,7 @@ def is_cpu_build() -> bool:
 def check_request(launched: Packed, options: TrainOptions, world_size: int) -> ParallelDims:
     """Check, without torch, that these options fit a model and so many ranks, and return the parallel degrees."""
     check_places(options)
-    check_model(launched, options.compute.implementation)
+    check_model(launched)
     # What no number of ranks fixes is refused before ranks are counted.
     check_combination(sharing_ranks(launched.manifest, options))
     check_divides(launched.shape, launched.config, options.degrees.tensor, options.degrees.expert)
@@ -182,12 +181,10 @@ def check_places(options: TrainOptions) -> None:
         )
 
 
-def check_model(launched: Packed, implementation: Implementation | None = None) -> None:
+def check_model(launched: Packed) -> None:
     """Check that the family supports every field of the config, as every rank does when it builds its stages."""
     config, where, shape = launched.config, "config.json", launched.shape
-    if choose_implementation(shape.architecture, implementation) == "torchtitan":
-        TitanFields(config, where)
-    elif (entry := generic_entry(shape.architecture)) is not None and launched.manifest.model.description is None:
+    if (entry := generic_entry(shape.architecture)) is not None and launched.manifest.model.description is None:
         check_fields(entry, ConfigReader(config, where))
         check_modules(entry, MtpLayers.trained_modules(entry, shape), launched.stage_modules, where)
 

@@ -37,11 +37,11 @@ from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import part_of
 from runner.proof.combination import Combination, describe_degrees, subsets_of
 from runner.proof.proving import compare
-from runner.proof.stages import Proven
+from runner.proof.stages import SelfChecked
 from runner.proof.tiny_step import Distances
 from runner.training.build import Stages
 
-_PRELOADED = ("runner.proof.alone", "runner.models.generic", "runner.models.torchtitan")
+_PRELOADED = ("runner.proof.alone", "runner.models.generic")
 _Outcome = tuple[Distances | None, str | None, float]  # what a rank found: what differs, and seconds
 _PATIENCE_S = 5.0  # for the others, once a rank has ended
 
@@ -72,7 +72,6 @@ def combination_of(request: Request) -> Combination:
     family = family_for(
         launched.config,
         max_seq_len=options.batch.seq_len,
-        implementation=options.compute.implementation,
         shape=launched.shape,
         description=manifest.model.description,
     )
@@ -83,7 +82,7 @@ def combination_of(request: Request) -> Combination:
         keep_documents(family, options.batch.seq_len)
     if isinstance(family, WithMtp):
         family.mtp_weight = options.loss.mtp_weight
-    assert isinstance(family, Proven), family.architecture
+    assert isinstance(family, SelfChecked), family.architecture
     return Combination(
         family=family,
         stages=Stages(modules=launched.stage_modules, placement=manifest.placement, ties=manifest.ties),

@@ -19,7 +19,7 @@ from runner.models.routers import Routed
 from runner.pipeline.losses import Loss
 from runner.pipeline.timetable import Timetable
 from runner.proof.reference import LENGTH
-from runner.proof.stages import Proven
+from runner.proof.stages import SelfChecked
 from runner.training.build import Stages
 
 Dtype = Literal["fp32", "fp64"]  # of a tiny model
@@ -32,7 +32,7 @@ _CHUNK = 5  # tokens of a chunk of the loss: fewer than a tiny microbatch has
 class Combination:
     """What a run is made of, and what is compared of it."""
 
-    family: Proven
+    family: SelfChecked
     stages: Stages
     timetable: Timetable
     degrees: ParallelDims

@@ -124,7 +124,7 @@ def _failed(run: Combination, where: str, problem: str) -> ModelError:
 logger = logging.getLogger("runner")
 
 _KEY = "self_check"
-_PACKAGES = ("reshard", "torch", "torchtitan", "transformers")
+_PACKAGES = ("reshard", "torch", "transformers")
 
 
 def prove_once(run: Combination, config: Mapping[str, Any], log_dir: Path, *, is_kept: bool) -> None:

@@ -21,7 +21,7 @@ from runner.data.sequences import Batch, build_batch
 from runner.pipeline.heads import of_evaluation
 from runner.pipeline.losses import Loss
 from runner.proof.balance import Balance, Routing, route
-from runner.proof.stages import Proven
+from runner.proof.stages import SelfChecked
 from runner.training.algorithms import algorithms_of
 from runner.training.optimizer import plain_adamw
 
@@ -95,7 +95,7 @@ class Reference:
 
 def run_reference(
     seed: int,
-    tiny: Proven,
+    tiny: SelfChecked,
     ties: Iterable[TieGroup],
     rows: Rows,
     optim: OptimOptions,
@@ -111,7 +111,7 @@ def run_reference(
     clipping is off.
     """
     torch.manual_seed(seed)
-    whole = tiny.reference().train()
+    whole = tiny.whole().train()
     _tie(whole, ties)
     for parameter in whole.body.parameters():
         parameter.data = parameter.data.to(dtype)

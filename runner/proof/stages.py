@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -66,33 +66,20 @@ class WholeModel(Protocol):
 
 
 @runtime_checkable
-class Proven(Family, Protocol):
-    """A family whose steps can be compared with those of a whole model that it is not made of."""
+class SelfChecked(Family, Protocol):
+    """A family whose stages compute bitwise what a whole model does that it is not made of."""
 
-    def tiny(self) -> Proven:
+    def tiny(self) -> SelfChecked:
         """Return the family of a tiny model of the same config: the same modules, with small widths."""
         ...
 
     def num_parameters(self) -> int: ...
-    def reference(self) -> Any:
-        """Return the whole model to compare with, with random weights: a `WholeModel` and an `nn.Module`.
+    def whole(self) -> Any:
+        """Return the whole model with random weights: a `WholeModel` and an `nn.Module`.
 
         Its parameters may have names of their own: what is compared has those of files.
         """
         ...
-
-
-@runtime_checkable
-class SelfChecked(Proven, Protocol):
-    """A family whose stages compute bitwise what a whole model does that it is not made of."""
-
-    def tiny(self) -> SelfChecked: ...
-    def whole(self) -> Any:
-        """Return the whole model with random weights, a `WholeModel` and an `nn.Module`."""
-        ...
-
-
-P = TypeVar("P", bound=Proven)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,10 +172,10 @@ def run_tiny(family: SelfChecked, dtype: torch.dtype = torch.float32) -> TinyRun
         return TinyRun(family=tiny, whole=whole, results=run_whole(whole, tiny.vocab_size), dtype=dtype)
 
 
-def tiny_of(family: P) -> P:
+def tiny_of(family: SelfChecked) -> SelfChecked:
     """Return the family of a tiny model of a family's config."""
     with errors_of_tiny(family):
-        tiny: P = family.tiny()  # type: ignore[assignment]  # it is of the same class
+        tiny = family.tiny()
         if tiny.modules != family.modules:
             raise ValueError(f"it has {len(tiny.modules)} modules, not {len(family.modules)}")
         if tiny.num_parameters() > _MOST_PARAMETERS:

@@ -11,7 +11,7 @@ import pytest
 
 from manifests.models import ARCHITECTURES
 from manifests.models.catalogue import catalogued
-from manifests.models.trainable import ON_TORCHTITAN, is_generic
+from manifests.models.trainable import is_generic
 from manifests.schema import Manifest, TrainingState
 from tests.builders import llama_config, pack, write_model
 from tests.pages import NOT_RUN, OUTPUT, PAGES, ROOT, RUN, SECTIONS_OF, blocks_of, missing_lines
@@ -143,14 +143,7 @@ DOCUMENT = ROOT / "docs" / "models.md"
 def test_table_says_what_each_architecture_trains_on() -> None:
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| [^|]+ \| ([a-z ]+) \|$", DOCUMENT.read_text(), re.MULTILINE)
     found = {name: road for names, road in rows for name in re.findall(r"`(\w+)`", names)}
-    assert found == {
-        name: "torchtitan or transformers"
-        if name == ON_TORCHTITAN
-        else "transformers"
-        if is_generic(name)
-        else "packs only"
-        for name in ARCHITECTURES
-    }
+    assert found == {name: "transformers" if is_generic(name) else "packs only" for name in ARCHITECTURES}
 
 
 def test_readme_counts_the_architectures_of_the_catalogue() -> None:

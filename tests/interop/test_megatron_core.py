@@ -165,7 +165,7 @@ def test_mtp_layers_train_as_those_of_megatron_core(tmp_path: Path) -> None:
     reshard.pack(str(tmp_path / "begun" / "saved"), tmp_path / "packed", "Ettt|tmL")
     batch = ("--seq-len", "16", "--global-batch", "4", "--microbatch", "1", "--data", "synthetic", "--seed", "1")
     args = [
-        *batch, "--mtp-loss-weight", str(16 / 15), *epsilon, "--implementation", "transformers", "--no-self-check",
+        *batch, "--mtp-loss-weight", str(16 / 15), *epsilon, "--no-self-check",
         "--resume", "auto", "--steps", "4", "--checkpoint", str(tmp_path / "history"),
     ]  # fmt: skip
     ours = resumed(tmp_path, args)

@@ -34,7 +34,6 @@ _IMPORTED = (
     "transformers",
     "runner.train",
     "runner.evaluation.evaluate",
-    "runner.models.torchtitan",
     "runner.models.generic",
 )
 

@@ -204,9 +204,8 @@ def test_manifest_in_a_snapshot_of_the_hubs_cache_begins(place: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "where", "code"),
     [
-        ({"attention_dropout": 0.1}, "attention_dropout", "config.unsupported-value"),
-        ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.rope_type", "config.unsupported-rope"),
-        ({"rms_norm_eps": -1}, "rms_norm_eps", "config.unsupported-rope"),
+        ({"pretraining_tp": 2}, "pretraining_tp", "config.unsupported-value"),
+        ({"is_causal": False}, "is_causal", "config.unsupported-value"),
     ],
 )
 def test_config_that_no_family_models_is_refused_before_ranks_are_started_or_submitted(

@@ -65,7 +65,7 @@ def test_each_module_has_its_own_time(
     recompute: str, backward: float, tmp_path: Path, by_flops: Callable[..., dict[str, Any]]
 ) -> None:
     save_model(tmp_path / "model", num_hidden_layers=2)
-    found = by_flops(pack(tmp_path), *SIZES, "--implementation", "transformers", "--ac", recompute)
+    found = by_flops(pack(tmp_path), *SIZES, "--ac", recompute)
     shape = open_packed(tmp_path / "packed").shape
     assert tuple(found) == shape.modules
     step = read_times(tmp_path / "times.json").step
@@ -108,7 +108,7 @@ def test_mtp_layers_are_measured_and_their_rows_of_the_head(
     weights = {name: tensor.clone() for name, tensor in random_weights(2).items()}
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     packed = pack(tmp_path, "EttttmmL")
-    found, shape = by_flops(packed, *SIZES, "--implementation", "transformers"), open_packed(packed).shape
+    found, shape = by_flops(packed, *SIZES), open_packed(packed).shape
     assert tuple(found) == shape.modules
     vocab, width = shape.tensors["lm_head.weight"]
     assert found["lm_head"]["forward_s"] == 3 * 2 * SEQ_LEN * ROWS * vocab * width

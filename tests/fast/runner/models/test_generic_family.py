@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from manifests.errors import UserError
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of
-from manifests.models.trainable import ON_TORCHTITAN, check_trainable, is_generic
+from manifests.models.trainable import check_trainable, is_generic
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
 from tests.fast.manifests.models.catalogued import DOZEN, config_of, quiet, save_tiny
@@ -144,7 +144,7 @@ def check(found: Trained) -> None:
 
 
 def test_architectures_that_cannot_be_cut_are_refused_with_the_reason() -> None:
-    refused = [name for name in catalogued() if not is_generic(name) and name != ON_TORCHTITAN]
+    refused = [name for name in catalogued() if not is_generic(name)]
     assert refused
     for name in refused:
         with pytest.raises(UserError) as caught:

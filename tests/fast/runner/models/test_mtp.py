@@ -28,7 +28,7 @@ from tests.process.runner.pipeline.mtp_oracle import CLASSES, NEXT, Case, config
 def test_stages_compute_the_model_alone(layout: str, tmp_path: Path) -> None:
     depth = layout.count("m")
     config, weights = config_of(depth), random_weights(depth)
-    family = family_for(config, max_seq_len=8, implementation="transformers", shape=model_shape(config))
+    family = family_for(config, max_seq_len=8, shape=model_shape(config))
     stage_modules = Case(schedule="1F1B", layout=layout).stage_modules
     chunks = build_chunks(family, stage_modules, range(len(stage_modules)))
     for chunk in chunks:
@@ -73,7 +73,7 @@ def test_a_layer_beside_the_decoder_with_other_names_is_not_trained() -> None:
 def test_hidden_states_of_an_mtp_layer_are_refused_as_none_runs_in_an_evaluation(beside: str) -> None:
     case = Case(schedule="1F1B", layout="Ettt|tmL" if beside else "Etttt|mL", beside=beside)
     shape, config = shape_of(1, beside=beside), config_of(1, beside=beside)
-    family = family_for(config, max_seq_len=8, implementation="transformers", shape=shape)
+    family = family_for(config, max_seq_len=8, shape=shape)
     chunks = build_chunks(family, case.stage_modules, range(2))
     TokenLosses().watch(chunks, "model.layers.3")
     with pytest.raises(UsageError) as caught:

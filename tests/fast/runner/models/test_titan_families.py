@@ -122,4 +122,4 @@ def test_rank_of_deepseek_v3_is_built_in_few_steps_a_module_and_300_mb() -> None
 def test_padding_token_outside_the_vocabulary_is_refused(pad: object) -> None:
     with pytest.raises(InputError) as error:
         family_for(read_config("tiny-llama", pad_token_id=pad), max_seq_len=8)
-    assert (error.value.code, error.value.where) == ("config.pad-token", "config.json: pad_token_id")
+    assert (error.value.code, error.value.where) == ("config.refused-by-transformers", "config.json")

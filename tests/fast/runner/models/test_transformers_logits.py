@@ -57,7 +57,7 @@ def test_logits_and_gradients_are_those_of_transformers_however_it_is_cut(varian
     assert expected.abs().max() > 0.4
 
     for num_stages in (1, 3) if is_tied else (2, 4):  # `test_model_may_be_cut_anywhere` has all cuts
-        chunks = chunks_of(tmp_path, num_stages, implementation="transformers")
+        chunks = chunks_of(tmp_path, num_stages)
         logits = forward(chunks, batch.tokens)
         torch.autograd.backward(loss_of(logits, batch))
         assert torch.equal(logits, expected)

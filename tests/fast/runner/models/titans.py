@@ -12,7 +12,6 @@ import transformers
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from manifests.models.trainable import Implementation
 from runner.data.sequences import IGNORED, Batch
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_pieces
@@ -44,7 +43,6 @@ TITANS: tuple[Variant, ...] = (
     ("tiny-llama", {"rope_theta": 500.0, "head_dim": 10, "num_key_value_heads": 4}),
     ("tiny-llama", {"rope_scaling": YARN, "max_position_embeddings": 64}),
 )
-LLAMAS = tuple(variant for variant in TITANS if variant[0] == "tiny-llama")  # on torchtitan's modules by default
 
 
 def load(folder: Path, experts: str | None = "eager") -> Any:
@@ -59,10 +57,9 @@ def chunks_of(
     num_stages: int,
     dtype: torch.dtype = torch.float32,
     changes: Mapping[str, object] = NOTHING,
-    implementation: Implementation | None = None,
 ) -> tuple[StageChunk, ...]:
     config = {**read_config(folder), **changes}
-    family = family_for(config, max_seq_len=SEQ_LEN, implementation=implementation)
+    family = family_for(config, max_seq_len=SEQ_LEN)
     stage_modules = split_evenly(family.modules, num_stages)
     chunks = build_chunks(family, stage_modules, range(num_stages))
     fill_pieces(chunks, folder, dtype)

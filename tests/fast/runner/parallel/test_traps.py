@@ -48,7 +48,7 @@ TRAPS: Mapping[str, tuple[str, ...]] = {
 }
 # By what is refused: before ranks start, or by the proof on them.
 REFUSALS: Mapping[str, tuple[str, ...]] = {
-    "--ep without experts, or with those of torchtitan's modules": (_RULES,),
+    "--ep without experts": (_RULES,),
     "--ep that does not divide the experts": (
         "fast/runner/preflight/test_refusals.py::test_expert_parallel_ranks_have_as_many_experts_each",
     ),
@@ -56,7 +56,7 @@ REFUSALS: Mapping[str, tuple[str, ...]] = {
         "fast/runner/preflight/test_refusals.py::"
         "test_rows_and_heads_that_do_not_divide_over_context_parallel_ranks_are_refused",
     ),
-    "--cp and --document-mask on torchtitan's modules, --cp with --compile": (_RULES,),
+    "--cp with --compile": (_RULES,),
     "--cp and --document-mask of families that are not transformers'": (
         "fast/runner/parallel/test_rows.py::test_families_of_other_packages_are_refused",
         "fast/runner/pipeline/test_documents.py::test_families_of_other_packages_are_refused",

@@ -95,7 +95,7 @@ def test_head_without_its_neighbours_is_refused_in_chunks_alike(tmp_path: Path) 
 def test_dtype_of_logits_is_known_without_the_memory_of_a_head() -> None:
     """This one takes 2 GiB."""
     config = {**LLAMA, "vocab_size": 1 << 18, "hidden_size": 4096}
-    family = family_for(config, max_seq_len=8, implementation="transformers")
+    family = family_for(config, max_seq_len=8)
     halves = family.modules[:1], family.modules[1:]
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
     before = status_nbytes("VmRSS")

@@ -1,4 +1,4 @@
-"""Combinations for which torch or torchtitan would compute wrong gradients are refused with an alternative."""
+"""Combinations for which torch would compute wrong gradients are refused with an alternative."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.matrix import AXES, MODELS, covered_by, dozen, matrix
 ZERO_BUBBLE: dict[str, Any] = {"schedule": "ZBVZeroBubble", "splits_backward": True}
 GENERIC: dict[str, Any] = {"is_generic": True, "architecture": "Olmo3ForCausalLM"}
 OWN: dict[str, Any] = {"is_unverified": True, "architecture": "MineForCausalLM"}
-LORA: dict[str, Any] = {"has_adapters": True, "implementation": "transformers"}
-MTP: dict[str, Any] = {"num_mtp_layers": 1, "implementation": "transformers"}
+LORA: dict[str, Any] = {"has_adapters": True}
+MTP: dict[str, Any] = {"num_mtp_layers": 1}
 REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({**ZERO_BUBBLE, "is_compiled": True}, "--compile", "schedule.compiled-layers"),
     (
@@ -47,20 +47,13 @@ REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({**GENERIC, "is_compiled": True}, "--compile", "options.catalogue-combination"),
     ({**OWN, "has_loss_chunks": True}, "--loss-chunk", "options.catalogue-combination"),
     ({**OWN, **ZERO_BUBBLE}, "--schedule", "options.catalogue-combination"),
-    ({"keeps_documents": True}, "--document-mask", "options.document-mask"),
-    ({"num_context": 2}, "--cp", "options.cp-architecture"),
     (
-        {
-            "num_context": 2,
-            "implementation": "transformers",
-            "is_unverified": True,
-            "architecture": "Gemma4ForCausalLM",
-        },
+        {"num_context": 2, "is_unverified": True, "architecture": "Gemma4ForCausalLM"},
         "--cp",
         "options.cp-architecture",
     ),
-    ({"num_context": 2, "implementation": "transformers", "is_compiled": True}, "--cp", "options.cp-combination"),
-    ({"has_adapters": True}, "--lora-rank", "options.lora-architecture"),
+    ({"num_context": 2, "is_compiled": True}, "--cp", "options.cp-combination"),
+    ({**LORA, "is_own": True}, "--lora-rank", "options.lora-architecture"),
     ({**LORA, "moves_biases": True}, "--router-bias-rate", "options.lora-combination"),
     ({**LORA, "is_compiled": True}, "--compile", "options.lora-combination"),
     ({"num_mtp_layers": 1, "is_own": True}, "manifest", "manifest.mtp-layers"),
@@ -173,14 +166,6 @@ def test_experts_are_distributed_by_plans_of_transformers(
     architecture: str, is_own: bool, is_distributed: bool
 ) -> None:
     assert (why_not_expert_parallel(architecture, is_own=is_own) == "") == is_distributed
-
-
-def test_expert_parallel_runs_of_families_of_torchtitan_are_built_of_transformers_modules() -> None:
-    args = ["--data", "synthetic"]
-    assert parse_training(args).compute.implementation is None
-    assert parse_training([*args, "--ep", "2"]).compute.implementation == "transformers"
-    chosen = parse_training([*args, "--ep", "2", "--implementation", "torchtitan"])
-    assert chosen.compute.implementation == "torchtitan"
 
 
 # Every pair of features is either in a run that is compared with one process, or refused before the first step.

@@ -82,7 +82,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("experts", 2, (*HALF, "--cp", "2"), "--cp", "options.catalogue-combination"),
         ("experts", 2, (*HALF, "--dp-shard", "2", "--master-dtype", "fp32", "--reduce-dtype", "bf16"), "--dp-shard",
          "options.catalogue-combination"),
-        ("llama", 2, ("--tp", "2", "--implementation", "torchtitan"), "--tp", "options.tp-architecture"),
         ("dynamic", 2, ("--cp", "2", "--seq-len", "20"), "--cp", "options.cp-architecture"),
     ],
 )  # fmt: skip

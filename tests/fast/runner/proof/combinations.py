@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -13,15 +13,13 @@ from manifests.schedules.rules import default_schedule
 from manifests.schema import TieGroup, TieMember
 from runner.config.flags import parse_training
 from runner.config.parallel_dims import ParallelDims
-from runner.models import family_for
-from runner.models.family import Family
 from runner.models.generic import Generic
 from runner.parallel.parallelize import keep_documents
 from runner.pipeline.timetable import find_timetable
 from runner.proof.combination import Combination
 from runner.training.build import Stages
 from tests.fast.manifests.models.catalogued import config_of, quiet
-from tests.fast.runner.tiny import head_tie, split_evenly
+from tests.fast.runner.tiny import split_evenly
 
 
 def combination(
@@ -34,16 +32,6 @@ def combination(
         config = {**config_of(architecture).to_dict(), **changes}
         family = Generic(entry, {**config, "architectures": [architecture]}, max_seq_len=1)
     return combine(family, ties_of, pp, *flags, schedule=schedule, vpp=vpp)
-
-
-def titan_combination(config: Mapping[str, Any], pp: int = 1, *flags: str, seq_len: int = 512) -> Combination:
-    """Return a combination of a config on torchtitan's modules."""
-    family = family_for(config, max_seq_len=seq_len, implementation="torchtitan")
-
-    def ties(_: Family, modules: tuple[tuple[str, ...], ...]) -> tuple[TieGroup, ...]:
-        return (head_tie(modules),) if config.get("tie_word_embeddings") else ()
-
-    return combine(family, ties, pp, *flags)
 
 
 def combine(

@@ -24,7 +24,6 @@ from runner.models.generic import Generic
 from runner.proof import stages as self_check
 from runner.proof.options import RunOptions, check_stages
 from runner.proof.proving import compare
-from runner.proof.stages import Proven, SelfChecked
 from runner.proof.tiny_step import float32_as_float64
 from tests.fast.manifests.models.built import DECODERS, read_config
 from tests.fast.manifests.models.catalogued import config_of, quiet
@@ -293,14 +292,6 @@ def test_random_numbers_of_the_run_are_untouched(twin: Callable[[str], Generic])
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_families_on_torchtitan_are_proven_and_their_stages_are_not_compared_bitwise() -> None:
-    llama = read_config("tiny-llama")
-    titan = family_for(llama, max_seq_len=8, implementation="torchtitan")
-    assert isinstance(titan, Proven)
-    assert not isinstance(titan, SelfChecked)
-    assert isinstance(family_for(llama, max_seq_len=8, implementation="transformers"), SelfChecked)
-
-
 @pytest.mark.parametrize(
     ("name", "changes"),
     [("tiny-gpt2", {}), ("tiny-mixtral", {}), ("tiny-mpt", {}), ("tiny-opt", {"word_embed_proj_dim": 16})],
@@ -374,6 +365,10 @@ FLAGS = {
            *(("--router-aux-loss", "0.001") if entry.aux_loss else ()))
     for name in catalogued() if (entry := entry_of(name))
 }  # fmt: skip
+
+
+def test_parameters_that_are_not_trained_have_no_optimizer_state_to_reload() -> None:
+    assert compare(combination("LlamaForCausalLM", 1, "--train-only", "mlp"))[1] is None
 
 
 @pytest.mark.slow

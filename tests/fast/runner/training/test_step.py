@@ -157,7 +157,7 @@ def test_step_reads_the_device_once(num_stages: int, folder: Path) -> None:
 
 
 def test_tokens_of_experts_are_in_what_is_read_anyway() -> None:
-    family = family_for(read_tiny("tiny-deepseek-v3"), max_seq_len=16, implementation="transformers")
+    family = family_for(read_tiny("tiny-deepseek-v3"), max_seq_len=16)
     stage_modules = split_evenly(family.modules, 2)
     reads = []
     for options in (None, BalanceOptions(), BalanceOptions(bias_rate=0.1)):

@@ -113,7 +113,7 @@ def test_preferences_train_and_evaluate_as_in_one_process(
     data = ("--data", tmp_path / "rows.jsonl", "--loss", "preference", "--eval-data", tmp_path / "held.jsonl")
     held = rows[3:13]  # of which one, the second of its pair, has no labels
     (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, held)))
-    run_all(tmp_path, names, (*data, "--implementation", "transformers", "--self-check"), packages)
+    run_all(tmp_path, names, (*data, "--self-check"), packages)
     for name in names:
         line = first_line(tmp_path / f"log-{name}")
         check_step(source, tmp_path / f"saved-{name}", rows, line, preferred)

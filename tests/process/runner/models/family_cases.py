@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manifests.models.trainable import Implementation, choose_implementation
 from runner.data.sequences import Batch
-from tests.fast.manifests.models.built import read_config
 from tests.fast.runner.models.decoders import SEQ_LEN, VARIANTS
 from tests.fast.runner.models.titans import TITANS
 from tests.fast.runner.tiny import padded_batch
@@ -32,22 +30,14 @@ class Case:
     num_shards: int = 1  # ranks that share every parameter of a stage
     loss_chunk: int = 0  # 0: whole logits
     is_compiled: bool = False  # with --ac selective
-    implementation: Implementation | None = None  # None: torchtitan's modules of a Llama, where it is installed
 
     @property
     def name(self) -> str:
         changes = [f"{key}={value}" for key, value in self.changes.items()]
         shards = [f"{self.num_shards} shards"] if self.num_shards > 1 else []
         chunks = ["loss-chunk"] if self.loss_chunk else []
-        road = [self.implementation] if self.implementation else []
         compiled = ["compiled"] if self.is_compiled else []
-        return " ".join([self.model, self.layout, self.schedule, *road, *shards, *chunks, *compiled, *changes])[:100]
-
-    @property
-    def is_titan(self) -> bool:
-        """Whether it runs on torchtitan's modules, and not on transformers' own."""
-        (architecture,) = read_config(self.model)["architectures"]
-        return choose_implementation(architecture, self.implementation) == "torchtitan"
+        return " ".join([self.model, self.layout, self.schedule, *shards, *chunks, *compiled, *changes])[:100]
 
     @property
     def experts(self) -> str | None:
@@ -66,22 +56,21 @@ class Case:
         LoopedBFS in reverse.
         """
         is_apart = self.is_tied or self.num_shards > 1 or self.loss_chunk or self.schedule == "LoopedBFS"
-        return not self.is_titan and not is_apart and not self.is_compiled
+        return not is_apart and not self.is_compiled
 
     @property
     def tolerance(self) -> float:
         """How far gradients may be from those of transformers, relative to their size."""
-        return 0.0 if self.is_bitwise else 1e-5 if self.is_titan or self.is_compiled else 1e-6
+        return 0.0 if self.is_bitwise else 1e-5 if self.is_compiled else 1e-6
 
     @property
     def flags(self) -> tuple[str, ...]:
         chunks = ("--loss-chunk", str(self.loss_chunk)) if self.loss_chunk else ()
-        road = ("--implementation", self.implementation) if self.implementation else ()
         compiled = ("--compile", "--ac", "selective") if self.is_compiled else ()
         return (
             "--data", "synthetic", "--steps", str(STEPS), "--seq-len", str(SEQ_LEN), "--global-batch", "8",
             "--microbatch", str(MICROBATCH), "--lr", str(LR), "--max-norm", "0", "--schedule", self.schedule,
-            "--dp-shard", str(self.num_shards), *chunks, *road, *compiled,
+            "--dp-shard", str(self.num_shards), *chunks, *compiled,
         )  # fmt: skip
 
     def folder(self, place: Path, what: str) -> Path:
@@ -96,7 +85,7 @@ def evaluated_batch() -> Batch:
     return batch_of(1000)
 
 
-_ON_TRANSFORMERS: tuple[Mapping[str, Any], ...] = (
+_SHARED: tuple[Mapping[str, Any], ...] = (
     {"model": "tiny-llama"},
     {"model": "tiny-mistral", "changes": {"sliding_window": 16}, "layout": "pp=2,vpp=2",
      "schedule": "InterleavedZeroBubble"},
@@ -105,9 +94,7 @@ _ON_TRANSFORMERS: tuple[Mapping[str, Any], ...] = (
     {"model": "tiny-deepseek-v3", "layout": "pp=2,style=v", "schedule": "ZBVZeroBubble"},
     {"model": "tiny-gpt-oss", "layout": "pp=2,vpp=2", "schedule": "Interleaved1F1B"},
 )  # fmt: skip
-_TRANSFORMERS = tuple(
-    Case(number=12 + n, implementation="transformers", **case) for n, case in enumerate(_ON_TRANSFORMERS)
-)
+_TITANS = tuple(Case(number=12 + n, **case) for n, case in enumerate(_SHARED))
 NORMAL = (
     Case(number=0, model="tiny-gpt2", changes=_TIED, is_openai=True),
     Case(
@@ -117,7 +104,7 @@ NORMAL = (
         layout="balance:params,pp=2,pin=embed_tokens@0,pin=project_in@1",
     ),
     Case(number=9, model="tiny-llama", layout="pp=2,style=v", schedule="ZBVZeroBubble"),
-    *_TRANSFORMERS[3:5],
+    *_TITANS[3:5],
 )
 # A variant has one of these: `test_parity` pairs each model with every schedule and number of ranks.
 _WAYS = (
@@ -151,7 +138,7 @@ SLOW = (
     Case(number=6, model="tiny-mistral", changes={"sliding_window": 16}),
     Case(number=7, model="tiny-qwen3", changes=_TIED),
     Case(number=8, model="tiny-qwen3-moe", layout="pp=2,vpp=2", schedule="Interleaved1F1B"),
-    *(case for case in _TRANSFORMERS if case not in NORMAL),
+    *(case for case in _TITANS if case not in NORMAL),
     *(_case(number, *variant) for number, variant in enumerate((*TITANS, *VARIANTS))),
 )
 # Models with experts, whose graphs break where tokens go to them: transformers' routers change what `topk` returned.

@@ -125,7 +125,7 @@ def check_training(place: Path, case: Case) -> None:
         else:
             assert (gradient - other).norm() <= case.tolerance * (other.norm() or 1.0), fqn
     exact = 1e-12 if case.is_bitwise else None
-    is_same_forward = not case.is_titan and not case.is_compiled and not case.loss_chunk
+    is_same_forward = not case.is_compiled and not case.loss_chunk
     assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-12 if is_same_forward else 3e-7)
     assert found.norms[0] == pytest.approx(expected.norms[0], rel=exact or case.tolerance)
     # Adam makes much of little: where gradients differ in their last bits, so do later steps, more.
@@ -187,21 +187,16 @@ def steps_of(log: Path) -> dict[int, tuple[float, float]]:
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines_of(log) if "loss" in line}
 
 
-def test_resumed_runs_go_on_with_dropout_and_on_the_other_implementation(tmp_path: Path) -> None:
-    jobs, other = [], tmp_path / "other"
+def test_resumed_runs_go_on_with_dropout(tmp_path: Path) -> None:
+    jobs = []
     for name, changes in RANDOM.items():
         save_decoder(tmp_path / name / "source", name, **changes)
         jobs += whole_and_resumed(tmp_path / name)
-    save_decoder(other / "source", "tiny-llama")
-    run_jobs(2, [*jobs, *whole_and_resumed(other, "--implementation", "transformers")])
+    run_jobs(2, jobs)
     for name in RANDOM:
         whole, resumed = (steps_of(tmp_path / name / f"{run}-log") for run in ("whole", "resumed"))
         assert list(whole) == [1, 2, 3, 4]
         assert resumed == {step: whole[step] for step in (3, 4)}, said(tmp_path / name / "resumed-log")
-    whole, resumed = (steps_of(other / f"{run}-log") for run in ("whole", "resumed"))
-    assert list(resumed) == [3, 4], said(other / "resumed-log")
-    for step in resumed:
-        assert resumed[step] == pytest.approx(whole[step], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from tests.process.torchrun import launch
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 GENERIC = tuple(name for name in catalogued() if is_generic(name))
-SHARDED = tuple(name for name in catalogued() if not why_not_tensor_parallel(name, "transformers"))
+SHARDED = tuple(name for name in catalogued() if not why_not_tensor_parallel(name))
 DISTRIBUTED = tuple(name for name in catalogued() if not why_not_expert_parallel(name))
 CASES = [
     *((name, "tensor") for name in SHARDED),

@@ -50,7 +50,7 @@ def _documents_in(row: int) -> tuple[tuple[int, int], ...]:
 
 def save_matrix_model(folder: Path, case: Case) -> None:
     name = case.folder.rpartition("-")[0]
-    architecture, changes = next(MODELS[key] for key in (name, f"{name}-titan") if key in MODELS)
+    architecture, changes = MODELS[name]
     sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 6, "tie_word_embeddings": case.tied}
     save_tiny(folder, architecture, **sizes, **changes)
     for path in folder.glob("*.safetensors") if name == SKEWED else ():

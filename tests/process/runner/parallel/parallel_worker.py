@@ -104,8 +104,7 @@ def run_case(case: dict[str, Any], out: Path, world: World) -> dict[str, Any]:
     origin = out / f"{case['origin']}-saved" if case["origin"] else launched.root
     flags = ("--resume", str(origin)) if case["origin"] else ()
     data = () if "--data" in case["args"] else ("--data", "synthetic")
-    # The whole test compares these with one process; those with --implementation are proven as in a run.
-    is_compared = launched.manifest.model.architecture in COMPARED and "--implementation" not in case["args"]
+    is_compared = launched.manifest.model.architecture in COMPARED  # by the whole test, with one process
     options = parse_training([*data, *case["args"], *flags, *(("--no-self-check",) if is_compared else ())])
     with pytest.MonkeyPatch.context() as patch:
         if "rows" in case:  # every gradient of these is compared: a proof would take longer than the step

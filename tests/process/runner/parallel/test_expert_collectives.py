@@ -30,7 +30,7 @@ NUM_MICROBATCHES = 4
 # All-to-alls of a layer: counts, tokens there and back; the backward of the latter two.
 FORWARD, BACKWARD = 3, 2
 ARGS = (
-    *("--no-self-check", "--implementation", "transformers", "--dp-shard", "2", "--ep", "2"),
+    *("--no-self-check", "--dp-shard", "2", "--ep", "2"),
     *("--seq-len", "32", "--global-batch", "8", "--microbatch", "1"),
 )
 

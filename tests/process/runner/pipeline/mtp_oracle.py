@@ -33,8 +33,7 @@ SEQ_LEN, WEIGHT = 12, 0.3
 CUT = BatchOptions(global_batch=4, microbatch=1, seq_len=SEQ_LEN)
 FLAGS = (
     "--data", "synthetic", "--lr", "0.1", "--eps", "0.5", "--weight-decay", "0.1", "--max-norm", "0",
-    "--mtp-loss-weight", str(WEIGHT), "--global-batch", "4", "--seq-len", str(SEQ_LEN), "--implementation",
-    "transformers",
+    "--mtp-loss-weight", str(WEIGHT), "--global-batch", "4", "--seq-len", str(SEQ_LEN),
 )  # fmt: skip
 NUM_STEPS = 2  # a gradient that is not reset shows in the second
 _LENGTHS = ((5, 1, 4, 3), (13,), (2, 11), (9, 4))  # of documents: a row has a label more than tokens

@@ -47,9 +47,7 @@ def run(case: Case) -> dict[str, Any]:
     options, config = replace(options, compute=compute), config_of(case.depth, beside=case.beside)
     degrees = options.degrees.resolve(2, dist.get_world_size())
     mesh = build_mesh(degrees, dist.get_rank(), CPU, timedelta(seconds=60))
-    family = family_for(
-        config, max_seq_len=SEQ_LEN, implementation="transformers", shape=shape_of(case.depth, beside=case.beside)
-    )
+    family = family_for(config, max_seq_len=SEQ_LEN, shape=shape_of(case.depth, beside=case.beside))
     family.mtp_weight = options.loss.mtp_weight
     family._config._experts_implementation = "eager"
     if case.has_documents:

@@ -28,7 +28,7 @@ RATE, COEF, LR, EPS, MAX_NORM, STEPS = 0.01, 0.3, 1e-2, 0.1, 0.5, 2
 NUM_ROWS = 8
 RECIPE = ("--seq-len", 32, "--global-batch", NUM_ROWS, "--microbatch", 1, "--lr", LR, "--eps", EPS,
           "--max-norm", MAX_NORM, "--weight-decay", 0, "--no-self-check")  # fmt: skip
-SHARED = ("--implementation", "transformers", "--dp-replicate", 1, "--dp-shard", 2, "--ep", 2, "--ac", "full")
+SHARED = ("--dp-replicate", 1, "--dp-shard", 2, "--ep", 2, "--ac", "full")
 FLAGS = ("--router-bias-rate", "--router-aux-loss")
 BIAS = "e_score_correction_bias"
 _GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
@@ -51,7 +51,7 @@ class Case:
 
 
 REPLICAS = ("--dp-replicate", 2, "--ac", "selective")
-TRANSFORMERS, LOOP, V = ("--implementation", "transformers"), "pp=2,vpp=2", "pp=2,vpp=2,style=v"
+LOOP, V = "pp=2,vpp=2", "pp=2,vpp=2,style=v"
 CASES = (
     Case("deepseek-ep", "deepseek", ("--router-bias-rate", RATE, *SHARED), saves=1),
     Case("deepseek-resumed", "deepseek", ("--router-bias-rate", RATE, *REPLICAS), origin="deepseek-ep"),
@@ -59,7 +59,7 @@ CASES = (
 )
 SLOW_CASES = (
     Case("glm-replicas", "glm", ("--router-bias-rate", RATE, *REPLICAS)),
-    Case("deepseek-tp", "deepseek", ("--router-bias-rate", RATE, "--tp", 2, "--implementation", "transformers")),
+    Case("deepseek-tp", "deepseek", ("--router-bias-rate", RATE, "--tp", 2)),
     Case("qwen-tp", "qwen", ("--router-aux-loss", COEF, "--tp", 2)),
     Case("qwen-replicas", "qwen", ("--router-aux-loss", COEF, *REPLICAS)),
     Case("qwen-context", "qwen", ("--router-aux-loss", COEF, "--cp", 2, "--ac", "full")),
@@ -76,9 +76,9 @@ SPLIT_CASES = (
 )  # fmt: skip
 COMPILED_CASES = (
     Case("deepseek-compiled", "deepseek", ("--router-bias-rate", RATE, *REPLICAS), flags=("--compile",)),
-    Case("deepseek-transformers-compiled", "deepseek", ("--router-bias-rate", RATE, "--dp-shard", 2, *TRANSFORMERS),
+    Case("deepseek-transformers-compiled", "deepseek", ("--router-bias-rate", RATE, "--dp-shard", 2),
          flags=("--compile",)),
-    Case("qwen-compiled", "qwen", ("--router-aux-loss", COEF, "--dp-replicate", 2, *TRANSFORMERS),
+    Case("qwen-compiled", "qwen", ("--router-aux-loss", COEF, "--dp-replicate", 2),
          flags=("--compile",)),
 )  # fmt: skip
 NUM_RANKS = 4

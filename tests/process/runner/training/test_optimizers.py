@@ -82,7 +82,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(place: Path, name: str, layout: str, steps: int, *flags: object, **more: Any) -> dict[str, Any]:
     data = () if "--data" in flags else ("--data", "synthetic")
     words = (*data, "--seq-len", SEQ_LEN, "--global-batch", BATCH, "--steps", steps, "--device", "cpu",
-             "--implementation", "transformers", "--no-self-check")  # fmt: skip
+             "--no-self-check")  # fmt: skip
     return job(place / layout, place / f"log-{name}", *words, *flags, **more)
 
 
