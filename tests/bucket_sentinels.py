@@ -12,8 +12,6 @@ _INSIDE = {
     "nested/step-000010/manifest.json": b'{"format": "theirs"}',
     "nested/step-000010/stage-000/model.safetensors": b"theirs",
     "nested/step-000020/.reshard-unfinished": b"another writer's claim",
-    "packed-0123456789ab/stage-000/model.safetensors": b"named like a shard of ours",
-    "packed-0123456789ab/notes.txt": b"mine too",
     "stage-000/notes.txt": b"beside a shard of ours",
     "nested/adapter_model.safetensors": b"an adapter",
     "name with spaces \N{SNOWMAN}": b"snow",

@@ -88,7 +88,7 @@ max_shard_size = click.option(
 quiet = click.option(
     "--quiet", is_flag=True, help="Print only errors, differences and requested output; no progress, no notes."
 )
-force = click.option("--force", is_flag=True, help="Replace an existing output, in one step.")
+force = click.option("--force", is_flag=True, help="Replace an existing output; in a bucket, only an unfinished one.")
 _output = functools.partial(
     click.option, "--out", type=click.Path(), required=True, metavar="DIR|URL",
     callback=lambda _, __, text: address(text),

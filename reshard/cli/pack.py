@@ -328,8 +328,7 @@ def export(
     Tensors that were trained in a dtype other than the source's are rounded to the source's, unless --dtype says
     otherwise. A DCP folder (--to dcp) has weights as they were trained and, if there is any, optimizer state. --to
     deepspeed writes the layers of DeepSpeed's PipelineModule, and --to universal its Universal Checkpoint, in
-    float32. --to megatron writes what Megatron-LM loads, with the state of its distributed optimizer. An export in a
-    bucket is not replaced by --force: a bucket cannot replace the files of a model in one step.
+    float32. --to megatron writes what Megatron-LM loads, with the state of its distributed optimizer.
 
     \b
     Example:

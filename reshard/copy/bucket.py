@@ -16,7 +16,6 @@ from reshard.copy.engine import InOrder, WriteOptions, WrittenShard
 from reshard.copy.parallelism import UploadPlan
 from reshard.plans.pack_plan import OutputShard
 from stores.base import Blocks, InputFile
-from stores.objects.lock import Wanted
 from stores.objects.output import ObjectTarget, open_output
 
 
@@ -30,9 +29,6 @@ class BucketTarget:
     """
 
     objects: ObjectTarget
-
-    def place(self, path: str) -> str:
-        return self.objects.place(path)
 
     def put(self, name: str, data: bytes) -> None:
         self.objects.put(name, data)
@@ -82,10 +78,10 @@ class BucketTarget:
     def _upload(
         self, shard: OutputShard, plan: UploadPlan, source: InOrder, readers: threading.Semaphore
     ) -> WrittenShard:
-        path, before, digests = self.place(shard.path), plan.read_before(shard), None
+        before, digests = plan.read_before(shard), None
         if (header := self._completed(shard)) is not None:
             source.progress(sum(tensor.nbytes for tensor in (*before, *shard.origins)))
-            return WrittenShard(path=path, nbytes=shard.nbytes, digest=digest_bytes(header))
+            return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header))
         if plan.is_kept:
             with readers:
                 digests = source.hash_and_keep()
@@ -93,41 +89,28 @@ class BucketTarget:
             computed = iter(source.hash(before))
             digests = [origin.digest or next(computed) for origin in shard.origins]
         header = shard.header_with(digests)
-        writer = self.objects.writer(path, shard.nbytes, header, plan.uploads.num_parts(shard.nbytes))
+        writer = self.objects.writer(shard.path, shard.nbytes, header, plan.uploads.num_parts(shard.nbytes))
         source.write(writer, digests)
         writer.finish()
-        return WrittenShard(path=path, nbytes=shard.nbytes, digest=digest_bytes(header))
+        return WrittenShard(path=shard.path, nbytes=shard.nbytes, digest=digest_bytes(header))
 
     def _completed(self, shard: OutputShard) -> bytes | None:
         """Return the header of a shard that an interrupted run of this plan uploaded, if there is one."""
-        path = self.objects.place(shard.path)
-        header = self.objects.completed(path, shard.nbytes, shard.header_nbytes)
+        header = self.objects.completed(shard.path, shard.nbytes, shard.header_nbytes)
         if header is None or not shard.with_digests:
             return header if header == shard.header else None
-        parsed = parse_header(header[8:], data_nbytes=shard.nbytes - len(header), where=path)
+        parsed = parse_header(header[8:], data_nbytes=shard.nbytes - len(header), where=shard.path)
         if parsed.names != [origin.name for origin in shard.origins]:
             return None
-        digests = parsed.digest_table(path)
+        digests = parsed.digest_table(shard.path)
         is_known = all(origin.digest in (None, digest) for origin, digest in zip(shard.origins, digests, strict=True))
         return header if is_known and shard.header_with(digests) == header else None
 
 
 @contextmanager
-def open_prefix(
-    out: str,
-    shards: Collection[str],
-    small: Collection[str],
-    *,
-    last: str,
-    force: bool,
-    plan: str,
-) -> Iterator[BucketTarget]:
-    """Yield a target below a prefix for these `shards` and `small` files, of which `last` commits them.
-
-    With `force`, those of an old manifest are replaced.
-    """
-    names = Wanted(shards=shards, small=small, last=last)
-    with _interrupted_by_sigterm(), open_output(out, force=force, wanted=names, plan=plan) as objects:
+def open_prefix(out: str, wanted: Collection[str], *, force: bool, plan: str) -> Iterator[BucketTarget]:
+    """Yield a target below a prefix for these files; with `force`, it takes the place of any unfinished output."""
+    with _interrupted_by_sigterm(), open_output(out, force=force, wanted=wanted, plan=plan) as objects:
         yield BucketTarget(objects)
 
 

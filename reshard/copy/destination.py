@@ -15,7 +15,6 @@ from typing import Protocol
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import OutputError, Parameter, SourceError, UsageError, UserError
-from manifests.invariants import MANIFEST_NAME
 from manifests.schema import AuxiliaryFile
 from manifests.store import write_file
 from reshard.copy.engine import WriteOptions, WrittenShard, write_shards
@@ -35,10 +34,6 @@ from stores.open import Address
 class Target(Protocol):
     """An output under construction, to which `commit` writes the last file."""
 
-    def place(self, path: str) -> str:
-        """Return the path at which a shard is written."""
-        ...
-
     def put(self, name: str, data: bytes) -> None:
         """Write a small file."""
         ...
@@ -48,7 +43,7 @@ class Target(Protocol):
         ...
 
     def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:
-        """Write shards, and return them with the paths that they have now."""
+        """Write shards."""
         ...
 
     def written(self, names: Collection[str]) -> dict[str, tuple[int, str]]:
@@ -103,9 +98,6 @@ class FolderTarget:
 
     folder: Path
     journal: Journal | None = None
-
-    def place(self, path: str) -> str:
-        return path
 
     def put(self, name: str, data: bytes) -> None:
         path = self.folder / name
@@ -175,22 +167,20 @@ def open_target(
     force: bool,
     find_owned: FindOwned = files_of_manifest,
     wanted: Collection[str] = (),
-    last: str = MANIFEST_NAME,
 ) -> Iterator[Target]:
     """Yield a target to write `shards` to, which becomes the output when the block succeeds.
 
     If it fails, verified data is kept for the next run of the same plan, unless the error is one after which the plan
-    cannot be resumed. With `force`, an existing output is replaced: in a folder the files that `find_owned` returns, in
-    one step; in a bucket those of a manifest (see `stores.objects.output`). Other files that would be overwritten by
-    the `wanted` ones are refused.
+    cannot be resumed. With `force`, the files of a folder that `find_owned` returns are replaced in one step; in a
+    bucket, it takes the place of an unfinished output. Other files that would be overwritten by the `wanted` ones are
+    refused.
     """
     key, begun = plan_key(shards), False
+    wanted = {*wanted, *(shard.path for shard in shards)}
     if is_url(out):
         from reshard.copy.bucket import open_prefix  # clients of object stores
 
-        paths = {shard.path for shard in shards}
-        small = {*wanted} - paths
-        with open_prefix(out, paths, small, last=last, force=force, plan=key) as prefix:
+        with open_prefix(out, wanted, force=force, plan=key) as prefix:
             try:
                 with _discarded_if_fatal(prefix.objects.forget):
                     yield prefix
@@ -214,7 +204,7 @@ def open_target(
         ) as folder:
             journal, begun = Journal(folder, key), True
             keep_only(folder, {JOURNAL_NAME, *(shard.path for shard in shards)})
-            journal.begin({*wanted, *(shard.path for shard in shards)})
+            journal.begin(wanted)
             with _discarded_if_fatal(journal.forget):
                 yield FolderTarget(folder, journal)
     except BaseException as error:

@@ -42,7 +42,7 @@ def write_bundles(
         target = stack.enter_context(open_target(options.out, shards, force=options.force, wanted=names))
         files = copy_auxiliary_files(checkpoint, target)
         if INDEX_NAME in names:
-            target.copy(INDEX_NAME, _index_of(shards, target))
+            target.copy(INDEX_NAME, _index_of(shards))
         folder = target.folder if isinstance(target, FolderTarget) else None
         hub = stack.enter_context(HubCheck(checkpoint, shards, folder, fetch=options.verify_source))
         done = target.write_shards(shards, replace(options.write, written=hub.written))
@@ -63,10 +63,10 @@ def copy_auxiliary_files(checkpoint: Checkpoint, target: Target) -> tuple[Auxili
     return (*files, target.copy(SOURCE_NAME, MemoryFile(SOURCE_NAME, encode_record(checkpoint.record))))
 
 
-def _index_of(shards: Sequence[OutputShard], target: Target) -> MemoryFile:
-    indexed = {target.place(shard.path): shard for shard in shards if shard.is_indexed}
-    weights = {path: [origin.name for origin in shard.origins] for path, shard in indexed.items()}
-    total = sum(origin.nbytes for shard in indexed.values() for origin in shard.origins)
+def _index_of(shards: Sequence[OutputShard]) -> MemoryFile:
+    indexed = [shard for shard in shards if shard.is_indexed]
+    weights = {shard.path: [origin.name for origin in shard.origins] for shard in indexed}
+    total = sum(origin.nbytes for shard in indexed for origin in shard.origins)
     return MemoryFile(INDEX_NAME, encode_index(weights, total))
 
 

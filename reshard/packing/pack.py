@@ -158,9 +158,9 @@ def pack(
     transformers initializes the model with, in the dtype of `conversion` or the config. With `virtual`, bundles refer
     to the source's bytes instead of copying them; `stages` (`0-3,7`) packs only these, and the others become virtual.
     `part` (`2/8`) packs that part of the shards, here or on another machine, and `commit` merges all of them. `force`
-    replaces an existing output in one step. `io` selects direct or buffered writes, `sync` flushes them to disk;
-    `parallelism` sets threads, concurrent requests and their memory. `verify_source` compares whole files with the
-    hub's SHA-256.
+    replaces an existing folder in one step; in a bucket, an unfinished output. `io` selects direct or buffered writes,
+    `sync` flushes them to disk; `parallelism` sets threads, concurrent requests and their memory. `verify_source`
+    compares whole files with the hub's SHA-256.
 
     `on_plan` is called with what will be written, before anything is; it may raise to stop there.
 

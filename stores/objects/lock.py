@@ -2,10 +2,9 @@
 
 # Note [Objects of others in a prefix]
 A process that locks a prefix records there, before it writes the first object, the names that it will write (see
-`CompletedObjects`), after checking that none of them exists. The lock object lists names too: of objects that
-the new output replaces, and of those that earlier writers left unfinished. `--force` removes objects that are listed
-so, or in the manifest of the old output. A prefix that has others is refused, and so is one with an export: its
-shards would be overwritten one by one.
+`CompletedObjects`), after checking that none of them exists. The lock object lists those that earlier writers left
+unfinished. Objects that are listed so are removed by the next writer; a prefix that has others is refused. An output
+that is finished is never replaced: its objects would be overwritten one by one.
 """
 
 from __future__ import annotations
@@ -17,89 +16,43 @@ import threading
 import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Self
 
-from manifests.codec import decode_manifest
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, OutputError, Parameter, UnreachableError
-from manifests.invariants import MANIFEST_NAME
-from stores.base import LOCK_NAME, PROGRESS_NAME, read_whole
+from manifests.errors import OutputError, Parameter
+from stores.base import LOCK_NAME, PROGRESS_NAME
 from stores.folders.lock import Process
-from stores.folders.owned import foreign_error, owned_files
+from stores.folders.owned import foreign_error
 from stores.objects.client import ObjectEntry, ObstoreClient
-from stores.objects.store import ObjectFile
 
 _SHOWN_CHARS = 200  # of a lock object's text
 _HEAD_LINES = 3  # of a lock object; names of objects that must be removed may follow
 _WORKING = (LOCK_NAME, PROGRESS_NAME)
 
 
-def _objects_of_manifest(client: ObstoreClient, listed: Mapping[str, ObjectEntry]) -> Collection[str] | None:
-    """Return the names of a prefix's manifest and of all files made with it; None if it cannot be read."""
-    if MANIFEST_NAME not in listed:
-        return None
-    file = ObjectFile(url=f"{client.url}/{MANIFEST_NAME}", entry=listed[MANIFEST_NAME], client=client)
-    try:
-        manifest = decode_manifest(read_whole(file), str(file))
-    except UnreachableError:
-        raise
-    except InputError:
-        return None
-    return set(owned_files(manifest))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
-    """An output to write: its shards, its small files, and the one of these that commits it.
-
-    Only a packed checkpoint, which a manifest commits, may replace an old one.
-    """
-
-    shards: Collection[str] = ()
-    small: Collection[str] = ()
-    last: str = MANIFEST_NAME
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ListedObjects:
-    """The objects below a prefix; `ours` are those of an `old`, readable output, or left unfinished by a writer."""
-
-    listed: Mapping[str, ObjectEntry]
-    ours: frozenset[str] = frozenset()
-    old: frozenset[str] = frozenset()
-
-    def names_to_write(self, wanted: Wanted, folder: str) -> set[str]:
-        """Return the names that are written before the commit; small files of a replacement are written with it."""
-        return {folder + path for path in wanted.shards} | set(() if self.old else wanted.small)
-
-
-def check_existing(
+def unfinished_objects(
     client: ObstoreClient,
     listed: Mapping[str, ObjectEntry],
-    wanted: Wanted,
+    recorded: Collection[str] = (),
     *,
-    unremoved: Collection[str] = (),
     is_unfinished: bool = False,
-    force: bool = False,
-) -> ListedObjects:
-    """Determine what an output may replace; `unremoved` are names that earlier writers left for removal."""
+    takes_over: bool = False,
+) -> frozenset[str]:
+    """Return the objects below a prefix that a new output removes, of those that earlier writers `recorded`.
+
+    A prefix that has any other object is refused, and an unfinished output unless the new one `takes_over`.
+    """
     others = {name: entry for name, entry in listed.items() if name not in _WORKING}
-    if not others and not is_unfinished:
-        return ListedObjects(listed=listed)
-    is_packed = wanted.last == MANIFEST_NAME
-    if not force:
-        raise _not_without_force(client, others, is_unfinished, is_packed=is_packed)
-    named = () if is_unfinished else _objects_of_manifest(client, others) if is_packed else None
-    if named is None:
-        reason = "is not a packed checkpoint" if is_packed else "a bucket cannot replace a model's files in one step"
-        problem = f"exists, and {reason}; {Parameter('force', True)} does not replace it"
-        hint = f"choose another {Parameter('out')}, or remove it yourself"
-        raise OutputError(client.url, problem, hint, code="output.not-ours")
-    ours = frozenset({*named, *unremoved} & others.keys())
-    if foreign := sorted(others.keys() - ours):
+    if not is_unfinished:
+        if others:
+            hint = f"choose another {Parameter('out')}, or remove it first: nothing in a bucket is replaced"
+            raise OutputError(client.url, "already exists", hint, code="output.exists")
+    elif not takes_over:
+        raise _unfinished_error(client, others)
+    elif foreign := sorted(others.keys() - recorded):
         raise foreign_error(client.url, foreign)
-    return ListedObjects(listed=listed, ours=ours, old=frozenset(named))
+    return frozenset(others)
 
 
 def new_lock() -> bytes:
@@ -117,13 +70,7 @@ def remaining_names(lock: bytes) -> set[str]:
     return {name for name in lock.decode(errors="replace").split("\n")[_HEAD_LINES:] if name}
 
 
-def _not_without_force(
-    client: ObstoreClient, others: Mapping[str, ObjectEntry], is_unfinished: bool, *, is_packed: bool
-) -> InputError:
-    if not is_unfinished:
-        cure = f"replace it with {Parameter('force', True)}" if is_packed else "remove it yourself"
-        hint = f"choose another {Parameter('out')}, or {cure}"
-        return OutputError(client.url, "already exists", hint, code="output.exists")
+def _unfinished_error(client: ObstoreClient, others: Mapping[str, ObjectEntry]) -> OutputError:
     text = client.load(LOCK_NAME)[:_SHOWN_CHARS].decode(errors="replace").partition("\n")[0]
     nbytes = sum(entry.nbytes for entry in others.values())
     what = f"{len(others)} object{'' if len(others) == 1 else 's'}, {nbytes} bytes, {text}"
@@ -136,14 +83,14 @@ def _not_without_force(
 
 
 class CompletedObjects:
-    """The record: the plan, the folder, the names that it writes, and the ETag of each completed object.
+    """The record: the plan, the names that it writes, and the ETag of each completed object.
 
     It belongs to one lock. An object counts as completed while its size and ETag match the record, so that nobody has
     overwritten it.
     """
 
-    def __init__(self, plan: str, lock: bytes, folder: str = "", names: Collection[str] = ()) -> None:
-        self.plan, self.lock, self.folder, self.names = plan, digest_bytes(lock), folder, frozenset(names)
+    def __init__(self, plan: str, lock: bytes, names: Collection[str] = ()) -> None:
+        self.plan, self.lock, self.names = plan, digest_bytes(lock), frozenset(names)
         self.is_stopped = False
         self._objects: dict[str, tuple[int, str]] = {}
         self._process = Process()
@@ -188,7 +135,7 @@ class CompletedObjects:
             number = self._num_changes
             document = json.dumps(
                 {
-                    "plan": self.plan, "claim": self.lock, "folder": self.folder, "names": sorted(self.names),
+                    "plan": self.plan, "claim": self.lock, "names": sorted(self.names),
                     "stopped": self.is_stopped, "process": asdict(self._process), "objects": self._objects,
                 }
             )  # fmt: skip
@@ -200,7 +147,7 @@ class CompletedObjects:
         """Parse a record; None if it is not usable."""
         try:
             record = json.loads(data)
-            progress = cls(str(record["plan"]), b"", str(record["folder"]), set(map(str, record["names"])))
+            progress = cls(str(record["plan"]), b"", set(map(str, record["names"])))
             progress.lock, progress.is_stopped = str(record["claim"]), record["stopped"] is True
             process = record["process"]
             texts = {name: str(process[name]) for name in ("host", "birth", "namespace")}

@@ -11,27 +11,23 @@ Memory: one part more per open writer than it sends at a time, `NUM_PARTS` by de
 from __future__ import annotations
 
 import logging
-import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
-from manifests.digest import digest_bytes
 from manifests.errors import InputError, OutputError, Parameter
 from manifests.invariants import MANIFEST_NAME
 from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks
 from stores.objects.client import ObjectEntry, ObjectWriter, ObstoreClient, open_writable, remove_objects
 from stores.objects.lock import (
     CompletedObjects,
-    ListedObjects,
-    Wanted,
-    check_existing,
     lines_of,
     new_lock,
     read_progress,
     remaining_names,
+    unfinished_objects,
 )
 from stores.objects.store import list_objects
 from stores.objects.uplink import NUM_PARTS
@@ -43,62 +39,53 @@ SMALL_NBYTES = 8 << 20  # sent, or kept, in one piece
 _MOST_SENT = 8  # such files at a time, beside others
 
 
-def open_output(url: str, *, force: bool = False, wanted: Wanted | None = None, plan: str = "") -> ObjectTarget:
-    """Lock a prefix of a bucket for an output.
+def open_output(url: str, *, force: bool = False, wanted: Collection[str] = (), plan: str = "") -> ObjectTarget:
+    """Lock a prefix of a bucket for an output of the `wanted` objects and the one that commits it.
 
     An output of the same `plan` that was left unfinished is resumed: its completed objects stay. Without `force`
-    that is done where its writer is known to have ended.
-
-    With `force`, an output that can be read is replaced, see `ObjectTarget`. What a writer left unfinished is removed
-    first. A prefix with objects of others is refused, see Note [Objects of others in a prefix].
+    that is done where its writer is known to have ended. With `force`, another unfinished output is removed first.
+    Nothing else is removed, see Note [Objects of others in a prefix].
     """
-    wanted = wanted or Wanted()
     client = open_writable(url)
     listed = list_objects(client)
     is_unfinished = LOCK_NAME in listed and MANIFEST_NAME not in listed
     before = client.load(LOCK_NAME) if LOCK_NAME in listed else b""
     record = read_progress(client, listed)
-    unremoved = remaining_names(before) | (record.names if record else set())
+    recorded = remaining_names(before) | (record.names if record else set())
     unfinished = record if record and plan and record.plan == plan else None
-    may_replace = force or (is_unfinished and unfinished is not None and unfinished.is_over(before))
+    takes_over = force or (unfinished is not None and unfinished.is_over(before))
 
-    def existing_in(listed: Mapping[str, ObjectEntry]) -> ListedObjects:
-        return check_existing(
-            client, listed, wanted, unremoved=unremoved, is_unfinished=is_unfinished, force=may_replace
-        )
+    def removable(listed: Mapping[str, ObjectEntry]) -> frozenset[str]:
+        return unfinished_objects(client, listed, recorded, is_unfinished=is_unfinished, takes_over=takes_over)
 
-    existing = existing_in(listed)
     # The record is about to be written over, and no kill from here on may make these names forgotten.
-    lock = new_lock() + lines_of(existing.ours - existing.old)
+    lock = new_lock() + lines_of(removable(listed))
     if LOCK_NAME in listed:
         client.put(LOCK_NAME, lock)
     elif not client.create(LOCK_NAME, lock):
         problem = "another process has begun to write here"
         raise OutputError(client.url, problem, f"choose another {Parameter('out')}", code="output.contended")
     client = client.settled()
+    progress = CompletedObjects(plan, lock, wanted)
     if not listed:
-        names = ListedObjects(listed={}).names_to_write(wanted, "")
-        target = ObjectTarget(client, lock, progress=CompletedObjects(plan, lock, names=names))
-        target.open_beside(lambda: check_existing(client, list_objects(client), wanted))
+        target = ObjectTarget(client, lock, progress)
+        target.open_beside(lambda: unfinished_objects(client, list_objects(client)))
         return target
     target = ObjectTarget(client, lock)
     try:
-        existing = existing_in(list_objects(client))  # some may have come before the lock
-        folder = f"packed-{uuid.uuid4().hex[:12]}/" if existing.old else ""
-        completed: dict[str, ObjectEntry] = {}
-        if unfinished is not None and bool(unfinished.folder) == bool(existing.old):
-            folder, completed = unfinished.folder, unfinished.completed(existing.listed)
-        progress = CompletedObjects(plan, lock, folder, existing.names_to_write(wanted, folder))
+        listed_now = list_objects(client)
+        abandoned = removable(listed_now)  # some may have come before the lock
+        completed = unfinished.completed(listed_now) if unfinished is not None else {}
         if progress.names:
             progress.add(client, completed)
     except BaseException:
         if LOCK_NAME not in listed:  # otherwise the lock is kept, and the completed objects with it
             target.abort()
         raise
-    target = ObjectTarget(client, lock, existing, progress, completed)
+    target = ObjectTarget(client, lock, progress, completed)
     target.check_lock()  # another process may have resumed it meanwhile, and written some of these again
     # If this fails halfway, the lock stays: the prefix is unfinished now.
-    remove_objects(client, existing.ours - completed.keys() - existing.old)
+    remove_objects(client, abandoned - completed.keys())
     return target
 
 
@@ -106,26 +93,19 @@ class ObjectTarget:
     """An output under construction. Leaving its `with` block before `commit` keeps the objects that were completed.
 
     With a plan, that is, of which any was: then the same plan is resumed. Otherwise all that was written is removed.
-
-    If an output is replaced (`existing.old`), small files are kept in memory until the commit. An old checkpoint stays
-    readable meanwhile: new shards go to a folder of their own, and the commit overwrites the old manifest last.
-    Objects that only the old one listed are removed then; the lock object lists them, in case of a kill.
     """
 
     def __init__(
         self,
         client: ObstoreClient,
         lock: bytes,
-        existing: ListedObjects | None = None,
         progress: CompletedObjects | None = None,
         completed: Mapping[str, ObjectEntry] | None = None,
     ) -> None:
         self._client, self._own_lock = client, lock
-        self._old = existing.old if existing is not None else frozenset[str]()
         self._progress = progress or CompletedObjects("", lock)
         self._reusable = dict(completed or {})
         self._nbytes: dict[str, int] = {}
-        self._pending: dict[str, bytes | Blocks] = {}
         self._writers: list[ObjectWriter] = []
         self._may_be_committed = False
         self._beside = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="beside")
@@ -149,10 +129,6 @@ class ObjectTarget:
     def url(self) -> str:
         return self._client.url
 
-    def place(self, path: str) -> str:
-        """Return the name under which a shard is written."""
-        return self._progress.folder + path
-
     @property
     def is_resumable(self) -> bool:
         """Whether the next run of the same plan can reuse completed objects."""
@@ -172,15 +148,12 @@ class ObjectTarget:
         return b"".join(self._client.read(entry, 0, head_nbytes))
 
     def put(self, name: str, data: bytes) -> None:
-        if self._old:
-            self._pending[name] = data
-        else:
-            self.check_lock()
-            self._nbytes[name] = len(data)  # an interrupt may come right after the object has
-            self._client.put(name, data)
+        self.check_lock()
+        self._nbytes[name] = len(data)  # an interrupt may come right after the object has
+        self._client.put(name, data)
 
     def copy(self, name: str, blocks: Blocks) -> None:
-        """Write a file of any length; a long one that must wait for the commit is read once more then.
+        """Write a file of any length.
 
         A small one is in memory when this returns, and sent while others are. Its failure is raised later: at the next
         call, by `writer`, or by `commit`.
@@ -189,17 +162,13 @@ class ObjectTarget:
             data = b"".join(map(bytes, blocks))
             self._wait_for_small(_MOST_SENT - 1)
             self._sent.append(self._beside.submit(self.put, name, data))
-        elif self._old:
-            for _ in blocks:  # hashed
-                pass
-            self._pending[name] = Blocks(blocks.file, blocks.digest)
         else:
+            self.check_lock()
             self._nbytes[name] = blocks.nbytes
-            self._send(name, blocks)
+            self._client.writer(name, blocks.nbytes, self.check_lock).write_all(blocks)
 
     def writer(self, name: str, nbytes: int, header: bytes, num_parts: int = NUM_PARTS) -> ObjectWriter:
         """Begin an object of `nbytes`, of which `header` is the start. Several may be open at a time."""
-        assert name not in self._old
         for sent in tuple(self._sent):
             if sent.done():
                 sent.result()
@@ -230,33 +199,20 @@ class ObjectTarget:
                 raise OutputError(where, problem, code="output.lost-object")
         problem = "already exists: another process has finished here"
         done = OutputError(self._client.url, problem, f"choose another {Parameter('out')}", code="output.contended")
-        if name in listed and not self._old:
+        if name in listed:
             raise done
-        current = {name, *self._nbytes, *self._pending}
-        gone = [old for old in self._old if old in listed and old not in current]
-        # Small files of the new manifest are beside the old one until it is written.
-        if to_remove := [*gone, *(path for path in self._pending if path not in listed)]:
-            self.check_lock()
-            self._settle_records()
-            lock = self._own_lock + lines_of(to_remove)
-            self._client.put(LOCK_NAME, lock)
-            self._own_lock = lock
-            self._progress.lock = digest_bytes(lock)
         # From here on nothing is removed: whether a write without an answer took place is not known.
         self._may_be_committed = True
-        for path, content in self._pending.items():
-            if isinstance(content, Blocks):
-                self._send(path, content)
-            elif path not in listed or self._client.load(path) != content:
-                self._client.put(path, content)
         # Commit point: readers ignore a prefix without manifest.json, and refuse a locked one.
-        if self._old:
-            self._client.put(name, data)
-        elif not self._client.create(name, data):
+        if not self._client.create(name, data):
             raise done
-        working = {PROGRESS_NAME, *self._reusable} & listed.keys()
         self._settle_records()  # a later one would stay
-        self._clear_away([*gone, *working, LOCK_NAME], is_readable=name == MANIFEST_NAME)
+        try:
+            remove_objects(self._client, [*({PROGRESS_NAME, *self._reusable} & listed.keys()), LOCK_NAME])
+        except InputError as error:  # not allowed to, perhaps
+            if name != MANIFEST_NAME:  # readers would take it for unfinished
+                raise
+            logger.warning("%s is complete, but more than that stays there: %s", self._client.url, error.problem)
 
     def abort(self) -> None:
         """Abandon unfinished uploads, and keep or remove the rest, as far as the store still lets us."""
@@ -273,8 +229,8 @@ class ObjectTarget:
                 self._progress.stop(self._client)
                 return
             listed = list_objects(self._client)
-            written = {*self._nbytes, *self._reusable} - self._old
-            remove_objects(self._client, [*({*written, PROGRESS_NAME} & listed.keys()), LOCK_NAME])
+            written = {*self._nbytes, *self._reusable, PROGRESS_NAME} & listed.keys()
+            remove_objects(self._client, [*written, LOCK_NAME])
         except InputError as error:
             logger.warning("%s: what was written of it may have been left there: %s", self._client.url, error.problem)
 
@@ -304,20 +260,6 @@ class ObjectTarget:
         """Wait until completed objects are recorded. One that could not be is sent again if the output is resumed."""
         for failed in filter(None, (record.exception() for record in self._records)):
             logger.debug("%s: a completed object is not recorded: %s", self.url, failed)
-
-    def _clear_away(self, gone: Collection[str], *, is_readable: bool) -> None:
-        """Remove what was replaced, then the lock."""
-        try:
-            remove_objects(self._client, gone)
-        except InputError as error:  # not allowed to, perhaps
-            if not is_readable:  # readers would take it for unfinished
-                raise
-            logger.warning("%s is complete, but more than that stays there: %s", self._client.url, error.problem)
-
-    def _send(self, name: str, blocks: Blocks) -> None:
-        """Upload a long file in parts, from its first byte to its last."""
-        self.check_lock()
-        self._client.writer(name, blocks.nbytes, self.check_lock).write_all(blocks)
 
     def check_lock(self) -> None:
         """Raise unless the lock is ours, and the prefix: otherwise nothing may be written here."""

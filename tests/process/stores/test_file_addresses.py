@@ -19,9 +19,8 @@ def test_checkpoint_goes_through_an_address_of_a_folder(tmp_path: Path) -> None:
     folder = open_objects(url)
     assert {name: read_whole(folder.file(name)) for name in folder.names()} == files_in(tmp_path / "here")
     assert reshard("verify", url, "--against", tmp_path / "model").code == 0
-    again = reshard("pack", tmp_path / "model", "--layout", "pp=2", "--out", url, "--json")
+    again = reshard("pack", url, "--layout", "pp=1", "--out", url, "--force", "--json")
     assert again.refusal == (3, "output.exists", url)
-    pack(url, url, "pp=1", "--force")
     assert reshard("verify", url, "--against", tmp_path / "model").code == 0
     run("export", url, "--to", "hf", "--out", f"{url}-back")
     folder = open_objects(f"{url}-back")

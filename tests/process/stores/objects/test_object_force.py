@@ -1,15 +1,21 @@
-"""`--force` in a bucket removes what reshard wrote there, and nothing else."""
+"""`--force` in a bucket removes what a command of ours left unfinished, and nothing else: no finished output."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
-from stores.base import LOCK_NAME
+from manifests.errors import InputError
+from stores.base import LOCK_NAME, PROGRESS_NAME
+from stores.objects.output import open_output
+from stores.objects.store import open_objects
 from tests.bucket_sentinels import plant_objects
 from tests.builders import Ended, files_in, llama_config, reshard, weights_path, write_model
+from tests.builders import refusal as refusal_by
 from tests.process.stores.objects.buckets import BUCKET, objects_in, url_of
+from tests.refusals import refused
 from tests.servers.s3 import Fault, MotoServer
 
 
@@ -44,36 +50,25 @@ def put(moto: MotoServer, key: str, data: bytes) -> None:
     moto.client().put_object(Bucket=BUCKET, Key=key, Body=data)
 
 
-@pytest.mark.parametrize("owner", ["others", "export"])
-def test_forced_export_replaces_no_model(moto: MotoServer, source: Path, packed: Path, owner: str) -> None:
-    name = f"models/{owner}"
-    if owner == "export":
+@pytest.mark.parametrize("owner", ["pack", "export", "others", "another program"])
+def test_finished_output_is_not_replaced(moto: MotoServer, source: Path, packed: Path, owner: str) -> None:
+    name = f"finished/{owner.replace(' ', '-')}"
+    if owner == "pack":
+        assert pack(source, name).code == 0
+    elif owner == "export":
         assert export(packed, name).code == 0
     else:
-        for path, data in files_in(source).items():
+        theirs = (
+            files_in(source) if owner == "others" else {"manifest.json": b'{"name":"web app"}', "a.html": b"<html>"}
+        )
+        for path, data in theirs.items():
             put(moto, f"{name}/{path}", data)
     plant_objects(moto.client(), BUCKET, name)
     before = moto.objects(BUCKET, name)
-    unforced = export(packed, name)
-    assert refusal(unforced) == (3, "output.exists", url_of(name))
-    assert "--force" not in unforced.json["error"]["hint"]  # which would not be accepted
-    assert refusal(export(packed, name, "--force")) == (3, "output.not-ours", url_of(name))
-    assert moto.objects(BUCKET, name) == before
-
-
-def test_forced_pack_replaces_no_output_with_objects_of_others(moto: MotoServer, source: Path) -> None:
-    name = "foreign/bundles"
-    assert pack(source, name).code == 0
-    put(moto, f"{name}/config.json", b"{}")
-    before = moto.objects(BUCKET, name)
-    plant_objects(moto.client(), BUCKET, name)
-    planted = moto.objects(BUCKET, name)
-    assert refusal(pack(source, name, "--force")) == (3, "output.foreign-file", url_of(name))
-    assert moto.objects(BUCKET, name) == planted
-    for key in planted.keys() - before.keys():
-        if key.startswith(f"{name}/"):
-            moto.client().delete_object(Bucket=BUCKET, Key=key)
-    assert pack(source, name, "--force").code == 0
+    for ended in (pack(source, name), pack(source, name, "--force"), export(packed, name, "--force")):
+        assert refusal(ended) == (3, "output.exists", url_of(name))
+        assert "remove it first" in ended.json["error"]["hint"]
+        assert moto.objects(BUCKET, name) == before
 
 
 @pytest.mark.parametrize("again", ["same plan", "another plan", "export"])
@@ -104,10 +99,63 @@ def test_unfinished_output_with_objects_of_others_is_not_touched(
     assert (LOCK_NAME in objects_in(moto, name), num_shards) == (False, 4 if again == "same plan" else 2)
 
 
-def test_manifest_of_another_program_is_not_replaced(moto: MotoServer, source: Path, packed: Path) -> None:
-    put(moto, "app/manifest.json", b'{"name":"web app"}')
-    put(moto, "app/index.html", b"<html>")
-    before = moto.objects(BUCKET, "app")
-    assert refusal(pack(source, "app", "--force")) == (3, "output.not-ours", url_of("app"))
-    assert refusal(export(packed, "app", "--force")) == (3, "output.not-ours", url_of("app"))
-    assert moto.objects(BUCKET, "app") == before
+def killed(url: str, wanted: Collection[str], **options: bool) -> None:
+    """Begin an output, write its first small file, and no more."""
+    target = open_output(url, wanted=wanted, **options)
+    target.put(min(wanted), b"{}")
+
+
+def test_what_several_killed_writers_left_is_removed_by_the_next(moto: MotoServer) -> None:
+    """The second was killed before it could remove anything of the first."""
+    url = url_of("left")
+    killed(url, {"a.txt", "manifest.json"})
+    moto.fail(Fault(method="POST", address="?delete", what="status", status=403, times=99))
+    with pytest.raises(InputError):
+        open_output(url, force=True, wanted={"b.txt", "manifest.json"})
+    moto.fail()
+    assert objects_in(moto, "left").keys() == {"a.txt", LOCK_NAME, PROGRESS_NAME}
+    with open_output(url, force=True, wanted={"c.txt", "manifest.json"}) as third:
+        third.put("c.txt", b"{}")
+        third.commit(b"{}")
+    assert objects_in(moto, "left").keys() == {"c.txt", "manifest.json"}
+
+
+def test_checkpoint_whose_lock_cannot_be_removed_is_readable_and_finished(moto: MotoServer) -> None:
+    url = url_of("locked")
+    moto.fail(Fault(method="POST", address="?delete", what="status", status=403, times=99))
+    with open_output(url, wanted={"manifest.json"}) as target:
+        target.commit(b"{}")
+    assert objects_in(moto, "locked").keys() == {"manifest.json", LOCK_NAME, PROGRESS_NAME}
+    assert open_objects(url).names() == ("manifest.json",)
+    assert refused(lambda: open_output(url, force=True)) == ("output.exists", url)
+
+
+@pytest.mark.parametrize("name", ["step-100/manifest.json", f"step-100/{LOCK_NAME}"])
+def test_unfinished_output_with_another_inside_is_refused(moto: MotoServer, name: str) -> None:
+    first, wanted = f"inside-{len(name)}", {"config.json", "manifest.json"}
+    url = url_of(first)
+    killed(url, wanted)
+    put(moto, f"{first}/{name}", b"theirs")
+    before = objects_in(moto, first)
+    assert refused(lambda: open_output(url, force=True, wanted=wanted)) == ("output.foreign-file", url)
+    assert objects_in(moto, first) == before
+    moto.client().delete_object(Bucket=BUCKET, Key=f"{first}/{name}")
+    with open_output(url, force=True, wanted=wanted) as target:
+        target.commit(b"{}")
+    assert objects_in(moto, first).keys() == {"manifest.json"}
+
+
+def test_export_never_removes_the_model_that_it_is_made_of(moto: MotoServer, tmp_path: Path) -> None:
+    write_model(tmp_path / "source", num_shards=2)
+    for path, data in files_in(tmp_path / "source").items():
+        put(moto, f"model/{path}", data)
+    virtual = ("pack", url_of("model"), "--layout", "pp=2", "--virtual", "--out")
+    for packed in (url_of("virtual"), str(tmp_path / "virtual")):
+        assert reshard(*virtual, packed).code == 0
+        for bucket in ("s3://checkpoints", "S3://checkpoints", "s3a://checkpoints", "s3://checkpoints/"):
+            for end in ("model", "model/"):
+                refusal_of = refusal_by("export", packed, "--to", "hf", "--out", f"{bucket}/{end}", "--force")
+                assert refusal_of.found == (3, "output.overlaps-source", f"{bucket}/{end}")
+        refusal_of = refusal_by("export", packed, "--to", "hf", "--out", f"{url_of('model')}/again", "--force")
+        assert refusal_of.found == (2, "output.overlaps-source", "--out")
+    assert objects_in(moto, "model") == files_in(tmp_path / "source")

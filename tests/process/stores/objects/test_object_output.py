@@ -20,7 +20,7 @@ from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks, read_whole
 from stores.objects import output as object_output
 from stores.objects.client import ObstoreClient, open_writable, remove_objects
 from stores.objects.lock import new_lock
-from stores.objects.output import ObjectTarget, Wanted, open_output
+from stores.objects.output import ObjectTarget, open_output
 from stores.objects.store import open_objects
 from stores.objects.uplink import NUM_PARTS
 from tests.fast.manifests.drawn_manifests import full_manifest
@@ -52,7 +52,7 @@ def write_checkpoint(url: str, seed: int = 0, *, force: bool = False, nbytes: in
     data = shard(nbytes, seed)
     with open_output(url, force=force) as target:
         target.put("config.json", CONFIG)
-        write(target, target.place("stage-000/model.safetensors"), data)
+        write(target, "stage-000/model.safetensors", data)
         target.commit(MANIFEST)
     return data
 
@@ -154,8 +154,7 @@ def test_objects_that_came_before_the_lock_are_refused_and_kept(
     monkeypatch.setattr(object_output, "new_lock", lock_of_the_later)
 
     def write_beside() -> None:
-        wanted = Wanted(shards=("model.safetensors",), small=("config.json",))
-        with open_output(url, wanted=wanted, plan="plan") as target:
+        with open_output(url, wanted=("model.safetensors", "config.json"), plan="plan") as target:
             write(target, "model.safetensors", shard(MIB))
 
     assert refusal(write_beside) == ("output.exists", url)
@@ -176,7 +175,7 @@ def test_second_writer_is_refused_until_the_first_has_ended(moto: MotoServer) ->
 
 def test_writer_that_was_taken_over_commits_nothing_and_removes_nothing(moto: MotoServer) -> None:
     url = url_of("taken")
-    first = open_output(url, wanted=Wanted(small={"config.json"}))
+    first = open_output(url, wanted={"config.json"})
     first.put("config.json", b"of the first")
     second = write_checkpoint(url, seed=1, force=True)
     expected = {
@@ -188,11 +187,12 @@ def test_writer_that_was_taken_over_commits_nothing_and_removes_nothing(moto: Mo
     first.abort()
     assert moto.objects(BUCKET, "taken/") == expected
 
-    with open_output(url, force=True) as third:
+    url = url_of("taken-twice")
+    with open_output(url) as third:
         fourth = open_output(url, force=True)
         assert refusal(lambda: third.commit(MANIFEST)) == ("output.contended", url)
     fourth.commit(MANIFEST)
-    assert moto.objects(BUCKET, "taken/") == {"taken/manifest.json": MANIFEST}
+    assert moto.objects(BUCKET, "taken-twice/") == {"taken-twice/manifest.json": MANIFEST}
 
 
 def test_writer_that_was_taken_over_writes_over_nothing(moto: MotoServer) -> None:
