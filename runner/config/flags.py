@@ -234,11 +234,6 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def is_training_flag(flag: str) -> bool:
-    """Whether `--data`, say, is a training option."""
-    return any(flag in (*param.opts, *param.secondary_opts) for param in training_command.params)
-
-
 def unwritten(flags: Mapping[str, Sequence[str]], args: Sequence[str]) -> tuple[str, ...]:
     """Return the arguments of those flags that the training options do not set themselves."""
     parser = training_command.make_parser(click.Context(training_command))

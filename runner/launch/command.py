@@ -11,9 +11,7 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from click.shell_completion import CompletionItem, ShellComplete
 
-from manifests.command.console import GroupedHelp
 from manifests.command.signals import deferred
 from manifests.command.sizes import read_size
 from manifests.errors import UsageError
@@ -22,16 +20,9 @@ from manifests.models.training import HostMemory
 from manifests.schedules.actions import Table
 from runner.bundle.cache_folder import check_cacheable
 from runner.bundle.packed import Packed, name_of, opened
+from runner.config.command import BeforeTraining
 from runner.config.declared import WholeNumber
-from runner.config.flags import (
-    Device,
-    TrainOptions,
-    flag_of,
-    is_training_flag,
-    parse_training,
-    training_command,
-    unwritten,
-)
+from runner.config.flags import Device, TrainOptions, flag_of, parse_training, unwritten
 from runner.config.memory import planned_memory
 from runner.config.parallel_dims import ParallelDims
 from runner.launch.here import LocalJob, launch_here
@@ -79,40 +70,7 @@ def _read_job(context: click.Context, parameter: click.Parameter, path: Path | N
     context.default_map = values
 
 
-class _BeforeTraining(GroupedHelp, click.Command):
-    """A command whose own arguments end at `--`; the rest is passed to the ranks."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        launch_args = args[: args.index("--")] if "--" in args else args
-        ctx.meta["training"] = training = tuple(args[len(launch_args) + 1 :])
-        ctx.meta["is_past_own"] = len(launch_args) < len(args)
-        if {"--help", "-h"} & set(training) and not ctx.resilient_parsing:
-            parse_training(("--help",))
-        try:
-            return super().parse_args(ctx, launch_args)
-        except click.BadParameter as error:
-            name = error.param.name if error.param is not None else None
-            if name is not None and ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP:
-                raise click.BadParameter(
-                    f"{error.message.rstrip('.')} (the job file)", error.ctx, error.param
-                ) from error
-            raise
-        except click.NoSuchOption as error:
-            if is_training_flag(error.option_name):
-                hint = f"put it after --: runner launch MANIFEST … -- {error.option_name} …"
-                raise UsageError(error.option_name, "is a training flag", hint, code="launch.flag-order") from error
-            raise
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        if not ctx.meta["is_past_own"]:
-            return super().shell_complete(ctx, incomplete)
-        return ShellComplete(training_command, {}, "", "").get_completions([*ctx.meta["training"]], incomplete)
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "-- [TRAINING OPTIONS]"]
-
-
-@click.command(cls=_BeforeTraining, groups=_GROUPS)
+@click.command(cls=BeforeTraining, groups=_GROUPS)
 @click.argument("manifest", type=click.Path(), metavar="[MANIFEST]", required=False)
 @click.option(
     "--job", type=click.Path(path_type=Path), is_eager=True, expose_value=False, callback=_read_job, metavar="FILE",

@@ -14,8 +14,9 @@ import click
 from manifests.errors import UsageError, printable
 from manifests.invariants import MANIFEST_NAME
 from runner.bundle.packed import opened
+from runner.config.command import BeforeTraining
 from runner.config.declared import WholeNumber
-from runner.config.flags import Device, is_training_flag, parse_training
+from runner.config.flags import Device, parse_training
 from runner.config.parallel_dims import DegreeOptions
 from runner.config.schema import SYNTHETIC
 from runner.preflight.combinations import balance_flags
@@ -26,28 +27,10 @@ if TYPE_CHECKING:
     from runner.proof.against import Compared
 
 _MOST_LISTED = 12
-_TRAINING = "runner.training"
+_GROUPS = {"Ranks": ("nnodes", "nproc_per_node"), "A dump": ("against", "tolerance", "device")}
 
 
-class _BeforeTraining(click.Command):
-    """A command whose own arguments end at `--`; training flags follow."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        before = args[: args.index("--")] if "--" in args else args
-        ctx.meta[_TRAINING] = tuple(args[len(before) + 1 :])
-        try:
-            return super().parse_args(ctx, before)
-        except click.NoSuchOption as error:
-            if is_training_flag(error.option_name):
-                hint = f"put it after --: runner prove MODEL … -- {error.option_name} …"
-                raise UsageError(error.option_name, "is a training flag", hint, code="launch.flag-order") from error
-            raise
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), "[-- TRAINING OPTIONS]"]
-
-
-@click.command(cls=_BeforeTraining)
+@click.command(cls=BeforeTraining, groups=_GROUPS)
 @click.argument("model", type=click.Path(), required=False)
 @click.option("--nnodes", type=WholeNumber(min=1), metavar="N", default=1, help="Nodes of the job.")
 @click.option(
@@ -91,12 +74,12 @@ def prove(
     """
     check_stdout()
     if against is not None:
-        if context.meta[_TRAINING]:
+        if context.meta["training"]:
             raise UsageError("--against", "takes no training options", "remove what follows --", code="usage.arguments")
         sys.exit(_prove_dump(model or str(against), against, tolerance, device, is_json=is_json, is_quiet=is_quiet))
     if model is None:
         raise UsageError("MODEL", "is missing", "runner prove MANIFEST -- TRAINING OPTIONS", code="launch.no-manifest")
-    sys.exit(_prove_run(model, context.meta[_TRAINING], nnodes, nproc_per_node, is_json=is_json, is_quiet=is_quiet))
+    sys.exit(_prove_run(model, context.meta["training"], nnodes, nproc_per_node, is_json=is_json, is_quiet=is_quiet))
 
 
 def _prove_run(
