@@ -2,8 +2,8 @@
 
 # Note [Objects of others in a prefix]
 A process that locks a prefix records there, before it writes the first object, the names that it will write (see
-`CompletedObjects`), after checking that none of them exists. The lock object lists those that earlier writers left
-unfinished. Objects that are listed so are removed by the next writer; a prefix that has others is refused. An output
+`CompletedObjects`), after checking that none of them exists, and those of objects that earlier writers left
+unfinished. Objects that are recorded so are removed by the next writer; a prefix that has others is refused. An output
 that is finished is never replaced: its objects would be overwritten one by one.
 """
 
@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Self
 
@@ -27,7 +27,6 @@ from stores.folders.owned import foreign_error
 from stores.objects.client import ObjectEntry, ObstoreClient
 
 _SHOWN_CHARS = 200  # of a lock object's text
-_HEAD_LINES = 3  # of a lock object; names of objects that must be removed may follow
 _WORKING = (LOCK_NAME, PROGRESS_NAME)
 
 
@@ -61,15 +60,6 @@ def new_lock() -> bytes:
     return f"{who}\nA command is writing here, or was interrupted.\n{uuid.uuid4()}\n".encode()
 
 
-def lines_of(names: Iterable[str]) -> bytes:
-    return "".join(f"{name}\n" for name in sorted(names)).encode()
-
-
-def remaining_names(lock: bytes) -> set[str]:
-    """Return the names that the owner of a lock was about to remove; it may have died."""
-    return {name for name in lock.decode(errors="replace").split("\n")[_HEAD_LINES:] if name}
-
-
 def _unfinished_error(client: ObstoreClient, others: Mapping[str, ObjectEntry]) -> OutputError:
     text = client.load(LOCK_NAME)[:_SHOWN_CHARS].decode(errors="replace").partition("\n")[0]
     nbytes = sum(entry.nbytes for entry in others.values())
@@ -83,7 +73,7 @@ def _unfinished_error(client: ObstoreClient, others: Mapping[str, ObjectEntry]) 
 
 
 class CompletedObjects:
-    """The record: the plan, the names that it writes, and the ETag of each completed object.
+    """The record: the plan, the names that it writes or will remove, and the ETag of each completed object.
 
     It belongs to one lock. An object counts as completed while its size and ETag match the record, so that nobody has
     overwritten it.

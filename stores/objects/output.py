@@ -23,10 +23,8 @@ from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks
 from stores.objects.client import ObjectEntry, ObjectWriter, ObstoreClient, open_writable, remove_objects
 from stores.objects.lock import (
     CompletedObjects,
-    lines_of,
     new_lock,
     read_progress,
-    remaining_names,
     unfinished_objects,
 )
 from stores.objects.store import list_objects
@@ -51,30 +49,30 @@ def open_output(url: str, *, force: bool = False, wanted: Collection[str] = (), 
     is_unfinished = LOCK_NAME in listed and MANIFEST_NAME not in listed
     before = client.load(LOCK_NAME) if LOCK_NAME in listed else b""
     record = read_progress(client, listed)
-    recorded = remaining_names(before) | (record.names if record else set())
+    recorded = record.names if record else frozenset[str]()
     unfinished = record if record and plan and record.plan == plan else None
     takes_over = force or (unfinished is not None and unfinished.is_over(before))
 
     def removable(listed: Mapping[str, ObjectEntry]) -> frozenset[str]:
         return unfinished_objects(client, listed, recorded, is_unfinished=is_unfinished, takes_over=takes_over)
 
-    # The record is about to be written over, and no kill from here on may make these names forgotten.
-    lock = new_lock() + lines_of(removable(listed))
+    removable(listed)
+    lock = new_lock()
     if LOCK_NAME in listed:
         client.put(LOCK_NAME, lock)
     elif not client.create(LOCK_NAME, lock):
         problem = "another process has begun to write here"
         raise OutputError(client.url, problem, f"choose another {Parameter('out')}", code="output.contended")
     client = client.settled()
-    progress = CompletedObjects(plan, lock, wanted)
     if not listed:
-        target = ObjectTarget(client, lock, progress)
+        target = ObjectTarget(client, lock, CompletedObjects(plan, lock, wanted))
         target.open_beside(lambda: unfinished_objects(client, list_objects(client)))
         return target
     target = ObjectTarget(client, lock)
     try:
         listed_now = list_objects(client)
         abandoned = removable(listed_now)  # some may have come before the lock
+        progress = CompletedObjects(plan, lock, {*wanted, *abandoned})  # no kill may make these names forgotten
         completed = unfinished.completed(listed_now) if unfinished is not None else {}
         if progress.names:
             progress.add(client, completed)
