@@ -240,17 +240,14 @@ _SEARCH = (
         "--gpus", type=WholeNumber(min=1), metavar="N",
         help="Search for the fastest layouts on this many GPUs of --gpu-memory, with the degrees given, if any.",
     ),
-    click.option(
-        "--gpus-per-node", type=WholeNumber(min=1), metavar="N", default=defaults.GPUS_PER_NODE, help="GPUs of a node.",
-    ),
+    click.option("--gpus-per-node", type=WholeNumber(min=1), metavar="N", default=defaults.GPUS_PER_NODE,
+                 help="GPUs of a node."),
     click.option(
         "--hardware", metavar="NAME", default=defaults.HARDWARE,
         help="GPUs to assume: a100, h100, h200, or TFLOP/s, GB/s on a node and GB/s between nodes: 165,32,12.5.",
     ),
-    click.option(
-        "--efficiency", type=click.FloatRange(0, 1, min_open=True), metavar="F", default=0.33,
-        help="Fraction of the peak FLOP/s that ranks reach while they compute.",
-    ),
+    click.option("--efficiency", type=click.FloatRange(0, 1, min_open=True), metavar="F", default=0.33,
+                 help="Fraction of the peak FLOP/s that ranks reach while they compute."),
 )  # fmt: skip
 
 
