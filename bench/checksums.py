@@ -25,7 +25,7 @@ import measure
 from checkpoints import llama_of, write_checkpoint
 from paired import Taken, pack, pack_command, ratio, run
 
-from reshard.copy.direct_io import BLOCK_NBYTES
+from stores.direct_io import BLOCK_NBYTES
 
 WIDTH = 1024
 BOTH = "safetensors and crc32"

@@ -1,1 +1,1 @@
-"""The engine that carries out a plan: direct I/O, digests, journal, destination."""
+"""The engine that carries out a plan: digests, journal, destination."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from manifests.digest import digest_bytes
-from reshard.copy.direct_io import Io, OutputFile
 from reshard.copy.journal import Journal
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import ByteCounter, Output, Run, SharedRun, copy_run, is_remote, on_disk, split_run, with_teams
@@ -26,6 +25,7 @@ from reshard.tensors.checkpoint import check_digest
 from reshard.tensors.slices import pieces_of
 from stores.base import InputFile
 from stores.bundles import TensorAt
+from stores.direct_io import Io, OutputFile
 from stores.prefetch import Lane, PlannedReader, Prefetcher
 from stores.workers import Take, share_out
 

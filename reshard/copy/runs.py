@@ -11,12 +11,12 @@ from typing import NamedTuple, Protocol
 
 from manifests.digest import Hasher
 from manifests.errors import Parameter, UsageError
-from reshard.copy.direct_io import BLOCK_NBYTES, OutputFile, aligned_buffer
 from reshard.tensors.checkpoint import check_digest
 from reshard.tensors.checksums import stored_file
 from reshard.tensors.slices import pieces_of
 from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.bundles import TensorAt
+from stores.direct_io import BLOCK_NBYTES, OutputFile, aligned_buffer
 from stores.local import LocalFile
 from stores.prefetch import PlannedReader, RemoteFile
 

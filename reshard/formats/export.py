@@ -34,7 +34,6 @@ from manifests.store import read_small_file, write_file
 from manifests.trained import TRAINED_NAME
 from reshard.archives.names import DATA_SUFFIX
 from reshard.copy.destination import FolderTarget, check_apart, check_unchanged, copy_files, open_target
-from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import Progress, counting
@@ -50,6 +49,7 @@ from reshard.transforms.conversion import ExportDtype, cast_checkpoint, casts_in
 from reshard.transforms.quantize import forget_source, quantize_like_source
 from stores.address import is_inside, is_url, output_address, place_of
 from stores.bundles import TensorAt
+from stores.direct_io import Io
 from stores.local import LocalFile, LocalFolder
 from stores.open import Address, open_manifest, open_store
 

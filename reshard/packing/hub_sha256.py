@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from manifests.errors import InputError, SourceError
-from reshard.copy.direct_io import OutputFile
 from reshard.copy.runs import Run
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.checksums import stored_file
 from stores.base import HUB_MISMATCH, InputFile, Listed, Range, merge_ranges
+from stores.direct_io import OutputFile
 from stores.local import LocalFile
 from stores.workers import threads_for_ranks
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manifests.errors import Parameter, UsageError
-from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import Progress, counting
@@ -20,6 +19,7 @@ from reshard.transforms.adapters import merge_adapters
 from reshard.transforms.dequantize import is_scale
 from reshard.transforms.quantize import forget_source
 from stores.address import output_address
+from stores.direct_io import Io
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

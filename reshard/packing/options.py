@@ -16,7 +16,6 @@ from manifests.errors import OutputError, Parameter, UsageError, check_choice
 from manifests.index import MAX_SHARD_NBYTES
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import Manifest
-from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Used
 from reshard.packing.hub_sha256 import HubReport
@@ -24,6 +23,7 @@ from reshard.packing.plan import LayoutRequest
 from reshard.plans.pack_plan import OutputShard
 from reshard.transforms.conversion import Conversion
 from stores.address import OBJECT_SCHEMES, hub_output, is_url, split_url
+from stores.direct_io import Io
 from stores.folders.publish import check_not_mounted
 from stores.open import Address
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from manifests.errors import Parameter, as_int, check_count
 from manifests.index import MAX_SHARD_NBYTES, MOST_READ_HEADER_NBYTES
 from reshard.copy.destination import check_apart
-from reshard.copy.direct_io import Io
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism, read_twice
 from reshard.copy.runs import Progress, counting
@@ -26,6 +25,7 @@ from reshard.tensors.checkpoint import Checkpoint
 from reshard.transforms.conversion import Conversion, convert
 from stores.address import HubAddress, hub_output, output_address, place_of
 from stores.bundles import TensorAt
+from stores.direct_io import Io
 from stores.folders.publish import check_not_a_step
 
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
@@ -31,6 +30,7 @@ from manifests.versions import LEVEL
 from runner.checkpoint.state import Held
 from runner.load.fill import bytes_of
 from runner.tensors.local_shard import STORED_DTYPES, Piece
+from stores.direct_io import SequentialFile
 from stores.open import open_manifest
 
 logger = logging.getLogger(__name__)
@@ -52,9 +52,9 @@ def write_shard(
     `is_cancelled` is called before each part of them. Known `digests` are taken as they are.
     """
     header, computed, file = header_of(pieces, digests), dict[str, str](), root / path
-    unsynced_nbytes = 0
-    with syncing(file) as stream:
-        stream.write(header)
+    nbytes, unsynced_nbytes = shard_of(path, holds, header, pieces).nbytes, 0
+    with _creating(file), closing(SequentialFile(file, nbytes, PART_NBYTES)) as stream:
+        stream.append(header)
         for piece in pieces:
             data, hasher = bytes_of(piece.memory.detach().cpu().contiguous()), Hasher()
             for start in range(0, len(data), PART_NBYTES):
@@ -62,18 +62,16 @@ def write_shard(
                 part = data[start : start + PART_NBYTES]
                 if digests is None:
                     hasher.update(part)
-                stream.write(part)
+                stream.append(part)
                 unsynced_nbytes += len(part)
                 if unsynced_nbytes >= _SYNC_NBYTES:
-                    stream.flush()
-                    os.fsync(stream.fileno())
+                    stream.sync()
                     unsynced_nbytes = 0
                 yield
             computed[piece.fqn] = hasher.hexdigest()
         if digests is None:
             header = header_of(pieces, computed)
-            stream.seek(0)
-            stream.write(header)
+        stream.finish(header)
     if len(header) > MOST_READ_HEADER_NBYTES and is_indexed(holds, path):
         what = "%s: the header takes %d bytes, and Hugging Face readers stop at 25 MB: pack with more stages"
         logger.warning(what, file, len(header))
@@ -81,14 +79,10 @@ def write_shard(
 
 
 @contextmanager
-def syncing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write it, and fsync it at the end."""
+def _creating(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
+        yield
         sync_folder(path.parent)
     except OSError as error:
         raise refused_by_system(str(path), error, "cannot be written", code="output.unwritable") from error
@@ -126,7 +120,7 @@ def write_delta(
     sums = {fqn: digests[fqn] for fqn in states}
     room, sizes = len(encode_header(most, sums)), dict[str, int]()
     compressor = ZstdCompressor(level=LEVEL, write_checksum=True)
-    with syncing(path) as stream:
+    with _creating(path), open(path, "wb") as stream:
         stream.seek(room)
         for fqn, (old, new) in states.items():
             frame, begin = compressor.compressobj(size=new.nbytes), stream.tell()
@@ -141,6 +135,8 @@ def write_delta(
         stream.seek(0)
         entries = layout_tensors((fqn, "U8", (size,)) for fqn, size in sizes.items())
         stream.write(encode_header(entries, sums, alignment=room))
+        stream.flush()
+        os.fsync(stream.fileno())
     return room + sum(sizes.values())
 
 

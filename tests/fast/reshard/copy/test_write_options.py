@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.copy.direct_io import BLOCK_NBYTES, Io, OutputFile, aligned_buffer
+from stores.direct_io import BLOCK_NBYTES, Io, OutputFile, aligned_buffer
 from tests.builders import files_in, llama_config, pack, reshard, write_model
 
 CONFIG = llama_config(hidden_size=256, intermediate_size=1024, num_hidden_layers=4)

@@ -92,6 +92,32 @@ class OutputFile:
             os.posix_fadvise(self._buffered, begin, nbytes, os.POSIX_FADV_DONTNEED)
 
 
+class SequentialFile(OutputFile):
+    """One file under construction, written from front to back in blocks of at most `block_nbytes`."""
+
+    def __init__(self, path: Path, nbytes: int, block_nbytes: int) -> None:
+        super().__init__(path, nbytes, "direct", is_synced=True)
+        self._block, self._position, self._filled_nbytes = aligned_buffer(min(block_nbytes, nbytes)), 0, 0
+
+    def append(self, part: bytes | memoryview) -> None:
+        """Write the next bytes, or keep them until a block is full."""
+        part = memoryview(part)
+        while part:
+            room = self._block[self._filled_nbytes :][: len(part)]
+            room[:], part = part[: len(room)], part[len(room) :]
+            self._filled_nbytes += len(room)
+            if self._filled_nbytes == len(self._block):
+                self._write_block()
+
+    def finish(self, header: bytes, *, sync: bool = True) -> None:
+        self._write_block()
+        super().finish(header, sync=sync)
+
+    def _write_block(self) -> None:
+        self.write(self._block, 0, self._filled_nbytes, self._position)
+        self._position, self._filled_nbytes = self._position + self._filled_nbytes, 0
+
+
 def _open_direct(path: Path) -> int | None:
     try:
         return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
