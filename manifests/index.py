@@ -85,7 +85,7 @@ CONSULTED_FOLDERS = (
     "adapters", "additional_chat_templates", "audio_tokenizer", "custom_generate", "dspark", "np", "presharded",
     "speech_tokenizer", "transformer", "vision_encoder", "whisper-large-v3",
 )  # fmt: skip
-SIGNATURE_NAME = "manifest.sig"  # of `reshard sign`
+DIGESTS_NAME, SIGNATURE_NAME = "digests.json", "manifest.sig"  # of `reshard check --digests write` and `reshard sign`
 
 
 def is_weights(path: str) -> bool:
@@ -103,4 +103,4 @@ def is_consulted(path: str) -> bool:
     if folder and folder.split("/")[0] not in CONSULTED_FOLDERS:
         return False
     is_named = name.endswith(_SUFFIXES) or name.startswith(_PREFIXES)
-    return (is_named or is_weights(name)) and not name.startswith(".")
+    return (is_named or is_weights(name)) and not name.startswith(".") and path != DIGESTS_NAME

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, get_args
 
-from manifests.errors import InputError, Parameter, SourceError, UnreachableError, UsageError, UserError
+from manifests.digest import PREFIX
+from manifests.errors import (
+    InputError,
+    OutputError,
+    Parameter,
+    SourceError,
+    UnreachableError,
+    UsageError,
+    UserError,
+    check_choice,
+)
+from manifests.index import DIGESTS_NAME
+from manifests.jsontext import parse_json_object
+from manifests.store import write_file
 from reshard.checks.compare import compare_checkpoints
 from reshard.checks.verify import check_packed
 from reshard.copy.runs import ByteCounter, Progress, counting
 from reshard.formats.open import find_format, read_model_file
 from reshard.formats.table import HUGGINGFACE, MANIFEST, CheckOptions
-from reshard.tensors.comparison import Contents, Finding, Findings
+from reshard.tensors.comparison import Contents, Finding, Findings, compare
 from reshard.transforms.arithmetic import FLOATS, count_not_finite
+from stores.base import Blocks, Folder, is_hidden, read_whole
 from stores.bundles import TensorAt
+from stores.folders.probe import check_new_file
+from stores.local import LocalFolder
+
+_DIGESTS_VERSION = 1
+DigestsAction = Literal["write", "verify"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +52,7 @@ class CheckResult:
     nbytes: int
     read_nbytes: int
     findings: tuple[Finding, ...]
+    wrote_digests: bool = False
 
     @property
     def ok(self) -> bool:
@@ -44,6 +66,7 @@ def check(
     model: str | Path | None = None,
     reads_bytes: bool = False,
     values: bool = False,
+    digests: DigestsAction | None = None,
     progress: Progress | None = None,
 ) -> CheckResult:
     """Check a checkpoint of any kind: index against files, headers, config against tensors, tokenizer.
@@ -51,13 +74,14 @@ def check(
     `checkpoint` is a Hugging Face folder, a hub repository, a bucket, a packed folder, or a folder of
     torch.distributed.checkpoint, of which the metadata is checked. `against` compares names, shapes and dtypes with
     another checkpoint, and with `reads_bytes` every byte. `values` reads all floating-point tensors and reports NaN,
-    infinity and matrices of zeros. `model` is that of `plan`. Problems are reported in `findings`, not raised.
-    Imports no torch.
+    infinity and matrices of zeros. `digests` writes `digests.json` beside a local checkpoint in which no problem was
+    found, or verifies every file against it. `model` is that of `plan`. Problems are reported in `findings`, not
+    raised. Imports no torch.
 
     Units: bytes; progress is called with bytes read and 0, as the total is not known before.
     Raises:
         InputError: there is nothing there, or nothing to compare with.
-        UsageError: `reads_bytes` without `against`, or a `model` of a manifest.
+        UsageError: `reads_bytes` without `against`, another value of `digests`, or a `model` of a manifest.
         ModelError: `model` is not valid.
 
     Example:
@@ -67,8 +91,10 @@ def check(
     """
     if reads_bytes and against is None:
         problem = "compares with another checkpoint"
-        hint = f"name it with {Parameter('against')}"
+        hint = f"name it with {Parameter('against')}, or use {Parameter('digests', 'verify')}"
         raise UsageError(Parameter("reads_bytes"), problem, hint, code="options.conflict")
+    if digests is not None:
+        check_choice(Parameter("digests"), digests, get_args(DigestsAction))
     description = None if model is None else read_model_file(Path(model))
     address, counter = str(checkpoint), counting(progress, 0)
     kind, folder = find_format(address)
@@ -86,6 +112,8 @@ def check(
     if kind is not HUGGINGFACE and description is not None:
         problem = "is for Hugging Face folders; a manifest records its own description"
         raise UsageError(Parameter("model"), problem, "leave it out", code="options.model-of-manifest")
+    if digests == "write":
+        _digests_path(folder)
     contents = Contents()
     try:
         how = CheckOptions(reads_tensors=reads_tensors, description=description, progress=count)
@@ -104,6 +132,11 @@ def check(
         if kind.stored is not None and not both_stored and here:
             here = kind.read_weights(folder)
         compare_checkpoints(here, other, str(against), findings, count, reads_bytes=reads_bytes)
+    if digests == "verify":
+        _check_digests(folder, findings, count)
+    wrote = digests == "write" and not findings
+    if wrote:
+        _write_digests(folder, count)
     return CheckResult(
         location=address,
         kind=kind.name,
@@ -112,6 +145,7 @@ def check(
         nbytes=contents.nbytes,
         read_nbytes=read_nbytes,
         findings=tuple(findings),
+        wrote_digests=wrote,
     )
 
 
@@ -135,3 +169,86 @@ def check_values(tensors: Iterable[TensorAt], findings: Findings, progress: Byte
         elif is_zero and len(tensor.shape) > 1:
             hint = "was it ever written? take an earlier checkpoint, or download it again"
             findings.add(tensor.place, "all values are zero", hint, code="check.all-zero")
+
+
+def _digests_path(folder: Folder) -> Path:
+    """Return where `_write_digests` will write, after checking that it can: every file is read before."""
+    if not isinstance(folder, LocalFolder):
+        hint = "copy it here first, or keep the digests of a local copy"
+        raise OutputError(str(folder), "digests are written to folders only", hint, code="output.unwritable")
+    path = Path(folder.location) / DIGESTS_NAME
+    check_new_file(path, Parameter("digests", "write").where, force=True)
+    return path
+
+
+def _write_digests(folder: Folder, progress: ByteCounter) -> None:
+    """Read every file and write its size and digest to `digests.json`."""
+    path = _digests_path(folder)
+    files = {name: _entry(folder, name, progress) for name in _hashed_names(folder)}
+    document = {"version": _DIGESTS_VERSION, "files": files}
+    write_file(path, json.dumps(document, indent=1).encode() + b"\n")
+
+
+def _check_digests(folder: Folder, findings: Findings, progress: ByteCounter) -> None:
+    """Read every file that `digests.json` names and report what differs."""
+    expected, entries = _read_digests(folder), dict[str, dict[str, Any]]()
+    unreadable = Findings()
+    for name in _hashed_names(folder):
+        try:
+            entries[name] = _entry(folder, name, progress) if name in expected else {}
+        except UserError as error:
+            unreadable.add_error(error)
+            entries[name] = expected[name]
+    comparison = compare(expected, entries)
+    for name in comparison.unexpected:
+        hint = "remove it, or write the digests again"
+        findings.add(folder.file(name), f"is not in {DIGESTS_NAME}", hint, code="check.unlisted-file")
+    for name in comparison.different:
+        problem = f"expected {_shown(expected[name])}, found {_shown(entries[name])}"
+        hint = "the file was changed or damaged; download or copy it again"
+        findings.add(folder.file(name), problem, hint, code="check.changed-file")
+    findings.extend(unreadable)
+    for name in sorted(comparison.missing):
+        problem, hint = f"is missing; {DIGESTS_NAME} has it", "download or copy it again"
+        findings.add(f"{folder}/{name}", problem, hint, code="check.absent-file")
+
+
+def _hashed_names(folder: Folder) -> list[str]:
+    return [name for name in folder.names() if name != DIGESTS_NAME and not is_hidden(name)]
+
+
+def _entry(folder: Folder, name: str, progress: ByteCounter) -> dict[str, Any]:
+    blocks = Blocks(folder.file(name))
+    for block in blocks:
+        progress(len(block))
+    return {"nbytes": blocks.nbytes, "digest": blocks.digest}
+
+
+def _shown(entry: dict[str, Any]) -> str:
+    return f"{entry['nbytes']} bytes, {entry['digest']}"
+
+
+def _read_digests(folder: Folder) -> dict[str, dict[str, Any]]:
+    if DIGESTS_NAME not in folder.names():
+        hint = f"write it with {Parameter('digests', 'write')} while the folder is known to be right"
+        raise SourceError(f"{folder}/{DIGESTS_NAME}", "no such file", hint, code="source.no-digests")
+    file = folder.file(DIGESTS_NAME)
+    document = parse_json_object(read_whole(file), str(file))
+    files, again = document.get("files"), f"write it again with {Parameter('digests', 'write')}"
+    if document.get("version") != _DIGESTS_VERSION or not isinstance(files, dict):
+        problem = f"expected version {_DIGESTS_VERSION} and files"
+        raise SourceError(str(file), problem, again, code="source.bad-digests")
+    for name, entry in files.items():
+        if not _is_entry(entry):
+            where = f"{file}: files[{name[:80]!r}]"
+            raise SourceError(where, f"expected nbytes and a {PREFIX} digest", again, code="source.bad-digests")
+    return {name: {"nbytes": entry["nbytes"], "digest": entry["digest"]} for name, entry in files.items()}
+
+
+def _is_entry(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and type(entry.get("nbytes")) is int
+        and isinstance(entry.get("digest"), str)
+        and entry["digest"].startswith(PREFIX)
+    )

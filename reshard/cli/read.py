@@ -49,6 +49,11 @@ def verify(manifest: str, stages: tuple[int, ...], as_json: bool, quiet: bool, *
 @click.option("--against", type=click.Path(), metavar="OTHER", help="Compare names, shapes and dtypes with OTHER.")
 @click.option("--bytes", "reads_bytes", is_flag=True, help="With --against: read and compare every byte.")
 @options.model
+@click.option(
+    "--digests",
+    type=click.Choice(["write", "verify"]),
+    help="Write digests.json into the folder if no problem was found, or read every file and compare with it.",
+)
 @options.as_json
 @options.quiet
 def check(as_json: bool, quiet: bool, **arguments: Any) -> None:

@@ -26,7 +26,8 @@ from stores.base import Folder
 
 # Digests and signatures.
 _DESCRIBING = (
-    ".sha1", ".sha256", ".sha512", ".md5", ".blake3", ".b3", ".sig", ".asc", ".sigstore", ".sigstore.json",
+    "digests.json", ".sha1", ".sha256", ".sha512", ".md5", ".blake3", ".b3", ".sig", ".asc", ".sigstore",
+    ".sigstore.json",
 )  # fmt: skip
 _RESERVED = (MANIFEST_NAME, SOURCE_NAME, RECORD_NAME, QUANTIZED_CONFIG, QUANTIZED_SOURCE)
 _SUMS = re.compile(r"(md5|sha\d+|b2|b3|blake2|blake3)sums?(\.txt)?|checksums?(\.\w+)?")

@@ -230,7 +230,8 @@ def check_text(done: CheckResult) -> str:
     what = f"{done.num_tensors} tensors in {files}, {show_bytes(done.nbytes)}"
     read = f"{show_bytes(done.read_nbytes)} of data read" if done.read_nbytes else "headers only, no data read"
     if done.ok:
-        lines.append(f"ok: {done.location}: no problem found ({what}; {read})")
+        wrote = "; wrote digests.json" if done.wrote_digests else ""
+        lines.append(f"ok: {done.location}: no problem found ({what}; {read}){wrote}")
     else:
         count = count_of(done.findings, "problem")
         lines.append(f"FAILED: {done.location}: {count} found ({what}; {read})")

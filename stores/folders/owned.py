@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from manifests.errors import InputError, OutputError, UnreachableError, refused_by_system
-from manifests.index import INDEX_NAME, SIGNATURE_NAME, has_index
+from manifests.index import DIGESTS_NAME, INDEX_NAME, SIGNATURE_NAME, has_index
 from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
 from manifests.schema import Manifest
@@ -41,14 +41,19 @@ _RANDOM = re.compile(r"[0-9a-f]{32}")
 
 
 def files_of_manifest(folder: Path) -> Collection[str] | None:
-    """Return the paths that a checkpoint in a folder may have, its signature too; None if no manifest can be read."""
+    """Return the paths that a checkpoint in a folder may have; None if no manifest can be read, see `owned_files`."""
     try:
         manifest = open_manifest(folder).manifest
     except UnreachableError:
         raise
     except InputError:
         return None
-    return {*files_in(manifest), SIGNATURE_NAME}
+    return owned_files(manifest)
+
+
+def owned_files(manifest: Manifest) -> frozenset[str]:
+    """Return the paths of a checkpoint's files, and of its signature and the digests of `reshard check`."""
+    return frozenset((*files_in(manifest), SIGNATURE_NAME, DIGESTS_NAME))
 
 
 def files_in(manifest: Manifest) -> Iterator[str]:

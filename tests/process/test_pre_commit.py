@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.builders import llama_config, write_model
+from tests.builders import llama_config, reshard, write_model
 from tests.fast.reshard.checks.test_check import healthy_tensors
 
 ROOT = Path(__file__).parents[2]
@@ -38,8 +38,9 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Make a git repository that tracks a healthy checkpoint."""
+    """Make a git repository that tracks a healthy checkpoint and its digests."""
     write_model(tmp_path / "checkpoint", llama_config(), healthy_tensors(), num_shards=3)
+    assert reshard("check", tmp_path / "checkpoint", "--digests", "write").code == 0
     assert run(tmp_path, "git", "init", "-q").returncode == 0
     return tmp_path
 
@@ -53,7 +54,7 @@ def check_with(repository: Path, config: object) -> subprocess.CompletedProcess[
 def own_hook() -> dict[str, Any]:
     """Return the config of the hook as this repository offers it, run without installing anything."""
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
-    arguments = ["./checkpoint", "--values"]
+    arguments = ["./checkpoint", "--digests", "verify"]
     return {"repos": [{"repo": "local", "hooks": [{**hook, "language": "system", "args": arguments}]}]}
 
 

@@ -136,6 +136,8 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
     ),
     ("s3://bucket/packed", "store.unsupported"): (lambda at: reshard.push("s3://bucket/packed", "org/name"),),
     ("revision", "options.conflict"): (lambda at: reshard.push(at / "packed", "org/name@a", revision="b"),),
+    ("digests", "options.invalid-value"): (lambda at: reshard.check(at / "model", digests="bogus"),),  # type: ignore[arg-type]
+    ("AT/model/digests.json", "source.no-digests"): (lambda at: reshard.check(at / "model", digests="verify"),),
 }
 ROWS = [(*row, call) for row, calls in CALLS.items() for call in calls]
 

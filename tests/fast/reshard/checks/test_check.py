@@ -322,6 +322,34 @@ def test_other_checkpoint_of_the_same_model_has_no_problem_and_another_one_has(f
     assert (nothing.code, nothing.json["error"]["code"]) == (3, "source.nothing-to-compare")
 
 
+def test_a_place_that_digests_cannot_be_written_to_is_refused_before_anything_is_read(folder: Path) -> None:
+    (folder / SHARDS[1]).unlink()  # which would be reported
+    (folder / "digests.json").mkdir()
+    refused = reshard("check", folder, "--digests", "write", "--json")
+    assert (refused.code, refused.json["error"]["code"]) == (3, "output.unwritable")
+    assert list((folder / "digests.json").iterdir()) == []
+
+
+def test_digests_are_written_once_all_is_well_and_name_each_file_that_changes(folder: Path) -> None:
+    assert reshard("check", folder, "--digests", "verify", "--json").json["error"]["code"] == "source.no-digests"
+    (folder / SHARDS[1]).rename(folder / "away")
+    assert reshard("check", folder, "--digests", "write").code == 4
+    assert not (folder / "digests.json").exists()
+    (folder / "away").rename(folder / SHARDS[1])
+    assert problems(folder, "--digests", "write") == []
+    assert problems(folder, "--digests", "verify") == []
+    (folder / "generation_config.json").write_text("{}")
+    (folder / "tokenizer.json").unlink()
+    (folder / "more.txt").write_text("more")
+    assert sorted(problems(folder, "--digests", "verify")) == [
+        ("check.absent-file", "tokenizer.json"),
+        ("check.changed-file", "generation_config.json"),
+        ("check.unlisted-file", "more.txt"),
+    ]
+    (folder / "digests.json").write_text('{"version": 1, "files": {"a": 1}}')
+    assert reshard("check", folder, "--digests", "verify", "--json").json["error"]["code"] == "source.bad-digests"
+
+
 def test_packed_folder_is_checked_by_its_manifest(folder: Path, tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     pack(folder, packed)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import save
 
-from tests.builders import files_in, llama_config, reshard, write_model
+from tests.builders import files_in, llama_config, refusal, reshard, write_model
 from tests.fast.reshard.formats.dcp.test_dcp_source import huggingface_state, save_in_halves
 from tests.fast.reshard.formats.deepspeed.test_deepspeed_source import GOLDEN as DEEPSPEED
 from tests.fast.reshard.formats.megatron.test_megatron import GOLDEN as MEGATRON
@@ -86,7 +86,7 @@ def test_a_file_of_more_than_a_gibibyte_is_packed(source: Path, tmp_path: Path) 
     assert (tmp_path / "packed" / "long.dat").stat().st_size == GIB + 1
 
 
-DESCRIBING = ("SHA256SUMS", "x/model.safetensors.sha256", "model.sig")
+DESCRIBING = ("digests.json", "SHA256SUMS", "x/model.safetensors.sha256", "model.sig")
 
 
 def test_files_that_describe_the_files_of_the_source_are_set_apart_and_exported_where_they_were(
@@ -96,8 +96,13 @@ def test_files_that_describe_the_files_of_the_source_are_set_apart_and_exported_
     for name in (*DESCRIBING, "README.md.txt"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(f"{name} of the source")
+    (source / "digests.json").unlink()
+    assert reshard("check", source, "--digests", "write").code == 0
     assert reshard("pack", source, "--layout", "pp=2", "--out", packed).code == 0
     assert not any((packed / name).exists() for name in DESCRIBING)
+    assert refusal("check", packed, "--digests", "verify").found[1] == "source.no-digests"
+    assert reshard("check", packed, "--digests", "write").code == 0
+    assert reshard("check", packed, "--digests", "verify").code == 0
     assert reshard("verify", packed, "--against", source).code == 0
     assert reshard("pack", packed, "--layout", "pp=1", "--out", again).code == 0
     assert reshard("export", again, "--to", "hf", "--out", back).code == 0

@@ -135,10 +135,11 @@ def test_export_replaces_no_model_that_it_did_not_write(change: str, source: Pat
     assert files_in(out) == before
 
 
-def test_a_signature_of_ours_is_replaced_with_its_manifest(source: Path, tmp_path: Path) -> None:
+def test_a_signature_and_digests_of_ours_are_replaced_with_their_manifest(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     pack(source, out, "pp=2")
     before = files_in(out)
-    (out / "manifest.sig").write_text("{}")
+    for name in ("manifest.sig", "digests.json"):
+        (out / name).write_text("{}")
     pack(source, out, "pp=2", "--force")
     assert files_in(out) == before

@@ -262,6 +262,19 @@ def test_repository_is_compared_with_a_folder_byte_by_byte(hub: Hub, files: dict
     ]
 
 
+def test_digests_are_verified_on_the_hub_and_written_to_folders_only(
+    hub: Hub, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    assert reshard("check", tmp_path / "model", "--digests", "write").code == 0
+    digests = (tmp_path / "model" / "digests.json").read_bytes()
+    hub.push("org/tiny", {**files, "digests.json": digests})
+    assert problems("hf://org/tiny", "--digests", "verify") == []
+    hub.push("org/changed", {**files, "digests.json": digests, "tokenizer.json": b'{"model": {}}'})
+    assert problems("hf://org/changed", "--digests", "verify") == [("check.changed-file", "tokenizer.json")]
+    refused = reshard("check", "hf://org/tiny", "--digests", "write", "--json").refusal
+    assert refused[:2] == (3, "output.unwritable")
+
+
 def test_pack_from_the_hub_is_the_pack_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "source", llama_config(tie_word_embeddings=True), num_shards=3)
     here = ("--layout", "pp=2", "--out", tmp_path / "here")

@@ -30,6 +30,7 @@ def test_checkpoints_in_a_bucket_are_checked_and_compared(moto: MotoServer, tmp_
     values = problems(url_of("check"), "--values")  # random bytes: some of them are NaN
     assert values == problems(tmp_path / "model", "--values")
     assert values != []
+    assert reshard("check", url_of("check"), "--digests", "write", "--json").refusal[:2] == (3, "output.unwritable")
     stray = (tmp_path / "model" / SHARDS[0]).read_bytes()
     client.put_object(Bucket=BUCKET, Key="check/more.safetensors", Body=stray)
     client.delete_object(Bucket=BUCKET, Key=f"check/{SHARDS[1]}")

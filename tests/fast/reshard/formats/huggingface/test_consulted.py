@@ -82,7 +82,7 @@ READ_IN: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 NAMES = tuple(name for names in READ_IN.values() for name in names)
 # Nobody reads these as a part of a model.
-OTHERS = ("notes.txt", "README.md", "LICENSE", "figure.png", "train.log", ".hidden.json", "sub/a.json")
+OTHERS = ("notes.txt", "README.md", "LICENSE", "figure.png", "train.log", "digests.json", ".hidden.json", "sub/a.json")
 # File names in transformers' sources that are not read from a model's folder: of its tests, tools and trainers.
 NOT_READ = {
     "captured_info.txt", "checkpoint-is-incomplete.txt", "stereo_chemical_props.txt", "version.txt",
