@@ -30,6 +30,7 @@ _LINK = {"nbytes_per_s": "rate", "shard_nbytes_per_s": "shard_rate", "latency_s"
 # A backward in two parts takes longer than a whole one, by this share of it, and by these seconds for each layer; see
 # Note [Backward in two parts].
 _SPLIT = {"cpu": (0.14, 0.0), "cuda": (0.0, 2e-3)}
+_MOST_SPLIT = 1.45  # times as long as a whole one, at most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,20 +53,25 @@ def ring(number: int) -> float:
 def split_s(how: Mapping[str, Any], backward_s: float, num_layers: int) -> float:
     """Return the seconds by which the backward of so many layers takes longer in two parts.
 
-    See Note [Backward in two parts]. It is of GPUs unless times were measured, as `how` says, on CPUs.
+    See Note [Backward in two parts]. It is 0 where `how` does not say the device.
     """
     share, layer_s = _split(how)
     return share * backward_s + layer_s * num_layers
 
 
 def whole_s(how: Mapping[str, Any], parts_s: float, num_layers: int) -> float:
-    """Return the seconds of a whole backward that takes `parts_s` in two parts; see `split_s`."""
+    """Return the seconds of a whole backward that takes `parts_s` in two parts; see `split_s`.
+
+    Layers too short for the seconds of each take the largest measured share of them.
+    """
     share, layer_s = _split(how)
-    return max(0.0, parts_s - layer_s * num_layers) / (1 + share)
+    return max(parts_s - layer_s * num_layers, parts_s / _MOST_SPLIT) / (1 + share)
 
 
 def _split(how: Mapping[str, Any]) -> tuple[float, float]:
-    return _SPLIT["cpu" if str(how.get("device")).startswith("cpu") else "cuda"]
+    if (device := how.get("device")) is None:
+        return 0.0, 0.0
+    return _SPLIT["cpu" if str(device).startswith("cpu") else "cuda"]
 
 
 def reduction_nbytes(weights: float, gradients: float, *, shards: int, replicas: int) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf
@@ -28,13 +28,8 @@ class StageCosts:
     hop_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if len({len(self.forward_s), len(self.input_s), len(self.weight_s), len(self.whole_s or self.input_s)}) != 1:
-            raise ScheduleError(
-                "costs",
-                f"expected the same number of stages in each, found {len(self.forward_s)} forward, "
-                f"{len(self.input_s)} input and {len(self.weight_s)} weight times",
-                code="schedule.invalid-costs",
-            )
+        whole = {"whole backward": self.whole_s} if self.whole_s else {}
+        _check_lengths({"forward": self.forward_s, "input": self.input_s, "weight": self.weight_s, **whole})
         # NaN fails every comparison.
         times = (*self.forward_s, *self.input_s, *self.weight_s, *self.whole_s, self.hop_s)
         if not all(0 <= seconds < inf for seconds in times):
@@ -51,6 +46,7 @@ class StageCosts:
         One half is right for matrix products: one for the input, one for the weights. The first stage does not send
         a gradient: torch runs its whole backward as W. On others, I and W together take `split_s` longer.
         """
+        _check_lengths({"backward": backward_s, "split": split_s or backward_s})
         shares = [input_share if stage else 0.0 for stage in range(len(backward_s))]
         extra_s = [0.0, *split_s[1:]] if split_s else [0.0] * len(shares)
         parts = [(seconds * share + extra / 2, seconds * (1 - share) + extra / 2)
@@ -67,6 +63,13 @@ class StageCosts:
         """Return the seconds of each kind of action, by stage."""
         whole = self.whole_s or tuple(map(sum, zip(self.input_s, self.weight_s, strict=True)))
         return {"F": self.forward_s, "I": self.input_s, "W": self.weight_s, "B": whole}
+
+
+def _check_lengths(times: Mapping[str, Sequence[float]]) -> None:
+    if len(set(map(len, times.values()))) != 1:
+        found = ", ".join(f"{len(seconds)} {name}" for name, seconds in times.items())
+        problem = f"expected the same number of stages in each, found {found} times"
+        raise ScheduleError("costs", problem, code="schedule.invalid-costs")
 
 
 class TimedAction(NamedTuple):

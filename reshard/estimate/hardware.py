@@ -1,4 +1,4 @@
-"""The GPUs and the network that a search assumes."""
+"""The GPUs and the network that searches and plans assume."""
 
 from __future__ import annotations
 

@@ -6,16 +6,18 @@ ranks reduce a tensor for each matrix that they share, two of them forward: the 
 gradients of what each other matrix takes; for experts, one forward and one backward. Experts receive each token's
 hidden state, and send it back, as many times as a token has experts, each tensor-parallel rank for a part of the
 tokens. Context-parallel ranks gather the keys and values of whole rows (`--cp-method gather`), and reduce their
-gradients. Gradients are reduced, and sharded weights gathered, once per step. Rings move (n - 1) / n of a tensor to
-gather or to scatter it, and twice that to reduce it everywhere. Groups of adjacent ranks that fit on a node use its
-links.
+gradients; with `--cp-method ulysses` they exchange queries, keys, values and results for heads of whole rows, and the
+gradients of each. Gradients are reduced, and sharded weights gathered, once per step. Rings move (n - 1) / n of a
+tensor to gather or to scatter it, and twice that to reduce it everywhere. Groups of adjacent ranks that fit on a node
+use its links.
 
 # Note [Attention with a mask]
-A part of a row attends to the whole row with a mask, for which there is no FlashAttention. On an H100, forward and
-backward, 16 heads of 128 with 2 of keys, in bfloat16: a whole row of 8,192 tokens takes 2.36 ms with a causal flag, and
-its parts 7.6 ms with masks, one after the other, for 2 ranks, 8.8 ms for 4; 32,768 tokens 13.8 and 62 ms. That is 3.2
-to 4.5 times as long, 187 to 216 counted TFLOP/s against 700 to 950. Beside a step in which all FLOPs take as long as at
-the default efficiency, 326 TFLOP/s, attention then takes 2.0 to 2.5 times as long as its FLOPs.
+A part of a row attends to the whole row with a mask, for which there is no FlashAttention; so do heads with ulysses,
+and rows with `--document-mask`. On an H100, forward and backward, 16 heads of 128 with 2 of keys, in bfloat16: a whole
+row of 8,192 tokens takes 2.36 ms with a causal flag, and its parts 7.6 ms with masks, one after the other, for 2 ranks,
+8.8 ms for 4; 32,768 tokens 13.8 and 62 ms. That is 3.2 to 4.5 times as long, 187 to 216 counted TFLOP/s against 700 to
+950. Beside a step in which all FLOPs take as long as at the default efficiency, 326 TFLOP/s, attention then takes 2.0
+to 2.5 times as long as its FLOPs.
 """
 
 from __future__ import annotations
@@ -23,18 +25,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 from manifests.command import defaults
 from manifests.models import ModelShape, is_expert
 from manifests.models.memory import is_divided
 from manifests.models.shape import BACKWARD_SHARE, is_layer
-from manifests.models.training import POLICIES, Recompute, parse_recompute
+from manifests.models.training import POLICIES, ContextMethod, Recompute, parse_recompute
 from manifests.module_times import MeasuredTimes, ModuleTime, ring
 from reshard.estimate.assumptions import Assumptions
 from reshard.estimate.costs import times_of
 from reshard.estimate.hardware import Hardware, hardware_in, read_hardware
 
+_INSTANT = Hardware(peak=inf, node=inf, network=inf)  # of a run that measured no link: what ranks send is left out
 _MASKED = 2.2
 _NUM_RESULTS = 2  # of a layer, attention's and the MLP's, which its tensor-parallel ranks reduce
 
@@ -43,10 +47,12 @@ def with_times_of_run(shape: ModelShape, config: Mapping[str, Any], assumed: Ass
     """Return the assumptions with the times of their run, for their degrees and tokens."""
     run = assumed.run
     assert run is not None, "checked by the caller"
-    hardware = hardware_in(run, read_hardware(defaults.HARDWARE))
+    is_linked = run.step is not None and run.step.link is not None
+    hardware = hardware_in(run, read_hardware(defaults.HARDWARE)) if is_linked else _INSTANT
     seconds = ModuleSeconds(
         shape, config, seq_len=assumed.seq_len, hardware=hardware, efficiency=1.0,
         per_node=defaults.GPUS_PER_NODE, measured=replace(run, modules=times_of(shape, assumed.seq_len, run.modules)),
+        context_method=assumed.context_method,
     )  # fmt: skip
     degrees, nbytes = (assumed.tensor, assumed.expert, assumed.context), POLICIES[assumed.policy].compute
     times = seconds.times(*degrees, assumed.microbatch, assumed.recompute, nbytes)
@@ -58,10 +64,11 @@ class ModuleSeconds:
 
     def __init__(
         self, shape: ModelShape, config: Mapping[str, Any], *, seq_len: int, hardware: Hardware, efficiency: float,
-        per_node: int, measured: MeasuredTimes | None,
+        per_node: int, measured: MeasuredTimes | None, context_method: ContextMethod = "gather",
     ) -> None:  # fmt: skip
         self._shape, self._seq_len, self._measured = shape, seq_len, measured
         self._hardware, self._efficiency, self._per_node = hardware, efficiency, per_node
+        self._method, self._how = context_method, {} if measured is None else measured.how
         owned = shape.by_module()
         self._has_experts = {module: any(map(is_expert, owned[module])) for module in shape.modules}
         self._num_matrices = {  # that tensor-parallel ranks share; experts reduce as two of them do
@@ -86,7 +93,7 @@ class ModuleSeconds:
         times, row_tokens = {}, microbatch * self._seq_len
         for module in self._shape.modules:
             forward, backward = self._compute(module, row_tokens // context, tensor, context)
-            sent = self._sending(module, tensor, expert, context, row_tokens, nbytes, self._per_node)
+            sent = self._sending(module, tensor, expert, context, self._method, row_tokens, nbytes, self._per_node)
             again = _recomputed(recompute) * (forward + sent.forward) if is_layer(module) else 0.0
             times[module] = ModuleTime(forward=forward + sent.forward, backward=backward + sent.backward + again)
         return times
@@ -97,26 +104,30 @@ class ModuleSeconds:
         return self._hardware.node if is_on_node else self._hardware.network
 
     def _sending(
-        self, module: str, tensor: int, expert: int, context: int, row_tokens: int, nbytes: int, per_node: int
-    ) -> ModuleTime:
-        """Return the seconds in which a module sends hidden states, and gathers keys, of whole rows' tokens."""
+        self, module: str, tensor: int, expert: int, context: int, method: ContextMethod, row_tokens: int, nbytes: int,
+        per_node: int,
+    ) -> ModuleTime:  # fmt: skip
+        """Return the seconds in which a module sends hidden states, and keys or what ulysses exchanges for heads."""
         rate = partial(self.rate, per_node=per_node)
         hidden, reduction_s, routed_s = row_tokens // context * self._shape.hidden_size * nbytes, 0.0, 0.0
         if is_layer(module) and tensor > 1:
             reduction_s = self._latency_s + 2 * ring(tensor) * hidden / rate(tensor)
         if self._has_experts[module]:
             routed_s = 2 * ring(expert) * self._top_k * hidden / tensor / rate(expert)
-        keys = row_tokens * self._shape.work[module].keys * nbytes / tensor
-        gathered_s = ring(context) * keys / rate(tensor * context)
+        work, is_exchange = self._shape.work[module], method == "ulysses"
+        # For each key, 2 FLOPs for an element of a query, and of a result.
+        elements = (work.flops_per_key / 2 + work.keys) / context if is_exchange else work.keys
+        gathered_s = ring(context) * row_tokens * elements * nbytes / tensor / rate(tensor * context)
         num_gradients = max(_NUM_RESULTS, self._num_matrices[module] - _NUM_RESULTS)
         return ModuleTime(
             forward=_NUM_RESULTS * reduction_s + routed_s + gathered_s,
-            backward=num_gradients * reduction_s + routed_s + 2 * gathered_s,
+            backward=num_gradients * reduction_s + routed_s + (1 if is_exchange else 2) * gathered_s,
         )
 
     def _flops(self, module: str, context: int) -> float:
         """Return a token's forward FLOPs, those of attention by their time: see Note [Attention with a mask]."""
-        work, factor = self._shape.work[module], _MASKED if context > 1 else 1.0
+        work, is_masked = self._shape.work[module], context > 1 or self._how.get("document_mask")
+        factor = _MASKED if is_masked else 1.0
         return work.flops + factor * work.flops_per_key * self._seq_len
 
     def _compute(self, module: str, tokens: int, tensor: int, context: int) -> tuple[float, float]:
@@ -130,10 +141,11 @@ class ModuleSeconds:
             return forward, BACKWARD_SHARE * forward
         how, scale = self._measured.how, self._measured.scale_to(tokens, tensor)
         degrees = how.get("tp", 1), how.get("ep", 1), how.get("cp", 1)
+        method: ContextMethod = "ulysses" if how.get("cp_method") == "ulysses" else "gather"
         scale *= flops / self._flops(module, degrees[2]) if flops else 1.0
         nbytes = POLICIES["bf16" if how.get("dtype") == "bf16" else "fp32"].compute
         per_node = how.get("ranks_per_node", self._per_node)
-        sent = self._sending(module, *degrees, how["microbatch"] * how["seq_len"], nbytes, per_node)
+        sent = self._sending(module, *degrees, method, how["microbatch"] * how["seq_len"], nbytes, per_node)
         forward, backward = self._measured.modules[module].forward, self._measured.modules[module].backward
         if is_layer(module):
             backward -= _recomputed(parse_recompute(str(how.get("ac", "none")))) * forward

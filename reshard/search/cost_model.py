@@ -45,7 +45,7 @@ class CostModel:
     """Costs of a model's modules. Layers with the same tensors, optimizer state and work are one kind of module."""
 
     def __init__(self, shape: ModelShape, config: Mapping[str, Any], request: SearchRequest) -> None:
-        self.shape, self.request, self._per_node, first = shape, request, request.per_node, dict[object, str]()
+        self.shape, self.request, first = shape, request, dict[object, str]()
         owned, self._state_of = shape.by_module(), state_counter(request.optimizer, shape)
         self.kind_of = {
             module: first.setdefault(
@@ -92,7 +92,7 @@ class CostModel:
         # Times as long as their bytes, to gather weights and to scatter gradients.
         self._shard_factor = link.rate / link.shard_rate if link is not None and request.hardware.measured else 1.0
         self._layouts: dict[str, StageLayout] = {}  # by their specs
-        self._how = {} if measured is None else measured.how
+        self._how = {"device": "cuda"} if measured is None else measured.how
         self._times, self._kinds_memory = cache(self._seconds.times), cache(self._make_kinds_memory)
         self._profiles, self._states = cache(self._make_profiles), cache(self._make_states)
         self._activations, self._loads = cache(self._make_activations), cache(self._make_loads)
@@ -218,7 +218,10 @@ class CostModel:
         return {kind: time.total + splits * split_s(self._how, time.backward, is_layer(kind)) for kind, time in times}
 
     def _make_loads(self, spec: str, splits: bool, *setting: Any) -> tuple[float, float, int]:
-        """Return the seconds of a microbatch on the slowest rank, and on all; and the most parameters of a rank."""
+        """Return the seconds of a microbatch on the slowest rank, and on all; and the most parameters of a rank.
+
+        With backwards in two parts these are upper limits: the first stage, which has none, takes longer too.
+        """
         seconds = self._totals(splits, *setting)
         profiles = [kinds for _, kinds in self._profiles(spec)]
         slowest = max(sum(count * seconds[kind] for kind, count in kinds) for kinds in profiles)

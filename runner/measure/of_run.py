@@ -20,7 +20,8 @@ from runner.rundir.records import config_of
 
 logger = logging.getLogger("runner")
 _HOW = (
-    "seq_len", "microbatch", "dtype", "master_dtype", "ac", "tp", "cp", "ep", "num_ranks", "ranks_per_node", "device",
+    "seq_len", "microbatch", "dtype", "master_dtype", "ac", "tp", "cp", "cp_method", "ep", "document_mask",
+    "num_ranks", "ranks_per_node", "device",
 )  # fmt: skip
 _NBYTES = {"bf16": 2}
 _SEQ_LEN = 4096  # of a run whose record lacks it; how FLOPs are divided hardly depends on it

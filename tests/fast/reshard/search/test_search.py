@@ -294,6 +294,32 @@ def test_parts_of_rows_attend_with_masks(tmp_path: Path) -> None:
         assert extra_s == pytest.approx(1.2 * flops / 2 / (0.33 * 989e12), rel=0.01)
 
 
+def test_times_of_a_run_have_the_masks_and_the_sends_of_its_own_method(tmp_path: Path) -> None:
+    config, rate, layer_s = CONFIGS / "llama-3.1-8b.json", 1e11, 3e-3
+    words = ("plan", config, "--layout", "pp=1", "--microbatches", "1", "--json")
+
+    def step_s(name: str, degree: int, method: str, **how: object) -> float:
+        log = write_run(tmp_path / name, config, num_ranks=2, ranks_per_node=2, **how)
+        add_step(log, overhead_s=0.0, num_params=1, nbytes_per_s=rate, shard_nbytes_per_s=1e18)
+        flags = ("--cp", str(degree), "--cp-method", method)
+        return float(reshard(*words, *flags, "--from-run", log).json["step_s"])
+
+    work = find_layouts(config, request(8, 80, 64)).shape.work["model.layers.0"]
+    masked = (work.flops + 2.2 * 512 * work.flops_per_key) / (work.flops + 512 * work.flops_per_key)
+    gathered_s = 3 * 0.5 * 1024 * 2 * 1024 * 4 / rate
+    exchanged_s = 2 * 0.5 * 512 * (2 * 4096 + 2 * 1024) * 4 / rate  # queries and results, keys and values
+    rest_s = 3 * layer_s / 2
+    assert step_s("plain", 2, "gather") == pytest.approx(rest_s + 32 * (masked * layer_s / 2 + gathered_s))
+    documents_s = step_s("documents", 2, "gather", document_mask=True)
+    assert documents_s == pytest.approx(rest_s + 32 * (layer_s / 2 + gathered_s))
+    assert step_s("ulysses", 2, "ulysses") == pytest.approx(rest_s + 32 * (masked * layer_s / 2 + exchanged_s))
+    light = {"cp": 2, "cp_method": "ulysses"}
+    assert step_s("same", 2, "ulysses", **light) == pytest.approx(35 * layer_s)
+    alone = write_run(tmp_path / "alone", config, num_ranks=1, ranks_per_node=1)
+    added = reshard(*words, "--tp", "2", "--from-run", alone).json["step_s"]
+    assert added == pytest.approx(35 * layer_s / 2)  # no link was measured
+
+
 def test_rest_of_a_measured_step_and_its_network_are_in_planned_steps(tmp_path: Path) -> None:
     config = CONFIGS / "llama-3.1-8b.json"
     without = write_run(tmp_path / "without", config, num_ranks=2, ranks_per_node=2)

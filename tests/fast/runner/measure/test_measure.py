@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.sparse import write_sparse
 from manifests.errors import UserError
-from manifests.module_times import Link, read_times, split_s
+from manifests.module_times import Link, read_times, split_s, whole_s
 from manifests.placement import Placement
 from runner.bundle.packed import Packed, open_packed
 from runner.commands import cli
@@ -135,18 +135,27 @@ def test_times_of_a_run_are_divided_among_the_modules_of_a_stage(tmp_path: Path)
     assert modules["model.layers.1"].forward > modules["model.norm"].forward
 
 
-def test_times_of_a_run_that_splits_backwards_are_those_of_whole_ones(tmp_path: Path) -> None:
-    save_model(tmp_path / "model", num_hidden_layers=4)
+@pytest.mark.parametrize(
+    ("device", "longest"),
+    [("cpu", 1.14), ("cuda", 1.45), (None, 1.0)],  # 2 ms of each layer on a GPU are more than half
+)
+def test_times_of_a_run_that_splits_backwards_are_those_of_whole_ones(
+    device: str | None, longest: float, tmp_path: Path
+) -> None:
+    save_model(tmp_path / "model", num_hidden_layers=24)
     packed, log = open_packed(pack(tmp_path, "pp=2,vpp=2")), tmp_path / "log"
     log.mkdir()
+    how = {"device": device, "cp_method": "gather", "document_mask": True}
+    (log / "run.json").write_text(json.dumps({"id": "c0ffee", "launches": [{"resolved": how}]}))
     write_metrics(log)
     write_traces(log, "InterleavedZeroBubble", packed.manifest.placement, 4)
     write_run_times(packed, log)
-    modules = read_times(log / "times.json").modules
+    times = read_times(log / "times.json")
+    assert {name: times.how.get(name) for name in how} == how
     for stage, names in enumerate(packed.stage_modules):
-        backward_s = sum(modules[name].backward for name in names)
-        extra_s = split_s({}, backward_s, sum(".layers." in name for name in names)) if stage else 0.0
-        assert backward_s + extra_s == pytest.approx(0.021)
+        backward_s = sum(times.modules[name].backward for name in names)
+        assert backward_s == pytest.approx(0.021 / (longest if stage else 1))
+    assert whole_s({"device": "cuda"}, 0.1 + split_s({"device": "cuda"}, 0.1, 3), 3) == pytest.approx(0.1)
 
 
 def test_rest_of_a_step_is_what_its_schedule_and_its_network_leave(tmp_path: Path) -> None:
