@@ -103,12 +103,13 @@ def stage_costs(
     loss: Sequence[float],
 ) -> StageCosts:
     """Return the cost of each stage's actions from measured times; 0 means that no such action ran."""
-    # A stage has full backwards, split ones, or both; a full one counts as two halves.
+    # A stage has full backwards, split ones, or both; where only full ones ran, each part counts as half.
     halves = [(i, w) if i or w else (b / 2, b / 2) for b, i, w in zip(backward, inputs, weights, strict=True)]
     return StageCosts(
         forward_s=tuple(f + extra for f, extra in zip(forward, loss, strict=True)),
         input_s=tuple(i for i, _ in halves),
         weight_s=tuple(w for _, w in halves),
+        whole_s=tuple(b or i + w for b, (i, w) in zip(backward, halves, strict=True)),
     )
 
 

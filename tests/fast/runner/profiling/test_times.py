@@ -16,7 +16,7 @@ from manifests.schedules.simulation import StageCosts, Timeline, simulate
 from manifests.schedules.tables import schedule_table
 from runner.distributed.watchdog import enable_flight_recorder
 from runner.pipeline.timetable import Timetable
-from runner.profiling.step_times import RankTimes, SplitProcess, split_step
+from runner.profiling.step_times import RankTimes, SplitProcess, split_step, stage_costs
 from runner.profiling.trace import Clock, Recorder
 
 CASES = (("1F1B", 4, "loop", 6), ("Interleaved1F1B", 8, "loop", 8), ("ZBVZeroBubble", 8, "v", 8))
@@ -222,3 +222,8 @@ def test_what_the_user_has_set_stays_by_any_name_that_torch_knows(tmp_path: Path
     enable_flight_recorder(tmp_path, environment)
     assert environment == own
     assert not (tmp_path / "flight-recorder").exists()
+
+
+def test_stage_with_whole_and_split_backwards_keeps_the_time_of_each() -> None:
+    costs = stage_costs([1, 1, 1], [3, 3, 0], [2, 0, 2], [2, 0, 1], [0, 0, 0]).by_kind()
+    assert costs == {"F": (1, 1, 1), "I": (2, 1.5, 2), "W": (2, 1.5, 1), "B": (3, 3, 3)}
