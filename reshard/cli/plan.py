@@ -149,18 +149,14 @@ def _times_of_run(log_dir: Path, *, quiet: bool) -> MeasuredTimes:
     """
     from manifests.errors import InputError
     from manifests.module_times import TIMES_NAME, read_times
+    from reshard.estimate.assumptions import check_run
 
     path = log_dir / TIMES_NAME
     if not path.is_file():
         hint = "give a run that traced some steps: runner launch … -- --trace 10-20"
         raise InputError(str(path), "no such file", hint, code="options.no-times")
     times = read_times(path)
-    link = () if times.step is None or times.step.link is None else ("num_ranks", "ranks_per_node")
-    degrees = (name for name in ("tp", "cp", "ep", "ranks_per_node") if name in times.how)
-    for name in ("seq_len", "microbatch", *degrees, *link):
-        if type(number := times.how.get(name)) is not int or number < 1:
-            problem = f"expected a number from 1 up, found {number!r}"
-            raise InputError(f"{path}: measured.{name}", problem, code="options.cost-file")
+    check_run(times, f"{path}: measured")
     if times.how.get("trained") != "part":
         return times
     if not quiet:

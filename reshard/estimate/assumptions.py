@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from manifests.command import defaults
-from manifests.errors import Parameter, UsageError, check_choice, check_count
+from manifests.errors import InputError, Parameter, UsageError, check_choice, check_count
 from manifests.models.training import ContextMethod, HostMemory, Recompute
 from manifests.module_times import MeasuredTimes, ModuleTime, StepTime
 from manifests.optimizer_groups import PRESETS
@@ -143,6 +143,8 @@ def check_assumptions(assumed: Assumptions) -> None:
     if not isinstance(assumed.overhead, StepTime | None):
         problem = f"expected a StepTime, found {str(assumed.overhead)[:80]}"
         raise UsageError(Parameter("assumed.overhead"), problem, code="options.invalid-value")
+    if assumed.run is not None:
+        check_run(assumed.run, "assumed.run.how")
     counts = {
         "microbatch_group": assumed.microbatch_group,
         "num_microbatches": assumed.num_microbatches,
@@ -186,6 +188,16 @@ def check_assumptions(assumed: Assumptions) -> None:
             problem = f"expected a multiple of {size}, a microbatch of all data-parallel ranks, found {batch}"
             hint = f"pass {Parameter('assumed.global_batch', max(size, batch - batch % size))}"
             raise UsageError(Parameter("assumed.global_batch"), problem, hint, code="options.batch-size")
+
+
+def check_run(run: MeasuredTimes, where: str) -> None:
+    """Refuse times of a run without the options that they depend on, which are found at `where`."""
+    link = () if run.step is None or run.step.link is None else ("num_ranks", "ranks_per_node")
+    degrees = (name for name in ("tp", "cp", "ep", "ranks_per_node") if name in run.how)
+    for name in ("seq_len", "microbatch", *degrees, *link):
+        if type(number := run.how.get(name)) is not int or number < 1:
+            problem = f"expected a number from 1 up, found {number!r}"
+            raise InputError(f"{where}.{name}", problem, code="options.cost-file")
 
 
 def num_passes(placement: Placement, num_microbatches: int) -> int:

@@ -13,11 +13,14 @@ import pytest
 from click.testing import CliRunner
 
 from bench.sparse import write_sparse
-from manifests.module_times import MeasuredTimes, ModuleTime
+from manifests.errors import InputError
+from manifests.module_times import Link, MeasuredTimes, ModuleTime, StepTime
 from manifests.placement import Placement
 from manifests.schedules.simulation import StageCosts, simulate
 from manifests.schedules.tables import schedule_table
+from reshard.estimate.assumptions import Assumptions
 from reshard.estimate.hardware import HARDWARE
+from reshard.packing.plan import plan as plan_layout
 from reshard.report.search_table import launch_command, pack_command
 from reshard.search.candidates import SearchRequest
 from reshard.search.search import find_layouts
@@ -477,6 +480,14 @@ def test_run_without_times_is_refused(how: dict[str, object] | None, code: str, 
         write_run(log, config, **how)
     ended = reshard("plan", config, "--layout", "pp=2", "--from-run", log, "--json")
     assert ended.refusal[:2] == (3, code)
+
+
+@pytest.mark.parametrize(("how", "missing"), [({}, "seq_len"), ({"seq_len": 512, "microbatch": 2}, "num_ranks")])
+def test_times_of_a_run_without_their_options_are_refused_in_the_api(how: dict[str, int], missing: str) -> None:
+    step = StepTime(overhead_s=0.0, num_params=1, link=Link(rate=1.0, shard_rate=1.0))
+    with pytest.raises(InputError, match="expected a number from 1 up, found None") as refused:
+        plan_layout("model", "pp=2", assumed=Assumptions(run=MeasuredTimes(modules={}, step=step, how=how)))
+    assert refused.value.where == f"assumed.run.how.{missing}"
 
 
 def test_parts_of_rows_are_searched_where_whole_rows_do_not_fit() -> None:
