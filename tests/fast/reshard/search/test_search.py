@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from bench.sparse import write_sparse
 from manifests.errors import InputError
-from manifests.module_times import Link, MeasuredTimes, ModuleTime, StepTime
+from manifests.module_times import Link, MeasuredTimes, ModuleTime, StepTime, parse_times, read_times
 from manifests.placement import Placement
 from manifests.schedules.simulation import StageCosts, simulate
 from manifests.schedules.tables import schedule_table
@@ -327,7 +327,9 @@ def test_rest_of_a_measured_step_and_its_network_are_in_planned_steps(tmp_path: 
     config = CONFIGS / "llama-3.1-8b.json"
     without = write_run(tmp_path / "without", config, num_ranks=2, ranks_per_node=2)
     num_params, rate, log = 8_030_261_248, 1e9, Path(shutil.copytree(without, tmp_path / "log"))
-    add_step(log, overhead_s=3.0, num_params=num_params // 2, nbytes_per_s=rate)
+    add_step(log, overhead_s=3.0, num_params=num_params // 2, nbytes_per_s=rate, shard_nbytes_per_s=rate / 2)
+    times = read_times(log / "times.json")
+    assert parse_times(times.encode(), "again") == times
     words = ("--gpus", "2", "--gpu-memory", "200GB", "--global-batch", "64", "--microbatch", "2", "--pp", "1", "--json")
     sent_s = {"dp-replicate": 4 * num_params / rate, "dp-shard": 0.5 * 8 * num_params / rate}
     for flag, seconds in sent_s.items():
@@ -336,7 +338,8 @@ def test_rest_of_a_measured_step_and_its_network_are_in_planned_steps(tmp_path: 
         step_s = first_step_s(reshard("plan", config, *flags, "--from-run", log).json)
         overhead_s = 6.0 if flag == "dp-replicate" else 3.0
         assert network == pytest.approx(16 * 35 * 3e-3 + seconds)
-        assert step_s == pytest.approx(network + overhead_s)
+        slower_s = seconds if flag == "dp-shard" else 0.0  # at half the rate
+        assert step_s == pytest.approx(network + slower_s + overhead_s)
         planned = reshard("plan", config, "--layout", "pp=1", f"--{flag}", "2", "--global-batch", "64", "--json",
                           "--from-run", log).json  # fmt: skip
         assert planned["step_s"] == pytest.approx(step_s)
