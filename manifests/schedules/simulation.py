@@ -67,8 +67,8 @@ class StageCosts:
 
 def _check_lengths(times: Mapping[str, Sequence[float]]) -> None:
     if len(set(map(len, times.values()))) != 1:
-        found = ", ".join(f"{len(seconds)} {name}" for name, seconds in times.items())
-        problem = f"expected the same number of stages in each, found {found} times"
+        counts = ", ".join(f"{len(seconds)} {name}" for name, seconds in times.items())
+        problem = f"expected the same number of stages in each, found {counts} times"
         raise ScheduleError("costs", problem, code="schedule.invalid-costs")
 
 

@@ -13,11 +13,12 @@ use its links.
 
 # Note [Attention with a mask]
 A part of a row attends to the whole row with a mask, for which there is no FlashAttention; so do heads with ulysses,
-and rows with `--document-mask`. Measured once, by hand, on an H100 on 2026-11-26, forward and backward in bfloat16, with heads of 128, the parts of a row one after the other. Of
-8,192 tokens, with 16 heads, 2 of keys: 2.36 ms with a causal flag, and 7.6 ms with masks for 2 ranks, 8.8 ms for 4. Of
-32,768 tokens, with 8 heads, 1 of keys: 13.8 ms, and 62 ms with masks. The default efficiency is that of steps with
-FlashAttention, so attention's FLOPs have its time already, and a mask adds the difference: 5.2, 6.4 and 48 ms, which
-are 1.0, 1.3 and 1.2 times what those FLOPs take at 326 TFLOP/s, 5.1, 5.1 and 40 ms. So their time is multiplied by 2.2.
+and rows with `--document-mask`. Measured once, by hand, on an H100 on 2026-11-26, forward and backward in bfloat16,
+with heads of 128, the parts of a row one after the other. Of 8,192 tokens, with 16 heads, 2 of keys: 2.36 ms with a
+causal flag, and 7.6 ms with masks for 2 ranks, 8.8 ms for 4. Of 32,768 tokens, with 8 heads, 1 of keys: 13.8 ms, and 62
+ms with masks. The default efficiency is that of steps with FlashAttention, so attention's FLOPs have its time already,
+and a mask adds the difference: 5.2, 6.4 and 48 ms, which are 1.0, 1.3 and 1.2 times what those FLOPs take at 326
+TFLOP/s, 5.1, 5.1 and 40 ms. So their time is multiplied by 2.2.
 """
 
 from __future__ import annotations
