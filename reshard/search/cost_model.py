@@ -201,9 +201,9 @@ class CostModel:
     ) -> list[tuple[int, int]]:
         """Return the bytes of a microbatch's activations, and the temporary ones, of each of `_profiles`."""
         memory = self._kinds_memory(policy, tensor, context, shard, 1, microbatch, recompute)
-        kept = {kind: (each.activations, each.temporary) for kind, each in memory.items()}
+        sizes = {kind: (each.activations, each.temporary) for kind, each in memory.items()}
         return [
-            (sum(count * kept[kind][0] for kind, count in kinds), max(kept[kind][1] for kind, _ in kinds))
+            (sum(count * sizes[kind][0] for kind, count in kinds), max(sizes[kind][1] for kind, _ in kinds))
             for _, kinds in self._profiles(spec)
         ]
 
