@@ -4,9 +4,10 @@
 Gradients of inputs, then those of weights (zero bubble): the same products, but what the first part saves for the
 second stays in memory, the graph is walked for each weight, and another pass reads what the one before had in its
 cache. Measured by hand, without a result file, with torch's split of Llama layers, against whole backwards in turn with
-them: on a CPU core in float32, of widths 256 to 1,024 and 128 to 512 tokens, 1.03 to 1.32 times as long, 1.14 in the
-median; once on an H100, on 2026-11-26, in bfloat16, of widths 2,048 to 8,192 and 2,048 to 8,192 tokens, 1.5 to 2.4 ms
-longer for each layer, which is 6 to 45 % where a layer computes for more than 3 ms.
+them: in processor time of a busy CPU core, in float32, of widths 256 to 1,024 and 128 to 512 tokens, 1.03 to 1.32 times
+as long, 1.14 in the median; once on an H100 with torch 2.11, on 2026-11-26, in bfloat16, of widths 2,048 to 8,192 and
+2,048 to 8,192 tokens, 1.5 to 2.4 ms longer for each layer (3.8 ms at a width of 1,024), which is 6 to 45 % where a
+layer computes for more than 3 ms.
 """
 
 from __future__ import annotations
