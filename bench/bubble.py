@@ -73,7 +73,7 @@ def make_layers_wait(wait_s: float) -> None:
             return gradient
 
     def wait(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
-        return Wait.apply(output) if type(module).__name__.endswith("TransformerBlock") else None
+        return Wait.apply(output) if type(module).__name__.endswith("DecoderLayer") else None
 
     register_module_forward_hook(wait)
 

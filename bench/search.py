@@ -113,6 +113,7 @@ def measure(case: Case, num_steps: int, num_turns: int, scratch: Path, end_s: fl
             (log / DONE).write_text(json.dumps(load))
         loads.append(json.loads((log / DONE).read_text()))
         seconds = _step_s(log, case)
+        assert seconds >= 3 * case.wait_s * case.num_layers * case.global_batch / case.num_ranks, "layers did not wait"
         print(turn, number, round(seconds, 3), loads[-1], file=sys.stderr, flush=True)
         fastest[number] = min(fastest.get(number, (seconds, log)), (seconds, log))
     for number, trial in enumerate(case.trials):
