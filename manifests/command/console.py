@@ -14,6 +14,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from manifests.command.neighbors import usage_error
@@ -89,6 +90,7 @@ def run_cli(
     def act() -> int:
         try:
             begin()
+            _refuse_empty(sys.argv[1:])
             cli()
         except refusal as caught:
             error: Any = caught
@@ -104,6 +106,14 @@ def run_cli(
         return 0
 
     run_command(act, is_json=is_json)
+
+
+def _refuse_empty(words: Sequence[str]) -> None:
+    """Refuse a flag without a value, as a shell writes `--out "$OUT"` where the variable is not set: not a path of ."""
+    for flag, word in pairwise(words):
+        if flag.startswith("--") and len(flag) > 2 and "=" not in flag and not word:
+            problem, hint = "expects a value, found none", "give one; if it is a variable's, the variable is not set"
+            raise UsageError(flag, problem, hint, code="usage.arguments")
 
 
 def _moved(error: Any) -> UsageError | None:

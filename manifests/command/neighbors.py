@@ -14,6 +14,8 @@ _LAYOUT = "the pipeline ranks of the packed layout: reshard pack MODEL --layout 
 _DEGREES = {
     "--dp": "--dp-replicate N (copies), or --dp-shard N (FSDP)",
     "--fsdp": "--dp-shard N, or auto",
+    "--zero": "--dp-shard N, or auto",
+    "--deepspeed": "--dp-shard N, or auto",
     "--tensor-parallel-size": "--tp N",
     "--tensor-model-parallel-size": "--tp N",
     "--expert-parallel-size": "--ep N",
@@ -23,6 +25,7 @@ _TRAINING = {
     "--bf16": "--dtype bf16; with --master-dtype fp32 for mixed precision",
     "--fp16": "--dtype bf16 (or fp32)",
     "--mixed-precision": "--dtype bf16 --master-dtype fp32",
+    "--precision": "--dtype bf16 --master-dtype fp32",
     "--torch-dtype": "--dtype bf16, or fp32",
     "--batch-size": "--global-batch SEQUENCES (of a step), and --microbatch SEQUENCES",
     "--global-batch-size": "--global-batch SEQUENCES",
@@ -30,6 +33,7 @@ _TRAINING = {
     "--micro-batch-size": "--microbatch SEQUENCES",
     "--per-device-train-batch-size": "--microbatch SEQUENCES",
     "--gradient-accumulation-steps": "--global-batch SEQUENCES: microbatches follow from --microbatch",
+    "--grad-accum": "--global-batch SEQUENCES: microbatches follow from --microbatch",
     "--learning-rate": "--lr RATE",
     "--epochs": "--steps N: data starts again when it ends",
     "--num-epochs": "--steps N: data starts again when it ends",
@@ -43,6 +47,7 @@ _TRAINING = {
     "--checkpoint-dir": "--checkpoint DIR",
     "--save-interval": "--checkpoint-every N",
     "--save-steps": "--checkpoint-every N",
+    "--save-every": "--checkpoint-every N",
     "--save-total-limit": "--keep N",
     "--resume-from-checkpoint": "--resume auto, step-N or DIR",
     "--load": "--resume DIR, or --checkpoint DIR --resume auto for the run's own; --loading rows or broadcast",
@@ -50,6 +55,9 @@ _TRAINING = {
     "--no-pack": "--no-packing",
     "--host-memory": "--allocator auto, fast or compact",
     "--logging-steps": "--log-every N",
+    "--log-interval": "--log-every N",
+    "--report-to": "--wandb, or --tensorboard",
+    "--wandb-project": "--wandb: the variable WANDB_PROJECT names the project",
     "--seq-length": "--seq-len TOKENS",
     "--max-length": "--seq-len TOKENS",
     "--max-seq-length": "--seq-len TOKENS",
@@ -59,6 +67,7 @@ _TRAINING = {
     "--warmup-ratio": "--warmup-steps N",
     "--num-warmup-steps": "--warmup-steps N",
     "--lr-warmup-iters": "--warmup-steps N",
+    "--lr-scheduler": "--decay constant, linear, cosine or sqrt",
     "--lr-scheduler-type": "--decay constant, linear, cosine or sqrt",
     "--lr-decay-style": "--decay constant, linear, cosine or sqrt",
     "--adam-beta1": "--beta1 NUMBER",
@@ -76,6 +85,12 @@ _TRAINING = {
     "--pipeline-model-parallel-size": _LAYOUT,
     "--context-parallel-size": "--cp N",
     **_DEGREES,
+}
+_LAUNCHING = {
+    "--gpus": "--nproc-per-node N, before --",
+    "--num-gpus": "--nproc-per-node N, before --",
+    "--num-processes": "--nproc-per-node N, before --",
+    "--num-nodes": "--nnodes N, before --",
 }
 _PACKING = {
     "--bf16": "--dtype bf16",
@@ -116,6 +131,7 @@ _VERBS = {
     "export": "reshard export MANIFEST --to hf --out DIR",
     "merge": "reshard merge BASE ADAPTER --out DIR",
     "run": "runner launch MANIFEST -- --data PATH --steps N",
+    "start": "runner launch MANIFEST -- --data PATH --steps N",
     "resume": "runner launch MANIFEST -- --data PATH --checkpoint DIR --resume auto",
     "evaluate": "runner eval",
     "stop": "runner cancel",
@@ -125,11 +141,11 @@ _VERBS = {
     "pack": "reshard pack SOURCE --layout pp=N --out DIR",
     "plan": "reshard plan MODEL --layout pp=N",
 }
-_VALUES = {"gpu": "cuda", "fp16": "bf16", "half": "bf16"}
+_VALUES = {"gpu": "cuda", "fp16": "bf16", "half": "bf16", "safetensors": "hf", "huggingface": "hf"}
 DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NEIGHBORS: Mapping[str, Mapping[str, str]] = {
     "reshard": {**_TRAINING, **_PACKING, **_VERBS},
-    "runner": {**_TRAINING, **_VERBS},
+    "runner": {**_TRAINING, **_LAUNCHING, **_VERBS},
 }
 # What to add where a parameter is missing: of a command, or of all that have it.
 _REQUIRED = {
@@ -153,6 +169,7 @@ _EXTRA = {
     "reshard export": "the output follows --out",
     "reshard verify": "--against SOURCE compares with another checkpoint; so does reshard diff A B",
     "runner eval": "text follows --data",
+    "runner launch": "training data follows --: runner launch MANIFEST -- --data PATH",
     "runner launch MANIFEST --": "training data follows --data",
 }
 _DASHES, _QUOTES = "\u2010\u2011\u2012\u2013\u2014\u2212", "\u2018\u2019\u201c\u201d"
@@ -196,8 +213,9 @@ def _answer(word: str, path: str, words: set[str]) -> str:
     if answer := table.get(plain):
         if not word.startswith("-"):
             return answer
-        if path.startswith("runner launch") or {*re.findall(r"--[a-z0-9-]+", answer)} <= words:
-            return f"use {answer}" + (", after --" if path == "runner launch" else "")
+        is_here = {*re.findall(r"--[a-z0-9-]+", answer)} <= words
+        if path.startswith("runner launch") or is_here:
+            return f"use {answer}" + (", after --" if path == "runner launch" and not is_here else "")
     is_flag = word.startswith("-")
     bare = {known.lstrip("-"): known for known in sorted(words) if known.startswith("-") >= is_flag}
     begun = [known for name, known in bare.items() if name.startswith(plain.lstrip("-"))]
@@ -224,9 +242,12 @@ def _in_our_words(problem: str, path: str) -> tuple[str, str]:
         listed = f"{', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else choices[0]
         return f"expected {listed}, found {match[1]}", f"did you mean {close[0]}?" if close else ""
     if match := re.fullmatch(r"('.*') is not a valid (integer|number|float)", problem):
-        return f"expected a {'whole ' * (match[2] == 'integer')}number, found {match[1]}", ""
+        whole = re.fullmatch(r"'(\d+(?:,\d{3})+|\d+\.0+|\d+e\d)'", match[1])  # 1,000 or 1e3
+        hint = f"write {float(whole[1].replace(',', '')):.0f}" if whole and match[2] == "integer" else ""
+        return f"expected a {'whole ' * (match[2] == 'integer')}number, found {match[1]}", hint
     if match := re.fullmatch(r"(.*) is not in the range (.*)", problem):
-        limits = re.sub(r"(.+)<=x<=(.+)", r"\1 to \2", re.sub(r"(.+)<=x<(?!=)(.+)", r"from \1 to below \2", match[2]))
+        limits = re.sub(r"(.+)<x<=(.+)", r"more than \1, up to \2", match[2])
+        limits = re.sub(r"(.+)<=x<=(.+)", r"\1 to \2", re.sub(r"(.+)<=x<(?!=)(.+)", r"from \1 to below \2", limits))
         limits = re.sub(r"x>=(.+)", r"\1 or more", re.sub(r"x>(?!=)(.+)", r"more than \1", limits))
         return f"expected {limits}, found {match[1]}", ""
     if match := re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", problem):

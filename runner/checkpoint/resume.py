@@ -220,6 +220,8 @@ def _named(source: str, history: Path | None) -> Path:
         checkpoints = find_checkpoints(folder) or (find_checkpoints(history) if history else ())
         there = ", ".join(path.name for path in checkpoints[:5])
         hint = "the checkpoint was never finished" if folder.exists() else "check the path for typos"
+        if source in ("latest", "last", "newest", "true", "yes"):
+            hint = "--resume auto takes the newest checkpoint of --checkpoint"
         hint = f"found {there}" if there else hint
         raise CheckpointError(
             f"--resume {source}", f"no {MANIFEST_NAME} in {folder}", hint, code="resume.no-checkpoint"

@@ -119,9 +119,12 @@ def read_job_file(path: Path, kinds: Mapping[str, FlagKind]) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise LaunchError(str(path), f"cannot be read: {error.strerror}", code="launch.job-file") from error
+        raise LaunchError(
+            str(path), f"cannot be read: {error.strerror}", "check the path for typos", code="launch.job-file"
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise LaunchError(str(path), f"is not TOML: {error}", code="launch.job-file") from error
+        hint = "write lines such as lr = 1e-3, below [training]; docs/cluster.md has a whole file"
+        raise LaunchError(str(path), f"is not TOML: {error}", hint, code="launch.job-file") from error
     training = document.pop("training", {})
     if not isinstance(training, Mapping):
         raise LaunchError(f"{path}: training", "expected a table of the flags that follow --", code="launch.job-file")

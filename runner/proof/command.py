@@ -13,6 +13,7 @@ import click
 
 from manifests.errors import UsageError, printable
 from manifests.invariants import MANIFEST_NAME
+from manifests.store import read_small_file
 from runner.bundle.packed import opened
 from runner.config.command import BeforeTraining
 from runner.config.declared import WholeNumber
@@ -120,6 +121,7 @@ def _prove_dump(
     model: str, against: Path, tolerance: float | None, device: Device, *, is_json: bool, is_quiet: bool
 ) -> int:
     check_device(device)
+    read_small_file(against / "step.json")  # before torch is imported, which takes seconds
     import torch
 
     from runner.proof.against import compare_dump, read_dump

@@ -148,6 +148,27 @@ MISTAKES = (
     ("reshard merge model", "ADAPTER", "PEFT"),
     ("reshard sign pp2", "--key", "docs/signing.md"),
     ("reshard push pp2", "ORG/NAME", "my-org"),
+    # Units, empty variables, and words of other launchers.
+    ("reshard plan model --gpus 8 --gpu-memory 81559", "--gpu-memory", "write 81559MB"),
+    ("reshard plan model --gpus 8 --gpu-memory 80 GB", "--gpu-memory", "80GB"),
+    ("reshard plan model --gpus 8 --gpu-memory 80GB --efficiency 33", "--efficiency: expected more than 0", "--help"),
+    ("reshard pack model --layout pp=2 --out ''", "--out: expects a value, found none", "variable"),
+    (f"{LAUNCH} --data ''", "--data: expects a value, found none", "variable"),
+    ("reshard pack model --layout pp=2 --out x --drop lm_heda", "--drop", "did you mean lm_head?"),
+    ("reshard export pp2 --to safetensors --out x", "--to", "did you mean hf?"),
+    (f"{TRAIN} --steps 1e3", "--steps: expected a whole number", "write 1000"),
+    (f"{TRAIN} --steps 1,000", "--steps: expected a whole number", "write 1000"),
+    (f"{TRAIN} --resume latest", "--resume latest", "--resume auto"),
+    (f"{TRAIN} --save-every 5", "--save-every", "--checkpoint-every"),
+    (f"{TRAIN} --lr-scheduler cosine", "--lr-scheduler", "--decay"),
+    (f"{TRAIN} --log-interval 5", "--log-interval", "--log-every"),
+    (f"{TRAIN} --report-to wandb", "--report-to", "--wandb"),
+    (f"{TRAIN} --gpus 2", "--gpus", "--nproc-per-node N, before --"),
+    ("runner launch pp2 --gpus 2 -- --data text.txt", "--gpus", "--nproc-per-node"),
+    ("runner launch pp2 text.txt", "unexpected: text.txt", "--data"),
+    ("runner launch --job job.yaml", "job.yaml: is not TOML", "[training]"),
+    ("runner start pp2", "start", "runner launch"),
+    ("runner prove pp2 --against nowhere", "nowhere/step.json", "typos"),
 )  # fmt: skip
 
 
@@ -162,6 +183,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bad.jsonl").write_text("not json\n")
     (folder / "table.csv").write_text("a,b\n")
     (folder / "job.toml").write_text("lr = 1\n")
+    (folder / "job.yaml").write_text("lr: 1\n")
     for name in ("lfs", "empty"):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text((folder / "model" / "config.json").read_text() * (name == "lfs"))
