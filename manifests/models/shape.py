@@ -86,7 +86,9 @@ class ModelShape:
     # How many tensors of its module, all alike, a tensor stands for, where it is not one: in estimates for GPUs.
     copies: Mapping[str, int] = field(default_factory=dict)
     base: str = ""  # what files of the model without its head leave out in front of every name
+    # What a plan asks for several times, of up to a hundred thousand tensors.
     _owned: dict[str, tuple[str, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _experts: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     __repr__ = brief
 
@@ -104,14 +106,13 @@ class ModelShape:
 
     def count_experts(self) -> Mapping[str, int]:
         """Return how many experts each module has."""
-        counts: dict[str, int] = {}
-        for fqn, shape in self.tensors.items():
+        for fqn, shape in () if self._experts else self.tensors.items():
             if match := _EXPERTS.search(fqn):
                 number = fqn[match.end() :].partition(".")[0]
                 count = int(number) + 1 if number.isdecimal() else shape[0]
                 module = fqn[: match.end(1)]
-                counts[module] = max(counts.get(module, 0), count)
-        return counts
+                self._experts[module] = max(self._experts.get(module, 0), count)
+        return self._experts
 
     def train_flops(self, seq_len: int) -> int:
         """Return the FLOPs of one token's forward and backward pass through the whole model."""
@@ -126,7 +127,7 @@ class ModelShape:
 
     def by_module(self) -> Mapping[str, tuple[str, ...]]:
         """Return the FQNs of each module's tensors, in the order of `tensors`."""
-        if not self._owned:  # a plan asks several times, and a model has up to a hundred thousand tensors
+        if not self._owned:
             fqns_of: dict[str, list[str]] = {module: [] for module in self.modules}
             for fqn in self.tensors:
                 module = module_of(fqn, fqns_of)
@@ -140,13 +141,17 @@ class ModelShape:
         assert self.optional.issuperset(modules), modules
         if not modules:
             return self
-        return replace(
+        rest = {module: fqns for module, fqns in self.by_module().items() if module not in modules}
+        gone = {fqn for module in modules for fqn in self.by_module().get(module, ())}
+        shape = replace(
             self,
-            modules=tuple(module for module in self.modules if module not in modules),
-            tensors={fqn: shape for fqn, shape in self.tensors.items() if module_of(fqn, modules) is None},
+            modules=tuple(rest),
+            tensors={fqn: dims for fqn, dims in self.tensors.items() if fqn not in gone},
             optional=self.optional.difference(modules),
             work={module: work for module, work in self.work.items() if module not in modules},
         )
+        shape._owned.update(rest)
+        return shape
 
 
 @lru_cache(maxsize=1 << 17)

@@ -15,7 +15,7 @@ from manifests.models.config import CONFIG_NAME
 from manifests.models.generic_limits import check_fields, check_positions
 from manifests.models.trainable import check_trainable, find_family, generic_entry
 from reshard.estimate.assumptions import Assumptions, Policy
-from reshard.estimate.costs import costs_of
+from reshard.estimate.costs import times_of
 from reshard.formats.open import config_of
 from reshard.layouts.model import inventory_of_modules
 from reshard.packing.plan import model_name, open_model
@@ -92,14 +92,13 @@ def find_layouts(
     check_positions(shape.architecture, ConfigReader(config, CONFIG_NAME), request.seq_len)
     extra = tuple(module for module in shape.modules if module in shape.optional)  # such as MTP layers
     shape = shape.without(extra)
-    sizes = {fqn: tensor.nbytes for fqn, tensor in checkpoint.tensors.items()}
     costs = CostModel(shape, config, request)
     space = Space(
         shape=shape, kinds=costs.kinds, config=config, request=request, is_described=is_described,
         is_own=is_described or find_family(shape.architecture) is not None,
         inventory=inventory_of_modules(shape.modules, shape.num_layers),
         # A pack solves for a layout with the sequences that plans assume by default.
-        costs=costs_of(shape, seq_len=Assumptions().seq_len, nbytes=sizes),
+        costs={"time": {module: time.total for module, time in times_of(shape, Assumptions().seq_len).items()}},
     )  # fmt: skip
     policies: Sequence[Policy] = (request.fixed["policy"],) if "policy" in request.fixed else _POLICIES
     choices, best = list[Choice](), tuple[Choice, ...]()
