@@ -139,7 +139,8 @@ class Metrics:
                 + ("" if report.mtp_loss is None else f"  MTP loss {report.mtp_loss:.6f}")
                 + f"  grad norm {report.grad_norm:.4f}"
                 f"  lr {report.lr:.3g}  {rate:,.0f} tokens/s"
-                + "".join(f"  MFU {mfu:.1%}" for mfu in utilization.values()),
+                + "".join(f"  MFU {mfu:.1%}" for mfu in utilization.values())
+                + f"  peak {show_bytes(peak_nbytes)}",
             )
 
     def evaluation(self, step: int, loss: float, num_tokens: int, num_skipped: int | None = None) -> None:
