@@ -213,6 +213,7 @@ def test_what_a_killed_pack_left_is_removed_and_files_of_others_are_refused(tmp_
     assert (tmp_path / ".out.init" / "mine").read_text() == "mine"
 
 
+@pytest.mark.usefixtures("forked_build")
 def test_shard_that_changes_after_it_is_initialized_is_not_packed(tmp_path: Path) -> None:
     source, options = tmp_path / "config.json", options_for(tmp_path / "out")
     source.write_text(json.dumps({**llama_config(), "dtype": None, "torch_dtype": "float16"}))
@@ -243,6 +244,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.usefixtures("forked_build")
 def test_folder_that_cannot_be_written_is_not_a_fault_of_the_config(tmp_path: Path) -> None:
     config = llama_config()
     names = build(config["architectures"][0], config)[1]

@@ -50,6 +50,7 @@ def test_plan_of_a_config_alone_counts_every_parameter(tmp_path: Path) -> None:
     assert ended.json["assumed"]["work"] == "estimated"
 
 
+@pytest.mark.usefixtures("forked_build")
 @pytest.mark.parametrize(
     ("field", "value", "code"),
     [

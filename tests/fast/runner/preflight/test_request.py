@@ -17,7 +17,7 @@ from runner.config.flags import parse_training, recall
 from runner.config.loss import BalanceOptions
 from runner.preflight.combinations import balance_flags, check_balance, expert_notes
 from runner.preflight.preflight import check_length, is_less_than_a_step, notes
-from tests.builders import llama_config, pack, without_file, write_model
+from tests.builders import edit_manifest, llama_config, pack, without_file, write_model
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.models.decoders import save_decoder
 from tests.fast.trained import write_trained
@@ -232,7 +232,8 @@ def test_biases_of_new_weights_move_by_the_rate_of_deepseek_v3(
 
 def test_ranks_are_launched_with_the_rate_of_new_weights(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "DeepseekV3ForCausalLM", num_hidden_layers=2)
-    pack(tmp_path / "model" / "config.json", tmp_path / "new", "pp=1", "--init", "0")
+    pack(tmp_path / "model", tmp_path / "new", "pp=1")
+    edit_manifest(tmp_path / "new", lambda document: document["source"].update(kind="init"))
     words = ["launch", str(tmp_path / "new"), "--dry-run", "--quiet", "--", "--data", "synthetic"]
     for flags in ((), ("--lora-rank", "2")):
         done = CliRunner().invoke(cli, [*words, *flags])
