@@ -4,7 +4,8 @@
 A process that locks a prefix records there, before it writes the first object, the names that it will write (see
 `CompletedObjects`), after checking that none of them exists, and those of objects that earlier writers left
 unfinished. Objects that are recorded so are removed by the next writer; a prefix that has others is refused. An output
-that is finished is never replaced: its objects would be overwritten one by one.
+that is finished is never replaced: its objects would be overwritten one by one. Whether it is finished is looked at
+again once the lock is taken over: its writer may have committed it meanwhile, and then removed its record.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Self
 
 from manifests.digest import digest_bytes
 from manifests.errors import OutputError, Parameter
+from manifests.invariants import MANIFEST_NAME
 from stores.base import LOCK_NAME, PROGRESS_NAME
 from stores.folders.lock import Process
 from stores.folders.owned import foreign_error
@@ -52,6 +54,11 @@ def unfinished_objects(
     elif foreign := sorted(others.keys() - recorded):
         raise foreign_error(client.url, foreign)
     return frozenset(others)
+
+
+def has_ended(before: Collection[str], now: Collection[str]) -> bool:
+    """Return whether the writer of an unfinished output has finished or removed it between two listings."""
+    return MANIFEST_NAME in now or (PROGRESS_NAME in before and PROGRESS_NAME not in now)
 
 
 def new_lock() -> bytes:

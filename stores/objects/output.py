@@ -23,6 +23,7 @@ from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks
 from stores.objects.client import ObjectEntry, ObjectWriter, ObstoreClient, open_writable, remove_objects
 from stores.objects.lock import (
     CompletedObjects,
+    has_ended,
     new_lock,
     read_progress,
     unfinished_objects,
@@ -52,11 +53,7 @@ def open_output(url: str, *, force: bool = False, wanted: Collection[str] = (), 
     recorded = record.names if record else frozenset[str]()
     unfinished = record if record and plan and record.plan == plan else None
     takes_over = force or (unfinished is not None and unfinished.is_over(before))
-
-    def removable(listed: Mapping[str, ObjectEntry]) -> frozenset[str]:
-        return unfinished_objects(client, listed, recorded, is_unfinished=is_unfinished, takes_over=takes_over)
-
-    removable(listed)
+    unfinished_objects(client, listed, recorded, is_unfinished=is_unfinished, takes_over=takes_over)
     lock = new_lock()
     if LOCK_NAME in listed:
         client.put(LOCK_NAME, lock)
@@ -70,14 +67,15 @@ def open_output(url: str, *, force: bool = False, wanted: Collection[str] = (), 
         return target
     target = ObjectTarget(client, lock)
     try:
-        listed_now = list_objects(client)
-        abandoned = removable(listed_now)  # some may have come before the lock
+        listed_now = list_objects(client)  # some may have come before the lock, and its writer may have finished
+        is_unfinished = is_unfinished and not has_ended(listed, listed_now)
+        abandoned = unfinished_objects(client, listed_now, recorded, is_unfinished=is_unfinished, takes_over=takes_over)
         progress = CompletedObjects(plan, lock, {*wanted, *abandoned})  # no kill may make these names forgotten
         completed = unfinished.completed(listed_now) if unfinished is not None else {}
         if progress.names:
             progress.add(client, completed)
     except BaseException:
-        if LOCK_NAME not in listed:  # otherwise the lock is kept, and the completed objects with it
+        if not is_unfinished:  # otherwise the lock is kept, and the completed objects with it
             target.abort()
         raise
     target = ObjectTarget(client, lock, progress, completed)

@@ -161,6 +161,37 @@ def test_objects_that_came_before_the_lock_are_refused_and_kept(
     assert moto.objects(BUCKET, "between/") == theirs
 
 
+@pytest.mark.parametrize("last", ["manifest.json", "config.json"])
+@pytest.mark.parametrize("ending", ["finished", "manifest written", "removed"])
+def test_writer_that_ends_just_before_it_is_taken_over_keeps_what_it_has_finished(
+    moto: MotoServer, monkeypatch: pytest.MonkeyPatch, last: str, ending: str
+) -> None:
+    """The first writer ends after the second has found its output unfinished, and before that has the lock."""
+    name = f"ends/{ending.replace(' ', '-')}/{last}"
+    url, wanted = url_of(name), {"model.safetensors", last}
+    first = open_output(url, wanted=wanted)
+    write(first, "model.safetensors", data := shard(MIB))
+
+    def lock_of_the_second() -> bytes:
+        if ending == "removed":
+            first.abort()
+        elif ending == "finished":
+            first.commit(MANIFEST, last)
+        else:  # its lock and its record are still there
+            moto.client().put_object(Bucket=BUCKET, Key=f"{name}/manifest.json", Body=MANIFEST)
+        return new_lock()
+
+    monkeypatch.setattr(object_output, "new_lock", lock_of_the_second)
+    if ending == "removed":
+        with open_output(url, force=True, wanted=wanted) as second:
+            write(second, "model.safetensors", data)
+            second.commit(MANIFEST, last)
+    else:
+        assert refusal(lambda: open_output(url, force=True, wanted=wanted)) == ("output.exists", url)
+    finished = last if ending != "manifest written" else "manifest.json"
+    assert moto.objects(BUCKET, f"{name}/") == {f"{name}/model.safetensors": data, f"{name}/{finished}": MANIFEST}
+
+
 def test_second_writer_is_refused_until_the_first_has_ended(moto: MotoServer) -> None:
     url = url_of("contended")
     with open_output(url) as target:
