@@ -44,7 +44,8 @@ _OF_VERSION = re.compile(r"\.v\d{6,}(?:_\d+)?$")
 class ApplyResult:
     """The version that a folder has now, and had `before`; None: it was empty.
 
-    `is_recorded`: the chain has the digest of the whole state, as chains of others have not.
+    `is_recorded`: the chain has the digest of the whole state, as chains of others have not. `is_resumed`: an earlier
+    call was killed as it switched to the version of `before`, and this one has finished that.
 
     Units: bytes written to shards, and read of the folder and the chain, headers apart; seconds for the verification of
     tensors that stayed as they were, and for hashing the folder's, if its headers have no digests.
@@ -61,6 +62,7 @@ class ApplyResult:
     read_nbytes: int
     verified_nbytes: int
     verify_s: float
+    is_resumed: bool = False
 
 
 def apply_delta(
@@ -96,7 +98,7 @@ def apply_delta(
     number = wanted.number
     folder, work = Path(to), Work(Path(to))
     with writing_to(str(folder)), work.locked():
-        work.switch()
+        is_resumed = work.switch()
         began_s = time.monotonic()
         present, before, hashed = _present(folder)
         hash_s = time.monotonic() - began_s
@@ -108,7 +110,7 @@ def apply_delta(
         _check_space(folder, plan.shards, work.nbytes)
         done = _carry_out(plan, target, work, wanted, before, (parallelism or Parallelism()).computing(), progress)
         shutil.rmtree(work.deltas, ignore_errors=True)
-        return replace(done, verify_s=hash_s + done.verify_s)
+        return replace(done, verify_s=hash_s + done.verify_s, is_resumed=is_resumed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

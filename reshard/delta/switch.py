@@ -90,10 +90,10 @@ class Work:
         sync_folder(self.new)
         write_file(self.record, json.dumps(record).encode())
 
-    def switch(self) -> None:
-        """Carry out the switch that is recorded, if there is one, from wherever it was interrupted."""
+    def switch(self) -> bool:
+        """Carry out the switch that is recorded, from wherever it was interrupted; return whether there was one."""
         if not self.record.is_file():
-            return
+            return False
         record = self._read_record()
         self._move(record["shards"])
         if record["auxiliary"] or not all(name.endswith(".safetensors") for name in record["removed"]):
@@ -105,6 +105,7 @@ class Work:
         shutil.rmtree(self.new, ignore_errors=True)
         (self.folder / "journal").unlink(missing_ok=True)
         self.record.unlink()
+        return True
 
     def _read_record(self) -> dict[str, list[str]]:
         where = str(self.record)

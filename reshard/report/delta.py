@@ -28,17 +28,18 @@ def publish_text(done: PublishResult) -> str:
         return f"nothing has changed since version {done.number}: {done.location}"
     if done.is_full:
         return f"published version {done.number}, full, {show_bytes(done.nbytes)}: {done.location}"
-    changed = (
-        f"{done.num_changed} of {counted(done.num_tensors, 'tensor')} changed, in {show_bytes(done.changed_nbytes)}"
-    )
-    return f"published version {done.number}, {changed}; the delta has {show_bytes(done.nbytes)}: {done.location}"
+    changed = f"{done.num_changed} of {counted(done.num_tensors, 'tensor')} changed"
+    how = f"{show_bytes(done.changed_nbytes)} of their bytes differ, stored as a delta of {show_bytes(done.nbytes)}"
+    return f"published version {done.number}, {changed}: {how}, its headers included: {done.location}"
 
 
 def apply_text(done: ApplyResult) -> str:
     unknown = "" if done.is_recorded else "; the chain has checksums of changed tensors, and no digest of the rest"
     if done.before == done.number and not done.num_changed:
-        return f"version {done.number}, as before: {done.location}"
+        how = "whose interrupted switch is finished now" if done.is_resumed else "as before"
+        return f"version {done.number}, {how}: {done.location}"
     since = "" if done.before is None else f", from version {done.before}"
+    since += ", whose interrupted switch was finished first" if done.is_resumed else ""
     changed = f"{done.num_changed} of {counted(done.num_tensors, 'tensor')} changed"
     written = f"{show_bytes(done.write_nbytes)} written, {show_bytes(done.read_nbytes)} read"
     return f"version {done.number}{since}: {changed}, {written}{unknown}: {done.location}"

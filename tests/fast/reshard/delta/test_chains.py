@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import resource
 import shutil
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 import reshard
 from manifests.errors import UserError
 from reshard.delta.apply import apply_delta
+from reshard.report.delta import apply_text
 from tests.builders import (
     INDEX,
     Tensor,
@@ -74,6 +76,32 @@ def test_folder_gets_any_version_from_any_other(
         assert served(tmp_path / "served") == states[number - 1]
         assert not [path for path in (tmp_path / "served/.cache").rglob("*") if path.is_file()]
         before = number
+
+
+@pytest.mark.parametrize("then", [2, 3])
+def test_apply_says_that_it_has_finished_an_interrupted_switch(
+    published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: int
+) -> None:
+    chain, out, move = published[0] / "chain", tmp_path / "served", os.replace
+    apply_delta(chain, out, version=1)
+
+    def interrupted(source: Path, target: Path) -> None:
+        if target == out / INDEX:
+            raise KeyboardInterrupt
+        move(source, target)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        apply_delta(chain, out, version=2)
+    monkeypatch.undo()
+    done = apply_delta(chain, out, version=then)
+    assert (done.number, done.before, done.is_resumed) == (then, 2, True)
+    assert served(out) == published[1][then - 1]
+    what = "is finished now" if then == 2 else "was finished first"
+    assert f"whose interrupted switch {what}" in apply_text(done)
+    again = apply_delta(chain, out, version=then)
+    assert not again.is_resumed
+    assert apply_text(again) == f"version {then}, as before: {out}"
 
 
 def test_versions_are_sources_of_every_command(published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path) -> None:
