@@ -37,9 +37,8 @@ from dataclasses import dataclass, replace
 
 from manifests.brief import brief
 from manifests.models import ModelShape, Work, is_expert, module_of
-from manifests.models.masks import masked_elements
 from manifests.models.mtp import count_borrowed, layer_number, work_where_kept
-from manifests.models.training import FP32_NBYTES, POLICIES, Training
+from manifests.models.training import FP32_NBYTES, POLICIES, Training, masked_elements
 from manifests.placement import Placement
 from manifests.schedules.actions import Table, actions_of
 from manifests.schedules.liveness import num_remote_neighbors, peak_held, peak_held_by_stage, peak_received

@@ -1,4 +1,12 @@
-"""What the memory of a training run depends on: dtypes, microbatches, parallel degrees, activation checkpointing."""
+"""What the memory of a training run depends on: dtypes, microbatches, parallel degrees, activation checkpointing.
+
+# Note [Masks]
+With --cp or --document-mask, attention gets a mask of a byte for each query and key, which every layer keeps in the
+compute dtype until its backward. transformers then repeats keys and values for all heads of queries. With --cp, they
+are those of whole rows, of all heads, or of a part of the heads, whose output is kept twice, by heads and by parts of
+rows (ulysses). Recomputed layers need the mask of their stage. Counted is one kind of mask: models with windows have
+two. Source: `sdpa_attention_forward` of transformers 5.23; `convert_boolean_attn_mask` of torch 2.13.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from manifests.errors import Parameter, UsageError
+from manifests.models.shape import Work
 
 FP32_NBYTES = 4
 Recompute = Literal["none", "full", "selective"] | int  # a number N: every Nth layer
@@ -123,3 +132,12 @@ class Training:
     def norms_save_input(self) -> bool:
         """Whether norms keep their input as it is: if they are several operations, they keep it in float32."""
         return self.is_fused or self.policy.compute == FP32_NBYTES
+
+
+def masked_elements(work: Work, training: Training) -> int:
+    """Return the elements for each token that attention keeps besides with a mask; see Note [Masks]."""
+    if not training.has_masks or not work.flops_per_key:
+        return 0
+    repeated = work.flops_per_key // 2  # the keys and values of a token, for all heads
+    repeated = repeated * 3 // 2 if training.exchanges_heads else repeated * training.context
+    return (repeated - work.keys) // training.tensor + training.keys_per_query

@@ -8,9 +8,16 @@ from manifests.errors import UserError
 from manifests.models import ConfigReader
 from manifests.models.combinations import check_degrees
 from manifests.models.config import CONFIG_NAME
-from manifests.models.generic_limits import check_fields, check_modules, check_positions
 from manifests.models.mtp import MtpLayers, layer_number
-from manifests.models.trainable import check_trainable, find_family, generic_entry, hands_on_trees
+from manifests.models.trainable import (
+    check_fields,
+    check_modules,
+    check_positions,
+    check_trainable,
+    find_family,
+    generic_entry,
+    hands_on_trees,
+)
 from reshard.estimate.training_estimate import Forecast, training_of
 from reshard.formats.open import CONFIG_ONLY, config_of
 from reshard.layouts.model import StageLayout

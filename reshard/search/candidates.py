@@ -12,9 +12,8 @@ from manifests.command import defaults
 from manifests.errors import UserError
 from manifests.models import ModelShape
 from manifests.models.combinations import check_degrees
-from manifests.models.generic_limits import check_modules
 from manifests.models.mtp import MtpLayers
-from manifests.models.trainable import generic_entry
+from manifests.models.trainable import check_modules, generic_entry
 from manifests.models.training import POLICIES, Recompute, Training
 from manifests.module_times import MeasuredTimes
 from manifests.placement import Placement

@@ -12,8 +12,7 @@ from manifests.command.interpreter import collector_paused
 from manifests.errors import Parameter, UsageError, check_count
 from manifests.models import ConfigReader, ModelShape
 from manifests.models.config import CONFIG_NAME
-from manifests.models.generic_limits import check_fields, check_positions
-from manifests.models.trainable import check_trainable, find_family, generic_entry
+from manifests.models.trainable import check_fields, check_positions, check_trainable, find_family, generic_entry
 from reshard.estimate.assumptions import Assumptions, Policy
 from reshard.estimate.costs import times_of
 from reshard.formats.open import config_of

@@ -23,10 +23,11 @@ from manifests.models.adapters import (
     PEFT_CONFIG,
     PEFT_PREFIX,
     PEFT_WEIGHTS,
+    PeftConfig,
     digest_of_base,
+    parse_peft_config,
 )
 from manifests.models.config import CONFIG_NAME
-from manifests.models.peft import PeftConfig, parse_peft_config
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import derive
 from reshard.transforms.casts import FLOATS, cast_tensor

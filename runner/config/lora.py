@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import UsageError
-from manifests.models.adapters import ALL_LINEAR, PEFT_CONFIG, Target, parse_target
-from manifests.models.peft import parse_peft_config
+from manifests.models.adapters import ALL_LINEAR, PEFT_CONFIG, Target, parse_peft_config, parse_target
 from manifests.store import read_small_file
 from runner.config.declared import Number, WholeNumber, flag
 

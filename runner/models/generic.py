@@ -23,9 +23,8 @@ from manifests.errors import InputError, ModelError
 from manifests.models import ARCHITECTURES, ModelShape
 from manifests.models.catalogue import CatalogueEntry
 from manifests.models.config import ConfigReader
-from manifests.models.generic_limits import check_fields, check_modules, check_positions, modules_together
 from manifests.models.mtp import MtpLayers
-from manifests.models.trainable import NARROW
+from manifests.models.trainable import NARROW, check_fields, check_modules, check_positions, modules_together
 from manifests.schema import TieGroup
 from runner.config.lora import LoraOptions
 from runner.config.loss import MTP_WEIGHT

@@ -16,9 +16,8 @@ from manifests.models.combinations import (
     check_heads,
     constant_length,
 )
-from manifests.models.generic_limits import check_fields, check_modules, check_positions
 from manifests.models.mtp import MtpLayers
-from manifests.models.trainable import generic_entry
+from manifests.models.trainable import check_fields, check_modules, check_positions, generic_entry
 from manifests.schema import Manifest, TrainingState
 from runner.bundle.packed import Packed, check_tokenizer, open_packed
 from runner.checkpoint.adapter_record import check_adapters, check_launched

@@ -194,7 +194,6 @@ def test_code_below_the_commands_names_parameters_of_the_api() -> None:
 # Rules of training's flags, which `runner launch` refuses by, and the search for layouts keeps.
 OF_TRAINING = (
     "manifests/models/combinations.py",
-    "manifests/models/generic_limits.py",
     "manifests/models/trainable.py",
     "manifests/optimizer_groups.py",
 )

@@ -11,9 +11,8 @@ import pytest
 
 from manifests.errors import UserError
 from manifests.models import model_shape
-from manifests.models.adapters import adapter_sizes, matches_target, parse_target
+from manifests.models.adapters import adapter_sizes, matches_target, parse_peft_config, parse_target
 from manifests.models.memory import estimate_memory
-from manifests.models.peft import parse_peft_config
 from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
 from manifests.schedules.tables import schedule_table
