@@ -152,22 +152,7 @@ def entry_of(architecture: str) -> CatalogueEntry | None:
 
 
 def make_entry(architecture: str, table: Mapping[str, Any]) -> CatalogueEntry:
-    fields: dict[str, Any] = {**table, "architecture": architecture}
-    for name in (
-        "inputs",
-        "outputs",
-        "count",
-        "width",
-        "buffers",
-        "float32",
-        "ignored",
-        "spare",
-        "towers",
-        "per_key",
-        "carried",
-    ):
-        if name in fields:
-            fields[name] = tuple(fields[name])
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
     fields["outside"] = frozenset(fields.get("outside", ()))
     fields["kinds"] = tuple(frozenset(names) for names in fields.get("kinds", ()))
     fields["places"] = {int(kind): place for kind, place in fields.get("places", {}).items()}
@@ -178,7 +163,7 @@ def make_entry(architecture: str, table: Mapping[str, Any]) -> CatalogueEntry:
         for pattern, name, more, absent in fields.get("numbered", ())
     )
     fields["switches"] = tuple(_switch(switch) for switch in fields.get("switches", ()))
-    return CatalogueEntry(**fields)
+    return CatalogueEntry(architecture=architecture, **fields)
 
 
 def _switch(document: Mapping[str, Any]) -> Switch:

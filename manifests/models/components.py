@@ -57,9 +57,11 @@ def linear(inputs: int, outputs: int, *, bias: bool = False) -> Component:
 
 
 def attention(
-    config: ConfigReader, *, head: int, bias: bool, out_bias: bool | None = None, qk_norm: bool = False
+    config: ConfigReader, *, bias: bool, out_bias: bool | None = None, head: int | None = None, qk_norm: bool = False
 ) -> Component:
     """Attention in which groups of query heads share keys and values.
+
+    `head` is how wide heads are of which the config says nothing; None: they share the model's width.
 
     Shapes: q_proj (H h, D), k_proj and v_proj (K h, D), o_proj (D, H h), q_norm and k_norm (h). `out_bias` is
     o_proj's; None: as the others'.
@@ -68,6 +70,7 @@ def attention(
     Source: `LlamaAttention`, `Qwen3Attention`; Ainslie et al. 2023, "GQA".
     """
     width, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    head = config.count("head_dim", width // heads if head is None else head)
     if not head:
         problem = f"expected at most hidden_size {width}, found {heads}"
         raise config.error("num_attention_heads", problem, code="config.inconsistent-fields")

@@ -35,48 +35,30 @@ from manifests.models.shape import ModelShape, Work
 
 
 def llama_shape(config: ConfigReader) -> ModelShape:
-    biases = config.flag("attention_bias", False), config.flag("mlp_bias", False)
-    return _llama_shape("LlamaForCausalLM", config, *biases)
+    bias, mlp_bias = config.flag("attention_bias", False), config.flag("mlp_bias", False)
+    return decoder("LlamaForCausalLM", config, _dense_layer(config, attention(config, bias=bias), bias=mlp_bias))
 
 
 def mistral_shape(config: ConfigReader) -> ModelShape:
     """Return the shape of a `MistralForCausalLM`: a Llama's, without biases."""
-    return _llama_shape("MistralForCausalLM", config, False, False)
+    return decoder("MistralForCausalLM", config, _dense_layer(config, attention(config, bias=False)))
 
 
-def _llama_shape(architecture: str, config: ConfigReader, attention_bias: bool, mlp_bias: bool) -> ModelShape:
+def _dense_layer(config: ConfigReader, attended: Component, *, bias: bool = False) -> Component:
     width = config.count("hidden_size")
-    head = config.count("head_dim", width // config.count("num_attention_heads"))
-    block = layer(
-        attention(config, head=head, bias=attention_bias),
-        gated_mlp(width, config.count("intermediate_size"), bias=mlp_bias),
-        width,
-    )
-    return decoder(architecture, config, block)
+    return layer(attended, gated_mlp(width, config.count("intermediate_size"), bias=bias), width)
 
 
 def qwen2_shape(config: ConfigReader) -> ModelShape:
-    width = config.count("hidden_size")
-    head = config.count("head_dim", width // config.count("num_attention_heads"))
-    block = layer(
-        attention(config, head=head, bias=True, out_bias=False),
-        gated_mlp(width, config.count("intermediate_size")),
-        width,
-    )
-    return decoder("Qwen2ForCausalLM", config, block)
+    return decoder("Qwen2ForCausalLM", config, _dense_layer(config, attention(config, bias=True, out_bias=False)))
 
 
 QWEN3_HEAD = 128  # Qwen3Config
 
 
 def qwen3_shape(config: ConfigReader) -> ModelShape:
-    width, bias = config.count("hidden_size"), config.flag("attention_bias", False)
-    block = layer(
-        attention(config, head=config.count("head_dim", QWEN3_HEAD), bias=bias, qk_norm=True),
-        gated_mlp(width, config.count("intermediate_size")),
-        width,
-    )
-    return decoder("Qwen3ForCausalLM", config, block, methods={"fp8": fp8})
+    attended = attention(config, head=QWEN3_HEAD, bias=config.flag("attention_bias", False), qk_norm=True)
+    return decoder("Qwen3ForCausalLM", config, _dense_layer(config, attended), methods={"fp8": fp8})
 
 
 def qwen3_moe_shape(config: ConfigReader) -> ModelShape:
@@ -84,13 +66,11 @@ def qwen3_moe_shape(config: ConfigReader) -> ModelShape:
 
     Layers named by `mlp_only_layers`, and all but every `decoder_sparse_step`-th, are dense.
     """
-    width, bias = config.count("hidden_size"), config.flag("attention_bias", False)
-    head = config.count("head_dim", width // config.count("num_attention_heads"))
+    width = config.count("hidden_size")
     count, per_token = routing(config, "num_experts" if config.has("num_experts") else "num_local_experts")
-    attended = attention(config, head=head, bias=bias, qk_norm=True)
+    attended = attention(config, bias=config.flag("attention_bias", False), qk_norm=True)
     routed = experts(width, config.count("moe_intermediate_size"), count=count, per_token=per_token)
-    sparse = layer(attended, routed, width)
-    dense = layer(attended, gated_mlp(width, config.count("intermediate_size")), width)
+    sparse, dense = layer(attended, routed, width), _dense_layer(config, attended)
     step, dense_layers = config.count("decoder_sparse_step", 1), set(config.counts("mlp_only_layers"))
     layers = [
         dense if index in dense_layers or (index + 1) % step else sparse
@@ -110,11 +90,10 @@ def mixtral_shape(config: ConfigReader) -> ModelShape:
     Shapes: experts.0.w1 and w3 (F, D), w2 (D, F); gate (E, D).
     """
     width = config.count("hidden_size")
-    head = config.count("head_dim", width // config.count("num_attention_heads"))
     count, per_token = routing(config, "num_local_experts")
     routed = experts(width, config.count("intermediate_size"), count=count, per_token=per_token)
     block = (
-        attention(config, head=head, bias=False).below("self_attn")
+        attention(config, bias=False).below("self_attn")
         + _as_filed(routed).below("block_sparse_moe")
         + norm(width).below("input_layernorm")
         + norm(width).below("post_attention_layernorm")
@@ -140,9 +119,8 @@ def deepseek_v3_shape(config: ConfigReader) -> ModelShape:
     config.expect("moe_layer_freq", 1)
     config.expect("topk_method", "noaux_tc")
     width, num_layers = config.count("hidden_size"), config.count("num_hidden_layers", most=MAX_LAYERS)
-    attention = latent_attention(config)
-    dense = layer(attention, gated_mlp(width, config.count("intermediate_size")), width)
-    sparse = layer(attention, _deepseek_experts(config), width)
+    attended = latent_attention(config)
+    dense, sparse = _dense_layer(config, attended), layer(attended, _deepseek_experts(config), width)
     num_dense = min(config.count("first_k_dense_replace", least=0), num_layers)
     num_mtp = config.count("num_nextn_predict_layers", 0, most=MAX_LAYERS, least=0)
     shape = decoder(
@@ -227,9 +205,8 @@ def gemma3_shape(config: ConfigReader) -> ModelShape:
 
 def _gemma_shape(architecture: str, config: ConfigReader, *, qk_norm: bool) -> ModelShape:
     width, bias = config.count("hidden_size"), config.flag("attention_bias", False)
-    attended = attention(config, head=config.count("head_dim", GEMMA_HEAD), bias=bias, qk_norm=qk_norm)
     block = (
-        layer(attended, gated_mlp(width, config.count("intermediate_size")), width)
+        _dense_layer(config, attention(config, head=GEMMA_HEAD, bias=bias, qk_norm=qk_norm))
         + norm(width).below("pre_feedforward_layernorm")
         + norm(width).below("post_feedforward_layernorm")
     )
@@ -245,8 +222,8 @@ def gpt_oss_shape(config: ConfigReader) -> ModelShape:
     Shapes: sinks (H); otherwise see `manifests.models.components.attention`.
     """
     width, heads = config.count("hidden_size"), config.count("num_attention_heads")
-    head, bias = config.count("head_dim", GPT_OSS_HEAD), config.flag("attention_bias", True)
-    attended = attention(config, head=head, bias=bias) + Component(tensors={"sinks": (heads,)})
+    attended = attention(config, head=GPT_OSS_HEAD, bias=config.flag("attention_bias", True))
+    attended += Component(tensors={"sinks": (heads,)})
     block = layer(attended, _gpt_oss_experts(config), width)
     return decoder("GptOssForCausalLM", config, block, methods={"mxfp4": mxfp4})
 
