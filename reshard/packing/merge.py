@@ -16,8 +16,7 @@ from reshard.formats.open import open_source
 from reshard.formats.table import HUGGINGFACE, ExportOptions
 from reshard.packing.bundles import check_stored_ties
 from reshard.transforms.adapters import merge_adapters
-from reshard.transforms.dequantize import is_scale
-from reshard.transforms.quantize import forget_source
+from reshard.transforms.quantize import forget_source, is_scale
 from stores.address import output_address
 from stores.direct_io import Io
 

@@ -31,8 +31,7 @@ from manifests.models.config import CONFIG_NAME
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import derive
 from reshard.transforms.casts import FLOATS, cast_tensor
-from reshard.transforms.dequantize import SECTION, find_plain, scale_of
-from reshard.transforms.quantize import quantize_weight
+from reshard.transforms.quantize import SECTION, find_plain, quantize_weight, scale_of
 from reshard.transforms.terms import Term
 from stores.base import read_config, read_file_header, read_whole
 from stores.bundles import TensorAt, tensors_in

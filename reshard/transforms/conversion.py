@@ -23,8 +23,7 @@ from reshard.tensors.source_index import (
 )
 from reshard.transforms.adapters import merge_adapters
 from reshard.transforms.casts import FLOATS, cast_tensor
-from reshard.transforms.dequantize import SECTION, plain_tensors
-from reshard.transforms.quantize import remember_source
+from reshard.transforms.quantize import SECTION, plain_tensors, remember_source
 from stores.base import read_config
 
 Plain = Literal["bf16", "fp32"]

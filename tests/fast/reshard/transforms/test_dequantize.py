@@ -21,7 +21,7 @@ from manifests.models import model_shape
 from reshard.copy.journal import plan_key
 from reshard.plans.pack_plan import lay_out_shard
 from reshard.tensors.lazy import MemoryFile
-from reshard.transforms.dequantize import plain_tensors
+from reshard.transforms.quantize import plain_tensors
 from stores.bundles import TensorAt
 from tests.builders import DTYPE_BITS, INDEX, Tensor, files_in, reshard, run, tensors_in, write_model
 from tests.fast.manifests.models.built import read_config
