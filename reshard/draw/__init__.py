@@ -64,8 +64,7 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
 
 def draw_search(result: SearchResult, path: Path, theme: str = "auto") -> None:
     """Write the picture of a search, as SVG or PNG; see `draw_plan`."""
-    from reshard.draw.search import search_figure, search_title
-    from reshard.draw.sheet import draw_figure
+    from reshard.draw.sheet import draw_figure, search_figure, search_title
 
     figure_of, about = partial(search_figure, result), "memory against pipeline bubble"
     _write(path, draw_figure(figure_of, theme, _form(path), search_title(result), about))
