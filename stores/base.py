@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -115,10 +115,23 @@ def read_whole(file: InputFile, digest: str | None = None, *, most_nbytes: int =
     return data
 
 
-def check_whole(file: InputFile, digest: str | None) -> None:
-    """Read a file of any length, a block at a time, and check its digest if there is one."""
-    for _ in Blocks(file, digest):
+def check_whole(file: InputFile, digest: str | None = None) -> str:
+    """Read a file of any length, a block at a time, and return its digest, which is checked if one is passed."""
+    blocks = Blocks(file, digest)
+    for _ in blocks:
         pass
+    return blocks.digest
+
+
+def read_in_blocks(file: InputFile, ranges: Sequence[Range], step: int = _BLOCK_NBYTES) -> Generator[memoryview]:
+    """Yield the bytes of ranges, `step` at a time and fewer at the end of each. A block is valid until the next."""
+    buffer = memoryview(bytearray(min(step, max(last - first for first, last in ranges))))
+    with closing(file.open(ranges)) as reader:
+        for first, last in ranges:
+            for begin in range(first, last, step):
+                block = buffer[: min(step, last - begin)]
+                reader.read_into(block, begin)
+                yield block
 
 
 class Blocks:
@@ -132,16 +145,12 @@ class Blocks:
         self.digest = ""
 
     def __iter__(self) -> Iterator[memoryview]:
-        buffer, hasher = memoryview(bytearray(min(self.nbytes, _BLOCK_NBYTES))), Hasher()
-        listed = _listed_hasher(self.file)
-        with closing(self.file.open(((0, self.nbytes),))) as reader:
-            for begin in range(0, self.nbytes, _BLOCK_NBYTES):
-                block = buffer[: min(_BLOCK_NBYTES, self.nbytes - begin)]
-                reader.read_into(block, begin)
-                hasher.update(block)
-                if listed is not None:
-                    listed.update(block)
-                yield block
+        hasher, listed = Hasher(), _listed_hasher(self.file)
+        for block in read_in_blocks(self.file, ((0, self.nbytes),)):
+            hasher.update(block)
+            if listed is not None:
+                listed.update(block)
+            yield block
         if listed is not None:
             _check_listed(self.file, listed.hexdigest())
         self.digest = PREFIX + hasher.hexdigest()

@@ -28,10 +28,10 @@ from reshard.copy.runs import ByteCounter, Progress, counting
 from reshard.formats.manifest.read import describe, open_packed, open_with_bundles
 from reshard.formats.open import open_source
 from reshard.formats.table import CheckOptions
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
+from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.comparison import Contents, Finding, Findings, compare
 from reshard.tensors.slices import merge_slices
-from stores.base import Blocks, Folder, check_whole
+from stores.base import Folder, check_whole
 from stores.bundles import Bundles, TensorAt, join_slices
 from stores.open import ReadManifest, open_manifest
 
@@ -309,7 +309,8 @@ def _compare_files(source: Checkpoint, manifest: Manifest, folder: Folder, findi
     """Compare auxiliary files, by their digests, with those of a source; `source.json` is the manifest's own."""
     digests = {auxiliary.path: auxiliary.digest for auxiliary in manifest.files if auxiliary.path != SOURCE_NAME}
     expected = {
-        auxiliary.path: _digest_of(auxiliary) if auxiliary.path in digests else "" for auxiliary in source.auxiliary
+        auxiliary.path: (auxiliary.digest or check_whole(auxiliary.file)) if auxiliary.path in digests else ""
+        for auxiliary in source.auxiliary
     }
     comparison = compare(expected, digests)
     for path in comparison.unexpected:
@@ -318,15 +319,6 @@ def _compare_files(source: Checkpoint, manifest: Manifest, folder: Folder, findi
         findings.add(f"{folder}/{path}", f"expected {expected[path]} ({source.location}), found {digests[path]}")
     for path in sorted(comparison.missing):
         findings.add(f"{folder}/{path}", f"is in {source.location}, but not in the manifest")
-
-
-def _digest_of(auxiliary: AuxiliaryAt) -> str:
-    if auxiliary.digest is not None:
-        return auxiliary.digest
-    blocks = Blocks(auxiliary.file)
-    for _ in blocks:
-        pass
-    return blocks.digest
 
 
 def _belonging(

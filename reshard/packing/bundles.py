@@ -202,7 +202,7 @@ def refer_to_others(checkpoint: Checkpoint, plan: PackPlan, packed: Collection[i
                     continue
                 seen.add((name, tensor.begin))
             count += 1
-            _append(here.setdefault(name, []), tensor.begin, tensor.end)
+            here.setdefault(name, []).append((tensor.begin, tensor.end))
         if here:
             ranges[stage.index], num_tensors[stage.index] = here, count
     used = [name for name in originals.files if any(name in here for here in ranges.values())]
@@ -212,14 +212,6 @@ def refer_to_others(checkpoint: Checkpoint, plan: PackPlan, packed: Collection[i
         spans={index: tuple(_spans(here, numbers)) for index, here in ranges.items()},
         num_tensors=num_tensors,
     )
-
-
-def _append(ranges: list[Range], begin: int, end: int) -> None:
-    """Append a range, merging it with the last one if they are adjacent."""
-    if ranges and ranges[-1][1] == begin:
-        ranges[-1] = (ranges[-1][0], end)
-    else:
-        ranges.append((begin, end))
 
 
 def _check_names(checkpoint: Checkpoint) -> None:

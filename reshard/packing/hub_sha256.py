@@ -6,7 +6,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -16,15 +15,13 @@ from reshard.copy.runs import Run
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.checksums import stored_file
-from stores.base import HUB_MISMATCH, InputFile, Listed, Range, merge_ranges
+from stores.base import HUB_MISMATCH, InputFile, Listed, Range, merge_ranges, read_in_blocks
 from stores.direct_io import OutputFile
 from stores.local import LocalFile
 from stores.workers import threads_for_ranks
 
 if TYPE_CHECKING:
     import hashlib
-
-_BLOCK_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,19 +123,18 @@ class _Verified:
             try:
                 self._has_more = False
                 self._hash(until)
+            except InputError:  # raised again by `verify`, if it persists
+                self._begin()
             finally:
                 self._exclusive.release()
 
     def _hash(self, until: Callable[[_Piece], int]) -> None:
-        try:
-            while self._remaining and (end := until(self._remaining[0])) > self._remaining[0].position:
-                piece = self._remaining.popleft()
-                for block in _blocks(piece, end):
-                    self._hasher.update(block)
-                if end < piece.end:
-                    self._remaining.appendleft(piece.after(end))
-        except InputError:  # raised again by `verify`, if it persists
-            self._begin()
+        while self._remaining and (end := until(self._remaining[0])) > self._remaining[0].position:
+            piece = self._remaining.popleft()
+            for block in read_in_blocks(piece.file, ((piece.position, end),)):
+                self._hasher.update(block)
+            if end < piece.end:
+                self._remaining.appendleft(piece.after(end))
 
     def verify(self) -> None:
         """Hash the rest and compare; a file that differs is hashed again, now that all of it is at rest."""
@@ -161,10 +157,7 @@ class _Verified:
         self._remaining = deque(self._pieces)
 
     def _finished(self) -> str:
-        while self._remaining:
-            piece = self._remaining.popleft()
-            for block in _blocks(piece, piece.end):
-                self._hasher.update(block)
+        self._hash(lambda piece: piece.end)
         return self._hasher.hexdigest()
 
 
@@ -198,13 +191,3 @@ def _pieces(file: InputFile, head_nbytes: int, written: Iterable[_Piece]) -> Ite
             position = piece.begin + piece.nbytes
     if position < file.nbytes:
         yield _Piece(position, file.nbytes - position, file, position)
-
-
-def _blocks(piece: _Piece, end: int) -> Iterator[memoryview]:
-    """Yield a piece's bytes up to position `end` in blocks, which share one buffer."""
-    buffer = memoryview(bytearray(_BLOCK_NBYTES))
-    with closing(piece.file.open(((piece.position, end),))) as reader:
-        for begin in range(piece.position, end, _BLOCK_NBYTES):
-            block = buffer[: min(_BLOCK_NBYTES, end - begin)]
-            reader.read_into(block, begin)
-            yield block

@@ -166,12 +166,8 @@ class BucketParts:
         """Write a file of any length; one that a killed commit has written is the same, any other is refused."""
         where = f"{self.where}/{name}"
         if name in listed:
-            for _ in blocks:  # hashed
-                pass
-            present = Blocks(ObjectFile(url=where, entry=listed[name], client=self._client))
-            for _ in present:
-                pass
-            if present.digest != blocks.digest:
+            present = ObjectFile(url=where, entry=listed[name], client=self._client)
+            if check_whole(present) != check_whole(blocks.file, blocks.expected):
                 hint = f"move it elsewhere, or choose another {Parameter('out')}"
                 raise OutputError(where, "was not written by this command", hint, code="output.foreign-file")
         elif blocks.nbytes <= SMALL_NBYTES:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
@@ -18,8 +17,8 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from manifests.errors import SourceError
-from reshard.tensors.lazy import STEP_NBYTES, DerivedFile
-from stores.base import InputFile, Range, Reader
+from reshard.tensors.lazy import DerivedFile
+from stores.base import InputFile, Range, Reader, read_in_blocks
 from stores.prefetch import RemoteFile
 
 if TYPE_CHECKING:
@@ -152,11 +151,8 @@ class RecordedFile:
             gaps = record.gaps(record.begin, record.end)
             if not gaps or (begin <= record.begin and record.end <= end):  # read whole, now or by an interrupted run
                 continue
-            buffer = memoryview(bytearray(STEP_NBYTES))
-            with closing(self.open(gaps)) as reader:
-                for first, last in gaps:
-                    for at in range(first, last, STEP_NBYTES):
-                        reader.read_into(buffer[: min(STEP_NBYTES, last - at)], at)
+            for _ in read_in_blocks(self, gaps):  # which verifies them
+                pass
 
     def _overlapping(self, begin: int, end: int) -> Iterator[_Record]:
         first = max(0, bisect_right(self._records, begin, key=attrgetter("begin")) - 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -13,7 +12,7 @@ from manifests.index import split_by_size
 from manifests.jsontext import MAX_CONFIG_NBYTES
 from manifests.safetensors import nbytes_of
 from reshard.tensors.checkpoint import check_digest
-from stores.base import Folder, InputFile, Range, read_head, read_whole
+from stores.base import Folder, InputFile, Range, read_head, read_in_blocks, read_whole
 from stores.bundles import TensorAt
 from stores.prefetch import RemoteFile
 from stores.workers import at_once
@@ -86,15 +85,11 @@ def stored_nbytes(tensor: TensorAt) -> int:
 
 def read_blocks(tensor: TensorAt, step: int = STEP_NBYTES) -> Generator[memoryview]:
     """Yield a tensor's bytes, `step` at a time and fewer at the end. A block is valid until the next."""
-    buffer = memoryview(bytearray(min(step, tensor.nbytes)))
     hasher = Hasher()
-    with closing(tensor.file.open(((tensor.begin, tensor.end),))) as reader:
-        for begin in range(tensor.begin, tensor.end, step):
-            block = buffer[: min(step, tensor.end - begin)]
-            reader.read_into(block, begin)
-            if tensor.blake3 is not None:
-                hasher.update(block)
-            yield block
+    for block in read_in_blocks(tensor.file, ((tensor.begin, tensor.end),), step):
+        if tensor.blake3 is not None:
+            hasher.update(block)
+        yield block
     if tensor.blake3 is not None:
         check_digest(tensor, hasher.hexdigest())
 
