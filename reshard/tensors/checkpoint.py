@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from manifests.brief import brief
 from manifests.digest import PREFIX
 from manifests.errors import CheckpointError, ShardError
 from manifests.models import ModelShape
+from manifests.models.config import CONFIG_NAME
 from manifests.optimizer_state import EMA
 from manifests.schema import Holds, Manifest, ModelDescription, Parent, Source, TrainingState
 from reshard.tensors.source_index import SourceRecord
-from stores.base import InputFile
+from stores.base import InputFile, read_config
 from stores.bundles import TensorAt
 
 ExportedWeights = Literal["trained", "ema"]
@@ -62,6 +63,14 @@ class Checkpoint:
     def location(self) -> str:
         """Its location; `source` says where its weights came from originally."""
         return self.parents[-1].location if self.manifest else self.source.location
+
+    @property
+    def config_at(self) -> AuxiliaryAt:
+        """Its config.json, which all have but a source that is a config alone."""
+        return next(item for item in self.auxiliary if item.path == CONFIG_NAME)
+
+    def read_config(self) -> dict[str, Any]:
+        return read_config(self.config_at.file, self.config_at.digest)
 
 
 def with_average(checkpoint: Checkpoint) -> Checkpoint:

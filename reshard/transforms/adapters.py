@@ -27,13 +27,12 @@ from manifests.models.adapters import (
     digest_of_base,
     parse_peft_config,
 )
-from manifests.models.config import CONFIG_NAME
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import derive
 from reshard.transforms.casts import FLOATS, cast_tensor
 from reshard.transforms.quantize import SECTION, find_plain, quantize_weight, scale_of
 from reshard.transforms.terms import Term
-from stores.base import read_config, read_file_header, read_whole
+from stores.base import read_file_header, read_whole
 from stores.bundles import TensorAt, tensors_in
 from stores.open import open_store
 
@@ -208,8 +207,7 @@ def _replacement(adapter: Adapter, tensor: TensorAt, base: TensorAt | None) -> T
 
 
 def _quantization(checkpoint: Checkpoint) -> Mapping[str, object]:
-    config = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
-    section = read_config(config.file, config.digest).get(SECTION)
+    section = checkpoint.read_config().get(SECTION)
     return section if isinstance(section, dict) else {}
 
 

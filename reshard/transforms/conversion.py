@@ -24,7 +24,6 @@ from reshard.tensors.source_index import (
 from reshard.transforms.adapters import merge_adapters
 from reshard.transforms.casts import FLOATS, cast_tensor
 from reshard.transforms.quantize import SECTION, plain_tensors, remember_source
-from stores.base import read_config
 
 Plain = Literal["bf16", "fp32"]
 
@@ -79,8 +78,7 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     that was never quantized: the same files with the same tensors in the same order, without scales. Two files beside
     it say how its source is quantized.
     """
-    config_at = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
-    config = read_config(config_at.file, config_at.digest)
+    config_at, config = checkpoint.config_at, checkpoint.read_config()
     section = config.pop(SECTION, None)
     if not isinstance(section, dict):
         raise UsageError(

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from manifests.models.config import CONFIG_NAME
 from manifests.optimizer_state import GroupNumbers, kinds_of
 from manifests.schedules.learning_rate import rate_at
 from manifests.schema import OptimizerState, TrainingState
@@ -22,7 +21,6 @@ from reshard.formats.saved_state import Placed, SavedState, in_place
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.comparison import trained_part
-from stores.base import read_config
 from stores.bundles import TensorAt
 from stores.open import Address
 
@@ -46,8 +44,9 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
 
 
 def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:
-    saved = SavedState()
-    model = _titan_model(checkpoint) if for_torchtitan else None
+    saved, model = SavedState(), None
+    if for_torchtitan:
+        model = TitanModel(checkpoint.read_config(), checkpoint.shape.tensors, checkpoint.location)
 
     def place(tensor: TensorAt, *, is_fused: bool) -> Placed:
         return model.place(tensor, is_fused=is_fused) if model else in_place(tensor, tensor.name)
@@ -114,11 +113,6 @@ class _Groups:
 
 def _state_key(key: str, kind: str) -> tuple[str, str]:
     return _OPTIMIZER, f"{_STATE}.{key}.{kind}"
-
-
-def _titan_model(checkpoint: Checkpoint) -> TitanModel:
-    item = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
-    return TitanModel(read_config(item.file, item.digest), checkpoint.shape.tensors, checkpoint.location)
 
 
 def _with_ties(checkpoint: Checkpoint, for_torchtitan: bool) -> Iterator[tuple[str, TensorAt]]:

@@ -17,7 +17,7 @@ from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import RecordedShard, index_anew, lay_out_anew, new_header_text
 from reshard.transforms.conversion import STORED, ExportDtype, cast_checkpoint, casts_in
-from stores.base import read_config, read_whole
+from stores.base import read_whole
 from stores.bundles import TensorAt
 from stores.open import Address
 
@@ -41,7 +41,7 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
     """Write a Hugging Face folder, with shards, index and auxiliary files as in the source."""
     checkpoint = with_config_for(cast_checkpoint(checkpoint, options.dtype), options.dtype)
     shards = plan_export(checkpoint)
-    (config,) = (item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
+    config = checkpoint.config_at
     index = _index_of(checkpoint, shards)
     headers = {shard.path: shard.given.header_text for shard in shards if shard.given is not None}
     identical = headers == {shard.name: shard.header_text for shard in checkpoint.record.shards}
@@ -101,8 +101,7 @@ def with_config_for(checkpoint: Checkpoint, dtype: ExportDtype) -> Checkpoint:
     """Update the config's dtype, if it has one, to the one that all parameters are cast to: readers rely on it."""
     if dtype == "source":
         return checkpoint
-    item = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
-    config = read_config(item.file, item.digest)
+    item, config = checkpoint.config_at, checkpoint.read_config()
     updated = with_dtype(config, STORED[dtype])
     if updated == config:
         return checkpoint

@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from manifests.models.config import CONFIG_NAME
 from manifests.schema import MOMENTS, OptimizerState, TrainingState
 from reshard.archives.names import MARK_NAME, METADATA_NAME
 from reshard.archives.saved import Instance, Name, saved_value, torch_dtype
@@ -36,7 +35,6 @@ from reshard.formats.table import ExportOptions, ExportResult
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import MemoryFile
 from reshard.transforms.casts import cast_tensor
-from stores.base import read_config
 from stores.open import Address
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -52,8 +50,7 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
     checkpoint, casts = cast_for_export(checkpoint, options.dtype)
     moments = {kind: owned_tensors(checkpoint, tensors) for kind, tensors in checkpoint.moments.items()}
     checkpoint = replace(checkpoint, tensors=owned_tensors(checkpoint, checkpoint.tensors), moments=moments)
-    config_file = next(item for item in checkpoint.auxiliary if item.path == CONFIG_NAME)
-    config = read_config(config_file.file, config_file.digest)
+    config = checkpoint.read_config()
     model = MegatronModel(config, masters, checkpoint.location)
     arguments = arguments_of(config, checkpoint.location) | _training_arguments(checkpoint, config)
     arguments["mtp_num_layers"] = len(model.mtp_layers) or None  # the config may have more than its files
