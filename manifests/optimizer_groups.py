@@ -99,12 +99,6 @@ def options_of(group: ParameterGroup) -> dict[str, Any]:
     return {option.name: json.loads(option.value) for option in group.options}
 
 
-def trained_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters: no buffers."""
-    untrained = shape.untrained_suffixes or ("\0",)
-    return {fqn: dims for fqn, dims in shape.tensors.items() if not fqn.endswith(untrained)}
-
-
 def without_decay(group: ParameterGroup, shape: ModelShape) -> ParameterGroup:
     """Return the group of the 1-D parameters, if they have no weight decay."""
     lines = (fqn for fqn, dims in shape.tensors.items() if len(dims) == 1 and shape.count_params(fqn))
@@ -193,7 +187,7 @@ def _number(value: object, where: str, below: float = math.inf) -> float:
 
 def _check_patterns(groups: Sequence[ParameterGroup], shape: ModelShape, where: str) -> None:
     """Refuse a pattern that takes no parameter: one of a mistake, or of earlier patterns that take all it matches."""
-    tensors, taken, of_all = trained_tensors(shape), set[str](), GroupNumbers(groups, shape.ties)
+    tensors, taken, of_all = shape.trained, set[str](), GroupNumbers(groups, shape.ties)
     for number, group in enumerate(groups):
         for pattern in group.fqns:
             numbers = GroupNumbers((replace(group, fqns=(pattern,)), replace(group, fqns=())))

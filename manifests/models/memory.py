@@ -320,7 +320,7 @@ def _state_nbytes(
     """
     numbers, copies = Counter(modules), shape.copies
     owned = [(fqn, n, numbers[module] * copies.get(fqn, 1)) for module in numbers for fqn, n in sizes[module].items()]
-    suffixes = shape.float32_suffixes or ("\0",)
+    suffixes = shape.float32_suffixes
     weights = gradients = optimizer = 0
     for policy, is_exact in ((training.policy, False), (POLICIES["fp32"], True)):
         average = FP32_NBYTES / policy.master if training.keeps_average else 0.0

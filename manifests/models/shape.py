@@ -98,11 +98,16 @@ class ModelShape:
         replicas = {fqn for group in self.ties for fqn in group[1:]}
         return sum(self.count_params(fqn) for fqn in self.tensors if fqn not in replicas)
 
+    @property
+    def trained(self) -> dict[str, Shape]:
+        """The shapes of the parameters: neither buffers nor scales."""
+        return {fqn: dims for fqn, dims in self.tensors.items() if not fqn.endswith(self.untrained_suffixes)}
+
     def count_params(self, fqn: str) -> int:
         """Return the number of trained parameters that a tensor has."""
-        if fqn.endswith(self.untrained_suffixes or ("\0",)):
+        if fqn.endswith(self.untrained_suffixes):
             return 0
-        return prod(self.tensors[fqn]) * (2 if fqn.endswith(self.packed_suffixes or ("\0",)) else 1)
+        return prod(self.tensors[fqn]) * (2 if fqn.endswith(self.packed_suffixes) else 1)
 
     def count_experts(self) -> Mapping[str, int]:
         """Return how many experts each module has."""

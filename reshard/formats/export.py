@@ -216,11 +216,10 @@ def publish_export(
 def owned_tensors(checkpoint: Checkpoint, tensors: Mapping[str, TensorAt]) -> dict[str, TensorAt]:
     """Return the tensors, each tied one once, under its owner's name, and none that the model recomputes."""
     owners = {fqn: group[0] for group in checkpoint.shape.ties for fqn in group}
-    ignored = checkpoint.shape.ignored_suffixes or ("\0",)
     owned: dict[str, TensorAt] = {}
     for fqn, tensor in tensors.items():
         owner = owners.get(fqn, fqn)
-        if not fqn.endswith(ignored) and owner not in owned:
+        if not fqn.endswith(checkpoint.shape.ignored_suffixes) and owner not in owned:
             owned[owner] = tensor if owner == fqn else replace(tensor, name=owner)
     return owned
 

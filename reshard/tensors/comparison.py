@@ -46,12 +46,11 @@ def compare(
 def compare_with_shape(tensors: Mapping[str, TensorAt], shape: ModelShape) -> Comparison:
     """Compare tensors, by FQN, with an architecture: law 1, coverage. One copy of a tie group is enough."""
     tied = {fqn for group in shape.ties if any(name in tensors for name in group) for fqn in group}
-    ignored = shape.ignored_suffixes or ("\0",)
     comparison = compare(shape.tensors, tensors, lambda dims, tensor: dims == tensor.shape)
     return replace(
         comparison,
         missing=tuple(fqn for fqn in comparison.missing if fqn not in tied),
-        unexpected=tuple(fqn for fqn in comparison.unexpected if not fqn.endswith(ignored)),
+        unexpected=tuple(fqn for fqn in comparison.unexpected if not fqn.endswith(shape.ignored_suffixes)),
     )
 
 
@@ -80,9 +79,7 @@ def without_absent(shape: ModelShape, tensors: Collection[str]) -> ModelShape:
 
 def trained_part(shape: ModelShape) -> ModelShape:
     """Return the shape of the parameters alone, which is that of each kind of optimizer state."""
-    untrained = shape.untrained_suffixes or ("\0",)
-    parameters = {fqn: dims for fqn, dims in shape.tensors.items() if not fqn.endswith(untrained)}
-    return replace(shape, tensors=parameters, ignored_suffixes=())
+    return replace(shape, tensors=shape.trained, ignored_suffixes=())
 
 
 def check_coverage(

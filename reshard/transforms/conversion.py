@@ -165,7 +165,7 @@ def _one_dtype(checkpoint: Checkpoint, wanted: str, parameter: Parameter) -> Ite
     """Yield each parameter with the `wanted` dtype."""
     shape = checkpoint.shape
     for fqn, tensor in checkpoint.tensors.items():
-        if fqn not in shape.tensors or fqn.endswith(shape.untrained_suffixes or ("\0",)):
+        if fqn not in shape.tensors or fqn.endswith(shape.untrained_suffixes):
             continue
         if tensor.dtype not in FLOATS:
             raise UsageError(

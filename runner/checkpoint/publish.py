@@ -105,7 +105,7 @@ class Publisher(InFlight[PublishReport]):
         self._file_digests = {name: digest_bytes(data) for name, data in self._files.items()}
         self._replicas = replicas_elsewhere(context.manifest.ties)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        state, untrained = self._chosen(weights), shape.untrained_suffixes or ("\0",)
+        state, untrained = self._chosen(weights), shape.untrained_suffixes
         self._shards = {
             shard.path: [piece.fqn for piece in shard.pieces]
             for shards in whole_in_root(state, context.manifest.ties, self._group).values()

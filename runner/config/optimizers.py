@@ -20,7 +20,6 @@ from manifests.optimizer_groups import (
     algorithm_of,
     groups_of,
     options_of,
-    trained_tensors,
     without_decay,
 )
 from manifests.optimizer_state import EMA, GroupNumbers, is_plain, kinds_of, state_shapes
@@ -81,7 +80,7 @@ def describe_groups(
     """Yield a line for each group: its algorithm and how many tensors and parameters of those that a run trains."""
     numbers, counts = numbers_of(optimizer, shape), [[0, 0] for _ in optimizer.groups]
     tied = {fqn for group in shape.ties for fqn in group[1:]}
-    for fqn, dims in trained_tensors(shape).items():
+    for fqn, dims in shape.trained.items():
         if fqn not in tied and (trains is None or trains(fqn)):
             count = counts[numbers.of(fqn)]
             count[0] += 1
@@ -99,13 +98,13 @@ def describe_groups(
 def check_state_fits(optimizer: OptimizerState, stored: OptimizerState, shape: ModelShape, where: str) -> None:
     """Refuse a checkpoint in which another algorithm trained one of the parameters."""
     before, after = numbers_of(stored, shape), numbers_of(optimizer, shape)
-    for fqn in trained_tensors(shape):
+    for fqn in shape.trained:
         old = algorithm_of(stored.groups[before.of(fqn)], stored.name)
         new = algorithm_of(optimizer.groups[after.of(fqn)], optimizer.name)
         if old != new:
             problem = f"{fqn} was trained with {old}, and --optimizer has it in a group of {new}"
             raise CheckpointError(where, problem, _ANEW, code="resume.other-optimizer")
-    tensors, present = trained_tensors(shape), {kind.name: kind for kind in kinds_of(stored)}
+    tensors, present = shape.trained, {kind.name: kind for kind in kinds_of(stored)}
     for kind in kinds_of(optimizer):
         needed = state_shapes(kind, optimizer.groups, tensors, shape.ties)
         other = present.get(kind.name)

@@ -214,7 +214,7 @@ def _locate(fqns: Iterable[str], bundles: Bundles, shape: ModelShape, holds: Hol
 def _open_stage(stage: Stage, bundles: Bundles, shape: ModelShape, holds: Holds) -> dict[str, tuple[TensorAt, ...]]:
     """Return a stage's tensors of one kind, after checking that they belong to the model and to the stage."""
     modules, tensors = frozenset(stage.modules), join_slices(bundles.tensors_on(stage, holds))
-    ignored = (shape.ignored_suffixes if holds == WEIGHTS else ()) or ("\0",)
+    ignored = shape.ignored_suffixes if holds == WEIGHTS else ()
     unexpected = sorted(
         fqn
         for fqn in tensors

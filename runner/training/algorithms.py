@@ -16,7 +16,7 @@ from torch import nn
 
 from manifests.errors import UsageError
 from manifests.models import ModelShape
-from manifests.optimizer_groups import ADAMS, ELEMENTWISE, algorithm_of, options_of, trained_tensors
+from manifests.optimizer_groups import ADAMS, ELEMENTWISE, algorithm_of, options_of
 from manifests.optimizer_state import EMA, GroupNumbers, kinds_of, shape_of
 from manifests.schema import Holds, OptimizerState, ParameterGroup, StateKind, StateShape, TrainingState
 from manifests.training_state import state_problems
@@ -104,7 +104,7 @@ def declare_kinds(
 ) -> OptimizerState:
     """Return a plan with the kinds of state that it leads to for a model: None if they are those of plain AdamW."""
     numbers, algorithms = GroupNumbers(plan.groups, shape.ties), algorithms_of(plan)
-    tensors = {fqn: dims for fqn, dims in trained_tensors(shape).items() if trains is None or trains(fqn)}
+    tensors = {fqn: dims for fqn, dims in shape.trained.items() if trains is None or trains(fqn)}
     for fqn, dims in tensors.items():
         algorithms[numbers.of(fqn)].check_takes(fqn, dims)
     kinds = state_kinds(algorithms, ((numbers.of(fqn), dims) for fqn, dims in tensors.items()))

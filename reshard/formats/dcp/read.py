@@ -32,7 +32,7 @@ from reshard.formats.dcp.training import SavedOptimizer, find_optimizer, trainin
 from reshard.formats.table import CheckOptions, ListedTensor, Listing, OpenOptions
 from reshard.formatting import count_of, some
 from reshard.tensors.checkpoint import Checkpoint
-from reshard.tensors.comparison import Contents, Findings, trained_part
+from reshard.tensors.comparison import Contents, Findings
 from reshard.tensors.slices import merge_slices
 from stores.base import Folder, read_config
 from stores.bundles import TensorAt, join_slices
@@ -70,7 +70,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     for kind in kinds:
         if kind.shape != "parameter" and stored.config is not None:
             raise bad_optimizer(where, f"found {kind.name!r}, which no optimizer of torchtitan has")
-        shapes = state_shapes(kind, groups, trained_part(model.shape).tensors, model.shape.ties)
+        shapes = state_shapes(kind, groups, model.shape.trained, model.shape.ties)
         moments[kind.name] = model.cover_state(kind.name, stored.tensors(optimizer.moments[kind.name]), shapes)
     return replace(checkpoint, moments=moments, trained=trained)
 
@@ -135,7 +135,7 @@ class _Stored:
 
     def parameters(self, weights: Mapping[str, DcpTensor], shape: ModelShape) -> list[str]:
         """Return the weights that are trained, in the order in which they were saved; tied ones once."""
-        trained = trained_part(shape).tensors.keys() - {fqn for group in shape.ties for fqn in group[1:]}
+        trained = shape.trained.keys() - {fqn for group in shape.ties for fqn in group[1:]}
         fqns = {name: map(shape.fqn_of, self.fqns_of(name, weights[name])) for name in weights}
         return [name for name in weights if trained.issuperset(fqns[name])]
 

@@ -20,7 +20,6 @@ from reshard.formats.export import ExportPlan, cast_for_export, publish_export, 
 from reshard.formats.saved_state import Placed, SavedState, in_place
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.tensors.checkpoint import Checkpoint
-from reshard.tensors.comparison import trained_part
 from stores.bundles import TensorAt
 from stores.open import Address
 
@@ -52,7 +51,7 @@ def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:
         return model.place(tensor, is_fused=is_fused) if model else in_place(tensor, tensor.name)
 
     for fqn, tensor in _with_ties(checkpoint, for_torchtitan):
-        if not fqn.endswith(checkpoint.shape.ignored_suffixes or ("\0",)):
+        if not fqn.endswith(checkpoint.shape.ignored_suffixes):
             saved.add(place(tensor, is_fused=False), lambda key: (key,))
     for placed in model.balances(checkpoint.tensors) if model else ():
         saved.add(placed, lambda key: (key,))
@@ -62,7 +61,7 @@ def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:
     tied = {fqn for group in checkpoint.shape.ties for fqn in group}
     owners = {next(fqn for fqn in group if fqn in checkpoint.tensors) for group in checkpoint.shape.ties}
     groups = _Groups(checkpoint, trained, trained.optimizer)
-    of_optimizer = trained_part(checkpoint.shape).tensors
+    of_optimizer = checkpoint.shape.trained
     for fqn in checkpoint.tensors:  # in an order, so that each export has the same bytes
         if fqn in of_optimizer and (fqn not in tied or fqn in owners):
             groups.add(fqn, place(checkpoint.tensors[fqn], is_fused=True))

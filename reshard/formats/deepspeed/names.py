@@ -31,7 +31,7 @@ def fqns_of_layers(layers: Mapping[str, Collection[str]], shape: ModelShape, whe
     second copy of its layer have no FQN.
     """
     modules = list(shape.by_module().items())
-    ignored = shape.ignored_suffixes or ("\0",)
+    ignored = shape.ignored_suffixes
     fqn_of: dict[tuple[str, str], str] = {}
     position = 0
     for layer, names in layers.items():

@@ -90,12 +90,11 @@ def _parameter_names(checkpoint: Checkpoint, options: ExportOptions) -> dict[str
 
 
 def _universal(checkpoint: Checkpoint, tag: str, names: Mapping[str, str]) -> Iterator[OutputShard]:
-    untrained = checkpoint.shape.untrained_suffixes or ("\0",)
     for kind, tensors in (("fp32", checkpoint.tensors), *checkpoint.moments.items()):
         owned = owned_tensors(checkpoint, tensors)
         _check_all_placed(owned, names, checkpoint)
         for fqn, tensor in owned.items():
-            if tensor.dtype not in FLOATS or fqn.endswith(untrained):
+            if tensor.dtype not in FLOATS or fqn.endswith(checkpoint.shape.untrained_suffixes):
                 problem = (
                     f"is {tensor.dtype} and no parameter, or quantized, which a Universal Checkpoint does not have"
                 )
