@@ -13,8 +13,8 @@ ScheduleName = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
-_SINGLE = ("GPipe", "1F1B")  # one stage on each rank
-_V = ("ZBVZeroBubble", "DualPipeV")  # two on each rank, in style v
+SINGLE_STAGE_SCHEDULES = ("GPipe", "1F1B")  # one stage on each rank
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # two on each rank, in style v
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 _WHERE, _GROUP = Parameter("assumed.schedule"), Parameter("assumed.microbatch_group")
 
@@ -74,7 +74,7 @@ def default_group(num_ranks: int, num_microbatches: int) -> int:
 
 def _check_placement(schedule: ScheduleName, placement: Placement) -> None:
     num_ranks, per_rank, style = placement.num_ranks, placement.num_virtual, placement.style
-    if schedule in _SINGLE and per_rank != 1:
+    if schedule in SINGLE_STAGE_SCHEDULES and per_rank != 1:
         other = "ZBVZeroBubble" if style == "v" else "Interleaved1F1B"
         raise UsageError(
             _WHERE,
@@ -82,7 +82,7 @@ def _check_placement(schedule: ScheduleName, placement: Placement) -> None:
             f"use the schedule {other}, or the layout pp={num_ranks}",
             code="schedule.other-placement",
         )
-    if schedule in _V and style != "v":
+    if schedule in V_SCHEDULES and style != "v":
         others = "GPipe or 1F1B" if per_rank == 1 else "Interleaved1F1B or InterleavedZeroBubble"
         raise UsageError(
             _WHERE,
@@ -90,7 +90,7 @@ def _check_placement(schedule: ScheduleName, placement: Placement) -> None:
             f"use the layout pp={num_ranks},vpp=2,style=v, or the schedule {others}",
             code="schedule.other-placement",
         )
-    if schedule not in _SINGLE + _V and (per_rank < 2 or style != "loop"):
+    if schedule not in SINGLE_STAGE_SCHEDULES + V_SCHEDULES and (per_rank < 2 or style != "loop"):
         others = "GPipe or 1F1B" if per_rank == 1 else "ZBVZeroBubble or DualPipeV"
         raise UsageError(
             _WHERE,

@@ -8,16 +8,9 @@ from dataclasses import dataclass
 
 from manifests.errors import InputError, LayoutError, Parameter, UsageError
 from manifests.placement import Placement, Style
+from manifests.schedules.rules import SINGLE_STAGE_SCHEDULES
 from reshard.formatting import counted, list_words, nearest_word, shorten
-from reshard.layouts.model import (
-    MAX_STAGES,
-    SCHEDULES,
-    SINGLE_STAGE_SCHEDULES,
-    Request,
-    StageLayout,
-    cut_modules,
-    error_at,
-)
+from reshard.layouts.model import MAX_STAGES, SCHEDULES, Request, StageLayout, cut_modules, error_at
 
 MOST_COUNT = 100_000  # of stages, ranks or layers: more than any pipeline has
 DEGREES = ("pp", "vpp", "style", "schedule")  # accepted by every spelling except Megatron's

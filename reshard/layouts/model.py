@@ -13,6 +13,7 @@ from itertools import pairwise
 from manifests.brief import brief
 from manifests.errors import LayoutError, UsageError
 from manifests.placement import Placement, Style
+from manifests.schedules import rules
 from reshard.formatting import WIDTH, in_one_line, nearest_word, shorten
 
 MAX_STAGES = 4096
@@ -21,16 +22,7 @@ MAX_STAGES = 4096
 ModuleCosts = Mapping[str, float]
 
 # torch's schedules, and the placement that each needs.
-SCHEDULES: Mapping[str, Style] = {
-    "GPipe": "loop",
-    "1F1B": "loop",
-    "Interleaved1F1B": "loop",
-    "LoopedBFS": "loop",
-    "InterleavedZeroBubble": "loop",
-    "ZBVZeroBubble": "v",
-    "DualPipeV": "v",
-}
-SINGLE_STAGE_SCHEDULES = ("GPipe", "1F1B")
+SCHEDULES: Mapping[str, Style] = {name: "v" if name in rules.V_SCHEDULES else "loop" for name in rules.SCHEDULES}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from manifests.errors import InputError, LayoutError
 from manifests.placement import Placement
+from manifests.schedules.rules import SINGLE_STAGE_SCHEDULES
 from reshard.layouts.files import to_toml
 from reshard.layouts.model import (
     SCHEDULES,
-    SINGLE_STAGE_SCHEDULES,
     Inventory,
     StageLayout,
     compress_modules,
