@@ -22,6 +22,10 @@ from reshard.layouts.model import StageLayout
 Policy = Literal["fp32", "bf16", "mixed"]
 TrainingDtype = Literal["fp32", "bf16"]
 MOST_PASSES = 1 << 19  # forward and backward, of the longest step to simulate
+_COUNTS = (
+    "microbatch_group", "num_microbatches", "global_batch", "microbatch", "seq_len", "replicate", "shard", "tensor",
+    "context", "expert", "memory_limit", "loss_chunk",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,23 +149,8 @@ def check_assumptions(assumed: Assumptions) -> None:
         raise UsageError(Parameter("assumed.overhead"), problem, code="options.invalid-value")
     if assumed.run is not None:
         check_run(assumed.run, "assumed.run.how")
-    counts = {
-        "microbatch_group": assumed.microbatch_group,
-        "num_microbatches": assumed.num_microbatches,
-        "global_batch": assumed.global_batch,
-        "microbatch": assumed.microbatch,
-        "seq_len": assumed.seq_len,
-        "replicate": assumed.replicate,
-        "shard": assumed.shard,
-        "tensor": assumed.tensor,
-        "context": assumed.context,
-        "expert": assumed.expert,
-        "memory_limit": assumed.memory_limit,
-        "loss_chunk": assumed.loss_chunk,
-        "recompute": assumed.recompute if type(assumed.recompute) is int else None,
-    }
-    for counted, count in counts.items():
-        if count is not None:
+    for counted in (*_COUNTS, *(["recompute"] if type(assumed.recompute) is int else [])):
+        if (count := getattr(assumed, counted)) is not None:
             check_count(Parameter(f"assumed.{counted}"), count)
     check_choice(Parameter("assumed.context_method"), assumed.context_method, get_args(ContextMethod))
     if assumed.seq_len % (chunks := 2 * assumed.context) and assumed.context > 1:
