@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -112,9 +114,9 @@ def measure_link(device: torch.device, num_tokens: int, hidden_size: int) -> Lin
         rows = torch.zeros(shape, device=place)
         matrix = torch.zeros(hidden_size, min(hidden_size, _MOST_COLUMNS), device=place, requires_grad=True)
         acts = reduce_gradients, shard_gradients
-        rate, shard_rate = (2 * ring(size) * gradients.nbytes / _mean_s(act, _NUM_REDUCTIONS) for act in acts)
+        rate, shard_rate = (2 * ring(size) * gradients.nbytes / _median_s(act, _NUM_REDUCTIONS) for act in acts)
         factors = DTensor.from_local(matrix, mesh, [Shard(1)]), matrix
-        shared_s, alone_s = (_mean_s(partial(multiply, factor), _NUM_PRODUCTS) for factor in factors)
+        shared_s, alone_s = (_median_s(partial(multiply, factor), _NUM_PRODUCTS) for factor in factors)
     except RuntimeError as error:
         logger.warning("note: the network's rate was not measured: %s", error)
         return None
@@ -122,13 +124,13 @@ def measure_link(device: torch.device, num_tokens: int, hidden_size: int) -> Lin
     return Link(rate=rate, shard_rate=shard_rate, latency_s=latency_s)
 
 
-def _mean_s(act: Callable[[], None], count: int) -> float:
-    """Return the mean seconds of those after the first."""
-    act()
-    begun_s = time.perf_counter()
-    for _ in range(count):
+def _median_s(act: Callable[[], None], count: int) -> float:
+    """Return the median seconds of those after the first."""
+    ends_s = list[float]()
+    for _ in range(1 + count):
         act()
-    return (time.perf_counter() - begun_s) / count
+        ends_s.append(time.perf_counter())
+    return median(end_s - begun_s for begun_s, end_s in pairwise(ends_s))
 
 
 def exchange_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
