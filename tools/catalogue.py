@@ -39,7 +39,7 @@ from runner.models.routers import routers_of
 from runner.pipeline.chunk import StageChunk, cast
 from tools.config_fields import NotDescribedError, Tensors, Variants, build, names_in_files, scan_fields
 from tools.parity import Layers, compare, look_at_layers
-from tools.shared_parity import expert_parallel, why_not_tensor_parallel
+from tools.shared_parity import expert_parallel, mixing_tokens, why_not_tensor_parallel
 from tools.tiny_models import LAYERS, MULTIMODAL, decoder_classes, tiny_config
 
 PATH = Path(__file__).parents[1] / "manifests" / "models" / "catalogue.json"
@@ -117,8 +117,11 @@ def describe_all(only: Iterable[str] = ()) -> tuple[dict[str, dict[str, Any]], d
     trained = [make_entry(name, entry) for name, entry in found.items() if "refused" not in entry]
     for name, why in why_not_tensor_parallel(trained).items():
         found[name] |= {"no_tp": why} if why else {}
-    for name in expert_parallel([entry for entry in trained if not entry.hands_on_trees]):
+    simple = [entry for entry in trained if not entry.hands_on_trees]
+    for name in expert_parallel(simple):
         found[name]["distributes_experts"] = True
+    for name in mixing_tokens(simple):
+        found[name]["mixes_tokens"] = True
     return found, refused
 
 

@@ -13,7 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from manifests.models import ARCHITECTURES
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of, left_out
 from manifests.models.trainable import (
+    hands_on_trees,
     is_generic,
+    mixes_tokens,
     why_not_expert_parallel,
     why_not_tensor_parallel,
 )
@@ -40,16 +42,18 @@ def main() -> int:
 def render() -> str:
     """Return the two tables: what the catalogue has, and what it leaves out."""
     lines = [
-        "| architecture | plan | pack, export | trains | ties | `--tp` | `--ep` |",
-        "|---|---|---|---|---|---|---|",
+        "| architecture | plan | pack, export | trains | ties | `--tp` | `--ep` | `--cp` |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     names = sorted({*catalogued(), *ARCHITECTURES} - {"MPTForCausalLM"})  # another name of MptForCausalLM
     for name in names:
         entry = entry_of(name)
         road = "by shape" if name in ARCHITECTURES else "by name"
         tensor, expert = _tensor(name), "" if why_not_expert_parallel(name) else "yes"
+        context = "" if not is_generic(name) or mixes_tokens(name) or hands_on_trees(name) else "yes"
         plan = "config.json" if name in ARCHITECTURES else "with transformers"
-        lines.append(f"| `{name}` | {plan} | {road} | {_trains(name)} | {_ties(entry)} | {tensor} | {expert} |")
+        cells = f"`{name}`", plan, road, _trains(name), _ties(entry), tensor, expert, context
+        lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
         f"{len(names)} architectures. Classes of transformers for causal language models that are left out:",

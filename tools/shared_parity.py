@@ -19,12 +19,17 @@ from torch import multiprocessing
 
 from manifests.errors import UserError
 from manifests.models.catalogue import CatalogueEntry
+from manifests.placement import Placement
+from runner.config.flags import parse_training
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import ComputeOptions
 from runner.models.generic import Generic
 from runner.models.tensor_plan import PLANS
 from runner.parallel.mesh import Mesh, build_mesh
 from runner.parallel.parallelize import Parallel, parallelize
+from runner.pipeline.timetable import Timetable
+from runner.proof.combination import Combination
+from runner.proof.proving import compare
 from runner.proof.stages import (
     Compared,
     SelfChecked,
@@ -34,9 +39,10 @@ from runner.proof.stages import (
     loss_difference,
     run_tiny,
 )
+from runner.training.build import Stages
 from tools.tiny_models import tiny_config
 
-Dim = Literal["tensor", "shard", "expert"]
+Dim = Literal["tensor", "shard", "expert", "context"]
 Case = tuple[
     CatalogueEntry, Dim, Mapping[str, Any]
 ]  # an architecture, what the ranks share, and changes to its tiny config
@@ -61,6 +67,11 @@ def expert_parallel(entries: Collection[CatalogueEntry]) -> tuple[str, ...]:
     return tuple(architecture for architecture, why in reasons.items() if not why)
 
 
+def mixing_tokens(entries: Sequence[CatalogueEntry]) -> tuple[str, ...]:
+    """Return those of these architectures that ranks with parts of each row train otherwise than one process."""
+    return tuple(architecture for architecture, why in _compare(entries, "context").items() if why)
+
+
 def _compare(entries: Sequence[CatalogueEntry], dim: Dim) -> dict[str, str]:
     """Return why ranks that share a dimension do not train each of these architectures, or nothing where they do."""
     if not entries:
@@ -77,8 +88,11 @@ def compare_all(cases: Iterable[Case], rank: int) -> Iterator[Compared | str]:
     """Compare each case on all ranks, which all call this; yield the reason where a model cannot be shared."""
     meshes: dict[Dim, Mesh] = {}
     for entry, dim, changes in cases:
+        size = dist.get_world_size()
+        if dim == "context":
+            yield _compare_parts(entry, size)
+            continue
         if dim not in meshes:
-            size = dist.get_world_size()
             degrees = ParallelDims(**{"pipeline": 1, dim: size, "shard" if dim == "expert" else dim: size})
             meshes[dim] = build_mesh(degrees, rank, torch.device("cpu"), _TIMEOUT)
         config = tiny_config(getattr(transformers, entry.architecture), **changes)
@@ -125,6 +139,27 @@ def compare_shared(family: SelfChecked, mesh: Mesh, dtype: torch.dtype | None = 
         loss=max(loss_difference((chunk,), logits.detach(), result) for logits, result in crossed),
         gradients=max(difference(gradient, expected) for _, expected, gradient in gradients_of(tiny.whole, (chunk,))),
     )
+
+
+def _compare_parts(entry: CatalogueEntry, size: int) -> Compared | str:
+    """Compare a step of ranks with parts of rows as a run does before step 1; all ranks call this."""
+    options = parse_training(["--data", "synthetic", "--global-batch", str(size), "--cp", str(size)])
+    placement = Placement(num_stages=1, num_ranks=1)
+    try:
+        config = tiny_config(getattr(transformers, entry.architecture), tie_word_embeddings=False)
+        config.get_text_config().tie_word_embeddings = False
+        family = Generic(entry, config.to_dict(), max_seq_len=1)
+        stages = Stages(modules=(family.modules,), placement=placement, ties=())
+        run = Combination(
+            family=family, stages=stages, timetable=Timetable(name="1F1B", placement=placement),
+            degrees=options.degrees.resolve(1, size), options=options,
+        )  # fmt: skip
+        distances, problem = compare(run)
+    except UserError as error:
+        return error.problem
+    if distances is None or problem:
+        return problem or "a rank failed"
+    return Compared(logits=0.0, loss=distances.loss, gradients=distances.largest["gradient"])
 
 
 def _rank(rank: int, address: str, cases: Sequence[Case], out: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 from manifests.errors import UsageError
 from manifests.models import ARCHITECTURES, ModelShape
 from manifests.models.trainable import (
+    NARROW,
     hands_on_trees,
     is_generic,
+    mixes_tokens,
     why_not_expert_parallel,
     why_not_tensor_parallel,
 )
@@ -22,6 +25,7 @@ _HEADS = (  # how configs name the number of heads, or that of each layer
     "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads", "swa_num_attention_heads",
     "num_attention_heads_per_layer",
 )  # fmt: skip
+_DRAWN = re.compile(r"^(?!classifier|summary).*(dropout|pdrop|jitter)")  # fields of random numbers in training
 _BY_LENGTH = {  # by flag, on what frequencies may depend besides, and the code of a refusal
     "--cp": ("the largest position that a rank has", "options.cp-architecture"),
     "--document-mask": ("the longest document of a microbatch", "options.document-mask"),
@@ -236,7 +240,7 @@ def check_degrees(
     check_combination(
         combination_of(
             architecture, is_own=is_own, num_tensor=tensor, num_expert=expert, num_context=context,
-            num_shards=training.shard // context, **features,
+            num_shards=training.shard // context, is_narrow=NARROW in shape.modules, **features,
         )
     )  # fmt: skip
     check_divides(shape, config, tensor, expert)
@@ -247,6 +251,18 @@ def check_degrees(
     if suffixes and any(fqn.endswith(suffixes) for fqn in shape.tensors):
         problem = f"{architecture} keeps some parameters in float32, which FSDP cannot shard beside others in bfloat16"
         raise UsageError("--dtype bf16", problem, "use --master-dtype fp32", code="options.catalogue-combination")
+
+
+def why_not_proven(architecture: str, config: Mapping[str, Any], training: Training) -> str:
+    """Return why the proof before step 1 refuses these degrees, as far as is known without it, or nothing."""
+    if training.context > 1 and mixes_tokens(architecture):
+        return f"--cp: tokens of {architecture} meet outside of attention"
+    section = config.get("text_config")
+    fields = section if isinstance(section, Mapping) else config
+    for name, value in fields.items() if training.tensor > 1 else ():
+        if _DRAWN.search(name) and isinstance(value, (int, float)) and value > 0:
+            return f"--tp: ranks would draw the same random numbers for {name} ({value:g}, config.json)"
+    return ""
 
 
 def check_divides(shape: ModelShape, config: Mapping[str, Any], num_tensor: int, num_expert: int) -> None:

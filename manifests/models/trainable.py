@@ -49,6 +49,12 @@ def why_not_expert_parallel(architecture: str, *, is_own: bool = False) -> str:
     return "" if has_plan else "transformers has no plan for its experts that was found to compute the same"
 
 
+def mixes_tokens(architecture: str) -> bool:
+    """Return whether tokens meet outside of attention, so that the proof before step 1 refuses `--cp`."""
+    entry = generic_entry(architecture)
+    return entry is not None and entry.mixes_tokens
+
+
 def hands_on_trees(architecture: str) -> bool:
     """Return whether stages of an architecture of the catalogue exchange more than the hidden state."""
     entry = generic_entry(architecture)

@@ -32,9 +32,7 @@ def search_text(result: SearchResult) -> str:
         lines.append("--ep: all-to-alls send tokens to experts and back at these rates, evenly over ranks")
     if result.best:
         rows = [_HEAD, *(_row(result, choice) for choice in result.best)]
-        if any(choice.candidate.context > 1 for choice in result.best):
-            lines.append("--cp: a tiny model tries it before step 1, which some architectures fail: runner prove")
-        else:
+        if all(choice.candidate.context == 1 for choice in result.best):
             rows = [(*row[:6], *row[7:]) for row in rows]
         over = sum(choice.forecast.memory > result.limit for choice in result.choices)
         lines += [

@@ -11,7 +11,7 @@ from typing import Any
 from manifests.command import defaults
 from manifests.errors import UserError
 from manifests.models import ModelShape
-from manifests.models.combinations import check_degrees
+from manifests.models.combinations import check_degrees, why_not_proven
 from manifests.models.mtp import MtpLayers
 from manifests.models.trainable import check_modules, generic_entry
 from manifests.models.training import POLICIES, Recompute, Training
@@ -202,12 +202,12 @@ class Space:
         )  # fmt: skip
         key = policy, training.shard, context, tensor, expert, schedule
         if key not in self._reasons:
-            reason = ""
+            reason = why_not_proven(self.shape.architecture, self.config, training)
             features = {"schedule": schedule, "splits_backward": schedule in SPLIT}
             try:
                 check_degrees(self.kinds, self.config, training, is_own=self.is_own, **features)
             except UserError as error:
-                reason = f"{error.where}: {error.problem.splitlines()[0]}"
+                reason = reason or f"{error.where}: {error.problem.splitlines()[0]}"
             self._note(key, reason)
         return self._reasons[key]
 

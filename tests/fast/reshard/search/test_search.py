@@ -26,6 +26,7 @@ from reshard.search.candidates import SearchRequest
 from reshard.search.search import find_layouts
 from runner.commands import cli
 from tests.builders import reshard, run
+from tests.fast.manifests.models.catalogued import save_tiny
 
 CONFIGS = Path(__file__).parents[3] / "data" / "configs"
 GROUPS = """
@@ -64,6 +65,27 @@ def test_pack_and_launch_accept_what_is_suggested(name: str, tmp_path: Path, mon
         words.insert(words.index("--"), "--dry-run")
         done = CliRunner().invoke(cli, words)
         assert done.exception is None, (words, done.exception, done.output)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "degree", "reason"),
+    [
+        ("Lfm2ForCausalLM", {}, "context", "--cp: tokens of Lfm2ForCausalLM meet outside of attention"),
+        ("Qwen3NextForCausalLM", {}, "context", "--cp: tokens of Qwen3NextForCausalLM meet outside of attention"),
+        ("OPTForCausalLM", {"word_embed_proj_dim": 32}, "context", "--cp: is not verified for OPTForCausalLM"),
+        ("LlamaForCausalLM", {"attention_dropout": 0.1}, "tensor", "--tp: ranks would draw the same random numbers"),
+    ],
+)
+def test_no_layout_has_degrees_that_the_proof_refuses(
+    architecture: str, changes: dict[str, Any], degree: str, reason: str, tmp_path: Path
+) -> None:
+    for name, changed in (("plain", {}), ("changed", changes)):
+        save_tiny(tmp_path / name, architecture, **changed)
+        result = find_layouts(tmp_path / name, request(4, 80, 8))
+        is_refused = changed == changes
+        assert result.choices
+        assert any(getattr(choice.candidate, degree) > 1 for choice in result.choices) != is_refused
+        assert any(refusal.startswith(reason) for refusal in result.refusals) == is_refused
 
 
 @pytest.mark.slow

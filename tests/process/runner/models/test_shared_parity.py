@@ -7,7 +7,13 @@ import json
 import pytest
 
 from manifests.models.catalogue import catalogued
-from manifests.models.trainable import hands_on_trees, is_generic, why_not_expert_parallel, why_not_tensor_parallel
+from manifests.models.trainable import (
+    hands_on_trees,
+    is_generic,
+    mixes_tokens,
+    why_not_expert_parallel,
+    why_not_tensor_parallel,
+)
 from tests.process.torchrun import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
@@ -19,6 +25,7 @@ CASES = [
     *((name, "tensor") for name in SHARDED),
     *((name, "expert") for name in DISTRIBUTED),
     *((name, "shard") for name in GENERIC if not hands_on_trees(name)),
+    *((name, "context") for name in GENERIC if not hands_on_trees(name) and not mixes_tokens(name)),
 ]
 # Linear attention that transformers computes in float32, in chunks.
 TOLERANCES = {"KimiLinearForCausalLM": 1e-5}
