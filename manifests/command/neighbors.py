@@ -10,102 +10,77 @@ from typing import Any
 
 from manifests.errors import UsageError
 
-_LAYOUT = "the pipeline ranks of the packed layout: reshard pack MODEL --layout pp=N"
+
+def _by_word(answers: Mapping[str, str]) -> dict[str, str]:
+    """Return an answer for each word; those that have the same are given as one text."""
+    return {word: answer for words, answer in answers.items() for word in words.split()}
+
+
 _DEGREES = {
     "--dp": "--dp-replicate N (copies), or --dp-shard N (FSDP)",
-    "--fsdp": "--dp-shard N, or auto",
-    "--zero": "--dp-shard N, or auto",
-    "--deepspeed": "--dp-shard N, or auto",
-    "--tensor-parallel-size": "--tp N",
-    "--tensor-model-parallel-size": "--tp N",
-    "--expert-parallel-size": "--ep N",
-    "--expert-model-parallel-size": "--ep N",
+    "--fsdp --zero --deepspeed": "--dp-shard N, or auto",
+    "--tensor-parallel-size --tensor-model-parallel-size": "--tp N",
+    "--expert-parallel-size --expert-model-parallel-size": "--ep N",
 }
-_TRAINING = {
+_TRAINING = _by_word({
     "--bf16": "--dtype bf16; with --master-dtype fp32 for mixed precision",
     "--fp16": "--dtype bf16 (or fp32)",
-    "--mixed-precision": "--dtype bf16 --master-dtype fp32",
-    "--precision": "--dtype bf16 --master-dtype fp32",
+    "--mixed-precision --precision": "--dtype bf16 --master-dtype fp32",
     "--torch-dtype": "--dtype bf16, or fp32",
     "--batch-size": "--global-batch SEQUENCES (of a step), and --microbatch SEQUENCES",
-    "--global-batch-size": "--global-batch SEQUENCES",
-    "--train-batch-size": "--global-batch SEQUENCES",
-    "--micro-batch-size": "--microbatch SEQUENCES",
-    "--per-device-train-batch-size": "--microbatch SEQUENCES",
-    "--gradient-accumulation-steps": "--global-batch SEQUENCES: microbatches follow from --microbatch",
-    "--grad-accum": "--global-batch SEQUENCES: microbatches follow from --microbatch",
+    "--global-batch-size --train-batch-size": "--global-batch SEQUENCES",
+    "--micro-batch-size --per-device-train-batch-size": "--microbatch SEQUENCES",
+    "--gradient-accumulation-steps --grad-accum": "--global-batch SEQUENCES: microbatches follow from --microbatch",
     "--learning-rate": "--lr RATE",
-    "--epochs": "--steps N: data starts again when it ends",
-    "--num-epochs": "--steps N: data starts again when it ends",
-    "--num-train-epochs": "--steps N: data starts again when it ends",
-    "--max-steps": "--steps N",
-    "--train-iters": "--steps N",
-    "--gradient-checkpointing": "--ac full, selective or N (every Nth layer)",
-    "--activation-checkpointing": "--ac full, selective or N (every Nth layer)",
-    "--recompute-granularity": "--ac full, selective or N (every Nth layer)",
+    "--epochs --num-epochs --num-train-epochs": "--steps N: data starts again when it ends",
+    "--max-steps --train-iters": "--steps N",
+    "--gradient-checkpointing --activation-checkpointing --recompute-granularity":
+        "--ac full, selective or N (every Nth layer)",
     "--output-dir": "--checkpoint DIR (to resume from), --save DIR (the trained weights), --log-dir DIR",
     "--checkpoint-dir": "--checkpoint DIR",
-    "--save-interval": "--checkpoint-every N",
-    "--save-steps": "--checkpoint-every N",
-    "--save-every": "--checkpoint-every N",
+    "--save-interval --save-steps --save-every": "--checkpoint-every N",
     "--save-total-limit": "--keep N",
     "--resume-from-checkpoint": "--resume auto, step-N or DIR",
     "--load": "--resume DIR, or --checkpoint DIR --resume auto for the run's own; --loading rows or broadcast",
     "--pack": "--packing",
     "--no-pack": "--no-packing",
     "--host-memory": "--allocator auto, fast or compact",
-    "--logging-steps": "--log-every N",
-    "--log-interval": "--log-every N",
+    "--logging-steps --log-interval": "--log-every N",
     "--report-to": "--wandb, or --tensorboard",
     "--wandb-project": "--wandb: the variable WANDB_PROJECT names the project",
-    "--seq-length": "--seq-len TOKENS",
-    "--max-length": "--seq-len TOKENS",
-    "--max-seq-length": "--seq-len TOKENS",
-    "--block-size": "--seq-len TOKENS",
-    "--clip-grad": "--max-norm NORM",
-    "--max-grad-norm": "--max-norm NORM",
-    "--warmup-ratio": "--warmup-steps N",
-    "--num-warmup-steps": "--warmup-steps N",
-    "--lr-warmup-iters": "--warmup-steps N",
-    "--lr-scheduler": "--decay constant, linear, cosine or sqrt",
-    "--lr-scheduler-type": "--decay constant, linear, cosine or sqrt",
-    "--lr-decay-style": "--decay constant, linear, cosine or sqrt",
+    "--seq-length --max-length --max-seq-length --block-size": "--seq-len TOKENS",
+    "--clip-grad --max-grad-norm": "--max-norm NORM",
+    "--warmup-ratio --num-warmup-steps --lr-warmup-iters": "--warmup-steps N",
+    "--lr-scheduler --lr-scheduler-type --lr-decay-style": "--decay constant, linear, cosine or sqrt",
     "--adam-beta1": "--beta1 NUMBER",
     "--adam-beta2": "--beta2 NUMBER",
     "--adam-epsilon": "--eps NUMBER",
-    "--dataset": "--data PATH",
-    "--data-path": "--data PATH",
-    "--train-file": "--data PATH",
+    "--dataset --data-path --train-file": "--data PATH",
     "--validation-file": "--eval-data PATH",
     "--tokenizer": "the packed folder's own, which --data is read with",
     "--torch-compile": "--compile",
     "--implementation": "transformers' modules, which all models are built of: leave it out",
-    "--pp": _LAYOUT,
-    "--pipeline-parallel-size": _LAYOUT,
-    "--pipeline-model-parallel-size": _LAYOUT,
+    "--pp --pipeline-parallel-size --pipeline-model-parallel-size":
+        "the pipeline ranks of the packed layout: reshard pack MODEL --layout pp=N",
     "--context-parallel-size": "--cp N",
     **_DEGREES,
-}
-_LAUNCHING = {
-    "--gpus": "--nproc-per-node N, before --",
-    "--num-gpus": "--nproc-per-node N, before --",
-    "--num-processes": "--nproc-per-node N, before --",
-    "--num-nodes": "--nnodes N, before --",
-}
-_PACKING = {
+})  # fmt: skip
+_LAUNCHING = _by_word(
+    {
+        "--gpus --num-gpus --num-processes": "--nproc-per-node N, before --",
+        "--num-nodes": "--nnodes N, before --",
+    }
+)
+_PACKING = _by_word({
     "--bf16": "--dtype bf16",
     "--fp16": "--dtype fp16; to train, bf16 or fp32",
-    "--output": "--out DIR",
-    "--output-dir": "--out DIR",
-    "--save-dir": "--out DIR",
+    "--output --output-dir --save-dir": "--out DIR",
     "--overwrite": "--force",
     "--memory": "--io-memory SIZE; of a GPU: --gpu-memory SIZE in reshard plan",
     "--host-memory": "--allocator fast or compact",
     "--torch-dtype": "--dtype bf16, fp16 or fp32",
     "--format": "--to FORMAT, of reshard export",
-    "--num-stages": "--layout pp=N",
-    "--pipeline-parallel-size": "--layout pp=N",
-    "--pipeline-model-parallel-size": "--layout pp=N",
+    "--num-stages --pipeline-parallel-size --pipeline-model-parallel-size": "--layout pp=N",
     "--virtual-pipeline-model-parallel-size": "--layout pp=N,vpp=K",
     "--num-gpus": "--gpus N",
     "--batch-size": "--microbatch SEQUENCES, or --global-batch SEQUENCES with --gpus",
@@ -113,34 +88,27 @@ _PACKING = {
     "--seq-length": "--seq-len TOKENS",
     "--gradient-checkpointing": "--ac full, selective or N (every Nth layer)",
     **_DEGREES,
-}
-_VERBS = {
+})  # fmt: skip
+_VERBS = _by_word({
     **{verb: f"runner {verb}" for verb in ("status", "logs", "list", "cancel", "measure", "report", "eval", "prove")},
     **{verb: f"reshard {verb}" for verb in ("check", "verify", "diff", "inspect", "layout", "commit", "push", "sign")},
     "convert": "reshard export MANIFEST --to hf (or another format), or reshard pack SOURCE --layout SPEC",
-    "info": "reshard inspect",
-    "show": "reshard inspect",
-    "split": "reshard pack SOURCE --layout pp=N --out DIR",
-    "shard": "reshard pack SOURCE --layout pp=N --out DIR",
+    "info show": "reshard inspect",
+    "split shard pack": "reshard pack SOURCE --layout pp=N --out DIR",
     "reshard": "reshard pack MANIFEST --layout pp=N --out DIR",
     "compare": "reshard diff",
     "validate": "reshard verify (a packed model), or reshard check (any checkpoint)",
     "upload": "reshard push",
-    "train": "runner launch MANIFEST -- --data PATH --steps N",
-    "launch": "runner launch MANIFEST -- --data PATH --steps N",
+    "train launch run start": "runner launch MANIFEST -- --data PATH --steps N",
     "export": "reshard export MANIFEST --to hf --out DIR",
     "merge": "reshard merge BASE ADAPTER --out DIR",
-    "run": "runner launch MANIFEST -- --data PATH --steps N",
-    "start": "runner launch MANIFEST -- --data PATH --steps N",
     "resume": "runner launch MANIFEST -- --data PATH --checkpoint DIR --resume auto",
     "evaluate": "runner eval",
-    "stop": "runner cancel",
-    "kill": "runner cancel",
+    "stop kill": "runner cancel",
     "ps": "runner status",
     "profile": "runner measure; or runner launch MANIFEST -- --trace A-B",
-    "pack": "reshard pack SOURCE --layout pp=N --out DIR",
     "plan": "reshard plan MODEL --layout pp=N",
-}
+})  # fmt: skip
 _VALUES = {"gpu": "cuda", "fp16": "bf16", "half": "bf16", "safetensors": "hf", "huggingface": "hf"}
 DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NEIGHBORS: Mapping[str, Mapping[str, str]] = {
