@@ -93,7 +93,7 @@ CASES: Mapping[str, Case] = {
     "GPipe, two layers apart": Case(schedule="GPipe", layout="Ettttm|mL", depth=2, is_chosen=True, is_slow=True),
     "Interleaved1F1B, alone": Case(schedule="Interleaved1F1B", layout="Et|ttt|m|L", recompute="full"),
     "lent on its rank": Case(schedule="Interleaved1F1B", layout="Etttt|m|m|L", depth=2, is_chosen=True),
-    "InterleavedZeroBubble": Case(schedule="InterleavedZeroBubble", layout="Ett|t|tm|mL", depth=2),
+    "InterleavedZeroBubble": Case(schedule="InterleavedZeroBubble", layout="Ett|t|tm|mL", depth=2, is_slow=True),
     "ZBV": Case(schedule="ZBVZeroBubble", layout="Et|tt|tm|L"),
     "DualPipeV": Case(schedule="DualPipeV", layout="Ett|t|t|mmL", depth=2, is_slow=True),
     "documents": Case(schedule="Interleaved1F1B", layout="Ett|tt|m|mL", depth=2, has_documents=True),
