@@ -209,13 +209,11 @@ def _squared_norms(parameters: Iterable[nn.Parameter], mesh: Mesh | None) -> tor
 
 def sum_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares of each tensor, accumulated in float64: on a GPU, each element is read once."""
-    if gradients[0].device.type != "cpu":
+    if gradients[0].device.type != "cpu" or max(map(torch.Tensor.numel, gradients)) <= _CPU_PART:
         return _squares_of(list(gradients))
     parts = [torch.split(gradient.reshape(-1), _CPU_PART) for gradient in gradients]
-    squares = _squares_of([part for of in parts for part in of])
-    if len(squares) == len(gradients):
-        return squares
-    return torch.stack([of.sum() for of in torch.split(squares, [len(of) for of in parts])])
+    squares = torch.split(_squares_of([part for of in parts for part in of]), list(map(len, parts)))
+    return torch.stack([of.sum() for of in squares])
 
 
 def _squares_of(tensors: list[torch.Tensor]) -> torch.Tensor:
