@@ -80,7 +80,9 @@ def join_failures(failed: Mapping[str, UserError]) -> UserError:
 
 
 def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the value of each rank of a group; each of them calls this."""
+    """Return the value of each rank of a group; each of them calls this. A process without a group is the only rank."""
+    if not dist.is_initialized():
+        return [value]
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -24,11 +24,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from runner.config.loss import BalanceOptions
 from runner.config.schema import BatchOptions
+from runner.distributed.fail_together import from_all_ranks
 from runner.models.routers import Router, routers_of
 from runner.parallel.mesh import Mesh
 from runner.pipeline.chunk import StageChunk
@@ -53,11 +53,8 @@ class ExpertBalance:
     def __init__(self, chunks: Sequence[StageChunk], options: BalanceOptions, batch: BatchOptions, mesh: Mesh) -> None:
         self._options, self._batch, self._mesh = options, batch, mesh
         self._routers = [router for chunk in chunks for router in routers_of(chunk.family, chunk.body)]
-        self._rows = [[(router.layer, router.num_experts, _dtype_of(router.bias)) for router in self._routers]]
-        if dist.is_initialized():
-            (row,), group = self._rows, mesh.pipeline
-            self._rows = [[] for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(self._rows, row, group=group)
+        row = [(router.layer, router.num_experts, _dtype_of(router.bias)) for router in self._routers]
+        self._rows = from_all_ranks(row, mesh.pipeline)
         every = [router for row in self._rows for router in row]
         self.num_routers, self.bias_dtypes = len(every), {dtype for *_, dtype in every if dtype}
         self._widths = [1 + sum(size for _, size, _ in row) for row in self._rows]

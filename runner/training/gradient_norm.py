@@ -13,6 +13,8 @@ from torch import distributed as dist
 from torch import nn
 
 from manifests.errors import RankError
+from runner.config.parallel_dims import ParallelDims
+from runner.distributed.fail_together import from_all_ranks
 from runner.distributed.world import exchange_device
 from runner.parallel.mesh import Mesh
 from runner.pipeline.chunk import NamedParameter
@@ -62,12 +64,8 @@ class StepTotals:
         elsewhere = {id(tie.leader) for tie in ties if not tie.is_counted_here}
         counted = [(fqn, parameter) for fqn, parameter in parameters if id(parameter) not in elsewhere]
         self._counted = [parameter for _, parameter in counted]
-        self._device, self._mesh = device, mesh
-        pipeline = mesh.pipeline if mesh else None
-        rows = [[(fqn, counts(parameter)) for fqn, parameter in counted]]  # by rank
-        if dist.is_initialized():
-            row, rows = rows[0], [[] for _ in range(dist.get_world_size(pipeline))]
-            dist.all_gather_object(rows, row, group=pipeline)
+        self._device, self._mesh = device, mesh or Mesh(degrees=ParallelDims(pipeline=1), rank=0)
+        rows = from_all_ranks([(fqn, counts(parameter)) for fqn, parameter in counted], self._mesh.pipeline)
         self._names = [[fqn for fqn, _ in row] for row in rows]
         self._most_names = max(map(len, self._names))
         self._is_in_norm = [[is_counted for _, is_counted in row] for row in rows]
@@ -98,9 +96,8 @@ class StepTotals:
         num_here, head = num_tokens / self._num_losses, list[Number]([0.0, 0.0, 0.0])
         if loss is not None and self.counts_loss:
             head = [loss, num_here, num_here if count is None else count]
-        shared = self._mesh.degrees.per_stage if self._mesh else 1
         squares = _squared_norms(self._counted, self._mesh)
-        times = [seconds / shared for seconds in times_s()]
+        times = [seconds / self._num_sharing for seconds in times_s()]
         assert len(times) == self._num_times, "all ranks report the same number of times"
         rows = self._gather([*head, float(is_last), float(is_damaged), *times], squares, addends)
         first = _HEAD + self._num_times
@@ -146,15 +143,15 @@ class StepTotals:
 
     @property
     def counts_loss(self) -> bool:
-        return self._mesh is None or self._mesh.counts_loss
+        return self._mesh.counts_loss
 
     @property
     def _num_losses(self) -> int:
-        return self._mesh.degrees.data * self._mesh.degrees.context if self._mesh else 1
+        return self._mesh.degrees.data * self._mesh.degrees.context
 
     @property
     def _num_sharing(self) -> int:
-        return self._mesh.degrees.per_stage if self._mesh else 1
+        return self._mesh.degrees.per_stage
 
     def _gather(
         self, head: Sequence[Number], squares: torch.Tensor | None = None, addends: torch.Tensor | None = None
@@ -176,10 +173,10 @@ class StepTotals:
             return [mine.tolist()]
         device = exchange_device(self._device)
         mine = mine.to(device)
-        if self._mesh is not None and self._mesh.stage is not None:
+        if self._mesh.stage is not None:
             dist.all_reduce(mine, group=self._mesh.stage)
         everyone = torch.empty(len(self._names) * width, dtype=torch.float64, device=device)
-        dist.all_gather_single(everyone, mine, group=self._mesh.pipeline if self._mesh else None)
+        dist.all_gather_single(everyone, mine, group=self._mesh.pipeline)
         rows: list[list[float]] = everyone.view(-1, width).tolist()
         return rows
 
@@ -194,17 +191,15 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: float, max_norm: fl
             parameter.grad *= factor
 
 
-def _squared_norms(parameters: Iterable[nn.Parameter], mesh: Mesh | None) -> torch.Tensor | None:
+def _squared_norms(parameters: Iterable[nn.Parameter], mesh: Mesh) -> torch.Tensor | None:
     """Return each parameter's squared norm on the device, 0 where another rank counts it; None: no parameters."""
     gradients = [
         local_of(parameter.grad)
-        if parameter.grad is not None and (mesh is None or mesh.owns(parameter))
+        if parameter.grad is not None and mesh.owns(parameter)
         else torch.zeros(1, device=parameter.device)
         for parameter in parameters
     ]
-    if not gradients:
-        return None
-    return sum_squares(gradients)
+    return sum_squares(gradients) if gradients else None
 
 
 def sum_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -24,6 +24,7 @@ from manifests.digest import digest_bytes
 from manifests.errors import RankError, ShardError
 from manifests.placement import Placement
 from manifests.schema import TieGroup
+from runner.distributed.fail_together import from_all_ranks
 from runner.pipeline.chunk import NamedParameter, StageChunk, named_hf_parameters
 from runner.tensors.dtensor import local_of, local_offset, mesh_dims
 from runner.training.mixed_precision import master_of, share_master, zero_gradient
@@ -167,12 +168,9 @@ def check_equal(
 
     Every rank calls this. Ranks that have the same part of a weight are compared, over all pipelines.
     """
-    if not dist.is_initialized():
-        return
     tied = [(tie.fqn, of(tie.leader)) for tie in ties if tie.group is not None and tie.lender is None]
     mine = {(fqn, local_offset(tensor)): _digest(local_of(tensor)) for fqn, tensor in tied if tensor is not None}
-    everyone: list[dict[tuple[str, tuple[int, ...]], str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
+    everyone = from_all_ranks(mine)
     for key in sorted({key for digests in everyone for key in digests}):
         holders = {rank: digests[key] for rank, digests in enumerate(everyone) if key in digests}
         if len(set(holders.values())) > 1:

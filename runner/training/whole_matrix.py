@@ -22,6 +22,7 @@ from torch import nn
 
 from manifests.optimizer_state import shape_of
 from manifests.schema import StateKind
+from runner.distributed.fail_together import from_all_ranks
 from runner.pipeline.chunk import StageChunk, pieces_of
 from runner.tensors.local_shard import Piece
 from runner.training.algorithms import Algorithm, prepare_state, set_num_steps
@@ -192,9 +193,7 @@ class WholeMatrices:
             )
             for key, pieces in self._weights.items()
         }
-        tables = [table] * self._size
-        if self._group is not None:
-            dist.all_gather_object(tables, table, group=self._group)
+        tables = from_all_ranks(table, self._group) if self._group else [table]
         present = {key: of_key for table in tables for key, (of_key, _) in table.items()}
         costs = {
             key: cost_of(shape, is_muon=self._algorithms[number].num_dims == {2})
