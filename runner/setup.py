@@ -37,10 +37,10 @@ from runner.load.load import LoadReport, Reading
 from runner.load.local_cache import CacheReport, check_same_manifest, local_cache_of
 from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
-from runner.models import family_for
-from runner.models.family import Family, OnTransformers, WithMtp
+from runner.models import family_of
+from runner.models.family import Family
 from runner.parallel.mesh import Mesh, build_mesh
-from runner.parallel.parallelize import check_plans, keep_documents, split_rows
+from runner.parallel.parallelize import check_plans, split_rows
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.pipeline.losses import Loss, loss_of_run
 from runner.pipeline.timetable import Timetable, choose_timetable
@@ -52,7 +52,7 @@ from runner.proof.options import RunOptions, self_check
 from runner.proof.proving import OF_COMBINATION, prove_once
 from runner.proof.stages import SelfChecked
 from runner.tensors.heap import set_up_heap
-from runner.training.build import Stages, build_engine, build_stages, names_of, ties_of
+from runner.training.build import Stages, apply_model_options, build_engine, build_stages, names_of, ties_of
 from runner.training.mixed_precision import master_of, round_masters
 from runner.training.rng import restore_rng, seed_rng
 from runner.training.step import Engine
@@ -187,28 +187,17 @@ def _begin(
         check_heads(launched.config, options.degrees.context, options.degrees.context_method, options.degrees.tensor)
         timetable, features = _choose_timetable(launched, options, mesh)
         planned_nbytes = _plan_memory(launched, options, timetable, mesh, world, device)
-        family = family_for(
-            launched.config,
-            max_seq_len=options.batch.seq_len,
-            shape=launched.shape,
-            description=launched.manifest.model.description,
-        )
+        family = family_of(launched, options.batch.seq_len)
         if not isinstance(family, SelfChecked):
             check_combination(replace(features, is_generic=True, is_unverified=True))
         check_plans(family, mesh.degrees)
-        if options.lora is not None:
-            assert isinstance(family, OnTransformers), "refused before"
-            family.add_adapters(options.lora, checks_names=options.adapter is None)
-        if isinstance(family, WithMtp):
-            family.mtp_weight = options.loss.mtp_weight
         loss = loss_of_run(options, is_split=mesh.degrees.context > 1)
-        if options.data.document_mask:
-            keep_documents(family, options.batch.seq_len)
+        apply_model_options(family, options)
         if mesh.degrees.context > 1:
             split_rows(family, mesh, options.degrees.context_method, options.batch.seq_len)
         world.start.end("manifest_s")
     check_same_manifest(origin.where, origin.read.digest)
-    stages = stages_of(launched)
+    stages = Stages.of(launched)
     with raise_on_all_ranks("load"):
         base_nbytes = memory_nbytes(device)
         ties = ties_of(family, stages)
@@ -275,7 +264,7 @@ def _run_self_check(
     if isinstance(family, SelfChecked) and (options.self_check or has_documents or mesh.degrees.context > 1):
         run = Combination(
             family=family,
-            stages=stages_of(launched),
+            stages=Stages.of(launched),
             timetable=timetable,
             degrees=mesh.degrees,
             options=options,
@@ -286,12 +275,6 @@ def _run_self_check(
         prove_once(run, launched.config, options.log_dir, is_kept=is_kept)
     elif options.self_check and mesh.rank == 0:
         logger.info("note: %s is not self-checked: its family has no tiny model to compare", family.architecture)
-
-
-def stages_of(launched: Packed) -> Stages:
-    """Return the stages of a manifest."""
-    manifest = launched.manifest
-    return Stages(modules=launched.stage_modules, placement=manifest.placement, ties=manifest.ties)
 
 
 def _resume_optimizer(

@@ -28,7 +28,7 @@ from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.options import EvalOptions, parse_eval
 from runner.evaluation.scores import Recorded, Scores, TokenLosses, writing_scores
 from runner.load.load import load_tensors
-from runner.models import Family, family_for
+from runner.models import Family, family_of
 from runner.parallel.mesh import Mesh, build_mesh
 from runner.parallel.parallelize import keep_documents
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
@@ -180,12 +180,7 @@ def read_model(
     dtype = FLAG_DTYPES[options.dtype]
     manifest = packed.manifest
     with raise_on_all_ranks("load"):
-        family = family_for(
-            packed.config,
-            max_seq_len=options.seq_len,
-            shape=packed.shape,
-            description=manifest.model.description,
-        )
+        family = family_of(packed, options.seq_len)
         if options.top_k > family.vocab_size:
             problem = f"expected at most {family.vocab_size}, the size of the vocabulary, found {options.top_k}"
             raise UsageError("--top-k", problem, code="options.scores")
@@ -194,8 +189,7 @@ def read_model(
         if options.self_check and world.rank == 0:
             compute = ComputeOptions(dtype=options.dtype, master_dtype=options.dtype)
             self_check(family, packed.stage_modules, RunOptions(compute=compute))
-    placement = manifest.placement
-    stages = Stages(modules=packed.stage_modules, placement=placement, ties=manifest.ties)
+    placement, stages = manifest.placement, Stages.of(packed)
     whole = BatchOptions(global_batch=2 * placement.num_stages, microbatch=1, seq_len=options.seq_len)
     timetable = find_timetable(default_schedule(placement), placement, whole.num_microbatches)
     if options.text.document_mask and isinstance(family, SelfChecked):

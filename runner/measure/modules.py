@@ -25,7 +25,7 @@ from runner.config.flags import Device
 from runner.config.schema import Dtype
 from runner.distributed.fail_together import exhausted
 from runner.distributed.world import World, device_of
-from runner.models import Family, family_for
+from runner.models import Family, family_of
 from runner.models.family import row_inputs_of
 from runner.pipeline.chunk import StageChunk, build_chunks, materialize
 from runner.pipeline.microbatches import token_loss
@@ -61,10 +61,7 @@ def measure_modules(
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # this and the next line as a rank does
     compact_heap(is_sharded=False)
     device = device_of(World(rank=0, local_rank=0, size=1), setting.device)
-    family = family_for(
-        packed.config, max_seq_len=setting.seq_len, shape=packed.shape,
-        description=packed.manifest.model.description,
-    )  # fmt: skip
+    family = family_of(packed, setting.seq_len)
     module_seconds, overhead_s, num_params = dict[str, ModuleTime](), 0.0, 0
     torch.manual_seed(_SEED)
     rows = (setting.microbatch, setting.seq_len)

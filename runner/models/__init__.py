@@ -12,9 +12,16 @@ from manifests.models import ModelShape, architecture_of, is_sized_by_files, mod
 from manifests.models.mtp import MtpLayers
 from manifests.models.trainable import check_trainable, find_family, generic_entry
 from manifests.schema import ModelDescription
+from runner.bundle.packed import Packed
 from runner.models.family import Family
 
-__all__ = ["Family", "family_for", "import_family"]
+__all__ = ["Family", "family_for", "family_of", "import_family"]
+
+
+def family_of(packed: Packed, max_seq_len: int) -> Family:
+    """Return the family of a packed model, for sequences of at most `max_seq_len` tokens."""
+    description = packed.manifest.model.description
+    return family_for(packed.config, max_seq_len=max_seq_len, shape=packed.shape, description=description)
 
 
 def family_for(

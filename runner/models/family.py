@@ -117,7 +117,19 @@ class Planned(Family, Protocol):
 
 @runtime_checkable
 class OnTransformers(Planned, Protocol):
-    """A family of transformers' own modules, which take adapters, masks of documents, and every parallelism."""
+    """A family of transformers' own modules, which take adapters, masks of documents, and every parallelism.
+
+    It may have MTP layers, see Note [MTP layers] in mtp.py.
+    """
+
+    mtp_weight: float  # of the mean loss of MTP layers
+    parts: RowParts | None  # of rows, with context parallelism
+
+    @property
+    def mtp(self) -> object | None: ...
+    def mtp_ties(self, stage_modules: Sequence[Sequence[str]]) -> tuple[TieGroup, ...]:
+        """Return what stages with these modules tie beside what the manifest says."""
+        ...
 
     @property
     def adapters(self) -> Adapters | None: ...
@@ -162,20 +174,6 @@ def row_inputs_of(
         counts = tokens.new_ones(tokens.shape) if labels is None else (labels >= 0).long()
         inputs["attention_mask"] = counts.flip(1).cummax(1).values.flip(1)
     return inputs
-
-
-@runtime_checkable
-class WithMtp(Family, Protocol):
-    """A family that may have MTP layers, see Note [MTP layers] in mtp.py."""
-
-    mtp_weight: float  # of their mean loss
-    parts: RowParts | None  # of rows, with context parallelism
-
-    @property
-    def mtp(self) -> object | None: ...
-    def mtp_ties(self, stage_modules: Sequence[Sequence[str]]) -> tuple[TieGroup, ...]:
-        """Return what stages with these modules tie beside what the manifest says."""
-        ...
 
 
 def check_output(module: nn.Module, tokens: torch.Tensor, output: object) -> None:

@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 from manifests.errors import UsageError
 from runner.data.sequences import Batch
-from runner.models.family import Family, WithMtp, row_inputs_of
+from runner.models.family import Family, OnTransformers, row_inputs_of
 from runner.pipeline.chunk import ChunkedHead, StageChunk, build_chunks, part_of, width_of
 from runner.pipeline.losses import Loss, MtpLoss
 from runner.pipeline.microbatches import token_loss
@@ -59,7 +59,7 @@ def loss_of(
 def loss_with_mtp(chunks: Sequence[StageChunk]) -> MtpLoss | None:
     """Return the loss that trains a model with MTP layers; None: it has none."""
     family = chunks[0].family
-    if not isinstance(family, WithMtp) or family.mtp is None:
+    if not isinstance(family, OnTransformers) or family.mtp is None:
         return None
     return MtpLoss(family.mtp_weight, chunks[0].device, _plain_loss(chunks), family.parts)
 

@@ -29,9 +29,7 @@ from manifests.errors import RankError, UserError
 from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims
-from runner.models import family_for
-from runner.models.family import OnTransformers, WithMtp
-from runner.parallel.parallelize import keep_documents
+from runner.models import family_of
 from runner.pipeline.losses import loss_of_run
 from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import part_of
@@ -39,7 +37,7 @@ from runner.proof.combination import Combination, describe_degrees, subsets_of
 from runner.proof.proving import compare
 from runner.proof.stages import SelfChecked
 from runner.proof.tiny_step import Distances
-from runner.training.build import Stages
+from runner.training.build import Stages, apply_model_options
 
 _PRELOADED = ("runner.proof.alone", "runner.models.generic")
 _Outcome = tuple[Distances | None, str | None, float]  # what a rank found: what differs, and seconds
@@ -68,25 +66,13 @@ class Tried:
 def combination_of(request: Request) -> Combination:
     """Return the combination of a run."""
     launched, options, degrees = request.launched, request.options, request.degrees
-    manifest, batch = launched.manifest, part_of(options.batch, degrees)
-    family = family_for(
-        launched.config,
-        max_seq_len=options.batch.seq_len,
-        shape=launched.shape,
-        description=manifest.model.description,
-    )
-    if options.lora is not None:
-        assert isinstance(family, OnTransformers), "refused before"
-        family.add_adapters(options.lora)
-    if options.data.document_mask:
-        keep_documents(family, options.batch.seq_len)
-    if isinstance(family, WithMtp):
-        family.mtp_weight = options.loss.mtp_weight
+    family, number = family_of(launched, options.batch.seq_len), part_of(options.batch, degrees).num_microbatches
+    apply_model_options(family, options)
     assert isinstance(family, SelfChecked), family.architecture
     return Combination(
         family=family,
-        stages=Stages(modules=launched.stage_modules, placement=manifest.placement, ties=manifest.ties),
-        timetable=choose_timetable(options.schedule, manifest, batch.num_microbatches, options.microbatch_group),
+        stages=Stages.of(launched),
+        timetable=choose_timetable(options.schedule, launched.manifest, number, options.microbatch_group),
         degrees=degrees,
         options=options,
         has_documents=options.data.document_mask,

@@ -14,7 +14,7 @@ from runner.config.flags import TrainOptions
 from runner.config.loss import BalanceOptions
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions, ComputeOptions
-from runner.models.family import WithMtp
+from runner.models.family import OnTransformers
 from runner.models.routers import Routed
 from runner.pipeline.losses import Loss
 from runner.pipeline.timetable import Timetable
@@ -79,7 +79,7 @@ class Combination:
     def balance(self) -> BalanceOptions:
         """What acts on routers, by amounts that show in a step; nothing with MTP layers, which see other tokens."""
         run, family = self.options.balance, self.family
-        if not isinstance(family, Routed) or (isinstance(family, WithMtp) and family.mtp is not None):
+        if not isinstance(family, Routed) or (isinstance(family, OnTransformers) and family.mtp is not None):
             return BalanceOptions()
         return BalanceOptions(bias_rate=_RATE if run.bias_rate else 0.0, aux_loss=1.0 if run.aux_loss else 0.0)
 

@@ -11,14 +11,15 @@ import torch
 
 from manifests.placement import Placement
 from manifests.schema import TieGroup
+from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import is_sharded
 from runner.config.schema import BatchOptions, ComputeOptions
 from runner.config.trained import Trains
 from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks
-from runner.models.family import Family, WithMtp
+from runner.models.family import Family, OnTransformers
 from runner.parallel.mesh import Mesh
-from runner.parallel.parallelize import Parallel, parallelize, share_matrices
+from runner.parallel.parallelize import Parallel, keep_documents, parallelize, share_matrices
 from runner.pipeline.chunk import StageChunk, build_chunks, cast, materialize
 from runner.pipeline.heads import loss_with_mtp
 from runner.pipeline.losses import Loss
@@ -43,6 +44,22 @@ class Stages:
     modules: tuple[tuple[str, ...], ...]
     placement: Placement
     ties: tuple[TieGroup, ...]
+
+    @classmethod
+    def of(cls, packed: Packed) -> Stages:
+        """Return the stages of a manifest."""
+        return cls(modules=packed.stage_modules, placement=packed.manifest.placement, ties=packed.manifest.ties)
+
+
+def apply_model_options(family: Family, options: TrainOptions) -> None:
+    """Let a family build modules with a run's adapters, the weight of MTP layers, and documents that are kept apart."""
+    if options.lora is not None:
+        assert isinstance(family, OnTransformers), "refused before"
+        family.add_adapters(options.lora, checks_names=options.adapter is None)
+    if isinstance(family, OnTransformers):
+        family.mtp_weight = options.loss.mtp_weight
+    if options.data.document_mask:
+        keep_documents(family, options.batch.seq_len)
 
 
 def build_stages(
@@ -116,7 +133,7 @@ def build_engine(
 
 def ties_of(family: Family, stages: Stages) -> tuple[TieGroup, ...]:
     """Return what is tied: what files say, and MTP layers with the model."""
-    more = family.mtp_ties(stages.modules) if isinstance(family, WithMtp) else ()
+    more = family.mtp_ties(stages.modules) if isinstance(family, OnTransformers) else ()
     return (*stages.ties, *more)
 
 
