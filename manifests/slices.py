@@ -31,6 +31,11 @@ class Slice:
     def end(self) -> tuple[int, ...]:
         return tuple(begin + count for begin, count in zip(self.offset, self.shape, strict=True))
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The index of the region in the whole tensor."""
+        return tuple(map(slice, self.offset, self.end))
+
 
 def slice_metadata(slices: Mapping[str, Slice]) -> dict[str, str]:
     """Return the `__metadata__` (besides digests) of a shard with these slices, by FQN."""

@@ -98,10 +98,7 @@ def read_peft(folder: Path, adapters: Adapters, pieces: Iterable[Piece], record:
                 hint = "its adapters are of another model, or of modules that its config does not name"
                 raise SourceError(str(path), problem, hint, code="source.other-adapter")
             for piece in pieces:
-                where = tuple(
-                    slice(low, low + size) for low, size in zip(piece.offset, piece.memory.shape, strict=True)
-                )
-                piece.memory.copy_(file.get_slice(f"{PEFT_PREFIX}{piece.fqn}")[where])
+                piece.memory.copy_(file.get_slice(f"{PEFT_PREFIX}{piece.fqn}")[piece.part.index])
     except (OSError, SafetensorError) as error:
         raise SourceError(str(path), f"cannot be read: {error}", code="source.bad-adapter") from error
 
@@ -118,8 +115,7 @@ def _init_adapters(pieces: Iterable[Piece], seed: int) -> None:
         mixed = blake2b(f"{seed} {piece.fqn}".encode(), digest_size=8).digest()
         drawn = torch.Generator().manual_seed(int.from_bytes(mixed, "little") >> 1)
         whole = torch.empty(piece.shape).uniform_(-1, 1, generator=drawn) / math.sqrt(piece.shape[1])
-        where = tuple(slice(low, low + size) for low, size in zip(piece.offset, piece.memory.shape, strict=True))
-        piece.memory.copy_(whole[where])
+        piece.memory.copy_(whole[piece.part.index])
 
 
 def _config(adapters: Adapters, record: AdapterRecord) -> bytes:

@@ -146,7 +146,7 @@ def read_for_all(
             sent = buffers.pop(tensor.key).to(device)
             dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=tensor.reader)
             for read in wanted.get(tensor.key, ()):
-                read.into.memory.copy_(_region_of(read, sent))
+                read.into.memory.copy_(sent[read.region.index])
     report = LoadReport(
         num_tensors=len({read.at.name for read in reads}),
         num_parts=0,
@@ -180,9 +180,3 @@ def _read_whole(read: Read, buffer: torch.Tensor) -> Read:
     """Return a read of the whole stored tensor of which `read` is a part."""
     at = read.at
     return Read(into=Piece(fqn=at.name, shape=at.whole_shape, offset=at.offset, memory=buffer), at=at)
-
-
-def _region_of(read: Read, stored: torch.Tensor) -> torch.Tensor:
-    for dim, (begin, count) in enumerate(zip(read.region.offset, read.region.shape, strict=True)):
-        stored = stored.narrow(dim, begin, count)
-    return stored

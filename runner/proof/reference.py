@@ -22,6 +22,7 @@ from runner.pipeline.heads import of_evaluation
 from runner.pipeline.losses import Loss
 from runner.proof.balance import Balance, Routing, route
 from runner.proof.stages import SelfChecked
+from runner.tensors.local_shard import Piece
 from runner.training.algorithms import algorithms_of
 from runner.training.optimizer import plain_adamw
 
@@ -83,14 +84,17 @@ class Reference:
     coarse: frozenset[str]  # weights whose step is computed in bfloat16
     is_training: bool  # whether modules were in training mode: not if they draw random numbers there
 
-    def distance(self, gradient: torch.Tensor, fqn: str, region: tuple[slice, ...]) -> float:
+    def distance(self, gradient: Piece) -> float:
         """Return how much a gradient differs, relative to the largest of its tensor."""
-        return _largest(gradient - self.gradients[fqn][region]) / self.scales[fqn]
+        expected = self.gradients[gradient.fqn][gradient.part.index]
+        return _largest(gradient.memory - expected) / self.scales[gradient.fqn]
 
-    def weight_distance(self, weight: torch.Tensor, fqn: str, region: tuple[slice, ...]) -> float:
+    def weight_distance(self, weight: Piece) -> float:
         """Return how much a weight differs after the step, relative to the learning rate."""
-        distance = 0.0 if fqn not in self.stepped else _largest(weight - self.stepped[fqn][region]) / _LR
-        return distance * _COARSE if fqn in self.coarse else distance
+        if weight.fqn not in self.stepped:
+            return 0.0
+        distance = _largest(weight.memory - self.stepped[weight.fqn][weight.part.index]) / _LR
+        return distance * _COARSE if weight.fqn in self.coarse else distance
 
 
 def run_reference(

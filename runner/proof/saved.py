@@ -28,6 +28,7 @@ from manifests.schema import (
     StateKind,
     TrainingState,
 )
+from manifests.slices import Slice
 from runner.checkpoint.save import SaveContext, save
 from runner.checkpoint.state import held_state
 from runner.distributed.fail_together import from_all_ranks, from_rank_0
@@ -47,8 +48,8 @@ logger = logging.getLogger("runner")
 
 _UNSAVED = ("output.unwritable", "checkpoint.not-shared")  # the disk's fault
 _OF_WEIGHTS = StateKind(name=WEIGHTS, shape="parameter")
-# What a rank has of a tensor: its kind, FQN, offset and shape, with the dtype and the digest of the bytes.
-_Part = tuple[Holds, str, tuple[int, ...], tuple[int, ...]]
+# What a rank has of a tensor: its kind, FQN and region, with the dtype and the digest of the bytes.
+_Part = tuple[Holds, str, Slice]
 _Digests = Mapping[_Part, tuple[torch.dtype, str]]
 
 
@@ -94,8 +95,7 @@ def _digests(
         }
         for holds, parts in pieces.items():
             for piece in parts:
-                memory = piece.memory
-                yield (holds, piece.fqn, piece.offset, tuple(memory.shape)), (memory.dtype, _digest(memory))
+                yield (holds, piece.fqn, piece.part), (piece.memory.dtype, _digest(piece.memory))
 
 
 def _compare(folder: Path, digests: Sequence[_Digests], reference: Reference, kinds: Sequence[StateKind]) -> str | None:
@@ -111,9 +111,8 @@ def _compare(folder: Path, digests: Sequence[_Digests], reference: Reference, ki
     except UserError as error:
         return f"its checkpoint cannot be loaded in one process: {error.problem} ({error.where})"
     for rank, of_rank in enumerate(digests):
-        for (holds, fqn, offset, sizes), (dtype, digest) in of_rank.items():
-            region = tuple(slice(low, low + size) for low, size in zip(offset, sizes, strict=True))
-            if _digest(loaded[holds][fqn].memory[region].to(dtype)) != digest:
+        for (holds, fqn, region), (dtype, digest) in of_rank.items():
+            if _digest(loaded[holds][fqn].memory[region.index].to(dtype)) != digest:
                 what = "" if holds == WEIGHTS else f" {holds} of"
                 return f"its checkpoint, loaded in one process, has other bytes of{what} {fqn} than rank {rank}"
     return None

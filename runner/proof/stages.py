@@ -279,8 +279,7 @@ def build_filled(
             for parameter in chunk.parameters():
                 local_of(parameter).fill_(torch.nan)  # shows where nothing is loaded
             for piece in (*hf_pieces(chunk), *hf_constants(chunk)):
-                sizes = zip(piece.offset, piece.memory.shape, strict=True)
-                piece.memory.copy_(files[piece.fqn][tuple(slice(low, low + size) for low, size in sizes)])
+                piece.memory.copy_(files[piece.fqn][piece.part.index])
             for name, parameter in chunk.body.named_parameters():
                 if name.startswith(BORROWED):
                     parameter.copy_(files[family.to_hf(name)])

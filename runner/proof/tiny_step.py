@@ -42,7 +42,7 @@ from runner.proof.combination import Combination, Dtype
 from runner.proof.reference import LENGTH, Reference, draw_rows, run_reference
 from runner.proof.saved import reload_problem
 from runner.proof.stages import errors_of_tiny, tiny_of
-from runner.tensors.local_shard import FLAG_DTYPES, Piece
+from runner.tensors.local_shard import FLAG_DTYPES
 from runner.training.build import build_engine, build_stages, names_of, ties_of
 from runner.training.mixed_precision import master_of, round_masters
 from runner.training.step import Engine, eval_counted, train_step
@@ -239,7 +239,7 @@ def _registrations_restored(degrees: ParallelDims) -> AbstractContextManager[Non
 def _fill(chunk: StageChunk, reference: Reference) -> None:
     with torch.no_grad():
         for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk)):
-            piece.memory.copy_(reference.weights[piece.fqn][_region(piece)])
+            piece.memory.copy_(reference.weights[piece.fqn][piece.part.index])
         round_masters(chunk.parameters())
 
 
@@ -250,14 +250,14 @@ def _gradient_distances(engine: Engine, chunks: Sequence[StageChunk], reference:
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
     pieces = [piece for chunk in chunks for piece in hf_pieces(chunk, gradient_of)]
-    return farthest((piece.fqn, reference.distance(piece.memory, piece.fqn, _region(piece))) for piece in pieces)
+    return farthest((piece.fqn, reference.distance(piece)) for piece in pieces)
 
 
 def _weight_distances(chunks: Sequence[StageChunk], reference: Reference) -> dict[str, float]:
     """Return by how much masters, what stages compute with, and buffers differ after the step."""
     pieces = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_pieces(chunk))]
     pieces += [piece for chunk in chunks for piece in hf_constants(chunk) if piece.memory.is_floating_point()]
-    return farthest((piece.fqn, reference.weight_distance(piece.memory, piece.fqn, _region(piece))) for piece in pieces)
+    return farthest((piece.fqn, reference.weight_distance(piece)) for piece in pieces)
 
 
 def farthest(distances: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -266,10 +266,6 @@ def farthest(distances: Iterable[tuple[str, float]]) -> dict[str, float]:
     for fqn, distance in distances:
         by_name[fqn] = max(distance, by_name.get(fqn, 0.0))
     return by_name
-
-
-def _region(piece: Piece) -> tuple[slice, ...]:
-    return tuple(slice(low, low + size) for low, size in zip(piece.offset, piece.memory.shape, strict=True))
 
 
 def timeout_of(run: Combination) -> timedelta:

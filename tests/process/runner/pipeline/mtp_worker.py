@@ -59,7 +59,7 @@ def run(case: Case) -> dict[str, Any]:
     weights = random_weights(case.depth, beside=case.beside)
     with torch.no_grad():
         for piece in (piece for chunk in chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk))):
-            piece.memory.copy_(weights[piece.fqn][region_of(piece)])
+            piece.memory.copy_(weights[piece.fqn][piece.part.index])
     check_loaded(ties_of(family, stages), chunks)
     cut = replace(CUT, global_batch=CUT.global_batch // degrees.data, seq_len=SEQ_LEN // degrees.context)
     timetable = find_timetable(case.schedule, case.placement, cut.num_microbatches)
@@ -86,12 +86,8 @@ def run(case: Case) -> dict[str, Any]:
     }
 
 
-def region_of(piece: Piece) -> tuple[slice, ...]:
-    return tuple(slice(low, low + size) for low, size in zip(piece.offset, piece.memory.shape, strict=True))
-
-
 def saved(pieces: Iterable[Piece]) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:
-    return [(piece.fqn, region_of(piece), piece.memory.clone()) for piece in pieces]
+    return [(piece.fqn, piece.part.index, piece.memory.clone()) for piece in pieces]
 
 
 def main(out: Path, *names: str) -> None:
