@@ -38,7 +38,7 @@ from manifests.versions import LOCK_NAME, digest_of_state, encode_files, encode_
 from runner.checkpoint.async_save import InFlight
 from runner.checkpoint.save import SaveContext, check_folder, check_sizes, hurrying
 from runner.checkpoint.shard_file import NAMES, hash_pieces, write_delta, write_shard
-from runner.checkpoint.state import Held, HostCopy, whole_in_root
+from runner.checkpoint.state import Held, HostCopy, divide_into_shards
 from runner.config.schema import PublishOptions
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 from runner.distributed.rounds import in_rounds, run_beside_training
@@ -108,7 +108,7 @@ class Publisher(InFlight[PublishReport]):
         state, untrained = self._chosen(weights), shape.untrained_suffixes
         self._shards = {
             shard.path: [piece.fqn for piece in shard.pieces]
-            for shards in whole_in_root(state, context.manifest.ties, self._group).values()
+            for shards in divide_into_shards(state, self._group, ties=context.manifest.ties).values()
             for shard in shards
         }
         self._paths = [path for of_rank in from_all_ranks([*self._shards]) for path in of_rank]

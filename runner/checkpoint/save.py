@@ -27,7 +27,7 @@ from runner.bundle.packed import Packed
 from runner.checkpoint.adapter_record import AdapterRecord
 from runner.checkpoint.data_position import FILES, with_files
 from runner.checkpoint.shard_file import Before, Digests, hash_pieces, header_of, shard_of, write_shard
-from runner.checkpoint.state import Divide, Held, ShardToWrite, nbytes_of, slices_in_stage_folders, whole_in_root
+from runner.checkpoint.state import Held, ShardToWrite, divide_into_shards, nbytes_of
 from runner.distributed.fail_together import from_all_ranks
 from runner.distributed.rounds import in_rounds, run_beside_training
 from runner.distributed.watchdog import StallTimer
@@ -112,7 +112,9 @@ def save(
     def divide(stage: int, holds: Holds, pieces: Sequence[Piece]) -> list[list[Piece]]:
         return past.divide(stage, holds, pieces, digests, context.trained)
 
-    shards = _shards_of(state, context, divide, group)
+    # No reader takes a folder of slices or of adapters for a model.
+    ties = None if context.num_writers > 1 or context.adapters is not None else context.manifest.ties
+    shards = divide_into_shards(state, group, divide, ties=ties)
     planned = _gather_planned(shards, group)
     with ExitStack() as stack:
 
@@ -144,14 +146,6 @@ def save(
 
         in_rounds("save", finish, group)
     return sum(nbytes for _, _, nbytes in gathered)
-
-
-def _shards_of(
-    state: Held, context: SaveContext, divide: Divide, group: dist.ProcessGroup | None
-) -> dict[int, list[ShardToWrite]]:
-    if context.num_writers > 1 or context.adapters is not None:  # no reader takes a folder of these for a model
-        return slices_in_stage_folders(state, group, divide)
-    return whole_in_root(state, context.manifest.ties, group, divide)
 
 
 def _gather_planned(shards: Mapping[int, Sequence[ShardToWrite]], group: dist.ProcessGroup | None) -> list[_Planned]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,13 @@ from runner.training.ties import Tie
 _CPU = torch.device("cpu")
 # By stage, then by kind; of one kind, a piece for each Hugging Face FQN.
 Held = Mapping[int, Mapping[Holds, tuple[Piece, ...]]]
+_Key = tuple[int, Holds]  # of a stage and a kind
 _Chosen = Callable[[torch.Tensor], bool]
 Divide = Callable[[int, Holds, Sequence[Piece]], list[list[Piece]]]  # the pieces of a stage and a kind, into shards
 
 
 def undivided(stage: int, holds: Holds, pieces: Sequence[Piece]) -> list[list[Piece]]:
-    return [list(pieces)]
+    return [list(pieces)] if pieces else []
 
 
 def held_weights(
@@ -141,63 +142,47 @@ class ShardToWrite:
         return is_indexed(self.holds, self.path)
 
 
-def slices_in_stage_folders(
-    state: Held, group: dist.ProcessGroup | None = None, divide: Divide = undivided
-) -> dict[int, list[ShardToWrite]]:
-    """Return this rank's shards by stage, all in stage folders, numbered over the ranks that write the stage.
-
-    Every rank of the group calls this.
-    """
-    runs = {
-        (stage, holds): divide(stage, holds, pieces)
-        for stage, kinds in state.items()
-        for holds, pieces in kinds.items()
-        if pieces
-    }
-    counts = from_all_ranks({key: len(of_kind) for key, of_kind in runs.items()}, group)
-    rank, shards = dist.get_rank(group), dict[int, list[ShardToWrite]]({stage: [] for stage in state})
-    for (stage, holds), of_kind in runs.items():
-        numbers = [of_rank.get((stage, holds), 0) for of_rank in counts]
-        for number, pieces in enumerate(of_kind, sum(numbers[:rank])):
-            path = shard_path(stage, holds, number=number, of=sum(numbers))
-            shards[stage].append(ShardToWrite(path=path, holds=holds, pieces=pieces))
-    return shards
-
-
-def whole_in_root(
+def divide_into_shards(
     state: Held,
-    ties: Iterable[TieGroup],
     group: dist.ProcessGroup | None = None,
     divide: Divide = undivided,
-    most_nbytes: int = MAX_SHARD_NBYTES,
+    *,
+    ties: Iterable[TieGroup] | None = None,
 ) -> dict[int, list[ShardToWrite]]:
-    """Return this rank's shards by stage: weights in the root, numbered over all stages, the rest in stage folders.
+    """Return this rank's shards by stage; every rank of the group calls this: numbers depend on what all of them write.
 
-    Every rank of the group calls this: the numbers depend on what all of them write.
-    See Note [A packed folder is a Hugging Face folder].
+    Shards are in stage folders, numbered over the ranks that write the stage. With `ties`, which is where each stage
+    has one writer of whole tensors, weights are in the root, numbered over all stages, but for tied replicas of other
+    stages' weights: see Note [A packed folder is a Hugging Face folder].
     """
-    replicas = replicas_elsewhere(ties)
+    is_whole, replicas = ties is not None, replicas_elsewhere(ties or ())
+    runs: dict[_Key, list[list[Piece]]] = {}
+    for stage, kinds in state.items():
+        for holds, pieces in kinds.items():
+            parts = divide(stage, holds, [piece for piece in pieces if holds != WEIGHTS or piece.fqn not in replicas])
+            if is_whole:
+                parts = [run for part in parts for run in split_by_size(part, _size_of, MAX_SHARD_NBYTES)]
+            runs[stage, holds] = parts
 
-    def runs_of(stage: int, holds: Holds, pieces: Sequence[Piece]) -> list[list[Piece]]:
-        return [run for part in divide(stage, holds, pieces) for run in _split(part, most_nbytes)]
+    def series_of(key: _Key) -> _Key | None:
+        return None if is_whole and key[1] == WEIGHTS else key  # None: in the root
 
-    shards = {stage: list(_in_stage_folder(stage, kinds, replicas, runs_of)) for stage, kinds in state.items()}
-    runs = {
-        stage: runs_of(stage, WEIGHTS, [piece for piece in kinds[WEIGHTS] if piece.fqn not in replicas])
-        for stage, kinds in state.items()
-    }
-    counts = from_all_ranks({stage: len(of_stage) for stage, of_stage in runs.items()}, group)
-    firsts, total = _number(counts, dist.get_rank(group))
-    return {
-        stage: [
-            *(
-                ShardToWrite(path=root_shard_path(number, total), holds=WEIGHTS, pieces=pieces)
-                for number, pieces in zip(count(firsts[stage]), runs[stage], strict=False)
-            ),
-            *shards[stage],
-        ]
-        for stage in state
-    }
+    counts = from_all_ranks({key: len(of_key) for key, of_key in runs.items()}, group)
+    rank, totals, firsts = dist.get_rank(group), Counter[_Key | None](), dict[_Key, int]()
+    for key in sorted({key for of_rank in counts for key in of_rank}):
+        numbers = [of_rank.get(key, 0) for of_rank in counts]
+        firsts[key] = totals[series_of(key)] + sum(numbers[:rank])
+        totals[series_of(key)] += sum(numbers)
+    shards: dict[int, list[ShardToWrite]] = {stage: [] for stage in state}
+    for key, of_key in runs.items():
+        (stage, holds), series = key, series_of(key)
+        for number, run in enumerate(of_key, firsts[key]):
+            path = shard_path(stage, holds, number=number, of=totals[series])
+            path = root_shard_path(number, totals[series]) if series is None else path
+            shards[stage].append(ShardToWrite(path=path, holds=holds, pieces=run))
+        if holds == WEIGHTS and (apart := [piece for piece in state[stage][holds] if piece.fqn in replicas]):
+            shards[stage].append(ShardToWrite(path=replicas_path(stage), holds=holds, pieces=apart))
+    return shards
 
 
 def _left_out(groups: Iterable[TieGroup]) -> frozenset[str]:
@@ -232,27 +217,5 @@ def _empty_like(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor
     return empty_like(torch.empty(tensor.shape, dtype=dtype, device="meta"), _CPU).zero_()
 
 
-def _in_stage_folder(
-    stage: int, kinds: Mapping[Holds, Sequence[Piece]], replicas: frozenset[str], runs_of: Divide
-) -> Iterable[ShardToWrite]:
-    """Yield a stage's tied replicas, whose owner is on another stage, and its optimizer state."""
-    if apart := [piece for piece in kinds[WEIGHTS] if piece.fqn in replicas]:
-        yield ShardToWrite(path=replicas_path(stage), holds=WEIGHTS, pieces=apart)
-    for holds, pieces in kinds.items():
-        runs = [] if holds == WEIGHTS else runs_of(stage, holds, pieces)
-        for number, run in enumerate(runs):
-            yield ShardToWrite(path=shard_path(stage, holds, number=number, of=len(runs)), holds=holds, pieces=run)
-
-
-def _split(pieces: Sequence[Piece], most_nbytes: int) -> list[list[Piece]]:
-    return split_by_size(pieces, lambda piece: piece.memory.nbytes, most_nbytes)
-
-
-def _number(counts: Sequence[Mapping[int, int]], rank: int) -> tuple[dict[int, int], int]:
-    """Return the number of a rank's first shard of each stage, and of all shards."""
-    firsts, total = {}, 0
-    for stage in sorted({stage for of_rank in counts for stage in of_rank}):
-        numbers = [of_rank.get(stage, 0) for of_rank in counts]
-        firsts[stage] = total + sum(numbers[:rank])
-        total += sum(numbers)
-    return firsts, total
+def _size_of(piece: Piece) -> int:
+    return piece.memory.nbytes
