@@ -138,8 +138,8 @@ def _time(
             torch.autograd.backward(trained, gradients)
         return_holes(device)
     recorder.stop()
-    ran = [action for action in recorder.take() if action.microbatch >= _WARMUP]
-    seconds = [median(action.end_s - action.begin_s for action in ran if action.kind == kind) for kind in "FB"]
+    ran = [timed for timed in recorder.take() if timed.action.microbatch >= _WARMUP]
+    seconds = [median(timed.end_s - timed.start_s for timed in ran if timed.action.kind == kind) for kind in "FB"]
     return ModuleTime(forward=seconds[0], backward=seconds[1]), pytree.tree_map(_leaving, outputs)
 
 

@@ -24,9 +24,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from manifests.schedules.actions import LoweredTable
+from manifests.schedules.actions import LoweredTable, TracedKind
 from runner.distributed.world import exchange_device
-from runner.profiling.trace import RanKind, Recorder
+from runner.profiling.trace import Recorder
 from runner.tensors.heap import return_holes
 
 
@@ -200,7 +200,7 @@ class RuntimeStage(PipelineStage):
             if info.buffer is not None:
                 info.buffer = example
 
-    def _timed(self, kind: RanKind, microbatch: int) -> AbstractContextManager[None]:
+    def _timed(self, kind: TracedKind, microbatch: int) -> AbstractContextManager[None]:
         return self.recorder.action(kind, self.stage_index, microbatch) if self.recorder else nullcontext()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:

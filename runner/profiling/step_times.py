@@ -23,14 +23,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
+from typing import get_args
 
-from manifests.schedules.actions import Table
+from manifests.schedules.actions import Table, TracedKind
 from manifests.schedules.simulation import StageCosts, simulate
 
 logger = logging.getLogger("runner")
 
 DATA = 1  # where a rank's numbers have the seconds in which it waited for data
-KINDS = ("F", "B", "I", "W", "L")  # see `runner.profiling.trace.RanKind`
+KINDS: tuple[TracedKind, ...] = get_args(TracedKind)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,11 +12,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from manifests.schedules.actions import Table, actions_of
+from manifests.schedules.actions import Action, Table, TracedKind, actions_of
+from manifests.schedules.simulation import TimedAction
 from manifests.store import write_file
 from runner.profiling.step_times import DATA, KINDS, RankTimes, SplitProcess, split_step
 
@@ -24,20 +25,7 @@ logger = logging.getLogger("runner")
 _SIMULATED_S = 3.1e-6  # of an action, at most: 2.0 to 2.6 us were measured on a core, with 4,096 and 131,072 actions
 _MOST_S = 0.5e-3
 _EVERY_ON_CUDA = 10
-# Forward, full backward, input gradients, weight gradients, loss.
-RanKind = Literal["F", "B", "I", "W", "L"]
 _UNTIMED = nullcontext()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ran:
-    """An action that a rank ran, and when, by its own clock."""
-
-    kind: RanKind
-    stage: int
-    microbatch: int
-    begin_s: float
-    end_s: float
 
 
 class Recorder:
@@ -45,7 +33,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda, self._is_timed = device.type == "cuda", True
-        self._ran: list[tuple[RanKind, int, int, Any, Any]] = []
+        self._ran: list[tuple[Action, Any, Any]] = []
         self._losses = count()
         self._zero: Any = None
         self.begun_s = self.ended_s = 0.0  # of the schedule, in seconds of `time.perf_counter`
@@ -74,23 +62,20 @@ class Recorder:
 
         return timed
 
-    def action(self, kind: RanKind, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        return self._timing(kind, stage, microbatch) if self._is_timed else _UNTIMED
+    def action(self, kind: TracedKind, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        return self._timing(Action(stage, kind, microbatch)) if self._is_timed else _UNTIMED
 
     @contextmanager
-    def _timing(self, kind: RanKind, stage: int, microbatch: int) -> Iterator[None]:
+    def _timing(self, action: Action) -> Iterator[None]:
         begin = self._now()
         try:
             yield
         finally:
-            self._ran.append((kind, stage, microbatch, begin, self._now()))
+            self._ran.append((action, begin, self._now()))
 
-    def take(self) -> tuple[Ran, ...]:
+    def take(self) -> tuple[TimedAction, ...]:
         """Return the actions between start and stop, in order, in seconds of `time.perf_counter`."""
-        return tuple(
-            Ran(kind=kind, stage=stage, microbatch=microbatch, begin_s=self._seconds(begin), end_s=self._seconds(end))
-            for kind, stage, microbatch, begin, end in self._ran
-        )
+        return tuple(TimedAction(action, self._seconds(begin), self._seconds(end)) for action, begin, end in self._ran)
 
     def _now(self) -> Any:
         if not self._is_cuda:
@@ -136,10 +121,9 @@ class Tracer:
         """Add a step that has just ended, counted from 1, and rewrite the trace file."""
         whole = self._event(f"step {step}", -1, recorder.begun_s, time.perf_counter(), {"step": step})
         self._events.append(whole)
-        for action in recorder.take():
-            arguments = {"step": step, "kind": action.kind, "microbatch": action.microbatch}
-            name = f"{action.kind}{action.microbatch}"
-            self._events.append(self._event(name, action.stage, action.begin_s, action.end_s, arguments))
+        for (stage, kind, microbatch), begin_s, end_s in recorder.take():
+            arguments = {"step": step, "kind": kind, "microbatch": microbatch}
+            self._events.append(self._event(f"{kind}{microbatch}", stage, begin_s, end_s, arguments))
         try:
             self._write()
         except OSError as error:  # a failed trace must not end a run
@@ -199,8 +183,8 @@ class Clock:
         """Return this rank's numbers, once the schedule has ended and gradients are reduced."""
         now_s = time.perf_counter()
         seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
-        for action in recorder.take():
-            seconds[action.stage, action.kind].append(action.end_s - action.begin_s)
+        for action, begin_s, end_s in recorder.take():
+            seconds[action.stage, action.kind].append(end_s - begin_s)
         means = (_mean(seconds[stage, kind]) for stage in self._stages for kind in KINDS)
         return (
             recorder.begun_s - self._exchanged_s,
