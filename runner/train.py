@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,7 @@ from manifests.models.combinations import check_combination
 from manifests.schedules.rules import default_schedule
 from manifests.schema import TrainingState
 from runner.bundle.packed import Packed, open_packed
-from runner.checkpoint.async_save import Saver
+from runner.checkpoint.async_save import InFlight, ReportT, Saver
 from runner.checkpoint.data_position import check_same_files, digests_of
 from runner.checkpoint.history import claim_history, claim_output, find_misnamed
 from runner.checkpoint.outputs import check_apart, check_outputs, check_space, replaced_note
@@ -160,11 +160,11 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
         ready.deferred.finish()
         check_equal(ready.engine.ties)
         if is_stopped:
-            _finish_publishing(publisher, metrics)
+            _finish(publisher, metrics.published)
             _stop(saver, metrics, trained, options, world)
         # The weights are written first: neither a failed checkpoint nor what follows may lose them.
-        failure = _finish_saving(saver, metrics)
-        failure = _finish_publishing(publisher, metrics) or failure
+        failure = _finish(saver, metrics.checkpoint)
+        failure = _finish(publisher, metrics.published) or failure
         if options.save is not None:
             _save_weights(ready, trained, options.save, saving)
             metrics.saved(options.save, *(() if options.lora is None else (PEFT_WEIGHTS, "adapters")))
@@ -253,22 +253,13 @@ def main() -> None:
     run_rank(lambda world: train(path, parse_training(training), world), is_quiet="--quiet" in training)
 
 
-def _finish_saving(saver: Saver | None, metrics: Metrics) -> UserError | None:
-    """Wait for the checkpoint in flight; return the error of the last one, which makes the run fail."""
-    if saver is None:
+def _finish(work: InFlight[ReportT] | None, note: Callable[[ReportT], None]) -> UserError | None:
+    """Wait for what is in flight; return the error of the last of it, which makes the run fail."""
+    if work is None:
         return None
-    for ended in saver.reports(wait=True):
-        metrics.checkpoint(ended)
-    return saver.failure
-
-
-def _finish_publishing(publisher: Publisher | None, metrics: Metrics) -> UserError | None:
-    """Wait for the version in flight; return the error of the last one, which makes the run fail."""
-    if publisher is None:
-        return None
-    for ended in publisher.reports(wait=True):
-        metrics.published(ended)
-    return publisher.failure
+    for ended in work.reports(wait=True):
+        note(ended)
+    return work.failure
 
 
 def _save_weights(ready: Ready, trained: TrainingState, out: Path, timer: StallTimer) -> None:
@@ -316,7 +307,7 @@ def _stop(
 ) -> NoReturn:
     """End a run that was asked to stop, once its checkpoint is on disk and `state.json` is written."""
     assert saver is not None, "only a run that saves can be asked to stop"
-    if (failure := _finish_saving(saver, metrics)) is not None:
+    if (failure := _finish(saver, metrics.checkpoint)) is not None:
         raise failure
     with raise_on_all_ranks("stop"):
         if world.rank == 0:
