@@ -47,13 +47,6 @@ class BatchOptions:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name, count in (
-            ("--global-batch", self.global_batch),
-            ("--microbatch", self.microbatch),
-            ("--seq-len", self.seq_len),
-        ):
-            if count < 1:
-                raise UsageError(name, f"expected at least 1, found {count}", code="options.invalid-value")
         if self.global_batch % self.microbatch:
             lower = self.global_batch // self.microbatch * self.microbatch
             upper = lower + self.microbatch
@@ -119,8 +112,6 @@ class OptimOptions:
             ("--lr", self.lr),
             ("--weight-decay", self.weight_decay),
             ("--max-norm", self.max_norm),
-            ("--warmup-steps", self.warmup_steps),
-            ("--stable-steps", self.stable_steps),
             ("--min-lr", self.min_lr),
         ):
             if not 0 <= value < math.inf:
@@ -199,10 +190,6 @@ class ComputeOptions:
                 "--master-dtype",
                 "bf16 has less precision than --dtype fp32: updates would be lost",
                 code="options.master-dtype",
-            )
-        if self.loss_chunk is not None and self.loss_chunk < 1:
-            raise UsageError(
-                "--loss-chunk", f"expected at least 1, found {self.loss_chunk}", code="options.invalid-value"
             )
 
     @property

@@ -15,22 +15,13 @@ from runner.config.schema import BatchOptions, DataOptions, OptimOptions
 from runner.launch.command import launch
 
 
-@pytest.mark.parametrize(
-    ("counts", "where", "code"),
-    [
-        ((0, 1, 8), "--global-batch", "options.invalid-value"),
-        ((8, 0, 8), "--microbatch", "options.invalid-value"),
-        ((8, 1, 0), "--seq-len", "options.invalid-value"),
-        ((8, 3, 8), "--global-batch", "options.batch-size"),
-        ((2, 4, 8), "--global-batch", "options.batch-size"),
-    ],
-)
+@pytest.mark.parametrize(("global_batch", "microbatch"), [(8, 3), (2, 4)])
 def test_batch_that_cannot_be_split_is_refused(
-    counts: tuple[int, int, int], where: str, code: str, wording: Callable[[str], None]
+    global_batch: int, microbatch: int, wording: Callable[[str], None]
 ) -> None:
     with pytest.raises(UsageError) as error:
-        BatchOptions(global_batch=counts[0], microbatch=counts[1], seq_len=counts[2])
-    assert (error.value.where, error.value.code) == (where, code)
+        BatchOptions(global_batch=global_batch, microbatch=microbatch, seq_len=8)
+    assert (error.value.where, error.value.code) == ("--global-batch", "options.batch-size")
     wording(str(error.value))
 
 
