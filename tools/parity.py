@@ -18,7 +18,16 @@ from torch import nn
 
 from manifests.models.catalogue import CatalogueEntry
 from runner.models.generic import Generic
-from runner.proof.stages import Compared, compare_stages, gradients_of
+from runner.pipeline.chunk import StageChunk
+from runner.proof.stages import (
+    Compared,
+    SelfChecked,
+    WholeModel,
+    build_filled,
+    compare_with_whole,
+    gradients_of,
+    run_whole,
+)
 from tools.tiny_models import tiny_config
 
 LENGTH, LR = 12, 0.1
@@ -129,6 +138,16 @@ def compare(entry: CatalogueEntry, num_stages: int, **changes: Any) -> Trained:
         after = [parameter.detach() - LR * gradient for gradient in (found, expected)]
         weights = max(weights, ((after[0] - after[1]).abs().max() / after[1].abs().max().clamp_min(1e-30)).item())
     return Trained(compared=compared, weights=weights)
+
+
+def compare_stages(
+    family: SelfChecked, stage_modules: Sequence[tuple[str, ...]]
+) -> tuple[Compared, WholeModel, tuple[StageChunk, ...]]:
+    """Compare stages of a family's own model, which must be small, with the whole of it; return both as well."""
+    with torch.random.fork_rng(devices=()):
+        whole = family.whole()
+        results, chunks = run_whole(whole, family.vocab_size), build_filled(family, whole, stage_modules)
+        return compare_with_whole(whole, results, chunks), whole, chunks
 
 
 def _build(architecture: str, config: Any) -> Any:

@@ -28,7 +28,6 @@ from runner.config.schema import (
     CheckpointOptions,
     ComputeOptions,
     DataOptions,
-    Dtype,
     OptimOptions,
     PublishOptions,
     ResumeOptions,
@@ -189,10 +188,6 @@ class TrainOptions:
     def checks_ties_after(self, step: int) -> bool:
         """Whether replicas of tied weights are compared after this step; always before a checkpoint."""
         return self.saves_after(step) or step % self.check_ties_every == 0
-
-    @property
-    def dtype(self) -> Dtype:
-        return self.compute.dtype
 
     def evaluates_after(self, step: int) -> bool:
         """Whether an evaluation is due after this step; after the last one it always is."""

@@ -65,10 +65,6 @@ class Mesh:
         return self.data_rank // self.degrees.shard
 
     @property
-    def shard_rank(self) -> int:
-        return self.data_rank % self.degrees.shard
-
-    @property
     def pipeline(self) -> dist.ProcessGroup | None:
         """This rank's pipeline; None: all ranks."""
         return self.group(PIPELINE)

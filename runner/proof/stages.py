@@ -125,22 +125,14 @@ class TinyRun:
 def check_plain(family: SelfChecked, tiny: TinyRun, stage_modules: Sequence[tuple[str, ...]]) -> None:
     """Check that stages of these modules compute in float32 what the whole model does; see Note [Self-check]."""
     try:
-        compared = _compare(tiny.family, tiny.whole, tiny.results, stage_modules)[0]
+        chunks = build_filled(tiny.family, tiny.whole, stage_modules)
+        compared = compare_with_whole(tiny.whole, tiny.results, chunks)
     except UserError:
         raise
     except Exception as error:  # of a forward that gets in a stage what it does not expect
         raise _failed(family, f"a stage fails with {describe(error)}") from error
     if not compared.is_equal:
         raise _failed(family, str(compared))
-
-
-def compare_stages(
-    family: SelfChecked, stage_modules: Sequence[tuple[str, ...]]
-) -> tuple[Compared, WholeModel, tuple[StageChunk, ...]]:
-    """Compare stages of a family's own model, which must be small, with the whole of it; return both as well."""
-    with torch.random.fork_rng(devices=()):
-        whole = family.whole()
-        return _compare(family, whole, run_whole(whole, family.vocab_size), stage_modules)
 
 
 def gradients_of(
@@ -231,24 +223,18 @@ def run_whole(whole: Any, vocab_size: int, *, is_training: bool = True) -> tuple
     return tuple(results)
 
 
-def _compare(
-    family: SelfChecked, whole: Any, results: Sequence[WholeResult], stage_modules: Sequence[tuple[str, ...]]
-) -> tuple[Compared, WholeModel, tuple[StageChunk, ...]]:
-    chunks = build_filled(family, whole, stage_modules)
+def compare_with_whole(whole: Any, results: Sequence[WholeResult], chunks: Sequence[StageChunk]) -> Compared:
+    """Run all stages, which have the weights of the whole model, and compare them with it."""
     crossed = [forward(chunks, result.tokens) for result in results]
     for result, crossings in zip(results, crossed, strict=True):
         towards: Gradients = (result.towards,)
         for arrived, outgoing in reversed(crossings):
             towards = backward(arrived, outgoing, towards)
     logits = [crossings[-1][1][0].detach() for crossings in crossed]
-    return (
-        Compared(
-            logits=max(_largest(computed - result.logits) for computed, result in zip(logits, results, strict=True)),
-            loss=max(loss_difference(chunks, *pair) for pair in zip(logits, results, strict=True)),
-            gradients=max(difference(computed, expected) for _, expected, computed in gradients_of(whole, chunks)),
-        ),
-        whole,
-        chunks,
+    return Compared(
+        logits=max(_largest(computed - result.logits) for computed, result in zip(logits, results, strict=True)),
+        loss=max(loss_difference(chunks, *pair) for pair in zip(logits, results, strict=True)),
+        gradients=max(difference(computed, expected) for _, expected, computed in gradients_of(whole, chunks)),
     )
 
 

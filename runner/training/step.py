@@ -125,15 +125,10 @@ def train_step(
     )
 
 
-def eval_step(engine: Engine, batch: Batch | None, cut: BatchOptions | None = None) -> float:
-    """Return the loss of a batch, the mean over its labels, on every rank; nothing is trained."""
-    return eval_counted(engine, batch, cut)[0]
-
-
-def eval_counted(
-    engine: Engine, batch: Batch | None, cut: BatchOptions | None = None
-) -> tuple[float, float | None]:  # fmt: skip
-    """Return the loss of a batch, the mean over its labels, and what it counts in their place; None: nothing else."""
+def eval_counted(engine: Engine, batch: Batch | None, cut: BatchOptions | None = None) -> tuple[float, float | None]:
+    """Return the loss of a batch, the mean over its labels, on every rank, and what it counts in their place, if it
+    counts others; nothing is trained.
+    """
     loss = engine.schedule.evaluate(batch, cut)
     if engine.parallel is not None:
         engine.parallel.reshard()

@@ -265,7 +265,7 @@ def test_config_that_differs_in_what_no_tensor_shows_is_said(packed: Path, train
 def test_flags_that_are_written_win_and_are_said(trained: Path) -> None:
     state, asked = state_of(trained), options("--lr", "0.01", "--seq-len", "8", "--steps", "200", "--dtype", "bf16")
     found = recall(asked, remembered(state))
-    assert (found.optim.lr, found.steps, found.dtype, found.optim.decay_steps) == (0.01, 200, "bf16", 90)
+    assert (found.optim.lr, found.steps, found.compute.dtype, found.optim.decay_steps) == (0.01, 200, "bf16", 90)
     assert override_notes(asked, state) == (
         "--dtype bf16 overrides fp32 of the checkpoint",
         "--lr 0.01 overrides 0.002 of the checkpoint",

@@ -73,7 +73,7 @@ def test_ranks_are_numbered_by_pipeline_then_data_then_tensor() -> None:
     places = [Mesh(degrees=degrees, rank=rank) for rank in range(degrees.world_size)]
     for rank, mesh in enumerate(places):
         assert rank == (mesh.pipeline_rank * degrees.data + mesh.data_rank) * degrees.tensor + mesh.tensor_rank
-        assert mesh.data_rank == mesh.replicate_rank * degrees.shard + mesh.shard_rank
+        assert mesh.replicate_rank == mesh.data_rank // degrees.shard
         assert rank in mesh.pipelines[rank % degrees.per_stage]
     assert sorted(rank for pipeline in places[0].pipelines for rank in pipeline) == list(range(degrees.world_size))
     writers = {(mesh.pipeline_rank, mesh.writer) for mesh in places if mesh.replicate_rank == 0}
@@ -90,9 +90,8 @@ def test_expert_parallel_ranks_are_adjacent_and_every_element_has_one_owner() ->
     for rank, mesh in enumerate(places):
         at = (mesh.pipeline_rank * degrees.data + mesh.data_rank) * degrees.context + mesh.context_rank
         assert rank == at * degrees.tensor + mesh.tensor_rank
-        assert (
-            mesh.writer == (mesh.shard_rank * degrees.context + mesh.context_rank) * degrees.tensor + mesh.tensor_rank
-        )
+        shard = mesh.data_rank % degrees.shard
+        assert mesh.writer == (shard * degrees.context + mesh.context_rank) * degrees.tensor + mesh.tensor_rank
     # A dense weight, and experts, which are of other ranks: each of pipeline rank 1, and of its first replica.
     dense, experts = torch.empty(1), _experts()
     assert [rank for rank, mesh in enumerate(places) if mesh.owns(dense)] == [0, 24]

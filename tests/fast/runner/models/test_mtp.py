@@ -19,9 +19,9 @@ from manifests.models.trainable import generic_entry
 from runner.evaluation.scores import TokenLosses
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
-from runner.proof.stages import compare_stages
 from tests.fast.runner.tiny import CPU
 from tests.process.runner.pipeline.mtp_oracle import CLASSES, NEXT, Case, config_of, random_weights, shape_of
+from tools.parity import compare_stages
 
 
 @pytest.mark.parametrize("layout", ["EttttmL", "Et|ttt|m|L", "Ett|tt|m|mL"])

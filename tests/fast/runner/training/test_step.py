@@ -34,7 +34,7 @@ from runner.training.expert_balance import balance_experts
 from runner.training.gradient_norm import StepTotals, clip_gradients, sum_squares
 from runner.training.mixed_precision import keep_masters, master_of, round_masters
 from runner.training.optimizer import Optimizer, lr_at
-from runner.training.step import Engine, eval_step, train_step
+from runner.training.step import Engine, eval_counted, train_step
 from runner.training.ties import Tie, build_ties, check_equal, check_loaded, lead_parameters, sync_gradients
 from tests.fast.manifests.models.built import read_config as read_tiny
 from tests.fast.runner.tiny import (
@@ -245,7 +245,7 @@ def test_step_reports_what_torch_computes(folder: Path) -> None:
         norm = nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], 0.5)
         reference.param_groups[0]["lr"] = lr_at(step, OPTIM)
         reference.step()
-        assert eval_step(engine, batch) == pytest.approx(loss.item(), rel=1e-5)
+        assert eval_counted(engine, batch)[0] == pytest.approx(loss.item(), rel=1e-5)
         report = train_step(engine, batch, step)
         assert report.loss == pytest.approx(loss.item(), rel=1e-5)
         assert report.grad_norm == pytest.approx(norm.item(), rel=1e-4)

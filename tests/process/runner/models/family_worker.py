@@ -21,7 +21,7 @@ from runner.config.flags import parse_training
 from runner.distributed.world import World, join_world
 from runner.pipeline.chunk import hf_pieces
 from runner.setup import begin
-from runner.training.step import eval_step, train_step
+from runner.training.step import eval_counted, train_step
 from tests.process.runner.models.family_cases import COMPILED, NORMAL, SLOW, STEPS, Case, batch_of, evaluated_batch
 
 CPU = torch.device("cpu")
@@ -42,7 +42,8 @@ def run_case(case: Case, place: Path, world: World) -> dict[str, Any]:
         if step == 0:
             pieces = (piece for chunk in ready.chunks for piece in hf_pieces(chunk, lambda weight: weight.grad))
             found["gradients"] = [(piece.fqn, piece.shape, piece.offset, piece.memory.clone()) for piece in pieces]
-    found["loss after"] = eval_step(ready.engine, ready.rows_of(evaluated_batch()) if needed else None)
+    evaluated = ready.rows_of(evaluated_batch()) if needed else None
+    found["loss after"] = eval_counted(ready.engine, evaluated)[0]
     state = TrainingState(step=STEPS, num_tokens=num_tokens, dtype="F32")
     save(ready.held_weights(), ready.save_context, case.folder(place, "trained"), state)
     return found

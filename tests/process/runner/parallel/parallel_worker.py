@@ -34,7 +34,7 @@ from runner.setup import Ready, begin
 from runner.tensors.local_shard import Piece
 from runner.training.mixed_precision import master_of
 from runner.training.rng import rng_state
-from runner.training.step import eval_step, train_step
+from runner.training.step import eval_counted, train_step
 from stores.base import InputFile, Range, Reader
 from stores.bundles import Bundles
 from stores.local import LocalFolder
@@ -121,7 +121,7 @@ def run_case(case: dict[str, Any], out: Path, world: World) -> dict[str, Any]:
         whole = matrix_batch(step, case) if "rows" in case else padded_batch(step, vocab_size=VOCAB_SIZE)
         is_needed = schedule.has_first or schedule.has_last or whole.positions is not None
         batch = ready.rows_of(whole) if is_needed else None
-        loss = eval_step(engine, batch) if "rows" not in case else None
+        loss = eval_counted(engine, batch)[0] if "rows" not in case else None
         reports.append((train_step(engine, batch, step), loss))
         if step == 0:
             found["gradients"] = local_pieces(ready, lambda weight: weight.grad)

@@ -25,7 +25,7 @@ from runner.pipeline.timetable import find_timetable
 from runner.proof.tiny_step import float32_as_float64
 from runner.tensors.local_shard import Piece
 from runner.training.build import Stages, build_engine, build_stages, ties_of
-from runner.training.step import eval_step, train_step
+from runner.training.step import eval_counted, train_step
 from runner.training.ties import check_equal, check_loaded
 from tests.fast.runner.tiny import CPU
 from tests.process.runner.pipeline.mtp_oracle import (
@@ -71,7 +71,7 @@ def run(case: Case) -> dict[str, Any]:
 
     evaluated, reports = [], []
     for step in range(NUM_STEPS):
-        evaluated.append(eval_step(engine, rows(step)))
+        evaluated.append(eval_counted(engine, rows(step))[0])
         reports.append(train_step(engine, rows(step), step))
     check_equal(engine.ties)
 

@@ -23,7 +23,7 @@ from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import Timetable, find_timetable
 from runner.training.gradient_norm import StepTotals
 from runner.training.optimizer import Optimizer
-from runner.training.step import Engine, eval_step, train_step
+from runner.training.step import Engine, eval_counted, train_step
 from runner.training.ties import build_ties, check_equal, lead_parameters
 from tests.fast.runner.models.decoders import fill_pieces
 from tests.fast.runner.tiny import CPU, head_tie, read_config, split_evenly
@@ -71,7 +71,7 @@ def run_case(case: Case, models: Path, out: Path, rank: int) -> dict[str, Any]:
         batch = batch_of(step, case.vocab_size) if schedule.has_first or schedule.has_last else None
         cut = cut_of(step)
         if step < EVALUATED:
-            found["evals"].append(eval_step(engine, batch, cut))
+            found["evals"].append(eval_counted(engine, batch, cut)[0])
         report = train_step(engine, batch, step, cut)
         found["losses"].append(report.loss)
         found["norms"].append(report.grad_norm)
