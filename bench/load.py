@@ -97,7 +97,7 @@ def _load_stage(packed: Path, device: str, *, hashes: bool) -> int:
     import torch
 
     from runner.bundle.packed import open_packed
-    from runner.load.load import Reading, read_tensors
+    from runner.load.load import Reading, plan_reads, read_planned
     from runner.models import family_for
     from runner.pipeline.chunk import build_chunks, hf_pieces, materialize
     from stores.bundles import Bundles
@@ -113,7 +113,7 @@ def _load_stage(packed: Path, device: str, *, hashes: bool) -> int:
 
     def fill(chunk: Any) -> int:
         bundles = Bundles(found.manifest, found.root)
-        return read_tensors(hf_pieces(chunk), bundles, found.shape, how=how)[0].nbytes
+        return read_planned(plan_reads(hf_pieces(chunk), bundles, found.shape), how)[0].nbytes
 
     build_chunks(family, modules, (STAGE,))  # torchtitan is imported at the first build
     return _timed(build, fill, device)

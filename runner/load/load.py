@@ -85,37 +85,23 @@ class Read:
 def load_tensors(
     pieces: Iterable[Piece], bundles: Bundles, shape: ModelShape, holds: Holds = WEIGHTS, num_ranks: int = 1
 ) -> LoadReport:
-    """Load a rank's tensors as `read_tensors` does, and verify those that were read in part, without other ranks.
+    """Read weights, or one kind of optimizer state, into a rank's pieces, in place, and verify them by digests.
 
+    It runs no collectives, and opens only files of the stages that store these FQNs, whichever stages this rank trains.
+    If a rank has part of a tensor, only that part is read, from whatever slices are stored, and the tensor once more,
+    whole, to verify it. Other floating dtypes are cast. A tied replica that is not stored gets the bytes of its owner.
     `num_ranks` processes of this machine load at the same time, and share its cores.
+
+    Shapes: as stored; see `manifests.models`.
     """
     started_s, how = time.perf_counter(), Reading(num_threads=threads_for_ranks(num_ranks))
-    report, parts = read_tensors(pieces, bundles, shape, holds, how)
+    report, parts = read_planned(plan_reads(pieces, bundles, shape, holds), how)
     verified_nbytes = verify_parts(share_parts(parts), how.num_threads)
     return replace(report, verified_nbytes=verified_nbytes, load_s=time.perf_counter() - started_s)
 
 
-def read_tensors(
-    pieces: Iterable[Piece],
-    bundles: Bundles,
-    shape: ModelShape,
-    holds: Holds = WEIGHTS,
-    how: Reading = Reading(),
-) -> tuple[LoadReport, list[PartRead]]:
-    """Read weights, or one kind of optimizer state, into a rank's pieces, in place.
-
-    It runs no collectives, and opens only files of the stages that store these FQNs, whichever stages this rank trains.
-    If a rank has part of a tensor, only that part is read, from whatever slices are stored, and returned for
-    `verify_parts`: its digest has not been compared yet. Other floating dtypes are cast. A tied replica that is not
-    stored gets the bytes of its owner.
-
-    Shapes: as stored; see `manifests.models`.
-    """
-    return read_planned(plan_reads(pieces, bundles, shape, holds), how)
-
-
 def read_planned(planned: Iterable[Read], how: Reading) -> tuple[LoadReport, list[PartRead]]:
-    """Execute planned reads as `read_tensors` does."""
+    """Execute planned reads; return those of parts of tensors for `verify_parts`: no digest has been compared yet."""
     started_s = time.perf_counter()
     reads: dict[_Bytes, Read] = {}
     wanted: dict[_Bytes, list[Piece]] = defaultdict(list)  # two tied names may have the same bytes

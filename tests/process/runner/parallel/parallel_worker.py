@@ -28,7 +28,7 @@ from runner.checkpoint.resume import Origin, remember
 from runner.checkpoint.save import save
 from runner.config.flags import parse_training
 from runner.distributed.world import World, join_world
-from runner.load.load import read_tensors
+from runner.load.load import Reading, plan_reads, read_planned
 from runner.pipeline.chunk import hf_constants, hf_pieces
 from runner.setup import Ready, begin
 from runner.tensors.local_shard import Piece
@@ -160,7 +160,7 @@ def read_of(ready: Ready) -> list[tuple[str, int, int]]:
     """Return the ranges that this rank reads into its weights; those that it reads to verify parts come on top."""
     counted = Counted(LocalFolder(ready.origin.root))
     pieces = [piece for chunk in ready.chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk))]
-    read_tensors(pieces, Bundles(ready.origin.manifest, counted), ready.origin.shape)
+    read_planned(plan_reads(pieces, Bundles(ready.origin.manifest, counted), ready.origin.shape), Reading())
     return counted.ranges
 
 
