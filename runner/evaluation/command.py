@@ -10,7 +10,7 @@ import click
 from manifests.errors import DataError, UsageError
 from manifests.models.trainable import check_trainable
 from runner.bundle.packed import check_tokenizer, open_packed
-from runner.evaluation.options import PARAMETERS, PLAIN, EvalOptions, eval_options
+from runner.evaluation.options import PARAMETERS, EvalOptions, eval_options
 from runner.launch.here import launch_here
 from runner.launch.nodes import check_ranks
 from runner.preflight.preflight import check_device, check_documents, check_model
@@ -30,7 +30,7 @@ class _Verb(click.Command):
         return super().parse_args(ctx, args)
 
 
-@click.command("eval", cls=_Verb, context_settings=PLAIN, params=[*PARAMETERS])
+@click.command("eval", cls=_Verb, params=[*PARAMETERS])
 @click.option("--dry-run", is_flag=True, help="Print the command that starts the ranks, and stop.")
 @click.pass_context
 def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> None:

@@ -17,8 +17,6 @@ from runner.config.flags import Device
 from runner.config.schema import SYNTHETIC, DataOptions, Dtype
 from runner.config.text import TextOptions
 
-PLAIN = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalOptions:
@@ -98,7 +96,7 @@ PARAMETERS = (click.Argument(["manifest"], type=click.Path(path_type=Path)), *pa
 
 def parse_eval(args: Sequence[str]) -> EvalOptions:
     """Read what follows `runner eval`."""
-    name, command = "runner eval", click.Command("eval", context_settings=PLAIN, params=[*PARAMETERS])
+    name, command = "runner eval", click.Command("eval", params=[*PARAMETERS])
     try:
         with command.make_context(name, list(args)) as context:
             return eval_options(context.params)

@@ -40,6 +40,7 @@ from runner.rundir.records import (
     link_latest,
     read_job_record,
     read_run_record,
+    versions,
     write_run_record,
 )
 from stores.folders.lock import locking
@@ -47,7 +48,6 @@ from stores.folders.lock import locking
 _EARLIER = "earlier"
 _FILES = ("metrics.jsonl", "job.json", "state.json", RUN_NAME, "report.html")
 _FOLDERS = ("trace", "heartbeat", "tensorboard", "wandb", "flight-recorder", "profile")
-_PACKAGES = ("reshard", "torch", "transformers")
 _CLAIM = ".launch.lock"
 
 
@@ -95,7 +95,7 @@ class RunFolder:
             "host": socket.gethostname(),
             "manifest": {"path": self.manifest, "digest": self.digest},
             "options": dict(self.options.values),
-            "versions": _versions(),
+            "versions": versions(),
         }
 
 
@@ -214,15 +214,3 @@ def _is_left(path: Path) -> bool:
     if path.is_dir():
         return path.name in _FOLDERS and not path.is_symlink()
     return path.name in _FILES or (path.name.startswith("rank-") and path.suffix == ".log")
-
-
-def _versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version  # slow to import
-
-    versions = {"python": sys.version.split()[0]}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions

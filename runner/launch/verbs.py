@@ -23,7 +23,7 @@ from runner.checkpoint.history import find_newest
 from runner.config.declared import WholeNumber
 from runner.launch.schedulers import Print
 from runner.launch.schedulers.table import scheduler_of
-from runner.report.read import check_types, read_object
+from runner.report.read import check_fields, read_object
 from runner.rundir.exit_report import place_of
 from runner.rundir.heartbeat import SKEWED_S, log_path, read_beats
 from runner.rundir.records import (
@@ -294,7 +294,7 @@ def _progress(metrics: Path) -> dict[str, Any]:
     for number, line in enumerate(text.split("\n"), 1):
         try:
             record = dict(read_object(line, f"{metrics}:{number}"))
-            check_types(record, f"{metrics}:{number}")
+            check_fields(record, f"{metrics}:{number}")
         except InputError:  # the line that is being written
             continue
         if "load_s" in record:

@@ -24,7 +24,6 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from runner.distributed.smaller_world import Failure, run_in_world_of
 from runner.proof.combination import Combination, Dtype
 from runner.proof.stages import ANYWAY
 from runner.proof.tiny_step import Distances, farthest, timeout_of, train_tiny
-from runner.rundir.records import read_run_record, write_run_record
+from runner.rundir.records import object_or_empty, read_run_record, versions, write_run_record
 
 OF_COMBINATION = (
     "model.self-check-failed", "model.no-self-check", "model.no-context-parallelism", "model.no-document-mask",
@@ -124,7 +123,6 @@ def _failed(run: Combination, where: str, problem: str) -> ModelError:
 logger = logging.getLogger("runner")
 
 _KEY = "self_check"
-_PACKAGES = ("reshard", "torch", "transformers")
 
 
 def prove_once(run: Combination, config: Mapping[str, Any], log_dir: Path, *, is_kept: bool) -> None:
@@ -134,7 +132,7 @@ def prove_once(run: Combination, config: Mapping[str, Any], log_dir: Path, *, is
     """
     digest = _digest(run, config)
     record = read_run_record(log_dir) if is_kept and dist.get_rank() == 0 else None
-    if from_rank_0(record is not None and _object(record.get(_KEY)).get("digest") == digest):
+    if from_rank_0(record is not None and object_or_empty(record.get(_KEY)).get("digest") == digest):
         if dist.get_rank() == 0:
             logger.info("self-check: this combination has passed it in an earlier launch of this run")
         return
@@ -155,13 +153,9 @@ def prove_once(run: Combination, config: Mapping[str, Any], log_dir: Path, *, is
 
 def _digest(run: Combination, config: Mapping[str, Any]) -> str:
     options = run.options
-    versions = {}
-    for package in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
     facts = (run.stages, run.timetable, run.degrees, run.has_documents, run.batch, options.compute, options.optim,
-             options.balance, options.degrees.context_method, options.lora, options.train_only, options.loss, versions,
-             _code())  # fmt: skip
+             options.balance, options.degrees.context_method, options.lora, options.train_only, options.loss,
+             versions(), _code())  # fmt: skip
     return digest_bytes(f"{json.dumps(config, sort_keys=True, default=str)} {facts}".encode())
 
 
@@ -169,7 +163,3 @@ def _code() -> str:
     """Return the digest of the runner's own code, whose version may stay while it changes."""
     paths = sorted(Path(__file__).parents[1].rglob("*.py"))
     return digest_bytes(b"".join(path.read_bytes() for path in paths))
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

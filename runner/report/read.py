@@ -135,9 +135,9 @@ def check_line(line: Line, where: str) -> None:
     """Check that a line of metrics.jsonl has the required fields of its kind, with the right types."""
     for name, needed in _NEEDED.items():
         if name in line:
-            _check_fields(line, where, needed if "save_error" not in line else ())
+            check_fields(line, where, needed if "save_error" not in line else ())
             break
-    _check_fields(line, where, ())
+    check_fields(line, where)
     names = [name for name in (*_MEASURED, *_SIMULATED) if name in line]
     is_complete = "step_s" in line and names in ([*_MEASURED], [*_MEASURED, *_SIMULATED])
     if names and (not is_complete or len({len(line[name]) for name in names}) > 1):
@@ -146,16 +146,11 @@ def check_line(line: Line, where: str) -> None:
         raise LogError(where, problem, code="log.bad-field")
 
 
-def check_types(line: Line, where: str) -> None:
-    """Check the types of the fields of a line of metrics.jsonl."""
-    _check_fields(line, where, ())
-
-
 def check_run(run: object, where: str) -> Line:
     """Check the description of the run in a trace."""
     if not isinstance(run, Mapping):
         raise LogError(f"{where}: run", f"expected an object, found {kind_of(run)}", code="log.bad-field")
-    _check_fields(run, f"{where}: run", ("schedule", "num_stages", "num_ranks", "style", "num_microbatches"))
+    check_fields(run, f"{where}: run", ("schedule", "num_stages", "num_ranks", "style", "num_microbatches"))
     return run
 
 
@@ -171,10 +166,10 @@ def check_events(document: Line, run: Line, where: str) -> tuple[Line, ...]:
             raise LogError(at, f"expected an object, found {kind_of(event)}", code="log.bad-field")
         if event.get("ph") != "X":
             continue
-        _check_fields(event, at, ("ts", "dur", "tid", "args"))
+        check_fields(event, at, ("ts", "dur", "tid", "args"))
         if event["tid"] < 0:  # a transfer
             continue
-        _check_fields(event["args"], f"{at}.args", ("step", "kind", "microbatch"))
+        check_fields(event["args"], f"{at}.args", ("step", "kind", "microbatch"))
         if event["tid"] >= run["num_stages"]:
             problem = f"expected a stage below {run['num_stages']}, found {event['tid']}"
             raise LogError(f"{at}.tid", problem, code="log.bad-field")
@@ -277,7 +272,8 @@ def _timed(event: Line, zero: float) -> TimedAction:
     return TimedAction(action, start / 1e6, (start + event["dur"]) / 1e6)
 
 
-def _check_fields(line: Line, where: str, needed: Iterable[str]) -> None:
+def check_fields(line: Line, where: str, needed: Iterable[str] = ()) -> None:
+    """Check the types of fields, and that those which are needed are there."""
     for name in needed:
         if name not in line:
             raise LogError(f"{where}: {name}", "is missing", code="log.bad-field")

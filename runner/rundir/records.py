@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ STATE_NAME = "state.json"
 DEFAULT_RUNS = Path("runner-log")  # has a folder for each run started without --log-dir
 LATEST = "latest"
 _MOST_DIGITS = 20  # of a process id
+_PACKAGES = ("reshard", "torch", "transformers")
 # A run as JSON: `id`, `began`, `name`, `manifest`, `checkpoint`, `versions`, and `launches`, one for each start.
 Run = Mapping[str, Any]
 Scheduler = Literal["local", "slurm", "jobset"]
@@ -87,8 +89,8 @@ def config_of(run: Run | None) -> dict[str, Any]:
     if run is None:
         return {}
     launches = run.get("launches")
-    launch = _object(launches[-1]) if isinstance(launches, list) and launches else {}
-    manifest, argv = _object(launch.get("manifest")), launch.get("argv")
+    launch = object_or_empty(launches[-1]) if isinstance(launches, list) and launches else {}
+    manifest, argv = object_or_empty(launch.get("manifest")), launch.get("argv")
     facts = {
         "run": run.get("id"),
         "name": run.get("name"),
@@ -96,9 +98,9 @@ def config_of(run: Run | None) -> dict[str, Any]:
         "manifest_digest": manifest.get("digest"),
         "command": shlex.join(map(str, argv)) if isinstance(argv, list) else None,
         "host": launch.get("host"),
-        **{f"version/{package}": number for package, number in _object(launch.get("versions")).items()},
+        **{f"version/{package}": number for package, number in object_or_empty(launch.get("versions")).items()},
     }
-    options = _object(launch.get("resolved")) or _object(launch.get("options"))
+    options = object_or_empty(launch.get("resolved")) or object_or_empty(launch.get("options"))
     return {name: value for name, value in {**options, **facts}.items() if value is not None}
 
 
@@ -235,5 +237,17 @@ def read_state(log_dir: Path) -> RunState | None:
     return state if state.ended in get_args(Ended) else None
 
 
-def _object(value: object) -> Mapping[str, Any]:
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that a run depends on most."""
+    from importlib.metadata import PackageNotFoundError, version  # slow to import
+
+    installed = {"python": sys.version.split()[0]}
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            installed[package] = version(package)
+    return installed
+
+
+def object_or_empty(value: object) -> Mapping[str, Any]:
+    """Return a field of a record that should be an object; without fields where it is none."""
     return value if isinstance(value, dict) else {}

@@ -147,7 +147,7 @@ class Optimizer:
 
         Every rank of a replica calls this.
         """
-        lr = lr_at(step, self.options)
+        lr = rate_at(step, self.options.schedule)
         for optimizers in (self._by_group, self._whole.optimizers if self._whole else {}):
             for number, optimizer in optimizers.items():
                 factor = self.plan.groups[number].rate_factor
@@ -168,11 +168,6 @@ class Optimizer:
             average.lerp_(self._weights[key].detach().to(average.dtype), 1 - self.plan.ema)
         round_masters(parameter for _, parameter in self.parameters)
         return lr
-
-
-def lr_at(step: int, options: OptimOptions) -> float:
-    """Return the learning rate of a step, the first being 0."""
-    return rate_at(step, options.schedule)
 
 
 def plain_adamw(parameters: Iterable[tuple[str, torch.Tensor]], options: OptimOptions) -> OptimizerState:

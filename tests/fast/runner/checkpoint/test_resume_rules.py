@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from manifests.errors import InputError, UsageError
+from manifests.schedules.learning_rate import rate_at
 from manifests.schema import DataPosition, LearningRate, TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.history import checkpoint_path
@@ -26,7 +27,6 @@ from runner.checkpoint.resume import (
     schedule_notes,
 )
 from runner.config.flags import TrainOptions, parse_training, recall
-from runner.training.optimizer import lr_at
 from tests.builders import pack
 from tests.fast.reshard.forged import change_file, change_manifest
 from tests.fast.trained import STATE, write_trained
@@ -283,9 +283,9 @@ def test_end_of_a_decay_that_a_constant_rate_never_had_is_not_remembered(trained
     constant = replace(state_of(trained), step=90, learning_rate=rate)
     asked = continued(constant, "--decay", "cosine", "--steps", 120)
     assert (asked.optim.lr, asked.optim.warmup_steps, asked.optim.decay_steps) == (0.002, 3, 120)
-    assert [lr_at(step, asked.optim) > 0 for step in (89, 90, 119, 120)] == [True, True, True, False]
+    assert [rate_at(step, asked.optim.schedule) > 0 for step in (89, 90, 119, 120)] == [True, True, True, False]
     decaying = continued(constant, "--decay", "sqrt", "--stable-steps", 87, "--steps", 120)
-    assert [lr_at(step, decaying.optim) for step in (89, 90, 120)] == [0.002, 0.002, 0.0]
+    assert [rate_at(step, decaying.optim.schedule) for step in (89, 90, 120)] == [0.002, 0.002, 0.0]
     assert override_notes(options("--decay", "cosine", "--decay-steps", 120), constant) == (
         "--decay cosine overrides constant of the checkpoint",
     )

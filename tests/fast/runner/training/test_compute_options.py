@@ -10,9 +10,9 @@ import torch
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 from transformers import get_wsd_schedule
 
+from manifests.schedules.learning_rate import rate_at
 from runner.config.flags import parse_training
 from runner.config.schema import Decay, OptimOptions
-from runner.training.optimizer import lr_at
 
 PEAK, MINIMUM, STEPS = 3e-4, 3e-5, 60
 WARMUP, STABLE = 8, 20
@@ -36,7 +36,7 @@ def options(decay: Decay, warmup: int = 0, stable: int = 0, minimum: float = 0.0
 
 
 def ours(chosen: OptimOptions) -> list[float]:
-    return [lr_at(step, chosen) for step in range(STEPS)]
+    return [rate_at(step, chosen.schedule) for step in range(STEPS)]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_rate_is_that_of_transformers_wsd(decay: Decay, theirs: str, stable: int
 @pytest.mark.parametrize("decay", ["linear", "cosine", "sqrt"])
 def test_rate_stays_at_its_end(decay: Decay) -> None:
     chosen = options(decay, WARMUP, STABLE, MINIMUM)
-    assert [lr_at(step, chosen) for step in (STEPS, STEPS + 1, 10 * STEPS)] == pytest.approx([MINIMUM] * 3)
+    assert [rate_at(step, chosen.schedule) for step in (STEPS, STEPS + 1, 10 * STEPS)] == pytest.approx([MINIMUM] * 3)
 
 
 def test_dtypes_follow_one_another() -> None:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from manifests.errors import InputError, RankError
 from manifests.placement import Placement
+from manifests.schedules.learning_rate import rate_at
 from runner.config.loss import BalanceOptions
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions, OptimOptions
@@ -33,7 +34,7 @@ from runner.tensors.local_shard import persistent_buffers
 from runner.training.expert_balance import balance_experts
 from runner.training.gradient_norm import StepTotals, clip_gradients, sum_squares
 from runner.training.mixed_precision import keep_masters, master_of, round_masters
-from runner.training.optimizer import Optimizer, lr_at
+from runner.training.optimizer import Optimizer
 from runner.training.step import Engine, eval_counted, train_step
 from runner.training.ties import Tie, build_ties, check_equal, check_loaded, lead_parameters, sync_gradients
 from tests.fast.manifests.models.built import read_config as read_tiny
@@ -243,13 +244,13 @@ def test_step_reports_what_torch_computes(folder: Path) -> None:
         torch.autograd.backward(loss)
         sync_gradients(ties)
         norm = nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], 0.5)
-        reference.param_groups[0]["lr"] = lr_at(step, OPTIM)
+        reference.param_groups[0]["lr"] = rate_at(step, OPTIM.schedule)
         reference.step()
         assert eval_counted(engine, batch)[0] == pytest.approx(loss.item(), rel=1e-5)
         report = train_step(engine, batch, step)
         assert report.loss == pytest.approx(loss.item(), rel=1e-5)
         assert report.grad_norm == pytest.approx(norm.item(), rel=1e-4)
-        assert (report.num_tokens, report.lr) == (batch.num_tokens, lr_at(step, OPTIM))
+        assert (report.num_tokens, report.lr) == (batch.num_tokens, rate_at(step, OPTIM.schedule))
 
 
 @pytest.mark.parametrize("decays", [True, False])
