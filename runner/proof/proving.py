@@ -22,6 +22,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -74,16 +75,13 @@ def compare(run: Combination, seed: int = 0) -> tuple[Distances | None, str | No
 
 
 def _join(ranks: Sequence[Distances]) -> Distances:
-    return Distances(
-        dtype=ranks[0].dtype,
+    return replace(
+        ranks[0],
         loss=max(rank.loss for rank in ranks),
         norm=max(rank.norm for rank in ranks),
         evaluation=max(rank.evaluation for rank in ranks),
         gradients=farthest(item for rank in ranks for item in rank.gradients.items()),
         weights=farthest(item for rank in ranks for item in rank.weights.items()),
-        allowed=ranks[0].allowed,
-        reloaded=ranks[0].reloaded,
-        missing=ranks[0].missing,
     )
 
 
