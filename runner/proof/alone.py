@@ -37,6 +37,7 @@ from runner.proof.combination import Combination, describe_degrees, subsets_of
 from runner.proof.proving import compare
 from runner.proof.stages import SelfChecked
 from runner.proof.tiny_step import Distances
+from runner.training.algorithms import plan_groups
 from runner.training.build import Stages, apply_model_options
 
 _PRELOADED = ("runner.proof.alone", "runner.models.generic")
@@ -65,7 +66,8 @@ class Tried:
 
 def combination_of(request: Request) -> Combination:
     """Return the combination of a run."""
-    launched, options, degrees = request.launched, request.options, request.degrees
+    launched, degrees = request.launched, request.degrees
+    options, _ = plan_groups(request.options, launched.shape, None, launched.where)
     family, number = family_of(launched, options.batch.seq_len), part_of(options.batch, degrees).num_microbatches
     apply_model_options(family, options)
     assert isinstance(family, SelfChecked), family.architecture

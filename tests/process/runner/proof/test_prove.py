@@ -17,7 +17,12 @@ from uuid import uuid4
 import pytest
 from click.testing import CliRunner, Result
 
+from manifests.optimizer_groups import algorithm_of
+from runner.bundle.packed import open_packed
 from runner.commands import cli
+from runner.config.flags import parse_training
+from runner.config.parallel_dims import ParallelDims
+from runner.proof.alone import Request, combination_of
 from tests.builders import pack
 from tests.fast.manifests.models.built import build, perturb, read_config
 from tests.fast.manifests.models.catalogued import save_tiny
@@ -50,6 +55,14 @@ def test_a_combination_of_64_ranks_is_proven_on_4(packed: Path) -> None:
         "pipeline": 2, "replicate": 2, "shard": 2, "expert": 2,
     }  # fmt: skip
     assert max(tried["differences"].values()) <= 1e-10
+
+
+def test_the_optimizer_of_the_run_is_proven(packed: Path) -> None:
+    options = parse_training(("--data", "synthetic", "--optimizer", "muon"))
+    run = combination_of(Request(launched=open_packed(packed), options=options, degrees=ParallelDims(pipeline=2)))
+    plan = run.options.optim.plan
+    assert plan is not None
+    assert {algorithm_of(group, plan.name) for group in plan.groups} == {"Muon", "AdamW"}
 
 
 @pytest.mark.slow
