@@ -126,10 +126,10 @@ def build_mesh(degrees: ParallelDims, rank: int, device: torch.device, timeout: 
         for name in mesh.mesh_dim_names or ():
             # A new group does not inherit the world's timeout.
             _set_pg_timeout(timeout, mesh.get_group(name))
-    stage = _group_of(rank, degrees.per_stage, degrees.world_size, timeout)
-    replica = stage
+    replica: dist.ProcessGroup | None
+    replica = stage = _group_of(degrees.per_stage, degrees.world_size, timeout)
     if degrees.replicate > 1:
-        replica = _group_of(rank, degrees.per_replica, degrees.world_size, timeout) if degrees.per_replica > 1 else None
+        replica = _group_of(degrees.per_replica, degrees.world_size, timeout) if degrees.per_replica > 1 else None
     return Mesh(
         degrees=degrees,
         rank=rank,
@@ -141,10 +141,8 @@ def build_mesh(degrees: ParallelDims, rank: int, device: torch.device, timeout: 
     )
 
 
-def _group_of(rank: int, size: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup | None:
+def _group_of(size: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Create a group of each `size` consecutive ranks, and return this rank's."""
-    own_group: dist.ProcessGroup | None = None
-    for first in range(0, world_size, size):
-        group = dist.new_group(list(range(first, first + size)), timeout=timeout)
-        own_group = group if first <= rank < first + size else own_group
-    return own_group
+    ranks = [list(range(first, first + size)) for first in range(0, world_size, size)]
+    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)[0]  # type: ignore[no-untyped-call]
+    return group

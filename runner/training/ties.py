@@ -84,7 +84,11 @@ def build_ties(
             parameters[member.fqn, member.stage] for member in group.members if (member.fqn, member.stage) in parameters
         )
         ranks = tuple(sorted({placement.rank_of(member.stage) for member in group.members}))
-        process_group = _process_group(ranks, timeout, pipelines) if len(ranks) > 1 else None
+        process_group: dist.ProcessGroup | None = None
+        if len(ranks) > 1:  # a new group does not inherit the timeout of the world
+            every = pipelines or (range(dist.get_world_size()),)
+            of_pipelines = [[pipeline[rank] for rank in ranks] for pipeline in every]
+            process_group, _ = dist.new_subgroups_by_enumeration(of_pipelines, timeout=timeout)  # type: ignore[no-untyped-call]
         if not members:
             continue
         shares_storage = not mesh_dims(members[0])
@@ -185,18 +189,6 @@ def check_equal(
 
 def _by_name(chunks: Sequence[StageChunk]) -> dict[tuple[str, int], nn.Parameter]:
     return {(fqn, chunk.stage): parameter for chunk in chunks for fqn, parameter in named_hf_parameters(chunk)}
-
-
-def _process_group(
-    ranks: Sequence[int], timeout: timedelta, pipelines: Sequence[Sequence[int]] | None
-) -> dist.ProcessGroup | None:
-    own_group: dist.ProcessGroup | None = None
-    for pipeline in pipelines or (range(dist.get_world_size()),):
-        members = [pipeline[rank] for rank in ranks]
-        # A new group does not inherit the timeout of the world.
-        group: dist.ProcessGroup | None = dist.new_group(members, timeout=timeout)
-        own_group = group if dist.get_rank() in pipeline else own_group
-    return own_group
 
 
 def _digest(tensor: torch.Tensor) -> str:
