@@ -220,6 +220,15 @@ def refused_by_system(
     return UnreachableError(where, sentence, hint, code=code)
 
 
+@contextmanager
+def system_errors(where: object, problem: str = "cannot be read", hint: str = "", *, code: str) -> Iterator[None]:
+    """Raise `refused_by_system` where the system refuses what a block does."""
+    try:
+        yield
+    except OSError as error:
+        raise refused_by_system(str(where), error, problem, hint, code=code) from error
+
+
 def error_json(error: UserError) -> str:
     """Return the JSON object that `--json` prints for a failure."""
     import json  # not above: every command imports this module, and few print an error

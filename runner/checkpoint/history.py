@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from manifests.errors import InputError, UnreachableError, refused_by_system
+from manifests.errors import InputError, UnreachableError, refused_by_system, system_errors
 from manifests.invariants import MANIFEST_NAME
 from manifests.store import open_shard, sync_folder
 from stores.folders.lock import locking
@@ -120,10 +120,8 @@ def claim_output(out: Path) -> Iterator[None]:
 
 
 def _make(folder: Path, where: str) -> None:
-    try:
+    with system_errors(where, "cannot be created", code="output.unwritable"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise refused_by_system(where, error, "cannot be created", code="output.unwritable") from error
 
 
 def prune(
@@ -162,12 +160,10 @@ def prune(
         if removed.exists():
             check_ours(removed)
             _remove(removed)
-        try:
+        with system_errors(path, "cannot be removed", code="checkpoint.not-pruned"):
             os.rename(path, removed)
             sync_folder(history)
             write_record(removed, files_of_manifest(removed) or ())
-        except OSError as error:
-            raise refused_by_system(str(path), error, "cannot be removed", code="checkpoint.not-pruned") from error
         _remove(removed)
 
 
@@ -187,14 +183,12 @@ def _why_kept(path: Path) -> str | None:
 
 def set_aside(path: Path) -> None:
     """Make room for a checkpoint at `path`: rename a folder there that is none of its step, with its contents."""
-    try:
+    with system_errors(path, "cannot be renamed", code="checkpoint.not-set-aside"):
         if path.is_symlink() or not _is_whole(path) or (step := _stored_step(path)) == step_of(path):
             return
         number = next(number for number in range(1, 1000) if not os.path.lexists(_aside(path, number)))
         os.rename(path, _aside(path, number))
         sync_folder(path.parent)
-    except OSError as error:
-        raise refused_by_system(str(path), error, "cannot be renamed", code="checkpoint.not-set-aside") from error
     problem = "its manifest cannot be read" if step is None else f"is a checkpoint of step {step}"
     logger.warning("%s: %s; renamed to %s", path, problem, _aside(path, number))
 
@@ -204,7 +198,5 @@ def _aside(path: Path, number: int) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    try:
+    with system_errors(folder, "cannot be removed", code="checkpoint.not-pruned"):
         remove_tree(folder)
-    except OSError as error:
-        raise refused_by_system(str(folder), error, "cannot be removed", code="checkpoint.not-pruned") from error

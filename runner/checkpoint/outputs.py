@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from manifests.errors import InputError, UsageError, refused_by_system
+from manifests.errors import InputError, UsageError, system_errors
 from runner.checkpoint.adapter_record import files_of_peft
 from runner.checkpoint.history import find_checkpoints, step_of
 from runner.config.flags import TrainOptions
@@ -35,10 +35,8 @@ def check_outputs(options: TrainOptions) -> None:
         check_writable(folder_of(options.save), where, _HINT, exchange=exchange if is_replaced else None)
     metrics = options.log_dir / "metrics.jsonl"
     if metrics.exists():
-        try:
+        with system_errors(metrics, "cannot be written", code="output.unwritable"):
             open(metrics, "ab").close()
-        except OSError as error:
-            raise refused_by_system(str(metrics), error, "cannot be written", code="output.unwritable") from error
 
 
 def replaced_note(save: Path) -> str | None:

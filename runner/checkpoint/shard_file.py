@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from manifests.digest import Hasher, digest_bytes
-from manifests.errors import CheckpointError, InputError, refused_by_system
+from manifests.errors import CheckpointError, InputError, system_errors
 from manifests.index import MOST_READ_HEADER_NBYTES, is_indexed
 from manifests.safetensors import encode_header, header_template, layout_tensors
 from manifests.schema import WEIGHTS, Holds, Shard
@@ -80,12 +80,10 @@ def write_shard(
 
 @contextmanager
 def _creating(path: Path) -> Iterator[None]:
-    try:
+    with system_errors(path, "cannot be written", code="output.unwritable"):
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
         sync_folder(path.parent)
-    except OSError as error:
-        raise refused_by_system(str(path), error, "cannot be written", code="output.unwritable") from error
 
 
 def check_not_cancelled(path: Path, is_cancelled: Callable[[], bool]) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from manifests.errors import DataError, printable, refused_by_system
+from manifests.errors import DataError, printable, system_errors
 from manifests.jsontext import kind_of
 from runner.data.bad import MOST_NBYTES, BadDocumentError, too_long
 from runner.data.parquet import nbytes_of, read_rows, text_of
@@ -355,8 +355,5 @@ _READERS: Mapping[str, Callable[[Path, Fields, int], Iterator[Document]]] = {
 
 @contextmanager
 def _open(file: Path, buffer_nbytes: int = -1) -> Iterator[BinaryIO]:
-    try:
-        with open(file, "rb", buffering=buffer_nbytes) as stream:
-            yield stream
-    except OSError as error:
-        raise refused_by_system(str(file), error, code="data.unreadable") from error
+    with system_errors(file, code="data.unreadable"), open(file, "rb", buffering=buffer_nbytes) as stream:
+        yield stream

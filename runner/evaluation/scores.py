@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from manifests.errors import UsageError, refused_by_system
+from manifests.errors import UsageError, system_errors
 from runner.data.rows import IGNORED, RowForm
 from runner.data.sequences import Batch
 from runner.evaluation.options import EvalOptions
@@ -93,6 +94,7 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 _MOST_ROWS = 256  # documents of a row group
+_writing = partial(system_errors, problem="cannot be written", code="output.unwritable")
 
 
 class Scores:
@@ -166,11 +168,3 @@ def writing_scores(path: Path, options: EvalOptions) -> Iterator[Scores]:
         with _writing(path):
             scores.close()
             os.replace(Path(folder) / path.name, path)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise refused_by_system(str(path), error, "cannot be written", code="output.unwritable") from error

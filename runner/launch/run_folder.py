@@ -26,7 +26,7 @@ from manifests.errors import (
     LaunchError,
     UsageError,
     UserError,
-    refused_by_system,
+    system_errors,
 )
 from runner.checkpoint.history import find_checkpoints
 from runner.config.flags import TrainOptions
@@ -65,16 +65,13 @@ class RunFolder:
     def begin(self) -> None:
         """Prepare the folder for this run: move the files of other runs aside, and write the launch to `run.json`."""
         run = read_run_record(self.path)
-        try:
+        with system_errors(f"--log-dir {self.path}", "cannot be written", code="output.unwritable"):
             if not _is_same(run, self.options):
                 _move_aside(self.path, run)
                 run = None
             run = dict(run) if run else self._new()
             run["launches"] = [*run.get("launches", ()), self._launch()]
             write_run_record(self.path, run)
-        except OSError as error:
-            where = f"--log-dir {self.path}"
-            raise refused_by_system(where, error, "cannot be written", code="output.unwritable") from error
         if self.is_chosen:
             link_latest(self.path)
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 import click
 
-from manifests.errors import refused_by_system
+from manifests.errors import system_errors
 from manifests.models.training import parse_recompute
 from manifests.module_times import ModuleTime
 from manifests.store import write_file
@@ -60,10 +60,8 @@ def measure(
         num_repeats=repeats,
     )  # fmt: skip
     times = measure_modules(packed, setting, note=None if quiet else _note)
-    try:
+    with system_errors(out, "cannot be written", code="output.unwritable"):
         write_file(out, times.encode(), is_durable=False)
-    except OSError as error:
-        raise refused_by_system(str(out), error, "cannot be written", code="output.unwritable") from error
     if not quiet:
         seconds = times.modules
         slowest = max(seconds, key=lambda module: seconds[module].total)

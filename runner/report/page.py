@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from manifests.command.palette import WORK_COLORS
-from manifests.errors import LaunchError, LogError, UsageError, UserError, refused_by_system
+from manifests.errors import LaunchError, LogError, UsageError, UserError, system_errors
 from manifests.schedules.picture import legend_of, pipeline_svg
 from manifests.schedules.simulation import Timeline, simulate
 from manifests.store import write_file
@@ -111,10 +111,8 @@ def _read(log_dir: Path) -> RunLog:
 
 
 def _write(out: Path, data: bytes) -> None:
-    try:
+    with system_errors(out, "cannot be written", code="output.unwritable"):
         write_file(out, data, is_durable=False)
-    except OSError as error:
-        raise refused_by_system(str(out), error, "cannot be written", code="output.unwritable") from error
 
 
 def _page(title: str, parts: Sequence[str]) -> str:

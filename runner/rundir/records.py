@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from manifests.errors import LaunchError, LogError, UsageError, refused_by_system
+from manifests.errors import LaunchError, LogError, UsageError, system_errors
 from manifests.invariants import MANIFEST_NAME
 from manifests.store import write_file
 from stores.folders.probe import check_writable
@@ -146,10 +146,8 @@ def make_log_dir(log_dir: Path) -> None:
         problem = "is a packed folder or a checkpoint, which has only the files of its manifest"
         raise UsageError(where, problem, "choose a folder beside it", code="output.inside-input")
     check_writable(log_dir, where, hint)
-    try:
+    with system_errors(where, "cannot be created", hint, code="output.unwritable"):
         log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise refused_by_system(where, error, "cannot be created", hint, code="output.unwritable") from error
 
 
 def write_job_record(log_dir: Path, record: JobRecord) -> None:
@@ -158,15 +156,11 @@ def write_job_record(log_dir: Path, record: JobRecord) -> None:
     Raises:
         OutputError: it cannot be written; an older record is unchanged.
     """
-    try:
+    where, hint = f"--log-dir {log_dir}", "choose a folder that every node can write"
+    with system_errors(where, "cannot be written", hint, code="output.unwritable"):
         log_dir.mkdir(parents=True, exist_ok=True)
-        write_file(
-            log_dir / JOB_NAME,
-            (json.dumps({"version": 1, **asdict(record), "run": run_id(log_dir)}, indent=2) + "\n").encode(),
-        )
-    except OSError as error:
-        where, hint = f"--log-dir {log_dir}", "choose a folder that every node can write"
-        raise refused_by_system(where, error, "cannot be written", hint, code="output.unwritable") from error
+        text = json.dumps({"version": 1, **asdict(record), "run": run_id(log_dir)}, indent=2)
+        write_file(log_dir / JOB_NAME, f"{text}\n".encode())
 
 
 def read_job_record(log_dir: Path) -> JobRecord:
