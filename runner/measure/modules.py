@@ -129,14 +129,14 @@ def _time(
             if labels is not None:
                 rows = labels.repeat(len(outputs) // len(labels), 1)  # those of MTP layers follow
                 outputs = token_loss(outputs, rows, num_tokens=rows.numel())
-        return_holes(device)
+        return_holes(device.type)
         trained = [
             leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
         gradients = [torch.ones_like(leaf) if leaf.dim() == 0 else torch.randn_like(leaf) for leaf in trained]
         with recorder.action("B", 0, repeat):
             torch.autograd.backward(trained, gradients)
-        return_holes(device)
+        return_holes(device.type)
     recorder.stop()
     ran = [timed for timed in recorder.take() if timed.action.microbatch >= _WARMUP]
     seconds = [median(timed.end_s - timed.start_s for timed in ran if timed.action.kind == kind) for kind in "FB"]

@@ -92,12 +92,12 @@ class _Plain:
             for chunk in self._chunks:
                 with recorder.action("F", chunk.stage, number):
                     crossing = chunk(crossing, **context_of(chunk.family, microbatch, self._device))
-                return_holes(self._device)
+                return_holes(self._device.type)
             with recorder.action("L", last, number):
                 loss = loss_fn(crossing, microbatch)
             with recorder.action("B", last, number):  # of all stages at once
                 torch.autograd.backward(loss)
-            return_holes(self._device)
+            return_holes(self._device.type)
             losses.append(loss.detach())
         return total(losses)
 

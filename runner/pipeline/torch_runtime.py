@@ -106,7 +106,7 @@ class RuntimeStage(PipelineStage):
             self._free("F", fwd_chunk_id)
             if self.is_last:
                 getattr(self, ADAPTER.forwards).clear()  # neither a send nor a backward needs them
-        return_holes(self.device)
+        return_holes(self.device.type)
         return output
 
     def backward_one_chunk(
@@ -128,14 +128,14 @@ class RuntimeStage(PipelineStage):
             for info in self._infos("F", bwd_chunk_id):
                 if info.buffer is not None:
                     info.buffer.grad = None  # what is sent would stay in memory until W
-        return_holes(self.device)
+        return_holes(self.device.type)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._timed("W", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self._free("F", bwd_chunk_id)
         self._free("B", bwd_chunk_id)
-        return_holes(self.device)
+        return_holes(self.device.type)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate("F", fwd_chunk_id)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from manifests.command.sizes import show_bytes
 from manifests.models.memory import Memory
@@ -28,13 +28,6 @@ _M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
 _LARGE_NBYTES, _LARGE_SHARD_NBYTES = 1 << 20, 256 << 10
 _LIBC = ctypes.CDLL(None)
 _IS_GLIBC = hasattr(_LIBC, "malloc_trim")
-
-
-class Device(Protocol):
-    """A torch.device; the launcher, which does not import torch, asks for free memory, too."""
-
-    @property
-    def type(self) -> str: ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -105,9 +98,9 @@ def compact_heap(*, is_sharded: bool) -> None:
         _LIBC.mallopt(_M_MMAP_THRESHOLD, _LARGE_SHARD_NBYTES if is_sharded else _LARGE_NBYTES)
 
 
-def return_holes(device: Device) -> None:
+def return_holes(device_type: str) -> None:
     """Return free pages within a compact heap to the system, if the tensors are in host memory."""
-    if _HEAP.is_compact and device.type == "cpu":
+    if _HEAP.is_compact and device_type == "cpu":
         _LIBC.malloc_trim(0)
 
 
