@@ -65,11 +65,7 @@ def check_space(options: TrainOptions, *, checkpoint_nbytes: int, weights_nbytes
 
 def _folders(options: TrainOptions, environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str, Path]]:
     """Yield each folder that files are added to, after the flag that asks for them."""
-    yield f"--log-dir {options.log_dir}", options.log_dir
-    if options.checkpoint is not None:
-        yield f"--checkpoint {options.checkpoint.history}", options.checkpoint.history
-    if (chain := _chain_of(options)) is not None:
-        yield f"--publish {chain}", chain
+    yield from _lasting_folders(options)
     if options.traced:
         yield "--trace", options.log_dir / "trace"
     if options.profiled or options.memory_snapshot:
@@ -78,6 +74,15 @@ def _folders(options: TrainOptions, environment: Mapping[str, str] = os.environ)
         yield "--tensorboard", options.log_dir / "tensorboard"
     if options.wandb:
         yield "--wandb", Path(environment.get("WANDB_DIR", options.log_dir)) / "wandb"
+
+
+def _lasting_folders(options: TrainOptions) -> Iterator[tuple[str, Path]]:
+    """Yield the folders that a run shares with earlier and later ones."""
+    yield f"--log-dir {options.log_dir}", options.log_dir
+    if options.checkpoint is not None:
+        yield f"--checkpoint {options.checkpoint.history}", options.checkpoint.history
+    if (chain := _chain_of(options)) is not None:
+        yield f"--publish {chain}", chain
 
 
 def _chain_of(options: TrainOptions) -> Path | None:
@@ -133,11 +138,7 @@ def check_apart(options: TrainOptions, launched: Path) -> None:
 
 def _used(options: TrainOptions, launched: Path) -> Iterator[tuple[str, Path]]:
     yield f"the launched {launched}", launched
-    yield f"--log-dir {options.log_dir}", options.log_dir
-    if options.checkpoint is not None:
-        yield f"--checkpoint {options.checkpoint.history}", options.checkpoint.history
-    if (chain := _chain_of(options)) is not None:
-        yield f"--publish {chain}", chain
+    yield from _lasting_folders(options)
     if options.resume.source not in (None, "auto"):
         yield f"--resume {options.resume.source}", Path(options.resume.source)
     for flag, data in (("--data", options.data), ("--eval-data", options.eval_data)):
